@@ -1,0 +1,18 @@
+"""The processor itself as a device: chosen when no accelerator is present. Nothing is imported but the declaration."""
+
+from sglcore.device.package import DevicePackage
+
+package = DevicePackage(
+    name="cpu",
+    api=1,
+    summary="x86 and Arm processors",
+    is_host=True,
+    probe="sglcore_cpu.probe:probe",
+    facts="sglcore_cpu.facts:facts",
+    worker="sglcore.runtime.tp_worker:TpModelWorker",
+    attention={"reference": "sglcore.runtime.attention.reference:ReferenceAttention"},
+    graphs={"compiled": "sglcore_cpu.graphs:CompiledGraphs"},
+    kernels="sglcore_cpu.kernels:kernels",
+    bring_up="sglcore_cpu.bring_up:BRING_UP",
+)
+"""What `sglcore devices` and the core read."""

@@ -1,0 +1,59 @@
+"""What can be said of this processor without importing a tensor library."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+from sglcore.device.probe import Fact, ProbeReport, installed_fact
+
+CPUINFO = Path("/proc/cpuinfo")
+FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
+"""The instruction sets that kernels ask for, by the names that Linux gives them."""
+
+
+def probe(named: bool) -> ProbeReport:
+    """Answer for the processor; it is always there, so being named changes nothing."""
+    model, features = processor(CPUINFO)
+    return ProbeReport(
+        hardware=Fact(True, model),
+        driver=Fact(True, f"{platform.system()} {platform.release()}; a processor needs no driver"),
+        package=installed_fact("sglcore_cpu", "sglcore-cpu", "pip install sglcore-cpu"),
+        runtime=installed_fact("torch", "torch", "pip install torch==2.13.0, or sglcore doctor"),
+        details={"features": " ".join(features), "cores": str(usable_cores()), "machine": platform.machine()},
+    )
+
+
+def processor(cpuinfo: Path) -> tuple[str, tuple[str, ...]]:
+    """The processor's name and those of its instruction sets that matter here, as the operating system tells them."""
+    fields = _fields(cpuinfo)
+    flags = frozenset((fields.get("flags") or fields.get("Features") or "").split())
+    model = fields.get("model name") or fields.get("Model") or _brand() or f"{platform.machine()} processor"
+    return model, tuple(feature for feature in FEATURES if feature in flags)
+
+
+def usable_cores() -> int:
+    """The logical cores this process may run on."""
+    if platform.system() == "Linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _fields(cpuinfo: Path) -> dict[str, str]:
+    """The fields of the first core that `cpuinfo` describes, and those that stand after the last one."""
+    try:
+        text = cpuinfo.read_text(errors="replace")
+    except OSError:
+        return {}
+    blocks = text.strip().split("\n\n")
+    pairs = (line.partition(":") for line in (*blocks[-1].splitlines(), *blocks[0].splitlines()))
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _brand() -> str:
+    if platform.system() != "Darwin":
+        return ""
+    command = ("sysctl", "-n", "machdep.cpu.brand_string")
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

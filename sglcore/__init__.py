@@ -1,0 +1,26 @@
+"""sglcore, one LLM inference engine; every accelerator is a package.
+
+Importing this module loads neither numpy nor a tensor library; the public classes are imported on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglcore.engine.llm import LLM as LLM
+    from sglcore.sampling.params import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ("LLM", "SamplingParams", "__version__")
+
+_HOMES = (("LLM", "sglcore.engine.llm"), ("SamplingParams", "sglcore.sampling.params"))
+
+
+def __getattr__(name: str) -> object:
+    """Import a public class where it lives, on first use."""
+    for public, home in _HOMES:
+        if public == name:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"module 'sglcore' has no attribute {name!r}; it offers {', '.join(__all__)}")

@@ -1,0 +1,46 @@
+"""Where the command `sglcore` starts. `doctor` and `--version` run before anything that is not in the standard library."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from sglcore.device.errors import SglcoreError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and give its exit code: 2 for an error that a person can act on, printed in one line."""
+    words = tuple(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ("doctor",):
+        from sglcore.cli import doctor
+
+        return doctor.main(words[1:])
+    if words == ("--version",):
+        from sglcore import __version__
+
+        print(f"sglcore {__version__}")
+        return 0
+    try:
+        return _run(words)
+    except SglcoreError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _run(words: Sequence[str]) -> int:
+    try:
+        from sglcore.cli.app import make_app
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("sglcore"):
+            raise
+        remedy = f"pip install {error.name}; sglcore doctor works without it"
+        raise SglcoreError(f"the command line needs {error.name!r}, which is not installed", remedy=remedy) from None
+    try:
+        make_app()(args=list(words), prog_name="sglcore")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

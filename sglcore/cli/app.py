@@ -1,0 +1,39 @@
+"""The commands. Each is a function with annotated parameters, in a module that imports heavy things only inside it."""
+
+from __future__ import annotations
+
+import typer
+
+from sglcore.cli.devices import devices
+from sglcore.cli.doctor import doctor
+
+
+def make_app() -> typer.Typer:
+    """The application with one line for each command, in the order in which help lists them."""
+    app = typer.Typer(
+        help="One LLM inference engine; every accelerator is a package.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(options)
+    app.command()(devices)
+    app.command()(doctor)
+    return app
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from sglcore import __version__
+
+        typer.echo(f"sglcore {__version__}")
+        raise typer.Exit
+
+
+def options(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version and exit.", is_eager=True, callback=_version
+    ),
+) -> None:
+    """One LLM inference engine; every accelerator is a package."""

@@ -1,0 +1,136 @@
+"""`sglcore devices`: every installed device package, what its probe says, and which one would run."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+import typer
+
+from sglcore.device.discovery import Installed, discover
+from sglcore.device.errors import DeviceError
+from sglcore.device.package import DevicePackage, resolve
+from sglcore.device.probe import ProbeReport, UnclaimedDevice, unclaimed_devices
+from sglcore.device.selection import (
+    Choice,
+    Requested,
+    claimed_vendors,
+    find_installed,
+    requested_device,
+    run_probe,
+    select,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """An installed package with what its probe said, or what loading or probing it raised."""
+
+    installed: Installed
+    report: ProbeReport | None = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """All that `sglcore devices` shows: the packages, the choice or why there is none, and unclaimed accelerators."""
+
+    devices: tuple[Surveyed, ...]
+    choice: Choice | None
+    refusal: Exception | None
+    unclaimed: tuple[UnclaimedDevice, ...]
+
+
+def devices(
+    name: str = typer.Argument("", help="Show this device only."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    bring_up: bool = typer.Option(False, "--bring-up", help="Print the order in which the device NAME starts."),
+) -> None:
+    """List the device packages, what they find on this machine, and which one would run."""
+    from sglcore.cli import render
+
+    found = discover()
+    asked = Requested(name or None, "the argument")
+    if bring_up:
+        typer.echo(bring_up_text(found, asked), nl=False)
+        return
+    if name:
+        find_installed(found, asked)
+    seen = survey(found, requested_device(None), asked)
+    if name:
+        seen = replace(seen, devices=tuple(item for item in seen.devices if item.installed.name == name))
+    if as_json:
+        typer.echo(render.json_text(survey_values(seen)))
+    else:
+        render.show_survey(seen)
+
+
+def bring_up_text(found: tuple[Installed, ...], asked: Requested) -> str:
+    """The bring-up order of one device; raises `DeviceError` when no device was named or it is not installed."""
+    if asked.name is None:
+        names = ", ".join(item.name for item in found) or "none"
+        raise DeviceError(
+            "--bring-up without a device", wanted=f"one of {names}", remedy="sglcore devices NAME --bring-up"
+        )
+    package = find_installed(found, asked).loaded()
+    return resolve(package.bring_up, package.name).text()
+
+
+def survey(found: tuple[Installed, ...], requested: Requested, shown: Requested = Requested()) -> Survey:
+    """Probe every package once and choose. What raises is kept, so that one broken package hides no other."""
+    seen = {item.name: _probed(item, named=item.name == requested.name) for item in found}
+
+    def probe(package: DevicePackage, _named: bool) -> ProbeReport:
+        item = seen[package.name]
+        if item.report is None:
+            raise item.error or DeviceError(f"device {package.name!r} was not probed")
+        return item.report
+
+    unclaimed = unclaimed_devices(claimed_vendors(found))
+    choice, refusal = None, None
+    try:
+        choice = select(found, requested, unclaimed, probe)
+    except Exception as error:
+        refusal = error
+    named = (_probed(item, named=True) if item.name == shown.name else seen[item.name] for item in found)
+    return Survey(tuple(named), choice, refusal, unclaimed)
+
+
+def _probed(item: Installed, *, named: bool) -> Surveyed:
+    try:
+        return Surveyed(item, report=run_probe(item.loaded(), named))
+    except Exception as error:
+        return Surveyed(item, error=error)
+
+
+def survey_values(seen: Survey) -> Mapping[str, object]:
+    """The survey as plain values, ready for JSON."""
+    return {
+        "chosen": asdict(seen.choice.chosen) if seen.choice else None,
+        "rows": [asdict(row) for row in seen.choice.rows] if seen.choice else [],
+        "refusal": str(seen.refusal) if seen.refusal else None,
+        "devices": [_device_values(item, seen) for item in seen.devices],
+        "unclaimed": [asdict(device) for device in seen.unclaimed],
+    }
+
+
+def _device_values(item: Surveyed, seen: Survey) -> Mapping[str, object]:
+    package, report, error = item.installed.package, item.report, item.error
+    return {
+        "name": item.installed.name,
+        "distribution": item.installed.distribution,
+        "version": item.installed.version,
+        "api": package.api if package else None,
+        "summary": package.summary if package else None,
+        "is_chosen": is_chosen(item, seen),
+        "facts": {name: asdict(fact) for name, fact in report.facts.items()} if report else None,
+        "details": dict(report.details) if report else {},
+        "error": str(error) if error else None,
+        "traceback": "".join(traceback.format_exception(error)) if error else None,
+    }
+
+
+def is_chosen(item: Surveyed, seen: Survey) -> bool:
+    """Whether this package is the one that would run."""
+    return seen.choice is not None and seen.choice.chosen.name == item.installed.name

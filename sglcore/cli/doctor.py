@@ -1,0 +1,238 @@
+"""`sglcore doctor`: why does it not run here? Standard library only, so that it works on the machine it must explain.
+
+Also `python -m sglcore.cli.doctor`. A check that fails inside is a finding, never a crash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import MappingProxyType
+
+from sglcore.device.discovery import Installed, discover
+from sglcore.device.errors import SglcoreError
+from sglcore.device.probe import unclaimed_devices
+from sglcore.device.selection import claimed_vendors, requested_device, run_probe, select
+
+REQUIRED = ("numpy", "tokenizers", "safetensors", "typer", "rich", "jinja2")
+LEAST_PYTHON = (3, 11)
+TORCH_SECONDS = 120.0
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+LEAST_MEMORY = 2 << 30
+"""Bytes below which even the embedded model is uncomfortable."""
+
+_OTHER_VARIABLES = frozenset({"SGLCORE_DOCTOR_TORCH_SECONDS"})
+
+_IMPORT_TORCH = """
+import sys
+from importlib.util import find_spec
+sys.path[:] = sys.argv[1:]
+print("absent" if find_spec("torch") is None else __import__("torch").__version__)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding. The verdict is `ok`, `note` (worth knowing) or `bad` (something will not run)."""
+
+    topic: str
+    verdict: str
+    found: str
+    remedy: str = ""
+
+
+Examination = Callable[[], Iterable[Check]]
+
+
+def doctor(as_json: bool = False) -> None:
+    """Check this machine and say what to do about each finding."""
+    sys.exit(main(("--json",) if as_json else ()))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print every check; 1 when something is bad, else 0."""
+    parser = argparse.ArgumentParser(prog="sglcore doctor", description="Check this machine.")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
+    checks = examine(EXAMINATIONS)
+    is_bad = any(check.verdict == "bad" for check in checks)
+    if options.json:
+        print(json.dumps({"healthy": not is_bad, "checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        _print(checks)
+    return int(is_bad)
+
+
+def examine(examinations: Mapping[str, Examination]) -> tuple[Check, ...]:
+    """The findings of every examination; one that raises gives a bad finding with its traceback."""
+    checks: list[Check] = []
+    for topic, examination in examinations.items():
+        try:
+            checks.extend(examination())
+        except Exception as error:
+            checks.append(_raised(topic, error))
+    return tuple(checks)
+
+
+def check_python() -> Iterable[Check]:
+    """The interpreter."""
+    found = f"{platform.python_version()} at {sys.executable} on {platform.system()} {platform.machine()}"
+    if sys.version_info < LEAST_PYTHON:
+        yield Check("python", "bad", found, f"use Python {'.'.join(map(str, LEAST_PYTHON))} or newer")
+    else:
+        yield Check("python", "ok", found)
+
+
+def check_distributions() -> Iterable[Check]:
+    """The distributions that the core needs."""
+    for name in ("sglcore", *REQUIRED):
+        try:
+            yield Check(name, "ok", version(name))
+        except PackageNotFoundError:
+            yield Check(name, "bad", "not installed", f"pip install {name}")
+
+
+def check_devices() -> Iterable[Check]:
+    """Every device package with the four facts of its probe, the choice, and unclaimed accelerators."""
+    found = discover()
+    if not found:
+        yield Check("devices", "bad", "no device package is installed", "pip install sglcore-cpu")
+    for item in found:
+        yield from _check_device(item)
+    unclaimed = unclaimed_devices(claimed_vendors(found))
+    for device in unclaimed:
+        yield Check("accelerator", "note", f"no installed package answers for {device}", "install its vendor's package")
+    try:
+        chosen = select(found, requested_device(None), unclaimed).chosen
+        yield Check("choice", "ok", f"{chosen.name}, because {chosen.reason}")
+    except SglcoreError as error:
+        yield Check("choice", "bad", str(error), error.remedy)
+    except Exception as error:
+        yield _raised("choice", error)
+
+
+def _check_device(item: Installed) -> Iterable[Check]:
+    topic = f"device {item.name}"
+    try:
+        report = run_probe(item.loaded(), False)
+    except SglcoreError as error:
+        yield Check(topic, "bad", str(error), error.remedy)
+        return
+    except Exception as error:
+        yield _raised(topic, error)
+        return
+    for name, fact in report.facts.items():
+        failing = "bad" if report.present else "note"
+        yield Check(
+            f"{topic}: {name}", "ok" if fact.holds else failing, fact.evidence, "" if fact.holds else fact.remedy
+        )
+
+
+def check_memory() -> Iterable[Check]:
+    """The machine's memory, and the limit of the control group this process is in."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [limit for limit in map(cgroup_limit, CGROUP_LIMITS) if limit is not None and limit < total]
+    usable = min((total, *limits))
+    found = f"{_gib(total)} in the machine" + (f", limited to {_gib(usable)} by the control group" if limits else "")
+    if usable < LEAST_MEMORY:
+        yield Check("memory", "bad", found, f"give the process at least {_gib(LEAST_MEMORY)}")
+    else:
+        yield Check("memory", "ok", found)
+
+
+def check_compiler() -> Iterable[Check]:
+    """A C++ compiler, which compiled graphs need."""
+    names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
+    path = next((found for name in names if name and (found := shutil.which(name))), None)
+    if path:
+        yield Check("compiler", "ok", path)
+    else:
+        yield Check("compiler", "note", "no C++ compiler", "install g++ or clang++, or run with --graph off")
+
+
+def check_torch() -> Iterable[Check]:
+    """Whether torch imports, in a process of its own, so that a broken one can not harm this."""
+    seconds = float(os.environ.get("SGLCORE_DOCTOR_TORCH_SECONDS", TORCH_SECONDS))
+    command = (sys.executable, "-c", _IMPORT_TORCH, *sys.path)
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        yield Check("torch", "bad", f"import torch did not end in {seconds:g} s", "reinstall torch==2.13.0")
+        return
+    answer, complaint = ran.stdout.strip(), ran.stderr.strip().splitlines()
+    if ran.returncode == 0 and answer == "absent":
+        yield Check("torch", "note", "not installed", "pip install torch==2.13.0, unless your device does not use it")
+    elif ran.returncode == 0 and answer:
+        yield Check("torch", "ok", answer)
+    else:
+        last = complaint[-1] if complaint else "no message"
+        yield Check("torch", "bad", f"import torch ended with {ran.returncode}: {last}", "reinstall torch==2.13.0")
+
+
+def check_environment() -> Iterable[Check]:
+    """The variables that change what sglcore does."""
+    from sglcore.device.config import EngineConfig
+
+    known = {f"SGLCORE_{field.name.upper()}" for field in fields(EngineConfig)} | _OTHER_VARIABLES
+    for name in sorted(name for name in os.environ if name.startswith("SGLCORE_")):
+        if name in known:
+            yield Check(name, "note", os.environ[name])
+        else:
+            yield Check(name, "note", f"{os.environ[name]}, which nobody reads", "unset it, or correct its name")
+
+
+EXAMINATIONS: Mapping[str, Examination] = MappingProxyType(
+    {
+        "python": check_python,
+        "distributions": check_distributions,
+        "devices": check_devices,
+        "memory": check_memory,
+        "compiler": check_compiler,
+        "torch": check_torch,
+        "environment": check_environment,
+    }
+)
+
+
+def cgroup_limit(path: Path) -> int | None:
+    """The bytes that a limit file of a control group allows; None without a limit or a file."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _gib(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB"
+
+
+def _raised(topic: str, error: Exception) -> Check:
+    return Check(
+        topic, "bad", "".join(traceback.format_exception(error)).strip(), "report it to whoever made this part"
+    )
+
+
+def _print(checks: Sequence[Check]) -> None:
+    width = max(len(check.topic) for check in checks)
+    for check in checks:
+        found = check.found.replace("\n", "\n    ")
+        print(f"{check.verdict:<5} {check.topic:<{width}}  {found}")
+        if check.remedy:
+            print(f"{'':<5} {'':<{width}}  -> {check.remedy}")
+    counts = {verdict: sum(check.verdict == verdict for check in checks) for verdict in ("ok", "note", "bad")}
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""How results look on a terminal and as JSON. `rich` is imported when a table is drawn."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from sglcore.device.errors import SglcoreError
+
+if TYPE_CHECKING:
+    from sglcore.cli.devices import Survey, Surveyed
+
+
+def json_text(values: Mapping[str, object]) -> str:
+    """Readable JSON."""
+    return json.dumps(values, indent=2)
+
+
+def show_survey(seen: Survey) -> None:
+    """Print a table of the devices with their four facts, then the choice and whatever stands in its way."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("device", "fact", "holds", "evidence", box=box.SIMPLE_HEAD)
+    for item in seen.devices:
+        for row in _survey_rows(item, seen):
+            table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+        table.add_section()
+    console = Console(highlight=False)
+    if seen.devices:
+        console.print(table)
+    for line in _survey_lines(seen):
+        console.print(Text(line))
+    _print_tracebacks(seen)
+
+
+_STYLES = MappingProxyType({"yes": "green", "no": "red"})
+
+
+def _survey_rows(item: Surveyed, seen: Survey) -> tuple[tuple[str, str, str, str], ...]:
+    is_chosen = seen.choice is not None and seen.choice.chosen.name == item.installed.name
+    heads = (
+        f"{item.installed.name} (chosen)" if is_chosen else item.installed.name,
+        f"{item.installed.distribution} {item.installed.version}",
+    )
+    if item.report is None:
+        return ((heads[0], "package", "no", str(item.error)), (heads[1], "", "", ""))
+    rows = [
+        (name, "yes" if fact.holds else "no", fact.evidence if fact.holds else f"{fact.evidence}; {fact.remedy}")
+        for name, fact in item.report.facts.items()
+    ]
+    rows += [(f"  {name}", "", value) for name, value in item.report.details.items() if value]
+    return tuple((heads[place] if place < len(heads) else "", *row) for place, row in enumerate(rows))
+
+
+def _survey_lines(seen: Survey) -> tuple[str, ...]:
+    if seen.choice is None:
+        head = f"no device is chosen: {seen.refusal}"
+    else:
+        head = f"chosen: {seen.choice.chosen.name}, because {seen.choice.chosen.reason}"
+    others = tuple(f"unclaimed accelerator: {device}; no installed package answers for it" for device in seen.unclaimed)
+    return (head, *others)
+
+
+def _print_tracebacks(seen: Survey) -> None:
+    """A package that raised shows its own traceback; an error that explains itself in one line does not need one."""
+    for item in seen.devices:
+        if item.error is not None and not isinstance(item.error, SglcoreError):
+            print(f"\n{item.installed.distribution} raised:", file=sys.stderr)
+            traceback.print_exception(item.error)

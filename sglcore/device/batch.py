@@ -1,0 +1,161 @@
+"""The host batch that crosses the worker seam: numpy arrays with CSR offsets, no tensors, no pools, no requests.
+
+One declaration per field; the isolated copy that a forward sees is generated from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+T = TypeVar("T")
+Ints = NDArray[np.int32]
+
+
+class ForwardMode(IntEnum):
+    """What a forward does. Decided by request state, never by how many tokens a row brings."""
+
+    IDLE = 0
+    DECODE = 1
+    EXTEND = 2
+    MIXED = 3
+    EMBED = 4
+
+    @property
+    def is_decode(self) -> bool:
+        """Every row brings exactly its last sampled token."""
+        return self is ForwardMode.DECODE
+
+
+class CaptureHiddenMode(IntEnum):
+    """Which hidden states a forward hands back."""
+
+    NONE = 0
+    LAST = 1
+    FULL = 2
+
+
+class OneShot(Generic[T]):
+    """A value for one forward only: the first `take` returns it, every later one returns the default."""
+
+    __slots__ = ("_default", "_value")
+
+    def __init__(self, default: T) -> None:
+        self._default = default
+        self._value = default
+
+    def put(self, value: T) -> None:
+        """Set the value that the next `take` returns."""
+        self._value = value
+
+    def take(self) -> T:
+        """Return the value and forget it."""
+        value, self._value = self._value, self._default
+        return value
+
+    @property
+    def is_set(self) -> bool:
+        """A value is waiting to be taken."""
+        return self._value is not self._default
+
+    def move(self) -> OneShot[T]:
+        """A new one-shot that holds this one's value; this one is left empty."""
+        moved = OneShot(self._default)
+        moved._value = self.take()
+        return moved
+
+
+class HostSampling(Protocol):
+    """Sampling state of a batch's rows, as the seam sees it."""
+
+    def copy_for_forward(self) -> HostSampling:
+        """A copy that one forward may keep; later changes to the original do not reach it."""
+        ...
+
+
+def _one_shot(default: T) -> Callable[[], OneShot[T]]:
+    return lambda: OneShot(default)
+
+
+@dataclass(slots=True)
+class ScheduleBatch:
+    """One step for the worker, B rows (requests) and T tokens; slots, so an undeclared attribute is impossible.
+
+    `slots` int32[B]: each row's place in the device tables (0 is never used).
+    `seq_lens` int32[B]: tokens of the request once this forward has run; `prefix_lens` int32[B]: cells computed before.
+    `token_offsets` int32[B + 1] and `input_ids` int32[T]: the row's tokens. A negative id -s stands for the last token
+    sampled for slot s, which only the device knows yet.
+    `page_counts` int32[B]: page-table entries the device already has for the slot; `new_page_offsets` int32[B + 1] and
+    `new_pages` int32[N]: the entries to append to them.
+    `emits` bool[B]: the row samples a token (a chunk that is not the last of its prompt does not).
+    `composition`: equal in two batches only if rows, order and sampling state are equal (lengths and tokens may differ).
+    `history_offsets` int32[B + 1], `history_ids`: all tokens known of a row whose sampling needs its history, sent when
+    the row enters a slot. `next_ids` int32[B]: the prompt token after the chunk (-1: to be sampled), and
+    `prompt_logprobs` int32[B] (-1: none, else how many alternatives), when a row asks for prompt log-probabilities.
+    `mrope_positions` int32[3, T]; `ngram_starts`, `ngram_lens` int32[B]: inputs of n-gram embeddings.
+    """
+
+    step: int
+    forward_mode: ForwardMode
+    slots: Ints
+    seq_lens: Ints
+    prefix_lens: Ints
+    token_offsets: Ints
+    input_ids: Ints
+    page_counts: Ints
+    new_page_offsets: Ints
+    new_pages: Ints
+    emits: NDArray[np.bool_]
+    composition: int = 0
+    sampling: HostSampling | None = None
+    history_offsets: Ints | None = None
+    history_ids: Ints | None = None
+    next_ids: Ints | None = None
+    prompt_logprobs: Ints | None = None
+    mrope_positions: Ints | None = None
+    ngram_starts: Ints | None = None
+    ngram_lens: Ints | None = None
+    capture_hidden_mode: OneShot[CaptureHiddenMode] = field(default_factory=_one_shot(CaptureHiddenMode.NONE))
+    seq_lens_cpu_cache: OneShot[Ints | None] = field(default_factory=_one_shot(None))
+    return_hidden_states_before_norm: OneShot[bool] = field(default_factory=_one_shot(False))
+
+    @property
+    def batch_size(self) -> int:
+        """Rows."""
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens over all rows."""
+        return len(self.input_ids)
+
+    def copy_for_forward(self) -> ScheduleBatch:
+        """An isolated copy for one forward: arrays copied, one-shot values moved, sampling state forward-only."""
+        return ScheduleBatch(**{name: _isolate(getattr(self, name)) for name in _FIELD_NAMES})
+
+    def take_back(self, view: ScheduleBatch) -> None:
+        """Return one-shot values that a failed forward never took."""
+        for name in _FIELD_NAMES:
+            mine, other = getattr(self, name), getattr(view, name)
+            if isinstance(mine, OneShot) and other.is_set:
+                mine.put(other.take())
+
+
+_FIELD_NAMES = tuple(declared.name for declared in fields(ScheduleBatch))
+_SCALARS = (int, IntEnum, type(None))
+
+
+def _isolate(value):
+    """Copy by kind of value; a kind nobody thought about is an error here, not a leak later."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, OneShot):
+        return value.move()
+    if isinstance(value, _SCALARS):
+        return value
+    return value.copy_for_forward()

@@ -1,0 +1,181 @@
+"""Bring-up: an explicit order of steps whose needs are checked before any work.
+
+A step is a function. Its name is what it provides; its parameters are what it needs. A package edits the order with
+`insert`, `replace` and `remove`, each of which gives a new order.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from sglcore.device.errors import BringUpError
+
+StepFunction: TypeAlias = Callable[..., object]
+Report: TypeAlias = Callable[[str, float], None]
+"""Called after each step with what it provided and its seconds."""
+
+
+@runtime_checkable
+class Closeable(Protocol):
+    """Something that a step built and that must be released when a later step fails."""
+
+    def close(self) -> None:
+        """Release what it holds; called once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A function of the order. `wishes` are its parameters with defaults: they may be absent, but never come later."""
+
+    provides: str
+    function: StepFunction
+    needs: tuple[str, ...]
+    wishes: tuple[str, ...]
+
+    @staticmethod
+    def of(function: StepFunction, provides: str = "") -> Step:
+        """Read name and needs from a function; raises `BringUpError` when they can not be read from its signature."""
+        name = getattr(function, "__name__")  # noqa: B009  a Callable need not declare its name to the type checker
+        parameters = inspect.signature(function).parameters.values()
+        for parameter in parameters:
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise BringUpError(
+                    f"step {name!r} has the parameter {str(parameter)!r}", wanted="parameters with names"
+                )
+        return Step(
+            provides=provides or name,
+            function=function,
+            needs=tuple(p.name for p in parameters if p.default is p.empty),
+            wishes=tuple(p.name for p in parameters if p.default is not p.empty),
+        )
+
+    def line(self, width: int = 0) -> str:
+        """What it provides, which function does when that has another name, and its needs."""
+        name = getattr(self.function, "__name__")  # noqa: B009
+        label = self.provides if name == self.provides else f"{self.provides} ({name})"
+        needs = ", ".join((*self.needs, *(f"{wish}?" for wish in self.wishes)))
+        return f"{label:<{width}}  <- {needs or 'nothing'}"
+
+
+class BringUp:
+    """An immutable order of steps."""
+
+    __slots__ = ("steps",)
+
+    steps: tuple[Step, ...]
+
+    def __init__(self, steps: Iterable[StepFunction | Step]) -> None:
+        """Raises `BringUpError` when two steps provide the same thing."""
+        self.steps = tuple(step if isinstance(step, Step) else Step.of(step) for step in steps)
+        names = [step.provides for step in self.steps]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise BringUpError(
+                f"two steps provide {', '.join(twice)}", wanted="one step for each", remedy="use replace"
+            )
+
+    def insert(
+        self, step: StepFunction, *, before: StepFunction | str | None = None, after: StepFunction | str | None = None
+    ) -> BringUp:
+        """A new order with one more step, next to a step of this one."""
+        if before is not None and after is None:
+            place = self._index(before)
+        elif after is not None and before is None:
+            place = self._index(after) + 1
+        else:
+            raise BringUpError("insert needs its place", wanted="either before= or after=")
+        return BringUp((*self.steps[:place], Step.of(step), *self.steps[place:]))
+
+    def replace(self, old: StepFunction | str, new: StepFunction) -> BringUp:
+        """A new order where `new` provides what `old` provided, whatever the name of its function."""
+        place = self._index(old)
+        step = Step.of(new, provides=self.steps[place].provides)
+        return BringUp((*self.steps[:place], step, *self.steps[place + 1 :]))
+
+    def remove(self, step: StepFunction | str) -> BringUp:
+        """A new order without one step."""
+        place = self._index(step)
+        return BringUp((*self.steps[:place], *self.steps[place + 1 :]))
+
+    def check(self, given: Collection[str]) -> None:
+        """Raise `BringUpError` unless every need of every step is given or provided by an earlier step."""
+        known = set(given)
+        for place, step in enumerate(self.steps):
+            if step.provides in known:
+                raise BringUpError(f"step {step.provides!r} provides what is given already", wanted="a name of its own")
+            later = {other.provides for other in self.steps[place:]}
+            for need in (*step.needs, *(wish for wish in step.wishes if wish in later)):
+                if need not in known:
+                    raise _missing(step, need, need in later, known)
+            known.add(step.provides)
+
+    def run(self, given: Mapping[str, object], report: Report | None = None) -> Mapping[str, Any]:
+        """Check, then call every step; gives what was built, in order.
+
+        When a step fails, what was built before it is closed in reverse order; the exception keeps its own traceback and
+        gets a note with the name of the step.
+        """
+        self.check(given.keys())
+        known = dict(given)
+        built: dict[str, Any] = {}
+        for step in self.steps:
+            wanted = (*step.needs, *(wish for wish in step.wishes if wish in known))
+            start = time.perf_counter()
+            try:
+                made = step.function(**{name: known[name] for name in wanted})
+            except BaseException as error:
+                error.add_note(f"in the bring-up step {step.line()}")
+                close_in_reverse(built, failure=error)
+                raise
+            known[step.provides] = built[step.provides] = made
+            if report is not None:
+                report(step.provides, time.perf_counter() - start)
+        return MappingProxyType(built)
+
+    def text(self) -> str:
+        """The order with the needs of each step, one line a step."""
+        width = max((len(step.line().split("  <-")[0]) for step in self.steps), default=0)
+        return "".join(f"{step.line(width)}\n" for step in self.steps)
+
+    def _index(self, step: StepFunction | str) -> int:
+        for place, other in enumerate(self.steps):
+            if step in (other.provides, other.function):
+                return place
+        name = step if isinstance(step, str) else getattr(step, "__name__")  # noqa: B009
+        steps = ", ".join(other.provides for other in self.steps)
+        raise BringUpError(f"there is no step {name!r} in this order", wanted=f"one of {steps or 'none'}")
+
+
+def close_in_reverse(built: Mapping[str, object], failure: BaseException | None = None) -> None:
+    """Close every `Closeable`, the last built first, each once. With `failure`, errors become notes on it; else the first is raised."""
+    closed: set[int] = set()
+    first: Exception | None = None
+    for name, thing in reversed(tuple(built.items())):
+        if not isinstance(thing, Closeable) or id(thing) in closed:
+            continue
+        closed.add(id(thing))
+        try:
+            thing.close()
+        except Exception as error:
+            error.add_note(f"while closing {name!r}")
+            if failure is not None:
+                failure.add_note(f"closing {name!r} failed too: {error!r}")
+            first = first or error
+    if first is not None and failure is None:
+        raise first
+
+
+def _missing(step: Step, need: str, is_later: bool, known: Collection[str]) -> BringUpError:
+    found = f"step {step.provides!r} needs {need!r}"
+    if need == step.provides:
+        return BringUpError(f"{found}, which it provides itself", remedy=f"give {need!r}, or rename the parameter")
+    if is_later:
+        remedy = f"move step {need!r} before {step.provides!r}"
+        return BringUpError(f"{found}, which a later step provides", wanted="it earlier", remedy=remedy)
+    return BringUpError(f"{found}, which nothing provides", wanted=f"one of {', '.join(sorted(known)) or 'none'}")

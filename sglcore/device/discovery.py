@@ -1,0 +1,100 @@
+"""Which device packages are installed: entry points of the group `sglcore.devices`.
+
+The API number is read from the entry point, so a package for another contract is refused without being imported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+
+from sglcore.device.errors import DeviceError
+from sglcore.device.package import SUPPORTED, DevicePackage
+
+GROUP = "sglcore.devices"
+_API_TAG = re.compile(r"\[\s*api-(\d+)\s*\]\s*$")
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """A distribution that offers a device: its package, or the error that loading it raised."""
+
+    name: str
+    distribution: str
+    version: str
+    package: DevicePackage | None = None
+    error: Exception | None = None
+
+    def loaded(self) -> DevicePackage:
+        """The package; raises the error of its loading, with the traceback it had."""
+        if self.package is None:
+            raise self.error or DeviceError(f"{self.distribution} offers no device package")
+        return self.package
+
+
+def discover(found: Iterable[EntryPoint] | None = None) -> tuple[Installed, ...]:
+    """Every installed device package by name; one that can not be loaded is listed with its error, never left out."""
+    points = sorted(entry_points(group=GROUP) if found is None else found, key=lambda point: (point.name, _home(point)))
+    return tuple(_load(point, [other for other in points if other.name == point.name]) for point in points)
+
+
+def check_api(number: int, distribution: str, name: str) -> None:
+    """Raise `DeviceError` unless this core understands the contract that a package was written for."""
+    if number in SUPPORTED:
+        return
+    newest = SUPPORTED[-1]
+    wanted = f"API {newest}" if len(SUPPORTED) == 1 else f"API {SUPPORTED[0]} to {newest}"
+    behind = distribution if number < SUPPORTED[0] else "sglcore"
+    raise DeviceError(
+        f"device {name!r} of {distribution} was written for API {number}",
+        wanted=f"{wanted}, which this sglcore understands",
+        remedy=f"pip install --upgrade {behind}",
+    )
+
+
+def _load(point: EntryPoint, same_name: list[EntryPoint]) -> Installed:
+    distribution, version = _home(point)
+    try:
+        package = _package(point, distribution, same_name)
+    except Exception as error:
+        return Installed(point.name, distribution, version, error=error)
+    return Installed(point.name, distribution, version, package=package)
+
+
+def _package(point: EntryPoint, distribution: str, same_name: list[EntryPoint]) -> DevicePackage:
+    if len(same_name) > 1:
+        homes = [_home(other)[0] for other in same_name]
+        raise DeviceError(
+            f"{' and '.join(homes)} both offer a device {point.name!r}",
+            remedy=f"pip uninstall {homes[-1]}, or the other",
+        )
+    number = _api_number(point, distribution)
+    check_api(number, distribution, point.name)
+    package = point.load()
+    if not isinstance(package, DevicePackage):
+        raise DeviceError(f"{point.value!r} of {distribution} is a {type(package).__name__}", wanted="a DevicePackage")
+    if (package.name, package.api) != (point.name, number):
+        raise DeviceError(
+            f"{distribution} declares device {package.name!r} with API {package.api}",
+            wanted=f"{point.name!r} with API {number}, as its entry point says",
+            remedy=f"pip install --force-reinstall {distribution}",
+        )
+    return package
+
+
+def _api_number(point: EntryPoint, distribution: str) -> int:
+    tag = _API_TAG.search(point.value)
+    if tag is None:
+        raise DeviceError(
+            f"the entry point {point.name} = {point.value!r} of {distribution} does not say its API number",
+            wanted=f"'module:name [api-{SUPPORTED[-1]}]'",
+            remedy=f"pip install --upgrade {distribution}",
+        )
+    return int(tag.group(1))
+
+
+def _home(point: EntryPoint) -> tuple[str, str]:
+    """The name and version of the distribution that an entry point came with."""
+    return (point.dist.name, point.dist.version) if point.dist is not None else ("an unknown distribution", "?")

@@ -1,0 +1,38 @@
+"""Errors that a person can act on: what was found, what was wanted, and the remedy, in one line."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class SglcoreError(Exception):
+    """An error whose one-line text is enough: the command line prints it without a traceback and exits with `exit_code`."""
+
+    exit_code: ClassVar[int] = 2
+
+    def __init__(self, found: str, *, wanted: str = "", remedy: str = "") -> None:
+        """Join the parts that are given: `found; wanted ...; remedy`."""
+        super().__init__("; ".join(part for part in (found, wanted and f"wanted {wanted}", remedy) if part))
+        self.found = found
+        self.wanted = wanted
+        self.remedy = remedy
+
+
+class DeviceError(SglcoreError):
+    """No device can be chosen, or the chosen one is not what was asked for."""
+
+
+class ConfigError(SglcoreError):
+    """A setting that is unknown or can not be used."""
+
+
+class BringUpError(SglcoreError):
+    """A bring-up order in which some step's needs can not be met."""
+
+
+class StrictError(SglcoreError):
+    """A downgrade was recorded while the ledger is strict."""
+
+
+class CheckpointError(SglcoreError):
+    """A checkpoint that is incomplete, damaged, or not of the model that its configuration names."""

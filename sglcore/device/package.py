@@ -1,0 +1,120 @@
+"""What a device is, as data. A device package declares one `DevicePackage` and nothing else at import.
+
+Every reference is a `"module:name"` string that is imported when it is used, so that a declaration costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from sglcore.device.errors import DeviceError
+
+API = 1
+"""The number of the contract that a package written today declares."""
+
+SUPPORTED = range(1, 2)
+"""The numbers of the contract that this core understands."""
+
+Ref: TypeAlias = str
+"""`"module:name"`: something that is imported only when it is used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePackage:
+    """One device, as data. `sglcore.devices` entry points name an instance of it, with its API number as `[api-N]`."""
+
+    name: str
+    """What `--device` calls it."""
+    api: int
+    """The number of the contract it was written for; write `API` as a literal, so that it does not change with the core."""
+    summary: str
+    """One line for people: what it runs on."""
+    is_host: bool = False
+    """True for the processor itself, which is chosen when no accelerator is present."""
+    probe: Ref
+    """`probe(named: bool) -> ProbeReport`: reads the system; `named` when a person asked for this device."""
+    facts: Ref
+    """`facts() -> Facts`: the values by which this device differs from others."""
+    worker: Ref
+    """The `ModelWorker` that the scheduler submits to."""
+    attention: Mapping[str, Ref]
+    """Attention backends by name, the preferred first."""
+    graphs: Mapping[str, Ref]
+    """Graph backends by kind; empty when the device needs none."""
+    kernels: Ref
+    """`kernels() -> KernelTable`: the functions that this device replaces, over the reference."""
+    bring_up: Ref
+    """The `BringUp` order of its start."""
+    communication: Ref | None = None
+    """What carries collectives between ranks; None when it runs on one rank only."""
+    pci_vendors: frozenset[int] = field(default=frozenset())
+    """PCI vendor numbers whose accelerators this package answers for."""
+
+    def __post_init__(self) -> None:
+        """Freeze the mappings as copies and refuse references that are not `module:name`."""
+        object.__setattr__(self, "attention", MappingProxyType(dict(self.attention)))
+        object.__setattr__(self, "graphs", MappingProxyType(dict(self.graphs)))
+        object.__setattr__(self, "pci_vendors", frozenset(self.pci_vendors))
+        for ref in self.refs():
+            split(ref, package=self.name)
+
+    def refs(self) -> tuple[Ref, ...]:
+        """Every reference of the declaration, in reading order."""
+        named = (*self.attention.values(), *self.graphs.values())
+        fixed = (self.probe, self.facts, self.worker, *named, self.kernels, self.bring_up)
+        return fixed if self.communication is None else (*fixed, self.communication)
+
+
+def split(ref: Ref, package: str = "") -> tuple[str, str]:
+    """The module and the dotted name of a reference; raises `DeviceError` when it is not `module:name`."""
+    module, _, name = ref.partition(":")
+    parts = (*module.split("."), *name.split("."))
+    if not all(part.isidentifier() for part in parts):
+        raise DeviceError(f"{_owner(package)} refers to {ref!r}", wanted="a reference such as 'package.module:name'")
+    return module, name
+
+
+def resolve(ref: Ref, package: str = "") -> Any:
+    """Import what a reference names.
+
+    Raises `DeviceError` when the module or the name does not exist. An error inside the module keeps its own traceback
+    and gets a note that says who asked for it.
+    """
+    module_name, name = split(ref, package)
+    found = _import(module_name, ref, package)
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise DeviceError(
+                f"{_owner(package)} refers to {ref!r}, but module {module_name!r} has no attribute {name!r}",
+                remedy=_remedy(package),
+            ) from None
+    return found
+
+
+def _import(module_name: str, ref: Ref, package: str) -> Any:
+    try:
+        return import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            raise DeviceError(
+                f"{_owner(package)} refers to {ref!r}, but there is no module {error.name!r}", remedy=_remedy(package)
+            ) from None
+        error.add_note(f"while importing {ref!r}, to which {_owner(package)} refers")
+        raise
+    except Exception as error:
+        error.add_note(f"while importing {ref!r}, to which {_owner(package)} refers")
+        raise
+
+
+def _owner(package: str) -> str:
+    return f"device package {package!r}" if package else "a declaration"
+
+
+def _remedy(package: str) -> str:
+    return f"pip install --upgrade sglcore-{package}" if package else "correct the reference"

@@ -1,0 +1,105 @@
+"""The worker contract: what a device gives the scheduler. Host data crosses this seam, tensors never do.
+
+A worker may be one process with torch, a lazy array library, or a group of ranks; the scheduler cannot tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglcore.device.batch import ScheduleBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a worker can hold and do, fixed when it is built.
+
+    `num_pages` counts the usable pages 1..num_pages (page 0 swallows the writes of padding rows); `max_requests` counts
+    the usable slots 1..max_requests (slot 0 belongs to padding rows). One request of `max_model_len` tokens always fits.
+    `lookahead` is how many following tokens a page's contents depend on. `can_overlap`: submit may be called before the
+    previous ticket was collected.
+    """
+
+    max_model_len: int
+    max_requests: int
+    page_size: int
+    num_pages: int
+    max_batch_tokens: int
+    vocab_size: int
+    allows_mixed_batches: bool = True
+    can_overlap: bool = True
+    lookahead: int = 0
+    generates: bool = True
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit in the KV pool."""
+        return self.num_pages * self.page_size
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A submitted step. `payload` belongs to the worker: results to come and all that the device still reads."""
+
+    step: int
+    payload: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities (natural logarithm, of the model's raw logits) of N tokens.
+
+    `chosen` float32[N]; `ranks` int32[N], 1 for the most likely; `top_ids` int32[N, K] and `top_logprobs` float32[N, K],
+    most likely first, where K is the largest number asked for in the batch.
+    """
+
+    chosen: NDArray[np.float32]
+    ranks: NDArray[np.int32]
+    top_ids: NDArray[np.int32]
+    top_logprobs: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """What one step produced, row for row of its batch.
+
+    Row i emitted `token_ids[token_offsets[i]:token_offsets[i + 1]]` (none for a chunk that was not the last). `bad_rows`
+    bool[B] marks rows whose logits were not finite. `logprobs` runs along `token_ids`. `prompt_logprobs` maps a row to
+    one entry per token of this chunk (its token at chunk index j predicts the token after it). `embeddings` is
+    float32[B, hidden]. `path` says what ran ("eager", or the graph's kind and bucket).
+    """
+
+    step: int
+    token_offsets: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
+    bad_rows: NDArray[np.bool_]
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    embeddings: NDArray[np.float32] | None = None
+    path: str = "eager"
+
+
+class ModelWorker(Protocol):
+    """A model on a device."""
+
+    @property
+    def limits(self) -> Limits:
+        """What this worker can hold; constant."""
+        ...
+
+    def submit(self, batch: ScheduleBatch) -> Ticket:
+        """Start a step and return without waiting for the device. The worker may keep and change `batch`."""
+        ...
+
+    def collect(self, ticket: Ticket) -> BatchResult:
+        """Wait for a step, release all that it retained, and return its results. Once per ticket, in order."""
+        ...
+
+    def close(self) -> None:
+        """Wait for the device and free everything. Idempotent."""
+        ...

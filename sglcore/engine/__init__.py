@@ -1,0 +1,1 @@
+"""The engine: text in, text out, over the scheduler and a worker."""

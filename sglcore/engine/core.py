@@ -1,0 +1,196 @@
+"""The engine core: requests in, pieces of text out, one step at a time. It serves the offline API; a server can too.
+
+Not thread-safe: one owner calls `add`, `abort` and `step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from sglcore.device.worker import ModelWorker
+from sglcore.engine.outputs import Completion, Piece, RequestOutput, TokenLogprob, token_logprobs
+from sglcore.engine.text import GrowingText, TextCodec, TextError, eos_token_ids
+from sglcore.sampling.batch import SamplingBatch, SamplingRow
+from sglcore.sampling.params import SamplingParams, fresh_seed
+from sglcore.schedule.loop import Loop
+from sglcore.schedule.request import Request, Update
+from sglcore.schedule.scheduler import Scheduler
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class Group:
+    """One prompt with its n samples on their way."""
+
+    output: RequestOutput
+    params: SamplingParams
+    requests: list[Request]
+    texts: list[GrowingText] = field(default_factory=list)
+
+
+class Engine:
+    """Scheduler, worker and text in one place."""
+
+    def __init__(
+        self, worker: ModelWorker, model_path: Path, *, overlap: bool = True, prefix_cache: bool = True
+    ) -> None:
+        self.worker = worker
+        self.codec = TextCodec(model_path)
+        self.eos_ids = eos_token_ids(model_path)
+        self.scheduler = Scheduler(worker.limits, compose=compose_sampling(self.eos_ids), prefix_cache=prefix_cache)
+        self.loop = Loop(self.scheduler, worker, overlap=overlap)
+        self._groups: dict[str, tuple[Group, int]] = {}
+        self._numbers = count()
+
+    @property
+    def has_work(self) -> bool:
+        """A call of `step` has something to do."""
+        return self.loop.has_work
+
+    def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> RequestOutput:
+        """Queue a prompt; its output object fills up as steps run. Raises RequestError or TextError, and then nothing
+        was queued."""
+        name = request_id if request_id is not None else f"request-{next(self._numbers)}"
+        if f"{name}/0" in self._groups:
+            raise TextError(f"request id {name!r} is in use", remedy="give each request its own id")
+        ids = self._tokens(prompt)
+        seed = params.seed if params.seed is not None else fresh_seed()
+        requests = self._requests(name, ids, params, seed)
+        scored = [None] if params.prompt_logprobs is not None else None
+        outputs = [Completion(i, seed, logprobs=_wanted(params)) for i in range(params.n)]
+        text = prompt if isinstance(prompt, str) else None
+        group = Group(RequestOutput(name, text, ids, outputs, scored), params, requests)
+        self._queue(group)
+        return group.output
+
+    def abort(self, request_id: str) -> None:
+        """End every sample of a request; what it produced so far stays. Unknown ids are ignored."""
+        for index in count():
+            rid = f"{request_id}/{index}"
+            if rid not in self._groups:
+                return
+            self.scheduler.abort(rid)
+
+    def step(self) -> list[Piece]:
+        """Run one step of the loop; returns the news in order. Waits for the device."""
+        return [piece for update in self.loop.step() if (piece := self._absorb(update)) is not None]
+
+    def embed(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
+        """float32 [hidden] for each prompt: the mean of its last hidden states, of length 1. Waits."""
+        requests = []
+        for prompt in prompts:
+            request = Request(
+                f"embed-{next(self._numbers)}", np.array(self._tokens(prompt), np.int32), SamplingParams(), task="embed"
+            )
+            self.scheduler.add(request)
+            requests.append(request)
+        while self.loop.has_work:
+            self.step()
+        return [request.embedding for request in requests if request.embedding is not None]
+
+    def close(self) -> None:
+        """Drop what is in flight and free the worker. Idempotent."""
+        self.loop.drain()
+        self.worker.close()
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.codec.encode(prompt)
+        return [int(token_id) for token_id in prompt]
+
+    def _requests(self, name: str, ids: list[int], params: SamplingParams, seed: int) -> list[Request]:
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
+        prompt = np.array(ids, dtype=np.int32)
+        requests: list[Request] = []
+        for index in range(params.n):
+            leader = requests[0] if requests else None
+            requests.append(Request(f"{name}/{index}", prompt, params, seed, index, stops, leader=leader))
+        return requests
+
+    def _queue(self, group: Group) -> None:
+        params = group.params
+        for index, request in enumerate(group.requests):
+            self.scheduler.add(request)
+            group.texts.append(
+                GrowingText(
+                    self.codec,
+                    params.stop,
+                    skip_special=params.skip_special_tokens,
+                    include_stop=params.include_stop_str_in_output,
+                )
+            )
+            self._groups[request.rid] = (group, index)
+
+    def _absorb(self, update: Update) -> Piece | None:
+        request = update.request
+        if request.task == "embed":
+            return None
+        group, index = self._groups[request.rid]
+        completion, text = group.output.outputs[index], group.texts[index]
+        if completion.finish_reason is not None:
+            if update.finished:
+                del self._groups[request.rid]
+            return None
+        shown = self._take_tokens(group, completion, text, update)
+        if text.stopped_by is not None and not update.finished:
+            self.scheduler.stop(request.rid, text.stopped_by)
+        if update.finished or text.stopped_by is not None:
+            shown += text.finish()
+            self._end(group, completion, text, request)
+        if update.finished:
+            del self._groups[request.rid]
+        completion.text = text.text if completion.finish_reason else completion.text + shown
+        return Piece(group.output.request_id, index, shown, tuple(update.token_ids), completion.finish_reason)
+
+    def _take_tokens(self, group: Group, completion: Completion, text: GrowingText, update: Update) -> str:
+        ids = update.token_ids
+        completion.token_ids.extend(ids)
+        if completion.logprobs is not None and update.logprobs is not None:
+            completion.logprobs.extend(token_logprobs(ids, update.logprobs, group.params.logprobs or 0))
+        visible = ids
+        if update.finish_reason == "stop" and ids and isinstance(update.request.stop_cause, int):
+            visible = ids[:-1]
+        return text.push(visible)
+
+    def _end(self, group: Group, completion: Completion, text: GrowingText, request: Request) -> None:
+        stopped = text.stopped_by is not None
+        completion.finish_reason = "stop" if stopped else request.finish_reason
+        completion.stop_cause = text.stopped_by if stopped else request.stop_cause
+        completion.error = request.error
+        output = group.output
+        output.cached_tokens = max(output.cached_tokens, request.cached_tokens)
+        if output.prompt_logprobs is not None and len(output.prompt_logprobs) == 1:
+            output.prompt_logprobs += _prompt_scores(request, group.params.prompt_logprobs or 0)
+
+
+def compose_sampling(eos_ids: frozenset[int]) -> Callable[[Sequence[Request]], SamplingBatch]:
+    """How the scheduler makes the sampling state of a batch's rows."""
+
+    def row(request: Request) -> SamplingRow:
+        params = request.params
+        assert isinstance(params, SamplingParams)
+        banned = tuple(request.stop_ids | eos_ids) if params.min_tokens else ()
+        return SamplingRow(params, request.seed, request.sample_index, len(request.prompt_ids), banned)
+
+    return lambda requests: SamplingBatch.from_rows([row(request) for request in requests])
+
+
+def _wanted(params: SamplingParams) -> list[TokenLogprob] | None:
+    return [] if params.logprobs is not None else None
+
+
+def _prompt_scores(request: Request, wanted: int) -> list[TokenLogprob | None]:
+    scores: list[TokenLogprob | None] = []
+    for found in request.prompt_logprobs:
+        first = len(scores) + 1
+        ids = request.prompt_ids[first : first + len(found.chosen)].tolist()
+        scores.extend(token_logprobs(ids, found, wanted))
+    return scores
+
+

@@ -1,0 +1,136 @@
+"""The offline API: load a model, give it prompts, get text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from sglcore.device.config import EngineConfig, resolve_config
+from sglcore.device.ledger import DecisionLedger
+from sglcore.engine.core import Engine, Prompt
+from sglcore.engine.outputs import Piece, RequestOutput
+from sglcore.engine.progress import Progress, quiet
+from sglcore.engine.start import start
+from sglcore.engine.text import TextError
+from sglcore.sampling.params import SamplingParams
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model that generates text. Also a context manager; `close` frees the device.
+
+    `model` is a checkpoint folder (None: the embedded model). Settings are the fields of `EngineConfig`, each also read
+    from `SGLCORE_<NAME>`; `show_progress` draws bars on a terminal.
+    """
+
+    def __init__(self, model: str | None = None, *, show_progress: bool = False, **settings: Any) -> None:
+        self.config: EngineConfig = resolve_config({"model": model, **settings})
+        self._progress = Progress() if show_progress else quiet()
+        with self._progress:
+            self.started = start(self.config, self._progress.phase)
+        self.engine = Engine(
+            self.started.worker,
+            self.started.model_path,
+            overlap=self.config.overlap,
+            prefix_cache=self.config.prefix_cache,
+        )
+
+    @property
+    def ledger(self) -> DecisionLedger:
+        """What was chosen, and why."""
+        return self.started.ledger
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt (text, or token ids); waits for all. One output per prompt, in order.
+
+        A prompt that can not run ends with finish_reason "error" and its text in `error`; the others are not touched.
+        """
+        asked = _as_list(prompts)
+        wanted = _as_params(params, len(asked))
+        outputs = [self._add(prompt, each) for prompt, each in zip(asked, wanted, strict=True)]
+        self._run(outputs)
+        return outputs
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+        """Complete one prompt, yielding text as it becomes final. Closing the iterator aborts the request."""
+        output = self.engine.add(prompt, params or SamplingParams())
+        try:
+            while not output.finished:
+                yield from (piece for piece in self.engine.step() if piece.request_id == output.request_id)
+        finally:
+            if not output.finished:
+                self.engine.abort(output.request_id)
+                self._run([output])
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> RequestOutput:
+        """Answer a conversation in the checkpoint's own chat format."""
+        return self.generate([self.chat_prompt(messages)], params)[0]
+
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The token ids of a conversation, ready for `generate` or `stream`."""
+        return self.engine.codec.encode(self.engine.codec.render_chat(messages), special=False)
+
+    def embed(self, prompts: Prompt | Sequence[Prompt]) -> np.ndarray:
+        """float32 [prompts, hidden], each row of length 1; for encoder checkpoints."""
+        return np.stack(self.engine.embed(_as_list(prompts)))
+
+    def close(self) -> None:
+        """Free the device. Idempotent."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _add(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+        try:
+            return self.engine.add(prompt, params)
+        except (TextError, ValueError) as error:
+            return _refused(prompt, params, str(error))
+
+    def _run(self, outputs: Sequence[RequestOutput]) -> None:
+        total = sum(len(output.outputs) for output in outputs)
+        with self._progress:
+            while not all(output.finished for output in outputs):
+                self.engine.step()
+                done = sum(c.finish_reason is not None for output in outputs for c in output.outputs)
+                self._progress.phase("generating", done, total)
+            while self.engine.has_work:
+                self.engine.step()
+
+
+def _refused(prompt: Prompt, params: SamplingParams, reason: str) -> RequestOutput:
+    from sglcore.engine.outputs import Completion
+
+    text = prompt if isinstance(prompt, str) else None
+    failed = Completion(0, params.seed or 0, finish_reason="error", error=reason)
+    return RequestOutput("refused", text, [] if text is not None else list(prompt), [failed])  # pyright: ignore
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, (int, np.integer)) for item in items):
+        return [items]  # pyright: ignore[reportReturnType]
+    return items  # pyright: ignore[reportReturnType]
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise TextError(f"found {len(params)} sampling parameters for {count} prompts", wanted="one, or one for each")
+    return list(params)

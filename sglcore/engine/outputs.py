@@ -1,0 +1,79 @@
+"""What a caller gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from sglcore.device.worker import TokenLogprobs
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token's natural-log probability under the model's raw logits; `rank` 1 is the most likely. `top` holds the
+    most likely (token id, log-probability) pairs that were asked for."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class Completion:
+    """One sample of a prompt. `seed` reproduces it together with `index`; `stop_cause` is the stop token or string."""
+
+    index: int
+    seed: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_cause: int | str | None = None
+    error: str = ""
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its completions. `prompt_logprobs[0]` is None: nothing predicts the first token."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Every completion has ended."""
+        return all(output.finish_reason is not None for output in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """News of one completion while it grows: text that is final, tokens, and why it ended if it did."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+
+
+def token_logprobs(ids: list[int], found: TokenLogprobs, wanted: int) -> list[TokenLogprob]:
+    """Records for N tokens, each with its `wanted` most likely alternatives."""
+    top_ids, top_values = np.asarray(found.top_ids), np.asarray(found.top_logprobs)
+    return [
+        TokenLogprob(
+            token_id,
+            float(found.chosen[place]),
+            int(found.ranks[place]),
+            tuple(zip(top_ids[place, :wanted].tolist(), top_values[place, :wanted].tolist(), strict=True)),
+        )
+        for place, token_id in enumerate(ids)
+    ]

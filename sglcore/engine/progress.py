@@ -1,0 +1,46 @@
+"""Progress bars for loading, capturing and generating; nothing is drawn where nobody looks."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+
+class Progress:
+    """Bars on the terminal's error stream, one per phase, while it is entered."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self._enabled = enabled
+        self._bars: object | None = None
+        self._tasks: dict[str, int] = {}
+
+    def __enter__(self) -> Progress:
+        if self._enabled:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import Progress as Bars
+
+            columns = (TextColumn("{task.description:>18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._bars = Bars(*columns, console=Console(stderr=True), transient=True)
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()  # pyright: ignore[reportAttributeAccessIssue]
+        self._bars = None
+        self._tasks.clear()
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        """Report a phase's state."""
+        if self._bars is None:
+            return
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=total)  # pyright: ignore[reportAttributeAccessIssue]
+        self._bars.update(self._tasks[name], completed=done, total=total)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def quiet() -> Progress:
+    """A progress that draws nothing."""
+    return Progress(enabled=False)

@@ -1,0 +1,95 @@
+"""How an engine starts: configuration, device, bring-up. It knows no device and no tensor library."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from sglcore.device.bring_up import BringUp
+from sglcore.device.config import EngineConfig
+from sglcore.device.discovery import discover
+from sglcore.device.errors import ConfigError
+from sglcore.device.facts import Facts
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.device.package import resolve
+from sglcore.device.selection import Choice, Requested, requested_device, select
+from sglcore.device.worker import ModelWorker
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A running worker and how it came to be. `seconds` of each bring-up step."""
+
+    worker: ModelWorker
+    ledger: DecisionLedger
+    choice: Choice
+    facts: Facts
+    model_path: Path
+    seconds: Mapping[str, float]
+
+
+def no_progress(phase: str, done: int, total: int) -> None:
+    """Report nothing."""
+
+
+def embedded_model() -> Path:
+    """The folder of the model that ships with the package."""
+    return Path(str(files("sglcore") / "assets" / "demo"))
+
+
+def model_folder(config: EngineConfig) -> Path:
+    """The checkpoint folder that the configuration names; raises ConfigError if there is none."""
+    folder = Path(config.model).expanduser() if config.model is not None else embedded_model()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"there is no model at {str(folder)!r}",
+            wanted="a checkpoint folder with config.json",
+            remedy="check the path, or leave the model out to use the embedded one",
+        )
+    return folder
+
+
+def choose(config: EngineConfig, ledger: DecisionLedger) -> Choice:
+    """Discover and select the device; the decision goes to the ledger."""
+    source = config.sources.get("device", "--device")
+    requested = Requested(config.device, "--device" if source == "argument" else source) if config.device else None
+    choice = select(discover(), requested or requested_device(None))
+    ledger.record(*choice.rows)
+    return choice
+
+
+def start(config: EngineConfig, progress: Progress = no_progress) -> Started:
+    """Choose the device and run its bring-up; waits until the worker is ready. Raises SglcoreError for what a person
+    can mend; what a package raises keeps its own traceback."""
+    ledger = DecisionLedger(strict=config.strict)
+    folder = model_folder(config)
+    choice = choose(config, ledger)
+    package = choice.package
+    facts = resolve(package.facts, package.name)()
+    order: BringUp = resolve(package.bring_up, package.name)
+    ledger.record(_model_row(config, folder))
+    seconds: dict[str, float] = {}
+    given: dict[str, Any] = {
+        "config": config,
+        "package": package,
+        "facts": facts,
+        "ledger": ledger,
+        "progress": progress,
+        "model_path": folder,
+    }
+    begin = time.perf_counter()
+    built = order.run(given, report=seconds.__setitem__)
+    seconds["total"] = time.perf_counter() - begin
+    return Started(built["worker"], ledger, choice, facts, folder, seconds)
+
+
+def _model_row(config: EngineConfig, folder: Path) -> Row:
+    if config.model is None:
+        return Row("model", "none named", "embedded", "a small model ships with the package", "name a checkpoint folder")
+    return Row("model", config.model, str(folder), "asked for")

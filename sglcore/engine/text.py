@@ -1,0 +1,162 @@
+"""Text and tokens: the checkpoint's tokenizer, its chat template, and text that grows token by token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from sglcore.device.errors import ConfigError, SglcoreError
+
+
+class TextError(SglcoreError, ValueError):
+    """Text that this checkpoint can not take."""
+
+
+class TextCodec:
+    """A checkpoint's tokenizer with its special tokens and chat template."""
+
+    def __init__(self, folder: Path) -> None:
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(
+                f"there is no tokenizer.json in {folder}",
+                remedy="save the fast tokenizer beside the weights, or give token ids as prompts",
+            )
+        try:
+            self.tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:
+            raise ConfigError(f"{file} can not be read: {error}", remedy="download it again") from None
+        self.settings = _json(folder / "tokenizer_config.json")
+        self._chat_template = _chat_template(folder, self.settings)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text; `special` adds what the checkpoint puts around a prompt (such as BOS)."""
+        return self.tokenizer.encode(text, add_special_tokens=special).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str:
+        """One token as its own text, special tokens included."""
+        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **extra: Any) -> str:
+        """The prompt of a conversation by the checkpoint's template; raises TextError if it has none or refuses."""
+        if self._chat_template is None:
+            raise TextError(
+                "this checkpoint has no chat template", remedy="give a prompt instead of messages, or add the template"
+            )
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse
+        special = {name: _token_text(self.settings.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
+        try:
+            template = environment.from_string(self._chat_template)
+            return template.render(messages=list(messages), add_generation_prompt=True, **special, **extra)
+        except TemplateError as error:
+            raise TextError(f"the chat template refuses these messages: {error}") from None
+
+
+class GrowingText:
+    """The text of tokens that arrive one after another, cut at stop strings.
+
+    `push` returns what may be shown: never half a character, never the beginning of something that may become a stop
+    string. `stopped_by` is the stop string that ended the text.
+    """
+
+    def __init__(self, codec: TextCodec, stop: Sequence[str], *, skip_special: bool, include_stop: bool) -> None:
+        self._codec = codec
+        self._stream = DecodeStream(skip_special_tokens=skip_special)
+        self._skip_special = skip_special
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._ids: list[int] = []
+        self._shown = 0
+        self.text = ""
+        self.stopped_by: str | None = None
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take new tokens; returns the text that became final."""
+        for token_id in ids:
+            if self.stopped_by is not None:
+                break
+            self._ids.append(token_id)
+            piece = self._stream.step(self._codec.tokenizer, token_id)
+            if piece:
+                self._append(piece)
+        return self._show(len(self.text) - self._held_back())
+
+    def finish(self) -> str:
+        """No more tokens come; returns the rest, with what an incomplete last character decodes to."""
+        if self.stopped_by is None:
+            whole = self._codec.decode(self._ids, skip_special_tokens=self._skip_special)
+            if whole.startswith(self.text):
+                self._append(whole[len(self.text) :])
+        return self._show(len(self.text))
+
+    def _append(self, piece: str) -> None:
+        first = max(len(self.text) - max(map(len, self._stop), default=0), 0)
+        self.text += piece
+        found = [(place, word) for word in self._stop if (place := self.text.find(word, first)) >= 0]
+        if found:
+            place, word = min(found, key=lambda item: (item[0], -len(item[1])))
+            self.text = self.text[: place + (len(word) if self._include_stop else 0)]
+            self.stopped_by = word
+
+    def _held_back(self) -> int:
+        """Characters at the end that may be the beginning of a stop string."""
+        if self.stopped_by is not None:
+            return 0
+        longest = max(map(len, self._stop), default=0)
+        for size in range(min(longest - 1, len(self.text)), 0, -1):
+            if any(word.startswith(self.text[-size:]) for word in self._stop):
+                return size
+        return 0
+
+    def _show(self, end: int) -> str:
+        start, self._shown = self._shown, max(end, self._shown)
+        return self.text[start : self._shown]
+
+
+def eos_token_ids(folder: Path) -> frozenset[int]:
+    """The tokens that end a text: those of generation_config.json, or else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        found = _json(folder / name).get("eos_token_id")
+        if found is not None:
+            return frozenset(found if isinstance(found, list) else [found])
+    return frozenset()
+
+
+def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+    return template
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} can not be read: {error}", wanted="JSON", remedy="download it again") from None
+
+
+def _token_text(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else token or ""
+
+
+def _refuse(message: str) -> None:
+    raise TextError(f"the chat template refuses these messages: {message}")

@@ -1,0 +1,1 @@
+"""The parts models are made of."""

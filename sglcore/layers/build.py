@@ -1,0 +1,115 @@
+"""What a layer receives when it is built: the configuration, the kernels, and where its weights are declared.
+
+A layer declares each weight once, by the checkpoint's own name; the loader, the memory count and the error messages
+follow from that declaration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sglcore.layers.attention import Attention
+from sglcore.models.config import ModelConfig
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.kernels.table import KernelTable
+
+
+class Weights:
+    """The parameters of a model, empty until loaded, and `targets`: where each tensor of the checkpoint goes."""
+
+    __slots__ = ("device", "dtype", "parameters", "targets")
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.parameters: list[Tensor] = []
+        self.targets: dict[str, Tensor] = {}
+
+    def make(self, shape: Sequence[int]) -> Tensor:
+        """A new parameter with undefined content, in the final dtype, on the device."""
+        parameter = nn.Parameter(torch.empty(*shape, dtype=self.dtype, device=self.device), requires_grad=False)
+        self.parameters.append(parameter)
+        return parameter
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all parameters."""
+        return sum(parameter.nbytes for parameter in self.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """The scope in which a layer is built; `prefix` is its name in the checkpoint, with a trailing dot unless empty.
+
+    `max_positions` bounds the positions that will occur.
+    """
+
+    config: ModelConfig
+    kernels: KernelTable
+    weights: Weights
+    max_positions: int
+    prefix: str = field(default="")
+
+    def at(self, *names: str | int) -> Build:
+        """The scope of a part of this layer."""
+        return replace(self, prefix=self.prefix + "".join(f"{name}." for name in names))
+
+    def parameter(self, name: str, *shape: int) -> Tensor:
+        """Declare one weight, `prefix.name` in the checkpoint."""
+        parameter = self.weights.make(shape)
+        self.weights.targets[self.prefix + name] = parameter
+        return parameter
+
+    def stacked(self, parts: Sequence[tuple[str, int]], *shape: int) -> Tensor:
+        """Declare one weight whose rows are those of several: (name in the checkpoint, rows), in order."""
+        parameter = self.weights.make((sum(rows for _, rows in parts), *shape))
+        for (name, _), target in zip(parts, parameter.split([rows for _, rows in parts]), strict=True):
+            self.weights.targets[self.prefix + name] = target
+        return parameter
+
+    def expert_stacked(self, experts: int, parts: Sequence[tuple[str, int]], *shape: int) -> Tensor:
+        """Declare one weight [experts, rows, *shape]: of each expert, `prefix.N.name` for each part, in order."""
+        parameter = self.weights.make((experts, sum(rows for _, rows in parts), *shape))
+        for expert in range(experts):
+            targets = parameter[expert].split([rows for _, rows in parts])
+            for (name, _), target in zip(parts, targets, strict=True):
+                self.weights.targets[f"{self.prefix}{expert}.{name}"] = target
+        return parameter
+
+
+class Model(Protocol):
+    """A model that a runner drives."""
+
+    config: ModelConfig
+    attention_layers: tuple[Attention, ...]
+    weights: Weights
+    kernels: KernelTable
+    dtype: torch.dtype
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """The hidden states [T, H] after the last norm. Runs under a forward context; reads nothing on the host."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [N, H] to logits float32 [N, vocab]."""
+        ...
+
+
+class ModelClass(Protocol):
+    """What an architecture's reference names.
+
+    `ignored` are patterns of checkpoint names that this model leaves unread; `stripped` is a prefix that a checkpoint's
+    names may have before ours.
+    """
+
+    ignored: tuple[str, ...]
+    stripped: str
+
+    def __call__(self, build: Build) -> Model:
+        """Build the model with empty weights."""
+        ...

@@ -1,0 +1,146 @@
+"""Decoder-only language models: self-attention, the layer as a program, and the model around its layers.
+
+An architecture's file subclasses `CausalLM` and says in `make_layer` what is its own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from sglcore.device.errors import ConfigError
+from sglcore.layers.attention import Attention
+from sglcore.layers.build import Build
+from sglcore.layers.linear import Embedding, FusedLinear, Linear, embed
+from sglcore.layers.norm import RMSNorm
+from sglcore.layers.program import Operation, Program, Stage, StageState, run_layers
+from sglcore.layers.rotary import cos_sin_cache
+from sglcore.runtime.forward_batch import ForwardBatch
+
+STREAM = ("hidden", "residual")
+"""What one layer hands to the next: its output, not yet added, and the sum before it."""
+
+POSITION = ("positions", "cos_sin")
+
+
+class SelfAttention:
+    """Projections, optional norms of each query and key head, rotary embedding, attention."""
+
+    __slots__ = ("_head_dim", "_rotary", "_sizes", "attention", "k_norm", "o_proj", "q_norm", "qkv_proj")
+
+    def __init__(
+        self, build: Build, layer_id: int, qkv_bias: bool = False, output_bias: bool = False, qk_norm: bool = False
+    ) -> None:
+        config = build.config
+        size, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+        self._sizes = [heads * size, kv_heads * size, kv_heads * size]
+        parts = tuple(zip(("q_proj", "k_proj", "v_proj"), self._sizes, strict=True))
+        self.qkv_proj = FusedLinear(build, config.hidden_size, parts, qkv_bias)
+        self.q_norm = RMSNorm(build.at("q_norm"), size, config.rms_norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(build.at("k_norm"), size, config.rms_norm_eps) if qk_norm else None
+        self.o_proj = Linear(build.at("o_proj"), heads * size, config.hidden_size, output_bias)
+        self.attention = Attention(layer_id, heads, kv_heads, size, sliding_window=config.sliding_windows[layer_id])
+        self._rotary = build.kernels.rotary
+        self._head_dim = size
+
+    def __call__(self, hidden: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+        """hidden [T, H], positions int [T] to [T, H]."""
+        q, k, v = self.qkv_proj(hidden).split(self._sizes, dim=-1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self._norm(self.q_norm, q), self._norm(self.k_norm, k)
+        q, k = self._rotary(q, k, positions, cos_sin, self._head_dim)
+        return self.o_proj(self.attention(q, k, v))
+
+    def _norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        tokens, width = x.shape
+        return norm(x.view(tokens, width // self._head_dim, self._head_dim)).view(tokens, width)
+
+
+class FeedForward(Protocol):
+    """What follows attention in a layer: operations from "hidden" to "hidden"."""
+
+    def stages(self, attention: tuple[Operation, ...], norm: Operation) -> tuple[Stage, ...]:
+        """The layer's stages, from its operations up to attention and the norm after it."""
+        ...
+
+
+class DecoderLayer:
+    """Norm, attention, norm, and then the operations of its feed-forward block."""
+
+    __slots__ = ("input_layernorm", "mlp", "post_attention_layernorm", "program", "self_attn")
+
+    def __init__(self, build: Build, layer_id: int, self_attn: SelfAttention, mlp: FeedForward) -> None:
+        size, eps = build.config.hidden_size, build.config.rms_norm_eps
+        self.input_layernorm = RMSNorm(build.at("input_layernorm"), size, eps)
+        self.self_attn = self_attn
+        self.post_attention_layernorm = RMSNorm(build.at("post_attention_layernorm"), size, eps)
+        self.mlp = mlp
+        self.program = self._program(is_first=layer_id == 0)
+
+    def _program(self, is_first: bool) -> Program:
+        if is_first:
+            enter = Operation("input_norm", self._enter, takes=("hidden",), gives=STREAM)
+        else:
+            enter = Operation("input_norm", self.input_layernorm.add, takes=STREAM, gives=STREAM)
+        attend = Operation("attention", self.self_attn, takes=("hidden",), gives=("hidden",), reads=POSITION)
+        norm = Operation("post_attention_norm", self.post_attention_layernorm.add, takes=STREAM, gives=STREAM)
+        stages = self.mlp.stages((enter, attend), norm)
+        return Program(stages, takes=("hidden",) if is_first else STREAM, gives=STREAM)
+
+    def _enter(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self.input_layernorm(hidden), hidden
+
+
+class CausalLM(ABC):
+    """Embedding, layers, norm and head. `begin`, the programs of the layers, and `finish` are one forward."""
+
+    ignored: ClassVar[tuple[str, ...]] = ()
+    stripped: ClassVar[str] = ""
+
+    def __init__(self, build: Build) -> None:
+        config, inner = build.config, build.at("model")
+        if config.hidden_act != "silu":
+            raise ConfigError(f"hidden_act {config.hidden_act!r} is not supported here", wanted="'silu'")
+        self.config = config
+        self.weights = build.weights
+        self.dtype = build.weights.dtype
+        self.kernels = build.kernels
+        self.embed_tokens = Embedding(inner.at("embed_tokens"), config.vocab_size, config.hidden_size)
+        self.layers = tuple(self.make_layer(inner.at("layers", i), i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(inner.at("norm"), config.hidden_size, config.rms_norm_eps)
+        head = build.at("lm_head")
+        self.lm_head = self.embed_tokens.weight if config.tie_word_embeddings else self._make_head(head)
+        self.cos_sin = cos_sin_cache(config, build.max_positions, build.weights.device)
+        self.programs = tuple(layer.program for layer in self.layers)
+        self.attention_layers = tuple(layer.self_attn.attention for layer in self.layers)
+        self._linear = build.kernels.linear
+
+    @abstractmethod
+    def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
+        """One layer of this architecture."""
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """T tokens to hidden states [T, H] after the last norm."""
+        state = self.begin(batch)
+        run_layers(self.programs, state, 0, len(self.programs))
+        return self.finish(state)
+
+    def begin(self, batch: ForwardBatch) -> StageState:
+        """What the first layer starts from: the embedded tokens, or `input_embeds` in their place."""
+        state = StageState(positions=batch.positions, cos_sin=self.cos_sin)
+        state.put("hidden", embed(self.embed_tokens, batch.input_ids, batch.input_embeds))
+        return state
+
+    def finish(self, state: StageState) -> Tensor:
+        """The last norm, over what the last layer left."""
+        hidden, _ = self.norm.add(state.take("hidden"), state.take("residual"))
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, H] to float32 [N, vocab]."""
+        return self._linear(hidden, self.lm_head, None).float()
+
+    def _make_head(self, build: Build) -> Tensor:
+        return build.parameter("weight", build.config.vocab_size, build.config.hidden_size)

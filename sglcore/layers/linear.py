@@ -1,0 +1,61 @@
+"""Linear layers, single and fused, and the embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from sglcore.layers.build import Build
+
+
+class Linear:
+    """y = x W^T + b; the weight is [out, in]."""
+
+    __slots__ = ("_linear", "bias", "weight")
+
+    def __init__(self, build: Build, in_features: int, out_features: int, bias: bool = False) -> None:
+        self.weight = build.parameter("weight", out_features, in_features)
+        self.bias = build.parameter("bias", out_features) if bias else None
+        self._linear = build.kernels.linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] to [T, out]."""
+        return self._linear(x, self.weight, self.bias)
+
+
+class FusedLinear:
+    """Several linear layers of the checkpoint with one input, as one product; `parts` are (name, out features)."""
+
+    __slots__ = ("_linear", "bias", "weight")
+
+    def __init__(self, build: Build, in_features: int, parts: Sequence[tuple[str, int]], bias: bool = False) -> None:
+        self.weight = build.stacked([(f"{name}.weight", size) for name, size in parts], in_features)
+        self.bias = build.stacked([(f"{name}.bias", size) for name, size in parts]) if bias else None
+        self._linear = build.kernels.linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] to [T, sum of out], the parts side by side."""
+        return self._linear(x, self.weight, self.bias)
+
+
+class Embedding:
+    """A row for each id."""
+
+    __slots__ = ("_embedding", "weight")
+
+    def __init__(self, build: Build, rows: int, size: int) -> None:
+        self.weight = build.parameter("weight", rows, size)
+        self._embedding = build.kernels.embedding
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """int [T] to [T, size]."""
+        return self._embedding(ids, self.weight)
+
+
+def embed(embedding: Embedding, ids: Tensor | None, embeds: Tensor | None) -> Tensor:
+    """The embeddings [T, H] of ids int [T], unless `embeds` [T, H] takes their place."""
+    if embeds is not None:
+        return embeds
+    assert ids is not None, "a batch needs input_ids or input_embeds"
+    return embedding(ids)

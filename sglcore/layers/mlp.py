@@ -1,0 +1,31 @@
+"""The feed-forward block of a decoder layer."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sglcore.layers.build import Build
+from sglcore.layers.linear import FusedLinear, Linear
+from sglcore.layers.program import Operation, Stage
+
+
+class GatedMlp:
+    """down(silu(gate(x)) * up(x))."""
+
+    __slots__ = ("_activate", "down_proj", "gate_up_proj")
+
+    def __init__(self, build: Build, intermediate_size: int, bias: bool = False) -> None:
+        hidden_size = build.config.hidden_size
+        parts = (("gate_proj", intermediate_size), ("up_proj", intermediate_size))
+        self.gate_up_proj = FusedLinear(build, hidden_size, parts, bias)
+        self.down_proj = Linear(build.at("down_proj"), intermediate_size, hidden_size, bias)
+        self._activate = build.kernels.silu_and_mul
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[T, H] to [T, H]."""
+        return self.down_proj(self._activate(self.gate_up_proj(hidden)))
+
+    def stages(self, attention: tuple[Operation, ...], norm: Operation) -> tuple[Stage, ...]:
+        """attention | norm, mlp."""
+        mlp = Operation("mlp", self, takes=("hidden",), gives=("hidden",))
+        return Stage("attention", attention), Stage("mlp", (norm, mlp))

@@ -1,0 +1,43 @@
+"""Normalisation layers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sglcore.layers.build import Build
+
+
+class RMSNorm:
+    """Root mean square norm with a weight."""
+
+    __slots__ = ("_add_norm", "_norm", "eps", "weight")
+
+    def __init__(self, build: Build, size: int, eps: float) -> None:
+        self.weight = build.parameter("weight", size)
+        self.eps = eps
+        self._norm = build.kernels.rms_norm
+        self._add_norm = build.kernels.add_rms_norm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Over the last dimension of [..., size]."""
+        return self._norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of residual + x, and that sum; uses up both arguments."""
+        return self._add_norm(x, residual, self.weight, self.eps)
+
+
+class LayerNorm:
+    """Layer norm with weight and bias."""
+
+    __slots__ = ("_norm", "bias", "eps", "weight")
+
+    def __init__(self, build: Build, size: int, eps: float) -> None:
+        self.weight = build.parameter("weight", size)
+        self.bias = build.parameter("bias", size)
+        self.eps = eps
+        self._norm = build.kernels.layer_norm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Over the last dimension of [T, size]."""
+        return self._norm(x, self.weight, self.bias, self.eps)

@@ -1,0 +1,221 @@
+"""What a checkpoint says about its model, read once from `config.json` and `generation_config.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from sglcore.device.errors import ConfigError
+from sglcore.models.registry import ENCODERS, model_ref
+
+EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "MistralForCausalLM": MappingProxyType({"sliding_window": 4096, "num_key_value_heads": 8}),
+        "Qwen3ForCausalLM": MappingProxyType({"head_dim": 128}),
+        "Qwen3MoeForCausalLM": MappingProxyType({"num_key_value_heads": 4, "num_experts": 128}),
+        "BertModel": MappingProxyType({"tie_word_embeddings": True}),
+        "BertForMaskedLM": MappingProxyType({"tie_word_embeddings": True}),
+    }
+)
+"""What an absent key means where architectures differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding: `kind` is default, linear, dynamic, yarn, llama3 or longrope; `scaling` has its numbers.
+
+    `partial` is the fraction of a head that is rotated; `original_max` the length the model was first trained for.
+    """
+
+    theta: float
+    kind: str
+    partial: float
+    original_max: int
+    scaling: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Sparse layers: which layers have experts, how many, how many a token uses, and their intermediate size."""
+
+    layers: tuple[bool, ...]
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    normalize: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The geometry of a model. `sliding_windows` has one entry a layer (None: full attention).
+
+    `dtype` is the checkpoint's own ("bfloat16", ...). `context_length` is how many tokens positions are defined for.
+    `eos_token_ids` come from `generation_config.json` if it names them. `raw` is `config.json` as it is.
+    """
+
+    path: Path
+    architecture: str
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    context_length: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    sliding_windows: tuple[int | None, ...]
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    hidden_act: str
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    pad_token_id: int | None
+    moe: MoeConfig | None
+    is_encoder: bool
+    raw: Mapping[str, Any]
+
+
+def read_config(path: str | Path, architectures: Mapping[str, str] = EMPTY) -> ModelConfig:
+    """Read a checkpoint folder's configuration; raises `ConfigError`. `architectures` adds `name -> "module:Class"`."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"there is no model at {str(path)!r}", wanted="a checkpoint folder", remedy="check the path")
+    raw = _read_json(folder / "config.json", "this is not a checkpoint folder; point at the one with config.json")
+    names = raw.get("architectures") or []
+    if not names:
+        raise ConfigError(f"{folder / 'config.json'} names no architecture", wanted='"architectures": ["..."]')
+    model_ref(names[0], architectures)
+    generation = folder / "generation_config.json"
+    return _parse(folder, names[0], raw, _read_json(generation, "") if generation.is_file() else {})
+
+
+def _read_json(file: Path, remedy: str) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no {file.name} in {file.parent}", remedy=remedy) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} can not be read: {error}", wanted="JSON", remedy="download it again") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} holds a {type(value).__name__}", wanted="a JSON object", remedy="download it again")
+    return value
+
+
+def _parse(folder: Path, architecture: str, raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
+    values = {**_DEFAULTS.get(architecture, EMPTY), **{key: value for key, value in raw.items() if value is not None}}
+    need = _Needed(values, folder / "config.json")
+    heads, layers = need("num_attention_heads"), need("num_hidden_layers")
+    max_positions = need("max_position_embeddings")
+    rope = _rope(values, max_positions)
+    eos = generation.get("eos_token_id", values.get("eos_token_id"))
+    config = ModelConfig(
+        path=folder,
+        architecture=architecture,
+        hidden_size=need("hidden_size"),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=values.get("num_key_value_heads", heads),
+        head_dim=values.get("head_dim") or need("hidden_size") // heads,
+        intermediate_size=need("intermediate_size"),
+        vocab_size=need("vocab_size"),
+        max_position_embeddings=max_positions,
+        context_length=_context_length(rope, max_positions),
+        rms_norm_eps=values.get("rms_norm_eps", 1e-6),
+        rope=rope,
+        sliding_windows=_sliding_windows(raw, values, layers),
+        tie_word_embeddings=values.get("tie_word_embeddings", False),
+        attention_bias=values.get("attention_bias", False),
+        mlp_bias=values.get("mlp_bias", False),
+        hidden_act=values.get("hidden_act", "silu"),
+        dtype=str(values.get("dtype", values.get("torch_dtype", "float32"))).removeprefix("torch."),
+        eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        bos_token_id=generation.get("bos_token_id", values.get("bos_token_id")),
+        pad_token_id=generation.get("pad_token_id", values.get("pad_token_id")),
+        moe=_moe(values, layers),
+        is_encoder=architecture in ENCODERS,
+        raw=MappingProxyType(raw),
+    )
+    _check(config)
+    return config
+
+
+@dataclass(frozen=True, slots=True)
+class _Needed:
+    values: Mapping[str, Any]
+    file: Path
+
+    def __call__(self, name: str) -> int:
+        if name not in self.values:
+            raise ConfigError(f"{self.file} has no {name!r}", wanted="a number", remedy="download the checkpoint again")
+        return int(self.values[name])
+
+
+def _rope(values: Mapping[str, Any], max_positions: int) -> RopeConfig:
+    """Both dialects: `rope_parameters`, and the older `rope_theta` with `rope_scaling` (whose kind may be `type`)."""
+    scaling = {**values.get("rope_parameters", EMPTY), **values.get("rope_scaling", EMPTY)}
+    theta = scaling.pop("rope_theta", values.get("rope_theta", 10000.0))
+    partial = scaling.pop("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
+    old_kind = scaling.pop("type", "default")
+    original = values.get("original_max_position_embeddings", scaling.pop("original_max_position_embeddings", None))
+    return RopeConfig(
+        theta=float(theta),
+        kind=scaling.pop("rope_type", old_kind),
+        partial=float(partial),
+        original_max=int(original or max_positions),
+        scaling=MappingProxyType(scaling),
+    )
+
+
+def _context_length(rope: RopeConfig, max_positions: int) -> int:
+    """Yarn checkpoints often state the unextended length; every other kind states what it is good for."""
+    if rope.kind == "yarn":
+        return max(max_positions, int(rope.original_max * float(rope.scaling.get("factor") or 1.0)))
+    return max_positions
+
+
+def _sliding_windows(raw: Mapping[str, Any], values: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """A written null means no window; `use_sliding_window: false` too. `layer_types` wins over `max_window_layers`."""
+    window = values.get("sliding_window")
+    written_off = "sliding_window" in raw and raw["sliding_window"] is None
+    if window is None or written_off or not values.get("use_sliding_window", True):
+        return (None,) * layers
+    if "layer_types" in values:
+        return tuple(window if kind == "sliding_attention" else None for kind in values["layer_types"])
+    first = values.get("max_window_layers", 0) if "use_sliding_window" in values else 0
+    return tuple(window if layer >= first else None for layer in range(layers))
+
+
+def _moe(values: Mapping[str, Any], layers: int) -> MoeConfig | None:
+    experts = values.get("num_experts", values.get("num_local_experts", 0))
+    if not experts or "moe_intermediate_size" not in values:
+        return None
+    step, dense = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers", ())
+    return MoeConfig(
+        layers=tuple((layer + 1) % step == 0 and layer not in dense for layer in range(layers)),
+        num_experts=experts,
+        experts_per_token=values.get("num_experts_per_tok", 8),
+        intermediate_size=values["moe_intermediate_size"],
+        normalize=values.get("norm_topk_prob", False),
+    )
+
+
+def _check(config: ModelConfig) -> None:
+    found = f"{config.num_attention_heads} query heads for {config.num_key_value_heads} key-value heads"
+    if config.num_key_value_heads < 1 or config.num_attention_heads % config.num_key_value_heads:
+        raise ConfigError(f"{config.path / 'config.json'} gives {found}", wanted="a multiple")
+    if len(config.sliding_windows) != config.num_hidden_layers:
+        raise ConfigError(
+            f"{config.path / 'config.json'} has {len(config.sliding_windows)} layer_types",
+            wanted=f"{config.num_hidden_layers}, one for each layer",
+        )

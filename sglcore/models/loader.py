@@ -1,0 +1,216 @@
+"""Reads a checkpoint's weights into a model: single file or shards, each tensor straight to its place.
+
+The model says which tensors it wants and where they go; the files say what there is; every difference is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from sglcore.device.config import EngineConfig
+from sglcore.device.errors import CheckpointError, ConfigError
+from sglcore.device.facts import Facts
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.layers.build import Build, Model, Weights
+from sglcore.models.config import EMPTY, ModelConfig, read_config
+from sglcore.models.registry import model_class
+from sglcore.models.safetensors_file import DTYPES, Entry, SafetensorsFile
+from sglcore.runtime.kernels.table import KernelTable
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with the bytes read so far and in all."""
+
+_COMPUTE: Mapping[str, torch.dtype] = MappingProxyType(
+    {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+)
+_HALF = ("bfloat16", "float16")
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+HARMLESS = (r".*rotary_emb\.inv_freq", r".*position_ids", r".*\.masked_bias")
+"""Names in old checkpoints that carry nothing a model needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """A tensor of a file and its place in the model."""
+
+    file: SafetensorsFile
+    entry: Entry
+    target: Tensor
+
+
+def load_model(
+    path: str | Path,
+    config: ModelConfig,
+    *,
+    kernels: KernelTable,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    max_positions: int | None = None,
+    architectures: Mapping[str, str] = EMPTY,
+    progress: Progress | None = None,
+) -> Model:
+    """Build the model on `device` in `dtype` and fill it from the checkpoint folder.
+
+    `max_positions` sizes position tables (default: the model's context length); `architectures` adds to the registry.
+    Raises `CheckpointError` for files that are missing, damaged, or not this model's, `ConfigError` for a model that is
+    not supported. Host memory beyond the weights stays under a few pieces of 8 MiB.
+    """
+    model_type = model_class(config.architecture, architectures)
+    weights = Weights(dtype, torch.device(device))
+    model = model_type(Build(config, kernels, weights, max_positions or config.context_length))
+    harmless = (*HARMLESS, *model_type.ignored, *((r"lm_head\.weight",) if config.tie_word_embeddings else ()))
+    with ExitStack() as stack, torch.no_grad():
+        opened = [stack.enter_context(closing(SafetensorsFile(file))) for file in checkpoint_files(Path(path))]
+        matches = _match(opened, weights.targets, model_type.stripped, harmless)
+        _copy(matches, progress)
+    weights.targets.clear()
+    return model
+
+
+def load_checkpoint(
+    config: EngineConfig,
+    *,
+    facts: Facts,
+    kernels: KernelTable,
+    ledger: DecisionLedger,
+    progress: Callable[[str, int, int], None],
+    folder: Path | None = None,
+) -> Model:
+    """The model that an engine's configuration asks for, on the device of `facts`; the dtype goes to the ledger.
+
+    `folder` is the checkpoint (default: what the configuration names, or the embedded model). Errors as `load_model`.
+    """
+    folder = folder or (
+        Path(config.model).expanduser() if config.model else Path(str(files("sglcore") / "assets/demo"))
+    )
+    model_config = read_config(folder)
+    dtype = choose_dtype(config.dtype, model_config.dtype, facts.preferred_dtype)
+    ledger.record(dtype)
+    return load_model(
+        folder,
+        model_config,
+        kernels=kernels,
+        device=facts.tensor_device,
+        dtype=_COMPUTE[dtype.effective],
+        max_positions=config.max_model_len,
+        progress=lambda done, total: progress("loading weights", done, total),
+    )
+
+
+def choose_dtype(asked: str, stored: str, preferred: str | None) -> Row:
+    """The decision on the element type; raises `ConfigError` for a name that is not one of ours.
+
+    "auto" is the checkpoint's own type, except that one 16-bit type gives way to the one the device prefers.
+    """
+    if asked != "auto":
+        effective, reason = asked, "asked for"
+    elif stored in _HALF and preferred in _HALF and stored != preferred:
+        effective, reason = str(preferred), f"this device prefers it to the checkpoint's {stored}"
+    else:
+        effective, reason = stored, "the checkpoint's own"
+    if effective not in _COMPUTE:
+        raise ConfigError(
+            f"the dtype {effective!r} can not be computed in", wanted=f"auto or one of {', '.join(_COMPUTE)}"
+        )
+    return Row("dtype", asked, effective, reason, "--dtype")
+
+
+def checkpoint_files(folder: Path) -> tuple[Path, ...]:
+    """The weight files of a checkpoint, in order; raises `CheckpointError` if one is missing."""
+    index = folder / INDEX
+    if not index.is_file():
+        if not (folder / SINGLE).is_file():
+            others = ", ".join(sorted(file.name for file in folder.glob("*.bin"))) or "none"
+            raise CheckpointError(
+                f"{folder} has neither {SINGLE} nor {INDEX} (other weight files: {others})",
+                remedy="download the safetensors version of this model",
+            )
+        return (folder / SINGLE,)
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(
+            f"{index} is damaged", wanted="JSON with a weight_map", remedy="download it again"
+        ) from None
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {', '.join(missing)}", wanted=f"the {len(names)} files of {INDEX}", remedy="download them"
+        )
+    return tuple(folder / name for name in names)
+
+
+def _match(
+    files: Sequence[SafetensorsFile], targets: Mapping[str, Tensor], stripped: str, harmless: Iterable[str]
+) -> list[_Match]:
+    """Give every wanted tensor its entry; raises `CheckpointError` for missing, unknown and misshapen ones."""
+    matches: dict[str, _Match] = {}
+    unknown: list[str] = []
+    is_harmless = re.compile("|".join(f"(?:{pattern})" for pattern in harmless)).fullmatch
+    for file in files:
+        for entry in file.entries:
+            name = entry.name.removeprefix(stripped)
+            if name in targets:
+                matches[name] = _checked(file, entry, targets[name])
+            elif not is_harmless(name):
+                unknown.append(entry.name)
+    missing = [name for name in targets if name not in matches]
+    if missing:
+        where = ", ".join(file.path.name for file in files)
+        raise CheckpointError(
+            f"{_some(missing)} not in the checkpoint ({where})", remedy="check config.json, or download it again"
+        )
+    if unknown:
+        raise CheckpointError(
+            f"the checkpoint has {_some(unknown)}, which this architecture does not use",
+            remedy="check that config.json belongs to these weights",
+        )
+    return list(matches.values())
+
+
+def _checked(file: SafetensorsFile, entry: Entry, target: Tensor) -> _Match:
+    if entry.dtype not in DTYPES:
+        raise CheckpointError(
+            f"{entry.name!r} in {file.path.name} has the type {entry.dtype}",
+            wanted=f"one of {', '.join(DTYPES)}",
+            remedy="use the unquantised version of this model",
+        )
+    if entry.shape != tuple(target.shape):
+        raise CheckpointError(
+            f"{entry.name!r} in {file.path.name} has the shape {list(entry.shape)}",
+            wanted=f"{list(target.shape)} as config.json implies",
+            remedy="check that config.json belongs to these weights",
+        )
+    return _Match(file, entry, target)
+
+
+def _copy(matches: Sequence[_Match], progress: Progress | None) -> None:
+    total = sum(match.entry.end - match.entry.start for match in matches)
+    done = 0
+
+    def report(size: int) -> None:
+        nonlocal done
+        done += size
+        if progress is not None:
+            progress(done, total)
+
+    for match in matches:
+        match.file.copy(match.entry, match.target, report)
+
+
+def _some(names: Sequence[str], shown: int = 8) -> str:
+    listed = ", ".join(repr(name) for name in names[:shown])
+    return listed if len(names) <= shown else f"{listed} and {len(names) - shown} more"

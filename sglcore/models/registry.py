@@ -1,0 +1,47 @@
+"""Which class runs which architecture. Imports nothing; a reference is imported when a model of it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, cast
+
+from sglcore.device.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sglcore.layers.build import ModelClass
+
+ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {
+        "LlamaForCausalLM": "sglcore.models.llama:LlamaForCausalLM",
+        "MistralForCausalLM": "sglcore.models.mistral:MistralForCausalLM",
+        "Qwen2ForCausalLM": "sglcore.models.qwen2:Qwen2ForCausalLM",
+        "Qwen3ForCausalLM": "sglcore.models.qwen3:Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM": "sglcore.models.qwen3_moe:Qwen3MoeForCausalLM",
+        "BertModel": "sglcore.models.bert:BertModel",
+        "BertForMaskedLM": "sglcore.models.bert:BertModel",
+    }
+)
+"""The architectures of this package, by the name in `config.json`."""
+
+ENCODERS = frozenset({"BertModel", "BertForMaskedLM"})
+"""Architectures that give hidden states and no logits."""
+
+
+def model_ref(architecture: str, extra: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The `module:Class` of an architecture; `extra` adds to the built-in ones and wins. Raises `ConfigError`."""
+    known = {**ARCHITECTURES, **extra}
+    if architecture not in known:
+        raise ConfigError(
+            f"the architecture {architecture!r} is not supported",
+            wanted=f"one of {', '.join(sorted(known))}",
+            remedy="choose another model, or map its name to a class of yours",
+        )
+    return known[architecture]
+
+
+def model_class(architecture: str, extra: Mapping[str, str] = MappingProxyType({})) -> ModelClass:
+    """Import the class of an architecture; raises `ConfigError` for an unknown name, and what the import raises."""
+    module, _, name = model_ref(architecture, extra).partition(":")
+    return cast("ModelClass", getattr(import_module(module), name))

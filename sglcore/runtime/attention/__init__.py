@@ -1,0 +1,1 @@
+"""The attention contract, its selection, and the reference backend."""

@@ -1,0 +1,57 @@
+"""The attention layer of every model: it describes itself and hands its rows to the active backend."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglcore.runtime.forward_context import get_forward_context
+
+
+class Attention:
+    """Scaled dot-product attention over the paged KV pool.
+
+    `sliding_window` W lets a query see itself and the W - 1 tokens before it. `causal=False, cached=False` is an
+    encoder: every token of a request sees all of them, and nothing is stored.
+    """
+
+    __slots__ = ("cached", "causal", "head_dim", "layer_id", "num_heads", "num_kv_heads", "scaling", "sliding_window")
+
+    def __init__(
+        self,
+        layer_id: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        causal: bool = True,
+        cached: bool = True,
+    ) -> None:
+        self.layer_id = layer_id
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scaling = head_dim**-0.5 if scaling is None else scaling
+        self.sliding_window = sliding_window
+        self.causal = causal
+        self.cached = cached
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, heads * head_dim], k and v [T, kv_heads * head_dim] to [T, heads * head_dim]; stores k and v."""
+        if torch.compiler.is_compiling():
+            return torch.ops.sglcore.attention(q, k, v, self.layer_id)
+        context = get_forward_context()
+        return context.attn_backend.forward(q, k, v, self, context.batch)
+
+
+@torch.library.custom_op("sglcore::attention", mutates_args=())
+def attention_op(q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
+    """Attention as one operation that a compiler does not look into; the context says on what it works."""
+    context = get_forward_context()
+    return context.attn_backend.forward(q, k, v, context.layers[layer_id], context.batch)
+
+
+@attention_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
+    return torch.empty_like(q)

@@ -1,0 +1,183 @@
+"""The reference backend: torch's scaled dot-product attention over gathered pages. Slow, obvious, defines correct.
+
+Rows that bring one token are attended together; longer rows one by one. Only cells of the row itself are ever read:
+columns beyond a row's length repeat its last cell and are masked, so garbage elsewhere in the pool cannot leak in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket
+
+if TYPE_CHECKING:
+    from sglcore.runtime.attention.layer import Attention
+    from sglcore.runtime.forward_batch import ForwardBatch
+
+Window = int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SingleRows:
+    """R rows of one token, at `first` in the batch: `cells` int64[R * L] and `mask` bool[R, 1, 1, L] for each window."""
+
+    first: int
+    count: int
+    cells: dict[Window, Tensor]
+    masks: dict[Window, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class LongRow:
+    """One row of several tokens [start, end): `cells` int64[S] of the whole request, mask bool[n, S] for each window
+    (None: plain causal from the first token)."""
+
+    start: int
+    end: int
+    cells: Tensor
+    masks: dict[Window, Tensor | None]
+
+
+@dataclass(slots=True)
+class ReferencePlan(AttentionPlan):
+    """Gather indices and masks."""
+
+    singles: list[SingleRows] = field(default_factory=list)
+    rows: list[LongRow] = field(default_factory=list)
+
+
+class ReferenceAttention(AttentionBackend):
+    """Serves every shape, page size and window; encoder attention too."""
+
+    facts = AttentionFacts(features=frozenset({"sliding_window", "encoder", "mixed", "capture"}))
+
+    def plan(self, batch: ForwardBatch) -> ReferencePlan:
+        """Gather indices for every row of the batch."""
+        plan = ReferencePlan(self, self.token_to_kv_pool.generation)
+        self._fill(plan, batch)
+        return plan
+
+    def capture_plan(self, bucket: Bucket) -> ReferencePlan:
+        """An empty plan: attention stays opaque in a capture and reads the plan when it runs."""
+        return ReferencePlan(self, self.token_to_kv_pool.generation)
+
+    def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> None:
+        """Replace the contents of a captured plan."""
+        assert isinstance(plan, ReferencePlan)
+        plan.singles, plan.rows = [], []
+        self._fill(plan, batch)
+
+    def _fill(self, plan: ReferencePlan, batch: ForwardBatch) -> None:
+        seq_lens = batch.seq_lens_cpu
+        assert seq_lens is not None and batch.req_pool_indices is not None
+        if not len(seq_lens):
+            return
+        if batch.extend_seq_lens_cpu is None:
+            plan.singles.append(self._single_rows(batch.req_pool_indices, seq_lens, 0))
+            return
+        lengths = batch.extend_seq_lens_cpu
+        leading = int(np.argmax(lengths != 1)) if (lengths != 1).any() else len(lengths)
+        if leading and not self.shape.is_encoder:
+            plan.singles.append(self._single_rows(batch.req_pool_indices[:leading], seq_lens[:leading], 0))
+        else:
+            leading = 0
+        start = leading
+        for row in range(leading, len(lengths)):
+            end = start + int(lengths[row])
+            plan.rows.append(self._long_row(batch, row, start, end, int(seq_lens[row])))
+            start = end
+
+    def _single_rows(self, slots: Tensor, seq_lens: np.ndarray, first: int) -> SingleRows:
+        cells: dict[Window, Tensor] = {}
+        masks: dict[Window, Tensor | None] = {}
+        for window in self.shape.windows:
+            starts = np.maximum(seq_lens - window, 0) if window is not None else np.zeros_like(seq_lens)
+            counts = seq_lens - starts
+            columns = np.arange(counts.max(), dtype=np.int32)
+            positions = starts[:, None] + np.minimum(columns, counts[:, None] - 1)
+            cells[window] = self._cells(slots, torch.from_numpy(positions)).view(-1)
+            masks[window] = None
+            if counts.min() != counts.max():
+                masks[window] = torch.from_numpy(columns < counts[:, None])[:, None, None, :].to(slots.device)
+        return SingleRows(first, len(seq_lens), cells, masks)
+
+    def _long_row(self, batch: ForwardBatch, row: int, start: int, end: int, seq_len: int) -> LongRow:
+        assert batch.req_pool_indices is not None
+        slots = batch.req_pool_indices[row : row + 1]
+        if self.shape.is_encoder:
+            return LongRow(start, end, slots.new_empty(0), {None: None})
+        positions = torch.arange(seq_len, dtype=torch.int32, device=slots.device)
+        prefix = seq_len - (end - start)
+        masks: dict[Window, Tensor | None] = {}
+        for window in self.shape.windows:
+            masks[window] = None
+            if prefix or (window is not None and window < seq_len):
+                queries = positions[prefix:, None]
+                masks[window] = positions <= queries
+                if window is not None:
+                    masks[window] &= positions > queries - window
+        return LongRow(start, end, self._cells(slots, positions[None]).view(-1), masks)
+
+    def _cells(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Cells int64[R, L] of positions int32[R, L] in slots int32[R]."""
+        pool = self.req_to_token_pool
+        positions = positions.to(slots.device)
+        pages = pool.page_table[slots[:, None], positions // pool.page_size].to(torch.int64)
+        return pages * pool.page_size + positions % pool.page_size
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, batch: ForwardBatch | None) -> Tensor:
+        """Store, then attend; rows beyond the real ones come out as zero."""
+        assert batch is not None and batch.plan_record is not None
+        plan = batch.plan_record.plan
+        assert isinstance(plan, ReferencePlan)
+        kv_heads, dim = layer.num_kv_heads, layer.head_dim
+        tokens = q.shape[0]
+        k, v = k.view(tokens, kv_heads, dim), v.view(tokens, kv_heads, dim)
+        grouped = q.view(tokens, kv_heads, layer.num_heads // kv_heads, dim)
+        if not layer.cached:
+            return self._encode(grouped, k, v, plan, layer).view(q.shape)
+        k_cache, v_cache = self.token_to_kv_pool.kv(layer.layer_id)
+        self.kernels.store_kv(k, v, k_cache, v_cache, batch.out_cache_loc)
+        if not plan.rows and plan.singles and plan.singles[0].count == tokens:
+            return self._attend_singles(grouped, k_cache, v_cache, plan.singles[0], layer).reshape(q.shape)
+        out = torch.zeros_like(grouped)
+        for part in plan.singles:
+            rows = slice(part.first, part.first + part.count)
+            out[rows] = self._attend_singles(grouped[rows], k_cache, v_cache, part, layer)
+        for row in plan.rows:
+            keys, values = k_cache[row.cells], v_cache[row.cells]
+            mask = row.masks[layer.sliding_window]
+            out[row.start : row.end] = _attend_row(grouped[row.start : row.end], keys, values, mask, layer, mask is None)
+        return out.view(q.shape)
+
+    def _attend_singles(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, part: SingleRows, layer: Attention
+    ) -> Tensor:
+        """q [R, kv_heads, group, dim]: the heads of a group are the queries of one attention over its keys."""
+        cells = part.cells[layer.sliding_window]
+        shape = (part.count, cells.shape[0] // max(part.count, 1), layer.num_kv_heads, layer.head_dim)
+        keys = k_cache.index_select(0, cells).view(shape).transpose(1, 2)
+        values = v_cache.index_select(0, cells).view(shape).transpose(1, 2)
+        return sdpa(q, keys, values, attn_mask=part.masks[layer.sliding_window], scale=layer.scaling)
+
+    def _encode(self, q: Tensor, k: Tensor, v: Tensor, plan: ReferencePlan, layer: Attention) -> Tensor:
+        out = torch.zeros_like(q)
+        for row in plan.rows:
+            rows = slice(row.start, row.end)
+            out[rows] = _attend_row(q[rows], k[rows], v[rows], None, layer, layer.causal)
+        return out
+
+
+def _attend_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layer: Attention, causal: bool) -> Tensor:
+    """One request: q [n, kv_heads, group, dim], k and v [s, kv_heads, dim]; returns q's shape."""
+    queries = q.flatten(1, 2).transpose(0, 1)[None]
+    keys, values = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    grouped = layer.num_heads != layer.num_kv_heads
+    out = sdpa(queries, keys, values, attn_mask=mask, is_causal=causal, scale=layer.scaling, enable_gqa=grouped)
+    return out[0].transpose(0, 1).reshape(q.shape)

@@ -1,0 +1,68 @@
+"""Which attention backend runs: ordered candidates, declared capabilities, a reason for every refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sglcore.device.errors import ConfigError
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.device.package import Ref, resolve
+from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNeeds:
+    """What the model and the configuration ask of a backend."""
+
+    head_dims: tuple[int, ...]
+    page_size: int
+    dtype: str
+    features: frozenset[str]
+
+
+def refusal(facts: AttentionFacts, needs: AttentionNeeds) -> str:
+    """Why a backend with these facts can not serve these needs; empty if it can."""
+    if facts.page_sizes is not None and needs.page_size not in facts.page_sizes:
+        return f"pages of {needs.page_size} tokens; it takes {', '.join(map(str, facts.page_sizes))}"
+    for head_dim in needs.head_dims:
+        if facts.head_dims is not None and head_dim not in facts.head_dims:
+            return f"heads of {head_dim}; it takes {', '.join(map(str, facts.head_dims))}"
+    if facts.dtypes is not None and needs.dtype not in facts.dtypes:
+        return f"dtype {needs.dtype}; it takes {', '.join(facts.dtypes)}"
+    missing = sorted(needs.features - facts.features)
+    return f"it lacks {', '.join(missing)}" if missing else ""
+
+
+def select_attention(
+    candidates: Mapping[str, Ref], needs: AttentionNeeds, explicit: str | None, package: str, ledger: DecisionLedger
+) -> type[AttentionBackend]:
+    """The first candidate that serves the needs; an explicit choice is taken or refused, never replaced.
+
+    A candidate whose library is not installed is refused with the import error as its reason.
+    """
+    if explicit is not None and explicit not in candidates:
+        raise ConfigError(
+            f"attention backend {explicit!r} is not offered by device {package!r}",
+            wanted=f"one of {', '.join(candidates)}",
+        )
+    refused: list[str] = []
+    for name in (explicit,) if explicit is not None else candidates:
+        backend, reason = _consider(candidates[name], needs, package)
+        if backend is not None and not reason:
+            why = "asked for" if explicit else "; ".join(["first that serves the model", *refused])
+            ledger.record(Row("attention", explicit or "auto", name, why, "choose with --attention-backend"))
+            return backend
+        refused.append(f"{name} refused: {reason}")
+    raise ConfigError(
+        f"no attention backend of device {package!r} serves this model: {'; '.join(refused)}",
+        remedy="choose another --attention-backend, page size or dtype",
+    )
+
+
+def _consider(ref: Ref, needs: AttentionNeeds, package: str) -> tuple[type[AttentionBackend] | None, str]:
+    try:
+        backend = resolve(ref, package)
+    except ImportError as error:
+        return None, f"{error}; install the library it needs"
+    return backend, refusal(backend.facts, needs)

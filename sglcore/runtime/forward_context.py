@@ -1,0 +1,78 @@
+"""What a forward needs at depth without carrying it on the batch: the active attention backend and so its pools.
+
+Frozen and nested: a scope is entered with `forward_context`, and the outer one is restored on every way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglcore.runtime.attention.layer import Attention
+    from sglcore.runtime.attention.contract import AttentionBackend
+    from sglcore.runtime.forward_batch import ForwardBatch
+    from sglcore.runtime.memory.pools import ReqToTokenPool, TokenToKVPool
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """One forward's control configuration.
+
+    `batch` and `layers` (the model's attention layers, by id) let an operation that is opaque to a compiler find what
+    it works on.
+    """
+
+    attn_backend: AttentionBackend
+    batch: ForwardBatch | None = None
+    layers: tuple[Attention, ...] = ()
+
+
+_current: ContextVar[ForwardContext | None] = ContextVar("sglcore_forward_context", default=None)
+
+
+class NoForwardContextError(RuntimeError):
+    """Something that belongs inside a forward was called outside of one."""
+
+
+@contextmanager
+def forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
+    """Make `context` the active one inside the block; the previous one returns however the block ends."""
+    token = _current.set(context)
+    try:
+        yield context
+    finally:
+        _current.reset(token)
+
+
+def has_forward_context() -> bool:
+    """A forward is running here."""
+    return _current.get() is not None
+
+
+def get_forward_context() -> ForwardContext:
+    """The innermost active context."""
+    context = _current.get()
+    if context is None:
+        raise NoForwardContextError(
+            "no forward is running here; enter `with forward_context(ForwardContext(attn_backend=...))` around the call"
+        )
+    return context
+
+
+def get_attn_backend() -> AttentionBackend:
+    """The active attention backend."""
+    return get_forward_context().attn_backend
+
+
+def get_token_to_kv_pool() -> TokenToKVPool:
+    """The active backend's KV pool."""
+    return get_forward_context().attn_backend.token_to_kv_pool
+
+
+def get_req_to_token_pool() -> ReqToTokenPool:
+    """The active backend's page table."""
+    return get_forward_context().attn_backend.req_to_token_pool

@@ -1,0 +1,1 @@
+"""The kernel table and its reference semantics."""

@@ -1,0 +1,100 @@
+"""The reference kernels: plain torch, slow and obvious. They define what is correct, down to the order of casts.
+
+The casts are those of the transformers library, so that log-probabilities in bfloat16 can be compared with it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sglcore.runtime.kernels.table import KernelTable
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    return F.embedding(ids, weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = residual + x
+    return rms_norm(total, weight, eps), total
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    rows = cos_sin_cache.index_select(0, positions).to(q.dtype).unsqueeze(1)
+    cos, sin = rows.chunk(2, dim=-1)
+    return _rotate(q, cos, sin, head_dim), _rotate(k, cos, sin, head_dim)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tensor:
+    tokens, width = x.shape
+    half = cos.shape[-1]
+    heads = x.view(tokens, width // head_dim, head_dim)
+    first, second = heads[..., :half], heads[..., half : 2 * half]
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    if 2 * half < head_dim:
+        parts.append(heads[..., 2 * half :])
+    return torch.cat(parts, dim=-1).view(tokens, width)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def gelu(x: Tensor) -> Tensor:
+    return F.gelu(x)
+
+
+def top_k_routing(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    weights, ids = torch.topk(torch.softmax(logits, dim=-1, dtype=torch.float32), k, dim=-1)
+    if normalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights.to(logits.dtype), ids
+
+
+def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """Every expert runs on every token, and what was not chosen is masked: no shape depends on the routing."""
+    total = torch.zeros_like(hidden)
+    for expert in range(w13.shape[0]):
+        chosen = ids == expert
+        weight = weights.masked_fill(~chosen, 0).sum(dim=-1, keepdim=True)
+        rows = F.linear(silu_and_mul(F.linear(hidden, w13[expert])), w2[expert]) * weight
+        total = total + rows.masked_fill(~chosen.any(dim=-1, keepdim=True), 0)
+    return total
+
+
+def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
+    k_cache[out_cache_loc] = key.to(k_cache.dtype)
+    v_cache[out_cache_loc] = value.to(v_cache.dtype)
+
+
+def reference_kernels() -> KernelTable:
+    """The table in which every entry is the reference."""
+    return KernelTable(
+        linear=linear,
+        embedding=embedding,
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        layer_norm=layer_norm,
+        rotary=rotary,
+        silu_and_mul=silu_and_mul,
+        gelu=gelu,
+        top_k_routing=top_k_routing,
+        moe=moe,
+        store_kv=store_kv,
+    )

@@ -1,0 +1,100 @@
+"""The kernel table: every numerical operation a model may use, one function each.
+
+`reference.py` defines what each entry means. A device replaces entries with `KernelTable.replace`; `origin` remembers
+which implementation each entry is, for the ledger.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
+from typing import TypeAlias
+
+from torch import Tensor
+
+from sglcore.device.errors import ConfigError
+
+Kernel: TypeAlias = Callable[..., object]
+
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
+
+
+def origin_of(kernel: Kernel) -> str:
+    """`module:name` of a kernel, as the ledger shows it; of its type, if the kernel is an object without a name."""
+    function = kernel.func if isinstance(kernel, functools.partial) else kernel
+    named = function if isinstance(function, _FUNCTIONS) else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelTable:
+    """One function for each operation. T tokens, H hidden size, D head size, I intermediate size, E experts, K experts a token.
+
+    No entry reads a device value on the host, and every entry accepts T = 0. Results are new tensors unless the entry
+    says otherwise. Inputs may be row-strided views whose last dimension is contiguous. Unless noted, results have the
+    dtype of the first argument, and sums are accumulated in float32 or wider.
+    """
+
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    """`linear(x [T, in], weight [out, in], bias [out] | None) -> [T, out]`."""
+    embedding: Callable[[Tensor, Tensor], Tensor]
+    """`embedding(ids int [T], weight [vocab, H]) -> [T, H]`; every id is below vocab."""
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    """`rms_norm(x [..., N], weight [N], eps) -> [..., N]`: x / sqrt(mean(x^2) + eps) in float32, cast back, times weight."""
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    """`add_rms_norm(x [T, H], residual [T, H], weight [H], eps) -> (normed, residual)`: residual + x, and its norm.
+
+    May write its results into `x` and `residual`; the caller uses neither afterwards.
+    """
+    layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    """`layer_norm(x [T, H], weight [H], bias [H], eps) -> [T, H]`."""
+    rotary: Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    """`rotary(q [T, heads * D], k [T, kv_heads * D], positions int [T], cos_sin_cache float32 [P, R], D) -> (q, k)`.
+
+    Rotates the first R <= D elements of each head in pairs (i, i + R / 2); the others pass. Row p of the cache is
+    R / 2 cosines, then R / 2 sines, of position p; they are cast to q's dtype before use. Every position is below P.
+    """
+    silu_and_mul: Callable[[Tensor], Tensor]
+    """`silu_and_mul(x [T, 2 * I]) -> [T, I]`: silu(x[:, :I]) * x[:, I:], silu cast to x's dtype before the product."""
+    gelu: Callable[[Tensor], Tensor]
+    """`gelu(x [T, I]) -> [T, I]`: x * Phi(x), with the exact error function."""
+    top_k_routing: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
+    """`top_k_routing(logits [T, E], K, normalize) -> (weights [T, K] of logits' dtype, ids int64 [T, K])`.
+
+    The K largest of softmax(logits) in float32, largest first; `normalize` divides them by their sum.
+    """
+    moe: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    """`moe(hidden [T, H], weights [T, K], ids int [T, K], w13 [E, 2 * I, H], w2 [E, H, I]) -> [T, H]`.
+
+    Sum over k of weights[t, k] * w2[e] @ silu_and_mul(w13[e] @ hidden[t]) with e = ids[t, k], added by ascending expert
+    in hidden's dtype. An id of -1 means no expert and adds nothing, whatever its weight and its row contain.
+    """
+    store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    """`store_kv(key [T, kv_heads, D], value [T, kv_heads, D], k_cache, v_cache [cells, kv_heads, D], out_cache_loc int [T])`.
+
+    Writes row t into cell out_cache_loc[t] of both caches, cast to their dtype. Cells are distinct, except that any
+    number of padding rows may name cell 0, whose content is never read.
+    """
+    origin: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Which implementation each entry is, as `module:name`; filled in, not given."""
+
+    def __post_init__(self) -> None:
+        origin = {name: origin_of(getattr(self, name)) for name in entry_names()}
+        object.__setattr__(self, "origin", MappingProxyType(origin))
+
+    def replace(self, **entries: Kernel) -> KernelTable:
+        """A new table with some entries replaced; raises `ConfigError` for a name that is not an entry."""
+        unknown = sorted(entries.keys() - set(entry_names()))
+        if unknown:
+            raise ConfigError(
+                f"the kernel table has no entry {', '.join(unknown)}", wanted=f"one of {', '.join(entry_names())}"
+            )
+        return dataclasses.replace(self, **entries)  # pyright: ignore[reportArgumentType]
+
+
+def entry_names() -> tuple[str, ...]:
+    """The names of all entries, in reading order."""
+    return tuple(item.name for item in dataclasses.fields(KernelTable) if item.name != "origin")

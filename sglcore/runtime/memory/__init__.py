@@ -1,0 +1,1 @@
+"""Device pools: the page table and the KV cells."""

@@ -1,0 +1,91 @@
+"""Where requests and their KV live on the device: a page table by slot, and cells by layer.
+
+Slot 0 and page 0 belong to nobody: padding rows point at them, so whatever they write or read harms no request.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglcore.device.batch import ScheduleBatch
+
+
+class ReqToTokenPool:
+    """Which pages hold each slot's tokens: `page_table` int32[slots + 1, pages per request], on the device."""
+
+    def __init__(self, max_requests: int, max_model_len: int, page_size: int, device: str) -> None:
+        self.page_size = page_size
+        self.max_pages = -(-max_model_len // page_size) + 1
+        self.page_table = torch.zeros(max_requests + 1, self.max_pages, dtype=torch.int32, device=device)
+
+    def append(self, batch: ScheduleBatch) -> None:
+        """Write the step's page-table differences. Host arrays in, no wait."""
+        if not len(batch.new_pages):
+            return
+        counts = np.diff(batch.new_page_offsets)
+        rows = np.repeat(batch.slots, counts)
+        starts = np.repeat(batch.page_counts - batch.new_page_offsets[:-1], counts)
+        columns = starts + np.arange(len(batch.new_pages), dtype=np.int32)
+        where = torch.from_numpy((rows.astype(np.int64)) * self.max_pages + columns)
+        device = self.page_table.device
+        self.page_table.view(-1)[where.to(device)] = torch.from_numpy(batch.new_pages).to(device)
+
+    def cells(self, slots: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """The cell of each (slot, position): int[N] of `dtype`, from int32[N] and int32[N]."""
+        pages = self.page_table[slots, positions // self.page_size]
+        return (pages * self.page_size + positions % self.page_size).to(dtype)
+
+
+class TokenToKVPool(Protocol):
+    """The cells of every layer. `generation` changes whenever an address does."""
+
+    generation: int
+    page_size: int
+    num_cells: int
+
+    def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
+        """The layer's key and value cells, each [cells, kv_heads, head_dim]."""
+        ...
+
+
+class MHATokenToKVPool:
+    """Keys and values of multi-head or grouped-query attention, one pair of tensors a layer, cell-major."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        layers: tuple[tuple[int, int], ...],
+        dtype: torch.dtype,
+        device: str,
+    ) -> None:
+        """`layers` holds (kv_heads, head_dim) of each layer; page 0 is added to `num_pages`."""
+        self.generation = 0
+        self.page_size = page_size
+        self.num_cells = (num_pages + 1) * page_size
+        self.dtype = dtype
+        self._kv = [
+            (
+                torch.zeros(self.num_cells, heads, head_dim, dtype=dtype, device=device),
+                torch.zeros(self.num_cells, heads, head_dim, dtype=dtype, device=device),
+            )
+            for heads, head_dim in layers
+        ]
+
+    def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
+        """The layer's key and value cells, each [cells, kv_heads, head_dim]."""
+        return self._kv[layer_id]
+
+    def replace_storage(self) -> None:
+        """Move to new, zeroed memory: every address changes, so plans and graphs made before are refused."""
+        self._kv = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in self._kv]
+        self.generation += 1
+
+
+def cell_bytes(layers: tuple[tuple[int, int], ...], dtype: torch.dtype) -> int:
+    """Bytes of one token's KV over all layers: 2 * kv_heads * head_dim * element size, summed."""
+    return sum(2 * heads * head_dim for heads, head_dim in layers) * dtype.itemsize

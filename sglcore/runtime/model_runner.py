@@ -1,0 +1,116 @@
+"""One model on one device: stages a host batch, plans, publishes the context, and runs it eagerly or by graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+from torch import Tensor
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.attention.contract import AttentionBackend
+from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.forward_context import ForwardContext, forward_context
+from sglcore.runtime.graph_runner import GraphRunner
+from sglcore.runtime.token_table import TokenTable
+
+
+class Model(Protocol):
+    """What the runner asks of an architecture."""
+
+    @property
+    def attention_layers(self) -> tuple[Attention, ...]:
+        """The attention layers, indexed by their id."""
+        ...
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states [T, hidden] after the last norm."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [N, vocab] from hidden states [N, hidden]."""
+        ...
+
+
+class ModelRunner:
+    """Composes a model, an attention backend, its registries and its graphs. Several may live in one process."""
+
+    def __init__(
+        self,
+        model: Model,
+        attn_backend: AttentionBackend,
+        decode_registry: BufferRegistry,
+        prefill_registry: BufferRegistry,
+        token_table: TokenTable,
+        graphs: GraphRunner | None = None,
+        *,
+        poison: bool = False,
+        eager_input_no_copy: bool = False,
+    ) -> None:
+        self.model = model
+        self.attn_backend = attn_backend
+        self.decode_registry = decode_registry
+        self.prefill_registry = prefill_registry
+        self.token_table = token_table
+        self.graphs = graphs
+        self._poison = poison
+        self._no_copy = eager_input_no_copy
+        self._layers = model.attention_layers
+
+    def registry_for(self, batch: ForwardBatch | ScheduleBatch) -> BufferRegistry:
+        """The registry whose slots this kind of step uses."""
+        return self.decode_registry if batch.forward_mode.is_decode else self.prefill_registry
+
+    def init_batch(self, batch: ScheduleBatch) -> ForwardBatch:
+        """Stage a host batch on the device: page-table differences, inputs, last tokens. Does not wait."""
+        registry = self.registry_for(batch)
+        if self._poison:
+            registry.poison()
+        self.attn_backend.req_to_token_pool.append(batch)
+        self.token_table.admit_history(batch)
+        staged = ForwardBatch.init_new(batch, registry)
+        assert staged.input_ids is not None and staged.req_pool_indices is not None
+        if batch.forward_mode.is_decode:
+            self.token_table.resolve_decode(staged.input_ids, staged.req_pool_indices)
+        else:
+            self.token_table.resolve_future(staged.input_ids)
+        return staged
+
+    def forward(self, batch: ForwardBatch) -> tuple[Tensor, str]:
+        """Hidden states [T, hidden] and the path that ran ("eager", or the graph's kind and bucket)."""
+        if self.graphs is not None and self.graphs.can_run(batch):
+            bucket = self.graphs.bucket_for(batch.batch_size)
+            return self.graphs.run(batch), f"{self.graphs.backend.kind}:{bucket}"
+        return self.run_eager(batch), "eager"
+
+    def run_eager(self, batch: ForwardBatch) -> Tensor:
+        """One forward of the batch as it is. The runner publishes its own context and never inherits an outer one."""
+        view = self._eager_view(batch)
+        if view.needs_forward_metadata_init(self.attn_backend):
+            view.mark_forward_metadata_ready(self.attn_backend.plan(view))
+        with forward_context(ForwardContext(self.attn_backend, view, self._layers)):
+            return self.model(view)
+
+    def _eager_view(self, batch: ForwardBatch) -> ForwardBatch:
+        ctx = FillContext(batch.batch_size, batch.batch_size, batch.num_tokens, batch.num_tokens)
+        registry = self.registry_for(batch)
+        if registry.owns(batch):
+            registry.fill_from(batch, ctx)
+            return batch
+        if self._no_copy:
+            return replace(batch)
+        registry.ensure(batch.batch_size, batch.num_tokens)
+        registry.fill_from(batch, ctx)
+        return registry.extract_buffer(batch, batch.batch_size, batch.num_tokens)
+
+    def logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
+        """float32 [N, vocab] of the tokens `rows` int64[N] (None: all)."""
+        return self.model.logits(hidden if rows is None else hidden.index_select(0, rows))
+
+    def close(self) -> None:
+        """Free the graphs. Waits for the device."""
+        if self.graphs is not None:
+            self.graphs.close()
+

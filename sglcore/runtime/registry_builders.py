@@ -1,0 +1,118 @@
+"""Which slots the decode and the prefill registries hold, built from the declarations of `ForwardBatch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sglcore.device.facts import Facts
+from sglcore.runtime.buffer_registry import BufferRegistry, FillContext, Slot
+from sglcore.runtime.fields import Axis, spec_of, specs, zero
+from sglcore.runtime.forward_batch import ForwardBatch, NgramEmbeddingInfo
+from sglcore.runtime.memory.pools import ReqToTokenPool
+
+_EXTEND_FIELDS = ("extend_prefix_lens", "extend_seq_lens", "extend_start_loc")
+
+
+def build_decode_registry(
+    facts: Facts,
+    req_to_token_pool: ReqToTokenPool | None,
+    *,
+    max_bs: int,
+    tokens_per_request: int = 1,
+    register_global_num_tokens: bool = False,
+    num_ranks: int = 1,
+    extra_slots: Iterable[Slot] = (),
+) -> BufferRegistry:
+    """Slots for steps in which every request brings `tokens_per_request` tokens."""
+    max_num_tokens = max_bs * tokens_per_request
+    slots = _common_slots(facts, req_to_token_pool, register_global_num_tokens, num_ranks)
+    return _build(facts, max_bs, max_num_tokens, [*slots, *extra_slots])
+
+
+def build_prefill_registry(
+    facts: Facts,
+    req_to_token_pool: ReqToTokenPool | None,
+    *,
+    max_bs: int,
+    max_num_tokens: int,
+    register_global_num_tokens: bool = False,
+    register_input_embeds: bool = False,
+    hidden_size: int = 0,
+    dtype: torch.dtype = torch.float32,
+    num_ranks: int = 1,
+    extra_slots: Iterable[Slot] = (),
+) -> BufferRegistry:
+    """Slots for steps in which requests bring any number of tokens.
+
+    `register_input_embeds=False` and `register_global_num_tokens=False` carry the batch's own values.
+    """
+    slots = _common_slots(facts, req_to_token_pool, register_global_num_tokens, num_ranks)
+    slots += [Slot(spec_of(ForwardBatch, name)) for name in _EXTEND_FIELDS]
+    if register_input_embeds:
+        spec = replace(spec_of(ForwardBatch, "input_embeds"), dtype=dtype, padding=zero())
+        slots.append(Slot(spec, trail=(hidden_size,)))
+    return _build(facts, max_bs, max_num_tokens, [*slots, *extra_slots])
+
+
+def _build(facts: Facts, max_bs: int, max_num_tokens: int, slots: Iterable[Slot]) -> BufferRegistry:
+    registry = BufferRegistry(
+        facts.tensor_device,
+        max_bs,
+        max_num_tokens,
+        shares_host_memory=facts.shares_host_memory,
+        pinned=facts.has_pinned_memory,
+    )
+    for slot in slots:
+        registry.register_slot(slot)
+    registry.make_buffers()
+    return registry
+
+
+def _common_slots(
+    facts: Facts, pool: ReqToTokenPool | None, register_global_num_tokens: bool, num_ranks: int
+) -> list[Slot]:
+    slots = [
+        Slot(spec)
+        for spec in specs(ForwardBatch)
+        if spec.is_slot and spec.axis is not Axis.NONE and spec.name not in (*_EXTEND_FIELDS, "out_cache_loc")
+    ]
+    if pool is not None:
+        dtype = torch.int32 if facts.cache_loc_dtype == "int32" else torch.int64
+        location = replace(spec_of(ForwardBatch, "out_cache_loc"), dtype=dtype)
+        slots.append(Slot(location, post_fill=cache_locations(pool)))
+    slots.append(Slot(spec_of(ForwardBatch, "num_token_non_padded"), post_fill=count_real_tokens))
+    if register_global_num_tokens:
+        spec = spec_of(ForwardBatch, "global_num_tokens")
+        slots.append(Slot(spec, width=num_ranks, post_fill=count_global_tokens))
+    slots += [
+        Slot(replace(spec, name=f"ngram_embedding_info.{spec.name}")) for spec in specs(NgramEmbeddingInfo)
+    ]
+    return slots
+
+
+def cache_locations(pool: ReqToTokenPool) -> Callable[[Tensor, ForwardBatch, FillContext], None]:
+    """Computes the cell of each token from its request's page table; padding tokens stay at cell 0."""
+
+    def post_fill(view: Tensor, batch: ForwardBatch, ctx: FillContext) -> None:
+        assert batch.req_pool_indices is not None and batch.positions is not None
+        slots, positions = batch.req_pool_indices[: ctx.raw_bs], batch.positions[: ctx.raw_num_tokens]
+        if batch.extend_seq_lens is not None:
+            lengths = batch.extend_seq_lens[: ctx.raw_bs]
+            slots = torch.repeat_interleave(slots, lengths, output_size=ctx.raw_num_tokens)
+        view[: ctx.raw_num_tokens] = pool.cells(slots, positions, view.dtype)
+
+    return post_fill
+
+
+def count_real_tokens(view: Tensor, batch: ForwardBatch, ctx: FillContext) -> None:
+    """How many leading tokens are real; a kernel that routes tokens ignores the others."""
+    view.fill_(ctx.raw_num_tokens)
+
+
+def count_global_tokens(view: Tensor, batch: ForwardBatch, ctx: FillContext) -> None:
+    """On one rank every rank's count is the padded count of this one."""
+    view.fill_(ctx.padded_num_tokens)

@@ -1,0 +1,108 @@
+"""The ModelWorker of every torch device: a ScheduleBatch in, a ticket out, host results at collect."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.device.worker import BatchResult, Limits, Ticket
+from sglcore.runtime.fields import retained
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.sample_step import RowPlan, SampleStep, Sampled, plan_rows
+from sglcore.runtime.token_table import TokenTable
+
+
+@dataclass(slots=True)
+class Pending:
+    """What a ticket holds until it is collected: results on the device, and every tensor the device still reads."""
+
+    rows: RowPlan
+    path: str
+    sampled: Sampled | None = None
+    embeddings: Tensor | None = None
+    kept: list[Tensor] = field(default_factory=list)
+
+
+class TpModelWorker:
+    """Generation and embedding on one model runner. Not thread-safe: one scheduler owns it."""
+
+    def __init__(self, runner: ModelRunner, token_table: TokenTable, limits: Limits) -> None:
+        self.runner = runner
+        self._limits = limits
+        self._sampling = SampleStep(runner, token_table, limits.vocab_size)
+        self._closed = False
+
+    @property
+    def limits(self) -> Limits:
+        """What this worker can hold; constant."""
+        return self._limits
+
+    def submit(self, batch: ScheduleBatch) -> Ticket:
+        """Start a step. The worker keeps `batch`, which must be isolated from later changes."""
+        if batch.forward_mode is ForwardMode.EMBED:
+            return self.forward_batch_embedding(batch)
+        return self.forward_batch_generation(batch)
+
+    @torch.inference_mode()
+    def forward_batch_generation(self, batch: ScheduleBatch) -> Ticket:
+        """One forward, and one sampled token for each row that emits."""
+        rows = plan_rows(batch)
+        staged = self.runner.init_batch(batch)
+        hidden, path = self.runner.forward(staged)
+        sampled = self._sampling.run(batch, staged, rows, hidden)
+        return Ticket(batch.step, Pending(rows, path, sampled, kept=retained(staged)))
+
+    @torch.inference_mode()
+    def forward_batch_embedding(self, batch: ScheduleBatch) -> Ticket:
+        """One forward of whole prompts; each row's embedding is the mean of its hidden states, of length 1."""
+        staged = self.runner.init_batch(batch)
+        hidden, path = self.runner.forward(staged)
+        pooled = mean_pool(hidden, staged)
+        return Ticket(batch.step, Pending(plan_rows(batch), path, embeddings=pooled, kept=retained(staged)))
+
+    def collect(self, ticket: Ticket) -> BatchResult:
+        """Wait for a step and give its results; a ticket is collected once."""
+        pending = ticket.payload
+        if not isinstance(pending, Pending):
+            raise ValueError(f"step {ticket.step} was collected before; a ticket is collected once")
+        ticket.payload = None
+        sampled = pending.sampled
+        rows = pending.rows
+        if sampled is None:
+            assert pending.embeddings is not None
+            embeddings = pending.embeddings.cpu().numpy()
+            none = np.zeros(0, dtype=np.int32)
+            bad = ~np.isfinite(embeddings).all(axis=1)
+            return BatchResult(ticket.step, rows.token_offsets, none, bad, embeddings=embeddings, path=pending.path)
+        return BatchResult(
+            ticket.step,
+            rows.token_offsets,
+            sampled.host_tokens(),
+            rows.scatter_bad(sampled.host_bad()),
+            sampled.host_logprobs(),
+            sampled.host_prompt_logprobs(),
+            path=pending.path,
+        )
+
+    def close(self) -> None:
+        """Free the graphs. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self.runner.close()
+
+
+def mean_pool(hidden: Tensor, batch: ForwardBatch) -> Tensor:
+    """float32 [B, H] of hidden [T, H]: each request's mean, scaled to length 1."""
+    assert batch.extend_seq_lens is not None
+    lengths = batch.extend_seq_lens
+    owners = torch.repeat_interleave(
+        torch.arange(batch.batch_size, device=hidden.device), lengths, output_size=batch.num_tokens
+    )
+    sums = torch.zeros(batch.batch_size, hidden.shape[1], dtype=torch.float32, device=hidden.device)
+    sums.index_add_(0, owners, hidden.float())
+    return torch.nn.functional.normalize(sums / lengths[:, None], dim=-1)

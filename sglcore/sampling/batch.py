@@ -1,0 +1,248 @@
+"""Sampling parameters of the rows of a batch as host arrays, cheap to select from and append to.
+
+One declaration per field yields padding, selection, concatenation and the forward-only copy. No tensor library.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from sglcore.sampling import noise
+from sglcore.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """One sample of one request: its parameters and the facts that parameters alone do not hold."""
+
+    params: SamplingParams
+    seed: int
+    """Resolved seed, 0..2**64-1 (params.seed or fresh_seed())."""
+    sample_index: int = 0
+    """Which of the request's n samples this row is."""
+    prompt_len: int = 0
+    """Tokens of the prompt, which is also the position of the first drawn token."""
+    banned_early: tuple[int, ...] = ()
+    """Ids that params.min_tokens keeps from being drawn: end of sequence and stop ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingNeeds:
+    """Which code a batch runs: host values only, hashable, so they can key a captured graph."""
+
+    all_greedy: bool = True
+    any_greedy: bool = True
+    any_top_k: bool = False
+    any_top_p: bool = False
+    any_min_p: bool = False
+    any_penalty: bool = False
+    any_bias: bool = False
+    top_logprobs: int | None = None
+    """Most alternatives that any row wants; None = no row wants logprobs."""
+
+    @property
+    def any_cutoff(self) -> bool:
+        """Whether any sampled row narrows its candidates."""
+        return self.any_top_k or self.any_top_p or self.any_min_p
+
+    @property
+    def any_logprobs(self) -> bool:
+        """Whether any row wants logprobs."""
+        return self.top_logprobs is not None
+
+    def wider(self, other: "SamplingNeeds") -> "SamplingNeeds":
+        """What serves both: running more than a row needs never changes its token."""
+        tops = [needs.top_logprobs for needs in (self, other) if needs.top_logprobs is not None]
+        return SamplingNeeds(
+            self.all_greedy and other.all_greedy,
+            self.any_greedy or other.any_greedy,
+            self.any_top_k or other.any_top_k,
+            self.any_top_p or other.any_top_p,
+            self.any_min_p or other.any_min_p,
+            self.any_penalty or other.any_penalty,
+            self.any_bias or other.any_bias,
+            max(tops, default=None),
+        )
+
+
+def _row_field(dtype: Any, neutral: Any, width: int | None = None) -> Any:
+    """One value (or `width` values) per row; `neutral` is what a padding row holds."""
+    return field(metadata={"kind": "row", "dtype": dtype, "neutral": neutral, "width": width})
+
+
+def _entry_field(dtype: Any) -> Any:
+    """One value per bias entry; entries of row r are bias_offsets[r]..bias_offsets[r+1]."""
+    return field(metadata={"kind": "entry", "dtype": dtype})
+
+
+@dataclass(slots=True, eq=False)
+class SamplingBatch:
+    """Host arrays of R rows. Greedy rows hold neutral cut-offs, so `needs` names only work that can change a token."""
+
+    scale: np.ndarray = _row_field(np.float32, 1.0)
+    """2**16 / temperature."""
+    greedy: np.ndarray = _row_field(np.bool_, True)
+    top_k: np.ndarray = _row_field(np.int32, noise.OFF)
+    top_p: np.ndarray = _row_field(np.int32, noise.TOP_P_OFF)
+    """In units of 2**-24."""
+    min_p: np.ndarray = _row_field(np.int32, noise.OFF)
+    """Largest gap kept, in 2**-16 nat."""
+    seed_words: np.ndarray = _row_field(np.int32, 0, 2)
+    """Seed and sample index, mixed; position is added on the device."""
+    repetition: np.ndarray = _row_field(np.float32, 1.0)
+    presence: np.ndarray = _row_field(np.float32, 0.0)
+    frequency: np.ndarray = _row_field(np.float32, 0.0)
+    prompt_len: np.ndarray = _row_field(np.int32, 0)
+    top_logprobs: np.ndarray = _row_field(np.int32, -1)
+    """Alternatives wanted; -1 = no logprobs."""
+    bias_offsets: np.ndarray = field(metadata={"kind": "offsets", "dtype": np.int32})
+    bias_ids: np.ndarray = _entry_field(np.int32)
+    bias_values: np.ndarray = _entry_field(np.float32)
+    bias_until: np.ndarray = _entry_field(np.int32)
+    """The entry counts while the drawn token's position is below this: int32 max for a bias, else a min_tokens ban."""
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[SamplingRow], stream: int = 0) -> "SamplingBatch":
+        """Arrays of these rows, about 5 us each; build once per request, then select and concatenate."""
+        columns = list(zip(*(_row_values(row) for row in rows), strict=True)) or [()] * 10
+        seeds = np.array([row.seed for row in rows], np.uint64)
+        indices = np.array([row.sample_index for row in rows], np.uint64)
+        named = dict(zip(_VALUE_NAMES, columns, strict=True))
+        arrays = {name: np.array(values, _FIELDS[name].metadata["dtype"]) for name, values in named.items()}
+        entries = [_bias_entries(row) for row in rows]
+        flat = [entry for row_entries in entries for entry in row_entries]
+        offsets = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum([len(row_entries) for row_entries in entries], out=offsets[1:])
+        return cls(
+            **arrays,
+            seed_words=noise.seed_words(seeds, indices, stream),
+            bias_offsets=offsets,
+            bias_ids=np.array([entry[0] for entry in flat], np.int32),
+            bias_values=np.array([entry[1] for entry in flat], np.float32),
+            bias_until=np.array([entry[2] for entry in flat], np.int32),
+        )
+
+    @classmethod
+    def from_params(cls, rows: Sequence[tuple], stream: int = 0) -> "SamplingBatch":
+        """As from_rows, from tuples (params, seed[, sample_index[, prompt_len[, banned_early]]])."""
+        return cls.from_rows([SamplingRow(*row) for row in rows], stream)
+
+    @classmethod
+    def concatenate(cls, batches: "Sequence[SamplingBatch]") -> "SamplingBatch":
+        """The rows of all batches, in order."""
+        batches = batches or [cls.from_rows([])]
+        joined = {
+            name: np.concatenate([getattr(batch, name) for batch in batches])
+            for name in _FIELDS
+            if name != "bias_offsets"
+        }
+        counts = np.concatenate([np.diff(batch.bias_offsets) for batch in batches])
+        return cls(**joined, bias_offsets=_offsets(counts))
+
+    def __len__(self) -> int:
+        return len(self.scale)
+
+    @property
+    def needs(self) -> SamplingNeeds:
+        """The flags of this batch, from its arrays; a few microseconds."""
+        tops = int(self.top_logprobs.max(initial=-1))
+        return SamplingNeeds(
+            all_greedy=bool(self.greedy.all()),
+            any_greedy=bool(self.greedy.any()) or not len(self),
+            any_top_k=bool((self.top_k != noise.OFF).any()),
+            any_top_p=bool((self.top_p != noise.TOP_P_OFF).any()),
+            any_min_p=bool((self.min_p != noise.OFF).any()),
+            any_penalty=bool(len(self.penalty_rows())),
+            any_bias=bool(len(self.bias_ids)),
+            top_logprobs=None if tops < 0 else tops,
+        )
+
+    def penalty_rows(self) -> np.ndarray:
+        """int32: the rows with an active penalty, ascending."""
+        active = (self.repetition != 1) | (self.presence != 0) | (self.frequency != 0)
+        return np.flatnonzero(active).astype(np.int32)
+
+    def select(self, rows: Sequence[int] | np.ndarray) -> "SamplingBatch":
+        """A new batch of these rows, in this order; rows may repeat. Shares no memory with this one."""
+        index = np.asarray(rows, np.int64)
+        counts = np.diff(self.bias_offsets)[index]
+        offsets = _offsets(counts)
+        starts = np.repeat(self.bias_offsets[:-1][index] - offsets[:-1], counts)
+        entries = starts + np.arange(offsets[-1])
+        taken = {}
+        for name, item in _FIELDS.items():
+            if item.metadata["kind"] != "offsets":
+                taken[name] = getattr(self, name)[index if item.metadata["kind"] == "row" else entries]
+        return SamplingBatch(**taken, bias_offsets=offsets)
+
+    def append(self, rows: Sequence[SamplingRow]) -> "SamplingBatch":
+        """A new batch with these rows added at the end."""
+        return SamplingBatch.concatenate([self, SamplingBatch.from_rows(rows)])
+
+    def padded(self, count: int) -> "SamplingBatch":
+        """A new batch of `count` rows; the added ones are greedy and want nothing. Raises ValueError if too small."""
+        extra = count - len(self)
+        if extra < 0:
+            raise ValueError(f"found {len(self)} sampling rows, wanted at most {count}; pad to a larger bucket")
+        return SamplingBatch.concatenate([self, _neutral_batch(extra)])
+
+    def copy_for_forward(self) -> "SamplingBatch":
+        """An isolated copy for one forward: every declared field, so none can be forgotten."""
+        return type(self)(**{item.name: getattr(self, item.name).copy() for item in fields(self)})
+
+    def bias_rows(self) -> np.ndarray:
+        """int32: the row of every bias entry."""
+        return np.repeat(np.arange(len(self), dtype=np.int32), np.diff(self.bias_offsets))
+
+
+_FIELDS = {item.name: item for item in fields(SamplingBatch)}
+_VALUE_NAMES = tuple(
+    name for name, item in _FIELDS.items() if item.metadata["kind"] == "row" and item.metadata["width"] is None
+)
+
+
+def _row_values(row: SamplingRow) -> tuple:
+    """The plain row fields of one row, in the order of _VALUE_NAMES."""
+    params = row.params
+    greedy = params.is_greedy
+    return (
+        1.0 if greedy else noise.fixed_scale(params.temperature),
+        greedy,
+        noise.OFF if greedy or params.top_k <= 0 else params.top_k,
+        noise.TOP_P_OFF if greedy else noise.fixed_top_p(params.top_p),
+        noise.OFF if greedy else noise.fixed_min_p(params.min_p),
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+        row.prompt_len,
+        -1 if params.logprobs is None else params.logprobs,
+    )
+
+
+def _bias_entries(row: SamplingRow) -> list[tuple[int, float, int]]:
+    """(id, value, until) of one row: its biases, then its bans."""
+    entries = [(token, value, noise.OFF) for token, value in row.params.logit_bias.items()]
+    if row.params.min_tokens > 0:
+        until = row.prompt_len + row.params.min_tokens
+        entries += [(token, -np.inf, until) for token in sorted(set(row.banned_early))]
+    return entries
+
+
+def _offsets(counts: np.ndarray) -> np.ndarray:
+    offsets = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
+
+
+def _neutral_batch(count: int) -> SamplingBatch:
+    arrays = {}
+    for name, item in _FIELDS.items():
+        declared = item.metadata
+        if declared["kind"] == "row":
+            shape = (count,) if declared["width"] is None else (count, declared["width"])
+            arrays[name] = np.full(shape, declared["neutral"], declared["dtype"])
+        elif declared["kind"] == "entry":
+            arrays[name] = np.zeros(0, declared["dtype"])
+    return SamplingBatch(**arrays, bias_offsets=np.zeros(count + 1, np.int32))

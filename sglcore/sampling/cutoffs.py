@@ -1,0 +1,90 @@
+"""Top-k, top-p and min-p on integer gaps, without sorting: a two-level histogram finds where the kept prefix ends.
+
+The order is (gap ascending, id ascending). Sums are int64, so the order of addition cannot matter. No host reads.
+"""
+
+import torch
+from torch import Tensor
+
+from sglcore.sampling.noise import LIMIT, TOP_P_BITS, WEIGHT_STEP_BITS
+
+BIN_BITS = 11
+BINS = (LIMIT >> BIN_BITS) + 1
+STEPS = 1 << BIN_BITS
+
+
+def token_weights(gaps: Tensor, table: Tensor) -> Tensor:
+    """exp(-gap) in units of 2**-30, int32; gaps int32 of any shape in 0..LIMIT, table int32[2, 8193]."""
+    index = gaps.bitwise_right_shift(WEIGHT_STEP_BITS).view(-1)
+    drop = table[1].index_select(0, index).view(gaps.shape)
+    drop.mul_(gaps.bitwise_and((1 << WEIGHT_STEP_BITS) - 1)).bitwise_right_shift_(WEIGHT_STEP_BITS)
+    return table[0].index_select(0, index).view(gaps.shape).sub_(drop)
+
+
+def keep_top_k_(gaps: Tensor, top_k: Tensor) -> Tensor:
+    """Leave exactly top_k int32[B] candidates per row of gaps int32[B, V], in place."""
+    ones = torch.ones((), dtype=torch.int64, device=gaps.device).expand(gaps.shape)
+    last, before = _prefix_end(gaps, ones, top_k.long())
+    return _drop_after_(gaps, last, top_k - before)
+
+
+def keep_top_p_(gaps: Tensor, top_p: Tensor, table: Tensor) -> Tensor:
+    """Leave the smallest prefix whose weight reaches top_p int32[B] / 2**24 of the row's candidates, in place."""
+    weights = token_weights(gaps, table).long()
+    wanted = _share(weights.sum(-1), top_p.long())
+    last, before = _prefix_end(gaps, weights, wanted)
+    each = token_weights(last, table).long().clamp_(min=1)
+    ties = torch.div(wanted - before + each - 1, each, rounding_mode="floor")
+    return _drop_after_(gaps, last, ties)
+
+
+def keep_min_p_(gaps: Tensor, min_p: Tensor) -> Tensor:
+    """Leave candidates whose gap is at most min_p int32[B], in place."""
+    beyond = (gaps - min_p[:, None]).clamp_(0, 1)
+    return _drop_(gaps, beyond)
+
+
+def _share(total: Tensor, top_p: Tensor) -> Tensor:
+    """ceil(total * top_p / 2**24) without the 2**72 product."""
+    high, low = total >> TOP_P_BITS, total & ((1 << TOP_P_BITS) - 1)
+    return high * top_p + ((low * top_p + (1 << TOP_P_BITS) - 1) >> TOP_P_BITS)
+
+
+def _prefix_end(gaps: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The gap int32[B] at which the running weight reaches `wanted` int64[B], and the weight int64[B] before that gap.
+
+    If it never does, the gap is LIMIT, after every candidate.
+    """
+    bins = gaps >> BIN_BITS
+    reached, before = _first_reaching(_histogram(bins, weights, BINS), wanted)
+    # Other bins add zeros, spread over all columns: one column for them would serialise the additions.
+    inside = bins.bitwise_xor_(reached[:, None]).clamp_(max=1).bitwise_xor_(1)
+    fine = _histogram(gaps.bitwise_and(STEPS - 1), weights * inside, STEPS)
+    step, more = _first_reaching(fine, wanted - before)
+    return ((reached << BIN_BITS) + step).clamp_(max=LIMIT), before + more
+
+
+def _histogram(index: Tensor, weights: Tensor, size: int) -> Tensor:
+    sums = torch.zeros(index.shape[0], size, dtype=torch.int64, device=index.device)
+    return sums.scatter_add_(1, index.long(), weights)
+
+
+def _first_reaching(sums: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The first column whose running sum reaches `wanted`, else the last one (int32[B]), and the sum before it."""
+    running = sums.cumsum(-1)
+    column = (running < wanted[:, None]).sum(-1).clamp_(max=sums.shape[1] - 1)[:, None]
+    before = running.gather(1, column) - sums.gather(1, column)
+    return column[:, 0].to(torch.int32), before[:, 0]
+
+
+def _drop_after_(gaps: Tensor, last: Tensor, ties: Tensor) -> Tensor:
+    """Drop gaps beyond `last`, and of those equal to it all but the first `ties`."""
+    side = (gaps - last[:, None]).clamp_(-1, 1)
+    equal = side.abs().bitwise_xor_(1)
+    late = equal.cumsum(-1, dtype=torch.int32).sub_(ties[:, None].clamp(max=LIMIT << 1).to(torch.int32)).clamp_(0, 1)
+    return _drop_(gaps, side.add_(late.mul_(equal)).clamp_(min=0))
+
+
+def _drop_(gaps: Tensor, dropped: Tensor) -> Tensor:
+    """Move gaps to LIMIT where `dropped` int32 is 1. LIMIT is a power of two, so an or reaches it."""
+    return gaps.bitwise_or_(dropped.mul_(LIMIT)).clamp_(max=LIMIT)

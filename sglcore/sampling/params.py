@@ -1,0 +1,196 @@
+"""What a request may ask of the sampler: one frozen, checked record.
+
+Host data only. It knows nothing of devices, batches or tensors.
+"""
+
+import math
+import operator
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import Any
+
+MIN_TEMPERATURE = 1e-4
+"""Below this a request is greedy: at 1e-4 a logit gap of 0.01 is already 100 nats."""
+MAX_SEED = 2**64 - 1
+MAX_INT32 = 2**31 - 1
+
+
+class SamplingError(ValueError):
+    """A sampling parameter that cannot be honoured; one line: what was found, what was wanted, the remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of one request, validated when made. Raises SamplingError.
+
+    Cut-offs apply in the order top_k, top_p (on what is left, renormalised), min_p (relative to the best token).
+    """
+
+    max_tokens: int | None = 128
+    """Tokens to generate; None = as many as the context holds."""
+    temperature: float = 1.0
+    """0 = greedy, and so is anything below MIN_TEMPERATURE."""
+    top_k: int = 0
+    """Keep exactly this many tokens, ties to the lowest id; 0 and -1 = off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    """Over prompt and output: positive logits are divided by it, others multiplied."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """Token id -> added to the logit after penalties, before temperature."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    """Stop ids cannot be drawn before this many output tokens."""
+    logprobs: int | None = None
+    """Top alternatives to report per output token; 0 = only the chosen token, None = nothing."""
+    prompt_logprobs: int | None = None
+    n: int = 1
+    seed: int | None = None
+    """0..2**64-1; None = the engine draws one with fresh_seed()."""
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        for name, check in _CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            wanted = f"at most max_tokens ({self.max_tokens})"
+            raise _refusal("min_tokens", self.min_tokens, wanted, "lower min_tokens or raise max_tokens")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return _restore, ({**values, "logit_bias": dict(self.logit_bias)},)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the token is the argmax of the processed logits, whatever the seed."""
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a penalty is active, so that the sampler must know the tokens so far."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def with_seed(self, seed: int) -> "SamplingParams":
+        """The same parameters under another seed."""
+        return replace(self, seed=seed)
+
+
+def fresh_seed() -> int:
+    """A 63-bit seed from the system's entropy: fits a signed 64-bit integer, so it can be returned in JSON and reused."""
+    return secrets.randbits(63)
+
+
+def _restore(values: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**values)
+
+
+def _refusal(name: str, found: Any, wanted: str, remedy: str | None = None) -> SamplingError:
+    text = repr(found)
+    shown = text if len(text) <= 80 else text[:77] + "..."
+    return SamplingError(f"{name}: found {shown}, wanted {wanted}; {remedy or f'set {name} accordingly or leave it out'}")
+
+
+def _as_integer(value: Any) -> int | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _integer(low: int, high: int = MAX_INT32):
+    def check(name: str, value: Any) -> int:
+        number = _as_integer(value)
+        if number is None or not low <= number <= high:
+            raise _refusal(name, value, f"an integer in [{low}, {high}]")
+        return number
+
+    return check
+
+
+def _optional(check):
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _number(wanted: str, allowed):
+    def check(name: str, value: Any) -> float:
+        if isinstance(value, (bool, str)):
+            raise _refusal(name, value, wanted)
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            raise _refusal(name, value, wanted) from None
+        if not (math.isfinite(number) and allowed(number)):
+            raise _refusal(name, value, wanted)
+        return number
+
+    return check
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _refusal(name, value, "True or False")
+    return value
+
+
+def _stop(name: str, value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else value
+    if texts is None:
+        return ()
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) and text for text in texts):
+        raise _refusal(name, value, "a non-empty string or a list of them")
+    return tuple(texts)
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise _refusal(name, value, "a list of token ids")
+    check = _integer(0)
+    ids = (check(name, item) for item in value)
+    return tuple(sorted(ids)) if isinstance(value, (set, frozenset)) else tuple(ids)
+
+
+def _bias(name: str, value: Any) -> Mapping[int, float]:
+    if value is None:
+        return MappingProxyType({})
+    if not isinstance(value, Mapping):
+        raise _refusal(name, value, "a mapping from token id to a finite number")
+    number = _number("a finite number for every token id", lambda x: abs(x) <= 1e30)
+    checked = {_integer(0)(f"{name} key", key): number(f"{name}[{key}]", bias) for key, bias in value.items()}
+    return MappingProxyType(dict(sorted(checked.items())))
+
+
+_PENALTY = _number("a number in [-2, 2]", lambda x: -2.0 <= x <= 2.0)
+_CHECKS = MappingProxyType(
+    {
+        "max_tokens": _optional(_integer(1)),
+        "temperature": _number("a finite number of at least 0", lambda x: x >= 0.0),
+        "top_k": _integer(-1),
+        "top_p": _number("a number in (0, 1]", lambda x: 0.0 < x <= 1.0),
+        "min_p": _number("a number in [0, 1]", lambda x: 0.0 <= x <= 1.0),
+        "presence_penalty": _PENALTY,
+        "frequency_penalty": _PENALTY,
+        "repetition_penalty": _number("a finite number above 0", lambda x: 1e-30 <= x <= 1e30),
+        "logit_bias": _bias,
+        "stop": _stop,
+        "stop_token_ids": _token_ids,
+        "ignore_eos": _flag,
+        "min_tokens": _integer(0),
+        "logprobs": _optional(_integer(0)),
+        "prompt_logprobs": _optional(_integer(0)),
+        "n": _integer(1),
+        "seed": _optional(_integer(0, MAX_SEED)),
+        "skip_special_tokens": _flag,
+        "include_stop_str_in_output": _flag,
+    }
+)

@@ -1,0 +1,117 @@
+"""What changes logits before the draw: penalties, bias with early bans, and masks. Elementwise, no host reads.
+
+A penalty sees counts that are inputs of this forward, so nothing accumulates and running twice changes nothing.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from sglcore.sampling.batch import SamplingBatch
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyState:
+    """Penalties of R rows of the batch; every float tensor is float32[R]. Neutral rows are left bit for bit as they are."""
+
+    rows: Tensor | None
+    """int64[R], distinct rows of the batch; None = all of them, in order (the form for captured graphs)."""
+    seen: Tensor
+    """bool[R, V]: the token occurs in prompt or output."""
+    output_counts: Tensor
+    """int32[R, V]: occurrences in the output."""
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BiasState:
+    """Additions to single logits: rows int64[E], ids int64[E], values float32[E], until int32[E].
+
+    An entry counts while the position to be drawn is below `until`. Padding entries: row 0, id 0, value 0.
+    """
+
+    rows: Tensor
+    ids: Tensor
+    values: Tensor
+    until: Tensor
+
+
+def token_counts(history: Tensor, lengths: Tensor, starts: Tensor, vocab_size: int) -> Tensor:
+    """Occurrences int32[R, V] of tokens at positions starts..lengths-1 of history int32[R, L]; starts, lengths int32[R].
+
+    Cells outside that range may hold anything; ids outside the vocabulary (placeholders) are not counted.
+    """
+    positions = torch.arange(history.shape[1], dtype=torch.int32, device=history.device)
+    inside = (positions >= starts[:, None]) & (positions < lengths[:, None])
+    inside &= (history >= 0) & (history < vocab_size)
+    counts = torch.zeros(history.shape[0], vocab_size, dtype=torch.int32, device=history.device)
+    return counts.scatter_add_(1, history.clamp(0, vocab_size - 1).long(), inside.to(torch.int32))
+
+
+def make_penalties(
+    batch: SamplingBatch, history: Tensor, lengths: Tensor, vocab_size: int, all_rows: bool = False
+) -> PenaltyState:
+    """Penalties of a host batch. history int32[R, L] and lengths int32[R] are those of batch.penalty_rows(), in order;
+    with all_rows, those of the whole batch."""
+    rows = None if all_rows else batch.penalty_rows()
+    own = batch if rows is None else batch.select(rows)
+    device = history.device
+    starts = torch.as_tensor(own.prompt_len).to(device)
+    return PenaltyState(
+        None if rows is None else torch.as_tensor(rows).to(device, torch.int64),
+        token_counts(history, lengths, torch.zeros_like(starts), vocab_size) > 0,
+        token_counts(history, lengths, starts, vocab_size),
+        torch.as_tensor(own.repetition).to(device),
+        torch.as_tensor(own.presence).to(device),
+        torch.as_tensor(own.frequency).to(device),
+    )
+
+
+def penalise(logits: Tensor, state: PenaltyState) -> Tensor:
+    """New float32[R, V]: the repetition penalty divides positive and multiplies other logits of seen tokens; then
+    frequency per occurrence and presence once are subtracted for output tokens."""
+    factor = state.repetition[:, None]
+    changed = torch.where(logits > 0, logits / factor, logits * factor)
+    result = torch.where(state.seen, changed, logits)
+    result -= state.output_counts * state.frequency[:, None]
+    result -= (state.output_counts > 0) * state.presence[:, None]
+    return result
+
+
+def apply_penalties_(logits: Tensor, state: PenaltyState) -> Tensor:
+    """Penalise the state's rows of logits float32[B, V] in place."""
+    if state.rows is None:
+        return logits.copy_(penalise(logits, state))
+    return logits.index_copy_(0, state.rows, penalise(logits.index_select(0, state.rows), state))
+
+
+def apply_bias_(logits: Tensor, state: BiasState, positions: Tensor) -> Tensor:
+    """Add the entries that count at positions int32[B] to contiguous logits float32[B, V], in place."""
+    active = positions.index_select(0, state.rows) < state.until
+    values = torch.where(active, state.values, torch.zeros_like(state.values))
+    logits.view(-1).scatter_add_(0, state.rows * logits.shape[1] + state.ids, values)
+    return logits
+
+
+def apply_mask_(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Set logits to -inf where allowed bool[B, V] is False, in place."""
+    return logits.masked_fill_(~allowed, -torch.inf)
+
+
+def unpack_bitmask(words: Tensor, vocab_size: int) -> Tensor:
+    """bool[B, V] from int32[B, ceil(V / 32)], lowest bit first, 1 = allowed (the layout of grammar libraries)."""
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    bits = (words[:, :, None] >> shifts).bitwise_and_(1)
+    return bits.view(words.shape[0], words.shape[1] * 32)[:, :vocab_size].bool()
+
+
+def repeat_bias(state: BiasState, width: int) -> BiasState:
+    """The entries for a batch in which each row occurs `width` times in succession."""
+    nodes = torch.arange(width, device=state.rows.device)
+    others = {
+        item.name: getattr(state, item.name).repeat_interleave(width) for item in fields(state) if item.name != "rows"
+    }
+    return BiasState(rows=(state.rows[:, None] * width + nodes).flatten(), **others)

@@ -1,0 +1,112 @@
+"""The integer race in torch: fixed-point gaps, keyed noise, and the draw. Elementwise, no host reads.
+
+The minimal set of operations for other tensor libraries: int32 xor, and, shift, wrapping multiply, int to float32,
+reinterpretation of float32 as int32, a 16384-entry gather, and a maximum. `reference.py` is the same in plain integers.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sglcore.sampling import noise
+from sglcore.sampling.noise import FOLD, GUMBEL_SIZE, INTERPOLATION_BITS, LIMIT
+
+MAX_VOCAB = 1 << 22
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
+
+
+@dataclass(frozen=True, slots=True)
+class RaceTables:
+    """Device constants of one vocabulary: `gumbel` int32[2, 16384], `weight` int32[2, 8193], `ids` and `hashed_ids` int32[V]."""
+
+    gumbel: Tensor
+    weight: Tensor
+    ids: Tensor
+    hashed_ids: Tensor
+
+
+def make_race_tables(vocab_size: int, device: torch.device | str) -> RaceTables:
+    """Allocate the tables of a vocabulary on a device. Raises ValueError beyond 2**22 tokens."""
+    if not 0 < vocab_size <= MAX_VOCAB:
+        raise ValueError(f"found a vocabulary of {vocab_size} tokens, wanted 1..{MAX_VOCAB}; check vocab_size")
+    tables = noise.noise_tables()
+    return RaceTables(
+        torch.tensor(tables.gumbel, device=device),
+        torch.tensor(tables.weight, device=device),
+        torch.arange(vocab_size, dtype=torch.int32, device=device),
+        torch.tensor(noise.hashed_ids(vocab_size), device=device),
+    )
+
+
+def row_keys(seed_words: Tensor, positions: Tensor) -> Tensor:
+    """Key words int32[B, 2] of one draw per row, from seed words int32[B, 2] and positions int32[B]."""
+    first = _mix32_(positions * _signed(noise.POSITION_FACTOR) + seed_words[:, 0])
+    second = _mix32_(seed_words[:, 1] + first).bitwise_or_(1)
+    return torch.stack([first, second], dim=1)
+
+
+def gaps_below_best(logits: Tensor, best: Tensor, scale: Tensor) -> Tensor:
+    """int32[B, V] in 2**-16 nat, LIMIT where a token is no candidate; logits float32[B, V], best and scale float32[B].
+
+    One subtraction and one multiplication, each rounded once, so every IEEE device gets the same integers. A row whose
+    best is not finite gets no candidates.
+    """
+    gaps = best[:, None] - logits
+    gaps.mul_(scale[:, None]).round_()
+    gaps.nan_to_num_(nan=LIMIT, posinf=LIMIT, neginf=LIMIT).clamp_(max=LIMIT)
+    return gaps.to(torch.int32)
+
+
+def gumbel_noise(keys: Tensor, hashed_ids: Tensor, table: Tensor) -> Tensor:
+    """Keyed Gumbel noise int32[B, V] in 2**-16 nat; keys int32[B, 2], hashed_ids int32[V] or int32[B, V]."""
+    words = hashed_ids ^ keys[:, :1]
+    scratch = torch.empty_like(words)
+    _fold_(words, 16, scratch).mul_(keys[:, 1:])
+    _fold_(words, 15, scratch).mul_(_signed(noise.MIX_2))
+    _fold_(words, 16, scratch).bitwise_or_(1)
+    # As a signed number the word counts from the nearer end of (0, 1): its float exponent is the octave of the tail.
+    # Negative words move 32 octaves down, so that exponent and mantissa alone are the index.
+    ends = torch.nn.functional.leaky_relu_(words.to(torch.float32), negative_slope=-FOLD)
+    bits = ends.view(torch.int32)
+    torch.bitwise_right_shift(bits, INTERPOLATION_BITS, out=scratch)
+    index = scratch.bitwise_and_(GUMBEL_SIZE - 1).view(-1)
+    fraction = bits.bitwise_and_((1 << INTERPOLATION_BITS) - 1)
+    drawn = table[1].index_select(0, index).view(fraction.shape)
+    drawn.mul_(fraction).bitwise_right_shift_(INTERPOLATION_BITS)
+    return drawn.add_(table[0].index_select(0, index).view(fraction.shape))
+
+
+def race_scores(gaps: Tensor, keys: Tensor, hashed_ids: Tensor, table: Tensor) -> Tensor:
+    """noise - gap, int32[B, V]. A drafter races on its own gaps with the target's keys and hashed target ids."""
+    return gumbel_noise(keys, hashed_ids, table).sub_(gaps)
+
+
+def lowest_argmax(scores: Tensor, ids: Tensor) -> Tensor:
+    """int32[B]: the first maximum of int32[B, V], by arithmetic, because argmax ties differ between devices.
+
+    Two scores of a row may differ by less than 2**31.
+    """
+    behind = scores.amax(-1, keepdim=True) - scores
+    return torch.add(ids, behind.clamp_(max=1), alpha=MAX_VOCAB).amin(-1)
+
+
+def draw_race(gaps: Tensor, keys: Tensor, tables: RaceTables) -> Tensor:
+    """The drawn token int32[B] of rows of gaps int32[B, V] under keys int32[B, 2]."""
+    return lowest_argmax(race_scores(gaps, keys, tables.hashed_ids, tables.gumbel), tables.ids)
+
+
+def _fold_(words: Tensor, shift: int, scratch: Tensor) -> Tensor:
+    """words ^= words >>> shift; int32 has only the arithmetic shift, so the copies of the sign are masked off."""
+    torch.bitwise_right_shift(words, shift, out=scratch)
+    return words.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1))
+
+
+def _mix32_(words: Tensor) -> Tensor:
+    scratch = torch.empty_like(words)
+    _fold_(words, 16, scratch).mul_(_signed(noise.MIX_1))
+    _fold_(words, 15, scratch).mul_(_signed(noise.MIX_2))
+    return _fold_(words, 16, scratch)

@@ -1,0 +1,201 @@
+"""The sampler, slow and obvious, in Python integers: this defines correct for every device.
+
+Also the golden draws: stored inputs with the token that everyone must draw, for those who port the race elsewhere.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sglcore.sampling import noise
+from sglcore.sampling.noise import LIMIT, WORD, mix32, mix64, noise_tables
+from sglcore.sampling.params import SamplingParams
+
+GOLDEN_FILE = Path(__file__).with_name("golden.json")
+
+
+def row_key(seed: int, sample_index: int, position: int, stream: int = 0) -> tuple[int, int]:
+    """The two unsigned key words of one draw; the second is odd, because it multiplies."""
+    key = mix64((seed + noise.SEED_OFFSET) & noise.LONG_WORD)
+    key = mix64((key + (sample_index + (stream << 32)) * noise.INDEX_FACTOR) & noise.LONG_WORD)
+    low, high = key & WORD, key >> 32
+    first = mix32((low + position * noise.POSITION_FACTOR) & WORD)
+    return first, mix32((high + first) & WORD) | 1
+
+
+def token_hash(key: tuple[int, int], token: int) -> int:
+    """The unsigned 32-bit hash of a vocabulary id under a row key."""
+    x = mix32((token + noise.ID_OFFSET) & WORD) ^ key[0]
+    x ^= x >> 16
+    x = x * key[1] & WORD
+    x ^= x >> 15
+    x = x * noise.MIX_2 & WORD
+    return x ^ x >> 16
+
+
+def gumbel(word: int) -> int:
+    """Gumbel noise of a hash in 2**-16 nat: u = (word | 1) / 2**32, interpolated between 256 knots per octave.
+
+    Octaves are counted from the nearer end of (0, 1), so that both tails have the same relative resolution.
+    """
+    word |= 1
+    negative = word >> 31 == 1
+    magnitude = (1 << 32) - word if negative else word
+    octave, mantissa = _float32_parts(magnitude)
+    step, fraction = divmod(mantissa, 1 << noise.INTERPOLATION_BITS)
+    value, slope = noise_tables().gumbel[:, noise.gumbel_index(negative, octave, step)].tolist()
+    return value + (slope * fraction >> noise.INTERPOLATION_BITS)
+
+
+def weight(gap: int) -> int:
+    """exp(-gap) in units of 2**-30, for a gap in 2**-16 nat; never grows with the gap."""
+    index, fraction = divmod(gap, 1 << noise.WEIGHT_STEP_BITS)
+    value, drop = noise_tables().weight[:, index].tolist()
+    return value - (drop * fraction >> noise.WEIGHT_STEP_BITS)
+
+
+def gaps_below_best(logits: Sequence[float], temperature: float) -> list[int]:
+    """How far each token lies below the best one after temperature, in 2**-16 nat, at most LIMIT (= no candidate)."""
+    scale = noise.fixed_scale(temperature)
+    row = np.asarray(logits, np.float32)
+    best = row.max()
+    gaps = []
+    for logit in row:
+        scaled = (best - logit) * scale
+        gaps.append(int(np.rint(scaled)) if scaled < LIMIT else LIMIT)
+    return gaps
+
+
+def candidates(gaps: Sequence[int], params: SamplingParams) -> list[int]:
+    """Token ids that survive top_k, then top_p, then min_p; sorted by (gap, id)."""
+    order = sorted((gap, token) for token, gap in enumerate(gaps) if gap < LIMIT)
+    if params.top_k > 0:
+        order = order[: params.top_k]
+    share, total, before, kept = noise.fixed_top_p(params.top_p), sum(weight(gap) for gap, _ in order), 0, []
+    for gap, token in order:
+        if before << noise.TOP_P_BITS < share * total:
+            kept.append((gap, token))
+        before += weight(gap)
+    return [token for gap, token in kept if gap <= noise.fixed_min_p(params.min_p)]
+
+
+def reference_draw(
+    logits: Sequence[float], params: SamplingParams, seed: int, sample_index: int, position: int
+) -> tuple[int, bool]:
+    """(token, is bad) for one row of processed logits; a row with NaN, +inf or nothing but -inf is bad and draws 0."""
+    best = max((float(logit) for logit in logits), key=lambda x: math.inf if math.isnan(x) else x)
+    if not math.isfinite(best):
+        return 0, True
+    if params.is_greedy:
+        return list(logits).index(best), False
+    gaps = gaps_below_best(logits, params.temperature)
+    key = row_key(seed, sample_index, position)
+    scores = [(gumbel(token_hash(key, token)) - gaps[token], -token) for token in candidates(gaps, params)]
+    return -max(scores)[1], False
+
+
+def _float32_parts(magnitude: int) -> tuple[int, int]:
+    """Exponent and 23 mantissa bits of an integer as a float, rounded to nearest, ties to even."""
+    octave = magnitude.bit_length() - 1
+    if octave <= 23:
+        return octave, (magnitude << (23 - octave)) - (1 << 23)
+    shift = octave - 23
+    quotient, rest = magnitude >> shift, magnitude & ((1 << shift) - 1)
+    half = 1 << (shift - 1)
+    quotient += rest > half or (rest == half and quotient & 1 == 1)
+    return (octave + 1, 0) if quotient == 1 << 24 else (octave, quotient - (1 << 23))
+
+
+@dataclass(frozen=True, slots=True)
+class GoldenDraw:
+    """One stored draw. `logits` are exact in 16-bit and wider floats."""
+
+    name: str
+    logits: tuple[float, ...]
+    params: SamplingParams
+    seed: int
+    sample_index: int
+    position: int
+    token: int
+
+
+def golden_draws() -> tuple[GoldenDraw, ...]:
+    """The draws that every device must reproduce, from golden.json."""
+    return tuple(
+        GoldenDraw(
+            case["name"],
+            _golden_logits(case["logits"]),
+            SamplingParams(**case["params"]),
+            case["seed"],
+            case["sample_index"],
+            case["position"],
+            case["token"],
+        )
+        for case in json.loads(GOLDEN_FILE.read_text())["draws"]
+    )
+
+
+def _golden_logits(source: Any) -> tuple[float, ...]:
+    """A list of multiples of 1/64 (null = -inf), or {"scramble": count}: multiples of 1/16 in [-8, 8) made by a formula."""
+    if isinstance(source, dict):
+        return tuple(((v * 2654435761 & WORD) >> 24) / 16 - 8 for v in range(source["scramble"]))
+    return tuple(-math.inf if value is None else value / 64 for value in source)
+
+
+def make_golden() -> dict[str, Any]:
+    """The content of golden.json, computed anew by the reference."""
+    keys = [(0, 0, 0), (1, 0, 17), (2**64 - 1, 3, 4095), (1234567890123456789, 1, 2**20)]
+    hashes = []
+    for seed, index, position in keys:
+        words = [token_hash(row_key(seed, index, position), token) for token in (0, 1, 2, 151935)]
+        hashes.append({"key": [seed, index, position], "hash": words, "gumbel": [gumbel(word) for word in words]})
+    edges = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 12345, 2**24 + 1, 2**32 - 2**25 - 3]
+    return {
+        "tables": noise_tables().checksum(),
+        "hashes": hashes,
+        "gumbel": [[word, gumbel(word)] for word in edges],
+        "weight": [[gap, weight(gap)] for gap in (0, 1, 255, 256, 45426, 1000000, 1409000, LIMIT)],
+        "draws": [_drawn(case) for case in _golden_cases()],
+    }
+
+
+def _drawn(case: dict[str, Any]) -> dict[str, Any]:
+    params = SamplingParams(**case["params"])
+    where = case["seed"], case["sample_index"], case["position"]
+    return {**case, "token": reference_draw(_golden_logits(case["logits"]), params, *where)[0]}
+
+
+def _golden_cases() -> list[dict[str, Any]]:
+    steep = [640 - 40 * v for v in range(16)]
+    level = [0] * 32
+    holes = [None if v % 3 else v for v in range(48)]
+    ties = [5, 90, 90, 90, 1, 90, 90, 60, 60, 60]
+    options: list[tuple[str, Any, dict[str, Any]]] = [
+        ("plain", steep, {}),
+        ("hot", steep, {"temperature": 1.7}),
+        ("cold", steep, {"temperature": 0.3}),
+        ("level", level, {}),
+        ("masked", holes, {"temperature": 0.8}),
+        ("top_k with ties", ties, {"top_k": 3}),
+        ("top_p", steep, {"top_p": 0.9}),
+        ("top_p with ties", level, {"top_p": 0.25}),
+        ("min_p", steep, {"min_p": 0.05, "temperature": 2.0}),
+        ("all cut-offs", {"scramble": 4000}, {"top_k": 300, "top_p": 0.95, "min_p": 0.02}),
+        ("large", {"scramble": 5000}, {}),
+        ("greedy with ties", ties, {"temperature": 0.0}),
+    ]
+    places = ((0, 0, 0), (7, 0, 1), (7, 1, 1), (2**63 + 5, 0, 2047))
+    return [
+        {"name": name, "logits": logits, "params": params, "seed": seed, "sample_index": index, "position": position}
+        for name, logits, params in options
+        for seed, index, position in places
+    ]
+
+
+if __name__ == "__main__":
+    GOLDEN_FILE.write_text(json.dumps(make_golden(), separators=(",", ":")).replace('{"name"', '\n{"name"') + "\n")

@@ -1,0 +1,193 @@
+"""The batched sampler: processed logits in, tokens out, the same on every device and in every batch.
+
+Host flags decide which code runs, never device values: there is no host read, so all of it can be captured in a graph.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from sglcore.sampling.batch import SamplingBatch, SamplingNeeds
+from sglcore.sampling.cutoffs import keep_min_p_, keep_top_k_, keep_top_p_
+from sglcore.sampling.logprobs import TokenLogprobs, logprobs_of
+from sglcore.sampling.processors import (
+    BiasState,
+    PenaltyState,
+    apply_bias_,
+    apply_mask_,
+    apply_penalties_,
+    repeat_bias,
+)
+from sglcore.sampling.race import draw_race, gaps_below_best, make_race_tables, row_keys
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingState:
+    """What one sampling call needs, on the device. A part that no row wants is None, except in captured graphs."""
+
+    needs: SamplingNeeds
+    positions: Tensor
+    """int32[B]: the sequence index of the token to be drawn."""
+    seed_words: Tensor
+    """int32[B, 2]"""
+    scale: Tensor
+    """float32[B]: 2**16 / temperature."""
+    greedy: Tensor
+    """bool[B]"""
+    top_k: Tensor | None = None
+    """int32[B]"""
+    top_p: Tensor | None = None
+    """int32[B], in 2**-24"""
+    min_p: Tensor | None = None
+    """int32[B], the largest gap kept"""
+    penalties: PenaltyState | None = None
+    bias: BiasState | None = None
+    allowed: Tensor | None = None
+    """bool[B, V]: tokens that a grammar allows."""
+
+    def repeat(self, width: int, positions: Tensor, penalties: PenaltyState | None = None) -> "SamplingState":
+        """For `width` successive nodes per row, at positions int32[B * width]. Penalties and masks depend on the node's
+        path, so penalties must be given anew and masks set afterwards. Raises ValueError without them."""
+        if (self.penalties is None) != (penalties is None) or self.allowed is not None:
+            raise ValueError(
+                "found penalties or a mask of one row for several nodes, wanted those of every node; "
+                "pass penalties made per node, and set `allowed` on the result"
+            )
+        bias = None if self.bias is None else repeat_bias(self.bias, width)
+        rows = {name: part.repeat_interleave(width, 0) for name, part in _row_parts(self)}
+        return replace(self, **{**rows, "positions": positions, "bias": bias, "penalties": penalties})
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """token_ids int32[B]; bad_rows bool[B]: logits held NaN, +inf or nothing else than -inf, and the token is 0."""
+
+    token_ids: Tensor
+    bad_rows: Tensor
+    logprobs: TokenLogprobs | None = None
+
+
+def make_state(
+    batch: SamplingBatch,
+    positions: Tensor,
+    penalties: PenaltyState | None = None,
+    allowed: Tensor | None = None,
+    needs: SamplingNeeds | None = None,
+) -> SamplingState:
+    """Stage a host batch on the device of positions int32[B]; B beyond the batch's rows is padding.
+
+    `needs` may be wider than the batch's own (a captured graph's). Raises ValueError if a penalty lacks its counts.
+    """
+    needs = needs or batch.needs
+    if needs.any_penalty and penalties is None:
+        raise ValueError("found rows with penalties, wanted their token counts; pass make_penalties(...)")
+    batch, device = batch.padded(positions.shape[0]), positions.device
+    return SamplingState(
+        needs,
+        positions,
+        torch.tensor(batch.seed_words, device=device),
+        torch.tensor(batch.scale, device=device),
+        torch.tensor(batch.greedy, device=device),
+        torch.tensor(batch.top_k, device=device) if needs.any_top_k else None,
+        torch.tensor(batch.top_p, device=device) if needs.any_top_p else None,
+        torch.tensor(batch.min_p, device=device) if needs.any_min_p else None,
+        penalties,
+        _make_bias(batch, device) if needs.any_bias else None,
+        allowed,
+    )
+
+
+class Sampler:
+    """Draws tokens for one vocabulary on one device. Holds constants only, so one serves any number of batches."""
+
+    def __init__(self, vocab_size: int, device: torch.device | str, block_elements: int = 1 << 18) -> None:
+        """`block_elements` logits are worked on at a time: near the cache for a host, as large as memory allows for an
+        accelerator. It never changes a token."""
+        self.tables = make_race_tables(vocab_size, device)
+        self.vocab_size = vocab_size
+        self.block_elements = block_elements
+
+    def sample(self, logits: Tensor, state: SamplingState) -> SampledTokens:
+        """Draw one token per row of logits float[B, V], which are not changed. Never waits."""
+        processed = self.process(logits, state)
+        if state.needs.all_greedy:
+            tokens, bad = _draw_greedy(processed)
+        else:
+            tokens, bad = self._draw(processed, state)
+        top_n = state.needs.top_logprobs
+        return SampledTokens(tokens, bad, None if top_n is None else logprobs_of(logits, tokens, top_n))
+
+    def process(self, logits: Tensor, state: SamplingState) -> Tensor:
+        """Logits after penalties, then bias and early bans, then the mask: a new float32[B, V], or `logits` itself."""
+        if state.penalties is None and state.bias is None and state.allowed is None:
+            return logits
+        logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        if state.penalties is not None:
+            apply_penalties_(logits, state.penalties)
+        if state.bias is not None:
+            apply_bias_(logits, state.bias, state.positions)
+        if state.allowed is not None:
+            apply_mask_(logits, state.allowed)
+        return logits
+
+    def candidate_gaps(self, logits: Tensor, best: Tensor, state: SamplingState) -> Tensor:
+        """Gaps int32[B, V] after temperature and cut-offs; LIMIT = no candidate. logits float32[B, V], best float32[B]."""
+        gaps = gaps_below_best(logits, best, state.scale)
+        if state.top_k is not None:
+            keep_top_k_(gaps, state.top_k)
+        if state.top_p is not None:
+            keep_top_p_(gaps, state.top_p, self.tables.weight)
+        if state.min_p is not None:
+            keep_min_p_(gaps, state.min_p)
+        return gaps
+
+    def _draw(self, logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
+        tokens = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+        bad = torch.empty(logits.shape[0], dtype=torch.bool, device=logits.device)
+        keys = row_keys(state.seed_words, state.positions)
+        for rows in self._blocks(logits.shape[0]):
+            tokens[rows], bad[rows] = self._draw_block(logits[rows].float(), keys[rows], _narrow(state, rows))
+        return tokens, bad
+
+    def _draw_block(self, logits: Tensor, keys: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
+        if state.needs.any_greedy:
+            best, first = logits.max(-1)
+        else:
+            best, first = logits.amax(-1), None
+        drawn = draw_race(self.candidate_gaps(logits, best, state), keys, self.tables)
+        if first is not None:
+            drawn = torch.where(state.greedy, first.to(torch.int32), drawn)
+        bad = ~best.isfinite()
+        return drawn.masked_fill_(bad, 0), bad
+
+    def _blocks(self, count: int) -> Iterator[slice]:
+        step = max(1, self.block_elements // self.vocab_size)
+        return (slice(start, start + step) for start in range(0, count, step))
+
+
+def _draw_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    tokens = logits.argmax(-1, keepdim=True)
+    bad = ~logits.gather(1, tokens)[:, 0].isfinite()
+    return tokens[:, 0].to(torch.int32).masked_fill_(bad, 0), bad
+
+
+def _row_parts(state: SamplingState) -> list[tuple[str, Tensor]]:
+    """Fields with one entry per row of the batch."""
+    parts = [(item.name, getattr(state, item.name)) for item in fields(state)]
+    return [(name, part) for name, part in parts if isinstance(part, Tensor)]
+
+
+def _narrow(state: SamplingState, rows: slice) -> SamplingState:
+    """The state of a block of rows; processors have run by then."""
+    return replace(state, **{name: part[rows] for name, part in _row_parts(state)}, penalties=None, bias=None)
+
+
+def _make_bias(batch: SamplingBatch, device: torch.device) -> BiasState:
+    return BiasState(
+        torch.tensor(batch.bias_rows(), dtype=torch.int64, device=device),
+        torch.tensor(batch.bias_ids, dtype=torch.int64, device=device),
+        torch.tensor(batch.bias_values, device=device),
+        torch.tensor(batch.bias_until, device=device),
+    )

@@ -1,0 +1,192 @@
+"""Builds the batch that crosses the worker seam: decode rows first, in their stable order, then chunks by arrival."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglcore.device.batch import ForwardMode, HostSampling, ScheduleBatch
+from sglcore.schedule.decode_rows import DecodeRows
+from sglcore.schedule.request import Request
+
+Ints = NDArray[np.int32]
+Compose = Callable[[Sequence[Request]], HostSampling | None]
+Chunk = tuple[Request, int]
+
+
+class BatchBuilder:
+    """Turns the scheduler's choice into arrays. `last_tokens` int32[slots]: the last token collected for each slot."""
+
+    def __init__(self, max_requests: int, page_size: int, compose: Compose) -> None:
+        self.last_tokens = np.zeros(max_requests + 1, dtype=np.int32)
+        self.requests: list[Request] = []
+        self.slots: Ints = np.zeros(0, dtype=np.int32)
+        self._page_size = page_size
+        self._compose = compose
+        self._composition = 0
+        self._sampling: HostSampling | None = None
+        self._steady: ScheduleBatch | None = None
+        self._steady_version = -1
+        self._had_chunks = False
+
+    def build(self, step: int, rows: DecodeRows, chosen: Ints, chunks: list[Chunk], collected: int) -> ScheduleBatch:
+        """A batch of the chosen decode rows, whose `seq_lens` are this step's already, and of chunks.
+
+        Tokens of steps after `collected` are not known here: such a row carries minus its slot.
+        """
+        self._steady = None
+        extended = [request for request, _ in chunks]
+        self._set_rows([rows.requests[row] for row in chosen.tolist()] + extended, bool(chunks))
+        seq_lens = _join(rows.seq_lens[chosen], [request.num_cells + count for request, count in chunks])
+        lengths = _join(np.ones(len(chosen), dtype=np.int32), [count for _, count in chunks])
+        slots = _join(rows.slots[chosen], [request.slot for request in extended])
+        page_counts = _join(rows.page_counts[chosen], [request.sent_pages for request in extended])
+        totals = _join(rows.rooms[chosen] // self._page_size, [len(request.pages) for request in extended])
+        emits = np.ones(len(slots), dtype=bool)
+        emits[len(chosen) :] = [emits_after(request, count) for request, count in chunks]
+        unknown = rows.last_steps[chosen] > collected
+        decode_slots = slots[: len(chosen)]
+        decode_ids = np.where(unknown, -decode_slots, self.last_tokens[decode_slots])
+        chunk_ids = [request.tokens(request.num_cells, request.num_cells + count) for request, count in chunks]
+        batch = ScheduleBatch(
+            step=step,
+            forward_mode=_mode(len(chosen), len(chunks)),
+            slots=slots,
+            seq_lens=seq_lens,
+            prefix_lens=seq_lens - lengths,
+            token_offsets=_offsets(lengths),
+            input_ids=np.concatenate([decode_ids, *chunk_ids]),
+            page_counts=page_counts,
+            new_page_offsets=_offsets(totals - page_counts),
+            new_pages=self._new_pages(page_counts, totals),
+            emits=emits,
+            composition=self._composition,
+            sampling=self._sampling,
+        )
+        self.slots = slots[emits]
+        rows.page_counts[chosen] = totals[: len(chosen)]
+        _add_history(batch, len(chosen), extended)
+        _add_prompt_logprobs(batch, len(chosen), chunks)
+        return batch
+
+    def build_decode(self, step: int, rows: DecodeRows, collected: int) -> ScheduleBatch:
+        """A batch of all decode rows; the same object as long as the rows stay the same.
+
+        Its arrays are live: the next batch overwrites them, so only a copy may be kept.
+        """
+        batch = self._steady
+        if batch is None or self._steady_version != rows.version:
+            return self._start_steady(step, rows, collected)
+        batch.step = step
+        np.subtract(rows.seq_lens, 1, out=batch.prefix_lens)
+        # Every row took part in the step before, so all the last tokens are known or none is.
+        batch.input_ids = self._placeholders if collected < step - 1 else self.last_tokens[rows.slots]
+        fresh = np.flatnonzero(rows.rooms > rows.page_counts * self._page_size)
+        if not len(fresh):
+            batch.page_counts = rows.page_counts
+            batch.new_page_offsets, batch.new_pages = self._no_offsets, self._no_pages
+            return batch
+        batch.page_counts = rows.page_counts.copy()
+        rows.page_counts[fresh] += 1
+        batch.new_page_offsets = _offsets(rows.page_counts - batch.page_counts)
+        batch.new_pages = np.array([rows.requests[row].pages[-1] for row in fresh.tolist()], dtype=np.int32)
+        return batch
+
+    def build_embed(self, step: int, requests: list[Request]) -> ScheduleBatch:
+        """A batch of whole prompts to embed: no slots, no pages, no tokens emitted."""
+        self._steady = None
+        self._set_rows(requests, True)
+        lengths = np.array([len(request.prompt_ids) for request in requests], dtype=np.int32)
+        zeros = np.zeros(len(requests), dtype=np.int32)
+        self.slots = zeros[:0]
+        return ScheduleBatch(
+            step=step,
+            forward_mode=ForwardMode.EMBED,
+            slots=zeros,
+            seq_lens=lengths,
+            prefix_lens=zeros,
+            token_offsets=_offsets(lengths),
+            input_ids=np.concatenate([request.prompt_ids for request in requests]),
+            page_counts=zeros,
+            new_page_offsets=_offsets(zeros),
+            new_pages=zeros[:0],
+            emits=np.zeros(len(requests), dtype=bool),
+            composition=self._composition,
+        )
+
+    def _start_steady(self, step: int, rows: DecodeRows, collected: int) -> ScheduleBatch:
+        batch = self.build(step, rows, np.arange(len(rows.requests), dtype=np.int32), [], collected)
+        batch.seq_lens = rows.seq_lens
+        self._steady, self._steady_version = batch, rows.version
+        self._placeholders = -rows.slots
+        self._no_offsets = np.zeros(len(rows.requests) + 1, dtype=np.int32)
+        self._no_pages = np.zeros(0, dtype=np.int32)
+        return batch
+
+    def _set_rows(self, requests: list[Request], has_chunks: bool) -> None:
+        same = requests == self.requests
+        if not same:
+            self.requests = requests
+            self._sampling = self._compose(requests)
+        if not same or has_chunks or self._had_chunks:
+            self._composition += 1
+        self._had_chunks = has_chunks
+
+    def _decode_ids(self, slots: Ints, unknown: NDArray[np.bool_]) -> Ints:
+        return np.where(unknown, -slots, self.last_tokens[slots]).astype(np.int32, copy=False)
+
+    def _new_pages(self, page_counts: Ints, totals: Ints) -> Ints:
+        pages: list[int] = []
+        for row in np.flatnonzero(totals > page_counts).tolist():
+            pages += self.requests[row].pages[page_counts[row] : totals[row]]
+        return np.array(pages, dtype=np.int32)
+
+
+def emits_after(request: Request, count: int) -> bool:
+    """A chunk of `count` tokens is the request's last one before it samples."""
+    return request.num_cells + count == request.target
+
+
+def _mode(decodes: int, chunks: int) -> ForwardMode:
+    if not chunks:
+        return ForwardMode.DECODE
+    return ForwardMode.MIXED if decodes else ForwardMode.EXTEND
+
+
+def _join(column: Ints, values: list[int]) -> Ints:
+    return np.concatenate([column, np.array(values, dtype=np.int32)])
+
+
+def _offsets(lengths: Ints) -> Ints:
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _add_history(batch: ScheduleBatch, decodes: int, extended: list[Request]) -> None:
+    """Rows that enter a slot bring all their tokens, if their sampling depends on them."""
+    entering = [request.last_step < 0 and request.params.needs_history for request in extended]
+    if not any(entering):
+        return
+    lengths = np.zeros(batch.batch_size, dtype=np.int32)
+    known = [
+        request.tokens(0, request.num_tokens) for request, enters in zip(extended, entering, strict=True) if enters
+    ]
+    lengths[decodes:][entering] = [len(tokens) for tokens in known]
+    batch.history_offsets = _offsets(lengths)
+    batch.history_ids = np.concatenate(known)
+
+
+def _add_prompt_logprobs(batch: ScheduleBatch, decodes: int, chunks: list[Chunk]) -> None:
+    if not any(request.scores_prompt for request, _ in chunks):
+        return
+    batch.next_ids = np.full(batch.batch_size, -1, dtype=np.int32)
+    batch.prompt_logprobs = np.full(batch.batch_size, -1, dtype=np.int32)
+    for row, (request, count) in enumerate(chunks, start=decodes):
+        end = request.num_cells + count
+        if end < request.target:
+            batch.next_ids[row] = request.tokens(end, end + 1)[0]
+        if request.scores_prompt:
+            batch.prompt_logprobs[row] = request.params.prompt_logprobs

@@ -1,0 +1,125 @@
+"""A radix tree whose nodes are pages: which prefixes have their cells in the pool already.
+
+A page's key is its tokens and the `lookahead` tokens after them. A node in use, and so all above it, is never evicted.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+STALE_SLACK = 64
+
+
+class Node:
+    """One published page. `users` counts the running requests whose page tables hold it."""
+
+    __slots__ = ("children", "key", "page", "parent", "tick", "users")
+
+    def __init__(self, parent: Node | None, key: bytes, page: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.page = page
+        self.children: dict[bytes, Node] = {}
+        self.users = 0
+        self.tick = 0
+
+
+class PrefixCache:
+    """Published pages by prefix, evicted least recently used first, leaves before their parents."""
+
+    def __init__(self, page_size: int, lookahead: int) -> None:
+        self.page_size = page_size
+        self.lookahead = lookahead
+        self.root = Node(None, b"", 0)
+        self.num_pages = 0
+        self.num_unused = 0
+        self._leaves: list[tuple[int, int, Node]] = []
+        self._tick = 0
+        self._serial = 0
+
+    def key(self, tokens: Ints, index: int) -> bytes:
+        """The key of page `index` of a sequence."""
+        start = index * self.page_size
+        return tokens[start : start + self.page_size + self.lookahead].tobytes()
+
+    def match(self, tokens: Ints) -> list[Node]:
+        """The longest cached prefix of whole pages that leaves at least one token to compute; locks nothing."""
+        path: list[Node] = []
+        node = self.root
+        for index in range((len(tokens) - max(1, self.lookahead)) // self.page_size):
+            found = node.children.get(self.key(tokens, index))
+            if found is None:
+                break
+            path.append(found)
+            node = found
+        return path
+
+    def use(self, nodes: Sequence[Node]) -> None:
+        """Count one more user of each node."""
+        for node in nodes:
+            self.num_unused -= node.users == 0
+            node.users += 1
+
+    def insert(self, parent: Node, key: bytes, page: int) -> Node:
+        """Publish a page below `parent`, with its writer as first user."""
+        node = Node(parent, key, page)
+        node.users = 1
+        parent.children[key] = node
+        self.num_pages += 1
+        return node
+
+    def leave(self, node: Node | None) -> None:
+        """One user less for `node` and all above it."""
+        self._tick += 1
+        while node is not None and node.parent is not None:
+            node.users -= 1
+            if node.users == 0:
+                self.num_unused += 1
+                node.tick = self._tick
+                self._offer(node)
+            node = node.parent
+
+    def evict(self, count: int) -> list[int]:
+        """Drop up to `count` unused pages, least recently used first; return them."""
+        pages: list[int] = []
+        while len(pages) < count and self._leaves:
+            tick, _, node = heapq.heappop(self._leaves)
+            if not self._evictable(node) or node.tick != tick:
+                continue
+            parent = node.parent
+            assert parent is not None
+            del parent.children[node.key]
+            node.parent = None
+            pages.append(node.page)
+            self._offer(parent)
+        self.num_pages -= len(pages)
+        self.num_unused -= len(pages)
+        return pages
+
+    def pages(self) -> list[int]:
+        """All published pages, for audits; O(pages)."""
+        found, stack = [], list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            found.append(node.page)
+            stack.extend(node.children.values())
+        return found
+
+    def _evictable(self, node: Node) -> bool:
+        return node.parent is not None and node.users == 0 and not node.children
+
+    def _offer(self, node: Node) -> None:
+        if not self._evictable(node):
+            return
+        self._serial += 1
+        heapq.heappush(self._leaves, (node.tick, self._serial, node))
+        if len(self._leaves) > 2 * self.num_pages + STALE_SLACK:
+            live = {
+                id(entry[2]): entry for entry in self._leaves if self._evictable(entry[2]) and entry[2].tick == entry[0]
+            }
+            self._leaves = sorted(live.values())

@@ -1,0 +1,142 @@
+"""A request and what the scheduler tells about it. The request's state, never a length, says how a row goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglcore.device.errors import SglcoreError
+from sglcore.device.worker import TokenLogprobs
+from sglcore.schedule.prefix_cache import Node
+
+Ints = NDArray[np.int32]
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class RequestError(SglcoreError, ValueError):
+    """A request that can never run here."""
+
+
+class State(IntEnum):
+    """Where a request is. EXTENDING and DECODING are the running states."""
+
+    WAITING = 0
+    EXTENDING = 1
+    DECODING = 2
+    FINISHED = 3
+
+
+class Demand(Protocol):
+    """What the scheduler reads of a request's sampling parameters."""
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Most tokens to emit, at least 1 (None: up to the context)."""
+        ...
+
+    @property
+    def logprobs(self) -> int | None:
+        """Alternatives wanted with each emitted token (None: no log-probabilities)."""
+        ...
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """Alternatives wanted with each prompt token (None: no log-probabilities)."""
+        ...
+
+    @property
+    def needs_history(self) -> bool:
+        """Sampling depends on the tokens so far, so the device wants them when the row enters a slot."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One generation or embedding.
+
+    `seed` is the resolved 64-bit seed; `sample_index` tells siblings of one prompt apart. A sampled token in `stop_ids`
+    ends the request ("stop"). `leader`: a sibling with the same prompt, whose published prompt this one waits for.
+    Results: `output_ids` (a stop token included); `logprobs`, one entry of N = 1 per emitted token; `prompt_logprobs`,
+    entries that together cover prompt tokens 1..P-1. `stop_cause` is the stop token's id or the stop string found.
+    `cached_tokens`: prompt tokens that the prefix cache had when the request first ran (-1: not yet).
+    Everything below `cached_tokens` belongs to the scheduler.
+    """
+
+    rid: str
+    prompt_ids: Ints
+    params: Demand
+    seed: int = 0
+    sample_index: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    task: Literal["generate", "embed"] = "generate"
+    leader: Request | None = None
+
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    embedding: NDArray[np.float32] | None = None
+    finish_reason: FinishReason | None = None
+    stop_cause: int | str | None = None
+    error: str = ""
+    cached_tokens: int = -1
+
+    state: State = State.WAITING
+    arrival: int = -1
+    slot: int = 0
+    num_cells: int = 0
+    target: int = 0
+    last_len: int = 0
+    last_step: int = -1
+    pages: list[int] = field(default_factory=list)
+    sent_pages: int = 0
+    shared: int = 0
+    node: Node | None = None
+    diverged: bool = False
+    leaving: bool = False
+    prompt_published: bool = False
+    scored_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompt_ids = np.ascontiguousarray(self.prompt_ids, dtype=np.int32)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: the prompt and what was emitted."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Prompt log-probabilities are still owed, so cached cells can not stand in for the prompt."""
+        return self.params.prompt_logprobs is not None and self.scored_tokens < len(self.prompt_ids) - 1
+
+    def tokens(self, start: int, end: int) -> Ints:
+        """Known tokens start..end-1, int32."""
+        prompt = len(self.prompt_ids)
+        if end <= prompt:
+            return self.prompt_ids[start:end]
+        outputs = np.array(self.output_ids[max(start - prompt, 0) : end - prompt], dtype=np.int32)
+        return np.concatenate([self.prompt_ids[start:], outputs]) if start < prompt else outputs
+
+
+class Update:
+    """News of one request: the tokens it emitted in a step, and why it ended if it did (then it is the last news).
+
+    `token_ids` list[int]; `logprobs` runs along them (None: not asked for). `request` holds all results so far.
+    """
+
+    __slots__ = ("finish_reason", "logprobs", "request", "token_ids")
+
+    def __init__(self, request: Request, token_ids: list[int], logprobs: TokenLogprobs | None = None) -> None:
+        self.request = request
+        self.token_ids = token_ids
+        self.logprobs = logprobs
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def finished(self) -> bool:
+        """No further news of this request will come."""
+        return self.finish_reason is not None

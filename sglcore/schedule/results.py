@@ -1,0 +1,86 @@
+"""Checks at the scheduler's two doors, and the cutting of a step's log-probabilities to what each request asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sglcore.device.worker import BatchResult, Limits, TokenLogprobs
+from sglcore.schedule.overlap import BatchRecord
+from sglcore.schedule.request import Request, RequestError
+
+
+def check_request(request: Request, limits: Limits) -> None:
+    """Raise RequestError if the request can never run on a worker with these limits."""
+    length = len(request.prompt_ids)
+    if request.prompt_ids.ndim != 1 or length == 0:
+        raise RequestError(f"the prompt of {request.rid!r} is empty; give at least one token")
+    if request.task == "embed":
+        _check_embedding(request, limits)
+    elif not limits.generates:
+        raise RequestError(
+            f"request {request.rid!r} wants to generate, but this model only embeds; ask for an embedding"
+        )
+    elif length >= limits.max_model_len:
+        raise RequestError(
+            f"the prompt of {request.rid!r} has {length} tokens and the context holds {limits.max_model_len}, one of them"
+            f" for the output; shorten the prompt by {length - limits.max_model_len + 1} or raise max_model_len"
+        )
+    low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
+    if low < 0 or high >= limits.vocab_size:
+        found = low if low < 0 else high
+        raise RequestError(
+            f"the prompt of {request.rid!r} has token id {found}, wanted 0..{limits.vocab_size - 1};"
+            " encode the prompt with this model's tokenizer"
+        )
+
+
+def _check_embedding(request: Request, limits: Limits) -> None:
+    most = min(limits.max_model_len, limits.max_batch_tokens)
+    length = len(request.prompt_ids)
+    if length > most:
+        name = "max_model_len" if most == limits.max_model_len else "max_batch_tokens"
+        raise RequestError(
+            f"the prompt of {request.rid!r} has {length} tokens and an embedding runs in one step of at most {most};"
+            f" shorten the prompt by {length - most} or raise {name}"
+        )
+
+
+def check_result(record: BatchRecord, result: BatchResult) -> None:
+    """Raise ValueError if the result is not for this step or not one token per emitting row."""
+    found = (result.step, len(result.token_offsets) - 1, len(result.token_ids), len(result.bad_rows))
+    rows = len(record.requests)
+    wanted = (record.step, rows, len(record.slots), rows)
+    if found != wanted:
+        raise ValueError(f"the worker's result has (step, rows, tokens, bad rows) {found}; wanted {wanted}")
+
+
+def cut_logprobs(logprobs: TokenLogprobs, start: int, end: int, alternatives: int) -> TokenLogprobs:
+    """Tokens start..end-1 with the first `alternatives` of their alternatives; copies, so the step's arrays can go."""
+    return TokenLogprobs(
+        logprobs.chosen[start:end].copy(),
+        logprobs.ranks[start:end].copy(),
+        logprobs.top_ids[start:end, :alternatives].copy(),
+        logprobs.top_logprobs[start:end, :alternatives].copy(),
+    )
+
+
+def take_prompt_logprobs(request: Request, logprobs: TokenLogprobs | None, start: int, end: int) -> None:
+    """Keep what a chunk over tokens start..end-1 says about prompt tokens start+1..end; the last may not be the prompt's."""
+    wanted = request.params.prompt_logprobs
+    count = min(end, len(request.prompt_ids) - 1) - start
+    if wanted is None or logprobs is None or count <= 0 or request.scored_tokens != start:
+        return
+    request.prompt_logprobs.append(cut_logprobs(logprobs, 0, count, wanted))
+    request.scored_tokens += count
+
+
+def join_logprobs(parts: list[TokenLogprobs]) -> TokenLogprobs | None:
+    """One record for all tokens of `parts` (all with the same number of alternatives); None if there is nothing."""
+    if not parts:
+        return None
+    return TokenLogprobs(
+        np.concatenate([part.chosen for part in parts]),
+        np.concatenate([part.ranks for part in parts]),
+        np.concatenate([part.top_ids for part in parts]),
+        np.concatenate([part.top_logprobs for part in parts]),
+    )

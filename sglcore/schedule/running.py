@@ -1,0 +1,173 @@
+"""The requests that hold a slot and pages, and who must give way when pages run out.
+
+A request only ever takes pages from younger ones, so the oldest always goes on.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+import numpy as np
+
+from sglcore.device.worker import Limits
+from sglcore.schedule.decode_rows import DecodeRows
+from sglcore.schedule.memory import Memory
+from sglcore.schedule.overlap import BatchRecord, InFlight
+from sglcore.schedule.queue import WaitingQueue, by_arrival
+from sglcore.schedule.request import Request, State
+
+
+class Running:
+    """`extending` requests still compute known tokens, in order of arrival; `rows` decode. `waiting` takes the retracted."""
+
+    def __init__(self, limits: Limits, waiting: WaitingQueue, prefix_cache: bool) -> None:
+        self.memory = Memory(limits, prefix_cache)
+        self.in_flight = InFlight()
+        self.rows = DecodeRows(limits.max_requests)
+        self.extending: list[Request] = []
+        self.waiting = waiting
+        self.retractions = 0
+        self._limits = limits
+        # Every running row brings at least one token to a step, so no more of them may run than a step has tokens.
+        self._most = min(limits.max_requests, limits.max_batch_tokens)
+        self._free_slots = list(range(limits.max_requests, 0, -1))
+        self._refused: tuple[Request, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows.requests) + len(self.extending)
+
+    def admit_next(self) -> Request | None:
+        """Give the first waiting request that may start a slot and its cached prefix; None if it must wait.
+
+        Only siblings whose leader computes their common prompt right now are passed over.
+        """
+        if not self._free_slots or len(self) >= self._most:
+            return None
+        request = next((request for request in self.waiting if not self._follows(request)), None)
+        if request is None or request.leaving or self._refused == (request, self.memory.version):
+            return None
+        if not self.memory.admit(request, self._promised()):
+            self._refused = (request, self.memory.version)
+            return None
+        self.waiting.remove(request)
+        self._start(request)
+        return request
+
+    def claim_pages(self) -> bool:
+        """One more page for every decode row that has no room, taken from younger requests if need be.
+
+        False if some row got none: it stays out of this step.
+        """
+        rows, size = self.rows, self._limits.page_size
+        full = np.flatnonzero(rows.seq_lens >= rows.rooms).tolist()
+        if not full:
+            return True
+        due = [(row, rows.requests[row]) for row in full]
+        if self.memory.available < len(due):
+            due.sort(key=lambda pair: pair[1].arrival)
+        version, all_served = rows.version, True
+        for row, request in due:
+            if request.state is not State.DECODING:
+                continue
+            if self._obtain(request, 1):
+                rows.rooms[row if rows.version == version else rows.requests.index(request)] += size
+            else:
+                all_served = False
+        return all_served
+
+    def take_chunk(self, request: Request, budget: int) -> int:
+        """Tokens (at most `budget`) of the request's next chunk, its pages in hand; 0 if it must stay out of this step."""
+        room = len(request.pages) * self._limits.page_size - request.num_cells
+        want = min(budget, request.target - request.num_cells)
+        if want > room:
+            pages = self.memory.pages_for(want - room)
+            self._obtain(request, min(pages, max(self.memory.available, 1)))
+        return min(want, len(request.pages) * self._limits.page_size - request.num_cells)
+
+    def leave(self, request: Request) -> None:
+        """Take a request out; slot and pages go back at once, or with the last ticket that names it."""
+        if request.state is State.EXTENDING:
+            self.extending.remove(request)
+        else:
+            self.rows.remove(request)
+        record = self.in_flight.naming(request.last_step)
+        if record is None:
+            self._release(request)
+            return
+        request.leaving = True
+        record.leavers.append(request)
+        self.in_flight.mark_zombies()
+
+    def release_leavers(self, record: BatchRecord) -> None:
+        """The record's ticket was collected: what it was the last to name is free."""
+        for request in record.leavers:
+            self._release(request)
+
+    def holders(self) -> list[Request]:
+        """All requests that hold a slot, for audits."""
+        return [*self.rows.requests, *self.extending, *(gone for record in self.in_flight for gone in record.leavers)]
+
+    def audit(self) -> None:
+        """Raise AssertionError if a page or a slot is lost or held twice; O(num_pages)."""
+        holders = self.holders()
+        self.memory.audit(holders)
+        slots = sorted(self._free_slots + [request.slot for request in holders])
+        assert slots == list(range(1, self._limits.max_requests + 1)), f"slots lost or held twice: {slots}"
+
+    def _follows(self, request: Request) -> bool:
+        leader = request.leader
+        if leader is None or leader.prompt_published or leader.state is State.FINISHED:
+            return False
+        return self.memory.caches and not request.scores_prompt
+
+    def _promised(self) -> int:
+        """Pages spoken for: what the known tokens of extending requests still need, and one for each running request."""
+        owed = sum(self.memory.pages_for(request.target) - len(request.pages) for request in self.extending)
+        return owed + len(self)
+
+    def _start(self, request: Request) -> None:
+        if request.scores_prompt:
+            request.prompt_logprobs.clear()
+            request.scored_tokens = 0
+        if request.cached_tokens < 0:
+            request.cached_tokens = request.num_cells
+        prompt, most = len(request.prompt_ids), request.params.max_tokens
+        context = self._limits.max_model_len
+        request.last_len = (context if most is None else min(prompt + most, context)) - 1
+        request.target = request.num_tokens
+        request.slot = self._free_slots.pop()
+        request.sent_pages = 0
+        request.last_step = -1
+        request.state = State.EXTENDING
+        insort(self.extending, request, key=by_arrival)
+
+    def _obtain(self, request: Request, count: int) -> bool:
+        """`count` more pages for the request; if they are not there, younger requests are retracted, youngest first."""
+        while not self.memory.grow(request, count):
+            if self._pages_leaving() >= count:
+                return False
+            victim = max((*self.rows.requests, *self.extending), key=by_arrival)
+            if victim.arrival <= request.arrival:
+                return False
+            self._retract(victim)
+        return True
+
+    def _pages_leaving(self) -> int:
+        return sum(len(request.pages) for record in self.in_flight for request in record.leavers)
+
+    def _retract(self, victim: Request) -> None:
+        """Back to its place in the queue; it will recompute its prompt and its output so far, less what stays cached.
+
+        A token still in flight for it is good and is taken in when it comes.
+        """
+        self.leave(victim)
+        victim.state = State.WAITING
+        self.waiting.add(victim)
+        self.retractions += 1
+
+    def _release(self, request: Request) -> None:
+        failed = request.finish_reason == "error"
+        self.memory.release(request, 0 if failed else request.num_cells)
+        self._free_slots.append(request.slot)
+        request.slot = 0
+        request.leaving = False

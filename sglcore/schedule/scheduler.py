@@ -1,0 +1,298 @@
+"""Who runs next: first come, first served, prompts in chunks beside decode rows, retraction when pages run out.
+
+Follow one step from `next_batch` to `finish`. Knows requests and limits, no device.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore.device.worker import BatchResult, Limits
+from sglcore.schedule.batch_builder import BatchBuilder, Chunk, Compose
+from sglcore.schedule.overlap import BatchRecord, InFlight
+from sglcore.schedule.queue import WaitingQueue
+from sglcore.schedule.request import FinishReason, Request, RequestError, State, Update
+from sglcore.schedule.results import check_request, check_result, cut_logprobs, take_prompt_logprobs
+from sglcore.schedule.running import Running
+
+
+class Scheduler:
+    """One worker's requests. `next_batch` plans a step, `finish` takes in its results. Not thread-safe.
+
+    `compose` makes the sampling state of a batch from its requests, row for row. A step may be planned while the one
+    before it is in flight.
+    """
+
+    def __init__(self, limits: Limits, *, compose: Compose, prefix_cache: bool = True) -> None:
+        self.limits = limits
+        self._waiting = WaitingQueue()
+        self._embedding = WaitingQueue()
+        self._running = Running(limits, self._waiting, prefix_cache)
+        self._builder = BatchBuilder(limits.max_requests, limits.page_size, compose)
+        self._requests: dict[str, Request] = {}
+        self._arrivals = 0
+        self._step = 0
+        self._collected = 0
+        self._extended_last = False
+        self._embedded_last = False
+
+    @property
+    def has_work(self) -> bool:
+        """Some request has not ended, or a step is in flight."""
+        return bool(self._requests) or len(self.in_flight) > 0
+
+    @property
+    def in_flight(self) -> InFlight:
+        """The steps that were planned and not yet finished or dropped."""
+        return self._running.in_flight
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises RequestError if it can never run here."""
+        check_request(request, self.limits)
+        if request.rid in self._requests or request.arrival >= 0:
+            raise RequestError(f"request {request.rid!r} was added before; give every request a name of its own")
+        if request.leader is not None and request.leader.arrival < 0:
+            raise RequestError(f"request {request.rid!r} follows a leader that was not added; add the leader first")
+        self._requests[request.rid] = request
+        self._arrivals += 1
+        request.arrival = self._arrivals
+        self._queue_of(request).add(request)
+
+    def abort(self, rid: str) -> Update | None:
+        """End a request now, whatever its state; its last news, or None if it is unknown or has ended."""
+        request = self._requests.get(rid)
+        return None if request is None else self._end(request, "abort")
+
+    def stop(self, rid: str, cause: str) -> Update | None:
+        """End a request whose text reached a stop string; its last news, or None if it is unknown or has ended."""
+        request = self._requests.get(rid)
+        return None if request is None else self._end(request, "stop", cause)
+
+    def next_batch(self) -> ScheduleBatch | None:
+        """Plan a step as if all planned before had run; None if nothing can run before the next collect.
+
+        Decode rows come first, in a stable order, then chunks. The arrays are overwritten by the next call: submit a
+        copy (`overlap_forward_isolation`).
+        """
+        turn = len(self._embedding) > 0 and not self._embedded_last
+        batch = None if turn else self._generate()
+        self._embedded_last = batch is None and len(self._embedding) > 0
+        return self._embed() if self._embedded_last else batch
+
+    def finish(self, record: BatchRecord, result: BatchResult) -> list[Update]:
+        """Take in the results of the oldest step in flight; returns the news, in row order."""
+        check_result(record, result)
+        self._close(record)
+        self._builder.last_tokens[record.slots] = result.token_ids
+        special = record.has_zombies or record.spans or result.logprobs is not None or result.bad_rows.any()
+        updates = self._take_rows(record, result) if special else self._take_tokens(record, result)
+        if record.finals:
+            self._end_finals(record, updates)
+        self._running.release_leavers(record)
+        return updates
+
+    def drop(self, record: BatchRecord, error: BaseException) -> list[Update]:
+        """The oldest step in flight brings no results: its requests end with "error". Returns their last news."""
+        text = f"step {record.step} failed: {type(error).__name__}: {error}"
+        unfinished = [request for request in record.requests if request.state is not State.FINISHED]
+        updates = [self._end(request, "error", error=text) for request in unfinished]
+        self._close(record)
+        self._running.release_leavers(record)
+        return updates
+
+    def stats(self) -> dict[str, int]:
+        """Counts of requests, steps, pages and tokens."""
+        running, memory = self._running, self._running.memory
+        return {
+            "waiting": len(self._waiting) + len(self._embedding),
+            "running": len(running),
+            "decoding": len(running.rows.requests),
+            "in_flight": len(self.in_flight),
+            "steps": self._step,
+            "num_pages": memory.pool.num_pages,
+            "free_pages": memory.pool.free,
+            "cached_pages": memory.cache.num_pages,
+            "unused_cached_pages": memory.cache.num_unused,
+            "evicted_pages": memory.evicted_pages,
+            "hit_tokens": memory.hit_tokens,
+            "looked_up_tokens": memory.looked_up_tokens,
+            "retractions": running.retractions,
+        }
+
+    def audit(self) -> None:
+        """Raise AssertionError if a page or a slot is lost or held twice; O(num_pages)."""
+        self._running.audit()
+
+    def _queue_of(self, request: Request) -> WaitingQueue:
+        return self._embedding if request.task == "embed" else self._waiting
+
+    def _generate(self) -> ScheduleBatch | None:
+        running, mixed = self._running, self.limits.allows_mixed_batches
+        prompts = bool(running.extending or len(self._waiting))
+        decodes = mixed or self._extended_last or not prompts
+        served = running.claim_pages() if decodes else True
+        chunks = self._plan_chunks(len(running.rows.requests) if decodes else 0, served) if mixed or not decodes else []
+        if not chunks and not decodes:
+            decodes, served = True, running.claim_pages()
+        self._extended_last = not decodes
+        return self._advance(decodes, served, chunks)
+
+    def _plan_chunks(self, decodes: int, may_admit: bool) -> list[Chunk]:
+        """Chunks for what the decode rows leave of the step's tokens: running prompts first, then new ones."""
+        running, chunks = self._running, []
+        budget = self.limits.max_batch_tokens - decodes
+        for request in tuple(running.extending):
+            if budget and request.state is State.EXTENDING:
+                count = running.take_chunk(request, budget)
+                may_admit = may_admit and count > 0
+                budget -= count
+                chunks += [(request, count)] if count else []
+        while may_admit and budget and (admitted := running.admit_next()) is not None:
+            count = running.take_chunk(admitted, budget)
+            budget -= count
+            chunks.append((admitted, count))
+        return chunks
+
+    def _advance(self, decodes: bool, served: bool, chunks: list[Chunk]) -> ScheduleBatch | None:
+        rows, step = self._running.rows, self._step + 1
+        if decodes and served and not chunks:
+            if not rows.requests:
+                return None
+            rows.seq_lens += 1
+            batch = self._builder.build_decode(step, rows, self._collected)
+            rows.last_steps[:] = step
+        else:
+            chosen = np.flatnonzero(rows.seq_lens < rows.rooms) if decodes else np.zeros(0, dtype=np.int64)
+            if not len(chosen) and not chunks:
+                return None
+            rows.seq_lens[chosen] += 1
+            batch = self._builder.build(step, rows, chosen, chunks, self._collected)
+            rows.last_steps[chosen] = step
+        record = self._open_record(chunks)
+        self._part_with_finals(record)
+        self._advance_chunks(record, chunks)
+        return batch
+
+    def _open_record(self, chunks: list[Chunk]) -> BatchRecord:
+        self._step += 1
+        spans = [(request.num_cells, request.num_cells + count) for request, count in chunks]
+        record = BatchRecord(self._step, self._builder.requests, self._builder.slots, spans)
+        self.in_flight.open(record)
+        return record
+
+    def _part_with_finals(self, record: BatchRecord) -> None:
+        """Rows whose last token this step emits leave now, so that no later step names them."""
+        rows = self._running.rows
+        last = np.flatnonzero(rows.seq_lens >= rows.last_lens)
+        if not len(last):
+            return
+        requests = [rows.requests[row] for row in last.tolist()]
+        rows.remove_rows(last.tolist())
+        for request in requests:
+            record.add_final(request)
+
+    def _advance_chunks(self, record: BatchRecord, chunks: list[Chunk]) -> None:
+        running = self._running
+        for request, count in chunks:
+            request.num_cells += count
+            request.last_step = record.step
+            request.sent_pages = len(request.pages)
+            if request.num_cells < request.target:
+                continue
+            running.extending.remove(request)
+            if request.num_cells >= request.last_len:
+                record.add_final(request)
+            else:
+                running.rows.append(request, self.limits.page_size)
+
+    def _embed(self) -> ScheduleBatch:
+        chosen: list[Request] = []
+        budget = self.limits.max_batch_tokens
+        for request in self._embedding:
+            budget -= len(request.prompt_ids)
+            if budget < 0 or len(chosen) == self.limits.max_requests:
+                break
+            chosen.append(request)
+        batch = self._builder.build_embed(self._step + 1, chosen)
+        record = self._open_record([(request, len(request.prompt_ids)) for request in chosen])
+        for request in chosen:
+            self._embedding.remove(request)
+            request.state = State.EXTENDING
+            request.last_step = record.step
+            request.leaving = True
+        return batch
+
+    def _close(self, record: BatchRecord) -> None:
+        self.in_flight.close(record)
+        self._collected = record.step
+
+    def _take_tokens(self, record: BatchRecord, result: BatchResult) -> list[Update]:
+        """The common case: every row emitted one token, and nobody left in the meantime."""
+        updates = []
+        for request, token in zip(record.requests, result.token_ids.tolist(), strict=True):
+            request.output_ids.append(token)
+            update = Update(request, [token])
+            updates.append(update)
+            if token in request.stop_ids:
+                update.finish_reason = self._end(request, "stop", token).finish_reason
+        return updates
+
+    def _take_rows(self, record: BatchRecord, result: BatchResult) -> list[Update]:
+        updates = []
+        first_chunk = len(record.requests) - len(record.spans)
+        for row, request in enumerate(record.requests):
+            if request.state is State.FINISHED:
+                continue
+            if result.bad_rows[row]:
+                text = f"the logits of step {record.step} were not finite; check the weights and the dtype"
+                updates.append(self._end(request, "error", error=text))
+                continue
+            if row >= first_chunk:
+                self._take_chunk(request, record.spans[row - first_chunk], row, result)
+            if result.embeddings is not None:
+                request.embedding = result.embeddings[row].copy()
+                updates.append(self._end(request, "stop"))
+            elif result.token_offsets[row] < result.token_offsets[row + 1]:
+                updates.append(self._take_token(request, int(result.token_offsets[row]), result))
+        return updates
+
+    def _take_chunk(self, request: Request, span: tuple[int, int], row: int, result: BatchResult) -> None:
+        start, end = span
+        take_prompt_logprobs(request, result.prompt_logprobs.get(row), start, end)
+        if request.leaving:
+            return
+        self._running.memory.publish(request, end)
+        request.prompt_published = request.prompt_published or end >= len(request.prompt_ids)
+
+    def _take_token(self, request: Request, index: int, result: BatchResult) -> Update:
+        token = int(result.token_ids[index])
+        logprobs = None
+        if result.logprobs is not None and request.params.logprobs is not None:
+            logprobs = cut_logprobs(result.logprobs, index, index + 1, request.params.logprobs)
+            request.logprobs.append(logprobs)
+        request.output_ids.append(token)
+        update = Update(request, [token], logprobs)
+        if token in request.stop_ids:
+            update.finish_reason = self._end(request, "stop", token).finish_reason
+        return update
+
+    def _end_finals(self, record: BatchRecord, updates: list[Update]) -> None:
+        by_request = {update.request: update for update in updates}
+        for request in record.finals:
+            if request.state is not State.FINISHED:
+                by_request[request].finish_reason = self._end(request, "length").finish_reason
+
+    def _end(self, request: Request, reason: FinishReason, cause: int | str | None = None, error: str = "") -> Update:
+        request.finish_reason, request.stop_cause, request.error = reason, cause, error
+        del self._requests[request.rid]
+        if request.state is State.WAITING:
+            self._queue_of(request).remove(request)
+        elif not request.leaving:
+            self._running.leave(request)
+        elif self.in_flight.naming(request.last_step) is not None:
+            self.in_flight.mark_zombies()
+        request.state = State.FINISHED
+        update = Update(request, [])
+        update.finish_reason = reason
+        return update

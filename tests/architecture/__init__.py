@@ -1,0 +1,1 @@
+"""The rules of the house, each a function over a tree of files, each tested with a planted violation."""

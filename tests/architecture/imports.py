@@ -1,0 +1,55 @@
+"""What importing modules does, seen from a fresh interpreter: modules loaded, device nodes opened, seconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_WATCH = """
+import sys, time, importlib, json
+opened = []
+def hook(event, args):
+    if event == "open" and isinstance(args[0], (str, bytes)):
+        name = args[0] if isinstance(args[0], str) else args[0].decode(errors="replace")
+        if name.startswith("/dev/"):
+            opened.append(name)
+sys.addaudithook(hook)
+sys.path.insert(0, sys.argv[1])
+start = time.perf_counter()
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+seconds = time.perf_counter() - start
+print(json.dumps({"modules": sorted(sys.modules), "opened": opened, "seconds": seconds}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What a fresh interpreter did while it imported some modules."""
+
+    modules: frozenset[str]
+    opened: tuple[str, ...]
+    seconds: float
+
+
+def imported(root: Path, modules: Sequence[str]) -> Imported:
+    """Import modules of the tree at `root` in a new process; raises when an import does."""
+    command = (sys.executable, "-I", "-c", _WATCH, str(root), *modules)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if ran.returncode != 0:
+        raise AssertionError(f"importing {', '.join(modules)} failed:\n{ran.stderr}")
+    values = json.loads(ran.stdout)
+    return Imported(frozenset(values["modules"]), tuple(values["opened"]), values["seconds"])
+
+
+def modules_of(root: Path, package: str) -> tuple[str, ...]:
+    """Every module of a package, from its files."""
+    folder = root.joinpath(*package.split("."))
+    names = (path.relative_to(root).with_suffix("").parts for path in sorted(folder.rglob("*.py")))
+    return tuple(
+        ".".join(parts[:-1] if parts[-1] == "__init__" else parts) for parts in names if "__main__" not in parts
+    )

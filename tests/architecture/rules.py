@@ -1,0 +1,274 @@
+"""The rules that can be read from the source. Each takes the root of a tree and gives its findings as `file:line: what`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+ARROWS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "": frozenset({"engine", "sampling"}),
+        "device": frozenset(),
+        "sampling": frozenset({"device"}),
+        "schedule": frozenset({"device", "sampling"}),
+        "runtime": frozenset({"device", "sampling"}),
+        "layers": frozenset({"device", "runtime", "models"}),
+        "models": frozenset({"device", "runtime", "layers"}),
+        "engine": frozenset({"device", "sampling", "schedule"}),
+        "serving": frozenset({"device", "sampling", "schedule", "engine"}),
+        "cli": frozenset({"device", "sampling", "schedule", "engine", "serving"}),
+        "conformance": frozenset(
+            {"device", "sampling", "schedule", "runtime", "layers", "models", "engine", "serving"}
+        ),
+    }
+)
+"""What each part of `sglcore` may import besides itself; "" is `sglcore/__init__.py`."""
+
+DEVICE_ARROWS = frozenset({"device", "runtime"})
+"""What a device package may import of the core."""
+
+ANYWHERE = ("cuda", "rocm", "nvidia")
+WHOLE = ("hip", "musa", "npu", "ascend", "mlx", "xpu", "amd")
+_DEVICE_WORD = re.compile(f"({'|'.join(ANYWHERE)})|(?<![a-z])({'|'.join(WHOLE)})(?![a-z])")
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+TEXT = frozenset({".py", ".pyi", ".json", ".html", ".toml", ".md", ".txt", ".cpp", ".h", ".css", ".js"})
+MAKES_MUTABLE = frozenset({"list", "dict", "set", "defaultdict", "deque", "OrderedDict", "Counter", "bytearray"})
+FOREIGN = "# foreign:"
+"""Ends a line that asks or sets something on an object of somebody else's library, and says why."""
+
+LONGEST_FILE, LONGEST_FUNCTION, MOST_FUNCTIONS = 400, 60, 30
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A parsed file, with the name that findings give it."""
+
+    name: str
+    lines: tuple[str, ...]
+    tree: ast.Module
+
+    def finding(self, node: ast.AST, what: str) -> str:
+        """`file:line: what`."""
+        return f"{self.name}:{getattr(node, 'lineno', 1)}: {what}"
+
+    def is_foreign(self, node: ast.AST) -> bool:
+        """Whether the line says that the object belongs to another library."""
+        return FOREIGN in self.lines[getattr(node, "lineno", 1) - 1]
+
+
+def sources(root: Path, *patterns: str) -> Iterator[Source]:
+    """The parsed Python files of the core and of the device packages, or of other patterns."""
+    for pattern in patterns or ("sglcore/**/*.py", "devices/*/sglcore_*/**/*.py"):
+        for path in sorted(root.glob(pattern)):
+            text = path.read_text()
+            yield Source(str(path.relative_to(root)), tuple(text.splitlines()), ast.parse(text))
+
+
+def import_direction(root: Path) -> list[str]:
+    """Imports against the arrows, of a device package by the core, or of one device package by another."""
+    found: list[str] = []
+    for source in sources(root):
+        parts = Path(source.name).parts
+        for node, module in _imports(source):
+            reason = _forbidden(parts, tuple(module.split(".")))
+            if reason:
+                found.append(source.finding(node, f"imports {module}: {reason}"))
+    return found
+
+
+def _imports(source: Source) -> Iterator[tuple[ast.AST, str]]:
+    """Every module that a file imports, wherever the statement stands; `from sglcore import x` counts as `sglcore.x`."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names = [f"{module}.{alias.name}" for alias in node.names] if module == "sglcore" else [module]
+            yield from ((node, "relative" if node.level else name) for name in names)
+
+
+def _forbidden(importer: tuple[str, ...], imported: tuple[str, ...]) -> str:
+    if imported[0] == "relative":
+        return "relative imports hide the direction"
+    if importer[0] == "devices":
+        if imported[0].startswith("sglcore_") and imported[0] != importer[2]:
+            return "device packages never import each other"
+        is_core_part = imported[0] == "sglcore" and len(imported) > 1 and imported[1] in ARROWS
+        return f"a device package imports only {_list(DEVICE_ARROWS)}" if is_core_part and not _ok(imported) else ""
+    if imported[0].startswith("sglcore_"):
+        return "the core never imports a device package"
+    part = importer[1] if len(importer) > 2 else ""
+    target = imported[1] if imported[0] == "sglcore" and len(imported) > 1 else part
+    if target == part or target not in ARROWS or target in ARROWS.get(part, frozenset()):
+        return ""
+    return f"{part or 'sglcore'} imports only {_list(ARROWS.get(part, frozenset())) or 'itself'}"
+
+
+def _ok(imported: tuple[str, ...]) -> bool:
+    return imported[1] in DEVICE_ARROWS
+
+
+def _list(names: frozenset[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def device_words(root: Path) -> list[str]:
+    """Words that name a device or its maker, in any text file of the core but the alias table and asset folders."""
+    found: list[str] = []
+    for path in sorted((root / "sglcore").rglob("*")):
+        name = path.relative_to(root)
+        if path.suffix not in TEXT or "assets" in name.parts or name == Path("sglcore/cli/aliases.py"):
+            continue
+        lines = (str(name), *path.read_text().splitlines())
+        for number, line in enumerate(lines):
+            word = _DEVICE_WORD.search(_CAMEL.sub(" ", line).lower())
+            if word:
+                found.append(f"{name}:{number}: the device word {word.group()!r}")
+    return found
+
+
+def mutable_globals(root: Path) -> list[str]:
+    """Lists, dictionaries and sets that a module or a class body keeps, and `global` statements."""
+    found: list[str] = []
+    for source in sources(root):
+        bodies = [source.tree.body, *(n.body for n in ast.walk(source.tree) if isinstance(n, ast.ClassDef))]
+        for statement in (statement for body in bodies for statement in body):
+            if _keeps_mutable(statement):
+                found.append(source.finding(statement, "mutable state of the module or class"))
+        changed = (node for node in ast.walk(source.tree) if isinstance(node, ast.Global))
+        found += [source.finding(node, f"global {', '.join(node.names)}") for node in changed]
+    return found
+
+
+def _keeps_mutable(statement: ast.stmt) -> bool:
+    if not isinstance(statement, ast.Assign | ast.AnnAssign):
+        return False
+    return _is_mutable(statement.value) and not _names_only(statement, "__all__")
+
+
+def _is_mutable(value: ast.expr | None) -> bool:
+    if isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp):
+        return True
+    return isinstance(value, ast.Call) and _last_name(value.func) in MAKES_MUTABLE
+
+
+def _names_only(statement: ast.Assign | ast.AnnAssign, name: str) -> bool:
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    return all(isinstance(target, ast.Name) and target.id == name for target in targets)
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def guessed_attributes(root: Path) -> list[str]:
+    """`hasattr`, and `getattr` with a default, on what is not marked as somebody else's object."""
+    found: list[str] = []
+    for source in sources(root):
+        for node in ast.walk(source.tree):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or source.is_foreign(node):
+                continue
+            if node.func.id == "hasattr" or (node.func.id == "getattr" and len(node.args) > 2):
+                found.append(source.finding(node, f"{node.func.id} guesses at an attribute"))
+    return found
+
+
+def monkey_patches(root: Path) -> list[str]:
+    """Assignments to attributes of what was imported."""
+    return [finding for source in sources(root) for finding in _patches(source, source.tree, frozenset())]
+
+
+def _patches(source: Source, scope: ast.AST, outer: frozenset[str]) -> Iterator[str]:
+    """Findings in one scope, where names that the scope binds itself hide imported ones."""
+    here, inner = _scope_nodes(scope)
+    bound = {node.id for node in here if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    bound |= {node.arg for node in here if isinstance(node, ast.arg)}
+    bindings = (alias for node in here if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names)
+    imported = (outer - bound) | {alias.asname or alias.name.split(".")[0] for alias in bindings}
+    for node in here:
+        if _root_name(_patched(node)) in imported and not source.is_foreign(node):
+            yield source.finding(node, f"assigns to an attribute of the imported {_root_name(_patched(node))}")
+    for scope_inside in inner:
+        yield from _patches(source, scope_inside, frozenset(imported))
+
+
+def _scope_nodes(scope: ast.AST) -> tuple[list[ast.AST], list[ast.AST]]:
+    """The nodes that belong to a scope, and the function scopes inside it."""
+    here: list[ast.AST] = []
+    inner: list[ast.AST] = []
+    waiting = list(ast.iter_child_nodes(scope))
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            inner.append(node)
+            continue
+        here.append(node)
+        waiting.extend(ast.iter_child_nodes(node))
+    return here, inner
+
+
+def _patched(node: ast.AST) -> ast.expr | None:
+    """The object on which a node sets or deletes an attribute."""
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+        return node.value
+    if isinstance(node, ast.Call) and _last_name(node.func) in ("setattr", "delattr") and node.args:
+        return node.args[0]
+    return None
+
+
+def _root_name(node: ast.expr | None) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def budgets(root: Path) -> list[str]:
+    """Files and functions that are too long, and too many functions that are nearly so."""
+    found: list[str] = []
+    lengths: list[int] = []
+    for source in sources(root):
+        if len(source.lines) > LONGEST_FILE:
+            found.append(f"{source.name}:1: {len(source.lines)} lines, where {LONGEST_FILE} are the most")
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                lengths.append(length)
+                if length > LONGEST_FUNCTION:
+                    found.append(source.finding(node, f"{node.name} has {length} lines, at most {LONGEST_FUNCTION}"))
+    nearly = sorted(lengths)[int(len(lengths) * 0.9)] if lengths else 0
+    if nearly >= MOST_FUNCTIONS:
+        found.append(f"one function in ten has {nearly} lines or more, where it should be fewer than {MOST_FUNCTIONS}")
+    return found
+
+
+def undocumented(root: Path) -> list[str]:
+    """Modules, public classes and functions without a docstring, and methods that inherit none either."""
+    found: list[str] = []
+    for source in sources(root):
+        if source.tree.body and ast.get_docstring(source.tree) is None:
+            found.append(source.finding(source.tree, "the module has no docstring"))
+        for node in _public(source.tree.body):
+            if ast.get_docstring(node) is None:
+                found.append(source.finding(node, f"{node.name} has no docstring"))
+            if isinstance(node, ast.ClassDef) and not _may_inherit(node):
+                bare = (method for method in _public(node.body) if ast.get_docstring(method) is None)
+                found += [source.finding(method, f"{node.name}.{method.name} has no docstring") for method in bare]
+    return found
+
+
+def _public(body: list[ast.stmt]) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            marks = {_last_name(mark.func if isinstance(mark, ast.Call) else mark) for mark in node.decorator_list}
+            if not marks & {"overload", "setter", "override"}:
+                yield node
+
+
+def _may_inherit(node: ast.ClassDef) -> bool:
+    """Whether a method may have its docstring from a base of ours or of another library."""
+    bases = {_last_name(base.value if isinstance(base, ast.Subscript) else base) for base in node.bases}
+    return bool(bases - {"Protocol", "Generic", "ABC", "NamedTuple", "Enum", "IntEnum", "StrEnum"})

@@ -1,0 +1,65 @@
+"""What an import costs and what it must not touch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.imports import imported, modules_of
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = frozenset({"torch", "numpy", "mlx", "transformers", "tokenizers", "triton", "typer", "rich"})
+TENSORS = frozenset({"torch", "mlx", "triton", "transformers"})
+
+
+def tree(root: Path, text: str) -> Path:
+    """A tree whose `sglcore` consists of one text."""
+    (root / "sglcore").mkdir()
+    (root / "sglcore" / "__init__.py").write_text(text)
+    return root
+
+
+def test_importing_sglcore_loads_nothing_heavy_and_opens_no_device_node() -> None:
+    seen = imported(ROOT, ["sglcore"])
+    assert not seen.modules & HEAVY
+    assert seen.opened == ()
+
+
+def test_importing_sglcore_takes_less_than_a_tenth_of_a_second() -> None:
+    assert min(imported(ROOT, ["sglcore"]).seconds for _ in range(5)) < 0.1
+
+
+@pytest.mark.parametrize("package", ["sglcore.device", "sglcore.schedule"])
+def test_the_seam_and_the_scheduler_load_no_tensor_library(package: str) -> None:
+    modules = modules_of(ROOT, package)
+    if not modules:
+        pytest.skip(f"this tree has no {package}")
+    assert not imported(ROOT, modules).modules & TENSORS
+
+
+def test_reading_the_command_line_loads_no_tensor_library_and_no_numpy() -> None:
+    assert not imported(ROOT, ["sglcore.cli.app"]).modules & (HEAVY - {"typer", "rich"})
+
+
+def test_doctor_needs_the_standard_library_only() -> None:
+    assert not imported(ROOT, ["sglcore.cli.doctor", "sglcore.cli.__main__"]).modules & HEAVY
+
+
+def test_an_import_of_numpy_is_seen(tmp_path: Path) -> None:
+    assert imported(tree(tmp_path, "import numpy"), ["sglcore"]).modules & HEAVY
+
+
+def test_an_open_device_node_is_seen(tmp_path: Path) -> None:
+    assert imported(tree(tmp_path, "open('/dev/null').close()"), ["sglcore"]).opened == ("/dev/null",)
+
+
+def test_a_slow_import_is_seen(tmp_path: Path) -> None:
+    assert imported(tree(tmp_path, "import time\ntime.sleep(0.1)"), ["sglcore"]).seconds >= 0.1
+
+
+def test_the_public_classes_are_found_lazily_and_an_unknown_name_is_an_error() -> None:
+    import sglcore
+
+    with pytest.raises(AttributeError, match="it offers LLM, SamplingParams, __version__"):
+        getattr(sglcore, "Nothing")  # noqa: B009

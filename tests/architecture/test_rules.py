@@ -1,0 +1,122 @@
+"""The tree keeps every rule, and every rule finds what is planted against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.architecture import rules
+
+ROOT = Path(__file__).resolve().parents[2]
+ALL = (
+    rules.import_direction,
+    rules.device_words,
+    rules.mutable_globals,
+    rules.guessed_attributes,
+    rules.monkey_patches,
+    rules.budgets,
+    rules.undocumented,
+)
+Rule = Callable[[Path], list[str]]
+
+LONG_FUNCTION = "def work():\n" + "    pass\n" * 61 + "".join(f"def short{n}(): ...\n" for n in range(20))
+NEARLY_LONG = "\n".join(f"def work{n}():\n" + "    pass\n" * 35 for n in range(3))
+
+MUTANTS: tuple[tuple[Rule, str, str], ...] = (
+    (rules.import_direction, "sglcore/device/x.py", "from sglcore.runtime.y import z"),
+    (rules.import_direction, "sglcore/device/x.py", "def later():\n    import sglcore.schedule"),
+    (rules.import_direction, "sglcore/schedule/x.py", "from sglcore import runtime"),
+    (rules.import_direction, "sglcore/runtime/x.py", "from sglcore.models.y import z"),
+    (rules.import_direction, "sglcore/sampling/x.py", "from sglcore.runtime.y import z"),
+    (rules.import_direction, "sglcore/engine/x.py", "from sglcore.cli.y import z"),
+    (rules.import_direction, "sglcore/engine/x.py", "from sglcore_cpu import package"),
+    (rules.import_direction, "sglcore/runtime/x.py", "from ..device import package"),
+    (rules.import_direction, "devices/one/sglcore_one/x.py", "from sglcore_two import package"),
+    (rules.import_direction, "devices/one/sglcore_one/x.py", "from sglcore.engine.llm import LLM"),
+    (rules.device_words, "sglcore/x.py", "# only on cuda"),
+    (rules.device_words, "sglcore/x.py", "is_npu = False"),
+    (rules.device_words, "sglcore/x.py", "class HipGraph: ..."),
+    (rules.device_words, "sglcore/x.py", "cudagraphs = 1"),
+    (rules.device_words, "sglcore/runtime/table.json", '{"where": "AMD"}'),
+    (rules.device_words, "sglcore/runtime/xpu.py", ""),
+    (rules.mutable_globals, "sglcore/x.py", "SEEN = {}"),
+    (rules.mutable_globals, "sglcore/x.py", "SEEN: list[int] = [1]"),
+    (rules.mutable_globals, "sglcore/x.py", "import collections\nSEEN = collections.defaultdict(list)"),
+    (rules.mutable_globals, "sglcore/x.py", "class Seen:\n    all = set()"),
+    (rules.mutable_globals, "devices/one/sglcore_one/x.py", "count = 0\ndef f():\n    global count\n    count += 1"),
+    (rules.guessed_attributes, "sglcore/x.py", "def f(x):\n    return hasattr(x, 'y')"),
+    (rules.guessed_attributes, "sglcore/x.py", "def f(x):\n    return getattr(x, 'y', None)"),
+    (rules.monkey_patches, "sglcore/x.py", "import json\njson.dumps = None"),
+    (rules.monkey_patches, "sglcore/x.py", "import os.path\ndef f():\n    os.path.join = None"),
+    (rules.monkey_patches, "sglcore/x.py", "from a import B\nsetattr(B, 'c', 1)"),
+    (rules.monkey_patches, "sglcore/x.py", "from a import B\ndel B.c"),
+    (rules.budgets, "sglcore/x.py", LONG_FUNCTION),
+    (rules.budgets, "sglcore/x.py", NEARLY_LONG),
+    (rules.budgets, "devices/one/sglcore_one/x.py", "pass\n" * 401),
+    (rules.undocumented, "sglcore/x.py", "x = 1"),
+    (rules.undocumented, "sglcore/x.py", '"""Doc."""\ndef f(): ...'),
+    (rules.undocumented, "sglcore/x.py", '"""Doc."""\nclass A:\n    """Doc."""\n    def f(self): ...'),
+)
+
+HARMLESS: tuple[tuple[Rule, str, str], ...] = (
+    (rules.import_direction, "sglcore/engine/x.py", "from sglcore.schedule.y import z\nimport numpy"),
+    (rules.import_direction, "sglcore/models/x.py", "from sglcore import __version__"),
+    (rules.import_direction, "devices/one/sglcore_one/x.py", "from sglcore.runtime.y import z\nimport sglcore_one.y"),
+    (rules.device_words, "sglcore/x.py", "inputs = relationship = ascending = 1"),
+    (rules.device_words, "sglcore/cli/aliases.py", "ROCM = 'hip'"),
+    (rules.device_words, "sglcore/assets/demo/x.json", '"nvidia"'),
+    (rules.mutable_globals, "sglcore/x.py", "__all__ = ['a']\nA = MappingProxyType({})\ndef f():\n    return []"),
+    (rules.guessed_attributes, "sglcore/x.py", "def f(x):\n    return getattr(x, 'y')"),
+    (rules.guessed_attributes, "sglcore/x.py", "def f(x):\n    return hasattr(x, 'y')  # foreign: tokenizers"),
+    (rules.monkey_patches, "sglcore/x.py", "import time\ndef f(time):\n    time.now = 1"),
+    (rules.monkey_patches, "sglcore/x.py", "import a\na.flag = 1  # foreign: the library's own switch"),
+    (rules.budgets, "sglcore/x.py", "def work():\n" + "    pass\n" * 28),
+    (
+        rules.undocumented,
+        "sglcore/x.py",
+        '"""Doc."""\nclass A(B):\n    """Doc."""\n    def f(self): ...\ndef _g(): ...',
+    ),
+)
+
+
+def planted(root: Path, name: str, text: str) -> Path:
+    """A tree with one file."""
+    path = root / name
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.__name__)
+def test_the_tree_keeps_the_rule(rule: Rule) -> None:
+    findings = rule(ROOT)
+    assert not findings, "\n".join(findings)
+
+
+@pytest.mark.parametrize(("rule", "name", "text"), MUTANTS)
+def test_the_rule_finds_what_is_planted(rule: Rule, name: str, text: str, tmp_path: Path) -> None:
+    findings = rule(planted(tmp_path, name, text))
+    assert len(findings) == 1, findings
+
+
+@pytest.mark.parametrize(("rule", "name", "text"), HARMLESS)
+def test_the_rule_leaves_alone_what_is_allowed(rule: Rule, name: str, text: str, tmp_path: Path) -> None:
+    assert rule(planted(tmp_path, name, text)) == []
+
+
+def test_every_rule_has_a_mutant() -> None:
+    assert {rule for rule, _, _ in MUTANTS} == set(ALL)
+
+
+def test_the_rules_see_the_core_and_the_device_packages() -> None:
+    names = {source.name for source in rules.sources(ROOT)}
+    assert {"sglcore/device/package.py", "devices/cpu/sglcore_cpu/probe.py"} <= names
+
+
+def test_the_contract_is_read_in_one_sitting() -> None:
+    files = ("sglcore/device/package.py", "sglcore/device/worker.py")
+    lengths = {name: len((ROOT / name).read_text().splitlines()) for name in files}
+    assert sum(lengths.values()) < 300, lengths
+    assert lengths["sglcore/device/package.py"] < 150

@@ -1,0 +1,3 @@
+"""The planted site of the device tests, for processes."""
+
+from tests.device.conftest import site as site

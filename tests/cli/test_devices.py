@@ -1,0 +1,84 @@
+"""`sglcore devices` shows every package with its evidence, and never hides one that is broken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tests.device.site import Site
+
+
+def as_json(site: Site, *words: str, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The JSON of `sglcore devices`."""
+    ran = site.run("-m", "sglcore.cli", "devices", "--json", *words, environ=environ)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def test_every_package_is_listed_with_facts_versions_and_the_choice(site: Site) -> None:
+    site.add("one", version="2.5", vendors=range(0x10000))
+    seen = as_json(site)
+    assert seen["chosen"]["name"] == "one" and seen["refusal"] is None
+    devices = {device["name"]: device for device in seen["devices"]}
+    assert set(devices) == {"cpu", "one"}
+    assert devices["one"]["is_chosen"] and not devices["cpu"]["is_chosen"]
+    assert devices["one"]["version"] == "2.5"
+    assert list(devices["one"]["facts"]) == ["hardware", "driver", "package", "runtime"]
+    assert devices["one"]["facts"]["hardware"] == {
+        "holds": True,
+        "evidence": "planted hardware",
+        "remedy": "plug it in",
+    }
+
+
+def test_one_device_can_be_shown_alone(site: Site) -> None:
+    site.add("one")
+    assert [device["name"] for device in as_json(site, "cpu")["devices"]] == ["cpu"]
+
+
+def test_asking_to_see_a_device_does_not_change_the_choice(site: Site) -> None:
+    site.add("one", hardware=False, offered=True)
+    seen = as_json(site, "one")
+    assert seen["devices"][0]["facts"]["hardware"]["holds"]
+    assert seen["chosen"]["name"] == "cpu"
+
+
+def test_a_package_that_raises_is_shown_with_its_traceback_beside_the_others(site: Site) -> None:
+    site.add("one", body="raise RuntimeError('the driver is too old')")
+    devices = {device["name"]: device for device in as_json(site)["devices"]}
+    assert "RuntimeError: the driver is too old" in devices["one"]["traceback"]
+    assert devices["cpu"]["facts"]["hardware"]["holds"]
+
+
+def test_a_refused_choice_is_said(site: Site) -> None:
+    seen = as_json(site, environ={"SGLCORE_DEVICE": "nothing"})
+    assert seen["chosen"] is None
+    assert seen["refusal"].startswith("device 'nothing', from SGLCORE_DEVICE, is not installed")
+
+
+def test_the_table_names_the_choice_the_failing_fact_and_its_remedy(site: Site) -> None:
+    site.add("one", runtime=False)
+    ran = site.run("-m", "sglcore.cli", "devices")
+    assert ran.returncode == 0
+    assert "planted runtime; mend the runtime" in ran.stdout
+    assert "no device is chosen: device 'one' is present but not usable" in ran.stdout
+
+
+def test_the_table_prints_the_traceback_of_a_package_on_standard_error(site: Site) -> None:
+    site.add("one", probe_body="raise RuntimeError('[locked]')")
+    ran = site.run("-m", "sglcore.cli", "devices")
+    assert "[locked]" in ran.stdout
+    assert "sglcore-one raised:" in ran.stderr and "planted_one" in ran.stderr
+
+
+def test_the_bring_up_order_is_printed(site: Site) -> None:
+    site.add("one")
+    ran = site.run("-m", "sglcore.cli", "devices", "one", "--bring-up")
+    assert ran.stdout == "pools      <- config\nattention  <- config, pools\n"
+
+
+def test_a_bring_up_order_needs_a_name(site: Site) -> None:
+    ran = site.run("-m", "sglcore.cli", "devices", "--bring-up")
+    assert ran.returncode == 2
+    assert ran.stderr == "error: --bring-up without a device; wanted one of cpu; sglcore devices NAME --bring-up\n"

@@ -1,0 +1,112 @@
+"""`sglcore doctor` works on the machine it must explain: with nothing installed, and with torch broken."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sglcore
+from sglcore.cli import doctor
+from sglcore.cli.doctor import Check, examine
+from tests.device.site import Site
+
+ROOT = Path(sglcore.__file__).parents[1]
+BROKEN_TORCH = {
+    "raises": "raise ImportError('libtorch.so: cannot open')",
+    "exits": "raise SystemExit(3)",
+    "dies": "import os; os.abort()",
+}
+
+
+def report(ran: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """The checks by topic."""
+    assert "Traceback" not in ran.stderr, ran.stderr
+    return {check["topic"]: check for check in json.loads(ran.stdout)["checks"]}
+
+
+def with_torch(site: Site, body: str = "__version__ = 'planted'", **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run doctor where `torch` is a module of one line."""
+    (site.path / "torch.py").write_text(body)
+    return site.run("-m", "sglcore.cli.doctor", "--json", environ=environ)
+
+
+def test_a_machine_where_all_is_installed_is_healthy(site: Site) -> None:
+    ran = site.run("-m", "sglcore.cli", "doctor", "--json")
+    checks = report(ran)
+    assert ran.returncode == 0, ran.stdout
+    assert {"python", "numpy", "device cpu: hardware", "choice", "memory", "compiler", "torch"} <= set(checks)
+    assert checks["choice"]["found"].startswith("cpu")
+
+
+def test_with_nothing_but_the_standard_library_every_missing_part_has_a_remedy() -> None:
+    ran = Site(ROOT).run("-S", "-m", "sglcore.cli.doctor", "--json")
+    checks = report(ran)
+    assert ran.returncode == 1
+    for name in ("sglcore", "numpy", "typer", "rich"):
+        assert (checks[name]["verdict"], checks[name]["remedy"]) == ("bad", f"pip install {name}")
+    assert checks["devices"]["remedy"] == "pip install sglcore-cpu"
+    assert checks["torch"]["verdict"] == "note"
+
+
+def test_the_console_start_works_with_nothing_installed_too() -> None:
+    ran = Site(ROOT).run("-S", "-m", "sglcore.cli", "doctor")
+    assert ran.returncode == 1 and ran.stderr == ""
+    assert "-> pip install typer" in ran.stdout
+
+
+@pytest.mark.parametrize("how", BROKEN_TORCH)
+def test_a_broken_torch_is_a_finding(site: Site, how: str) -> None:
+    check = report(with_torch(site, BROKEN_TORCH[how]))["torch"]
+    assert check["verdict"] == "bad"
+    assert check["remedy"] == "reinstall torch==2.13.0"
+
+
+def test_a_torch_that_never_ends_importing_is_a_finding(site: Site) -> None:
+    ran = with_torch(site, "import time; time.sleep(60)", SGLCORE_DOCTOR_TORCH_SECONDS="0.2")
+    check = report(ran)["torch"]
+    assert check["found"] == "import torch did not end in 0.2 s"
+
+
+def test_a_package_that_raises_is_a_finding_with_its_traceback(site: Site) -> None:
+    site.add("one", body="raise RuntimeError('the driver is too old')")
+    ran = with_torch(site)
+    checks = report(ran)
+    assert ran.returncode == 1
+    for topic in ("device one", "choice"):
+        assert "planted_one" in checks[topic]["found"] and "the driver is too old" in checks[topic]["found"]
+
+
+def test_an_absent_accelerator_is_a_note_and_an_unusable_one_is_bad(site: Site) -> None:
+    site.add("one", hardware=False)
+    site.add("two", runtime=False)
+    checks = report(with_torch(site))
+    assert checks["device one: hardware"]["verdict"] == "note"
+    assert checks["device two: runtime"]["verdict"] == "bad"
+    assert checks["choice"]["verdict"] == "bad"
+
+
+def test_a_variable_that_nobody_reads_is_noted(site: Site) -> None:
+    checks = report(with_torch(site, SGLCORE_DEVICE="cpu", SGLCORE_DEVISE="cpu"))
+    assert checks["SGLCORE_DEVICE"]["remedy"] == ""
+    assert checks["SGLCORE_DEVISE"]["remedy"] == "unset it, or correct its name"
+
+
+def test_an_examination_that_raises_is_a_finding_and_the_others_go_on() -> None:
+    def broken() -> list[Check]:
+        raise OSError("no such file")
+
+    first, second = examine({"memory": broken, "python": doctor.check_python})
+    assert (first.topic, first.verdict) == ("memory", "bad") and "OSError: no such file" in first.found
+    assert second.topic == "python"
+
+
+@pytest.mark.parametrize(("text", "limit"), [("max\n", None), ("1073741824\n", 1 << 30), (None, None)])
+def test_the_limit_of_a_control_group_is_read(tmp_path: Path, text: str | None, limit: int | None) -> None:
+    path = tmp_path / "memory.max"
+    if text is not None:
+        path.write_text(text)
+    assert doctor.cgroup_limit(path) == limit

@@ -1,0 +1,56 @@
+"""The start of the command line: what needs nothing, and how errors look."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import sglcore
+from sglcore.cli.__main__ import main
+from tests.device.site import Site
+
+
+def test_the_version_is_printed_by_the_start_and_by_the_application(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = site.run("-m", "sglcore.cli", "--version")
+    assert ran.stdout == f"sglcore {sglcore.__version__}\n"
+    from sglcore.cli.app import make_app
+
+    with pytest.raises(SystemExit) as end:
+        make_app()(args=["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == ran.stdout
+
+
+def test_help_lists_every_command(site: Site) -> None:
+    ran = site.run("-m", "sglcore.cli", "--help")
+    assert ran.returncode == 0
+    assert re.search(r"^ +devices ", ran.stdout, re.MULTILINE)
+    assert re.search(r"^ +doctor ", ran.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("words", [("devices", "--nonsense"), ("nonsense",), ("devices", "a", "b")])
+def test_a_wrong_word_exits_with_two_and_no_traceback(site: Site, words: tuple[str, ...]) -> None:
+    ran = site.run("-m", "sglcore.cli", *words)
+    assert ran.returncode == 2
+    assert "Traceback" not in ran.stderr and ran.stdout == ""
+
+
+def test_an_error_a_person_can_act_on_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("devices", "no_such_device")) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: device 'no_such_device'")
+    assert captured.err.count("\n") == 1 and captured.out == ""
+
+
+def test_without_typer_the_error_says_what_to_install(tmp_path: Path, site: Site) -> None:
+    root = Path(sglcore.__file__).parents[1]
+    ran = site.run("-S", "-m", "sglcore.cli", "devices", environ={"PYTHONPATH": str(root)})
+    assert ran.returncode == 2
+    assert ran.stderr == (
+        "error: the command line needs 'typer', which is not installed; "
+        "pip install typer; sglcore doctor works without it\n"
+    )

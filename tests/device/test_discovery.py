@@ -1,0 +1,90 @@
+"""Finding device packages, and the handshake that comes before any import."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglcore.device.discovery import Installed
+from sglcore.device.errors import DeviceError
+from tests.device.site import Site
+
+
+def only(site: Site) -> Installed:
+    """The one installed package."""
+    (item,) = site.discover()
+    return item
+
+
+def test_a_package_is_found_with_its_distribution_and_version(site: Site) -> None:
+    site.add("one", version="2.5")
+    item = only(site)
+    assert (item.name, item.distribution, item.version) == ("one", "sglcore-one", "2.5")
+    assert item.loaded().summary == "planted"
+
+
+@pytest.mark.parametrize(("number", "behind"), [(2, "sglcore"), (99, "sglcore"), (0, "sglcore-one")])
+def test_a_wrong_api_number_is_refused_before_the_module_is_imported(site: Site, number: int, behind: str) -> None:
+    planted = site.add("one", api=number, tag=f"[api-{number}]")
+    with pytest.raises(DeviceError) as caught:
+        only(site).loaded()
+    assert f"was written for API {number}; wanted API 1" in str(caught.value)
+    assert str(caught.value).endswith(f"pip install --upgrade {behind}")
+    assert not site.was_imported(planted)
+
+
+def test_the_right_api_number_does_import_the_module(site: Site) -> None:
+    planted = site.add("one")
+    only(site)
+    assert site.was_imported(planted)
+
+
+def test_an_entry_point_without_a_number_is_refused_before_import(site: Site) -> None:
+    planted = site.add("one", tag="")
+    with pytest.raises(DeviceError, match=r"does not say its API number; wanted 'module:name \[api-1\]'"):
+        only(site).loaded()
+    assert not site.was_imported(planted)
+
+
+def test_a_declaration_that_contradicts_its_entry_point_is_refused(site: Site) -> None:
+    site.add("one", api=7)
+    with pytest.raises(DeviceError, match="declares device 'one' with API 7; wanted 'one' with API 1"):
+        only(site).loaded()
+
+
+def test_a_module_that_raises_is_listed_with_the_error_it_raised(site: Site) -> None:
+    site.add("one", body="raise RuntimeError('the driver is too old')")
+    item = only(site)
+    with pytest.raises(RuntimeError, match="too old") as caught:
+        item.loaded()
+    assert "planted_one" in str(caught.traceback[-1].path)
+
+
+def test_something_else_than_a_package_is_refused(site: Site) -> None:
+    site.add("one", body="DevicePackage = dict")
+    with pytest.raises(DeviceError, match="is a dict; wanted a DevicePackage"):
+        only(site).loaded()
+
+
+def test_two_distributions_that_offer_one_name_are_both_named(site: Site) -> None:
+    first = site.add("one")
+    second = site.add("one", distribution="acme-one")
+    items = site.discover()
+    assert len(items) == 2
+    for item in items:
+        with pytest.raises(DeviceError, match="acme-one and sglcore-one both offer a device 'one'"):
+            item.loaded()
+    assert not site.was_imported(first) and not site.was_imported(second)
+
+
+def test_one_broken_package_hides_no_other(site: Site) -> None:
+    site.add("one", tag="[api-9]")
+    site.add("two")
+    assert [(item.name, item.package is None) for item in site.discover()] == [("one", True), ("two", False)]
+
+
+def test_the_tag_survives_a_real_installation() -> None:
+    """The processor's own package is installed by pip; its entry point must have kept the number."""
+    from importlib.metadata import entry_points
+
+    (point,) = entry_points(group="sglcore.devices", name="cpu")
+    assert point.value == "sglcore_cpu:package [api-1]"

@@ -1,0 +1,112 @@
+"""Install sglcore with the device packages that this machine needs, into the interpreter that runs this file.
+
+The processor's package is always installed; an accelerator's package is installed when its probe sees the hardware. The
+declarations and probes are read from this checkout, so nothing need be installed before. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import subprocess
+import sys
+import tomllib
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglcore.device.package import DevicePackage
+    from sglcore.device.probe import ProbeReport
+
+ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = "constraints.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A folder of `devices/`, and what its probe said or raised."""
+
+    folder: Path
+    package: DevicePackage | None = None
+    report: ProbeReport | None = None
+    error: Exception | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """The host's package always is, an accelerator's when its hardware is there."""
+        return self.package is not None and self.report is not None and (self.package.is_host or self.report.present)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the four facts of every package, then install; 1 when a package or its probe raised."""
+    options = parse(arguments)
+    sys.path.insert(0, str(options.root))
+    found = tuple(examine(path.parent) for path in sorted(options.root.glob("devices/*/pyproject.toml")))
+    for item in found:
+        show(item)
+    if any(item.error for item in found):
+        return 1
+    wanted = [item.folder for item in found if item.is_wanted]
+    for command in pip_commands(options.root, wanted, options.extra, options.torch_index):
+        print("+", " ".join(command[2:]), flush=True)
+        if not options.dry_run:
+            subprocess.run(command, cwd=options.root, check=True)
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description="Install sglcore and the device packages that this machine needs.")
+    parser.add_argument("--dry-run", action="store_true", help="print the facts and the commands only")
+    parser.add_argument("--extra", default="", help="an extra of sglcore to install too, such as test")
+    parser.add_argument("--torch-index", default="", help="the package index to take torch from")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to install from")
+    return parser.parse_args(arguments)
+
+
+def examine(folder: Path) -> Found:
+    """Load the declaration of one package from its folder and call its probe; what raises is kept."""
+    from sglcore.device.discovery import GROUP, discover
+    from sglcore.device.selection import run_probe
+
+    try:
+        declared = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]
+        sys.path.insert(0, str(folder))
+        importlib.invalidate_caches()
+        points = [EntryPoint(name, value, GROUP) for name, value in declared.items()]
+        package = discover(points)[0].loaded()
+        return Found(folder, package, run_probe(package, False))
+    except Exception as error:
+        return Found(folder, error=error)
+
+
+def show(item: Found) -> None:
+    """Print the four facts, or the traceback of what was raised."""
+    if item.error is not None:
+        print(f"{item.folder.name}: raised")
+        traceback.print_exception(item.error)
+    if item.package is None or item.report is None:
+        return
+    print(
+        f"{item.package.name}: {item.package.summary}: {'to be installed' if item.is_wanted else 'not on this machine'}"
+    )
+    for name, fact in item.report.facts.items():
+        print(f"  {name:<9} {'yes' if fact.holds else 'no ':<4} {fact.evidence}")
+
+
+def pip_commands(root: Path, folders: Sequence[Path], extra: str, torch_index: str) -> tuple[tuple[str, ...], ...]:
+    """The pinned torch on its own, so that pip takes no other; then the core and the packages from this checkout."""
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", CONSTRAINTS)
+    torch = tuple(line.strip() for line in (root / CONSTRAINTS).read_text().splitlines() if line.startswith("torch=="))
+    index = ("--index-url", torch_index) if torch_index else ()
+    core = f".[{extra}]" if extra else "."
+    checkouts = tuple(word for folder in folders for word in ("-e", str(folder.relative_to(root))))
+    return ((*pip, *index, *torch), (*pip, "-e", core, *checkouts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
