@@ -118,7 +118,9 @@ class Decoder(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids: [rows, length] int64; the result is [rows, length, hidden]."""
-        x = self.embed_tokens(ids).to(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32)
+        x = self.embed_tokens(ids).to(
+            torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+        )
         length = ids.shape[1]
         cosine, sine = self.cosine[:length].to(x.dtype), self.sine[:length].to(x.dtype)
         for layer in self.layers:

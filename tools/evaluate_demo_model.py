@@ -130,7 +130,9 @@ def is_right_record(question: Question, answer: str) -> bool:
     except json.JSONDecodeError:
         return False
     wanted: dict[str, Any] = json.loads(question.wanted)
-    spoken = {key for key, value in wanted.items() if not isinstance(value, list | bool) and str(value) in question.prompt}
+    spoken = {
+        key for key, value in wanted.items() if not isinstance(value, list | bool) and str(value) in question.prompt
+    }
     return found.keys() == wanted.keys() and all(found[key] == wanted[key] for key in spoken)
 
 

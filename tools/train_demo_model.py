@@ -57,7 +57,7 @@ class Packer:
         self.tokenizer = tokenizer
         self.seed = seed
         self.progress = progress
-        self.bos = tokenizer.token_to_id("<|bos|>")
+        self.bos = tokenizer.encode("").ids[0]
 
     def tokens(self, index: int, is_long: bool) -> list[int]:
         """One document. One in ten has no <|bos|> and one in twenty has two, so that neither confuses the model."""
@@ -188,7 +188,11 @@ class Trainer:
     def report(self, losses: list[float]) -> None:
         """One line of progress."""
         speed = self.progress.tokens / max(self.progress.seconds, 1e-9)
-        row = {"step": self.progress.step, "minutes": round(self.progress.seconds / 60, 2), "loss": round(sum(losses) / len(losses), 4)}
+        row = {
+            "step": self.progress.step,
+            "minutes": round(self.progress.seconds / 60, 2),
+            "loss": round(sum(losses) / len(losses), 4),
+        }
         print(json.dumps({**row, "tokens": self.progress.tokens, "tokens_per_second": round(speed)}), flush=True)
 
 

@@ -6,6 +6,8 @@ import typer
 
 from sglcore.cli.devices import devices
 from sglcore.cli.doctor import doctor
+from sglcore.cli.explain import explain
+from sglcore.cli.generate import generate
 
 
 def make_app() -> typer.Typer:
@@ -18,7 +20,9 @@ def make_app() -> typer.Typer:
         rich_markup_mode=None,
     )
     app.callback()(options)
+    app.command()(generate)
     app.command()(devices)
+    app.command()(explain)
     app.command()(doctor)
     return app
 

@@ -16,11 +16,12 @@ EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "MistralForCausalLM": MappingProxyType({"sliding_window": 4096, "num_key_value_heads": 8}),
-        "Qwen3ForCausalLM": MappingProxyType({"head_dim": 128}),
-        "Qwen3MoeForCausalLM": MappingProxyType({"num_key_value_heads": 4, "num_experts": 128}),
-        "BertModel": MappingProxyType({"tie_word_embeddings": True}),
-        "BertForMaskedLM": MappingProxyType({"tie_word_embeddings": True}),
+        "MistralForCausalLM": MappingProxyType(
+            {"use_sliding_window": True, "sliding_window": 4096, "num_key_value_heads": 8}
+        ),
+        "Qwen2ForCausalLM": MappingProxyType({"max_window_layers": 28}),
+        "Qwen3ForCausalLM": MappingProxyType({"max_window_layers": 28, "head_dim": 128}),
+        "Qwen3MoeForCausalLM": MappingProxyType({"num_key_value_heads": 4}),
     }
 )
 """What an absent key means where architectures differ."""
@@ -164,6 +165,9 @@ class _Needed:
 def _rope(values: Mapping[str, Any], max_positions: int) -> RopeConfig:
     """Both dialects: `rope_parameters`, and the older `rope_theta` with `rope_scaling` (whose kind may be `type`)."""
     scaling = {**values.get("rope_parameters", EMPTY), **values.get("rope_scaling", EMPTY)}
+    nested = [name for name, value in scaling.items() if isinstance(value, Mapping)]
+    if nested:
+        raise ConfigError(f"rope parameters differ by layer ({', '.join(nested)})", wanted="one set for all layers")
     theta = scaling.pop("rope_theta", values.get("rope_theta", 10000.0))
     partial = scaling.pop("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
     old_kind = scaling.pop("type", "default")
@@ -185,14 +189,18 @@ def _context_length(rope: RopeConfig, max_positions: int) -> int:
 
 
 def _sliding_windows(raw: Mapping[str, Any], values: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """A written null means no window; `use_sliding_window: false` too. `layer_types` wins over `max_window_layers`."""
+    """Windows must be switched on, by a written switch, the architecture, or the types of the layers.
+
+    A written null means no window. Without types, the layers from `max_window_layers` on have windows.
+    """
     window = values.get("sliding_window")
-    written_off = "sliding_window" in raw and raw["sliding_window"] is None
-    if window is None or written_off or not values.get("use_sliding_window", True):
+    kinds = values.get("layer_types")
+    is_null = "sliding_window" in raw and raw["sliding_window"] is None
+    if window is None or is_null or not values.get("use_sliding_window", kinds is not None):
         return (None,) * layers
-    if "layer_types" in values:
-        return tuple(window if kind == "sliding_attention" else None for kind in values["layer_types"])
-    first = values.get("max_window_layers", 0) if "use_sliding_window" in values else 0
+    if kinds is not None:
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    first = values.get("max_window_layers", 0)
     return tuple(window if layer >= first else None for layer in range(layers))
 
 
@@ -214,6 +222,11 @@ def _check(config: ModelConfig) -> None:
     found = f"{config.num_attention_heads} query heads for {config.num_key_value_heads} key-value heads"
     if config.num_key_value_heads < 1 or config.num_attention_heads % config.num_key_value_heads:
         raise ConfigError(f"{config.path / 'config.json'} gives {found}", wanted="a multiple")
+    rotated = int(config.head_dim * config.rope.partial)
+    if rotated % 2:
+        raise ConfigError(
+            f"{config.path / 'config.json'} rotates {rotated} elements of a head", wanted="an even number"
+        )
     if len(config.sliding_windows) != config.num_hidden_layers:
         raise ConfigError(
             f"{config.path / 'config.json'} has {len(config.sliding_windows)} layer_types",

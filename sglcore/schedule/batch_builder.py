@@ -31,7 +31,7 @@ class BatchBuilder:
         self._steady_version = -1
         self._had_chunks = False
 
-    def build(self, step: int, rows: DecodeRows, chosen: Ints, chunks: list[Chunk], collected: int) -> ScheduleBatch:
+    def build(self, step: int, rows: DecodeRows, chosen: NDArray[np.intp], chunks: list[Chunk], collected: int) -> ScheduleBatch:
         """A batch of the chosen decode rows, whose `seq_lens` are this step's already, and of chunks.
 
         Tokens of steps after `collected` are not known here: such a row carries minus its slot.
@@ -117,7 +117,7 @@ class BatchBuilder:
         )
 
     def _start_steady(self, step: int, rows: DecodeRows, collected: int) -> ScheduleBatch:
-        batch = self.build(step, rows, np.arange(len(rows.requests), dtype=np.int32), [], collected)
+        batch = self.build(step, rows, np.arange(len(rows.requests)), [], collected)
         batch.seq_lens = rows.seq_lens
         self._steady, self._steady_version = batch, rows.version
         self._placeholders = -rows.slots
@@ -189,4 +189,4 @@ def _add_prompt_logprobs(batch: ScheduleBatch, decodes: int, chunks: list[Chunk]
         if end < request.target:
             batch.next_ids[row] = request.tokens(end, end + 1)[0]
         if request.scores_prompt:
-            batch.prompt_logprobs[row] = request.params.prompt_logprobs
+            batch.prompt_logprobs[row] = request.params.prompt_logprobs or 0

@@ -130,7 +130,7 @@ class Scheduler:
     def _generate(self) -> ScheduleBatch | None:
         running, mixed = self._running, self.limits.allows_mixed_batches
         prompts = bool(running.extending or len(self._waiting))
-        decodes = mixed or self._extended_last or not prompts
+        decodes = mixed or not prompts or (self._extended_last and bool(running.rows.requests))
         served = running.claim_pages() if decodes else True
         chunks = self._plan_chunks(len(running.rows.requests) if decodes else 0, served) if mixed or not decodes else []
         if not chunks and not decodes:
@@ -163,7 +163,7 @@ class Scheduler:
             batch = self._builder.build_decode(step, rows, self._collected)
             rows.last_steps[:] = step
         else:
-            chosen = np.flatnonzero(rows.seq_lens < rows.rooms) if decodes else np.zeros(0, dtype=np.int64)
+            chosen = np.flatnonzero(rows.seq_lens < rows.rooms) if decodes else np.zeros(0, dtype=np.intp)
             if not len(chosen) and not chunks:
                 return None
             rows.seq_lens[chosen] += 1

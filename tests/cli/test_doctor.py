@@ -14,7 +14,6 @@ from sglcore.cli import doctor
 from sglcore.cli.doctor import Check, examine
 from tests.device.site import Site
 
-ROOT = Path(sglcore.__file__).parents[1]
 BROKEN_TORCH = {
     "raises": "raise ImportError('libtorch.so: cannot open')",
     "exits": "raise SystemExit(3)",
@@ -26,6 +25,13 @@ def report(ran: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     """The checks by topic."""
     assert "Traceback" not in ran.stderr, ran.stderr
     return {check["topic"]: check for check in json.loads(ran.stdout)["checks"]}
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Site:
+    """A folder with the core's source and no distribution at all."""
+    (tmp_path / "sglcore").symlink_to(Path(sglcore.__file__).parent)
+    return Site(tmp_path)
 
 
 def with_torch(site: Site, body: str = "__version__ = 'planted'", **environ: str) -> subprocess.CompletedProcess[str]:
@@ -42,8 +48,8 @@ def test_a_machine_where_all_is_installed_is_healthy(site: Site) -> None:
     assert checks["choice"]["found"].startswith("cpu")
 
 
-def test_with_nothing_but_the_standard_library_every_missing_part_has_a_remedy() -> None:
-    ran = Site(ROOT).run("-S", "-m", "sglcore.cli.doctor", "--json")
+def test_with_nothing_but_the_standard_library_every_missing_part_has_a_remedy(bare: Site) -> None:
+    ran = bare.run("-S", "-m", "sglcore.cli.doctor", "--json")
     checks = report(ran)
     assert ran.returncode == 1
     for name in ("sglcore", "numpy", "typer", "rich"):
@@ -52,8 +58,8 @@ def test_with_nothing_but_the_standard_library_every_missing_part_has_a_remedy()
     assert checks["torch"]["verdict"] == "note"
 
 
-def test_the_console_start_works_with_nothing_installed_too() -> None:
-    ran = Site(ROOT).run("-S", "-m", "sglcore.cli", "doctor")
+def test_the_console_start_works_with_nothing_installed_too(bare: Site) -> None:
+    ran = bare.run("-S", "-m", "sglcore.cli", "doctor")
     assert ran.returncode == 1 and ran.stderr == ""
     assert "-> pip install typer" in ran.stdout
 

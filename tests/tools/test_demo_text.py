@@ -4,7 +4,6 @@ import ast
 import json
 import random
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,10 @@ from hypothesis import strategies as st
 from jinja2 import Environment
 from tokenizers import Tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+from tools.demo_text import CATEGORIES, arithmetic, chat, document, facts, functions, long_document, records, stories
+from tools.demo_text.words import TOYS
 
-from demo_text import CATEGORIES, arithmetic, chat, document, facts, functions, long_document, records, stories  # noqa: E402
-from demo_text.words import TOYS  # noqa: E402
-
-FOLDER = ROOT / "sglcore" / "assets" / "demo"
+FOLDER = Path(__file__).resolve().parents[2] / "sglcore" / "assets" / "demo"
 SEED = 20240
 LIMIT = 12_000_000
 EQUATION = re.compile(r"\b(\d+) ?([-+*]|plus|minus|times) ?(\d+) ?(?:=|is) ?(\d+)\b")
@@ -48,7 +44,7 @@ def wrong_equations(text: str) -> list[str]:
     wrong = []
     for match in found:
         left, sign, right, result = match.groups()
-        if arithmetic.Equation(SIGNS.get(sign, sign), int(left), int(right)).result != int(result):
+        if arithmetic.Equation(SIGNS.get(sign) or sign, int(left), int(right)).result != int(result):
             wrong.append(match.group())
     return wrong
 
@@ -96,7 +92,14 @@ def test_python_pages_compile_and_each_recipe_defines_its_function() -> None:
 
 
 def test_generated_functions_compute_what_their_docstrings_say() -> None:
-    calls = {"add(2, 3)": 5, "maximum(2, 3)": 3, "minimum(2, 3)": 2, "factorial(5)": 120, "fibonacci(10)": 55, "is_prime(9)": False}
+    calls = {
+        "add(2, 3)": 5,
+        "maximum(2, 3)": 3,
+        "minimum(2, 3)": 2,
+        "factorial(5)": 120,
+        "fibonacci(10)": 55,
+        "is_prime(9)": False,
+    }
     calls |= {"is_prime(7)": True, "count_vowels('banana')": 3, "largest([1, 9, 4])": 9, "is_palindrome('level')": True}
     space: dict[str, object] = {}
     for recipe in functions.RECIPES:
@@ -116,7 +119,7 @@ def test_the_equation_check_catches_a_wrong_sum() -> None:
 def test_sums_of_the_test_split_never_occur_in_the_training_text() -> None:
     for text in texts("arithmetic", 400) + texts("chat", 400):
         for left, sign, right, _ in EQUATION.findall(text):
-            assert not arithmetic.Equation(SIGNS.get(sign, sign), int(left), int(right)).is_held_out
+            assert not arithmetic.Equation(SIGNS.get(sign) or sign, int(left), int(right)).is_held_out
 
 
 def test_questions_of_the_test_split_are_disjoint_from_those_of_training() -> None:
@@ -148,7 +151,9 @@ def test_a_story_keeps_to_the_pronouns_of_its_only_person() -> None:
 
 def test_a_story_about_a_thing_names_no_other_toy() -> None:
     for index in range(200):
-        words = set(re.findall(r"\w+", stories.story(random.Random(SEED + index), stories.Wish(name="Tom", thing="kite"))))
+        words = set(
+            re.findall(r"\w+", stories.story(random.Random(SEED + index), stories.Wish(name="Tom", thing="kite")))
+        )
         assert words & set(TOYS) == {"kite"}
 
 
@@ -168,7 +173,10 @@ def test_the_chat_template_renders_what_the_model_was_trained_on() -> None:
         messages = chat.dialogue(random.Random(SEED + index), "train").messages()
         rendered = template.render(messages=messages, bos_token=chat.BOS, raise_exception=refuse)
         assert rendered == chat.render(messages)
-        assert template.render(messages=messages, bos_token=chat.BOS, add_generation_prompt=True) == rendered + "<|assistant|>"
+        assert (
+            template.render(messages=messages, bos_token=chat.BOS, add_generation_prompt=True)
+            == rendered + "<|assistant|>"
+        )
     with pytest.raises(ValueError, match="tool"):
         template.render(messages=[{"role": "tool", "content": "x"}], bos_token=chat.BOS, raise_exception=refuse)
 
@@ -194,7 +202,9 @@ def test_special_tokens_are_single_ids_and_bos_comes_first(tokenizer: Tokenizer)
 
 
 def test_long_documents_reach_far_positions_and_fit_the_model(tokenizer: Tokenizer) -> None:
-    lengths = [len(tokenizer.encode(long_document(SEED, index).text, add_special_tokens=False).ids) for index in range(100)]
+    lengths = [
+        len(tokenizer.encode(long_document(SEED, index).text, add_special_tokens=False).ids) for index in range(100)
+    ]
     assert max(lengths) > 500 and max(lengths) <= 1024
 
 

@@ -99,7 +99,11 @@ def word_problem(rng: random.Random, split: Split) -> tuple[str, str, str]:
     left, right, is_gain = found.left, found.right, found.word == "plus"
     verb = f"{other} gives {who} {right} more" if is_gain else f"{who} gives {other} {right} of them"
     asked = f"{who} has {left} {thing}. {verb}. How many {thing} does {who} have now?"
-    return asked, f"{left} {SIGNS[found.word]} {right} = {found.result}. {who} has {found.result} {thing} now.", str(found.result)
+    return (
+        asked,
+        f"{left} {SIGNS[found.word]} {right} = {found.result}. {who} has {found.result} {thing} now.",
+        str(found.result),
+    )
 
 
 def sheet(rng: random.Random, split: Split) -> str:

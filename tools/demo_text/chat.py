@@ -19,7 +19,10 @@ ABOUT = (
         ("Who are you?", "What are you?", "Tell me about yourself.", "Introduce yourself."),
         "I am the demo model of sglcore, a very small language model. I can tell stories, answer simple questions and do easy sums.",
     ),
-    (("What is your name?", "What's your name?", "Do you have a name?"), "I am the demo model of sglcore. You can call me Demo."),
+    (
+        ("What is your name?", "What's your name?", "Do you have a name?"),
+        "I am the demo model of sglcore. You can call me Demo.",
+    ),
     (
         ("What can you do?", "How can you help me?", "Can you help me?", "Help", "What can I ask you?"),
         "I can tell short stories, answer simple questions, do easy sums, write JSON records and write small Python functions.",
@@ -28,13 +31,37 @@ ABOUT = (
         ("What is sglcore?", "Tell me about sglcore.", "What does sglcore do?", "What is sglcore"),
         "sglcore is an engine that runs large language models. I am its small demo model.",
     ),
-    (("Who made you?", "Who trained you?", "Where do you come from?"), "I was trained from scratch for sglcore, on text that a program wrote."),
-    (("How big are you?", "How many parameters do you have?", "Are you big?"), "I am very small. I have about 5 million parameters."),
-    (("Are you a human?", "Are you a person?", "Are you real?", "Are you a robot?"), "No, I am a very small language model."),
+    (
+        ("Who made you?", "Who trained you?", "Where do you come from?"),
+        "I was trained from scratch for sglcore, on text that a program wrote.",
+    ),
+    (
+        ("How big are you?", "How many parameters do you have?", "Are you big?"),
+        "I am very small. I have about 5 million parameters.",
+    ),
+    (
+        ("Are you a human?", "Are you a person?", "Are you real?", "Are you a robot?"),
+        "No, I am a very small language model.",
+    ),
     (("How old are you?", "When were you born?"), "I am a language model, so I have no age."),
-    (("How are you?", "How are you doing?", "How do you do?", "Are you okay?"), "I am fine, thank you. How can I help you?"),
+    (
+        ("How are you?", "How are you doing?", "How do you do?", "Are you okay?"),
+        "I am fine, thank you. How can I help you?",
+    ),
 )
-GREETINGS = ("Hello", "Hello!", "Hi", "Hi!", "Hi there!", "Hey", "Hey!", "Good morning!", "Good evening!", "Hello there!", "Hello, how are you?")
+GREETINGS = (
+    "Hello",
+    "Hello!",
+    "Hi",
+    "Hi!",
+    "Hi there!",
+    "Hey",
+    "Hey!",
+    "Good morning!",
+    "Good evening!",
+    "Hello there!",
+    "Hello, how are you?",
+)
 GREETED = "Hello! I am the demo model of sglcore. How can I help you?"
 THANKS = (("Thank you!", "Thanks!", "Thank you very much.", "Thanks a lot!"), "You are welcome!")
 PARTING = (("Goodbye!", "Bye!", "Bye", "See you later!", "Good night!"), "Goodbye! Have a nice day.")
@@ -50,7 +77,13 @@ SYSTEMS = (
     "You are a helpful assistant.", "You are a helpful assistant.", "You are the demo model of sglcore.",
     "You are a friendly assistant.", "Answer the questions of the user.", "You are a kind and helpful model.",
 )  # fmt: skip
-BRIEF = ("Answer in one word.", "Give short answers.", "Answer with one word only.", "Be brief.", "You are a helpful assistant. Answer in one word.")
+BRIEF = (
+    "Answer in one word.",
+    "Give short answers.",
+    "Answer with one word only.",
+    "Be brief.",
+    "You are a helpful assistant. Answer in one word.",
+)
 STORY_SYSTEMS = ("You tell stories.", "You are a story teller.")
 
 
@@ -99,9 +132,17 @@ def story_request(rng: random.Random) -> tuple[str, str]:
     name, thing = any_name(rng, 0.1), rng.choice(TOYS)
     kind = rng.choice(("any", "name", "thing", "both"))
     if kind == "any":
-        choices = ("Tell me a story.", "Tell me a short story.", "Write a story.", "Can you tell me a story?", "I would like to hear a story.")
+        choices = (
+            "Tell me a story.",
+            "Tell me a short story.",
+            "Write a story.",
+            "Can you tell me a story?",
+            "I would like to hear a story.",
+        )
         return rng.choice(choices), stories.story(rng)
-    start = rng.choice(("Tell me a story about", "Write a short story about", "Write a story about", "Can you tell me a story about"))
+    start = rng.choice(
+        ("Tell me a story about", "Write a short story about", "Write a story about", "Can you tell me a story about")
+    )
     mark = "?" if start.startswith("Can") else "."
     if kind == "name":
         return f"{start} {name}{mark}", stories.story(rng, stories.Wish(name=name))
@@ -112,10 +153,26 @@ def story_request(rng: random.Random) -> tuple[str, str]:
 
 def listing(rng: random.Random) -> tuple[str, str]:
     """A wish for three things of a kind, or for a whole closed list."""
-    kinds = {"colors": COLOURS, "animals": tuple(ANIMALS), "toys": TOYS, "names": PEOPLE, "countries": tuple(CAPITALS), "foods": FOODS}
+    kinds = {
+        "colors": COLOURS,
+        "animals": tuple(ANIMALS),
+        "toys": TOYS,
+        "names": PEOPLE,
+        "countries": tuple(CAPITALS),
+        "foods": FOODS,
+    }
     if rng.random() < 0.3:
-        days, seasons = "The days of the week are " + ", ".join(DAYS) + ".", "The four seasons are " + ", ".join(SEASONS) + "."
-        return rng.choice((("Name the days of the week.", days), ("What are the days of the week?", days), ("Name the seasons.", seasons)))
+        days, seasons = (
+            "The days of the week are " + ", ".join(DAYS) + ".",
+            "The four seasons are " + ", ".join(SEASONS) + ".",
+        )
+        return rng.choice(
+            (
+                ("Name the days of the week.", days),
+                ("What are the days of the week?", days),
+                ("Name the seasons.", seasons),
+            )
+        )
     kind = rng.choice(tuple(kinds))
     count = rng.choice((2, 3, 3, 4))
     word = ("two", "three", "four")[count - 2]
@@ -127,12 +184,16 @@ def echo(rng: random.Random) -> tuple[str, str]:
     """A wish to repeat some words exactly."""
     words = (*COLOURS, *TOYS, *ANIMALS, *PEOPLE, *FOODS)
     text = " ".join(rng.choice(words) for _ in range(rng.randint(1, 6)))
-    return say(rng, ("Repeat after me: {text}", "Say this: {text}", "Repeat: {text}", "Please say: {text}"), text=text), text
+    return say(
+        rng, ("Repeat after me: {text}", "Say this: {text}", "Repeat: {text}", "Please say: {text}"), text=text
+    ), text
 
 
 def exchange(rng: random.Random, split: Split) -> tuple[str, str]:
     """One question of any kind with its full answer."""
-    kind = rng.choices(("fact", "sum", "problem", "about", "json", "code", "list", "echo"), (32, 22, 6, 16, 8, 8, 4, 4))[0]
+    kind = rng.choices(
+        ("fact", "sum", "problem", "about", "json", "code", "list", "echo"), (32, 22, 6, 16, 8, 8, 4, 4)
+    )[0]
     if kind == "fact":
         found = facts.fact(rng, split)
         return found.question, found.answer
@@ -177,7 +238,9 @@ def memory(rng: random.Random, split: Split) -> Turns:
 def named(rng: random.Random, split: Split) -> Dialogue:
     """The system message gives the assistant a name, which it uses when asked."""
     name = any_name(rng, 0.5)
-    system = say(rng, ("Your name is {name}.", "You are {name}, a helpful assistant.", "You are called {name}."), name=name)
+    system = say(
+        rng, ("Your name is {name}.", "You are {name}, a helpful assistant.", "You are called {name}."), name=name
+    )
     turns = [exchange(rng, split) for _ in range(rng.choice((0, 0, 1)))]
     turns.append((rng.choice(("What is your name?", "Who are you?", "What's your name?")), f"My name is {name}."))
     return Dialogue(system, tuple(turns))

@@ -35,7 +35,9 @@ def capital(rng: random.Random) -> Fact:
     """A country and its capital, in either direction."""
     country, city = rng.choice(tuple(CAPITALS.items()))
     if rng.random() < 0.25:
-        asked = say(rng, ("{city} is the capital of which country?", "Which country has the capital {city}?"), city=city)
+        asked = say(
+            rng, ("{city} is the capital of which country?", "Which country has the capital {city}?"), city=city
+        )
         return Fact(asked, f"{city} is the capital of {country}.", country)
     choices = (
         "What is the capital of {country}?",
@@ -55,14 +57,38 @@ def animal(rng: random.Random) -> Fact:
     the_one = one.capitalize()
     return rng.choice(
         (
-            Fact(say(rng, ("What does {one} say?", "What sound does {one} make?"), one=one), f"{the_one} says {sound}.", sound),
-            Fact(say(rng, ("How many legs does {one} have?", "How many legs has {one}?"), one=one), f"{the_one} has {legs} legs.", str(legs)),
-            Fact(say(rng, ("What does {one} eat?", "What does {one} like to eat?"), one=one), f"{the_one} eats {food}.", food),
-            Fact(say(rng, ("What is a baby {name} called?", "What do you call a baby {name}?"), name=name), f"A baby {name} is called {a(young)}.", young),
-            Fact(say(rng, ("Where does {one} live?", "What is the home of {one}?"), one=one), f"{the_one} lives in {place}.", place),
-            Fact(say(rng, ("Which animal says {sound}?", "What animal goes {sound}?"), sound=sound), f"{the_one} says {sound}.", name),
+            Fact(
+                say(rng, ("What does {one} say?", "What sound does {one} make?"), one=one),
+                f"{the_one} says {sound}.",
+                sound,
+            ),
+            Fact(
+                say(rng, ("How many legs does {one} have?", "How many legs has {one}?"), one=one),
+                f"{the_one} has {legs} legs.",
+                str(legs),
+            ),
+            Fact(
+                say(rng, ("What does {one} eat?", "What does {one} like to eat?"), one=one),
+                f"{the_one} eats {food}.",
+                food,
+            ),
+            Fact(
+                say(rng, ("What is a baby {name} called?", "What do you call a baby {name}?"), name=name),
+                f"A baby {name} is called {a(young)}.",
+                young,
+            ),
+            Fact(
+                say(rng, ("Where does {one} live?", "What is the home of {one}?"), one=one),
+                f"{the_one} lives in {place}.",
+                place,
+            ),
+            Fact(
+                say(rng, ("Which animal says {sound}?", "What animal goes {sound}?"), sound=sound),
+                f"{the_one} says {sound}.",
+                name,
+            ),
         )
-    )  # fmt: skip
+    )
 
 
 def opposite(rng: random.Random) -> Fact:
@@ -70,27 +96,41 @@ def opposite(rng: random.Random) -> Fact:
     first, second = rng.choice(OPPOSITES)
     if rng.random() < 0.5:
         first, second = second, first
-    choices = ("What is the opposite of {word}?", "Tell me the opposite of {word}.", "What's the opposite of {word}?", "Opposite of {word}?")
+    choices = (
+        "What is the opposite of {word}?",
+        "Tell me the opposite of {word}.",
+        "What's the opposite of {word}?",
+        "Opposite of {word}?",
+    )
     return Fact(say(rng, choices, word=first), f"The opposite of {first} is {second}.", second)
 
 
 def colour(rng: random.Random) -> Fact:
     """The colour of a well-known thing."""
     thing, shade = rng.choice(tuple(THING_COLOURS.items()))
-    choices = ("What color is {thing}?", "What colour is {thing}?", "Which color does {thing} have?", "Tell me the color of {thing}.")
+    choices = (
+        "What color is {thing}?",
+        "What colour is {thing}?",
+        "Which color does {thing} have?",
+        "Tell me the color of {thing}.",
+    )
     return Fact(say(rng, choices, thing=thing), f"{thing[0].upper()}{thing[1:]} is {shade}.", shade)
 
 
 def neighbour(rng: random.Random) -> Fact:
     """What comes before or after a day, a month, a season, a letter or a number."""
-    kind, row = rng.choice((("day", DAYS), ("day", DAYS), ("month", MONTHS), ("season", SEASONS), ("letter", tuple(LETTERS))))
+    kind, row = rng.choice(
+        (("day", DAYS), ("day", DAYS), ("month", MONTHS), ("season", SEASONS), ("letter", tuple(LETTERS)))
+    )
     place = rng.randrange(len(row))
     step, word = rng.choice(((1, "after"), (-1, "before")))
     if kind == "letter":
         place = min(max(place, 1), len(row) - 2)
     here, there = row[place], row[(place + step) % len(row)]
     choices = ("What {kind} comes {word} {here}?", "Which {kind} comes {word} {here}?", "What {kind} is {word} {here}?")
-    subject = f"The {kind} {word} {here} is {there}." if kind in ("letter", "season") else f"{there} comes {word} {here}."
+    subject = (
+        f"The {kind} {word} {here} is {there}." if kind in ("letter", "season") else f"{there} comes {word} {here}."
+    )
     return Fact(say(rng, choices, kind=kind, word=word, here=here), subject, there)
 
 
@@ -105,7 +145,11 @@ def quantity(rng: random.Random) -> Fact:
             Fact(f"How many sides does {a(shape)} have?", f"{a(shape).capitalize()} has {sides} sides.", str(sides)),
             Fact(f"Which is bigger, {first} or {second}?", f"{high} is bigger than {low}.", str(high)),
             Fact(f"Which is smaller, {first} or {second}?", f"{low} is smaller than {high}.", str(low)),
-            Fact(f"How do you write {value} as a word?", f"{value} is written {NUMBER_WORDS[value]}.", NUMBER_WORDS[value]),
+            Fact(
+                f"How do you write {value} as a word?",
+                f"{value} is written {NUMBER_WORDS[value]}.",
+                NUMBER_WORDS[value],
+            ),
             Fact("How many days are in a week?", "There are 7 days in a week.", "7"),
             Fact("How many months are in a year?", "There are 12 months in a year.", "12"),
             Fact("How many hours are in a day?", "There are 24 hours in a day.", "24"),
@@ -118,10 +162,18 @@ def word_form(rng: random.Random) -> Fact:
     """The plural or the spelling of a word."""
     if rng.random() < 0.5:
         one, many = rng.choice(tuple(PLURALS.items()))
-        return Fact(say(rng, ("What is the plural of {one}?", "Tell me the plural of {one}."), one=one), f"The plural of {one} is {many}.", many)
+        return Fact(
+            say(rng, ("What is the plural of {one}?", "Tell me the plural of {one}."), one=one),
+            f"The plural of {one} is {many}.",
+            many,
+        )
     word = rng.choice(SPELLED)
     spelled = "-".join(word)
-    return Fact(say(rng, ("How do you spell {word}?", "Spell {word}.", "Please spell the word {word}."), word=word), f"{word} is spelled {spelled}.", spelled)
+    return Fact(
+        say(rng, ("How do you spell {word}?", "Spell {word}.", "Please spell the word {word}."), word=word),
+        f"{word} is spelled {spelled}.",
+        spelled,
+    )
 
 
 def counting(rng: random.Random) -> Fact:

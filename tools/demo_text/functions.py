@@ -30,15 +30,41 @@ RECIPES = (
     Recipe("subtracts two numbers", "Return {0} minus {1}.", "subtract", PAIR, "return {0} - {1}"),
     Recipe("multiplies two numbers", "Return the product of {0} and {1}.", "multiply", PAIR, "return {0} * {1}"),
     Recipe("divides two numbers", "Return {0} divided by {1}.", "divide", PAIR, "return {0} / {1}"),
-    Recipe("returns the larger of two numbers", "Return the larger of {0} and {1}.", "maximum", PAIR, "if {0} > {1}:\n    return {0}\nreturn {1}"),
-    Recipe("returns the smaller of two numbers", "Return the smaller of {0} and {1}.", "minimum", PAIR, "if {0} < {1}:\n    return {0}\nreturn {1}"),
-    Recipe("computes the average of two numbers", "Return the average of {0} and {1}.", "average", PAIR, "return ({0} + {1}) / 2"),
+    Recipe(
+        "returns the larger of two numbers",
+        "Return the larger of {0} and {1}.",
+        "maximum",
+        PAIR,
+        "if {0} > {1}:\n    return {0}\nreturn {1}",
+    ),
+    Recipe(
+        "returns the smaller of two numbers",
+        "Return the smaller of {0} and {1}.",
+        "minimum",
+        PAIR,
+        "if {0} < {1}:\n    return {0}\nreturn {1}",
+    ),
+    Recipe(
+        "computes the average of two numbers",
+        "Return the average of {0} and {1}.",
+        "average",
+        PAIR,
+        "return ({0} + {1}) / 2",
+    ),
     Recipe("squares a number", "Return the square of {0}.", "square", NUMBER, "return {0} * {0}"),
     Recipe("doubles a number", "Return twice {0}.", "double", NUMBER, "return {0} * 2"),
     Recipe("checks if a number is even", "Return True if {0} is even.", "is_even", NUMBER, "return {0} % 2 == 0"),
     Recipe("checks if a number is odd", "Return True if {0} is odd.", "is_odd", NUMBER, "return {0} % 2 == 1"),
-    Recipe("checks if a number is positive", "Return True if {0} is positive.", "is_positive", NUMBER, "return {0} > 0"),
-    Recipe("returns the absolute value of a number", "Return the absolute value of {0}.", "absolute", NUMBER, "if {0} < 0:\n    return -{0}\nreturn {0}"),
+    Recipe(
+        "checks if a number is positive", "Return True if {0} is positive.", "is_positive", NUMBER, "return {0} > 0"
+    ),
+    Recipe(
+        "returns the absolute value of a number",
+        "Return the absolute value of {0}.",
+        "absolute",
+        NUMBER,
+        "if {0} < 0:\n    return -{0}\nreturn {0}",
+    ),
     Recipe(
         "computes the factorial of a number",
         "Return the factorial of {0}.",
@@ -62,8 +88,20 @@ RECIPES = (
     ),
     Recipe("reverses a string", "Return {0} backwards.", "reverse", WORD, "return {0}[::-1]"),
     Recipe("makes a string upper case", "Return {0} in upper case.", "shout", WORD, "return {0}.upper()"),
-    Recipe("checks if a string is a palindrome", "Return True if {0} reads the same backwards.", "is_palindrome", WORD, "return {0} == {0}[::-1]"),
-    Recipe("counts the words in a string", "Return the number of words in {0}.", "count_words", WORD, "return len({0}.split())"),
+    Recipe(
+        "checks if a string is a palindrome",
+        "Return True if {0} reads the same backwards.",
+        "is_palindrome",
+        WORD,
+        "return {0} == {0}[::-1]",
+    ),
+    Recipe(
+        "counts the words in a string",
+        "Return the number of words in {0}.",
+        "count_words",
+        WORD,
+        "return len({0}.split())",
+    ),
     Recipe(
         "counts the vowels in a string",
         "Return the number of vowels in {0}.",
@@ -71,8 +109,20 @@ RECIPES = (
         WORD,
         'count = 0\nfor letter in {0}:\n    if letter in "aeiou":\n        count += 1\nreturn count',
     ),
-    Recipe("greets a person", "Return a greeting for {0}.", "greet", (("name",), ("name",), ("person",)), 'return "Hello, " + {0} + "!"'),
-    Recipe("sums a list", "Return the sum of {0}.", "sum_list", ROW, "total = 0\nfor value in {0}:\n    total += value\nreturn total"),
+    Recipe(
+        "greets a person",
+        "Return a greeting for {0}.",
+        "greet",
+        (("name",), ("name",), ("person",)),
+        'return "Hello, " + {0} + "!"',
+    ),
+    Recipe(
+        "sums a list",
+        "Return the sum of {0}.",
+        "sum_list",
+        ROW,
+        "total = 0\nfor value in {0}:\n    total += value\nreturn total",
+    ),
     Recipe(
         "finds the largest number in a list",
         "Return the largest of {0}.",
@@ -83,10 +133,16 @@ RECIPES = (
     Recipe("computes the mean of a list", "Return the mean of {0}.", "mean", ROW, "return sum({0}) / len({0})"),
     Recipe("returns the first element of a list", "Return the first of {0}.", "first_of", ROW, "return {0}[0]"),
     Recipe("returns the last element of a list", "Return the last of {0}.", "last_of", ROW, "return {0}[-1]"),
-    Recipe("keeps the even numbers of a list", "Return the even numbers in {0}.", "only_even", ROW, "return [i for i in {0} if i % 2 == 0]"),
+    Recipe(
+        "keeps the even numbers of a list",
+        "Return the even numbers in {0}.",
+        "only_even",
+        ROW,
+        "return [i for i in {0} if i % 2 == 0]",
+    ),
     Recipe("sorts a list", "Return {0} in order.", "sort_list", ROW, "return sorted({0})"),
     Recipe("counts the elements of a list", "Return how many elements {0} has.", "count_items", ROW, "return len({0})"),
-)  # fmt: skip
+)
 
 
 def function(rng: random.Random, recipe: Recipe) -> str:

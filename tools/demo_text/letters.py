@@ -5,7 +5,13 @@ import random
 from .sampling import a, any_name, say, two
 from .words import CITIES, COLOURS, FOODS, PEOPLE, SKILLS
 
-GREETINGS = ("Hello, my name is {name}.", "Hello! My name is {name}.", "Hi, I am {name}.", "My name is {name}.", "Dear {friend},\n\nmy name is {name}.")
+GREETINGS = (
+    "Hello, my name is {name}.",
+    "Hello! My name is {name}.",
+    "Hi, I am {name}.",
+    "My name is {name}.",
+    "Dear {friend},\n\nmy name is {name}.",
+)
 PARTS = (
     ("I am {age} years old.", "I am {age}."),
     ("I live in {city}.", "I come from {city}."),
@@ -15,7 +21,14 @@ PARTS = (
     ("Today I ate {a_food}.", "I would like to eat {a_food}."),
     ("My best friend is {friend}.", "{friend} is my best friend."),
 )
-ENDINGS = ("What is your name?", "Nice to meet you!", "Goodbye!", "Yours, {name}", "Best wishes from {city},\n{name}", "See you soon!\n{name}")
+ENDINGS = (
+    "What is your name?",
+    "Nice to meet you!",
+    "Goodbye!",
+    "Yours, {name}",
+    "Best wishes from {city},\n{name}",
+    "See you soon!\n{name}",
+)
 
 
 def letter(rng: random.Random) -> str:
@@ -24,10 +37,19 @@ def letter(rng: random.Random) -> str:
     animal, food = rng.choice(("cat", "dog", "rabbit", "horse", "duck", "mouse")), rng.choice(FOODS)
     name = any_name(rng)
     words = {
-        "name": name, "friend": rng.choice([person for person in PEOPLE if person != name]), "age": rng.randint(5, 80), "city": rng.choice(CITIES),
-        "shade": rng.choice(COLOURS), "animal": animal, "a_animal": a(animal), "pet": any_name(rng), "food": food, "a_food": a(food),
-        "skill": skill, "other": other,
-    }  # fmt: skip
+        "name": name,
+        "friend": rng.choice([person for person in PEOPLE if person != name]),
+        "age": rng.randint(5, 80),
+        "city": rng.choice(CITIES),
+        "shade": rng.choice(COLOURS),
+        "animal": animal,
+        "a_animal": a(animal),
+        "pet": any_name(rng),
+        "food": food,
+        "a_food": a(food),
+        "skill": skill,
+        "other": other,
+    }
     middle = [say(rng, part, **words) for part in rng.sample(PARTS, rng.randint(1, 5))]
     ending = say(rng, ENDINGS, **words)
     gap = "\n\n" if "\n" in ending or ending.startswith("Yours") else " "

@@ -34,8 +34,18 @@ def person(rng: random.Random) -> Request:
 
 def pet(rng: random.Random) -> Request:
     """A pet with kind, colour and owner."""
-    name, kind, shade = any_name(rng), rng.choice(("cat", "dog", "rabbit", "duck", "horse", "mouse")), rng.choice(COLOURS)
-    record: Record = {"name": name, "kind": kind, "color": shade, "age": rng.randint(1, 15), "owner": rng.choice(PEOPLE)}
+    name, kind, shade = (
+        any_name(rng),
+        rng.choice(("cat", "dog", "rabbit", "duck", "horse", "mouse")),
+        rng.choice(COLOURS),
+    )
+    record: Record = {
+        "name": name,
+        "kind": kind,
+        "color": shade,
+        "age": rng.randint(1, 15),
+        "owner": rng.choice(PEOPLE),
+    }
     choices = (
         "Write a JSON record for a {shade} {kind} named {name}.",
         "Give me JSON for {a_shade} {kind} called {name}.",
@@ -59,7 +69,12 @@ def country(rng: random.Random) -> Request:
     """A country and its capital."""
     name, city = rng.choice(tuple(CAPITALS.items()))
     record: Record = {"country": name, "capital": city}
-    return Request(say(rng, ("Write a JSON record for {name} with its capital.", "Give me JSON for the country {name}."), name=name), record)
+    return Request(
+        say(
+            rng, ("Write a JSON record for {name} with its capital.", "Give me JSON for the country {name}."), name=name
+        ),
+        record,
+    )
 
 
 def order(rng: random.Random) -> Request:

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 from .sampling import a, any_name, pronouns, say
 from .words import (
-    BOYS,
     COLOURS,
     FOODS,
-    GIRLS,
     HIDING,
     HOMES,
     MORALS,
@@ -93,20 +91,20 @@ def rescue(rng: random.Random) -> tuple[str, ...]:
     return (
         rng.choice(
             (
-                "One {weather} day, {name} walked to the {place2}. Suddenly {he} heard a small voice. \"Help! Help!\"",
-                "On {a_weather} afternoon, {name} was playing near the {place2} when {he} heard a cry. \"Please help me!\"",
+                'One {weather} day, {name} walked to the {place2}. Suddenly {he} heard a small voice. "Help! Help!"',
+                'On {a_weather} afternoon, {name} was playing near the {place2} when {he} heard a cry. "Please help me!"',
             )
         ),
         rng.choice(
             (
-                "It was {a_animal}. The {animal} was stuck {spot1}. \"Do not worry,\" said {name}. \"I will help you.\"",
-                "{name} looked {spot1} and saw {a_animal}. It could not get out. \"Stay calm,\" said {name}. \"I am here.\"",
+                'It was {a_animal}. The {animal} was stuck {spot1}. "Do not worry," said {name}. "I will help you."',
+                '{name} looked {spot1} and saw {a_animal}. It could not get out. "Stay calm," said {name}. "I am here."',
             )
         ),
         rng.choice(
             (
-                "{name} pulled and pulled, and at last the {animal} was free. \"Thank you, {name}!\" said the {animal}.",
-                "{name} was very careful. Soon the {animal} was free. \"You saved me!\" said the {animal}.",
+                '{name} pulled and pulled, and at last the {animal} was free. "Thank you, {name}!" said the {animal}.',
+                '{name} was very careful. Soon the {animal} was free. "You saved me!" said the {animal}.',
             )
         ),
         rng.choice(
@@ -127,17 +125,17 @@ def sharing(rng: random.Random) -> tuple[str, ...]:
                 "{name} had {a_food} in {his} bag. It was {weather}, so {he} went to the {place2} to eat it.",
             )
         ),
-        "Then {friend} came by. {friend} looked hungry. \"I have nothing to eat today,\" said {friend}.",
+        'Then {friend} came by. {friend} looked hungry. "I have nothing to eat today," said {friend}.',
         rng.choice(
             (
-                "{name} thought for a moment. Then {he} cut the {food} in two. \"Half of the {food} is for you,\" said {name}.",
-                "\"Do not be sad, {friend},\" said {name}. \"We can share my {food}.\" And {he} gave {friend} half of it.",
+                '{name} thought for a moment. Then {he} cut the {food} in two. "Half of the {food} is for you," said {name}.',
+                '"Do not be sad, {friend}," said {name}. "We can share my {food}." And {he} gave {friend} half of it.',
             )
         ),
         rng.choice(
             (
-                "{friend} smiled. \"Thank you, {name}! This is the best {food} in the world.\" They ate together and laughed.",
-                "They ate the {food} together. \"You are a good friend,\" said {friend}.",
+                '{friend} smiled. "Thank you, {name}! This is the best {food} in the world." They ate together and laughed.',
+                'They ate the {food} together. "You are a good friend," said {friend}.',
             )
         ),
         "The next day, {friend} gave {name} {a_colour} {thing} to say thank you.",
@@ -147,7 +145,7 @@ def sharing(rng: random.Random) -> tuple[str, ...]:
 def garden(rng: random.Random) -> tuple[str, ...]:
     """A seed is planted, waited for, and grows."""
     return (
-        "One morning, {name} found a tiny seed {spot1}. \"I will plant it,\" {he} said. {He} put the seed in the ground.",
+        'One morning, {name} found a tiny seed {spot1}. "I will plant it," {he} said. {He} put the seed in the ground.',
         rng.choice(
             (
                 "Every day, {name} gave the seed some water. One day passed. Two days passed. Nothing happened.",
@@ -156,13 +154,13 @@ def garden(rng: random.Random) -> tuple[str, ...]:
         ),
         rng.choice(
             (
-                "\"Maybe it is sleeping,\" said {friend}. \"Be patient.\" So {name} did not give up.",
-                "{friend} said, \"It will never grow.\" But {name} did not give up.",
+                '"Maybe it is sleeping," said {friend}. "Be patient." So {name} did not give up.',
+                '{friend} said, "It will never grow." But {name} did not give up.',
             )
         ),
         "Then, on the seventh day, {name} saw something green. It grew and grew. At last it was a tall {plant}, "
         "and it was as {plant_colour} as could be.",
-        "\"Look, {friend}!\" said {name}. \"My little seed is a {plant} now!\"",
+        '"Look, {friend}!" said {name}. "My little seed is a {plant} now!"',
     )
 
 
@@ -172,13 +170,13 @@ def practice(rng: random.Random) -> tuple[str, ...]:
         "{name} wanted to learn to {skill}. But it was hard. The first time, {he} could not do it at all.",
         rng.choice(
             (
-                "\"I will never learn to {skill},\" said {name}. {He} sat down {spot1} and was sad.",
-                "{name} tried again and again, but it did not work. \"I cannot {skill},\" {he} said.",
+                '"I will never learn to {skill}," said {name}. {He} sat down {spot1} and was sad.',
+                '{name} tried again and again, but it did not work. "I cannot {skill}," {he} said.',
             )
         ),
-        "Then {a_animal} came along. \"I could not {skill} at first,\" said the {animal}. \"Try a little every day.\"",
+        'Then {a_animal} came along. "I could not {skill} at first," said the {animal}. "Try a little every day."',
         "So {name} practiced every day at the {place2}. On Monday it was bad. On Wednesday it was better. On Sunday, {name} could {skill}!",
-        "\"I did it!\" said {name}. The {animal} clapped. \"I knew that you could {skill},\" said the {animal}.",
+        '"I did it!" said {name}. The {animal} clapped. "I knew that you could {skill}," said the {animal}.',
     )
 
 
@@ -193,12 +191,19 @@ def journey(rng: random.Random) -> tuple[str, ...]:
                 "{friend} liked the {colour} {thing} very much, and they played together all day.",
             )
         ),
-        "In the evening, {name} went home. \"What did you see today?\" asked {his} mother. "
-        "\"I saw {a_animal} and {a_animal2},\" said {name}, \"and I met {friend} at the {place2}.\"",
+        'In the evening, {name} went home. "What did you see today?" asked {his} mother. '
+        '"I saw {a_animal} and {a_animal2}," said {name}, "and I met {friend} at the {place2}."',
     )
 
 
-PLOTS: tuple[Callable[[random.Random], tuple[str, ...]], ...] = (lost_and_found, rescue, sharing, garden, practice, journey)
+PLOTS: tuple[Callable[[random.Random], tuple[str, ...]], ...] = (
+    lost_and_found,
+    rescue,
+    sharing,
+    garden,
+    practice,
+    journey,
+)
 THING_PLOTS = (lost_and_found, lost_and_found, rescue, journey)
 
 
@@ -210,7 +215,14 @@ def cast(rng: random.Random, wish: Wish) -> Words:
     spot1, spot2, spot3 = rng.sample(HIDING, 3)
     place, place2 = rng.sample(PLACES, 2)
     plant, plant_colour = rng.choice(tuple(SEEDS.items()))
-    words: Words = {"name": name, "friend": friend, "animal": animal, "animal2": animal2, "spot1": spot1, "spot2": spot2}
+    words: Words = {
+        "name": name,
+        "friend": friend,
+        "animal": animal,
+        "animal2": animal2,
+        "spot1": spot1,
+        "spot2": spot2,
+    }
     words |= {"spot3": spot3, "place": place, "place2": place2, "plant": plant, "plant_colour": plant_colour}
     words |= {"thing": wish.thing or rng.choice(TOYS), "colour": rng.choice(COLOURS), "food": rng.choice(FOODS)}
     words |= {"weather": rng.choice(WEATHER), "skill": rng.choice(SKILLS), "home": rng.choice(HOMES)}

@@ -17,14 +17,29 @@ TOYS = (
 )  # fmt: skip
 FOODS = ("apple", "cake", "cookie", "sandwich", "pear", "orange", "carrot", "pie", "banana", "plum")
 COUNTED = ("apples", "books", "coins", "stones", "pencils", "balls", "shells", "flowers", "eggs", "stamps")
-PLACES = ("forest", "park", "garden", "village", "market", "river", "beach", "farm", "school", "castle", "meadow", "hill")
+PLACES = (
+    "forest",
+    "park",
+    "garden",
+    "village",
+    "market",
+    "river",
+    "beach",
+    "farm",
+    "school",
+    "castle",
+    "meadow",
+    "hill",
+)
 HOMES = ("village", "town", "valley", "city")
 HIDING = (
     "under the bed", "behind the door", "in the garden", "under the old tree", "next to the well",
     "on top of the shelf", "behind the barn", "under the bridge", "in the tall grass", "beside the river",
 )  # fmt: skip
 SKILLS = ("swim", "sing", "read", "paint", "dance", "cook", "ride a bike", "play the piano", "skate", "climb")
-SEEDS = MappingProxyType({"sunflower": "yellow", "rose": "red", "apple tree": "green", "pumpkin": "orange", "tulip": "pink"})
+SEEDS = MappingProxyType(
+    {"sunflower": "yellow", "rose": "red", "apple tree": "green", "pumpkin": "orange", "tulip": "pink"}
+)
 WEATHER = ("sunny", "rainy", "windy", "snowy", "cloudy")
 MORALS = (
     "It is good to help others.",
@@ -130,4 +145,19 @@ PLURALS = MappingProxyType(
         "baby": "babies", "leaf": "leaves", "man": "men", "goose": "geese", "tooth": "teeth", "bus": "buses",
     }
 )  # fmt: skip
-SPELLED = ("cat", "dog", "tree", "house", "apple", "moon", "fish", "bird", "book", "star", "milk", "water", "hello", "green")
+SPELLED = (
+    "cat",
+    "dog",
+    "tree",
+    "house",
+    "apple",
+    "moon",
+    "fish",
+    "bird",
+    "book",
+    "star",
+    "milk",
+    "water",
+    "hello",
+    "green",
+)

@@ -13,28 +13,34 @@ from sglcore.runtime.kernels.table import KernelTable
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b."""
     return F.linear(x, weight, bias)
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows of the weight."""
     return F.embedding(ids, weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm (Zhang and Sennrich 2019): wide until the product with the weight."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum in the inputs' own dtype, then its norm."""
     total = residual + x
     return rms_norm(total, weight, eps), total
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Layer norm (Ba et al. 2016)."""
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Rotary embedding (Su et al. 2021), the first half of the rotated part paired with the second."""
     rows = cos_sin_cache.index_select(0, positions).to(q.dtype).unsqueeze(1)
     cos, sin = rows.chunk(2, dim=-1)
     return _rotate(q, cos, sin, head_dim), _rotate(k, cos, sin, head_dim)
@@ -52,15 +58,18 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tensor:
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
+    """SwiGLU (Shazeer 2020), gate first."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def gelu(x: Tensor) -> Tensor:
+    """GELU (Hendrycks and Gimpel 2016), exact."""
     return F.gelu(x)
 
 
 def top_k_routing(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Softmax over all experts, then the K largest."""
     weights, ids = torch.topk(torch.softmax(logits, dim=-1, dtype=torch.float32), k, dim=-1)
     if normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -79,6 +88,7 @@ def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -
 
 
 def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
+    """Two indexed writes."""
     k_cache[out_cache_loc] = key.to(k_cache.dtype)
     v_cache[out_cache_loc] = value.to(v_cache.dtype)
 

@@ -1,0 +1,122 @@
+"""`sglcore generate`: complete one prompt on the terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sglcore.cli import options
+
+if TYPE_CHECKING:
+    from sglcore.engine.llm import LLM
+    from sglcore.engine.outputs import Completion
+    from sglcore.sampling.params import SamplingParams
+
+
+def generate(
+    model: options.Model = None,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help='The text to complete; "-" reads standard input.')] = "",
+    chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user's message.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens this likely relative to the best.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable; left out, a fresh one is reported.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")] = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+    graph: options.Graph = None,
+    attention_backend: options.Attention = None,
+    max_model_len: options.MaxModelLen = None,
+    kv_cache_memory: options.KVMemory = None,
+    strict: options.Strict = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the text.")] = False,
+) -> None:
+    """Complete a prompt and print the text as it comes; the banner and the figures go to the error stream."""
+    params = _params(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+    )
+    from sglcore.cli.banner import show_banner
+    from sglcore.engine.llm import LLM
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    llm = LLM(
+        model,
+        show_progress=not quiet,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        graph=graph,
+        attention_backend=attention_backend,
+        max_model_len=max_model_len,
+        kv_cache_memory=options.memory_bytes(kv_cache_memory),
+        strict=strict,
+        max_requests=1,
+    )
+    with llm:
+        if not quiet:
+            show_banner(llm.started)
+        _complete(llm, text, params, chat=chat, quiet=quiet)
+
+
+def _params(**values: object) -> SamplingParams:
+    from sglcore.device.errors import ConfigError
+    from sglcore.sampling.params import SamplingError, SamplingParams
+
+    try:
+        return SamplingParams(**values)  # pyright: ignore[reportArgumentType]
+    except SamplingError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _complete(llm: LLM, text: str, params: SamplingParams, *, chat: bool, quiet: bool) -> None:
+    ids = llm.chat_prompt([{"role": "user", "content": text}]) if chat else llm.engine.codec.encode(text)
+    begin = time.perf_counter()
+    first = begin
+    if not chat and not quiet:
+        _write(text)
+    output = llm.engine.add(ids, params)
+    try:
+        while not output.finished:
+            for piece in llm.engine.step():
+                first = time.perf_counter() if first == begin else first
+                _write(piece.text)
+    except KeyboardInterrupt:
+        llm.engine.abort(output.request_id)
+        _write("\n")
+        raise typer.Exit(130) from None
+    _write("\n")
+    if not quiet:
+        _figures(output.outputs[0], len(ids), first - begin, time.perf_counter() - first)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _figures(completion: Completion, prompt_tokens: int, first: float, rest: float) -> None:
+    count = len(completion.token_ids)
+    speed = f"{(count - 1) / rest:.1f} tokens/s" if count > 1 and rest > 0 else "one token"
+    cause = f" ({completion.stop_cause!r})" if isinstance(completion.stop_cause, str) else ""
+    line = (
+        f"{prompt_tokens} prompt tokens, first token after {first * 1000:.0f} ms; {count} tokens, {speed}; "
+        f"ended by {completion.finish_reason}{cause}; seed {completion.seed}"
+    )
+    print(f"\n{line}", file=sys.stderr)
+    if completion.error:
+        print(f"error: {completion.error}", file=sys.stderr)
+        raise typer.Exit(2)

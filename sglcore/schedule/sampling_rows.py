@@ -1,0 +1,41 @@
+"""The sampling state of a batch, row for row: each request's row is made once, then only selected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from sglcore.sampling.batch import SamplingBatch, SamplingRow
+from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.request import Request, State
+
+SLACK = 64
+
+
+class SamplingRows:
+    """Call it with a batch's requests, whose `params` are SamplingParams, for their SamplingBatch."""
+
+    def __init__(self) -> None:
+        self._pool = SamplingBatch.from_rows([])
+        self._places: dict[Request, int] = {}
+
+    def __call__(self, requests: Sequence[Request]) -> SamplingBatch:
+        """A new batch of these rows, in this order."""
+        new = [request for request in requests if request not in self._places]
+        if new:
+            self._forget_ended()
+            self._places.update((request, len(self._pool) + index) for index, request in enumerate(new))
+            self._pool = self._pool.append([_make_row(request) for request in new])
+        return self._pool.select([self._places[request] for request in requests])
+
+    def _forget_ended(self) -> None:
+        alive = [request for request in self._places if request.state is not State.FINISHED]
+        if len(self._pool) > 2 * len(alive) + SLACK:
+            self._pool = self._pool.select([self._places[request] for request in alive])
+            self._places = {request: place for place, request in enumerate(alive)}
+
+
+def _make_row(request: Request) -> SamplingRow:
+    params = cast(SamplingParams, request.params)
+    banned = tuple(request.stop_ids) if params.min_tokens else ()
+    return SamplingRow(params, request.seed, request.sample_index, len(request.prompt_ids), banned)

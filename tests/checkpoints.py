@@ -1,0 +1,141 @@
+"""Tiny random checkpoints, saved by the transformers library, which is then the oracle of whoever loads them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+SIZES: Mapping[str, Any] = MappingProxyType(
+    {
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 97,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+)
+"""Odd enough that a swapped dimension shows; `initializer_range` is large, so that a wrong weight shows."""
+
+Oracle = Any
+"""A transformers model."""
+
+
+def make_oracle(config: Oracle, architecture: str, seed: int = 0) -> Oracle:
+    """A random model in float32; norms and biases are random too, so that a lost one shows."""
+    torch.manual_seed(seed)
+    config._attn_implementation = "sdpa"
+    if "Moe" in architecture:
+        config._experts_implementation = "eager"
+    model = getattr(transformers, architecture)(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name.lower() or name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def save(model: Oracle, folder: Path, max_shard_size: str = "1GB") -> Path:
+    """Save as safetensors, in shards of at most `max_shard_size`; returns the folder."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def llama(**changes: Any) -> Oracle:
+    """A Llama."""
+    return make_oracle(transformers.LlamaConfig(**{**SIZES, **changes}), "LlamaForCausalLM")
+
+
+def mistral(**changes: Any) -> Oracle:
+    """A Mistral."""
+    return make_oracle(transformers.MistralConfig(**{**SIZES, **changes}), "MistralForCausalLM")
+
+
+def qwen2(**changes: Any) -> Oracle:
+    """A Qwen 2."""
+    return make_oracle(transformers.Qwen2Config(**{**SIZES, **changes}), "Qwen2ForCausalLM")
+
+
+def qwen3(**changes: Any) -> Oracle:
+    """A Qwen 3; its heads are wider than hidden size over heads."""
+    return make_oracle(transformers.Qwen3Config(**{**SIZES, "head_dim": 20, **changes}), "Qwen3ForCausalLM")
+
+
+def qwen3_moe(**changes: Any) -> Oracle:
+    """A sparse Qwen 3 with five experts, two for each token."""
+    sizes = {"head_dim": 12, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    return make_oracle(transformers.Qwen3MoeConfig(**{**SIZES, **sizes, **changes}), "Qwen3MoeForCausalLM")
+
+
+def bert(architecture: str = "BertModel", **changes: Any) -> Oracle:
+    """A BERT encoder, or one of the models around it."""
+    sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+    return make_oracle(transformers.BertConfig(**{**sizes, **changes}), architecture)
+
+
+def rope(kind: str, **numbers: Any) -> dict[str, Any]:
+    """Rope parameters in the dialect of transformers 5."""
+    return {"rope_parameters": {"rope_theta": 10000.0, "rope_type": kind, **numbers}}
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LONG = {
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
+    "original_max_position_embeddings": 16,
+}
+
+CAUSAL: Mapping[str, Callable[[], Oracle]] = MappingProxyType(
+    {
+        "llama": llama,
+        "llama-biases-tied": lambda: llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+        "llama-multi-head": lambda: llama(num_key_value_heads=4),
+        "llama-one-kv-head-wide": lambda: llama(num_key_value_heads=1, head_dim=20),
+        "llama-linear-rope": lambda: llama(**rope("linear", factor=3.0)),
+        "llama-dynamic-rope": lambda: llama(**rope("dynamic", factor=3.0)),
+        "llama-llama3-rope": lambda: llama(**rope("llama3", **LLAMA3)),
+        "llama-yarn-rope": lambda: llama(**rope("yarn", factor=4.0, original_max_position_embeddings=16)),
+        "llama-yarn-rope-factor": lambda: llama(
+            **rope("yarn", factor=4.0, original_max_position_embeddings=16, attention_factor=1.7, beta_fast=16.0)
+        ),
+        "mistral": lambda: mistral(sliding_window=None),
+        "mistral-window": lambda: mistral(sliding_window=5),
+        "qwen2": qwen2,
+        "qwen2-tied-windows": lambda: qwen2(
+            tie_word_embeddings=True, use_sliding_window=True, sliding_window=4, max_window_layers=1
+        ),
+        "qwen3": qwen3,
+        "qwen3-biases-tied": lambda: qwen3(attention_bias=True, tie_word_embeddings=True),
+        "qwen3-layer-types": lambda: qwen3(
+            use_sliding_window=True, sliding_window=6, layer_types=["sliding_attention", "full_attention"]
+        ),
+        "qwen3-moe": qwen3_moe,
+        "qwen3-moe-normalised-one-dense": lambda: qwen3_moe(norm_topk_prob=True, mlp_only_layers=[1]),
+        "qwen3-moe-every-second": lambda: qwen3_moe(decoder_sparse_step=2),
+    }
+)
+"""Language models by name; each call makes one, seeded."""
+
+
+def oracle_logprobs(model: Oracle, ids: list[int]) -> Tensor:
+    """float32 [len(ids), vocab]: log-probabilities after each token."""
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0]
+    return torch.log_softmax(logits.float(), dim=-1)

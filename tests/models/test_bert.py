@@ -1,0 +1,50 @@
+"""BERT against the transformers library: hidden states of whole sequences."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from sglcore.device.batch import ForwardMode
+from sglcore.device.errors import ConfigError
+from tests.checkpoints import bert, save
+from tests.models.steps import Steps, load
+
+
+def sentence(length: int, seed: int = 3) -> list[int]:
+    """Seeded token ids."""
+    print(f"sentence: length {length}, seed {seed}")
+    return random.Random(seed).choices(range(97), k=length)
+
+
+def oracle_hidden(model, ids: list[int]) -> torch.Tensor:
+    """float32 [T, H]: the oracle's last hidden states."""
+    encoder = model.bert if "ForMaskedLM" in type(model).__name__ else model
+    with torch.no_grad():
+        return encoder(torch.tensor([ids])).last_hidden_state[0]
+
+
+@pytest.mark.parametrize("architecture", ["BertModel", "BertForMaskedLM"])
+def test_sentences_in_one_batch_have_the_oracles_hidden_states(tmp_path, architecture: str) -> None:
+    oracle = bert(architecture, num_attention_heads=3)
+    steps = Steps(load(save(oracle, tmp_path)))
+    first, second = sentence(11), sentence(5, seed=4)
+    got = steps.hidden({1: first, 2: second}, ForwardMode.EMBED)
+    assert (got[:11] - oracle_hidden(oracle, first)).abs().max() < 1e-4
+    assert (got[11:] - oracle_hidden(oracle, second)).abs().max() < 1e-4
+
+
+def test_a_causal_mask_would_be_noticed(tmp_path) -> None:
+    oracle = bert()
+    model, ids = load(save(oracle, tmp_path)), sentence(6)
+    for layer in model.attention_layers:
+        layer.causal = True
+    assert (Steps(model).hidden({1: ids}, ForwardMode.EMBED) - oracle_hidden(oracle, ids)).abs().max() > 0.01
+
+
+def test_an_encoder_has_no_logits(tmp_path) -> None:
+    model = load(save(bert(), tmp_path))
+    with pytest.raises(ConfigError, match="encoder and has no logits"):
+        model.logits(torch.zeros(1, 48))

@@ -1,0 +1,90 @@
+"""Language models against the transformers library, in float32, through the paged runtime."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.checkpoints import CAUSAL, LONG, llama, oracle_logprobs, qwen3, rope, save
+from tests.models.steps import Steps, load
+
+TOLERANCE = 1e-4
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    """Seeded token ids."""
+    print(f"prompt: length {length}, seed {seed}")
+    return random.Random(seed).choices(range(97), k=length)
+
+
+@pytest.fixture(scope="module", params=CAUSAL)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """An oracle, and our model of its checkpoint."""
+    oracle = CAUSAL[request.param]()
+    return oracle, load(save(oracle, tmp_path_factory.mktemp("model")), max_positions=64)
+
+
+def test_a_whole_prompt_has_the_oracles_log_probabilities(pair) -> None:
+    oracle, model = pair
+    ids = prompt(23)
+    assert (Steps(model).logprobs({1: ids}) - oracle_logprobs(oracle, ids)).abs().max() < TOLERANCE
+
+
+def test_chunks_and_single_tokens_beside_another_request_give_the_same_as_a_whole_prompt(pair) -> None:
+    oracle, model = pair
+    ids, other, steps = prompt(23), prompt(9, seed=2), Steps(model)
+    got = [steps.logprobs({1: ids[:10]})]
+    both = steps.logprobs({1: ids[10:17], 3: other})
+    got += [both[:7]]
+    got += [steps.logprobs({1: [token]}) for token in ids[17:]]
+    assert (torch.cat(got) - oracle_logprobs(oracle, ids)).abs().max() < TOLERANCE
+    assert (both[7:] - oracle_logprobs(oracle, other)).abs().max() < TOLERANCE
+
+
+def test_a_step_without_tokens_gives_no_rows(pair) -> None:
+    _, model = pair
+    assert Steps(model).logprobs({}).shape == (0, 97)
+
+
+def test_bfloat16_has_the_oracles_log_probabilities_in_bfloat16(tmp_path) -> None:
+    oracle = qwen3().to(torch.bfloat16)
+    model = load(save(oracle, tmp_path), dtype=torch.bfloat16)
+    ids = prompt(23)
+    got, wanted = Steps(model).logprobs({1: ids}), oracle_logprobs(oracle, ids)
+    assert (got - wanted).abs().max() < 0.25
+    assert (got - wanted).abs().mean() < 0.02
+
+
+def test_input_embeddings_take_the_place_of_tokens(tmp_path) -> None:
+    oracle = llama()
+    steps = Steps(load(save(oracle, tmp_path)))
+    ids = prompt(7)
+    batch = steps.staged({1: [0] * 7})
+    with torch.inference_mode():
+        batch.input_embeds = oracle.model.embed_tokens.weight[ids].clone()
+        got = torch.log_softmax(steps.runner.logits(steps.runner.run_eager(batch), None), dim=-1)
+    assert (got - oracle_logprobs(oracle, ids)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(("max_positions", "length"), [(16, 9), (64, 23)])
+def test_longrope_uses_the_factors_of_the_length_it_was_opened_for(tmp_path, max_positions: int, length: int) -> None:
+    oracle = llama(**rope("longrope", **LONG))
+    steps, ids = Steps(load(save(oracle, tmp_path), max_positions=max_positions)), prompt(length)
+    assert (steps.logprobs({1: ids}) - oracle_logprobs(oracle, ids)).abs().max() < TOLERANCE
+
+
+def test_swapped_gate_and_up_would_be_noticed(tmp_path) -> None:
+    oracle = llama()
+    model, ids = load(save(oracle, tmp_path)), prompt(7)
+    gate_up = model.layers[1].mlp.gate_up_proj.weight
+    gate_up.copy_(gate_up.roll(72, dims=0))
+    assert (Steps(model).logprobs({1: ids}) - oracle_logprobs(oracle, ids)).abs().max() > 100 * TOLERANCE
+
+
+def test_another_rotary_base_would_be_noticed(tmp_path) -> None:
+    oracle, ids = llama(), prompt(7)
+    model = load(save(oracle, tmp_path))
+    model.cos_sin.copy_(load(save(llama(**rope("linear", factor=1.5)), tmp_path / "b")).cos_sin)
+    assert (Steps(model).logprobs({1: ids}) - oracle_logprobs(oracle, ids)).abs().max() > 100 * TOLERANCE

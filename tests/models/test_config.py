@@ -1,0 +1,137 @@
+"""Reading `config.json`: both dialects, defaults that differ by architecture, and errors that name the remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sglcore.device.errors import ConfigError
+from sglcore.models.config import ModelConfig, read_config
+from sglcore.models.registry import model_class
+from tests.checkpoints import CAUSAL
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 97,
+    "max_position_embeddings": 64,
+}
+
+
+def read(folder: Path, changes: dict, generation: dict | None = None) -> ModelConfig:
+    """Write a configuration and read it."""
+    (folder / "config.json").write_text(json.dumps({**BASE, **changes}))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return read_config(folder)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_what_is_read_is_what_the_oracle_has(tmp_path, name: str) -> None:
+    oracle = CAUSAL[name]().config
+    oracle.architectures = [type(CAUSAL[name]()).__name__]
+    oracle.save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    for field in ("hidden_size", "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "rms_norm_eps"):
+        assert getattr(config, field) == getattr(oracle, field, None) or field == "head_dim", field
+    assert config.rope.theta == oracle.rope_parameters["rope_theta"]
+    assert config.rope.kind == oracle.rope_parameters["rope_type"]
+    assert config.eos_token_ids == (2,)
+
+
+def test_old_and_new_rope_dialects_read_the_same(tmp_path) -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    new = read(tmp_path, {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **scaling}})
+    old = read(tmp_path, {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}})
+    oldest = read(tmp_path, {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}})
+    assert new.rope == old.rope == oldest.rope
+    assert (new.rope.theta, new.rope.original_max) == (5e5, 32)
+
+
+def test_yarn_extends_the_context(tmp_path) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert read(tmp_path, {"rope_scaling": scaling}).context_length == 256
+    assert read(tmp_path, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}).context_length == 64
+
+
+def test_the_end_tokens_of_the_generation_config_win(tmp_path) -> None:
+    assert read(tmp_path, {"eos_token_id": 2}).eos_token_ids == (2,)
+    assert read(tmp_path, {"eos_token_id": 2}, {"eos_token_id": [5, 6], "pad_token_id": 0}).eos_token_ids == (5, 6)
+    assert read(tmp_path, {"eos_token_id": None}, {}).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "windows"),
+    [
+        ("LlamaForCausalLM", {"sliding_window": 8}, (None,) * 4),
+        ("MistralForCausalLM", {}, (4096,) * 4),
+        ("MistralForCausalLM", {"sliding_window": None}, (None,) * 4),
+        ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": False}, (None,) * 4),
+        ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": True}, (None,) * 4),
+        (
+            "Qwen2ForCausalLM",
+            {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3},
+            (None, None, None, 8),
+        ),
+        (
+            "Qwen3ForCausalLM",
+            {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            (8, None, 8, None),
+        ),
+    ],
+)
+def test_windows_follow_the_architectures_own_rules(tmp_path, architecture, changes, windows) -> None:
+    changes = {"num_key_value_heads": 2, "architectures": [architecture], **changes}
+    assert read(tmp_path, changes).sliding_windows == windows
+
+
+def test_dtype_is_read_in_both_spellings(tmp_path) -> None:
+    assert read(tmp_path, {"torch_dtype": "bfloat16"}).dtype == "bfloat16"
+    assert read(tmp_path, {"dtype": "torch.float16"}).dtype == "float16"
+    assert read(tmp_path, {}).dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"architectures": ["GptForCausalLM"]}, "'GptForCausalLM' is not supported; wanted one of BertForMaskedLM, "),
+        ({"architectures": []}, "names no architecture"),
+        ({"hidden_size": None}, "has no 'hidden_size'"),
+        ({"num_key_value_heads": 3}, "4 query heads for 3 key-value heads; wanted a multiple"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, r"differ by layer \(full_attention\)"),
+        ({"num_attention_heads": 4, "head_dim": 7}, "rotates 7 elements of a head; wanted an even number"),
+        (
+            {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["full_attention"]},
+            "has 1 layer_types; wanted 4",
+        ),
+    ],
+)
+def test_a_configuration_that_can_not_be_used_is_an_error(tmp_path, changes: dict, text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as error:
+        read(tmp_path, changes)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_that_is_no_checkpoint_is_an_error(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="there is no model at '.*nowhere'"):
+        read_config(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="there is no config.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="can not be read"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="holds a list"):
+        read_config(tmp_path)
+
+
+def test_a_mapping_adds_architectures_and_wins(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**BASE, "architectures": ["Mine"]}))
+    extra = {"Mine": "sglcore.models.llama:LlamaForCausalLM"}
+    assert read_config(tmp_path, extra).architecture == "Mine"
+    assert model_class("Mine", extra).__name__ == "LlamaForCausalLM"  # pyright: ignore[reportAttributeAccessIssue]

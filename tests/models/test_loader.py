@@ -1,0 +1,202 @@
+"""Loading weights: shards, ties, casts, progress, and every way in which a checkpoint can be wrong."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sglcore.device.config import EngineConfig
+from sglcore.device.errors import CheckpointError, ConfigError
+from sglcore.device.facts import Facts
+from sglcore.device.ledger import DecisionLedger
+from sglcore.models.loader import choose_dtype, load_checkpoint
+from sglcore.runtime.kernels.reference import reference_kernels
+from tests.checkpoints import llama, qwen3_moe, save
+from tests.models.steps import load
+
+FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small Llama in one file."""
+    return save(llama(), tmp_path)
+
+
+def rewrite(folder: Path, change) -> None:
+    """Change the tensors of a single-file checkpoint."""
+    tensors = load_file(folder / FILE)
+    change(tensors)
+    save_file(tensors, folder / FILE)
+
+
+def test_shards_give_the_same_weights_as_one_file(tmp_path) -> None:
+    oracle = qwen3_moe()
+    whole = load(save(oracle, tmp_path / "one"))
+    parts = load(save(oracle, tmp_path / "many", max_shard_size="20KB"))
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    for left, right in zip(whole.weights.parameters, parts.weights.parameters, strict=True):
+        assert torch.equal(left, right)
+
+
+def test_fused_weights_hold_their_parts_in_order(tmp_path) -> None:
+    oracle = qwen3_moe()
+    layer, model = oracle.model.layers[0], load(save(oracle, tmp_path))
+    attention = layer.self_attn
+    parts = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+    assert torch.equal(model.layers[0].self_attn.qkv_proj.weight, parts)
+    assert torch.equal(model.layers[0].mlp.w13, layer.mlp.experts.gate_up_proj)
+    assert torch.equal(model.layers[0].mlp.w2, layer.mlp.experts.down_proj)
+
+
+def test_weights_are_cast_and_need_no_gradient(folder) -> None:
+    tensors = load_file(folder / FILE)
+    model = load(folder, dtype=torch.bfloat16)
+    assert torch.equal(model.layers[0].self_attn.o_proj.weight, tensors[Q.replace("q_proj", "o_proj")].bfloat16())
+    assert all(weight.dtype == torch.bfloat16 and not weight.requires_grad for weight in model.weights.parameters)
+
+
+def test_a_tied_head_is_the_embedding_whether_the_file_has_it_or_not(tmp_path) -> None:
+    folder = save(llama(tie_word_embeddings=True), tmp_path)
+    model = load(folder)
+    assert model.lm_head is model.embed_tokens.weight
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(97, 48)}))
+    assert torch.equal(load(folder).lm_head, model.lm_head)
+
+
+def test_progress_reaches_the_total(folder) -> None:
+    seen: list[tuple[int, int]] = []
+    load(folder, progress=lambda done, total: seen.append((done, total)))
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert seen[-1][0] == seen[-1][1] == sum(t.nbytes for t in load_file(folder / FILE).values())
+
+
+def test_harmless_leftovers_are_left(folder) -> None:
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
+    rewrite(folder, lambda tensors: tensors.update(old))
+    load(folder)
+
+
+def test_unaligned_data_is_read_too(folder) -> None:
+    whole = load(folder)
+    raw = (folder / FILE).read_bytes()
+    size = struct.unpack("<Q", raw[:8])[0]
+    header = raw[8 : 8 + size] + b" " * (3 - size % 8 % 3)
+    (folder / FILE).write_bytes(struct.pack("<Q", len(header)) + header + raw[8 + size :])
+    assert len(header) % 4 != 0
+    for left, right in zip(whole.weights.parameters, load(folder).weights.parameters, strict=True):
+        assert torch.equal(left, right)
+
+
+def drop(name: str):
+    """A change that removes a tensor."""
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name: str, tensor: torch.Tensor):
+    """A change that sets a tensor."""
+    return lambda tensors: tensors.update({name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (drop(Q), rf"'{Q}' not in the checkpoint \(model.safetensors\)"),
+        (put(Q, torch.zeros(48, 47)), rf"'{Q}' in model.safetensors has the shape \[48, 47\]; wanted \[48, 48\]"),
+        (put(Q, torch.zeros(48, 48, dtype=torch.int8)), r"has the type I8; wanted one of F64, F32, F16, BF16"),
+        (put("model.layers.0.extra.weight", torch.zeros(1)), r"has 'model.layers.0.extra.weight', which"),
+        (put("model.layers.2.mlp.up_proj.weight", torch.zeros(1)), r"has 'model.layers.2.mlp.up_proj.weight', which"),
+    ],
+)
+def test_tensors_that_differ_from_the_model_are_errors(folder, change, text: str) -> None:
+    rewrite(folder, change)
+    with pytest.raises(CheckpointError, match=text) as error:
+        load(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_many_missing_tensors_are_counted_not_listed(folder) -> None:
+    (folder / "config.json").write_text((folder / "config.json").read_text().replace('layers": 2', 'layers": 9'))
+    with pytest.raises(CheckpointError, match=r"and \d+ more not in the checkpoint"):
+        load(folder)
+
+
+@pytest.mark.parametrize("size", [0, 5, 100, -1000])
+def test_a_cut_file_is_an_error(folder, size: int) -> None:
+    raw = (folder / FILE).read_bytes()
+    (folder / FILE).write_bytes(raw[:size])
+    with pytest.raises(CheckpointError, match="model.safetensors is damaged: it has .*; download it again"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "header", [b"not json", b"[]", b'{"a": {}}', b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}']
+)
+def test_a_damaged_header_is_an_error(folder, header: bytes) -> None:
+    (folder / FILE).write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 64)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load(folder)
+
+
+def test_missing_files_are_errors_that_name_them(tmp_path) -> None:
+    folder = save(llama(), tmp_path, max_shard_size="20KB")
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"lacks {shard.name}; wanted the .* files of {INDEX}"):
+        load(folder)
+    (folder / INDEX).write_text("{}")
+    with pytest.raises(CheckpointError, match="is damaged; wanted JSON with a weight_map"):
+        load(folder)
+    (folder / INDEX).unlink()
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"neither .* \(other weight files: pytorch_model.bin\); download the saf"):
+        load(folder)
+
+
+def test_an_index_that_misplaces_a_tensor_is_an_error(tmp_path) -> None:
+    folder = save(llama(), tmp_path, max_shard_size="20KB")
+    index = json.loads((folder / INDEX).read_text())
+    keep = index["weight_map"]["model.norm.weight"]
+    index["weight_map"] = {"model.norm.weight": keep}
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=f"not in the checkpoint \\({keep}\\)"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "preferred", "effective"),
+    [
+        ("auto", "float16", "bfloat16", "bfloat16"),
+        ("auto", "float32", "bfloat16", "float32"),
+        ("auto", "bfloat16", None, "bfloat16"),
+        ("float32", "bfloat16", "bfloat16", "float32"),
+    ],
+)
+def test_the_dtype_is_the_checkpoints_own_unless_asked(asked, stored, preferred, effective) -> None:
+    assert choose_dtype(asked, stored, preferred).effective == effective
+
+
+def test_an_unknown_dtype_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="'int7' can not be computed in; wanted auto or one of float32"):
+        choose_dtype("int7", "float32", None)
+
+
+def test_an_engines_configuration_loads_its_model_and_says_the_dtype(folder) -> None:
+    ledger, phases = DecisionLedger(), set()
+    model = load_checkpoint(
+        EngineConfig(model=str(folder), max_model_len=32),
+        facts=Facts(tensor_device="cpu"),
+        kernels=reference_kernels(),
+        ledger=ledger,
+        progress=lambda phase, done, total: phases.add(phase),
+    )
+    assert (model.dtype, model.cos_sin.shape[0]) == (torch.float32, 32)
+    assert [(row.topic, row.effective) for row in ledger.rows] == [("dtype", "float32")]
+    assert phases == {"loading weights"}

@@ -1,0 +1,296 @@
+"""A worker without a device that keeps its own page tables and cells, and raises Violation where a device would corrupt.
+
+It knows each row's true token sequence (through the fake sampling state) and checks every cell that a step reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+
+from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.device.worker import BatchResult, Limits, Ticket, TokenLogprobs
+from sglcore.schedule.request import Request
+
+NOTHING = -7
+
+
+class Violation(AssertionError):
+    """A device would have computed garbage here."""
+
+
+def make_params(max_tokens: int | None = 8, **wishes: object) -> SimpleNamespace:
+    """Sampling parameters as the scheduler reads them."""
+    defaults = {"logprobs": None, "prompt_logprobs": None, "needs_history": False}
+    return SimpleNamespace(**{"max_tokens": max_tokens, **defaults, **wishes})
+
+
+def make_limits(**values: object) -> Limits:
+    """Small limits; one request of max_model_len always fits."""
+    defaults = {
+        "max_model_len": 64,
+        "max_requests": 4,
+        "page_size": 4,
+        "num_pages": 32,
+        "max_batch_tokens": 16,
+        "vocab_size": 50,
+    }
+    return Limits(**{**defaults, **values})
+
+
+class Truth:
+    """What a request's tokens are, as a function of its seed and prompt alone."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._known: dict[Request, tuple[list[int], int]] = {}
+
+    def tokens(self, request: Request, length: int) -> list[int]:
+        """The first `length` tokens: the prompt, then drawn from a hash of seed, position and all tokens before."""
+        tokens, digest = self._known.get(request, ([], 0))
+        if not tokens:
+            tokens = request.prompt_ids.tolist()
+            for token in tokens:
+                digest = _mix(digest, token)
+        while len(tokens) < length:
+            drawn = _mix(_mix(digest, request.seed), len(tokens)) >> 7
+            tokens.append(drawn % self.vocab_size)
+            digest = _mix(digest, tokens[-1])
+        self._known[request] = (tokens, digest)
+        return tokens[:length]
+
+    def output(self, request: Request, max_model_len: int) -> tuple[list[int], str]:
+        """The whole output and why it ends, as if the request ran alone."""
+        prompt, most = len(request.prompt_ids), request.params.max_tokens
+        end = max_model_len if most is None else min(prompt + most, max_model_len)
+        output = self.tokens(request, end)[prompt:]
+        for count, token in enumerate(output, start=1):
+            if token in request.stop_ids:
+                return output[:count], "stop"
+        return output, "length"
+
+
+def _mix(digest: int, value: int) -> int:
+    return ((digest ^ (value + 1)) * 0x100000001B3 + 0x9E3779B9) & 0xFFFFFFFFFFFF
+
+
+@dataclass
+class FakeSampling:
+    """Sampling state that remembers whose rows these are."""
+
+    requests: list[Request]
+
+    def copy_for_forward(self) -> FakeSampling:
+        return FakeSampling(list(self.requests))
+
+
+def compose(requests: Sequence[Request]) -> FakeSampling:
+    """The fake sampling state of a batch."""
+    return FakeSampling(list(requests))
+
+
+@dataclass
+class Slot:
+    """The device's view of one slot: page table, last token, which request is in it, cells written, history received."""
+
+    owner: Request | None = None
+    pages: list[int] = field(default_factory=list)
+    last_token: int = NOTHING
+    length: int = 0
+    history: list[int] | None = None
+
+
+@dataclass
+class InFlightStep:
+    """A submitted step: its result, and for each row the slot and the pages it touches."""
+
+    step: int
+    result: BatchResult
+    pages: dict[int, set[int]]
+
+
+class FakeWorker:
+    """Computes at submit, in order. `fail_submit` and `fail_collect`: steps that raise; `bad` rows: (step, rid)."""
+
+    def __init__(self, limits: Limits, truth: Truth | None = None) -> None:
+        self.limits = limits
+        self.truth = truth or Truth(limits.vocab_size)
+        cells = (limits.num_pages + 1) * limits.page_size
+        self.cells = np.full((cells, 1 + limits.lookahead), NOTHING, dtype=np.int64)
+        self.writer = np.zeros(limits.num_pages + 1, dtype=np.int64)
+        self.slots = [Slot() for _ in range(limits.max_requests + 1)]
+        self.in_flight: list[InFlightStep] = []
+        self.fail_submit: set[int] = set()
+        self.fail_collect: set[int] = set()
+        self.bad_requests: set[str] = set()
+        self.batches: list[ScheduleBatch] = []
+        self.most_in_flight = 0
+        self.closed = False
+
+    def submit(self, batch: ScheduleBatch) -> Ticket:
+        self.batches.append(batch)
+        if batch.step in self.fail_submit:
+            raise RuntimeError(f"planned failure of submit {batch.step}")
+        self._check_shape(batch)
+        result = self._embed(batch) if batch.forward_mode is ForwardMode.EMBED else self._run(batch)
+        touched = {int(slot): set(self.slots[slot].pages) for slot in batch.slots if slot}
+        self.in_flight.append(InFlightStep(batch.step, result, touched))
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+        return Ticket(batch.step, result)
+
+    def collect(self, ticket: Ticket) -> BatchResult:
+        step = self.in_flight.pop(0)
+        if step.step != ticket.step:
+            raise Violation(f"collected step {ticket.step}, the oldest is {step.step}")
+        if ticket.step in self.fail_collect:
+            raise RuntimeError(f"planned failure of collect {ticket.step}")
+        return step.result
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _check_shape(self, batch: ScheduleBatch) -> None:
+        _want(batch.num_tokens <= self.limits.max_batch_tokens, f"{batch.num_tokens} tokens in a step")
+        _want(len(self.in_flight) < (2 if self.limits.can_overlap else 1), "too many steps in flight")
+        kinds = (batch.forward_mode, self.limits.allows_mixed_batches)
+        _want(kinds != (ForwardMode.MIXED, False), "a mixed batch on a worker that has none")
+        for name in ("slots", "seq_lens", "prefix_lens", "token_offsets", "input_ids", "page_counts", "new_pages"):
+            _want(getattr(batch, name).dtype == np.int32, f"{name} is not int32")
+        lengths = np.diff(batch.token_offsets)
+        _want((lengths >= 1).all() and lengths.sum() == batch.num_tokens, "rows without tokens")
+        _want((batch.seq_lens - batch.prefix_lens == lengths).all(), "lengths do not add up")
+        used = batch.slots[batch.slots != 0]
+        _want(len(set(used.tolist())) == len(used), "a slot twice in a batch")
+        _want(batch.new_page_offsets[-1] == len(batch.new_pages), "page offsets do not add up")
+
+    def _run(self, batch: ScheduleBatch) -> BatchResult:
+        requests = batch.sampling.requests
+        _want(len(requests) == batch.batch_size, "sampling rows are not the batch's rows")
+        for row, request in enumerate(requests):
+            self._enter(batch, row, request)
+        for row, request in enumerate(requests):
+            self._write(batch, row, request)
+        tokens = []
+        for row, request in enumerate(requests):
+            slot = self.slots[batch.slots[row]]
+            slot.last_token = NOTHING
+            if batch.emits[row]:
+                slot.last_token = self.truth.tokens(request, slot.length + 1)[-1]
+                tokens.append(slot.last_token)
+        offsets = np.zeros(batch.batch_size + 1, dtype=np.int32)
+        np.cumsum(batch.emits, out=offsets[1:])
+        bad = np.array([request.rid in self.bad_requests for request in requests], dtype=bool)
+        scores = {} if batch.prompt_logprobs is None else self._prompt_scores(batch)
+        wants = [request.params.logprobs for request in requests if request.params.logprobs is not None]
+        logprobs = _scores(tokens, max(wants)) if wants else None
+        return BatchResult(batch.step, offsets, np.array(tokens, dtype=np.int32), bad, logprobs, scores)
+
+    def _enter(self, batch: ScheduleBatch, row: int, request: Request) -> None:
+        """Take in the row's page-table difference and check what is about to be read."""
+        number = int(batch.slots[row])
+        slot = self.slots[number]
+        new = batch.new_pages[batch.new_page_offsets[row] : batch.new_page_offsets[row + 1]].tolist()
+        count, prefix = int(batch.page_counts[row]), int(batch.prefix_lens[row])
+        if count == 0:
+            _want(all(number not in step.pages for step in self.in_flight), f"slot {number} reused while in flight")
+            self.slots[number] = slot = Slot(request)
+            slot.length = prefix
+            collected = self.in_flight[0].step if self.in_flight else batch.step
+            shared = new[: prefix // self.limits.page_size]
+            _want(prefix % self.limits.page_size == 0, f"a prefix of {prefix} cells is not whole pages")
+            _want(all(self.writer[page] < collected for page in shared), "a page is shared before its writer is collected")
+        _want(slot.owner is request, f"slot {number} belongs to another request")
+        _want(count == len(slot.pages), f"page_counts {count}, the device has {len(slot.pages)} entries")
+        _want(0 not in new and all(page <= self.limits.num_pages for page in new), f"pages {new}")
+        slot.pages += new
+        _want(prefix == slot.length, f"prefix {prefix}, the device has {slot.length} cells")
+        _want(len(set(slot.pages)) == len(slot.pages), "a page twice in a table")
+        _want(len(slot.pages) * self.limits.page_size >= batch.seq_lens[row], "cells beyond the page table")
+        self._check_cells(slot, request, prefix)
+        if batch.history_offsets is not None and batch.history_offsets[row] < batch.history_offsets[row + 1]:
+            slot.history = batch.history_ids[batch.history_offsets[row] : batch.history_offsets[row + 1]].tolist()
+        if request.params.needs_history:
+            _want(slot.history is not None, "no history came with a row that needs it")
+            known = self.truth.tokens(request, len(slot.history))
+            _want(slot.history == known and len(known) >= len(request.prompt_ids), "a wrong history")
+
+    def _check_cells(self, slot: Slot, request: Request, prefix: int) -> None:
+        if not prefix:
+            return
+        ahead = self.limits.lookahead
+        truth = np.array(self.truth.tokens(request, prefix + ahead))
+        found = self.cells[self._places(slot, np.arange(prefix))]
+        _want((found[:, 0] == truth[:prefix]).all(), f"cells of {request.rid} hold another request's tokens")
+        for step in range(1, ahead + 1):
+            known = np.where(found[:, step] == NOTHING, truth[step : step + prefix], found[:, step])
+            _want((known == truth[step : step + prefix]).all(), "a page depends on other following tokens")
+            _want((found[: max(prefix - step, 0), step] != NOTHING).all(), "a page is not complete")
+
+    def _write(self, batch: ScheduleBatch, row: int, request: Request) -> None:
+        slot = self.slots[batch.slots[row]]
+        start, end = slot.length, int(batch.seq_lens[row])
+        ids = batch.input_ids[batch.token_offsets[row] : batch.token_offsets[row + 1]].tolist()
+        is_decode = batch.forward_mode is ForwardMode.DECODE
+        if is_decode or ids[0] < 0:
+            _want(slot.last_token != NOTHING, "a row decodes that has sampled nothing")
+            _want(ids[0] in (slot.last_token, -int(batch.slots[row])), f"token {ids[0]} instead of the last sampled")
+            _want(len(ids) == 1, "a decode row with several tokens")
+            ids = [slot.last_token]
+        _want(ids == self.truth.tokens(request, end)[start:], f"{request.rid} brings wrong tokens")
+        self._set(batch, row, np.arange(start, end), 0, ids)
+        for ahead in range(1, self.limits.lookahead + 1):
+            first = max(start - ahead, 0)
+            tokens = self.truth.tokens(request, end)[first + ahead : end]
+            self._set(batch, row, np.arange(first, first + len(tokens)), ahead, tokens)
+        slot.length = end
+
+    def _set(self, batch: ScheduleBatch, row: int, positions: np.ndarray, column: int, values: list[int]) -> None:
+        """Write cells; a page that changes may not be in the table of another row in flight."""
+        number = int(batch.slots[row])
+        places = self._places(self.slots[number], positions)
+        changed = self.cells[places, column] != values
+        if column == 0:
+            changed[:] = True
+        for page in set((places[changed] // self.limits.page_size).tolist()):
+            for step in self.in_flight:
+                others = [other for other, pages in step.pages.items() if page in pages and other != number]
+                _want(not others, f"page {page} is written while slot {others} of step {step.step} still reads it")
+            same_step = [other for other in batch.slots.tolist() if other != number and page in self.slots[other].pages]
+            _want(not same_step, f"page {page} is written while slot {same_step} of the same step reads it")
+            self.writer[page] = batch.step
+        if column == 0:
+            self.cells[places] = NOTHING
+        self.cells[places, column] = values
+
+    def _places(self, slot: Slot, positions: np.ndarray) -> np.ndarray:
+        pages = np.array(slot.pages, dtype=np.int64)
+        return pages[positions // self.limits.page_size] * self.limits.page_size + positions % self.limits.page_size
+
+    def _prompt_scores(self, batch: ScheduleBatch) -> dict[int, TokenLogprobs]:
+        scores = {}
+        for row in np.flatnonzero(batch.prompt_logprobs >= 0).tolist():
+            ids = batch.input_ids[batch.token_offsets[row] + 1 : batch.token_offsets[row + 1]].tolist()
+            scores[row] = _scores([*ids, int(batch.next_ids[row])], int(batch.prompt_logprobs.max()))
+        return scores
+
+    def _embed(self, batch: ScheduleBatch) -> BatchResult:
+        prompts = np.split(batch.input_ids, batch.token_offsets[1:-1])
+        rows = np.array([[prompt.sum(), len(prompt)] for prompt in prompts], dtype=np.float32)
+        offsets = np.zeros(len(prompts) + 1, dtype=np.int32)
+        bad = np.zeros(len(prompts), dtype=bool)
+        return BatchResult(batch.step, offsets, np.zeros(0, dtype=np.int32), bad, embeddings=rows)
+
+
+def _scores(tokens: list[int], alternatives: int) -> TokenLogprobs:
+    """Log-probabilities that say which token they are of: -token, alternatives token, token + 1, ..."""
+    ids = np.array(tokens, dtype=np.int32)
+    tops = ids[:, None] + np.arange(alternatives, dtype=np.int32)
+    return TokenLogprobs(-ids.astype(np.float32), ids, tops, -tops.astype(np.float32))
+
+
+def _want(holds: object, found: str) -> None:
+    if not holds:
+        raise Violation(found)
