@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from typing import Generic, Protocol, TypeVar
+from operator import attrgetter
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +67,7 @@ class OneShot(Generic[T]):
     def move(self) -> OneShot[T]:
         """A new one-shot that holds this one's value; this one is left empty."""
         moved = OneShot(self._default)
-        moved._value = self.take()
+        moved._value, self._value = self._value, self._default
         return moved
 
 
@@ -136,7 +137,7 @@ class ScheduleBatch:
 
     def copy_for_forward(self) -> ScheduleBatch:
         """An isolated copy for one forward: arrays copied, one-shot values moved, sampling state forward-only."""
-        return ScheduleBatch(**{name: _isolate(getattr(self, name)) for name in _FIELD_NAMES})
+        return ScheduleBatch(*[_isolate(value) for value in _READ_ALL(self)])
 
     def take_back(self, view: ScheduleBatch) -> None:
         """Return one-shot values that a failed forward never took."""
@@ -147,15 +148,17 @@ class ScheduleBatch:
 
 
 _FIELD_NAMES = tuple(declared.name for declared in fields(ScheduleBatch))
-_SCALARS = (int, IntEnum, type(None))
+_READ_ALL = attrgetter(*_FIELD_NAMES)
+_SCALARS = frozenset({int, ForwardMode, type(None)})
 
 
-def _isolate(value):
+def _isolate(value: Any) -> Any:
     """Copy by kind of value; a kind nobody thought about is an error here, not a leak later."""
-    if isinstance(value, np.ndarray):
+    kind = type(value)
+    if kind is np.ndarray:
         return value.copy()
-    if isinstance(value, OneShot):
-        return value.move()
-    if isinstance(value, _SCALARS):
+    if kind in _SCALARS:
         return value
+    if kind is OneShot:
+        return value.move()
     return value.copy_for_forward()

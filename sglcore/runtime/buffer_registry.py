@@ -104,6 +104,7 @@ class BufferRegistry:
         self._slots: dict[str, Slot] = {}
         self._block: HostBlock | None = None
         self._views: dict[tuple[int, int, bool], dict[str, Tensor]] = {}
+        self._heads: dict[tuple[str, int, int], Tensor] = {}
         self._computed: tuple[Slot, ...] = ()
         self._sourced: tuple[Slot, ...] = ()
         self._copied: tuple[Slot, ...] = ()
@@ -148,6 +149,7 @@ class BufferRegistry:
                 slot.buffer.fill_(slot.spec.padding.value)
         self._block.adopt_device_contents()
         self._views.clear()
+        self._heads.clear()
         slots = tuple(self._slots.values())
         self._computed = tuple(slot for slot in slots if slot.post_fill is not None)
         self._sourced = tuple(slot for slot in slots if slot.source_fn is not None)
@@ -201,7 +203,15 @@ class BufferRegistry:
                 self._copy_in(slot, batch, ctx)
         for slot in self._computed:
             if slot.name not in skipped and slot.post_fill is not None:
-                slot.post_fill(slot.head(ctx.padded_bs, ctx.padded_num_tokens), batch, ctx)
+                slot.post_fill(self._head(slot, ctx.padded_bs, ctx.padded_num_tokens), batch, ctx)
+
+    def _head(self, slot: Slot, bs: int, num_tokens: int) -> Tensor:
+        """`slot.head`, remembered for the sizes that keep coming back."""
+        key = (slot.name, bs, num_tokens)
+        head = self._heads.get(key)
+        if head is None:
+            head = self._heads[key] = slot.head(bs, num_tokens)
+        return head
 
     def owns(self, batch: ForwardBatch) -> bool:
         """The batch is a view of these buffers, as `init_new` makes it."""

@@ -98,12 +98,16 @@ def cache_locations(pool: ReqToTokenPool) -> Callable[[Tensor, ForwardBatch, Fil
     """Computes the cell of each token from its request's page table; padding tokens stay at cell 0."""
 
     def post_fill(view: Tensor, batch: ForwardBatch, ctx: FillContext) -> None:
-        assert batch.req_pool_indices is not None and batch.positions is not None
-        slots, positions = batch.req_pool_indices[: ctx.raw_bs], batch.positions[: ctx.raw_num_tokens]
+        slots, positions = batch.req_pool_indices, batch.positions
+        assert slots is not None and positions is not None
+        if batch.num_tokens != ctx.raw_num_tokens:
+            slots, positions, view = slots[: ctx.raw_bs], positions[: ctx.raw_num_tokens], view[: ctx.raw_num_tokens]
+        elif ctx.raw_num_tokens != ctx.padded_num_tokens:
+            view = view[: ctx.raw_num_tokens]
         if batch.extend_seq_lens is not None:
             lengths = batch.extend_seq_lens[: ctx.raw_bs]
             slots = torch.repeat_interleave(slots, lengths, output_size=ctx.raw_num_tokens)
-        view[: ctx.raw_num_tokens] = pool.cells(slots, positions, view.dtype)
+        view.copy_(pool.cells(slots, positions))
 
     return post_fill
 

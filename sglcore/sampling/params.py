@@ -94,7 +94,9 @@ def _restore(values: dict[str, Any]) -> SamplingParams:
 def _refusal(name: str, found: Any, wanted: str, remedy: str | None = None) -> SamplingError:
     text = repr(found)
     shown = text if len(text) <= 80 else text[:77] + "..."
-    return SamplingError(f"{name}: found {shown}, wanted {wanted}; {remedy or f'set {name} accordingly or leave it out'}")
+    return SamplingError(
+        f"{name}: found {shown}, wanted {wanted}; {remedy or f'set {name} accordingly or leave it out'}"
+    )
 
 
 def _as_integer(value: Any) -> int | None:

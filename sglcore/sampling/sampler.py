@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sglcore.sampling.batch import SamplingBatch, SamplingNeeds
-from sglcore.sampling.cutoffs import keep_min_p_, keep_top_k_, keep_top_p_
+from sglcore.sampling.cutoffs import STEPS, keep_min_p_, keep_top_k_, keep_top_p_
 from sglcore.sampling.logprobs import TokenLogprobs, logprobs_of
 from sglcore.sampling.processors import (
     BiasState,
@@ -147,7 +147,7 @@ class Sampler:
         tokens = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
         bad = torch.empty(logits.shape[0], dtype=torch.bool, device=logits.device)
         keys = row_keys(state.seed_words, state.positions)
-        for rows in self._blocks(logits.shape[0]):
+        for rows in self._blocks(logits.shape[0], state.needs):
             tokens[rows], bad[rows] = self._draw_block(logits[rows].float(), keys[rows], _narrow(state, rows))
         return tokens, bad
 
@@ -162,8 +162,9 @@ class Sampler:
         bad = ~best.isfinite()
         return drawn.masked_fill_(bad, 0), bad
 
-    def _blocks(self, count: int) -> Iterator[slice]:
-        step = max(1, self.block_elements // self.vocab_size)
+    def _blocks(self, count: int, needs: SamplingNeeds) -> Iterator[slice]:
+        width = max(self.vocab_size, STEPS) if needs.any_cutoff else self.vocab_size
+        step = max(1, self.block_elements // width)
         return (slice(start, start + step) for start in range(0, count, step))
 
 

@@ -31,7 +31,9 @@ class BatchBuilder:
         self._steady_version = -1
         self._had_chunks = False
 
-    def build(self, step: int, rows: DecodeRows, chosen: NDArray[np.intp], chunks: list[Chunk], collected: int) -> ScheduleBatch:
+    def build(
+        self, step: int, rows: DecodeRows, chosen: NDArray[np.intp], chunks: list[Chunk], collected: int
+    ) -> ScheduleBatch:
         """A batch of the chosen decode rows, whose `seq_lens` are this step's already, and of chunks.
 
         Tokens of steps after `collected` are not known here: such a row carries minus its slot.

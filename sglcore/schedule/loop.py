@@ -43,17 +43,17 @@ class Loop:
         return self._take_unsent() + self._collect(running)
 
     def _submit(self) -> BatchRecord | None:
-        batch = self.scheduler.next_batch()
-        if batch is None:
-            self._refuse_standstill()
-            return None
         try:
+            batch = self.scheduler.next_batch()
+            if batch is None:
+                self._refuse_standstill()
+                return None
             with overlap_forward_isolation(batch) as view:
                 ticket = self.worker.submit(view)
+            return record_batch_in_overlap(self.scheduler.in_flight, view, ticket)
         except BaseException as error:
             self._abandon(error)
             raise
-        return record_batch_in_overlap(self.scheduler.in_flight, view, ticket)
 
     def _collect(self, record: BatchRecord | None) -> list[Update]:
         if record is None:

@@ -14,6 +14,7 @@ from sglcore.device.worker import TokenLogprobs
 from sglcore.schedule.prefix_cache import Node
 
 Ints = NDArray[np.int32]
+MAX_TOKEN = 2**31 - 1
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -101,7 +102,15 @@ class Request:
     scored_tokens: int = 0
 
     def __post_init__(self) -> None:
-        self.prompt_ids = np.ascontiguousarray(self.prompt_ids, dtype=np.int32)
+        ids = np.asarray(self.prompt_ids)
+        if ids.size and ids.dtype.kind not in "iu":
+            raise RequestError(f"the prompt of {self.rid!r} holds {ids.dtype}; give integer token ids")
+        if ids.size and ids.dtype != np.int32 and not 0 <= ids.min() <= ids.max() <= MAX_TOKEN:
+            raise RequestError(
+                f"the prompt of {self.rid!r} has token ids {ids.min()}..{ids.max()}, wanted at least 0 and below the"
+                " vocabulary size; encode the prompt with this model's tokenizer"
+            )
+        self.prompt_ids = np.ascontiguousarray(ids, dtype=np.int32)
 
     @property
     def num_tokens(self) -> int:

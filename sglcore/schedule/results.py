@@ -46,12 +46,14 @@ def _check_embedding(request: Request, limits: Limits) -> None:
 
 
 def check_result(record: BatchRecord, result: BatchResult) -> None:
-    """Raise ValueError if the result is not for this step or not one token per emitting row."""
+    """Raise ValueError if the result is not for this step, not one token per emitting row, or lacks its embeddings."""
     found = (result.step, len(result.token_offsets) - 1, len(result.token_ids), len(result.bad_rows))
     rows = len(record.requests)
     wanted = (record.step, rows, len(record.slots), rows)
     if found != wanted:
         raise ValueError(f"the worker's result has (step, rows, tokens, bad rows) {found}; wanted {wanted}")
+    if result.embeddings is None and record.requests[0].task == "embed":
+        raise ValueError(f"the worker's result of step {record.step} has no embeddings; wanted float32[{rows}, hidden]")
 
 
 def cut_logprobs(logprobs: TokenLogprobs, start: int, end: int, alternatives: int) -> TokenLogprobs:

@@ -15,21 +15,22 @@ from sglcore.schedule.queue import WaitingQueue
 from sglcore.schedule.request import FinishReason, Request, RequestError, State, Update
 from sglcore.schedule.results import check_request, check_result, cut_logprobs, take_prompt_logprobs
 from sglcore.schedule.running import Running
+from sglcore.schedule.sampling_rows import SamplingRows
 
 
 class Scheduler:
     """One worker's requests. `next_batch` plans a step, `finish` takes in its results. Not thread-safe.
 
-    `compose` makes the sampling state of a batch from its requests, row for row. A step may be planned while the one
+    `compose` makes the sampling state of a batch from its requests, row for row (SamplingRows). A step may be planned while the one
     before it is in flight.
     """
 
-    def __init__(self, limits: Limits, *, compose: Compose, prefix_cache: bool = True) -> None:
+    def __init__(self, limits: Limits, *, prefix_cache: bool = True, compose: Compose | None = None) -> None:
         self.limits = limits
         self._waiting = WaitingQueue()
         self._embedding = WaitingQueue()
         self._running = Running(limits, self._waiting, prefix_cache)
-        self._builder = BatchBuilder(limits.max_requests, limits.page_size, compose)
+        self._builder = BatchBuilder(limits.max_requests, limits.page_size, compose or SamplingRows())
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
         self._step = 0
@@ -132,7 +133,9 @@ class Scheduler:
         prompts = bool(running.extending or len(self._waiting))
         decodes = mixed or not prompts or (self._extended_last and bool(running.rows.requests))
         served = running.claim_pages() if decodes else True
-        chunks = self._plan_chunks(len(running.rows.requests) if decodes else 0, served) if mixed or not decodes else []
+        chunks: list[Chunk] = []
+        if prompts and (mixed or not decodes):
+            chunks = self._plan_chunks(len(running.rows.requests) if decodes else 0, served)
         if not chunks and not decodes:
             decodes, served = True, running.claim_pages()
         self._extended_last = not decodes
@@ -141,6 +144,7 @@ class Scheduler:
     def _plan_chunks(self, decodes: int, may_admit: bool) -> list[Chunk]:
         """Chunks for what the decode rows leave of the step's tokens: running prompts first, then new ones."""
         running, chunks = self._running, []
+        retractions = running.retractions
         budget = self.limits.max_batch_tokens - decodes
         for request in tuple(running.extending):
             if budget and request.state is State.EXTENDING:
@@ -148,6 +152,7 @@ class Scheduler:
                 may_admit = may_admit and count > 0
                 budget -= count
                 chunks += [(request, count)] if count else []
+        may_admit = may_admit and retractions == running.retractions
         while may_admit and budget and (admitted := running.admit_next()) is not None:
             count = running.take_chunk(admitted, budget)
             budget -= count

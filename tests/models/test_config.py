@@ -37,7 +37,14 @@ def test_what_is_read_is_what_the_oracle_has(tmp_path, name: str) -> None:
     oracle.architectures = [type(CAUSAL[name]()).__name__]
     oracle.save_pretrained(tmp_path)
     config = read_config(tmp_path)
-    for field in ("hidden_size", "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "rms_norm_eps"):
+    for field in (
+        "hidden_size",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+        "tie_word_embeddings",
+        "rms_norm_eps",
+    ):
         assert getattr(config, field) == getattr(oracle, field, None) or field == "head_dim", field
     assert config.rope.theta == oracle.rope_parameters["rope_theta"]
     assert config.rope.kind == oracle.rope_parameters["rope_type"]

@@ -156,7 +156,9 @@ def test_missing_files_are_errors_that_name_them(tmp_path) -> None:
         load(folder)
     (folder / INDEX).unlink()
     (folder / "pytorch_model.bin").touch()
-    with pytest.raises(CheckpointError, match=r"neither .* \(other weight files: pytorch_model.bin\); download the saf"):
+    with pytest.raises(
+        CheckpointError, match=r"neither .* \(other weight files: pytorch_model.bin\); download the saf"
+    ):
         load(folder)
 
 

@@ -6,7 +6,7 @@ It knows each row's true token sequence (through the fake sampling state) and ch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 
 import numpy as np
@@ -100,7 +100,7 @@ class Slot:
     pages: list[int] = field(default_factory=list)
     last_token: int = NOTHING
     length: int = 0
-    history: list[int] | None = None
+    history: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -110,6 +110,8 @@ class InFlightStep:
     step: int
     result: BatchResult
     pages: dict[int, set[int]]
+    batch: ScheduleBatch
+    snapshot: dict[str, np.ndarray]
 
 
 class FakeWorker:
@@ -126,18 +128,19 @@ class FakeWorker:
         self.fail_submit: set[int] = set()
         self.fail_collect: set[int] = set()
         self.bad_requests: set[str] = set()
-        self.batches: list[ScheduleBatch] = []
+        self.modes: list[ForwardMode] = []
+        self.compositions: dict[int, list[Request]] = {}
         self.most_in_flight = 0
         self.closed = False
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
-        self.batches.append(batch)
+        self.modes.append(batch.forward_mode)
         if batch.step in self.fail_submit:
             raise RuntimeError(f"planned failure of submit {batch.step}")
         self._check_shape(batch)
         result = self._embed(batch) if batch.forward_mode is ForwardMode.EMBED else self._run(batch)
         touched = {int(slot): set(self.slots[slot].pages) for slot in batch.slots if slot}
-        self.in_flight.append(InFlightStep(batch.step, result, touched))
+        self.in_flight.append(InFlightStep(batch.step, result, touched, batch, _arrays(batch)))
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         return Ticket(batch.step, result)
 
@@ -147,6 +150,8 @@ class FakeWorker:
             raise Violation(f"collected step {ticket.step}, the oldest is {step.step}")
         if ticket.step in self.fail_collect:
             raise RuntimeError(f"planned failure of collect {ticket.step}")
+        for name, before in step.snapshot.items():
+            _want((before == getattr(step.batch, name)).all(), f"{name} changed while the device still read it")
         return step.result
 
     def close(self) -> None:
@@ -167,8 +172,10 @@ class FakeWorker:
         _want(batch.new_page_offsets[-1] == len(batch.new_pages), "page offsets do not add up")
 
     def _run(self, batch: ScheduleBatch) -> BatchResult:
+        assert isinstance(batch.sampling, FakeSampling)
         requests = batch.sampling.requests
         _want(len(requests) == batch.batch_size, "sampling rows are not the batch's rows")
+        _want(self.compositions.setdefault(batch.composition, requests) == requests, "one composition, other rows")
         for row, request in enumerate(requests):
             self._enter(batch, row, request)
         for row, request in enumerate(requests):
@@ -201,7 +208,9 @@ class FakeWorker:
             collected = self.in_flight[0].step if self.in_flight else batch.step
             shared = new[: prefix // self.limits.page_size]
             _want(prefix % self.limits.page_size == 0, f"a prefix of {prefix} cells is not whole pages")
-            _want(all(self.writer[page] < collected for page in shared), "a page is shared before its writer is collected")
+            _want(
+                all(self.writer[page] < collected for page in shared), "a page is shared before its writer is collected"
+            )
         _want(slot.owner is request, f"slot {number} belongs to another request")
         _want(count == len(slot.pages), f"page_counts {count}, the device has {len(slot.pages)} entries")
         _want(0 not in new and all(page <= self.limits.num_pages for page in new), f"pages {new}")
@@ -210,12 +219,12 @@ class FakeWorker:
         _want(len(set(slot.pages)) == len(slot.pages), "a page twice in a table")
         _want(len(slot.pages) * self.limits.page_size >= batch.seq_lens[row], "cells beyond the page table")
         self._check_cells(slot, request, prefix)
-        if batch.history_offsets is not None and batch.history_offsets[row] < batch.history_offsets[row + 1]:
-            slot.history = batch.history_ids[batch.history_offsets[row] : batch.history_offsets[row + 1]].tolist()
+        if batch.history_offsets is not None and batch.history_ids is not None:
+            start, end = batch.history_offsets[row : row + 2]
+            slot.history += batch.history_ids[start:end].tolist()
         if request.params.needs_history:
-            _want(slot.history is not None, "no history came with a row that needs it")
             known = self.truth.tokens(request, len(slot.history))
-            _want(slot.history == known and len(known) >= len(request.prompt_ids), "a wrong history")
+            _want(slot.history == known and len(known) >= len(request.prompt_ids), f"history {slot.history}")
 
     def _check_cells(self, slot: Slot, request: Request, prefix: int) -> None:
         if not prefix:
@@ -270,6 +279,7 @@ class FakeWorker:
         return pages[positions // self.limits.page_size] * self.limits.page_size + positions % self.limits.page_size
 
     def _prompt_scores(self, batch: ScheduleBatch) -> dict[int, TokenLogprobs]:
+        assert batch.prompt_logprobs is not None and batch.next_ids is not None
         scores = {}
         for row in np.flatnonzero(batch.prompt_logprobs >= 0).tolist():
             ids = batch.input_ids[batch.token_offsets[row] + 1 : batch.token_offsets[row + 1]].tolist()
@@ -289,6 +299,11 @@ def _scores(tokens: list[int], alternatives: int) -> TokenLogprobs:
     ids = np.array(tokens, dtype=np.int32)
     tops = ids[:, None] + np.arange(alternatives, dtype=np.int32)
     return TokenLogprobs(-ids.astype(np.float32), ids, tops, -tops.astype(np.float32))
+
+
+def _arrays(batch: ScheduleBatch) -> dict[str, np.ndarray]:
+    values = {item.name: getattr(batch, item.name) for item in fields(batch)}
+    return {name: value.copy() for name, value in values.items() if isinstance(value, np.ndarray)}
 
 
 def _want(holds: object, found: str) -> None:

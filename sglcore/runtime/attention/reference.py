@@ -23,14 +23,18 @@ if TYPE_CHECKING:
 Window = int | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SingleRows:
-    """R rows of one token, at `first` in the batch: `cells` int64[R * L] and `mask` bool[R, 1, 1, L] for each window."""
+    """R rows of one token, the first of the batch: `slots` and `seq_lens` int32[R] on the device, and whether all have
+    the `longest` length. `gathers`: cells int64[R * L] and mask bool[R, 1, 1, L] (None: nothing to mask) for each
+    window, made by the first layer that needs them."""
 
-    first: int
     count: int
-    cells: dict[Window, Tensor]
-    masks: dict[Window, Tensor | None]
+    slots: Tensor
+    seq_lens: Tensor
+    longest: int
+    shortest: int
+    gathers: dict[Window, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class LongRow:
 class ReferencePlan(AttentionPlan):
     """Gather indices and masks."""
 
-    singles: list[SingleRows] = field(default_factory=list)
+    singles: SingleRows | None = None
     rows: list[LongRow] = field(default_factory=list)
 
 
@@ -70,7 +74,7 @@ class ReferenceAttention(AttentionBackend):
     def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> None:
         """Replace the contents of a captured plan."""
         assert isinstance(plan, ReferencePlan)
-        plan.singles, plan.rows = [], []
+        plan.singles, plan.rows = None, []
         self._fill(plan, batch)
 
     def _fill(self, plan: ReferencePlan, batch: ForwardBatch) -> None:
@@ -79,12 +83,12 @@ class ReferenceAttention(AttentionBackend):
         if not len(seq_lens):
             return
         if batch.extend_seq_lens_cpu is None:
-            plan.singles.append(self._single_rows(batch.req_pool_indices, seq_lens, 0))
+            plan.singles = self._single_rows(batch, len(seq_lens))
             return
         lengths = batch.extend_seq_lens_cpu
         leading = int(np.argmax(lengths != 1)) if (lengths != 1).any() else len(lengths)
         if leading and not self.shape.is_encoder:
-            plan.singles.append(self._single_rows(batch.req_pool_indices[:leading], seq_lens[:leading], 0))
+            plan.singles = self._single_rows(batch, leading)
         else:
             leading = 0
         start = leading
@@ -93,19 +97,30 @@ class ReferenceAttention(AttentionBackend):
             plan.rows.append(self._long_row(batch, row, start, end, int(seq_lens[row])))
             start = end
 
-    def _single_rows(self, slots: Tensor, seq_lens: np.ndarray, first: int) -> SingleRows:
-        cells: dict[Window, Tensor] = {}
-        masks: dict[Window, Tensor | None] = {}
-        for window in self.shape.windows:
-            starts = np.maximum(seq_lens - window, 0) if window is not None else np.zeros_like(seq_lens)
-            counts = seq_lens - starts
-            columns = np.arange(counts.max(), dtype=np.int32)
-            positions = starts[:, None] + np.minimum(columns, counts[:, None] - 1)
-            cells[window] = self._cells(slots, torch.from_numpy(positions)).view(-1)
-            masks[window] = None
-            if counts.min() != counts.max():
-                masks[window] = torch.from_numpy(columns < counts[:, None])[:, None, None, :].to(slots.device)
-        return SingleRows(first, len(seq_lens), cells, masks)
+    def _single_rows(self, batch: ForwardBatch, count: int) -> SingleRows:
+        slots, seq_lens, lens = batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu
+        assert slots is not None and seq_lens is not None and lens is not None
+        if count != len(slots):
+            slots, seq_lens, lens = slots[:count], seq_lens[:count], lens[:count]
+        return SingleRows(count, slots, seq_lens, int(lens.max()), int(lens.min()))
+
+    def _gather(self, part: SingleRows, window: Window) -> tuple[Tensor, Tensor | None]:
+        found = part.gathers.get(window)
+        if found is None:
+            found = part.gathers[window] = self._make_gather(part, window)
+        return found
+
+    def _make_gather(self, part: SingleRows, window: Window) -> tuple[Tensor, Tensor | None]:
+        longest, counts, starts = part.longest, part.seq_lens[:, None], None
+        if window is not None and window < longest:
+            longest, starts = window, (counts - window).clamp_(min=0)
+            counts = counts - starts
+        columns = torch.arange(longest, dtype=torch.int32, device=part.slots.device)[None]
+        mask = (columns < counts)[:, None, None, :] if part.shortest < longest else None
+        positions = columns if mask is None else torch.minimum(columns, counts - 1)
+        if starts is not None:
+            positions = positions + starts
+        return self._cells(part.slots, positions).view(-1), mask
 
     def _long_row(self, batch: ForwardBatch, row: int, start: int, end: int, seq_len: int) -> LongRow:
         assert batch.req_pool_indices is not None
@@ -127,7 +142,6 @@ class ReferenceAttention(AttentionBackend):
     def _cells(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Cells int64[R, L] of positions int32[R, L] in slots int32[R]."""
         pool = self.req_to_token_pool
-        positions = positions.to(slots.device)
         pages = pool.page_table[slots[:, None], positions // pool.page_size].to(torch.int64)
         return pages * pool.page_size + positions % pool.page_size
 
@@ -144,12 +158,13 @@ class ReferenceAttention(AttentionBackend):
             return self._encode(grouped, k, v, plan, layer).view(q.shape)
         k_cache, v_cache = self.token_to_kv_pool.kv(layer.layer_id)
         self.kernels.store_kv(k, v, k_cache, v_cache, batch.out_cache_loc)
-        if not plan.rows and plan.singles and plan.singles[0].count == tokens:
-            return self._attend_singles(grouped, k_cache, v_cache, plan.singles[0], layer).reshape(q.shape)
+        singles = plan.singles
+        if singles is not None and singles.count == tokens:
+            return self._attend_singles(grouped, k_cache, v_cache, singles, layer).reshape(q.shape)
         out = torch.zeros_like(grouped)
-        for part in plan.singles:
-            rows = slice(part.first, part.first + part.count)
-            out[rows] = self._attend_singles(grouped[rows], k_cache, v_cache, part, layer)
+        if singles is not None:
+            rows = slice(0, singles.count)
+            out[rows] = self._attend_singles(grouped[rows], k_cache, v_cache, singles, layer)
         for row in plan.rows:
             keys, values = k_cache[row.cells], v_cache[row.cells]
             mask = row.masks[layer.sliding_window]
@@ -160,11 +175,11 @@ class ReferenceAttention(AttentionBackend):
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, part: SingleRows, layer: Attention
     ) -> Tensor:
         """q [R, kv_heads, group, dim]: the heads of a group are the queries of one attention over its keys."""
-        cells = part.cells[layer.sliding_window]
-        shape = (part.count, cells.shape[0] // max(part.count, 1), layer.num_kv_heads, layer.head_dim)
+        cells, mask = self._gather(part, layer.sliding_window)
+        shape = (part.count, cells.shape[0] // part.count, layer.num_kv_heads, layer.head_dim)
         keys = k_cache.index_select(0, cells).view(shape).transpose(1, 2)
         values = v_cache.index_select(0, cells).view(shape).transpose(1, 2)
-        return sdpa(q, keys, values, attn_mask=part.masks[layer.sliding_window], scale=layer.scaling)
+        return sdpa(q, keys, values, attn_mask=mask, scale=layer.scaling)
 
     def _encode(self, q: Tensor, k: Tensor, v: Tensor, plan: ReferencePlan, layer: Attention) -> Tensor:
         out = torch.zeros_like(q)

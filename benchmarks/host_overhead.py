@@ -1,0 +1,123 @@
+"""Host time of one decode step when the model's forward and the draw cost nothing.
+
+Counted: scheduling, isolation, staging into the registry, page-table differences, attention planning, sampling
+bookkeeping, collect and finish. The model returns a constant, and the draw returns constant tokens.
+Floor: about 40 tensor-library calls of 0.5 to 1 microsecond at batch 1.
+
+    python benchmarks/host_overhead.py [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import numpy as np
+import torch
+from results import machine, write_results
+from torch import Tensor
+
+from sglcore.device.config import resolve_config
+from sglcore.engine.core import compose_sampling
+from sglcore.engine.start import start
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.tp_worker import TpModelWorker
+from sglcore.sampling.params import SamplingParams
+from sglcore.sampling.sampler import SampledTokens, Sampler, SamplingState
+from sglcore.schedule.loop import Loop
+from sglcore.schedule.request import Request
+from sglcore.schedule.scheduler import Scheduler
+
+STEPS = 600
+
+
+class NoModel:
+    """Hidden states and logits that were made before."""
+
+    def __init__(self, model: object, rows: int) -> None:
+        self.attention_layers = model.attention_layers  # pyright: ignore
+        self._hidden = torch.zeros(rows, 8)
+        self._logits = torch.zeros(rows, 16)
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """[T, 8] of zeros."""
+        return self._hidden[: batch.num_tokens]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, 16] of zeros."""
+        return self._logits[: hidden.shape[0]]
+
+
+class NoDraw(Sampler):
+    """Token 5 for everybody."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(16, "cpu")
+        self._tokens = SampledTokens(torch.full((rows,), 5, dtype=torch.int32), torch.zeros(rows, dtype=torch.bool))
+
+    def sample(self, logits: Tensor, state: SamplingState) -> SampledTokens:
+        """Constant tokens."""
+        count = logits.shape[0]
+        return SampledTokens(self._tokens.token_ids[:count], self._tokens.bad_rows[:count])
+
+
+def make_loop(batch_size: int, greedy: bool) -> Loop:
+    """A running engine of `batch_size` decoding requests over the no-op model."""
+    config = resolve_config({"max_requests": batch_size, "max_model_len": 1024, "max_batch_tokens": 4096, "threads": 1})
+    worker = start(config).worker
+    assert isinstance(worker, TpModelWorker)
+    model = NoModel(worker.runner.model, 4096)
+    runner = worker.runner
+    quiet = ModelRunner(
+        model, runner.attn_backend, runner.decode_registry, runner.prefill_registry, runner.token_table
+    )
+    worker = TpModelWorker(quiet, runner.token_table, worker.limits)
+    worker._sampling._sampler = NoDraw(4096)
+    scheduler = Scheduler(worker.limits, compose=compose_sampling(frozenset()))
+    params = SamplingParams(max_tokens=1000, temperature=0.0 if greedy else 0.8, ignore_eos=True)
+    for index in range(batch_size):
+        prompt = np.arange(10, 18, dtype=np.int32) + index
+        scheduler.add(Request(f"r{index}", prompt, params, seed=index, stop_ids=frozenset({3})))
+    return Loop(scheduler, worker)
+
+
+def measure(batch_size: int, greedy: bool) -> np.ndarray:
+    """Microseconds of each steady decode step."""
+    loop = make_loop(batch_size, greedy)
+    for _ in range(30):
+        loop.step()
+    times = []
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        loop.step()
+        times.append((time.perf_counter() - begin) * 1e6)
+    return np.array(times)
+
+
+def main() -> None:
+    """Measure, print, and write the results."""
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--json", default=None)
+    chosen = arguments.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for batch_size, limit in ((1, 60), (8, 60), (32, 100), (64, 150), (256, 300)):
+        for greedy in (True, False):
+            times = measure(batch_size, greedy)
+            row = {
+                "batch": batch_size,
+                "sampling": "greedy" if greedy else "temperature",
+                "median_us": round(float(np.median(times)), 1),
+                "p10_us": round(float(np.percentile(times, 10)), 1),
+                "p90_us": round(float(np.percentile(times, 90)), 1),
+                "limit_us": limit,
+            }
+            rows.append(row)
+            print(row)
+    if chosen.json:
+        write_results(chosen.json, {"benchmark": "host overhead of a decode step", "machine": machine(), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The reference kernels against torch's own functions and the modules of the transformers library."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
+
+from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.table import entry_names
+
+TABLE = reference_kernels()
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+TOKENS = pytest.mark.parametrize("tokens", [0, 1, 7])
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Seeded normal values."""
+    print(f"random {shape}, seed {seed}")
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def cache(positions: int, size: int) -> torch.Tensor:
+    """Cosines and sines of a rotary embedding with base 10000."""
+    angles = torch.outer(torch.arange(positions).float(), 10000.0 ** (-torch.arange(0, size, 2).float() / size))
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+@DTYPES
+@TOKENS
+def test_rms_norm_is_the_oracles_to_the_bit(dtype, tokens: int) -> None:
+    oracle, x = LlamaRMSNorm(24, eps=1e-5).to(dtype), random(tokens, 24, dtype=dtype)
+    oracle.weight.data = random(24, dtype=dtype, seed=1)
+    assert torch.equal(TABLE.rms_norm(x, oracle.weight, 1e-5), oracle(x))
+    heads = x.view(tokens, 3, 8)
+    assert torch.equal(TABLE.rms_norm(heads, oracle.weight[:8], 0.0), LlamaRMSNorm_of(heads, oracle.weight[:8]))
+
+
+def LlamaRMSNorm_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The oracle over the last dimension of any shape."""
+    oracle = LlamaRMSNorm(x.shape[-1], eps=0.0)
+    oracle.weight.data = weight
+    return oracle(x)
+
+
+@DTYPES
+@TOKENS
+def test_add_rms_norm_is_a_sum_and_a_norm(dtype, tokens: int) -> None:
+    x, residual, weight = (
+        random(tokens, 24, dtype=dtype),
+        random(tokens, 24, dtype=dtype, seed=1),
+        random(24, dtype=dtype),
+    )
+    total = x + residual
+    normed, new_residual = TABLE.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    assert torch.equal(new_residual, total)
+    assert torch.equal(normed, TABLE.rms_norm(total, weight, 1e-5))
+
+
+@DTYPES
+@TOKENS
+@pytest.mark.parametrize("rotated", [12, 8])
+def test_rotary_is_the_oracles_to_the_bit_and_leaves_the_rest_of_a_head(dtype, tokens: int, rotated: int) -> None:
+    size, heads, kv_heads = 12, 4, 2
+    both = random(tokens, (heads + kv_heads) * size, dtype=dtype)
+    q, k = both.split([heads * size, kv_heads * size], dim=-1)
+    positions = torch.tensor([3, 0, 9, 9, 1, 2, 30][:tokens], dtype=torch.int32)
+    table = cache(32, rotated)
+    cos, sin = (table[positions.long()].to(dtype).chunk(2, dim=-1)[i].repeat(1, 2) for i in (0, 1))
+    got_q, got_k = TABLE.rotary(q, k, positions, table, size)
+    part_q, part_k = q.reshape(tokens, heads, size), k.reshape(tokens, kv_heads, size)
+    want_q, want_k = apply_rotary_pos_emb(part_q[..., :rotated], part_k[..., :rotated], cos, sin)
+    for got, want, whole in ((got_q, want_q, part_q), (got_k, want_k, part_k)):
+        assert torch.equal(got, torch.cat((want, whole[..., rotated:]), dim=-1).reshape(got.shape))
+
+
+@DTYPES
+@TOKENS
+def test_silu_and_mul_puts_the_gate_first(dtype, tokens: int) -> None:
+    x = random(tokens, 10, dtype=dtype)
+    assert torch.equal(TABLE.silu_and_mul(x), F.silu(x[:, :5]) * x[:, 5:])
+    if tokens:
+        assert not torch.equal(TABLE.silu_and_mul(x), F.silu(x[:, 5:]) * x[:, :5])
+
+
+def test_gelu_is_the_exact_one() -> None:
+    x = random(7, 10).double()
+    assert torch.allclose(TABLE.gelu(x), x * torch.special.ndtr(x))
+    assert not torch.allclose(TABLE.gelu(x), F.gelu(x, approximate="tanh"), atol=1e-6)
+
+
+@TOKENS
+def test_layer_norm_follows_its_formula(tokens: int) -> None:
+    x, weight, bias = random(tokens, 24), random(24, seed=1), random(24, seed=2)
+    centred = x - x.mean(-1, keepdim=True)
+    want = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + bias
+    assert torch.allclose(TABLE.layer_norm(x, weight, bias, 1e-5), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@TOKENS
+def test_linear_and_embedding_follow_their_formulas(tokens: int, with_bias: bool) -> None:
+    x, weight, bias = random(tokens, 6), random(4, 6), random(4, seed=1) if with_bias else None
+    assert torch.allclose(TABLE.linear(x, weight, bias), x @ weight.T + (0 if bias is None else bias), atol=1e-6)
+    ids = torch.tensor([3, 0, 3, 1, 2, 0, 1][:tokens], dtype=torch.int32)
+    assert torch.equal(TABLE.embedding(ids, weight), weight[ids.long()])
+
+
+def moe_parts(dtype: torch.dtype, normalize: bool) -> tuple[Qwen3MoeTopKRouter, Qwen3MoeExperts]:
+    """The oracle's router and experts, random."""
+    config = Qwen3MoeConfig(
+        hidden_size=16, moe_intermediate_size=10, num_experts=6, num_experts_per_tok=3, norm_topk_prob=normalize
+    )
+    config._experts_implementation = "eager"
+    router, experts = Qwen3MoeTopKRouter(config).to(dtype), Qwen3MoeExperts(config).to(dtype)
+    router.weight.data = random(6, 16, dtype=dtype, seed=2)
+    experts.gate_up_proj.data = random(6, 20, 16, dtype=dtype, seed=3)
+    experts.down_proj.data = random(6, 16, 10, dtype=dtype, seed=4)
+    return router, experts
+
+
+@DTYPES
+@TOKENS
+@pytest.mark.parametrize("normalize", [True, False])
+def test_routing_and_experts_are_the_oracles(dtype, tokens: int, normalize: bool) -> None:
+    router, experts = moe_parts(dtype, normalize)
+    hidden = random(tokens, 16, dtype=dtype)
+    logits, want_weights, want_ids = router(hidden)
+    weights, ids = TABLE.top_k_routing(logits, 3, normalize)
+    assert torch.equal(ids, want_ids) and torch.equal(weights, want_weights) and weights.dtype == dtype
+    got = TABLE.moe(hidden, weights, ids, experts.gate_up_proj, experts.down_proj)
+    torch.testing.assert_close(
+        got, experts(hidden, ids, weights), rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4
+    )
+
+
+def test_no_expert_adds_nothing_whatever_its_row_contains() -> None:
+    _, experts = moe_parts(torch.float32, True)
+    hidden, weights = random(3, 16), torch.full((3, 2), 0.5)
+    hidden[1] = float("nan")
+    ids = torch.tensor([[0, 1], [-1, -1], [4, -1]])
+    got = TABLE.moe(hidden, weights, ids, experts.gate_up_proj, experts.down_proj)
+    assert torch.equal(got[1], torch.zeros(16))
+    alone = TABLE.moe(hidden[2:], weights[2:, :1], ids[2:, :1], experts.gate_up_proj, experts.down_proj)
+    assert torch.equal(got[2:], alone)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@TOKENS
+def test_store_kv_writes_its_cells_and_no_others(tokens: int, index_dtype) -> None:
+    key, value = random(tokens, 2 * 3).view(tokens, 2, 3), random(tokens, 2, 3, seed=1)
+    caches = [torch.full((12, 2, 3), 5.0, dtype=torch.bfloat16) for _ in range(2)]
+    cells = torch.tensor([11, 4, 0, 0, 7, 2, 1][:tokens], dtype=index_dtype)
+    TABLE.store_kv(key, value, *caches, cells)
+    for cell in range(1, 12):
+        rows = (cells == cell).nonzero().flatten().tolist()
+        for cache_of, rows_of in zip(caches, (key, value), strict=True):
+            want = rows_of[rows[0]].bfloat16() if rows else torch.full((2, 3), 5.0).bfloat16()
+            assert torch.equal(cache_of[cell], want)
+
+
+def test_every_entry_is_tested_here() -> None:
+    source = open(__file__).read()
+    assert [name for name in entry_names() if f"TABLE.{name}(" not in source] == []

@@ -1,0 +1,46 @@
+"""The kernel table: what is replaced, and what the ledger can say about it."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from sglcore.device.errors import ConfigError
+from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.table import entry_names
+
+
+def fast_gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """Another implementation."""
+    return torch.nn.functional.gelu(x, approximate=approximate)
+
+
+class Silu:
+    """An implementation that is an object."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Not the real thing."""
+        return x
+
+
+def test_the_origin_names_the_implementation_of_every_entry() -> None:
+    origin = reference_kernels().origin
+    assert tuple(origin) == entry_names()
+    assert origin["rms_norm"] == "sglcore.runtime.kernels.reference:rms_norm"
+
+
+def test_a_replaced_entry_runs_and_says_where_it_is_from() -> None:
+    first = reference_kernels()
+    table = first.replace(gelu=functools.partial(fast_gelu, approximate="tanh"), silu_and_mul=Silu())
+    assert table.origin["gelu"] == f"{__name__}:fast_gelu"
+    assert table.origin["silu_and_mul"] == f"{__name__}:Silu"
+    assert table.origin["linear"] == first.origin["linear"]
+    assert first.origin["gelu"] == "sglcore.runtime.kernels.reference:gelu"
+    assert not torch.equal(table.gelu(torch.ones(1, 1)), first.gelu(torch.ones(1, 1)))
+
+
+def test_an_entry_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no entry quick_gelu; wanted one of linear, embedding"):
+        reference_kernels().replace(quick_gelu=fast_gelu)

@@ -1,0 +1,73 @@
+"""Cosines and sines of every kind of rotary embedding, against the transformers library."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from sglcore.device.errors import ConfigError
+from sglcore.layers.rotary import cos_sin_cache
+from sglcore.models.config import ModelConfig, RopeConfig, read_config
+from tests.checkpoints import LLAMA3, LONG, llama, rope, save
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
+CASES = {
+    "default": rope("default"),
+    "linear": rope("linear", factor=2.5),
+    "dynamic": rope("dynamic", factor=2.0),
+    "llama3": rope("llama3", **LLAMA3),
+    "yarn": rope("yarn", **YARN),
+    "yarn-mscale": rope("yarn", **YARN, mscale=0.7, mscale_all_dim=1.3),
+    "yarn-untruncated": rope("yarn", **YARN, truncate=False, beta_fast=16.0, beta_slow=2.0),
+    "longrope": rope("longrope", **LONG),
+    "longrope-factor": rope("longrope", **LONG, factor=3.0, attention_factor=1.2),
+    "large-base": {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cache_has_the_oracles_cosines_and_sines(tmp_path, name: str) -> None:
+    oracle = llama(**CASES[name])
+    config = read_config(save(oracle, tmp_path))
+    positions = torch.arange(64)[None]
+    cos, sin = LlamaRotaryEmbedding(oracle.config)(torch.zeros(1), positions)
+    got = cos_sin_cache(config, 64, torch.device("cpu"))
+    assert got.dtype == torch.float32
+    want = torch.cat((cos[0, :, :6], sin[0, :, :6]), dim=-1)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+
+
+def with_rope(tmp_path, **changes) -> ModelConfig:
+    """A configuration with another rotary embedding."""
+    config = read_config(save(llama(), tmp_path))
+    return replace(config, rope=replace(config.rope, **changes))
+
+
+def test_a_part_of_a_head_is_rotated(tmp_path) -> None:
+    config = with_rope(tmp_path, partial=0.5)
+    frequencies = 10000.0 ** (-torch.arange(0, 6, 2).float() / 6)
+    got = cos_sin_cache(config, 8, torch.device("cpu"))
+    torch.testing.assert_close(got[:, :3], torch.outer(torch.arange(8.0), frequencies).cos())
+
+
+def test_kinds_and_numbers_that_are_not_known_are_errors(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="rope_type 'spiral' is not supported; wanted one of default, dynamic"):
+        cos_sin_cache(with_rope(tmp_path, kind="spiral"), 8, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="the rope parameters of 'linear' have no 'factor'"):
+        cos_sin_cache(with_rope(tmp_path, kind="linear"), 8, torch.device("cpu"))
+
+
+def test_the_cache_of_a_short_context_is_the_start_of_a_longer_one(tmp_path) -> None:
+    for kind in ("default", "dynamic", "llama3", "yarn"):
+        scaling = {"default": {}, "dynamic": {"factor": 2.0}}.get(kind, {**LLAMA3, **YARN})
+        config = with_rope(tmp_path, kind=kind, scaling=scaling)
+        short, long = (cos_sin_cache(config, size, torch.device("cpu")) for size in (16, 64))
+        assert torch.equal(short, long[:16]), kind
+
+
+def test_rope_config_is_frozen() -> None:
+    with pytest.raises(AttributeError):
+        RopeConfig(1e4, "default", 1.0, 64, {}).theta = 2  # pyright: ignore[reportAttributeAccessIssue]

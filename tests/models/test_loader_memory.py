@@ -1,0 +1,78 @@
+"""How much memory loading takes: the weights, and little else, counting the pages of the mapped file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+SIZES = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 32768,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+
+LOAD_AND_MEASURE = """
+import sys, torch
+from sglcore.models import loader, safetensors_file
+from sglcore.models.config import read_config
+from sglcore.models.llama import LlamaForCausalLM
+from sglcore.runtime.kernels.reference import reference_kernels
+
+def kilobytes(name):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(name))
+
+if sys.argv[2] == "keep":
+    safetensors_file.SafetensorsFile._release = lambda *arguments: None
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")
+before = kilobytes("VmHWM")
+model = loader.load_model(
+    sys.argv[1], read_config(sys.argv[1]), kernels=reference_kernels(), device="cpu", dtype=torch.bfloat16
+)
+print((kilobytes("VmHWM") - before) * 1024 / model.weights.num_bytes)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 190 MB of bfloat16, a third of it one tensor."""
+    folder = tmp_path_factory.mktemp("large")
+    (folder / "config.json").write_text(json.dumps(SIZES))
+    tensors = {"model.embed_tokens.weight": (32768, 1024), "model.norm.weight": (1024,)}
+    for layer in range(4):
+        prefix = f"model.layers.{layer}."
+        tensors |= {f"{prefix}self_attn.{name}_proj.weight": (1024, 1024) for name in "qkvo"}
+        tensors |= {f"{prefix}mlp.{name}_proj.weight": (4096, 1024) for name in ("gate", "up")}
+        tensors[f"{prefix}mlp.down_proj.weight"] = (1024, 4096)
+        tensors |= {f"{prefix}{name}_layernorm.weight": (1024,) for name in ("input", "post_attention")}
+    save_file({n: torch.ones(s, dtype=torch.bfloat16) for n, s in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def peak_over_weights(folder: Path, pages: str) -> float:
+    """Peak memory of loading, as a multiple of the weights; `pages` "keep" disables the release of file pages."""
+    command = [sys.executable, "-c", LOAD_AND_MEASURE, str(folder), pages]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's peak-memory counter")
+def test_loading_takes_little_more_than_the_weights(folder) -> None:
+    assert 1.0 < peak_over_weights(folder, "release") < 1.15
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's peak-memory counter")
+def test_file_pages_that_stay_mapped_would_be_noticed(folder) -> None:
+    assert peak_over_weights(folder, "keep") > 1.5

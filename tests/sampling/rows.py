@@ -1,0 +1,49 @@
+"""Short ways to draw in tests."""
+
+from collections.abc import Sequence
+
+import torch
+
+from sglcore.sampling.batch import SamplingBatch
+from sglcore.sampling.params import SamplingParams
+from sglcore.sampling.processors import make_penalties
+from sglcore.sampling.race import draw_race, row_keys
+from sglcore.sampling.sampler import SampledTokens, Sampler, SamplingState, make_state
+
+
+def staged(rows: Sequence[tuple], positions: Sequence[int] | torch.Tensor, **parts) -> SamplingState:
+    """The state of rows (params, seed[, sample_index, ...]) at these positions."""
+    return make_state(SamplingBatch.from_params(rows), torch.as_tensor(positions, dtype=torch.int32), **parts)
+
+
+def drawn(logits: torch.Tensor, rows: Sequence[tuple], positions: Sequence[int], **parts) -> SampledTokens:
+    """One draw per row on the CPU."""
+    return Sampler(logits.shape[1], "cpu").sample(logits, staged(rows, positions, **parts))
+
+
+def many_draws(logits: Sequence[float], params: SamplingParams, count: int, seed: int = 1) -> torch.Tensor:
+    """int64[count]: one row drawn at positions 0..count-1. The first 2000 are whole samples, all are races on one row's
+    gaps, and both must agree where they overlap."""
+    sampler, row = Sampler(len(logits), "cpu"), torch.tensor([list(logits)], dtype=torch.float32)
+    state = staged([(params, seed)], [0])
+    gaps = sampler.candidate_gaps(row, row.amax(-1), state)
+    parts = []
+    for positions in torch.arange(count, dtype=torch.int32).split(10000):
+        keys = row_keys(state.seed_words.expand(len(positions), 2), positions)
+        parts.append(draw_race(gaps.expand(len(positions), -1), keys, sampler.tables))
+    tokens, first = torch.cat(parts), torch.arange(2000, dtype=torch.int32)
+    whole = sampler.sample(row.expand(2000, -1), state.repeat(2000, first)).token_ids
+    assert torch.equal(tokens[:2000], whole[:count])
+    return tokens.long()
+
+
+def with_history(rows: Sequence[tuple], history: Sequence[Sequence[int]], vocab_size: int, all_rows: bool = True):
+    """Penalty state of rows whose tokens so far are `history` (prompt lengths come from the rows)."""
+    batch = SamplingBatch.from_params(rows)
+    width = max(len(tokens) for tokens in history)
+    table = torch.tensor([list(tokens) + [-7] * (width - len(tokens)) for tokens in history], dtype=torch.int32)
+    lengths = torch.tensor([len(tokens) for tokens in history], dtype=torch.int32)
+    if not all_rows:
+        chosen = torch.as_tensor(batch.penalty_rows()).long()
+        table, lengths = table[chosen], lengths[chosen]
+    return make_penalties(batch, table, lengths, vocab_size, all_rows)

@@ -1,0 +1,148 @@
+"""SamplingParams refuses what cannot be honoured, in one line that names the remedy."""
+
+import copy
+import math
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from sglcore.sampling import SamplingError, SamplingParams, fresh_seed
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("temperature", None),
+        ("top_k", -2),
+        ("top_k", 2.0),
+        ("top_k", 2**31),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_p", math.nan),
+        ("min_p", -0.01),
+        ("min_p", 1.01),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", math.nan),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", math.inf),
+        ("logit_bias", {1: math.inf}),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"a": 1.0}),
+        ("logit_bias", {True: 1.0}),
+        ("logit_bias", [1]),
+        ("stop", [""]),
+        ("stop", ""),
+        ("stop", [1]),
+        ("stop", 5),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [1.0]),
+        ("stop_token_ids", 5),
+        ("ignore_eos", 1),
+        ("min_tokens", -1),
+        ("logprobs", -1),
+        ("logprobs", True),
+        ("prompt_logprobs", 1.0),
+        ("n", 0),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("seed", 1.0),
+        ("skip_special_tokens", None),
+        ("include_stop_str_in_output", "yes"),
+    ],
+)
+def test_a_bad_value_is_refused_in_one_line_naming_found_wanted_and_remedy(name, value):
+    with pytest.raises(SamplingError) as refusal:
+        SamplingParams(**{name: value})
+    message = str(refusal.value)
+    assert name in message and "found" in message and "wanted" in message and ";" in message
+    assert "\n" not in message and len(message) < 300
+
+
+def test_a_huge_bad_value_does_not_flood_the_message():
+    with pytest.raises(SamplingError) as refusal:
+        SamplingParams(stop_token_ids=["x" * 10000])  # type: ignore[list-item]
+    assert len(str(refusal.value)) < 300
+
+
+def test_min_tokens_above_max_tokens_is_refused():
+    with pytest.raises(SamplingError, match="raise max_tokens"):
+        SamplingParams(max_tokens=3, min_tokens=4)
+    assert SamplingParams(max_tokens=None, min_tokens=4).max_tokens is None
+
+
+def test_lists_are_frozen_to_tuples_and_a_string_stop_is_one_stop():
+    given = ["a", "b"]
+    params = SamplingParams(stop=given, stop_token_ids=[3, 1])  # type: ignore[arg-type]
+    given.append("c")
+    assert params.stop == ("a", "b") and params.stop_token_ids == (3, 1)
+    assert SamplingParams(stop="word").stop == ("word",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=None).stop == ()  # type: ignore[arg-type]
+
+
+def test_the_bias_is_a_read_only_copy():
+    given = {5: 1, 2: -3.5}
+    params = SamplingParams(logit_bias=given)
+    given[9] = 1
+    assert dict(params.logit_bias) == {2: -3.5, 5: 1.0}
+    with pytest.raises(TypeError):
+        params.logit_bias[1] = 2.0  # type: ignore[index]
+    with pytest.raises(AttributeError):
+        params.temperature = 2.0  # type: ignore[misc]
+
+
+def test_parameters_survive_pickle_and_copy_and_are_hashable():
+    params = SamplingParams(logit_bias={1: 2.0}, stop=("x",), seed=2**64 - 1)
+    assert pickle.loads(pickle.dumps(params)) == params == copy.deepcopy(params)
+    assert hash(params) == hash(copy.copy(params))
+    assert params != params.with_seed(3) and params.with_seed(3).seed == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "greedy"),
+    [
+        ({}, False),
+        ({"temperature": 0}, True),
+        ({"temperature": 1e-5}, True),
+        ({"top_k": 1}, True),
+        ({"top_k": 2}, False),
+    ],
+)
+def test_greedy_is_temperature_zero_or_a_single_candidate(given: dict[str, Any], greedy: bool):
+    assert SamplingParams(**given).is_greedy is greedy
+
+
+def test_history_is_needed_only_for_penalties():
+    assert not SamplingParams(logit_bias={1: 1.0}).needs_history
+    penalties: tuple[dict[str, Any], ...]
+    penalties = ({"presence_penalty": 1}, {"frequency_penalty": -1}, {"repetition_penalty": 1.1})
+    for given in penalties:
+        assert SamplingParams(**given).needs_history
+
+
+def test_fresh_seeds_are_valid_seeds_and_differ():
+    seeds = {fresh_seed() for _ in range(20)}
+    assert len(seeds) == 20 and all(SamplingParams(seed=seed).seed == seed < 2**63 for seed in seeds)
+
+
+def test_importing_the_parameters_loads_neither_torch_nor_numpy():
+    code = "import sglcore.sampling.params, sys; assert not {'torch', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_host_twin_loads_no_torch():
+    code = "import sglcore.sampling.batch, sglcore.sampling.reference, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,208 @@
+"""Random lives of a scheduler: arrivals, aborts, stops, failures and tiny pools, played against the checking worker.
+
+A trace is drawn from anything that has `randint`, `choice` and `random`: a seeded generator or hypothesis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+
+from sglcore.device.worker import Limits
+from sglcore.schedule.loop import Loop
+from sglcore.schedule.request import Request, Update
+from sglcore.schedule.results import join_logprobs
+from sglcore.schedule.scheduler import Scheduler
+from tests.schedule.fake_worker import FakeWorker, compose, make_limits, make_params
+
+VOCABULARY = 30
+
+
+@dataclass
+class Trace:
+    """What happens when: `arrivals` are (tick, request); `ends` are (tick, request, how)."""
+
+    limits: Limits
+    prefix_cache: bool
+    overlap: bool
+    arrivals: list[tuple[int, Request]]
+    ends: list[tuple[int, Request, str]]
+    fail_submit: set[int]
+    fail_collect: set[int]
+    bad_requests: set[str]
+
+
+@dataclass
+class Outcome:
+    """What was seen: every update, and how many ticks had work."""
+
+    trace: Trace
+    worker: FakeWorker
+    scheduler: Scheduler
+    ticks: int = 0
+    tokens: dict[Request, list[int]] = field(default_factory=dict)
+    finishes: dict[Request, int] = field(default_factory=dict)
+
+    def take(self, updates: list[Update]) -> None:
+        """Note news; tokens after the end are an error."""
+        for update in updates:
+            assert not self.finishes.get(update.request), f"{update.request.rid} has news after its end"
+            self.tokens.setdefault(update.request, []).extend(update.token_ids)
+            self.finishes[update.request] = self.finishes.get(update.request, 0) + update.finished
+
+
+def draw_trace(rnd: Random) -> Trace:
+    """A small trace; everything that could interact is small enough to collide."""
+    context = rnd.choice([12, 20, 28])
+    page_size = rnd.choice([1, 2, 4])
+    limits = make_limits(
+        max_model_len=context,
+        page_size=page_size,
+        num_pages=-(-context // page_size) + rnd.choice([0, 1, 4, 12, 40]),
+        max_requests=rnd.choice([1, 2, 4, 6]),
+        max_batch_tokens=rnd.choice([1, 2, 3, 6, 20]),
+        allows_mixed_batches=rnd.random() < 0.6,
+        can_overlap=rnd.random() < 0.8,
+        lookahead=rnd.choice([0, 0, 1, 2]),
+        vocab_size=VOCABULARY,
+    )
+    arrivals = _draw_arrivals(rnd, limits)
+    requests = [request for _, request in arrivals]
+    ends = [
+        (rnd.randint(0, 30), request, rnd.choice(["abort", "stop"])) for request in requests if rnd.random() < 0.25
+    ]
+    failing = rnd.random() < 0.15
+    return Trace(
+        limits,
+        prefix_cache=rnd.random() < 0.75,
+        overlap=rnd.random() < 0.8,
+        arrivals=arrivals,
+        ends=ends,
+        fail_submit={rnd.randint(1, 20)} if failing else set(),
+        fail_collect={rnd.randint(1, 20)} if failing and rnd.random() < 0.5 else set(),
+        bad_requests={request.rid for request in requests if rnd.random() < 0.04},
+    )
+
+
+def _draw_arrivals(rnd: Random, limits: Limits) -> list[tuple[int, Request]]:
+    common = [rnd.randint(0, VOCABULARY - 1) for _ in range(limits.max_model_len)]
+    arrivals: list[tuple[int, Request]] = []
+    for index in range(rnd.randint(1, 7)):
+        tick = rnd.randint(0, 15)
+        shared = common[: rnd.randint(0, limits.max_model_len - 4)]
+        prompt = np.array(shared + [rnd.randint(0, 2) for _ in range(rnd.randint(1, 3))], dtype=np.int32)
+        if rnd.random() < 0.1:
+            prompt = prompt[: limits.max_batch_tokens]
+            arrivals.append((tick, Request(f"e{index}", prompt, make_params(), task="embed")))
+            continue
+        leader = None
+        for sibling in range(rnd.choice([1, 1, 1, 3])):
+            request = _draw_request(rnd, f"r{index}.{sibling}", prompt, leader)
+            leader = leader or request
+            arrivals.append((tick, request))
+    return sorted(arrivals, key=lambda arrival: arrival[0])
+
+
+def _draw_request(rnd: Random, rid: str, prompt: np.ndarray, leader: Request | None) -> Request:
+    params = make_params(
+        rnd.choice([1, 2, 6, None]),
+        needs_history=rnd.random() < 0.2,
+        logprobs=rnd.choice([None, None, 0, 2]),
+        prompt_logprobs=rnd.choice([None, None, None, 0, 2]),
+    )
+    stop_ids = frozenset(rnd.randint(0, VOCABULARY - 1) for _ in range(rnd.choice([0, 1, 4])))
+    return Request(rid, prompt, params, seed=rnd.randint(0, 99), stop_ids=stop_ids, leader=leader)
+
+
+def play(trace: Trace, plant: Callable[[Scheduler], None] | None = None) -> Outcome:
+    """Run a trace to its end, checking at every step. `plant` puts a bug into the scheduler."""
+    worker = FakeWorker(trace.limits)
+    worker.fail_submit, worker.fail_collect = trace.fail_submit, trace.fail_collect
+    worker.bad_requests = trace.bad_requests
+    scheduler = Scheduler(trace.limits, prefix_cache=trace.prefix_cache, compose=compose)
+    if plant is not None:
+        plant(scheduler)
+    loop = Loop(scheduler, worker, overlap=trace.overlap)
+    outcome = Outcome(trace, worker, scheduler)
+    last_tick = max([tick for tick, _ in trace.arrivals] + [tick for tick, *_ in trace.ends])
+    tick = 0
+    while tick <= last_tick or loop.has_work:
+        _happen(outcome, tick)
+        if loop.has_work:
+            _step(outcome, loop)
+        scheduler.audit()
+        tick += 1
+        assert outcome.ticks < most_ticks(trace), f"no end in sight: {scheduler.stats()}"
+    check(outcome)
+    return outcome
+
+
+def most_ticks(trace: Trace) -> int:
+    """More steps than the worst trace should need: each request alone, token by token, thrice."""
+    return 100 + 6 * sum(min(len(r.prompt_ids) + 30, trace.limits.max_model_len) for _, r in trace.arrivals)
+
+
+def _happen(outcome: Outcome, tick: int) -> None:
+    for when, request in outcome.trace.arrivals:
+        if when == tick:
+            outcome.scheduler.add(request)
+    for when, request, how in outcome.trace.ends:
+        if when == tick and request.arrival >= 0:
+            end = outcome.scheduler.abort if how == "abort" else lambda rid: outcome.scheduler.stop(rid, "text")
+            update = end(request.rid)
+            outcome.take([update] if update else [])
+
+
+def _step(outcome: Outcome, loop: Loop) -> None:
+    outcome.ticks += 1
+    try:
+        outcome.take(loop.step())
+    except RuntimeError as error:
+        if "planned failure" not in str(error):
+            raise
+
+
+def check(outcome: Outcome) -> None:
+    """Everybody ended once, with the tokens of a run alone, and nothing is held any more."""
+    stats = outcome.scheduler.stats()
+    held = stats["num_pages"] - stats["free_pages"] - stats["cached_pages"]
+    assert (held, stats["running"], stats["waiting"], stats["in_flight"]) == (0, 0, 0, 0), stats
+    assert stats["unused_cached_pages"] == stats["cached_pages"], stats
+    assert outcome.trace.prefix_cache or stats["cached_pages"] == 0
+    assert len(outcome.worker.in_flight) == 0
+    for _, request in outcome.trace.arrivals:
+        assert outcome.finishes.get(request) == 1, f"{request.rid} ended {outcome.finishes.get(request)} times"
+        assert outcome.tokens.get(request, []) == request.output_ids, f"{request.rid}: news and results differ"
+        _check_request(outcome, request)
+
+
+def _check_request(outcome: Outcome, request: Request) -> None:
+    if request.task == "embed":
+        if request.finish_reason == "stop" and request.stop_cause is None:
+            assert request.embedding is not None
+            assert request.embedding.tolist() == [request.prompt_ids.sum(), len(request.prompt_ids)]
+        return
+    wanted, reason = outcome.worker.truth.output(request, outcome.trace.limits.max_model_len)
+    if request.finish_reason in ("abort", "error") or request.stop_cause == "text":
+        assert request.output_ids == wanted[: len(request.output_ids)], f"{request.rid} is not a prefix of its run alone"
+        return
+    assert (request.output_ids, request.finish_reason) == (wanted, reason), f"{request.rid} differs from its run alone"
+    _check_scores(request)
+
+
+def _check_scores(request: Request) -> None:
+    output = join_logprobs(request.logprobs)
+    if request.params.logprobs is None:
+        assert output is None
+    else:
+        assert output is not None and (-output.chosen).tolist() == request.output_ids
+        assert output.top_ids.shape == (len(request.output_ids), request.params.logprobs)
+    prompt = join_logprobs(request.prompt_logprobs)
+    if request.params.prompt_logprobs is None or len(request.prompt_ids) == 1:
+        assert prompt is None
+    else:
+        assert prompt is not None and (-prompt.chosen).tolist() == request.prompt_ids[1:].tolist()
+        assert prompt.top_ids.shape == (len(request.prompt_ids) - 1, request.params.prompt_logprobs)
