@@ -69,9 +69,7 @@ def make_loop(batch_size: int, greedy: bool) -> Loop:
     assert isinstance(worker, TpModelWorker)
     model = NoModel(worker.runner.model, 4096)
     runner = worker.runner
-    quiet = ModelRunner(
-        model, runner.attn_backend, runner.decode_registry, runner.prefill_registry, runner.token_table
-    )
+    quiet = ModelRunner(model, runner.attn_backend, runner.decode_registry, runner.prefill_registry, runner.token_table)
     worker = TpModelWorker(quiet, runner.token_table, worker.limits)
     worker._sampling._sampler = NoDraw(4096)
     scheduler = Scheduler(worker.limits, compose=compose_sampling(frozenset()))

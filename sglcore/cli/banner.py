@@ -21,7 +21,10 @@ def show_banner(started: Started) -> None:
     chosen = started.choice.chosen
     console = Console(stderr=True, highlight=False)
     head = Text.assemble(
-        ("sglcore ", "bold"), f"{__version__} on ", (chosen.name, "bold green"), f" ({chosen.distribution} {chosen.version})"
+        ("sglcore ", "bold"),
+        f"{__version__} on ",
+        (chosen.name, "bold green"),
+        f" ({chosen.distribution} {chosen.version})",
     )
     console.print(head)
     console.print(Text(f"  {started.choice.report.hardware.evidence}", style="dim"))

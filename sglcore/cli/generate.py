@@ -25,7 +25,9 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this probability.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Keep tokens this likely relative to the best.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable; left out, a fresh one is reported.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Makes sampling repeatable; left out, a fresh one is reported.")
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")] = False,
     device: options.Device = None,

@@ -62,7 +62,7 @@ class Engine:
         ids = self._tokens(prompt)
         seed = params.seed if params.seed is not None else fresh_seed()
         requests = self._requests(name, ids, params, seed)
-        scored = [None] if params.prompt_logprobs is not None else None
+        scored: list[TokenLogprob | None] | None = [None] if params.prompt_logprobs is not None else None
         outputs = [Completion(i, seed, logprobs=_wanted(params)) for i in range(params.n)]
         text = prompt if isinstance(prompt, str) else None
         group = Group(RequestOutput(name, text, ids, outputs, scored), params, requests)
@@ -192,5 +192,3 @@ def _prompt_scores(request: Request, wanted: int) -> list[TokenLogprob | None]:
         ids = request.prompt_ids[first : first + len(found.chosen)].tolist()
         scores.extend(token_logprobs(ids, found, wanted))
     return scores
-
-

@@ -91,5 +91,7 @@ def start(config: EngineConfig, progress: Progress = no_progress) -> Started:
 
 def _model_row(config: EngineConfig, folder: Path) -> Row:
     if config.model is None:
-        return Row("model", "none named", "embedded", "a small model ships with the package", "name a checkpoint folder")
+        return Row(
+            "model", "none named", "embedded", "a small model ships with the package", "name a checkpoint folder"
+        )
     return Row("model", config.model, str(folder), "asked for")

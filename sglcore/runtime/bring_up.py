@@ -249,5 +249,7 @@ def _features(shape: AttentionShape, config: EngineConfig) -> frozenset[str]:
     return frozenset(wanted)
 
 
-STANDARD = BringUp((world, groups, kernels, load_weights, size_memory, memory_pools, hisparse, attention, graphs, worker))
+STANDARD = BringUp(
+    (world, groups, kernels, load_weights, size_memory, memory_pools, hisparse, attention, graphs, worker)
+)
 """Every torch device starts from this order; `device_memory` is what a package must insert before `size_memory`."""

@@ -95,7 +95,9 @@ class BufferRegistry:
     Capacity may grow by powers of two until `freeze` (a graph has captured addresses); then a larger batch is an error.
     """
 
-    def __init__(self, device: str, max_bs: int, max_num_tokens: int, *, shares_host_memory: bool, pinned: bool) -> None:
+    def __init__(
+        self, device: str, max_bs: int, max_num_tokens: int, *, shares_host_memory: bool, pinned: bool
+    ) -> None:
         self.device = device
         self.max_bs = max_bs
         self.max_num_tokens = max_num_tokens

@@ -145,7 +145,9 @@ def spec_of(batch_type: type, name: str) -> FieldSpec:
     for spec in specs(batch_type):
         if spec.name == name:
             return spec
-    raise KeyError(f"{batch_type.__name__} declares no field {name!r}; it declares {[s.name for s in specs(batch_type)]}")
+    raise KeyError(
+        f"{batch_type.__name__} declares no field {name!r}; it declares {[s.name for s in specs(batch_type)]}"
+    )
 
 
 def retained(batch: Any) -> list[torch.Tensor]:
@@ -166,6 +168,7 @@ def retained(batch: Any) -> list[torch.Tensor]:
 def _may_hold_tensors(batch_type: type) -> tuple[FieldSpec, ...]:
     """Fields that are slots, follow an axis, or belong to somebody: all that can be a tensor."""
     return tuple(
-        spec for spec in specs(batch_type) if spec.dtype is not None or spec.axis is not Axis.NONE or spec.split
-        in (Split.NESTED, Split.DROP)
+        spec
+        for spec in specs(batch_type)
+        if spec.dtype is not None or spec.axis is not Axis.NONE or spec.split in (Split.NESTED, Split.DROP)
     )

@@ -92,16 +92,12 @@ class ForwardBatch:
     extend_prefix_lens_cpu: NDArray[np.int32] | None = batch_field(axis=REQUESTS, split=Split.CLIP)
     extend_seq_lens_cpu: NDArray[np.int32] | None = batch_field(axis=REQUESTS, split=Split.CLIP)
 
-    mrope_positions: Tensor | None = batch_field(
-        axis=TOKENS, dtype=I32, padding=zero(), source=Source.HOST, lead=(3,)
-    )
+    mrope_positions: Tensor | None = batch_field(axis=TOKENS, dtype=I32, padding=zero(), source=Source.HOST, lead=(3,))
     input_embeds: Tensor | None = batch_field(axis=TOKENS)
     ngram_embedding_info: NgramEmbeddingInfo | None = batch_field(axis=NONE, split=Split.NESTED, owner="embedding")
 
     logit_rows: Tensor | None = batch_field(axis=NONE, split=Split.DROP)
-    capture_hidden_mode: CaptureHiddenMode = batch_field(
-        axis=NONE, split=Split.COPY, default=CaptureHiddenMode.NONE
-    )
+    capture_hidden_mode: CaptureHiddenMode = batch_field(axis=NONE, split=Split.COPY, default=CaptureHiddenMode.NONE)
     return_hidden_states_before_norm: bool = batch_field(axis=NONE, split=Split.COPY, default=False)
     sampling: Any = batch_field(axis=NONE, split=Split.DROP, owner="sampler")
     spec_info: Any = batch_field(axis=NONE, split=Split.NESTED, owner="speculative")
@@ -136,7 +132,9 @@ class ForwardBatch:
         if batch.mrope_positions is not None:
             view.mrope_positions = registry.slot("mrope_positions").head(batch.batch_size, batch.num_tokens)
         if batch.ngram_starts is not None:
-            view.ngram_embedding_info = registry.nested_view("ngram_embedding_info", NgramEmbeddingInfo, batch.batch_size)
+            view.ngram_embedding_info = registry.nested_view(
+                "ngram_embedding_info", NgramEmbeddingInfo, batch.batch_size
+            )
         view.capture_hidden_mode = batch.capture_hidden_mode.take()
         view.return_hidden_states_before_norm = batch.return_hidden_states_before_norm.take()
         return view

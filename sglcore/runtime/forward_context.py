@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sglcore.runtime.attention.layer import Attention
     from sglcore.runtime.attention.contract import AttentionBackend
+    from sglcore.runtime.attention.layer import Attention
     from sglcore.runtime.forward_batch import ForwardBatch
     from sglcore.runtime.memory.pools import ReqToTokenPool, TokenToKVPool
 

@@ -109,9 +109,7 @@ class GraphRunner:
                 f"the graph of bucket {captured.bucket.batch_size} was captured over generation {captured.generation} "
                 f"of the KV pool, it is now {generation}; capture again after replacing the pool"
             )
-        ctx = FillContext(
-            batch.batch_size, captured.bucket.batch_size, batch.num_tokens, captured.bucket.num_tokens
-        )
+        ctx = FillContext(batch.batch_size, captured.bucket.batch_size, batch.num_tokens, captured.bucket.num_tokens)
         self.registry.fill_from(batch, ctx)
         captured.batch.seq_lens_cpu = batch.seq_lens_cpu
         update = self.attn_backend.refresh(captured.plan, captured.batch)

@@ -8,8 +8,8 @@ from typing import Protocol
 from torch import Tensor
 
 from sglcore.device.batch import ScheduleBatch
-from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.contract import AttentionBackend
+from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
@@ -113,4 +113,3 @@ class ModelRunner:
         """Free the graphs. Waits for the device."""
         if self.graphs is not None:
             self.graphs.close()
-

@@ -88,9 +88,7 @@ def _common_slots(
     if register_global_num_tokens:
         spec = spec_of(ForwardBatch, "global_num_tokens")
         slots.append(Slot(spec, width=num_ranks, post_fill=count_global_tokens))
-    slots += [
-        Slot(replace(spec, name=f"ngram_embedding_info.{spec.name}")) for spec in specs(NgramEmbeddingInfo)
-    ]
+    slots += [Slot(replace(spec, name=f"ngram_embedding_info.{spec.name}")) for spec in specs(NgramEmbeddingInfo)]
     return slots
 
 

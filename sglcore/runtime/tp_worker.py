@@ -13,7 +13,7 @@ from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.runtime.fields import retained
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.sample_step import RowPlan, SampleStep, Sampled, plan_rows
+from sglcore.runtime.sample_step import RowPlan, Sampled, SampleStep, plan_rows
 from sglcore.runtime.token_table import TokenTable
 
 
@@ -77,7 +77,7 @@ class TpModelWorker:
             assert pending.embeddings is not None
             embeddings = pending.embeddings.cpu().numpy()
             none = np.zeros(0, dtype=np.int32)
-            bad = ~np.isfinite(embeddings).all(axis=1)
+            bad = np.logical_not(np.isfinite(embeddings).all(axis=1))
             return BatchResult(ticket.step, rows.token_offsets, none, bad, embeddings=embeddings, path=pending.path)
         return BatchResult(
             ticket.step,

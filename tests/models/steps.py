@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ PAGE, SLOTS, CONTEXT = 4, 3, 128
 FACTS = Facts(tensor_device="cpu", shares_host_memory=True)
 
 
-def load(folder, dtype: torch.dtype = torch.float32, kernels: KernelTable | None = None, **options) -> Model:
+def load(folder, dtype: torch.dtype = torch.float32, kernels: KernelTable | None = None, **options) -> Any:
     """Load a checkpoint folder onto the processor."""
     kernels = kernels or reference_kernels()
     return load_model(folder, read_config(folder), kernels=kernels, device="cpu", dtype=dtype, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -192,7 +193,7 @@ def test_an_unknown_dtype_is_an_error() -> None:
 
 def test_an_engines_configuration_loads_its_model_and_says_the_dtype(folder) -> None:
     ledger, phases = DecisionLedger(), set()
-    model = load_checkpoint(
+    model: Any = load_checkpoint(
         EngineConfig(model=str(folder), max_model_len=32),
         facts=Facts(tensor_device="cpu"),
         kernels=reference_kernels(),

@@ -61,7 +61,7 @@ def draw_trace(rnd: Random) -> Trace:
     limits = make_limits(
         max_model_len=context,
         page_size=page_size,
-        num_pages=-(-context // page_size) + rnd.choice([0, 1, 4, 12, 40]),
+        num_pages=-(-context // page_size) + rnd.choice([0, 0, 1, 2, 4, 12, 40]),
         max_requests=rnd.choice([1, 2, 4, 6]),
         max_batch_tokens=rnd.choice([1, 2, 3, 6, 20]),
         allows_mixed_batches=rnd.random() < 0.6,
@@ -108,7 +108,7 @@ def _draw_arrivals(rnd: Random, limits: Limits) -> list[tuple[int, Request]]:
 
 def _draw_request(rnd: Random, rid: str, prompt: np.ndarray, leader: Request | None) -> Request:
     params = make_params(
-        rnd.choice([1, 2, 6, None]),
+        rnd.choice([1, 2, 6, None, None]),
         needs_history=rnd.random() < 0.2,
         logprobs=rnd.choice([None, None, 0, 2]),
         prompt_logprobs=rnd.choice([None, None, None, 0, 2]),
@@ -141,8 +141,8 @@ def play(trace: Trace, plant: Callable[[Scheduler], None] | None = None) -> Outc
 
 
 def most_ticks(trace: Trace) -> int:
-    """More steps than the worst trace should need: each request alone, token by token, thrice."""
-    return 100 + 6 * sum(min(len(r.prompt_ids) + 30, trace.limits.max_model_len) for _, r in trace.arrivals)
+    """More steps than the worst trace should need: each request alone, token by token, recomputed now and then."""
+    return 40 + 2 * trace.limits.max_model_len * len(trace.arrivals)
 
 
 def _happen(outcome: Outcome, tick: int) -> None:

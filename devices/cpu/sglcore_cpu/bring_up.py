@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+
 from sglcore.device.config import EngineConfig
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.runtime.bring_up import STANDARD
 from sglcore.runtime.memory.sizing import MemoryBudget
-
 from sglcore_cpu.memory import available_memory, total_memory
 from sglcore_cpu.topology import bind_threads, read_topology
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,13 +72,13 @@ def plan_binding(topology: Topology, asked: int | None) -> Binding:
 def bind_threads(topology: Topology, asked: int | None) -> Binding:
     """Plan, then pin this process to the chosen cores where the machine has more than one memory node."""
     binding = plan_binding(topology, asked)
-    if len(topology.nodes) > 1 and hasattr(os, "sched_setaffinity"):
+    if len(topology.nodes) > 1 and sys.platform == "linux":
         os.sched_setaffinity(0, binding.cores)
     return binding
 
 
 def _allowed() -> frozenset[int]:
-    if hasattr(os, "sched_getaffinity"):
+    if sys.platform == "linux":
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 

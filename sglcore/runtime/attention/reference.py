@@ -134,9 +134,8 @@ class ReferenceAttention(AttentionBackend):
             masks[window] = None
             if prefix or (window is not None and window < seq_len):
                 queries = positions[prefix:, None]
-                masks[window] = positions <= queries
-                if window is not None:
-                    masks[window] &= positions > queries - window
+                mask = positions <= queries
+                masks[window] = mask if window is None else mask & (positions > queries - window)
         return LongRow(start, end, self._cells(slots, positions[None]).view(-1), masks)
 
     def _cells(self, slots: Tensor, positions: Tensor) -> Tensor:
@@ -156,6 +155,7 @@ class ReferenceAttention(AttentionBackend):
         grouped = q.view(tokens, kv_heads, layer.num_heads // kv_heads, dim)
         if not layer.cached:
             return self._encode(grouped, k, v, plan, layer).view(q.shape)
+        assert batch.out_cache_loc is not None
         k_cache, v_cache = self.token_to_kv_pool.kv(layer.layer_id)
         self.kernels.store_kv(k, v, k_cache, v_cache, batch.out_cache_loc)
         singles = plan.singles
@@ -168,7 +168,9 @@ class ReferenceAttention(AttentionBackend):
         for row in plan.rows:
             keys, values = k_cache[row.cells], v_cache[row.cells]
             mask = row.masks[layer.sliding_window]
-            out[row.start : row.end] = _attend_row(grouped[row.start : row.end], keys, values, mask, layer, mask is None)
+            out[row.start : row.end] = _attend_row(
+                grouped[row.start : row.end], keys, values, mask, layer, mask is None
+            )
         return out.view(q.shape)
 
     def _attend_singles(

@@ -70,9 +70,7 @@ def size_pools(
     return MemorySizes(page_size, num_pages, max_model_len, min(config.max_requests, num_pages))
 
 
-def _shorter_context(
-    config: EngineConfig, tokens: int, wanted: int, needed_bytes: int, ledger: DecisionLedger
-) -> int:
+def _shorter_context(config: EngineConfig, tokens: int, wanted: int, needed_bytes: int, ledger: DecisionLedger) -> int:
     """The context that fits when the whole one does not; an explicit context is never shortened."""
     if config.max_model_len is not None or tokens < 1:
         raise ConfigError(

@@ -1,0 +1,112 @@
+"""Children of a batch: a child is an interval of tokens, made field by field from the declarations.
+
+One clip formula serves decode, extend, splits at request boundaries and splits inside a request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sglcore.runtime.fields import Axis, FieldSpec, Split, specs
+from sglcore.runtime.forward_batch import ForwardBatch
+
+Record = TypeVar("Record")
+Ints = NDArray[np.int32]
+
+
+class SplitRefusedError(ValueError):
+    """The batch holds a field whose presence forbids splitting it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """A child's tokens [first, last) of its parent, in terms of requests.
+
+    `rows` are the requests with tokens in it; of each, `lengths` tokens belong to the child, after `prefix_lens` cells,
+    so that `seq_lens` tokens are known once the child has run. `real` of its tokens are not padding.
+    """
+
+    first: int
+    last: int
+    rows: slice
+    lengths: Ints
+    prefix_lens: Ints
+    real: int
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What each clipped field becomes, as host values."""
+        starts = np.cumsum(self.lengths, dtype=np.int32) - self.lengths
+        seq_lens = (self.prefix_lens + self.lengths).astype(np.int32)
+        return {
+            "batch_size": len(self.lengths),
+            "num_tokens": self.last - self.first,
+            "seq_lens": seq_lens,
+            "seq_lens_cpu": seq_lens,
+            "extend_seq_lens": self.lengths,
+            "extend_seq_lens_cpu": self.lengths,
+            "extend_prefix_lens": self.prefix_lens,
+            "extend_prefix_lens_cpu": self.prefix_lens,
+            "extend_start_loc": starts,
+        }
+
+
+def clip(batch: ForwardBatch, first: int, last: int, real_tokens: int) -> Clip:
+    """The interval [first, last) of a batch of which `real_tokens` are not padding."""
+    if not 0 <= first <= last <= batch.num_tokens:
+        raise ValueError(f"tokens [{first}, {last}) do not lie in a batch of {batch.num_tokens} tokens")
+    assert batch.seq_lens_cpu is not None
+    lengths = batch.extend_seq_lens_cpu
+    if lengths is None:
+        lengths = np.ones(batch.batch_size, dtype=np.int32)
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    inside = np.flatnonzero((ends > first) & (starts < last))
+    rows = slice(int(inside[0]), int(inside[-1]) + 1) if len(inside) else slice(0, 0)
+    skipped = np.maximum(first - starts[rows], 0)
+    kept = np.minimum(ends[rows], last) - np.maximum(starts[rows], first)
+    prefix = batch.seq_lens_cpu[rows] - lengths[rows] + skipped
+    real = min(max(real_tokens - first, 0), last - first)
+    return Clip(first, last, rows, kept.astype(np.int32), prefix.astype(np.int32), real)
+
+
+def filter_batch(batch: ForwardBatch, first: int, last: int, real_tokens: int | None = None) -> ForwardBatch:
+    """The child that holds tokens [first, last). It starts without a plan; the parent is left as it is.
+
+    Raises SplitRefusedError if a field forbids it. Tensors are views where the axis is only cut.
+    """
+    part = clip(batch, first, last, batch.num_tokens if real_tokens is None else real_tokens)
+    return _child(batch, part)
+
+
+def _child(record: Record, part: Clip) -> Record:
+    changes: dict[str, Any] = {}
+    for spec in specs(type(record)):
+        changes[spec.name] = _child_value(spec, getattr(record, spec.name), part)
+    return type(record)(**{name: value for name, value in changes.items() if value is not _DEFAULT})
+
+
+_DEFAULT = object()
+
+
+def _child_value(spec: FieldSpec, value: Any, part: Clip) -> Any:
+    if spec.split is Split.FRESH or spec.split is Split.DROP:
+        return _DEFAULT
+    if value is None or spec.split is Split.COPY:
+        return value
+    if spec.split is Split.REFUSE:
+        raise SplitRefusedError(f"a batch with {spec.name} can not be split; run it whole")
+    if spec.split is Split.NESTED:
+        return _child(value, part)
+    if spec.split is Split.COUNT:
+        return torch.full_like(value, part.real)
+    if spec.split is Split.CLIP:
+        clipped = part.values[spec.name]
+        return torch.from_numpy(clipped).to(value.device, value.dtype) if isinstance(value, torch.Tensor) else clipped
+    where = slice(part.first, part.last) if spec.axis is Axis.TOKENS else part.rows
+    return value[(slice(None),) * spec.dim + (where,)]

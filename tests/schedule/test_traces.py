@@ -1,0 +1,292 @@
+"""Laws over random traces: pages and slots are conserved, everybody ends once, outputs equal those of a run alone.
+
+Every law has mutants: schedulers with one planted bug, which the same traces must catch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.schedule.batch_builder import BatchBuilder
+from sglcore.schedule.memory import Memory
+from sglcore.schedule.overlap import BatchRecord
+from sglcore.schedule.prefix_cache import Node, PrefixCache
+from sglcore.schedule.request import Request, State
+from sglcore.schedule.running import Running
+from sglcore.schedule.scheduler import Scheduler
+from tests.schedule.trace import draw_trace, play
+
+SEEDS = range(400)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.randoms(use_true_random=False))
+def test_any_trace_ends_as_if_every_request_had_run_alone(rnd: Random) -> None:
+    play(draw_trace(rnd))
+
+
+@pytest.mark.parametrize("seed", range(0, 400, 4))
+def test_seeded_traces_end_as_if_every_request_had_run_alone(seed: int) -> None:
+    print("seed", seed)
+    play(draw_trace(Random(seed)))
+
+
+def test_the_traces_reach_what_they_are_meant_to_reach() -> None:
+    seen = dict.fromkeys(("retractions", "hit_tokens", "evicted_pages", "overlapped", "mixed"), 0)
+    for seed in range(150):
+        outcome = play(draw_trace(Random(seed)))
+        stats = outcome.scheduler.stats()
+        for name in ("retractions", "hit_tokens", "evicted_pages"):
+            seen[name] += stats[name] > 0
+        seen["overlapped"] += outcome.worker.most_in_flight > 1
+        seen["mixed"] += ForwardMode.MIXED in outcome.worker.modes
+    assert min(seen.values()) >= 5, seen
+
+
+class PublishesBeforeCollect(Scheduler):
+    def _advance_chunks(self, record: BatchRecord, chunks: list[tuple[Request, int]]) -> None:
+        super()._advance_chunks(record, chunks)
+        for request, _ in chunks:
+            self._running.memory.publish(request, request.num_cells)
+
+
+class TakesZombieTokens(Scheduler):
+    def _take_rows(self, record: BatchRecord, result):  # type: ignore[no-untyped-def]
+        ended = [request for request in record.requests if request.state is State.FINISHED and request.rid[0] == "r"]
+        offsets = dict(zip(record.requests, result.token_offsets.tolist(), strict=False))
+        for request in ended:
+            request.output_ids += result.token_ids[offsets[request] : offsets[request] + 1].tolist()
+        return super()._take_rows(record, result)
+
+
+class ForgetsToMarkZombies(Scheduler):
+    def _take_rows(self, record: BatchRecord, result):  # type: ignore[no-untyped-def]
+        emitting = not record.spans and result.logprobs is None and result.embeddings is None
+        return self._take_tokens(record, result) if emitting else super()._take_rows(record, result)
+
+
+class FreesBeforeCollect(Running):
+    def leave(self, request: Request) -> None:
+        if request.state is State.EXTENDING:
+            self.extending.remove(request)
+        else:
+            self.rows.remove(request)
+        self.in_flight.mark_zombies()
+        self._release(request)
+
+
+class LeaksAbortedSlots(Running):
+    def _release(self, request: Request) -> None:
+        super()._release(request)
+        if request.finish_reason == "abort":
+            self._free_slots.pop()
+
+
+class LosesPages(Running):
+    def _release(self, request: Request) -> None:
+        if request.pages[request.shared :]:
+            request.pages.pop()
+        super()._release(request)
+
+
+class ForgetsOutputsOnRetraction(Running):
+    def _retract(self, victim: Request) -> None:
+        super()._retract(victim)
+        victim.output_ids.clear()
+
+
+class RecomputesOnlyThePrompt(Running):
+    def _start(self, request: Request) -> None:
+        super()._start(request)
+        request.target = len(request.prompt_ids)
+
+
+class NeverRetracts(Running):
+    def _obtain(self, request: Request, count: int) -> bool:
+        return self.memory.grow(request, count)
+
+
+class NeverWaitsForLeavers(Running):
+    def _pages_leaving(self) -> int:
+        return 0
+
+    def _obtain(self, request: Request, count: int) -> bool:
+        if self.memory.grow(request, count):
+            return True
+        self._retract(request)
+        return False
+
+
+class DropsPageDifferences(BatchBuilder):
+    def build_decode(self, *args) -> ScheduleBatch:  # type: ignore[no-untyped-def]
+        batch = super().build_decode(*args)
+        batch.new_pages = batch.new_pages[:0]
+        batch.new_page_offsets = batch.new_page_offsets * 0
+        return batch
+
+
+class CountsPagesAfterTheStep(BatchBuilder):
+    def build_decode(self, step: int, rows, collected: int) -> ScheduleBatch:  # type: ignore[no-untyped-def]
+        batch = super().build_decode(step, rows, collected)
+        batch.page_counts = rows.page_counts
+        return batch
+
+
+class TakesOneTokenForDecode(BatchBuilder):
+    def build(self, *args) -> ScheduleBatch:  # type: ignore[no-untyped-def]
+        batch = super().build(*args)
+        if (np.diff(batch.token_offsets) == 1).all():
+            batch.forward_mode = ForwardMode.DECODE
+        return batch
+
+
+class ContinuesStaleTokens(BatchBuilder):
+    def build(self, step: int, rows, chosen, chunks, collected: int) -> ScheduleBatch:  # type: ignore[no-untyped-def]
+        return super().build(step, rows, chosen, chunks, step)
+
+
+class KeepsComposition(BatchBuilder):
+    def _set_rows(self, requests: list[Request], has_chunks: bool) -> None:
+        composition = self._composition
+        super()._set_rows(requests, has_chunks)
+        self._composition = min(self._composition, composition + (len(requests) > 1))
+
+
+class ForgetsHistoryAfterRetraction(BatchBuilder):
+    def build(self, *args) -> ScheduleBatch:  # type: ignore[no-untyped-def]
+        batch = super().build(*args)
+        if batch.history_ids is not None:
+            batch.history_ids = batch.history_ids[::-1].copy()
+        return batch
+
+
+class IgnoresLookahead(PrefixCache):
+    def key(self, tokens: np.ndarray, index: int) -> bytes:
+        start = index * self.page_size
+        return tokens[start : start + self.page_size].tobytes()
+
+
+class IgnoresWhatCameBefore(PrefixCache):
+    def match(self, tokens: np.ndarray) -> list[Node]:
+        nodes, stack = {}, [self.root]
+        while stack:
+            node = stack.pop()
+            nodes[node.key] = node
+            stack.extend(node.children.values())
+        path = []
+        for index in range((len(tokens) - max(1, self.lookahead)) // self.page_size):
+            found = nodes.get(self.key(tokens, index))
+            if found is None:
+                break
+            path.append(found)
+        return path
+
+
+class LeavesNothingToCompute(PrefixCache):
+    def match(self, tokens: np.ndarray) -> list[Node]:
+        return super().match(np.append(tokens, tokens[-1:]).astype(np.int32))
+
+
+class EvictsPagesInUse(PrefixCache):
+    def use(self, nodes) -> None:  # type: ignore[no-untyped-def]
+        super().use(nodes)
+        for node in nodes:
+            node.users -= 1
+            self.num_unused += node.users == 0
+            self._offer(node)
+
+    def leave(self, node: Node | None) -> None:
+        return None
+
+
+class PublishesIncompletePages(Memory):
+    def _publish(self, request: Request, cells: int, leaving: bool) -> list[int]:
+        return super()._publish(request, cells + self.page_size, leaving)
+
+
+class PublishesBeforeLookahead(Memory):
+    def _publish(self, request: Request, cells: int, leaving: bool) -> list[int]:
+        return super()._publish(request, cells + self.cache.lookahead, leaving)
+
+
+class InsertsTwice(Memory):
+    def _publish(self, request: Request, cells: int, leaving: bool) -> list[int]:
+        if request.node is not None and not leaving:
+            request.node.children.clear()
+        return super()._publish(request, cells, leaving)
+
+
+class SharesUnscoredPrompts(Memory):
+    def admit(self, request: Request, promised: int) -> bool:
+        admitted = super().admit(request, promised)
+        if admitted and request.scores_prompt and self.caches:
+            self.cache.leave(request.node)
+            path = self._match(request)
+            self.cache.use(path)
+            request.node = path[-1] if path else self.cache.root
+            request.pages = [node.page for node in path]
+            request.shared, request.num_cells = len(path), len(path) * self.page_size
+        return admitted
+
+
+def _as_scheduler(kind: type[Scheduler]) -> Callable[[Scheduler], None]:
+    def plant(scheduler: Scheduler) -> None:
+        scheduler.__class__ = kind
+
+    return plant
+
+
+def _as_part(kind: type, path: str) -> Callable[[Scheduler], None]:
+    def plant(scheduler: Scheduler) -> None:
+        part: object = scheduler
+        for name in path.split("."):
+            part = getattr(part, name)
+        part.__class__ = kind
+
+    return plant
+
+
+SCHEDULERS = (PublishesBeforeCollect, TakesZombieTokens, ForgetsToMarkZombies)
+RUNNING = (
+    FreesBeforeCollect,
+    LeaksAbortedSlots,
+    LosesPages,
+    ForgetsOutputsOnRetraction,
+    RecomputesOnlyThePrompt,
+    NeverRetracts,
+)
+BUILDERS = (
+    DropsPageDifferences,
+    CountsPagesAfterTheStep,
+    TakesOneTokenForDecode,
+    ContinuesStaleTokens,
+    KeepsComposition,
+    ForgetsHistoryAfterRetraction,
+)
+CACHES = (IgnoresLookahead, IgnoresWhatCameBefore, LeavesNothingToCompute, EvictsPagesInUse)
+MEMORIES = (PublishesIncompletePages, PublishesBeforeLookahead, InsertsTwice, SharesUnscoredPrompts)
+MUTANTS = (
+    *((kind, _as_scheduler(kind)) for kind in SCHEDULERS),
+    *((kind, _as_part(kind, "_running")) for kind in RUNNING),
+    *((kind, _as_part(kind, "_builder")) for kind in BUILDERS),
+    *((kind, _as_part(kind, "_running.memory.cache")) for kind in CACHES),
+    *((kind, _as_part(kind, "_running.memory")) for kind in MEMORIES),
+)
+
+
+@pytest.mark.parametrize("plant", [plant for _, plant in MUTANTS], ids=[kind.__name__ for kind, _ in MUTANTS])
+def test_a_planted_bug_is_caught_by_some_trace(plant: Callable[[Scheduler], None]) -> None:
+    for seed in SEEDS:
+        try:
+            play(draw_trace(Random(seed)), plant)
+        except Exception as error:
+            print(f"caught by seed {seed}: {type(error).__name__}: {error}")
+            return
+    pytest.fail(f"no trace of seeds {SEEDS} noticed")
