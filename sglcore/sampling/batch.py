@@ -5,6 +5,7 @@ One declaration per field yields padding, selection, concatenation and the forwa
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,11 @@ def _entry_field(dtype: Any) -> Any:
     return field(metadata={"kind": "entry", "dtype": dtype})
 
 
+def _offset_field() -> Any:
+    """R + 1 offsets into the entries."""
+    return field(metadata={"kind": "offsets", "dtype": np.int32})
+
+
 @dataclass(slots=True, eq=False)
 class SamplingBatch:
     """Host arrays of R rows. Greedy rows hold neutral cut-offs, so `needs` names only work that can change a token."""
@@ -97,7 +103,7 @@ class SamplingBatch:
     prompt_len: np.ndarray = _row_field(np.int32, 0)
     top_logprobs: np.ndarray = _row_field(np.int32, -1)
     """Alternatives wanted; -1 = no logprobs."""
-    bias_offsets: np.ndarray = field(metadata={"kind": "offsets", "dtype": np.int32})
+    bias_offsets: np.ndarray = _offset_field()
     bias_ids: np.ndarray = _entry_field(np.int32)
     bias_values: np.ndarray = _entry_field(np.float32)
     bias_until: np.ndarray = _entry_field(np.int32)
@@ -106,19 +112,18 @@ class SamplingBatch:
     @classmethod
     def from_rows(cls, rows: Sequence[SamplingRow], stream: int = 0) -> "SamplingBatch":
         """Arrays of these rows, about 5 us each; build once per request, then select and concatenate."""
-        columns = list(zip(*(_row_values(row) for row in rows), strict=True)) or [()] * 10
+        values = [_row_values(row) for row in rows]
+        arrays = {
+            name: np.array([row[name] for row in values], _FIELDS[name].metadata["dtype"]) for name in _VALUE_NAMES
+        }
         seeds = np.array([row.seed for row in rows], np.uint64)
         indices = np.array([row.sample_index for row in rows], np.uint64)
-        named = dict(zip(_VALUE_NAMES, columns, strict=True))
-        arrays = {name: np.array(values, _FIELDS[name].metadata["dtype"]) for name, values in named.items()}
         entries = [_bias_entries(row) for row in rows]
         flat = [entry for row_entries in entries for entry in row_entries]
-        offsets = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum([len(row_entries) for row_entries in entries], out=offsets[1:])
         return cls(
             **arrays,
             seed_words=noise.seed_words(seeds, indices, stream),
-            bias_offsets=offsets,
+            bias_offsets=_offsets([len(row_entries) for row_entries in entries]),
             bias_ids=np.array([entry[0] for entry in flat], np.int32),
             bias_values=np.array([entry[1] for entry in flat], np.float32),
             bias_until=np.array([entry[2] for entry in flat], np.int32),
@@ -197,28 +202,28 @@ class SamplingBatch:
         return np.repeat(np.arange(len(self), dtype=np.int32), np.diff(self.bias_offsets))
 
 
-_FIELDS = {item.name: item for item in fields(SamplingBatch)}
+_FIELDS = MappingProxyType({item.name: item for item in fields(SamplingBatch)})
 _VALUE_NAMES = tuple(
     name for name, item in _FIELDS.items() if item.metadata["kind"] == "row" and item.metadata["width"] is None
 )
 
 
-def _row_values(row: SamplingRow) -> tuple:
-    """The plain row fields of one row, in the order of _VALUE_NAMES."""
+def _row_values(row: SamplingRow) -> dict[str, Any]:
+    """The plain row fields of one row, by name."""
     params = row.params
     greedy = params.is_greedy
-    return (
-        1.0 if greedy else noise.fixed_scale(params.temperature),
-        greedy,
-        noise.OFF if greedy or params.top_k <= 0 else params.top_k,
-        noise.TOP_P_OFF if greedy else noise.fixed_top_p(params.top_p),
-        noise.OFF if greedy else noise.fixed_min_p(params.min_p),
-        params.repetition_penalty,
-        params.presence_penalty,
-        params.frequency_penalty,
-        row.prompt_len,
-        -1 if params.logprobs is None else params.logprobs,
-    )
+    return {
+        "scale": 1.0 if greedy else noise.fixed_scale(params.temperature),
+        "greedy": greedy,
+        "top_k": noise.OFF if greedy or params.top_k <= 0 else params.top_k,
+        "top_p": noise.TOP_P_OFF if greedy else noise.fixed_top_p(params.top_p),
+        "min_p": noise.OFF if greedy else noise.fixed_min_p(params.min_p),
+        "repetition": params.repetition_penalty,
+        "presence": params.presence_penalty,
+        "frequency": params.frequency_penalty,
+        "prompt_len": row.prompt_len,
+        "top_logprobs": -1 if params.logprobs is None else params.logprobs,
+    }
 
 
 def _bias_entries(row: SamplingRow) -> list[tuple[int, float, int]]:
@@ -230,7 +235,7 @@ def _bias_entries(row: SamplingRow) -> list[tuple[int, float, int]]:
     return entries
 
 
-def _offsets(counts: np.ndarray) -> np.ndarray:
+def _offsets(counts: Sequence[int] | np.ndarray) -> np.ndarray:
     offsets = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=offsets[1:])
     return offsets

@@ -102,7 +102,7 @@ def make_state(
 class Sampler:
     """Draws tokens for one vocabulary on one device. Holds constants only, so one serves any number of batches."""
 
-    def __init__(self, vocab_size: int, device: torch.device | str, block_elements: int = 1 << 18) -> None:
+    def __init__(self, vocab_size: int, device: torch.device | str, block_elements: int = 1 << 16) -> None:
         """`block_elements` logits are worked on at a time: near the cache for a host, as large as memory allows for an
         accelerator. It never changes a token."""
         self.tables = make_race_tables(vocab_size, device)

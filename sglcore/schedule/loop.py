@@ -27,7 +27,8 @@ class Loop:
         """Submit a step and collect one; returns the news. Waits for the device.
 
         If the worker raises, everything in flight is collected or dropped, the requests of the failed steps finish with
-        "error", and the exception goes on to the caller; their news come with the next call, which may go on working.
+        "error", and the exception goes on to the caller. The news are then in `drain`: take them before another request
+        is ended by name. Further calls go on with the other requests.
         """
         if self._unsent:
             return self._take_unsent()
@@ -58,28 +59,28 @@ class Loop:
     def _collect(self, record: BatchRecord | None) -> list[Update]:
         if record is None:
             return []
-        assert record.ticket is not None
         try:
-            result = self.worker.collect(record.ticket)
-            return self.scheduler.finish(record, result)
+            return self._finish(record)
         except BaseException as error:
-            self._unsent += self.scheduler.drop(record, error)
             self._abandon(error)
             raise
 
+    def _finish(self, record: BatchRecord) -> list[Update]:
+        ticket, record.ticket = record.ticket, None
+        assert ticket is not None
+        return self.scheduler.finish(record, self.worker.collect(ticket))
+
     def _abandon(self, error: BaseException) -> None:
-        """Collect, or else drop, all that is in flight."""
+        """Collect what is in flight; drop the steps that have no ticket any more, or whose collect fails too."""
         self._running = None
         for record in list(self.scheduler.in_flight):
-            self._unsent += self._collect_or_drop(record, error)
-
-    def _collect_or_drop(self, record: BatchRecord, error: BaseException) -> list[Update]:
-        if record.ticket is None:
-            return self.scheduler.drop(record, error)
-        try:
-            return self.scheduler.finish(record, self.worker.collect(record.ticket))
-        except Exception as second:
-            return self.scheduler.drop(record, second)
+            if record.ticket is None:
+                self._unsent += self.scheduler.drop(record, error)
+                continue
+            try:
+                self._unsent += self._finish(record)
+            except Exception as second:
+                self._unsent += self.scheduler.drop(record, second)
 
     def _refuse_standstill(self) -> None:
         if self.scheduler.has_work and not len(self.scheduler.in_flight):

@@ -6,6 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
+
+from sglcore.cli.devices import Survey, survey_values
+from sglcore.cli.render import show_survey
+from sglcore.device.probe import UnclaimedDevice
 from tests.device.site import Site
 
 
@@ -82,3 +87,13 @@ def test_a_bring_up_order_needs_a_name(site: Site) -> None:
     ran = site.run("-m", "sglcore.cli", "devices", "--bring-up")
     assert ran.returncode == 2
     assert ran.stderr == "error: --bring-up without a device; wanted one of cpu; sglcore devices NAME --bring-up\n"
+
+
+def test_an_unclaimed_accelerator_is_said_in_the_table_and_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    device = UnclaimedDevice("0000:01:00.0", 0x1EAF, 0x0001, 0x0302)
+    seen = Survey((), None, None, (device,))
+    show_survey(seen)
+    assert "unclaimed accelerator: 0000:01:00.0 [1eaf:0001] of PCI class 0302" in capsys.readouterr().out
+    assert survey_values(seen)["unclaimed"] == [
+        {"address": "0000:01:00.0", "vendor_id": 0x1EAF, "device_id": 1, "pci_class": 0x0302}
+    ]

@@ -18,7 +18,7 @@ from sglcore.device.package import DevicePackage
 Path(__file__).with_name("imported").touch()
 {body}
 package = DevicePackage(
-    name={name!r}, api={api}, summary="planted", is_host={is_host}, probe="{module}.probe:probe",
+    name={declared!r} or {name!r}, api={api}, summary="planted", is_host={is_host}, probe="{module}.probe:probe",
     facts="{module}.parts:facts", worker="{module}.parts:Worker", attention={{"plain": "{module}.parts:Attention"}},
     graphs={{}}, kernels="{module}.parts:kernels", bring_up="{module}.parts:BRING_UP", pci_vendors=frozenset({vendors}),
 )
@@ -60,6 +60,7 @@ class Planted:
     distribution: str = ""
     version: str = "1.0"
     vendors: tuple[int, ...] = ()
+    declared: str = ""
 
     @property
     def module(self) -> str:
@@ -108,7 +109,7 @@ class Site:
         return (self.path / planted.module / "imported").exists()
 
     def run(self, *words: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Run a Python process that sees these distributions besides the installed ones."""
+        """Run a Python process in this folder, which sees these distributions besides the installed ones."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SGLCORE_")}
         return subprocess.run(
             (sys.executable, *words),
@@ -116,5 +117,6 @@ class Site:
             text=True,
             timeout=120,
             check=False,
+            cwd=self.path,
             env={**clean, "PYTHONPATH": str(self.path), "COLUMNS": "200", **(environ or {})},
         )

@@ -51,6 +51,12 @@ def test_a_declaration_that_contradicts_its_entry_point_is_refused(site: Site) -
         only(site).loaded()
 
 
+def test_a_declaration_with_another_name_than_its_entry_point_is_refused(site: Site) -> None:
+    site.add("one", declared="two")
+    with pytest.raises(DeviceError, match="declares device 'two' with API 1; wanted 'one' with API 1"):
+        only(site).loaded()
+
+
 def test_a_module_that_raises_is_listed_with_the_error_it_raised(site: Site) -> None:
     site.add("one", body="raise RuntimeError('the driver is too old')")
     item = only(site)

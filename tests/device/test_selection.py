@@ -72,6 +72,17 @@ def test_a_name_is_strict_even_when_another_device_would_do(site: Site) -> None:
         choose(site, "one")
 
 
+def test_a_named_device_that_is_not_usable_is_an_error_and_not_another_device(site: Site) -> None:
+    site.add("host", is_host=True)
+    site.add("one", runtime=False)
+    with pytest.raises(DeviceError) as caught:
+        choose(site, "one")
+    assert str(caught.value) == (
+        "device 'one' is present but not usable: runtime: planted runtime; "
+        "mend the runtime (it was asked for by --device)"
+    )
+
+
 def test_the_host_can_be_named_beside_an_accelerator(site: Site) -> None:
     site.add("host", is_host=True)
     site.add("one")
@@ -148,6 +159,15 @@ def test_without_a_host_package_the_remedy_is_to_install_it(site: Site) -> None:
 def test_a_host_that_is_not_usable_says_why(site: Site) -> None:
     site.add("host", is_host=True, runtime=False)
     with pytest.raises(DeviceError, match="runtime: planted runtime; mend the runtime"):
+        choose(site)
+
+
+def test_two_hosts_are_an_error_that_names_both(site: Site) -> None:
+    site.add("host", is_host=True)
+    site.add("guest", is_host=True)
+    with pytest.raises(
+        DeviceError, match="found 2 host devices: guest, host; choose with --device NAME or SGLCORE_DEV"
+    ):
         choose(site)
 
 

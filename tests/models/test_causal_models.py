@@ -7,7 +7,9 @@ import random
 import pytest
 import torch
 
-from tests.checkpoints import CAUSAL, LONG, llama, oracle_logprobs, qwen3, rope, save
+from sglcore.runtime.kernels.grouped import grouped_moe
+from sglcore.runtime.kernels.reference import reference_kernels
+from tests.checkpoints import CAUSAL, LONG, llama, oracle_logprobs, qwen3, qwen3_moe, rope, save
 from tests.models.steps import Steps, load
 
 TOLERANCE = 1e-4
@@ -73,6 +75,18 @@ def test_longrope_uses_the_factors_of_the_length_it_was_opened_for(tmp_path, max
     oracle = llama(**rope("longrope", **LONG))
     steps, ids = Steps(load(save(oracle, tmp_path), max_positions=max_positions)), prompt(length)
     assert (steps.logprobs({1: ids}) - oracle_logprobs(oracle, ids)).abs().max() < TOLERANCE
+
+
+def test_a_replaced_kernel_is_the_one_that_runs(tmp_path) -> None:
+    oracle, calls, ids = qwen3_moe(), [], prompt(23)
+
+    def counted(*arguments: torch.Tensor) -> torch.Tensor:
+        calls.append(len(arguments))
+        return grouped_moe(*arguments)
+
+    steps = Steps(load(save(oracle, tmp_path), kernels=reference_kernels().replace(moe=counted)))
+    assert (steps.logprobs({1: ids}) - oracle_logprobs(oracle, ids)).abs().max() < TOLERANCE
+    assert calls == [5, 5]
 
 
 def test_swapped_gate_and_up_would_be_noticed(tmp_path) -> None:

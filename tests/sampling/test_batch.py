@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,7 +64,7 @@ def test_the_forward_copy_shares_no_memory_and_holds_every_declared_field():
 def test_a_field_added_later_is_copied_too():
     @dataclass(slots=True, eq=False)
     class Wider(SamplingBatch):
-        extra: np.ndarray
+        extra: Any = None
 
     batch = SamplingBatch.from_rows(make_rows(2))
     wide = Wider(**{item.name: getattr(batch, item.name) for item in fields(SamplingBatch)}, extra=np.arange(2))

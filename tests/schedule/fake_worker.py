@@ -46,21 +46,24 @@ class Truth:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self._known: dict[Request, tuple[list[int], int]] = {}
+        self._known: dict[Request, tuple[list[int], list[int]]] = {}
 
     def tokens(self, request: Request, length: int) -> list[int]:
         """The first `length` tokens: the prompt, then drawn from a hash of seed, position and all tokens before."""
-        tokens, digest = self._known.get(request, ([], 0))
-        if not tokens:
-            tokens = request.prompt_ids.tolist()
-            for token in tokens:
-                digest = _mix(digest, token)
-        while len(tokens) < length:
-            drawn = _mix(_mix(digest, request.seed), len(tokens)) >> 7
-            tokens.append(drawn % self.vocab_size)
-            digest = _mix(digest, tokens[-1])
-        self._known[request] = (tokens, digest)
-        return tokens[:length]
+        return self._grow(request, length)[0][:length]
+
+    def digests(self, request: Request, length: int) -> list[int]:
+        """A hash of all tokens up to each of the first `length`: what a cell really depends on."""
+        return self._grow(request, length)[1][:length]
+
+    def _grow(self, request: Request, length: int) -> tuple[list[int], list[int]]:
+        tokens, digests = known = self._known.setdefault(request, ([], []))
+        while len(tokens) < max(length, len(request.prompt_ids)):
+            place, digest = len(tokens), digests[-1] if digests else 0
+            drawn = (_mix(_mix(digest, request.seed), place) >> 7) % self.vocab_size
+            tokens.append(int(request.prompt_ids[place]) if place < len(request.prompt_ids) else drawn)
+            digests.append(_mix(digest, tokens[-1]))
+        return known
 
     def output(self, request: Request, max_model_len: int) -> tuple[list[int], str]:
         """The whole output and why it ends, as if the request ran alone."""
@@ -129,12 +132,16 @@ class FakeWorker:
         self.fail_collect: set[int] = set()
         self.bad_requests: set[str] = set()
         self.modes: list[ForwardMode] = []
+        self.seen: list[ScheduleBatch] = []
+        self.rids: list[list[str]] = []
         self.compositions: dict[int, list[Request]] = {}
         self.most_in_flight = 0
         self.closed = False
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
         self.modes.append(batch.forward_mode)
+        self.seen.append(batch)
+        self.rids.append([request.rid for request in getattr(batch.sampling, "requests", ())])
         if batch.step in self.fail_submit:
             raise RuntimeError(f"planned failure of submit {batch.step}")
         self._check_shape(batch)
@@ -224,7 +231,9 @@ class FakeWorker:
             slot.history += batch.history_ids[start:end].tolist()
         if request.params.needs_history:
             known = self.truth.tokens(request, len(slot.history))
-            _want(slot.history == known and len(known) >= len(request.prompt_ids), f"history {slot.history}")
+            _want(slot.history == known, f"history {slot.history} of other tokens")
+            if count == 0:
+                _want(len(known) == request.num_tokens, f"history {slot.history} is not complete")
 
     def _check_cells(self, slot: Slot, request: Request, prefix: int) -> None:
         if not prefix:
@@ -232,7 +241,8 @@ class FakeWorker:
         ahead = self.limits.lookahead
         truth = np.array(self.truth.tokens(request, prefix + ahead))
         found = self.cells[self._places(slot, np.arange(prefix))]
-        _want((found[:, 0] == truth[:prefix]).all(), f"cells of {request.rid} hold another request's tokens")
+        right = found[:, 0] == self.truth.digests(request, prefix)
+        _want(right.all(), f"cells of {request.rid} hold another request's tokens")
         for step in range(1, ahead + 1):
             known = np.where(found[:, step] == NOTHING, truth[step : step + prefix], found[:, step])
             _want((known == truth[step : step + prefix]).all(), "a page depends on other following tokens")
@@ -249,7 +259,7 @@ class FakeWorker:
             _want(len(ids) == 1, "a decode row with several tokens")
             ids = [slot.last_token]
         _want(ids == self.truth.tokens(request, end)[start:], f"{request.rid} brings wrong tokens")
-        self._set(batch, row, np.arange(start, end), 0, ids)
+        self._set(batch, row, np.arange(start, end), 0, self.truth.digests(request, end)[start:])
         for ahead in range(1, self.limits.lookahead + 1):
             first = max(start - ahead, 0)
             tokens = self.truth.tokens(request, end)[first + ahead : end]

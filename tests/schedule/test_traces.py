@@ -113,17 +113,6 @@ class NeverRetracts(Running):
         return self.memory.grow(request, count)
 
 
-class NeverWaitsForLeavers(Running):
-    def _pages_leaving(self) -> int:
-        return 0
-
-    def _obtain(self, request: Request, count: int) -> bool:
-        if self.memory.grow(request, count):
-            return True
-        self._retract(request)
-        return False
-
-
 class DropsPageDifferences(BatchBuilder):
     def build_decode(self, *args) -> ScheduleBatch:  # type: ignore[no-untyped-def]
         batch = super().build_decode(*args)
@@ -159,11 +148,14 @@ class KeepsComposition(BatchBuilder):
         self._composition = min(self._composition, composition + (len(requests) > 1))
 
 
-class ForgetsHistoryAfterRetraction(BatchBuilder):
+class SendsOnlyThePromptsHistory(BatchBuilder):
     def build(self, *args) -> ScheduleBatch:  # type: ignore[no-untyped-def]
         batch = super().build(*args)
-        if batch.history_ids is not None:
-            batch.history_ids = batch.history_ids[::-1].copy()
+        if batch.history_ids is not None and batch.history_offsets is not None:
+            parts = np.split(batch.history_ids, batch.history_offsets[1:-1])
+            parts = [part[: len(row.prompt_ids)] for part, row in zip(parts, self.requests, strict=True)]
+            batch.history_ids = np.concatenate(parts)
+            batch.history_offsets = np.cumsum([0, *map(len, parts)], dtype=np.int32)
         return batch
 
 
@@ -195,15 +187,13 @@ class LeavesNothingToCompute(PrefixCache):
 
 
 class EvictsPagesInUse(PrefixCache):
-    def use(self, nodes) -> None:  # type: ignore[no-untyped-def]
-        super().use(nodes)
-        for node in nodes:
-            node.users -= 1
-            self.num_unused += node.users == 0
-            self._offer(node)
+    def _evictable(self, node: Node) -> bool:
+        return node.parent is not None and not node.children
 
-    def leave(self, node: Node | None) -> None:
-        return None
+    def insert(self, parent: Node, key: bytes, page: int) -> Node:
+        node = super().insert(parent, key, page)
+        self._offer(node)
+        return node
 
 
 class PublishesIncompletePages(Memory):
@@ -253,40 +243,52 @@ def _as_part(kind: type, path: str) -> Callable[[Scheduler], None]:
     return plant
 
 
-SCHEDULERS = (PublishesBeforeCollect, TakesZombieTokens, ForgetsToMarkZombies)
-RUNNING = (
-    FreesBeforeCollect,
-    LeaksAbortedSlots,
-    LosesPages,
-    ForgetsOutputsOnRetraction,
-    RecomputesOnlyThePrompt,
-    NeverRetracts,
-)
-BUILDERS = (
-    DropsPageDifferences,
-    CountsPagesAfterTheStep,
-    TakesOneTokenForDecode,
-    ContinuesStaleTokens,
-    KeepsComposition,
-    ForgetsHistoryAfterRetraction,
-)
-CACHES = (IgnoresLookahead, IgnoresWhatCameBefore, LeavesNothingToCompute, EvictsPagesInUse)
-MEMORIES = (PublishesIncompletePages, PublishesBeforeLookahead, InsertsTwice, SharesUnscoredPrompts)
+SCHEDULER, RUNNING, BUILDER, MEMORY, CACHE = "", "_running", "_builder", "_running.memory", "_running.memory.cache"
 MUTANTS = (
-    *((kind, _as_scheduler(kind)) for kind in SCHEDULERS),
-    *((kind, _as_part(kind, "_running")) for kind in RUNNING),
-    *((kind, _as_part(kind, "_builder")) for kind in BUILDERS),
-    *((kind, _as_part(kind, "_running.memory.cache")) for kind in CACHES),
-    *((kind, _as_part(kind, "_running.memory")) for kind in MEMORIES),
+    (PublishesBeforeCollect, SCHEDULER, "before its writer is collected"),
+    (TakesZombieTokens, SCHEDULER, "news and results differ"),
+    (ForgetsToMarkZombies, SCHEDULER, "has news after its end"),
+    (FreesBeforeCollect, RUNNING, "still reads it"),
+    (FreesBeforeCollect, RUNNING, "reused while in flight"),
+    (LeaksAbortedSlots, RUNNING, "slots lost"),
+    (LosesPages, RUNNING, "distinct pages"),
+    (ForgetsOutputsOnRetraction, RUNNING, "news and results differ"),
+    (RecomputesOnlyThePrompt, RUNNING, ""),
+    (NeverRetracts, RUNNING, "nothing can run"),
+    (DropsPageDifferences, BUILDER, "beyond the page table"),
+    (CountsPagesAfterTheStep, BUILDER, "the device has"),
+    (TakesOneTokenForDecode, BUILDER, "a row decodes that has sampled nothing"),
+    (ContinuesStaleTokens, BUILDER, "instead of the last sampled"),
+    (KeepsComposition, BUILDER, "one composition"),
+    (SendsOnlyThePromptsHistory, BUILDER, "is not complete"),
+    (IgnoresLookahead, CACHE, "other following tokens"),
+    (IgnoresWhatCameBefore, CACHE, "another request's tokens"),
+    (LeavesNothingToCompute, CACHE, "rows without tokens"),
+    (EvictsPagesInUse, CACHE, "still reads it"),
+    (PublishesIncompletePages, MEMORY, ""),
+    (PublishesBeforeLookahead, MEMORY, ""),
+    (InsertsTwice, MEMORY, "distinct pages"),
+    (SharesUnscoredPrompts, MEMORY, ""),
 )
 
 
-@pytest.mark.parametrize("plant", [plant for _, plant in MUTANTS], ids=[kind.__name__ for kind, _ in MUTANTS])
-def test_a_planted_bug_is_caught_by_some_trace(plant: Callable[[Scheduler], None]) -> None:
+def _plant(kind: type, path: str) -> Callable[[Scheduler], None]:
+    def plant(scheduler: Scheduler) -> None:
+        part: object = scheduler
+        for name in path.split(".") if path else ():
+            part = getattr(part, name)
+        part.__class__ = kind
+
+    return plant
+
+
+@pytest.mark.parametrize(("kind", "path", "message"), MUTANTS)
+def test_a_planted_bug_is_caught_by_some_trace(kind: type, path: str, message: str) -> None:
     for seed in SEEDS:
         try:
-            play(draw_trace(Random(seed)), plant)
+            play(draw_trace(Random(seed)), _plant(kind, path))
         except Exception as error:
-            print(f"caught by seed {seed}: {type(error).__name__}: {error}")
-            return
+            if message in str(error):
+                print(f"caught by seed {seed}: {type(error).__name__}: {error}")
+                return
     pytest.fail(f"no trace of seeds {SEEDS} noticed")

@@ -1,11 +1,72 @@
-"""The processor's kernel table: the reference, with entries replaced where torch has a faster call of the same meaning."""
+"""The processor's kernel table: the reference, with entries replaced where fewer calls of torch mean the same.
+
+At batch 1 a call costs more than its arithmetic, so every entry here is about calls, not about flops.
+"""
 
 from __future__ import annotations
 
+import torch
 from sglcore.runtime.kernels.reference import reference_kernels
 from sglcore.runtime.kernels.table import KernelTable
+from torch import Tensor
+
+
+def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
+    """Two index copies."""
+    k_cache.index_copy_(0, out_cache_loc, key.to(k_cache.dtype))
+    v_cache.index_copy_(0, out_cache_loc, value.to(v_cache.dtype))
+
+
+class Rotary:
+    """Rotary embedding as x * cos + swapped(x) * sin over q and k at once where they are neighbours in memory.
+
+    Keeps, for each cos/sin cache and dtype, a table with both halves written out: rows of [cos, cos, -sin, sin].
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def __call__(
+        self, q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int
+    ) -> tuple[Tensor, Tensor]:
+        """As the table's entry `rotary` says."""
+        if cos_sin_cache.shape[1] != head_dim:
+            return reference_kernels().rotary(q, k, positions, cos_sin_cache, head_dim)
+        rows = self._table(cos_sin_cache, q.dtype).index_select(0, positions).unsqueeze(1)
+        cos, sin = rows.split(head_dim, dim=-1)
+        tokens, width = q.shape
+        if _are_neighbours(q, k):
+            heads = (width + k.shape[1]) // head_dim
+            both = q.as_strided((tokens, heads, head_dim), (q.stride(0), head_dim, 1))
+            rotated = _rotate(both, cos, sin).view(tokens, heads * head_dim)
+            return rotated[:, :width], rotated[:, width:]
+        return _rotate_flat(q, cos, sin, head_dim), _rotate_flat(k, cos, sin, head_dim)
+
+    def _table(self, cache: Tensor, dtype: torch.dtype) -> Tensor:
+        """The written-out table; it keeps `cache` alive, so that its id stays its own."""
+        key = (id(cache), dtype)
+        if key not in self._tables:
+            cos, sin = cache.chunk(2, dim=-1)
+            self._tables[key] = (cache, torch.cat([cos, cos, -sin, sin], dim=-1).to(dtype))
+        return self._tables[key][1]
+
+
+def _are_neighbours(q: Tensor, k: Tensor) -> bool:
+    return q.stride(0) == k.stride(0) and k.data_ptr() == q.data_ptr() + q.shape[1] * q.element_size()
+
+
+def _rotate_flat(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tensor:
+    tokens, width = x.shape
+    return _rotate(x.view(tokens, width // head_dim, head_dim), cos, sin).view(tokens, width)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, D], cos and sin [T, 1, D]; a new tensor."""
+    tokens, heads, head_dim = x.shape
+    swapped = x.view(tokens, heads, 2, head_dim // 2).flip(2).view(tokens, heads, head_dim)
+    return swapped.mul_(sin).addcmul_(x, cos)
 
 
 def kernels() -> KernelTable:
     """The table this device runs."""
-    return reference_kernels()
+    return reference_kernels().replace(store_kv=store_kv, rotary=Rotary())

@@ -1,0 +1,67 @@
+"""A scheduler on the checking worker, with short ways to add requests and to run."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sglcore.schedule.loop import Loop
+from sglcore.schedule.request import Request, Update
+from sglcore.schedule.scheduler import Scheduler
+from tests.schedule.fake_worker import FakeWorker, compose, make_limits, make_params
+
+
+class Drive:
+    """`drive.add(...)`, `drive.step()`, `drive.run()`; every step is audited."""
+
+    def __init__(self, *, prefix_cache: bool = True, overlap: bool = True, **limits: object) -> None:
+        self.limits = make_limits(**limits)
+        self.worker = FakeWorker(self.limits)
+        self.scheduler = Scheduler(self.limits, prefix_cache=prefix_cache, compose=compose)
+        self.loop = Loop(self.scheduler, self.worker, overlap=overlap)
+        self.updates: list[Update] = []
+
+    def make(self, rid: str, prompt: int | list[int], max_tokens: int | None = 8, **given) -> Request:  # type: ignore[no-untyped-def]
+        """A request that is not added; an integer prompt means so many tokens of its own."""
+        first = 1 + sum(map(ord, rid)) % 7
+        ids = (
+            [(first + index) % self.limits.vocab_size for index in range(prompt)] if isinstance(prompt, int) else prompt
+        )
+        wishes = {name: given.pop(name) for name in ("logprobs", "prompt_logprobs", "needs_history") if name in given}
+        return Request(rid, np.array(ids, dtype=np.int32), make_params(max_tokens, **wishes), **given)
+
+    def add(self, rid: str, prompt: int | list[int], max_tokens: int | None = 8, **given) -> Request:  # type: ignore[no-untyped-def]
+        """Make a request and add it."""
+        request = self.make(rid, prompt, max_tokens, **given)
+        self.scheduler.add(request)
+        return request
+
+    def step(self, count: int = 1) -> list[Update]:
+        """So many steps of the loop; the news of the last."""
+        news: list[Update] = []
+        for _ in range(count):
+            news = self.loop.step()
+            self.updates += news
+            self.scheduler.audit()
+        return news
+
+    def run(self, most: int = 500) -> int:
+        """Step until all work is done; the number of steps."""
+        for count in range(most):
+            if not self.loop.has_work:
+                return count
+            self.step()
+        raise AssertionError(f"still working after {most} steps: {self.scheduler.stats()}")
+
+    def alone(self, request: Request) -> list[int]:
+        """The request's output if it ran alone."""
+        return self.worker.truth.output(request, self.limits.max_model_len)[0]
+
+    def finishes(self) -> list[str]:
+        """Names in the order in which requests ended by themselves."""
+        return [update.request.rid for update in self.updates if update.finished]
+
+    def stop_after(self, request: Request, count: int) -> Request:
+        """Make the request's token number `count` (from 1) its stop token; call before adding."""
+        output = self.worker.truth.tokens(request, len(request.prompt_ids) + count)
+        request.stop_ids = frozenset(output[-1:])
+        return request

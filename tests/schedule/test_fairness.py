@@ -1,0 +1,104 @@
+"""Nobody starves: under endless streams of newcomers the old finish within a bound that does not depend on the stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from sglcore.schedule.queue import WaitingQueue
+from sglcore.schedule.request import Request
+from sglcore.schedule.running import Running
+from sglcore.schedule.scheduler import Scheduler
+from tests.schedule.drive import Drive
+
+ENDLESS = 200
+
+
+def finish_under_a_stream(drive: Drive, watched: Request, *, prompt: int, max_tokens: int, most: int) -> int:
+    """Steps until `watched` ends while one new request arrives in every step; fails after `most`."""
+    for count in range(most):
+        if watched.finish_reason is not None:
+            return count
+        drive.add(f"s{count}", [count % 50, count // 50, *range(prompt - 2)], max_tokens)
+        drive.step()
+    raise AssertionError(f"not finished after {most} steps: {drive.scheduler.stats()}")
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_long_prompt_is_not_overtaken_forever_by_short_ones(mixed: bool, prefix_cache: bool) -> None:
+    drive = Drive(max_requests=3, allows_mixed_batches=mixed, prefix_cache=prefix_cache, num_pages=18)
+    for index in range(3):
+        drive.add(f"first{index}", 6, 8)
+    watched = drive.add("long", 50, 4)
+    assert finish_under_a_stream(drive, watched, prompt=6, max_tokens=8, most=ENDLESS) < 80
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_decoding_goes_on_under_a_stream_of_prompts(mixed: bool) -> None:
+    drive = Drive(max_requests=4, allows_mixed_batches=mixed, num_pages=64)
+    watched = drive.add("watched", 3, 30)
+    drive.step(2)
+    assert finish_under_a_stream(drive, watched, prompt=14, max_tokens=2, most=ENDLESS) <= 64
+
+
+def test_the_oldest_goes_on_while_the_pool_is_far_too_small() -> None:
+    drive = Drive(max_model_len=32, page_size=4, num_pages=8, max_requests=4)
+    watched = drive.add("old", 10, 20)
+    assert finish_under_a_stream(drive, watched, prompt=9, max_tokens=20, most=ENDLESS) < 60
+
+
+class YoungestFirst(WaitingQueue):
+    def __iter__(self) -> Iterator[Request]:
+        return reversed(self._requests)
+
+
+class PromptsFirst(Scheduler):
+    @property
+    def _extended_last(self) -> bool:
+        return False
+
+    @_extended_last.setter
+    def _extended_last(self, value: bool) -> None:
+        return None
+
+
+class RetractsTheOldest(Running):
+    def _retract(self, victim: Request) -> None:
+        super()._retract(min((*self.rows.requests, *self.extending), key=lambda request: request.arrival))
+
+
+def test_serving_the_youngest_first_is_noticed() -> None:
+    drive = Drive(max_requests=3, num_pages=18)
+    drive.scheduler._waiting.__class__ = YoungestFirst
+    for index in range(3):
+        drive.add(f"first{index}", 6, 8)
+    watched = drive.add("long", 50, 4)
+    with pytest.raises(AssertionError, match="not finished"):
+        finish_under_a_stream(drive, watched, prompt=6, max_tokens=8, most=ENDLESS)
+
+
+def test_serving_all_prompts_before_any_decode_is_noticed() -> None:
+    drive = Drive(max_requests=64, allows_mixed_batches=False, max_batch_tokens=64, num_pages=600)
+    drive.scheduler.__dict__.pop("_extended_last")
+    drive.scheduler.__class__ = PromptsFirst
+    watched = drive.add("watched", 3, 60)
+    drive.step(2)
+    with pytest.raises(AssertionError, match="not finished"):
+        finish_under_a_stream(drive, watched, prompt=62, max_tokens=1, most=130)
+
+
+def test_the_same_stream_lets_decodes_take_their_turns() -> None:
+    drive = Drive(max_requests=64, allows_mixed_batches=False, max_batch_tokens=64, num_pages=600)
+    watched = drive.add("watched", 3, 60)
+    drive.step(2)
+    assert finish_under_a_stream(drive, watched, prompt=62, max_tokens=1, most=130) <= 124
+
+
+def test_retracting_the_oldest_is_noticed() -> None:
+    drive = Drive(max_model_len=32, page_size=4, num_pages=8, max_requests=4)
+    drive.scheduler._running.__class__ = RetractsTheOldest
+    watched = drive.add("old", 10, 20)
+    with pytest.raises((AssertionError, ValueError)):
+        finish_under_a_stream(drive, watched, prompt=9, max_tokens=20, most=ENDLESS)
