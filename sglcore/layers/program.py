@@ -1,4 +1,4 @@
-"""A model as a program: operations in order, grouped into stages; a stage ends where a wait for another rank would begin.
+"""A model as a program: operations in order, in stages; a stage ends where a wait for another rank would begin.
 
 An operation is a function of values. It says which values it takes (and so consumes), which it only reads, and which
 it gives; a program is checked when it is made, so that no value is missing, given twice, or left over.
@@ -17,7 +17,7 @@ class ProgramError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """`function(*takes, *reads)` returns the one value of `gives`, or a tuple of them. Taken values are gone afterwards."""
+    """`function(*takes, *reads)` returns the one value of `gives`, or a tuple of them. Taken values are then gone."""
 
     name: str
     function: Callable[..., Any]
@@ -73,7 +73,7 @@ class StageState:
 
 
 class Program:
-    """The stages of one layer, from the values `takes` to the values `gives`; raises `ProgramError` if they do not fit."""
+    """The stages of one layer, from the values `takes` to `gives`; raises `ProgramError` if they do not fit."""
 
     __slots__ = ("gives", "stages", "takes")
 

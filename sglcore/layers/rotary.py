@@ -21,7 +21,7 @@ Frequencies = tuple[Tensor, float]
 
 
 def cos_sin_cache(config: ModelConfig, max_positions: int, device: torch.device) -> Tensor:
-    """float32 [max_positions, R]: R / 2 cosines, then R / 2 sines, for each position; R is the rotated part of a head."""
+    """float32 [max_positions, R]: R / 2 cosines, then R / 2 sines, of each position; R is the rotated part of a head."""
     kind = config.rope.kind
     if kind not in KINDS:
         raise ConfigError(f"rope_type {kind!r} is not supported", wanted=f"one of {', '.join(KINDS)}")
@@ -52,7 +52,7 @@ def _linear(config: ModelConfig, max_positions: int) -> Frequencies:
 
 
 def _yarn(config: ModelConfig, max_positions: int) -> Frequencies:
-    """YaRN (Peng et al. 2023, sections 3.2 and 3.4): high frequencies stay, low ones are divided, between them a ramp."""
+    """YaRN (Peng et al. 2023, sections 3.2, 3.4): high frequencies stay, low ones are divided, between them a ramp."""
     rope, size = config.rope, rotary_dim(config)
     factor = rope.scaling.get("factor") or config.max_position_embeddings / rope.original_max
 

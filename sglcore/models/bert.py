@@ -1,4 +1,4 @@
-"""BERT as an encoder: hidden states of whole sequences, every token attending to all of them. No KV cache, no logits."""
+"""BERT as an encoder: hidden states of whole sequences, every token attending to all. No KV cache, no logits."""
 
 from __future__ import annotations
 

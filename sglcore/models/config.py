@@ -29,7 +29,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: `kind` is default, linear, dynamic, yarn, llama3 or longrope; `scaling` has its numbers.
+    """Rotary position embedding: `kind` is default, linear, dynamic, yarn, llama3 or longrope, with its numbers in `scaling`.
 
     `partial` is the fraction of a head that is rotated; `original_max` the length the model was first trained for.
     """

@@ -163,6 +163,12 @@ def _match(
     for file in files:
         for entry in file.entries:
             name = entry.name.removeprefix(stripped)
+            if name in matches:
+                raise CheckpointError(
+                    f"{entry.name!r} is in both {matches[name].file.path.name} and {file.path.name}",
+                    wanted="it once",
+                    remedy="download the checkpoint again",
+                )
             if name in targets:
                 matches[name] = _checked(file, entry, targets[name])
             elif not is_harmless(name):

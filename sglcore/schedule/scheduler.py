@@ -86,8 +86,11 @@ class Scheduler:
         check_result(record, result)
         self._close(record)
         self._builder.last_tokens[record.slots] = result.token_ids
-        special = record.has_zombies or record.spans or result.logprobs is not None or result.bad_rows.any()
-        updates = self._take_rows(record, result) if special else self._take_tokens(record, result)
+        special = record.has_zombies or result.logprobs is not None or result.bad_rows.any()
+        plain = 0 if special else len(record.requests) - len(record.spans)
+        updates = self._take_tokens(record.requests[:plain], result.token_ids[:plain].tolist())
+        if plain < len(record.requests):
+            updates += self._take_rows(record, result, plain)
         if record.finals:
             self._end_finals(record, updates)
         self._running.release_leavers(record)
@@ -232,10 +235,10 @@ class Scheduler:
         self.in_flight.close(record)
         self._collected = record.step
 
-    def _take_tokens(self, record: BatchRecord, result: BatchResult) -> list[Update]:
-        """The common case: every row emitted one token, and nobody left in the meantime."""
+    def _take_tokens(self, requests: list[Request], tokens: list[int]) -> list[Update]:
+        """The common case: decode rows that emitted one good token each and whose requests are still there."""
         updates = []
-        for request, token in zip(record.requests, result.token_ids.tolist(), strict=True):
+        for request, token in zip(requests, tokens, strict=True):
             request.output_ids.append(token)
             update = Update(request, [token])
             updates.append(update)
@@ -243,23 +246,25 @@ class Scheduler:
                 update.finish_reason = self._end(request, "stop", token).finish_reason
         return updates
 
-    def _take_rows(self, record: BatchRecord, result: BatchResult) -> list[Update]:
+    def _take_rows(self, record: BatchRecord, result: BatchResult, first: int) -> list[Update]:
+        """Any rows, from `first` on."""
         updates = []
-        first_chunk = len(record.requests) - len(record.spans)
-        for row, request in enumerate(record.requests):
+        bad, offsets = result.bad_rows.tolist(), result.token_offsets.tolist()
+        decodes = len(record.requests) - len(record.spans)
+        for row, request in enumerate(record.requests[first:], start=first):
             if request.state is State.FINISHED:
                 continue
-            if result.bad_rows[row]:
+            if bad[row]:
                 text = f"the logits of step {record.step} were not finite; check the weights and the dtype"
                 updates.append(self._end(request, "error", error=text))
                 continue
-            if row >= first_chunk:
-                self._take_chunk(request, record.spans[row - first_chunk], row, result)
+            if row >= decodes:
+                self._take_chunk(request, record.spans[row - decodes], row, result)
             if result.embeddings is not None:
                 request.embedding = result.embeddings[row].copy()
                 updates.append(self._end(request, "stop"))
-            elif result.token_offsets[row] < result.token_offsets[row + 1]:
-                updates.append(self._take_token(request, int(result.token_offsets[row]), result))
+            elif offsets[row] < offsets[row + 1]:
+                updates.append(self._take_token(request, offsets[row], result))
         return updates
 
     def _take_chunk(self, request: Request, span: tuple[int, int], row: int, result: BatchResult) -> None:

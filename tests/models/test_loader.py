@@ -173,6 +173,14 @@ def test_an_index_that_misplaces_a_tensor_is_an_error(tmp_path) -> None:
         load(folder)
 
 
+def test_a_tensor_in_two_files_is_an_error(tmp_path) -> None:
+    folder = save(llama(), tmp_path, max_shard_size="20KB")
+    last = sorted(folder.glob("model-*.safetensors"))[-1]
+    save_file({**load_file(last), "model.embed_tokens.weight": torch.zeros(97, 48)}, last)
+    with pytest.raises(CheckpointError, match=f"'model.embed_tokens.weight' is in both model-.* and {last.name}"):
+        load(folder)
+
+
 @pytest.mark.parametrize(
     ("asked", "stored", "preferred", "effective"),
     [

@@ -1,4 +1,4 @@
-"""How much memory loading takes: the weights, and little else, counting the pages of the mapped file."""
+"""How much memory loading takes: the weights, and little else."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+
+from sglcore.models.safetensors_file import PIECE_BYTES
 
 SIZES = {
     "architectures": ["LlamaForCausalLM"],
@@ -34,13 +36,12 @@ def kilobytes(name):
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith(name))
 
-if sys.argv[2] == "keep":
-    safetensors_file.SafetensorsFile._release = lambda *arguments: None
+safetensors_file.PIECE_BYTES = int(sys.argv[3])
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")
 before = kilobytes("VmHWM")
 model = loader.load_model(
-    sys.argv[1], read_config(sys.argv[1]), kernels=reference_kernels(), device="cpu", dtype=torch.bfloat16
+    sys.argv[1], read_config(sys.argv[1]), kernels=reference_kernels(), device="cpu", dtype=getattr(torch, sys.argv[2])
 )
 print((kilobytes("VmHWM") - before) * 1024 / model.weights.num_bytes)
 """
@@ -62,17 +63,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def peak_over_weights(folder: Path, pages: str) -> float:
-    """Peak memory of loading, as a multiple of the weights; `pages` "keep" disables the release of file pages."""
-    command = [sys.executable, "-c", LOAD_AND_MEASURE, str(folder), pages]
+def peak_over_weights(folder: Path, dtype: str, piece_bytes: int = PIECE_BYTES) -> float:
+    """Peak memory of loading, as a multiple of the weights, measured in a process of its own."""
+    command = [sys.executable, "-c", LOAD_AND_MEASURE, str(folder), dtype, str(piece_bytes)]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's peak-memory counter")
-def test_loading_takes_little_more_than_the_weights(folder) -> None:
-    assert 1.0 < peak_over_weights(folder, "release") < 1.15
+needs_counter = pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's peak-memory counter")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's peak-memory counter")
-def test_file_pages_that_stay_mapped_would_be_noticed(folder) -> None:
-    assert peak_over_weights(folder, "keep") > 1.5
+@needs_counter
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_loading_takes_little_more_than_the_weights(folder, dtype: str) -> None:
+    assert 0.95 < peak_over_weights(folder, dtype) < 1.15
+
+
+@needs_counter
+def test_casting_whole_tensors_would_be_noticed(folder) -> None:
+    assert peak_over_weights(folder, "float32", piece_bytes=1 << 30) > 1.15

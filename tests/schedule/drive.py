@@ -7,7 +7,7 @@ import numpy as np
 from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request, Update
 from sglcore.schedule.scheduler import Scheduler
-from tests.schedule.fake_worker import FakeWorker, compose, make_limits, make_params
+from tests.schedule.fake_worker import FakeWorker, Wishes, compose, make_limits
 
 
 class Drive:
@@ -27,7 +27,7 @@ class Drive:
             [(first + index) % self.limits.vocab_size for index in range(prompt)] if isinstance(prompt, int) else prompt
         )
         wishes = {name: given.pop(name) for name in ("logprobs", "prompt_logprobs", "needs_history") if name in given}
-        return Request(rid, np.array(ids, dtype=np.int32), make_params(max_tokens, **wishes), **given)
+        return Request(rid, np.array(ids, dtype=np.int32), Wishes(max_tokens, **wishes), **given)
 
     def add(self, rid: str, prompt: int | list[int], max_tokens: int | None = 8, **given) -> Request:  # type: ignore[no-untyped-def]
         """Make a request and add it."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -22,10 +21,14 @@ class Violation(AssertionError):
     """A device would have computed garbage here."""
 
 
-def make_params(max_tokens: int | None = 8, **wishes: object) -> SimpleNamespace:
+@dataclass(frozen=True)
+class Wishes:
     """Sampling parameters as the scheduler reads them."""
-    defaults = {"logprobs": None, "prompt_logprobs": None, "needs_history": False}
-    return SimpleNamespace(**{"max_tokens": max_tokens, **defaults, **wishes})
+
+    max_tokens: int | None = 8
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    needs_history: bool = False
 
 
 def make_limits(**values: object) -> Limits:

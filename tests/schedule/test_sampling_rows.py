@@ -15,7 +15,7 @@ from sglcore.schedule.sampling_rows import SamplingRows
 def make_request(index: int) -> Request:
     """A request whose sampling differs from all others."""
     params = SamplingParams(temperature=0.5 + index, logit_bias={index: 1.0}, min_tokens=index % 2, logprobs=index % 3)
-    prompt = np.arange(index + 1)
+    prompt = np.arange(index + 1, dtype=np.int32)
     return Request(f"r{index}", prompt, params, seed=index, sample_index=index, stop_ids=frozenset((index, 7)))
 
 

@@ -16,7 +16,7 @@ from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request, Update
 from sglcore.schedule.results import join_logprobs
 from sglcore.schedule.scheduler import Scheduler
-from tests.schedule.fake_worker import FakeWorker, compose, make_limits, make_params
+from tests.schedule.fake_worker import FakeWorker, Wishes, compose, make_limits
 
 VOCABULARY = 30
 
@@ -94,7 +94,7 @@ def _draw_arrivals(rnd: Random, limits: Limits) -> list[tuple[int, Request]]:
         prompt = np.array(shared + [rnd.randint(0, 2) for _ in range(rnd.randint(1, 3))], dtype=np.int32)
         if rnd.random() < 0.1:
             prompt = prompt[: limits.max_batch_tokens]
-            arrivals.append((tick, Request(f"e{index}", prompt, make_params(), task="embed")))
+            arrivals.append((tick, Request(f"e{index}", prompt, Wishes(), task="embed")))
             continue
         leader = None
         for sibling in range(rnd.choice([1, 1, 1, 3])):
@@ -105,7 +105,7 @@ def _draw_arrivals(rnd: Random, limits: Limits) -> list[tuple[int, Request]]:
 
 
 def _draw_request(rnd: Random, rid: str, prompt: np.ndarray, leader: Request | None) -> Request:
-    params = make_params(
+    params = Wishes(
         rnd.choice([1, 2, 6, None, None]),
         needs_history=rnd.random() < 0.2,
         logprobs=rnd.choice([None, None, 0, 2]),

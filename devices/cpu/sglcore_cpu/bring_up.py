@@ -12,13 +12,22 @@ from sglcore_cpu.memory import available_memory, total_memory
 from sglcore_cpu.topology import bind_threads, read_topology
 
 
-def threads(config: EngineConfig, ledger: DecisionLedger) -> int:
+SMALL_WEIGHTS = 64 << 20
+"""Below this many bytes the weights stay in cache, and a second thread waits at barriers longer than it works."""
+
+
+def threads(config: EngineConfig, model_path: Path, ledger: DecisionLedger) -> int:
     """Set torch's threads and keep them on one memory node's cores, before any memory is touched."""
-    chosen = bind_threads(read_topology(), config.threads)
+    weight_bytes = sum(file.stat().st_size for file in model_path.glob("*.safetensors"))
+    asked, reason = config.threads, ""
+    if asked is None and weight_bytes < SMALL_WEIGHTS:
+        asked, reason = 1, f"{weight_bytes / 2**20:.0f} MiB of weights stay in cache"
+    chosen = bind_threads(read_topology(), asked)
     if torch.get_num_threads() != chosen.threads:
         torch.set_num_threads(chosen.threads)
-    asked = str(config.threads) if config.threads else "auto"
-    ledger.record(Row("threads", asked, f"{chosen.threads} on cores {chosen.cores_text}", chosen.reason, "--threads"))
+    wanted = str(config.threads) if config.threads else "auto"
+    what = f"{chosen.threads} on cores {chosen.cores_text}"
+    ledger.record(Row("threads", wanted, what, reason or chosen.reason, "--threads"))
     return chosen.threads
 
 
