@@ -18,7 +18,6 @@ from results import machine, write_results
 from torch import Tensor
 
 from sglcore.device.config import resolve_config
-from sglcore.engine.core import compose_sampling
 from sglcore.engine.start import start
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
@@ -72,7 +71,7 @@ def make_loop(batch_size: int, greedy: bool) -> Loop:
     quiet = ModelRunner(model, runner.attn_backend, runner.decode_registry, runner.prefill_registry, runner.token_table)
     worker = TpModelWorker(quiet, runner.token_table, worker.limits)
     worker._sampling._sampler = NoDraw(4096)
-    scheduler = Scheduler(worker.limits, compose=compose_sampling(frozenset()))
+    scheduler = Scheduler(worker.limits)
     params = SamplingParams(max_tokens=1000, temperature=0.0 if greedy else 0.8, ignore_eos=True)
     for index in range(batch_size):
         prompt = np.arange(10, 18, dtype=np.int32) + index

@@ -1,6 +1,6 @@
 """How long a person waits: importing the package, listing devices, and the first token of the embedded model.
 
-    python benchmarks/startup.py [--json FILE]
+python benchmarks/startup.py [--json FILE]
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Not thread-safe: one owner calls `add`, `abort` and `step`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -15,7 +15,6 @@ import numpy as np
 from sglcore.device.worker import ModelWorker
 from sglcore.engine.outputs import Completion, Piece, RequestOutput, TokenLogprob, token_logprobs
 from sglcore.engine.text import GrowingText, TextCodec, TextError, eos_token_ids
-from sglcore.sampling.batch import SamplingBatch, SamplingRow
 from sglcore.sampling.params import SamplingParams, fresh_seed
 from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request, Update
@@ -43,9 +42,9 @@ class Engine:
         self.worker = worker
         self.codec = TextCodec(model_path)
         self.eos_ids = eos_token_ids(model_path)
-        self.scheduler = Scheduler(worker.limits, compose=compose_sampling(self.eos_ids), prefix_cache=prefix_cache)
+        self.scheduler = Scheduler(worker.limits, prefix_cache=prefix_cache)
         self.loop = Loop(self.scheduler, worker, overlap=overlap)
-        self._groups: dict[str, tuple[Group, int]] = {}
+        self._groups: dict[str, Group] = {}
         self._numbers = count()
 
     @property
@@ -57,7 +56,7 @@ class Engine:
         """Queue a prompt; its output object fills up as steps run. Raises RequestError or TextError, and then nothing
         was queued."""
         name = request_id if request_id is not None else f"request-{next(self._numbers)}"
-        if f"{name}/0" in self._groups:
+        if name in self._groups:
             raise TextError(f"request id {name!r} is in use", remedy="give each request its own id")
         ids = self._tokens(prompt)
         seed = params.seed if params.seed is not None else fresh_seed()
@@ -71,15 +70,21 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End every sample of a request; what it produced so far stays. Unknown ids are ignored."""
-        for index in count():
-            rid = f"{request_id}/{index}"
-            if rid not in self._groups:
-                return
-            self.scheduler.abort(rid)
+        group = self._groups.get(request_id)
+        for request in group.requests if group is not None else ():
+            update = self.scheduler.abort(request.rid)
+            if update is not None:
+                self._absorb(update)
 
     def step(self) -> list[Piece]:
         """Run one step of the loop; returns the news in order. Waits for the device."""
-        return [piece for update in self.loop.step() if (piece := self._absorb(update)) is not None]
+        try:
+            updates = self.loop.step()
+        except BaseException:
+            for update in self.loop.drain():
+                self._absorb(update)
+            raise
+        return [piece for update in updates if (piece := self._absorb(update)) is not None]
 
     def embed(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
         """float32 [hidden] for each prompt: the mean of its last hidden states, of length 1. Waits."""
@@ -115,7 +120,7 @@ class Engine:
 
     def _queue(self, group: Group) -> None:
         params = group.params
-        for index, request in enumerate(group.requests):
+        for request in group.requests:
             self.scheduler.add(request)
             group.texts.append(
                 GrowingText(
@@ -125,26 +130,22 @@ class Engine:
                     include_stop=params.include_stop_str_in_output,
                 )
             )
-            self._groups[request.rid] = (group, index)
+        self._groups[group.output.request_id] = group
 
     def _absorb(self, update: Update) -> Piece | None:
         request = update.request
         if request.task == "embed":
             return None
-        group, index = self._groups[request.rid]
+        group, index = self._groups[request.rid.rpartition("/")[0]], request.sample_index
         completion, text = group.output.outputs[index], group.texts[index]
-        if completion.finish_reason is not None:
-            if update.finished:
-                del self._groups[request.rid]
-            return None
         shown = self._take_tokens(group, completion, text, update)
         if text.stopped_by is not None and not update.finished:
             self.scheduler.stop(request.rid, text.stopped_by)
         if update.finished or text.stopped_by is not None:
             shown += text.finish()
             self._end(group, completion, text, request)
-        if update.finished:
-            del self._groups[request.rid]
+        if group.output.finished:
+            del self._groups[group.output.request_id]
         completion.text = text.text if completion.finish_reason else completion.text + shown
         return Piece(group.output.request_id, index, shown, tuple(update.token_ids), completion.finish_reason)
 
@@ -167,18 +168,6 @@ class Engine:
         output.cached_tokens = max(output.cached_tokens, request.cached_tokens)
         if output.prompt_logprobs is not None and len(output.prompt_logprobs) == 1:
             output.prompt_logprobs += _prompt_scores(request, group.params.prompt_logprobs or 0)
-
-
-def compose_sampling(eos_ids: frozenset[int]) -> Callable[[Sequence[Request]], SamplingBatch]:
-    """How the scheduler makes the sampling state of a batch's rows."""
-
-    def row(request: Request) -> SamplingRow:
-        params = request.params
-        assert isinstance(params, SamplingParams)
-        banned = tuple(request.stop_ids | eos_ids) if params.min_tokens else ()
-        return SamplingRow(params, request.seed, request.sample_index, len(request.prompt_ids), banned)
-
-    return lambda requests: SamplingBatch.from_rows([row(request) for request in requests])
 
 
 def _wanted(params: SamplingParams) -> list[TokenLogprob] | None:

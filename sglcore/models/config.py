@@ -29,7 +29,9 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: `kind` is default, linear, dynamic, yarn, llama3 or longrope, with its numbers in `scaling`.
+    """Rotary position embedding: `kind` is default, linear, dynamic, yarn, llama3 or longrope.
+
+    `scaling` has the kind's own numbers.
 
     `partial` is the fraction of a head that is rotated; `original_max` the length the model was first trained for.
     """

@@ -24,7 +24,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 """The element types that can be loaded."""
 
 PIECE_BYTES = 8 << 20
-"""How much of a file is read at a time, and so how much memory a cast or a copy to a device takes besides the weights."""
+"""How much is read at a time, and so how much memory a cast or a copy to a device takes besides the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class SafetensorsFile:
         self._file.close()
 
     def _read_into(self, piece: Tensor, entry: Entry) -> None:
-        rest = memoryview(piece.view(torch.uint8).numpy())
+        rest = piece.view(torch.uint8).numpy().data
         while len(rest):
             got = self._file.readinto(rest)
             if not got:

@@ -1,4 +1,4 @@
-"""Builds the batch that crosses the worker seam: decode rows first, in their stable order, then chunks by arrival."""
+"""Builds the batch that crosses the worker seam: decode rows first, in a stable order, then chunks as they were chosen."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ class BatchBuilder:
         totals = _join(rows.rooms[chosen] // self._page_size, [len(request.pages) for request in extended])
         emits = np.ones(len(slots), dtype=bool)
         emits[len(chosen) :] = [emits_after(request, count) for request, count in chunks]
-        unknown = rows.last_steps[chosen] > collected
-        decode_slots = slots[: len(chosen)]
-        decode_ids = np.where(unknown, -decode_slots, self.last_tokens[decode_slots])
+        decode_ids = self._decode_ids(slots[: len(chosen)], rows.last_steps[chosen] > collected)
         chunk_ids = [request.tokens(request.num_cells, request.num_cells + count) for request, count in chunks]
         batch = ScheduleBatch(
             step=step,
@@ -137,7 +135,7 @@ class BatchBuilder:
         self._had_chunks = has_chunks
 
     def _decode_ids(self, slots: Ints, unknown: NDArray[np.bool_]) -> Ints:
-        return np.where(unknown, -slots, self.last_tokens[slots]).astype(np.int32, copy=False)
+        return np.where(unknown, -slots, self.last_tokens[slots])
 
     def _new_pages(self, page_counts: Ints, totals: Ints) -> Ints:
         pages: list[int] = []

@@ -33,7 +33,7 @@ class Memory:
         return -(-cells // self.page_size)
 
     def admit(self, request: Request, promised: int) -> bool:
-        """Give the request its cached prefix if all its known tokens fit beside `promised` pages; False changes nothing."""
+        """Give the request its cached prefix if its known tokens fit beside `promised` pages; False changes nothing."""
         total = request.num_tokens
         path = self._match(request) if self.caches and not request.scores_prompt else []
         locked = sum(node.users == 0 for node in path)
@@ -49,7 +49,7 @@ class Memory:
         return True
 
     def grow(self, request: Request, count: int) -> bool:
-        """Append `count` own pages, evicting cached ones if need be; False (and nothing taken) if they are not there."""
+        """Append `count` own pages, evicting cached ones if need be; False, and nothing taken, if there are too few."""
         missing = count - self.pool.free
         if missing > 0:
             if missing > self.cache.num_unused:

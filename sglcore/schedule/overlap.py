@@ -19,10 +19,10 @@ from sglcore.schedule.request import Request
 class BatchRecord:
     """One step between its planning and its collect.
 
-    `requests` row for row; the last `len(spans)` rows are chunks over tokens start..end-1. `slots` int32: of the rows that
-    emit a token. `finals` emit their last token in this step. `leavers` gave up their slot and pages while this step was
-    the last to name them: both are released at its collect. `has_zombies`: since the step was planned, some row's
-    request ended or was retracted.
+    `requests` row for row; the last `len(spans)` rows are chunks over tokens start..end-1. `slots` int32: of the rows
+    that emit a token. `finals` emit their last token in this step. `leavers` gave up their slot and pages while this
+    step was the last to name them: both are released at its collect. `has_zombies`: since the step was planned, some
+    row's request ended or was retracted.
     """
 
     step: int
@@ -64,7 +64,7 @@ class InFlight:
         self._records.append(record)
 
     def close(self, record: BatchRecord) -> None:
-        """A step was collected or dropped: forget the batch and the ticket. Steps close in the order of their planning."""
+        """A step was collected or dropped: forget batch and ticket. Steps close in the order of their planning."""
         if not self._records or self._records[0] is not record:
             open_steps = [other.step for other in self._records]
             raise ValueError(

@@ -22,8 +22,8 @@ def check_request(request: Request, limits: Limits) -> None:
         )
     elif length >= limits.max_model_len:
         raise RequestError(
-            f"the prompt of {request.rid!r} has {length} tokens and the context holds {limits.max_model_len}, one of them"
-            f" for the output; shorten the prompt by {length - limits.max_model_len + 1} or raise max_model_len"
+            f"the prompt of {request.rid!r} has {length} tokens and the context holds {limits.max_model_len}, one of"
+            f" them for the output; shorten the prompt by {length - limits.max_model_len + 1} or raise max_model_len"
         )
     low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
     if low < 0 or high >= limits.vocab_size:
@@ -67,7 +67,7 @@ def cut_logprobs(logprobs: TokenLogprobs, start: int, end: int, alternatives: in
 
 
 def take_prompt_logprobs(request: Request, logprobs: TokenLogprobs | None, start: int, end: int) -> None:
-    """Keep what a chunk over tokens start..end-1 says about prompt tokens start+1..end; the last may not be the prompt's."""
+    """Keep what a chunk over tokens start..end-1 says about prompt tokens up to `end`, if that is one."""
     wanted = request.params.prompt_logprobs
     count = min(end, len(request.prompt_ids) - 1) - start
     if wanted is None or logprobs is None or count <= 0 or request.scored_tokens != start:

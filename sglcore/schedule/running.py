@@ -18,7 +18,7 @@ from sglcore.schedule.request import Request, State
 
 
 class Running:
-    """`extending` requests still compute known tokens, in order of arrival; `rows` decode. `waiting` takes the retracted."""
+    """`extending` requests compute known tokens, in order of arrival; `rows` decode; `waiting` takes the retracted."""
 
     def __init__(self, limits: Limits, waiting: WaitingQueue, prefix_cache: bool) -> None:
         self.memory = Memory(limits, prefix_cache)
@@ -76,7 +76,7 @@ class Running:
         return all_served
 
     def take_chunk(self, request: Request, budget: int) -> int:
-        """Tokens (at most `budget`) of the request's next chunk, its pages in hand; 0 if it must stay out of this step."""
+        """Tokens (at most `budget`) of the next chunk, its pages in hand; 0 if the request must sit this step out."""
         room = len(request.pages) * self._limits.page_size - request.num_cells
         want = min(budget, request.target - request.num_cells)
         if want > room:
@@ -121,7 +121,7 @@ class Running:
         return self.memory.caches and not request.scores_prompt
 
     def _promised(self) -> int:
-        """Pages spoken for: what the known tokens of extending requests still need, and one for each running request."""
+        """Pages spoken for: what extending requests need for their known tokens, and one for each running request."""
         owed = sum(self.memory.pages_for(request.target) - len(request.pages) for request in self.extending)
         return owed + len(self)
 

@@ -13,9 +13,13 @@ SLACK = 64
 
 
 class SamplingRows:
-    """Call it with a batch's requests, whose `params` are SamplingParams, for their SamplingBatch."""
+    """Call it with a batch's requests, whose `params` are SamplingParams, for their SamplingBatch.
 
-    def __init__(self) -> None:
+    `eos_ids` are kept from being drawn before `min_tokens`, as a request's own `stop_ids` are.
+    """
+
+    def __init__(self, eos_ids: frozenset[int] = frozenset()) -> None:
+        self._eos_ids = eos_ids
         self._pool = SamplingBatch.from_rows([])
         self._places: dict[Request, int] = {}
 
@@ -25,7 +29,7 @@ class SamplingRows:
         if new:
             self._forget_ended()
             self._places.update((request, len(self._pool) + index) for index, request in enumerate(new))
-            self._pool = self._pool.append([_make_row(request) for request in new])
+            self._pool = self._pool.append([self._make_row(request) for request in new])
         return self._pool.select([self._places[request] for request in requests])
 
     def _forget_ended(self) -> None:
@@ -34,8 +38,7 @@ class SamplingRows:
             self._pool = self._pool.select([self._places[request] for request in alive])
             self._places = {request: place for place, request in enumerate(alive)}
 
-
-def _make_row(request: Request) -> SamplingRow:
-    params = cast(SamplingParams, request.params)
-    banned = tuple(request.stop_ids) if params.min_tokens else ()
-    return SamplingRow(params, request.seed, request.sample_index, len(request.prompt_ids), banned)
+    def _make_row(self, request: Request) -> SamplingRow:
+        params = cast(SamplingParams, request.params)
+        banned = tuple(request.stop_ids | self._eos_ids) if params.min_tokens else ()
+        return SamplingRow(params, request.seed, request.sample_index, len(request.prompt_ids), banned)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from sglcore.device.batch import ScheduleBatch
+from sglcore.device.errors import ConfigError
 from sglcore.device.worker import BatchResult, Limits
 from sglcore.schedule.batch_builder import BatchBuilder, Chunk, Compose
 from sglcore.schedule.overlap import BatchRecord, InFlight
@@ -21,11 +22,17 @@ from sglcore.schedule.sampling_rows import SamplingRows
 class Scheduler:
     """One worker's requests. `next_batch` plans a step, `finish` takes in its results. Not thread-safe.
 
-    `compose` makes the sampling state of a batch from its requests, row for row (SamplingRows). A step may be planned while the one
-    before it is in flight.
+    `compose` makes the sampling state of a batch from its requests, row for row (SamplingRows). A step may be planned
+    while the one before it is in flight. Raises ConfigError if one request of max_model_len does not fit.
     """
 
     def __init__(self, limits: Limits, *, prefix_cache: bool = True, compose: Compose | None = None) -> None:
+        if limits.generates and limits.capacity < limits.max_model_len:
+            raise ConfigError(
+                f"the KV pool holds {limits.capacity} tokens and the context is {limits.max_model_len}",
+                wanted="room for one request of full length",
+                remedy="lower max_model_len or raise kv_cache_memory",
+            )
         self.limits = limits
         self._waiting = WaitingQueue()
         self._embedding = WaitingQueue()
@@ -73,8 +80,8 @@ class Scheduler:
     def next_batch(self) -> ScheduleBatch | None:
         """Plan a step as if all planned before had run; None if nothing can run before the next collect.
 
-        Decode rows come first, in a stable order, then chunks. The arrays are overwritten by the next call: submit a
-        copy (`overlap_forward_isolation`).
+        Decode rows come first, in a stable order; then chunks, of running prompts by arrival and of new ones. The
+        arrays are overwritten by the next call: submit a copy (`overlap_forward_isolation`).
         """
         turn = len(self._embedding) > 0 and not self._embedded_last
         batch = None if turn else self._generate()
@@ -228,6 +235,7 @@ class Scheduler:
             self._embedding.remove(request)
             request.state = State.EXTENDING
             request.last_step = record.step
+            request.cached_tokens = 0
             request.leaving = True
         return batch
 

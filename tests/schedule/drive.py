@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from sglcore.schedule.loop import Loop
@@ -20,7 +22,7 @@ class Drive:
         self.loop = Loop(self.scheduler, self.worker, overlap=overlap)
         self.updates: list[Update] = []
 
-    def make(self, rid: str, prompt: int | list[int], max_tokens: int | None = 8, **given) -> Request:  # type: ignore[no-untyped-def]
+    def make(self, rid: str, prompt: int | list[int], max_tokens: int | None = 8, **given: Any) -> Request:
         """A request that is not added; an integer prompt means so many tokens of its own."""
         first = 1 + sum(map(ord, rid)) % 7
         ids = (
@@ -29,7 +31,7 @@ class Drive:
         wishes = {name: given.pop(name) for name in ("logprobs", "prompt_logprobs", "needs_history") if name in given}
         return Request(rid, np.array(ids, dtype=np.int32), Wishes(max_tokens, **wishes), **given)
 
-    def add(self, rid: str, prompt: int | list[int], max_tokens: int | None = 8, **given) -> Request:  # type: ignore[no-untyped-def]
+    def add(self, rid: str, prompt: int | list[int], max_tokens: int | None = 8, **given: Any) -> Request:
         """Make a request and add it."""
         request = self.make(rid, prompt, max_tokens, **given)
         self.scheduler.add(request)

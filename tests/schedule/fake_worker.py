@@ -1,4 +1,4 @@
-"""A worker without a device that keeps its own page tables and cells, and raises Violation where a device would corrupt.
+"""A worker without a device: it keeps its own page tables and cells and raises Violation where a device would corrupt.
 
 It knows each row's true token sequence (through the fake sampling state) and checks every cell that a step reads.
 """
@@ -100,7 +100,7 @@ def compose(requests: Sequence[Request]) -> FakeSampling:
 
 @dataclass
 class Slot:
-    """The device's view of one slot: page table, last token, which request is in it, cells written, history received."""
+    """The device's view of one slot: who is in it, page table, last token, cells written, history received."""
 
     owner: Request | None = None
     pages: list[int] = field(default_factory=list)

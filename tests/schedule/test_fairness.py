@@ -1,4 +1,4 @@
-"""Nobody starves: under endless streams of newcomers the old finish within a bound that does not depend on the stream."""
+"""Nobody starves: under endless streams of newcomers the old finish within a bound that does not depend on them."""
 
 from __future__ import annotations
 

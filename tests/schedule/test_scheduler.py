@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
 from sglcore.device.batch import ForwardMode
-from sglcore.device.errors import SglcoreError
+from sglcore.device.errors import ConfigError, SglcoreError
+from sglcore.sampling.batch import SamplingBatch
+from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request, RequestError, State
 from sglcore.schedule.scheduler import Scheduler
 from tests.schedule.drive import Drive
@@ -64,6 +69,16 @@ def test_a_model_that_only_embeds_refuses_to_generate() -> None:
 def test_an_embedding_longer_than_a_step_is_refused() -> None:
     with pytest.raises(RequestError, match=r"17 tokens.*at most 16.*raise max_batch_tokens"):
         Drive(max_batch_tokens=16).add("a", 17, task="embed")
+
+
+def test_a_pool_that_can_not_hold_one_full_request_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"holds 60 tokens.*context is 64.*kv_cache_memory"):
+        Drive(max_model_len=64, page_size=4, num_pages=15)
+
+
+def test_the_scheduler_loads_no_tensor_library() -> None:
+    code = "import sys, sglcore.schedule.loop; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_refused_request_leaves_nothing_behind() -> None:
@@ -362,9 +377,6 @@ def test_a_result_for_another_step_is_refused() -> None:
 
 
 def test_a_scheduler_makes_its_own_sampling_state_by_default() -> None:
-    from sglcore.sampling.batch import SamplingBatch
-    from sglcore.sampling.params import SamplingParams
-
     scheduler = Scheduler(make_limits())
     scheduler.add(Request("a", np.array([1, 2]), SamplingParams(), seed=5))
     batch = scheduler.next_batch()

@@ -119,7 +119,7 @@ class NeverRetracts(Running):
 
 
 class DropsPageDifferences(BatchBuilder):
-    def build_decode(self, *args) -> ScheduleBatch:  # type: ignore[no-untyped-def]
+    def build_decode(self, *args) -> ScheduleBatch:
         batch = super().build_decode(*args)
         batch.new_pages = batch.new_pages[:0]
         batch.new_page_offsets = batch.new_page_offsets * 0
@@ -127,14 +127,14 @@ class DropsPageDifferences(BatchBuilder):
 
 
 class CountsPagesAfterTheStep(BatchBuilder):
-    def build_decode(self, step: int, rows, collected: int) -> ScheduleBatch:  # type: ignore[no-untyped-def]
+    def build_decode(self, step: int, rows, collected: int) -> ScheduleBatch:
         batch = super().build_decode(step, rows, collected)
         batch.page_counts = rows.page_counts
         return batch
 
 
 class TakesOneTokenForDecode(BatchBuilder):
-    def build(self, *args) -> ScheduleBatch:  # type: ignore[no-untyped-def]
+    def build(self, *args) -> ScheduleBatch:
         batch = super().build(*args)
         if (np.diff(batch.token_offsets) == 1).all():
             batch.forward_mode = ForwardMode.DECODE
@@ -142,7 +142,7 @@ class TakesOneTokenForDecode(BatchBuilder):
 
 
 class ContinuesStaleTokens(BatchBuilder):
-    def build(self, step: int, rows, chosen, chunks, collected: int) -> ScheduleBatch:  # type: ignore[no-untyped-def]
+    def build(self, step: int, rows, chosen, chunks, collected: int) -> ScheduleBatch:
         return super().build(step, rows, chosen, chunks, step)
 
 
@@ -154,7 +154,7 @@ class KeepsComposition(BatchBuilder):
 
 
 class SendsOnlyThePromptsHistory(BatchBuilder):
-    def build(self, *args) -> ScheduleBatch:  # type: ignore[no-untyped-def]
+    def build(self, *args) -> ScheduleBatch:
         batch = super().build(*args)
         if batch.history_ids is not None and batch.history_offsets is not None:
             parts = np.split(batch.history_ids, batch.history_offsets[1:-1])

@@ -31,7 +31,7 @@ def origin_of(kernel: Kernel) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTable:
-    """One function for each operation. T tokens, H hidden size, D head size, I intermediate size, E experts, K experts a token.
+    """One function for each operation. T tokens, H hidden size, D head size, I intermediate size, E experts, K of them a token.
 
     No entry reads a device value on the host, and every entry accepts T = 0. Results are new tensors unless the entry
     says otherwise. Inputs may be row-strided views whose last dimension is contiguous. Unless noted, results have the
@@ -43,7 +43,7 @@ class KernelTable:
     embedding: Callable[[Tensor, Tensor], Tensor]
     """`embedding(ids int [T], weight [vocab, H]) -> [T, H]`; every id is below vocab."""
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    """`rms_norm(x [..., N], weight [N], eps) -> [..., N]`: x / sqrt(mean(x^2) + eps) in float32, cast back, times weight."""
+    """`rms_norm(x [..., N], weight [N], eps) -> [..., N]`: x / sqrt(mean(x^2) + eps) in float32, cast, times weight."""
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     """`add_rms_norm(x [T, H], residual [T, H], weight [H], eps) -> (normed, residual)`: residual + x, and its norm.
 
@@ -73,7 +73,7 @@ class KernelTable:
     in hidden's dtype. An id of -1 means no expert and adds nothing, whatever its weight and its row contain.
     """
     store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    """`store_kv(key [T, kv_heads, D], value [T, kv_heads, D], k_cache, v_cache [cells, kv_heads, D], out_cache_loc int [T])`.
+    """`store_kv(key, value [T, kv_heads, D], k_cache, v_cache [cells, kv_heads, D], out_cache_loc int [T])`.
 
     Writes row t into cell out_cache_loc[t] of both caches, cast to their dtype. Cells are distinct, except that any
     number of padding rows may name cell 0, whose content is never read.

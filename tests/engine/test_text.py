@@ -1,0 +1,73 @@
+"""Text that grows token by token: whole characters, no half stop strings, the same as decoding at once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglcore.engine.start import embedded_model
+from sglcore.engine.text import GrowingText, TextCodec, TextError
+
+CODEC = TextCodec(embedded_model())
+
+
+def grow(ids: list[int], sizes: list[int], stop: list[str], include: bool = False) -> tuple[list[str], GrowingText]:
+    """Push tokens in groups of the given sizes, the rest at once."""
+    text = GrowingText(CODEC, stop, skip_special=True, include_stop=include)
+    pieces, place = [], 0
+    for size in [*sizes, len(ids)]:
+        pieces.append(text.push(ids[place : place + size]))
+        place += size
+    pieces.append(text.finish())
+    return pieces, text
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=40), st.lists(st.integers(1, 4), max_size=20))
+def test_pieces_add_up_to_the_decoded_text(content: str, sizes: list[int]) -> None:
+    ids = CODEC.encode(content, special=False)
+    pieces, text = grow(ids, sizes, [])
+    assert "".join(pieces) == text.text == CODEC.decode(ids)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text(alphabet="abc é🙂", max_size=30),
+    st.lists(st.text(alphabet="abc é🙂", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.integers(1, 3), max_size=20),
+    st.booleans(),
+)
+def test_nothing_of_a_stop_string_or_after_it_is_ever_shown(
+    content: str, stop: list[str], sizes: list[int], include: bool
+) -> None:
+    ids = CODEC.encode(content, special=False)
+    pieces, text = grow(ids, sizes, stop, include)
+    whole = CODEC.decode(ids)
+    places = [place for word in stop if (place := whole.find(word)) >= 0]
+    shown = "".join(pieces)
+    assert whole.startswith(shown)
+    if not places:
+        assert shown == whole and text.stopped_by is None
+        return
+    assert text.stopped_by in stop
+    word = text.stopped_by or ""
+    assert shown == whole[: whole.find(word) + (len(word) if include else 0)]
+
+
+def test_half_a_character_is_never_shown() -> None:
+    ids = CODEC.encode("🙂", special=False)
+    assert len(ids) > 1
+    text = GrowingText(CODEC, [], skip_special=True, include_stop=False)
+    assert [text.push([token]) for token in ids] == [""] * (len(ids) - 1) + ["🙂"]
+
+
+def test_an_incomplete_character_at_the_end_is_shown_as_its_decoder_does() -> None:
+    ids = CODEC.encode("a🙂", special=False)[:-1]
+    pieces, _ = grow(ids, [1] * len(ids), [])
+    assert "".join(pieces) == CODEC.decode(ids)
+
+
+def test_a_template_that_refuses_is_a_clear_error() -> None:
+    with pytest.raises(TextError, match="template"):
+        CODEC.render_chat([{"role": "nobody", "content": 1}])
