@@ -27,6 +27,8 @@ IGNORED = -100
 WARM_UP = 0.02
 FLOOR = 0.01
 
+Optimizers = tuple[torch.optim.Optimizer, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -106,30 +108,32 @@ def learning_rate(done: float, peak: float) -> float:
     return peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * phase)))
 
 
-def make_optimizer(model: DemoModel, rate: float) -> torch.optim.Optimizer:
-    """AdamW; matrices decay, gains and the embedding do not."""
-    decayed = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+def make_optimizers(model: DemoModel, rate: float) -> Optimizers:
+    """Muon for the matrices of the layers, AdamW for gains and the embedding; both with steps of the same size."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    return muon, torch.optim.AdamW(others, lr=rate, weight_decay=0.0, betas=(0.9, 0.95), fused=True)
 
 
-def save_checkpoint(folder: Path, model: DemoModel, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+def save_checkpoint(folder: Path, model: DemoModel, optimizers: Optimizers, progress: Progress) -> None:
     """Write everything that --resume needs, replacing the old checkpoint only when the new one is complete."""
     folder.mkdir(parents=True, exist_ok=True)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": asdict(progress)}
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    state = {"model": model.state_dict(), "optimizers": states, "progress": asdict(progress)}
     torch.save(state, folder / "new.pt")
     (folder / "new.pt").replace(folder / "last.pt")
 
 
-def load_checkpoint(folder: Path, model: DemoModel, optimizer: torch.optim.Optimizer) -> Progress:
+def load_checkpoint(folder: Path, model: DemoModel, optimizers: Optimizers) -> Progress:
     """Restore a run from its folder; a fresh start if there is no checkpoint yet."""
     if not (folder / "last.pt").exists():
         print(f"no checkpoint in {folder}: starting from the beginning", flush=True)
         return Progress()
     state = torch.load(folder / "last.pt")
     model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
     return Progress(**state["progress"])
 
 
@@ -142,21 +146,22 @@ class Trainer:
         self.config = DemoConfig(vocab_size=self.tokenizer.get_vocab_size())
         torch.manual_seed(plan.seed)
         self.model = DemoModel(self.config)
-        self.optimizer = make_optimizer(self.model, plan.rate)
-        self.progress = load_checkpoint(work, self.model, self.optimizer) if resume else Progress()
+        self.optimizers = make_optimizers(self.model, plan.rate)
+        self.progress = load_checkpoint(work, self.model, self.optimizers) if resume else Progress()
         self.loss = torch.compile(self.model.loss, dynamic=False) if compiled else self.model.loss
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
         """One update; the loss before it."""
         done = self.progress.seconds / (self.plan.minutes * 60)
-        for group in self.optimizer.param_groups:
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = learning_rate(done, self.plan.rate)
         with torch.autocast("cpu", torch.bfloat16):
             loss = self.loss(inputs, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
         self.progress.tokens += int((targets != IGNORED).sum())
         return float(loss.detach())
@@ -165,7 +170,7 @@ class Trainer:
         """Write the model folder and the checkpoint."""
         save_tokenizer(self.tokenizer, self.output, self.config.max_positions)
         save_model(self.model, self.tokenizer, self.output)
-        save_checkpoint(self.work, self.model, self.optimizer, self.progress)
+        save_checkpoint(self.work, self.model, self.optimizers, self.progress)
 
     def run(self) -> None:
         """Train until the time is over, with a line every 50 steps and a checkpoint every 5 minutes."""

@@ -54,8 +54,8 @@ class Embedding:
 
 
 def embed(embedding: Embedding, ids: Tensor | None, embeds: Tensor | None) -> Tensor:
-    """The embeddings [T, H] of ids int [T], unless `embeds` [T, H] takes their place."""
+    """The embeddings [T, H] of ids int [T], unless a copy of `embeds` [T, H] takes their place."""
     if embeds is not None:
-        return embeds
+        return embeds.clone()  # kernels may write their sums into it, and the batch is not theirs
     assert ids is not None, "a batch needs input_ids or input_embeds"
     return embedding(ids)

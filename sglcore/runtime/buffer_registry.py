@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +33,9 @@ class FillContext:
     raw_num_tokens: int
     padded_num_tokens: int
 
+
+REMEMBERED = 1024
+"""Views of so many sizes are remembered: decode sizes keep coming back, prefill sizes hardly do."""
 
 PostFill = Callable[[Tensor, "ForwardBatch", FillContext], None]
 SourceFn = Callable[["ForwardBatch", FillContext], "Tensor | None"]
@@ -108,13 +112,16 @@ class BufferRegistry:
         self._views: dict[tuple[int, int, bool], dict[str, Tensor]] = {}
         self._heads: dict[tuple[str, int, int], Tensor] = {}
         self._computed: tuple[Slot, ...] = ()
-        self._sourced: tuple[Slot, ...] = ()
+        self._optional: tuple[Slot, ...] = ()
         self._copied: tuple[Slot, ...] = ()
 
     # -- declaring -----------------------------------------------------------------------------------------------
 
     def register_slot(self, slot: Slot) -> None:
-        """Add a slot; a device package may add its own. A second one of the same name is an error."""
+        """Add a slot; a device package may add its own, which it finds by `slot(name)` if no batch field has the name.
+
+        A second one of the same name is an error.
+        """
         if slot.name in self._slots:
             raise ValueError(f"slot {slot.name!r} is registered twice; each batch field has one slot")
         if self._block is not None:
@@ -154,8 +161,10 @@ class BufferRegistry:
         self._heads.clear()
         slots = tuple(self._slots.values())
         self._computed = tuple(slot for slot in slots if slot.post_fill is not None)
-        self._sourced = tuple(slot for slot in slots if slot.source_fn is not None)
         self._copied = tuple(slot for slot in slots if slot.post_fill is None)
+        self._optional = tuple(
+            slot for slot in self._copied if slot.source_fn is not None or slot.name not in (_ALWAYS | _EXTEND)
+        )
 
     def _shape(self, slot: Slot) -> tuple[int, ...]:
         return (*slot.spec.lead, slot.length(self.max_bs, self.max_num_tokens), *slot.trail)
@@ -182,7 +191,7 @@ class BufferRegistry:
 
     def stage(self, name: str, values: NDArray) -> None:
         """Write host values into a slot's head; they reach the device with the next `commit`."""
-        host = self._slots[name].host
+        host = self.slot(name).host
         assert host is not None, f"slot {name!r} is not filled by the host"
         host[..., : values.shape[-1]] = values
 
@@ -200,7 +209,7 @@ class BufferRegistry:
         if (ctx.raw_bs, ctx.raw_num_tokens) != (ctx.padded_bs, ctx.padded_num_tokens):
             for slot in self._slots.values():
                 slot.pad(ctx)
-        for slot in self._sourced if self.owns(batch) else self._copied:
+        for slot in self._optional if self.owns(batch) else self._copied:
             if slot.name not in skipped:
                 self._copy_in(slot, batch, ctx)
         for slot in self._computed:
@@ -212,12 +221,14 @@ class BufferRegistry:
         key = (slot.name, bs, num_tokens)
         head = self._heads.get(key)
         if head is None:
+            if len(self._heads) >= REMEMBERED:
+                self._heads.clear()
             head = self._heads[key] = slot.head(bs, num_tokens)
         return head
 
     def owns(self, batch: ForwardBatch) -> bool:
         """The batch is a view of these buffers, as `init_new` makes it."""
-        if batch.input_ids is None:
+        if batch.input_ids is None or "input_ids" not in self._slots:
             return False
         buffer = self._slots["input_ids"].buffer
         return buffer is not None and buffer.data_ptr() == batch.input_ids.data_ptr() and len(batch.input_ids) > 0
@@ -246,12 +257,15 @@ class BufferRegistry:
         key = (bs, num_tokens, extend)
         heads = self._views.get(key)
         if heads is None:
+            declared = _names(batch_type)
             heads = {
                 slot.name: slot.head(bs, num_tokens)
                 for slot in self._slots.values()
                 if slot.name in _ALWAYS or (extend and slot.name in _EXTEND) or slot.post_fill is not None
-                if not slot.is_structured
+                if slot.name in declared
             }
+            if len(self._views) >= REMEMBERED:
+                self._views.clear()
             self._views[key] = heads
         return batch_type(batch_size=bs, num_tokens=num_tokens, **heads)  # pyright: ignore[reportArgumentType]
 
@@ -263,11 +277,13 @@ class BufferRegistry:
         """The padded view: fields with a slot become slices of the buffers, others are carried from `template`.
 
         A plain field that is None in the template stays None (its buffer holds an older batch); computed slots are
-        always exposed; the template is left as it is; the plan marker is not carried to a batch of other sizes.
+        always exposed, if the batch declares a field of their name; the template is left as it is. The plan marker is
+        carried with the sizes it was made for, so padding after planning does not pass unseen.
         """
         changes: dict[str, Any] = {"batch_size": padded_bs, "num_tokens": padded_num_tokens}
+        declared = _names(type(template))
         for slot in self._slots.values():
-            if slot.is_structured:
+            if slot.name not in declared:
                 continue
             if slot.is_computed or _read(template, slot.name) is not None:
                 changes[slot.name] = slot.head(padded_bs, padded_num_tokens)
@@ -283,6 +299,11 @@ class BufferRegistry:
 
 _ALWAYS = frozenset({"input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens"})
 _EXTEND = frozenset({"extend_prefix_lens", "extend_seq_lens", "extend_start_loc"})
+
+
+@cache
+def _names(batch_type: type) -> frozenset[str]:
+    return frozenset(spec.name for spec in specs(batch_type))
 
 
 def _is_staged(slot: Slot) -> bool:

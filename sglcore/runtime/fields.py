@@ -151,24 +151,12 @@ def spec_of(batch_type: type, name: str) -> FieldSpec:
 
 
 def retained(batch: Any) -> list[torch.Tensor]:
-    """Every tensor a batch holds, for as long as the device may read it."""
+    """Every tensor a batch holds, for as long as the device may read it. A plan's own tensors belong to the plan."""
     kept: list[torch.Tensor] = []
-    for spec in _may_hold_tensors(type(batch)):
+    for spec in specs(type(batch)):
         value = getattr(batch, spec.name)
-        if value is None:
-            continue
-        if spec.split is Split.NESTED:
-            kept.extend(retained(value))
-        elif isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):
             kept.append(value)
+        elif value is not None and spec.split is Split.NESTED:
+            kept.extend(retained(value))
     return kept
-
-
-@cache
-def _may_hold_tensors(batch_type: type) -> tuple[FieldSpec, ...]:
-    """Fields that are slots, follow an axis, or belong to somebody: all that can be a tensor."""
-    return tuple(
-        spec
-        for spec in specs(batch_type)
-        if spec.dtype is not None or spec.axis is not Axis.NONE or spec.split in (Split.NESTED, Split.DROP)
-    )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglcore.runtime.kernels.grouped import grouped_moe
-from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.reference import add_rms_norm, reference_kernels, rms_norm
 from tests.checkpoints import CAUSAL, LONG, llama, oracle_logprobs, qwen3, qwen3_moe, rope, save
 from tests.models.steps import Steps, load
 
@@ -58,15 +58,26 @@ def test_bfloat16_is_as_near_to_float32_as_the_oracles_bfloat16(tmp_path) -> Non
     assert (got - wanted).abs().max() < 0.25
 
 
-def test_input_embeddings_take_the_place_of_tokens(tmp_path) -> None:
+def in_place_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the table allows: both results lie in the arguments' memory."""
+    residual.add_(x)
+    return x.copy_(rms_norm(residual, weight, eps)), residual
+
+
+@pytest.mark.parametrize("kernel", [add_rms_norm, in_place_add_rms_norm])
+def test_input_embeddings_take_the_place_of_tokens_and_stay_as_they_are(tmp_path, kernel) -> None:
     oracle = llama()
-    steps = Steps(load(save(oracle, tmp_path)))
+    steps = Steps(load(save(oracle, tmp_path), kernels=reference_kernels().replace(add_rms_norm=kernel)))
     ids = prompt(7)
     batch = steps.staged({1: [0] * 7})
     with torch.inference_mode():
-        batch.input_embeds = oracle.model.embed_tokens.weight[ids].clone()
+        embeds = oracle.model.embed_tokens.weight[ids].clone()
+        batch.input_embeds = embeds.clone()
         got = torch.log_softmax(steps.runner.logits(steps.runner.run_eager(batch), None), dim=-1)
     assert (got - oracle_logprobs(oracle, ids)).abs().max() < TOLERANCE
+    assert batch.input_embeds is not None and torch.equal(batch.input_embeds, embeds)
 
 
 @pytest.mark.parametrize(("max_positions", "length"), [(16, 9), (64, 23)])

@@ -9,8 +9,8 @@ import torch
 
 from sglcore.layers.program import Program, run_layers, stagger
 from tests.checkpoints import llama, qwen3_moe, save
+from tests.models.alone import batch_of, entered
 from tests.models.steps import load
-from tests.models.test_tracing import batch_of, entered
 
 
 @pytest.fixture

@@ -7,37 +7,17 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.forward_context import ForwardContext, forward_context
 from tests.checkpoints import bert, llama, qwen3_moe, save
+from tests.models.alone import batch_of, entered
 from tests.models.steps import load
 
 MAKERS = {"llama": llama, "qwen3-moe": qwen3_moe, "bert": bert}
-
-
-class SumOfValues:
-    """Stands for attention where only the way through the model matters: keeps q's shape, and uses q, k and v."""
-
-    def forward(self, q, k, v, layer, batch):
-        """q plus the repeated sum of k and v."""
-        return q + (k + v).repeat(1, q.shape[1] // k.shape[1])
 
 
 @pytest.fixture(params=MAKERS)
 def model(request: pytest.FixtureRequest, tmp_path):
     """One model of each kind of layer."""
     return load(save(MAKERS[request.param](), tmp_path))
-
-
-def batch_of(tokens: int) -> ForwardBatch:
-    """A batch that has only inputs."""
-    return ForwardBatch(
-        input_ids=torch.arange(tokens, dtype=torch.int32) * 7 % 97, positions=torch.arange(tokens, dtype=torch.int32)
-    )
-
-
-def entered(model, batch):
-    """A context with the stand-in for attention."""
-    return forward_context(ForwardContext(SumOfValues(), batch, model.attention_layers))  # pyright: ignore[reportArgumentType]
 
 
 def test_a_forward_compiles_into_one_graph(model) -> None:

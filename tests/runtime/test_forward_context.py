@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 from torch import Tensor
 
 from sglcore.runtime.forward_batch import ForwardBatch
@@ -155,10 +154,9 @@ def test_a_target_forward_inside_a_drafts_scope_uses_its_own_backend_and_pool() 
 
 
 def test_a_runner_that_inherits_the_live_context_is_caught() -> None:
-    target, draft, target_hidden, _ = nested_forward(InheritingRunner)
-    assert not torch.allclose(target_hidden, target.model.dense(PROMPT), atol=1e-3)
+    # This step's own numbers are right: only later steps would read cells of the target that were never written.
+    target, *_ = nested_forward(InheritingRunner)
     assert written_cells(target) == 0
-    assert written_cells(draft) > len(OTHER)
 
 
 def written_cells(site: Site) -> int:

@@ -158,7 +158,10 @@ def make_attention(
 ) -> tuple[ReqToTokenPool, MHATokenToKVPool, AttentionBackend]:
     """New pools and a backend over them."""
     layers = ((KV_HEADS, HEAD_DIM),) * len(model.windows)
-    table, cells = ReqToTokenPool(SLOTS, CONTEXT, PAGE, "cpu"), MHATokenToKVPool(PAGES, PAGE, layers, torch.float32, "cpu")
+    table, cells = (
+        ReqToTokenPool(SLOTS, CONTEXT, PAGE, "cpu"),
+        MHATokenToKVPool(PAGES, PAGE, layers, torch.float32, "cpu"),
+    )
     shape = AttentionShape(HEADS, layers, tuple(dict.fromkeys(model.windows)))
     return table, cells, kind(shape, table, cells, reference_kernels())
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.reference import rotary as reference_rotary
 from sglcore.runtime.kernels.table import KernelTable
 from torch import Tensor
 
@@ -20,7 +21,7 @@ def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_c
 class Rotary:
     """Rotary embedding as x * cos + swapped(x) * sin over q and k at once where they are neighbours in memory.
 
-    Keeps, for each cos/sin cache and dtype, a table with both halves written out: rows of [cos, cos, -sin, sin].
+    A compiler fuses the reference better than this, so it gets that. Keeps, for each cos/sin cache and dtype, a table with both halves written out: rows of [cos, cos, -sin, sin].
     """
 
     def __init__(self) -> None:
@@ -30,8 +31,8 @@ class Rotary:
         self, q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int
     ) -> tuple[Tensor, Tensor]:
         """As the table's entry `rotary` says."""
-        if cos_sin_cache.shape[1] != head_dim:
-            return reference_kernels().rotary(q, k, positions, cos_sin_cache, head_dim)
+        if cos_sin_cache.shape[1] != head_dim or torch.compiler.is_compiling():
+            return reference_rotary(q, k, positions, cos_sin_cache, head_dim)
         rows = self._table(cos_sin_cache, q.dtype).index_select(0, positions).unsqueeze(1)
         cos, sin = rows.split(head_dim, dim=-1)
         tokens, width = q.shape

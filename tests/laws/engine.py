@@ -1,0 +1,128 @@
+"""An engine over a random checkpoint, with tokens in and out, and the check of its log-probabilities."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglcore.device.config import resolve_config
+from sglcore.engine.start import start
+from sglcore.runtime.tp_worker import TpModelWorker
+from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.loop import Loop
+from sglcore.schedule.request import Request
+from sglcore.schedule.scheduler import Scheduler
+
+TOLERANCE = 2e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One request's tokens with the log-probability of each, and of its prompt where it was scored."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    prompt_logprobs: list[float]
+
+
+class TokenEngine:
+    """Scheduler and worker over a checkpoint in float32, without text."""
+
+    def __init__(self, folder: Path, *, scramble_pages: int | None = None, **settings: Any) -> None:
+        defaults = {"dtype": "float32", "threads": 1, "max_requests": 6, "page_size": 4, "kv_cache_memory": 8 << 20}
+        config = resolve_config({**defaults, **settings, "model": str(folder)}, {})
+        worker = start(config).worker
+        assert isinstance(worker, TpModelWorker)
+        self.worker = worker
+        self.scheduler = Scheduler(worker.limits, prefix_cache=config.prefix_cache)
+        if scramble_pages is not None:
+            self._scramble(scramble_pages)
+        self.loop = Loop(self.scheduler, worker, overlap=config.overlap)
+        self._count = 0
+
+    def run(
+        self, prompts: Sequence[list[int]], max_tokens: int, *, score_prompts: bool = False, stagger: int = 0, **sampling: Any
+    ) -> list[Result]:
+        """Run prompts to their end, adding one every `stagger` steps (0: all at once); greedy unless said."""
+        params = SamplingParams(
+            **{"temperature": 0.0, "logprobs": 0, "ignore_eos": True, **sampling},
+            max_tokens=max_tokens,
+            prompt_logprobs=0 if score_prompts else None,
+        )
+        requests = [self._request(prompt, params) for prompt in prompts]
+        waiting = list(requests)
+        step = 0
+        while waiting or self.loop.has_work:
+            while waiting and (not stagger or step % stagger == 0):
+                self.scheduler.add(waiting.pop(0))
+                if stagger:
+                    break
+            if self.loop.has_work:
+                self.loop.step()
+            step += 1
+        self.scheduler.audit()
+        return [_result(request) for request in requests]
+
+    def _request(self, prompt: list[int], params: SamplingParams) -> Request:
+        self._count += 1
+        return Request(f"r{self._count}", np.array(prompt, np.int32), params, seed=params.seed or 0)
+
+    def _scramble(self, seed: int) -> None:
+        """Hand out pages in a random order."""
+        pool = self.scheduler._running.memory.pool
+        taken = pool.take(pool.free)
+        np.random.default_rng(seed).shuffle(taken)
+        pool.give(taken)
+
+
+def _result(request: Request) -> Result:
+    assert request.finish_reason == "length", request.error
+    return Result(
+        request.prompt_ids.tolist(),
+        list(request.output_ids),
+        [float(found.chosen[0]) for found in request.logprobs],
+        [float(value) for found in request.prompt_logprobs for value in found.chosen],
+    )
+
+
+def check_logprobs(results: Sequence[Result], oracle: Any) -> None:
+    """Every log-probability is transformers' for the same text, within the tolerance."""
+    for result in results:
+        ids = result.prompt + result.tokens
+        with torch.no_grad():
+            expected = oracle(torch.tensor([ids])).logits[0].log_softmax(-1)
+        start = len(result.prompt)
+        wanted = [float(expected[start + i - 1, token]) for i, token in enumerate(result.tokens)]
+        np.testing.assert_allclose(result.logprobs, wanted, atol=TOLERANCE, rtol=0)
+        if result.prompt_logprobs:
+            wanted = [float(expected[i - 1, ids[i]]) for i in range(1, start)]
+            np.testing.assert_allclose(result.prompt_logprobs, wanted, atol=TOLERANCE, rtol=0)
+
+
+def check_greedy(results: Sequence[Result], oracle: Any) -> None:
+    """Every greedy token is transformers' own, unless its two best are closer than twice the tolerance."""
+    for result in results:
+        ids = result.prompt + result.tokens
+        with torch.no_grad():
+            logits = oracle(torch.tensor([ids])).logits[0]
+        for i, token in enumerate(result.tokens):
+            row = logits[len(result.prompt) + i - 1]
+            assert float(row.max() - row[token]) <= 2 * TOLERANCE, (i, token, int(row.argmax()))
+
+
+def random_prompts(seed: int, lengths: Sequence[int], vocab_size: int = 97) -> list[list[int]]:
+    """Random token ids, 3 and above."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, vocab_size, size=length).tolist() for length in lengths]
+
+
+def describe(folder: Path) -> str:
+    """The architecture a checkpoint names."""
+    return json.loads((folder / "config.json").read_text())["architectures"][0]

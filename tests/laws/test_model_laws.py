@@ -1,0 +1,121 @@
+"""For every architecture: chunks, batches, pages, prefix hits, retraction, overlap and graphs do not change a number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoints import LLAMA3, llama, mistral, qwen2, qwen3, qwen3_moe, rope, save
+from tests.laws.engine import TokenEngine, check_greedy, check_logprobs, random_prompts
+
+CONTEXT = 128
+ARCHITECTURES: MappingProxyType[str, Callable[[], Any]] = MappingProxyType(
+    {
+        "llama": lambda: llama(max_position_embeddings=CONTEXT),
+        "llama3-rope": lambda: llama(max_position_embeddings=CONTEXT, **rope("llama3", **LLAMA3)),
+        "mistral-window": lambda: mistral(max_position_embeddings=CONTEXT, sliding_window=6),
+        "qwen2": lambda: qwen2(max_position_embeddings=CONTEXT),
+        "qwen3": lambda: qwen3(max_position_embeddings=CONTEXT, tie_word_embeddings=True),
+        "qwen3-moe": lambda: qwen3_moe(max_position_embeddings=CONTEXT),
+    }
+)
+LENGTHS = (1, 5, 30, 17, 9)
+
+
+class Case:
+    """A saved checkpoint and its oracle."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.oracle = ARCHITECTURES[name]()
+        self.folder = save(self.oracle, folder)
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one KV page in float32."""
+        config = self.oracle.config
+        head_dim = config.hidden_size // config.num_attention_heads
+        head_dim = config.to_dict().get("head_dim") or head_dim
+        return page_size * config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 4
+
+
+@pytest.fixture(scope="module", params=list(ARCHITECTURES))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    yield Case(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_greedy_tokens_of_64_steps_are_those_of_transformers(case: Case) -> None:
+    prompts = random_prompts(1, (7, 23))
+    results = TokenEngine(case.folder).run(prompts, 64)
+    check_greedy(results, case.oracle)
+    check_logprobs(results, case.oracle)
+    for prompt, result in zip(prompts, results, strict=True):
+        with torch.no_grad():
+            out = case.oracle.generate(
+                torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+        assert result.tokens == out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_chunks_and_ragged_arrivals_change_nothing(case: Case, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    chunk, stagger = int(rng.integers(2, 9)), int(rng.integers(1, 4))
+    print(f"seed {seed}: chunks of {chunk}, an arrival every {stagger} steps")
+    engine = TokenEngine(case.folder, max_batch_tokens=chunk)
+    results = engine.run(random_prompts(seed, LENGTHS), 12, score_prompts=True, stagger=stagger)
+    check_logprobs(results, case.oracle)
+
+
+def test_overlap_changes_nothing(case: Case) -> None:
+    prompts = random_prompts(3, LENGTHS)
+    runs = [
+        TokenEngine(case.folder, overlap=overlap, max_batch_tokens=16).run(
+            prompts, 16, temperature=0.9, seed=7, stagger=2
+        )
+        for overlap in (True, False)
+    ]
+    assert [result.tokens for result in runs[0]] == [result.tokens for result in runs[1]]
+    for results in runs:
+        check_logprobs(results, case.oracle)
+
+
+def test_any_page_order_and_size_changes_nothing(case: Case) -> None:
+    for page_size, seed in ((1, 4), (3, 5), (8, 6)):
+        engine = TokenEngine(case.folder, page_size=page_size, scramble_pages=seed)
+        check_logprobs(engine.run(random_prompts(seed, LENGTHS), 10), case.oracle)
+
+
+def test_prefix_hits_change_nothing(case: Case) -> None:
+    engine = TokenEngine(case.folder)
+    base = random_prompts(8, (33,))[0]
+    check_logprobs(engine.run([base], 4), case.oracle)
+    others = [base[:21] + tail for tail in random_prompts(9, (3, 1, 6))]
+    check_logprobs(engine.run([base, *others], 8), case.oracle)
+    assert engine.scheduler.stats()["hit_tokens"] >= 32 + 3 * 20
+
+
+def test_retraction_and_recompute_change_nothing(case: Case) -> None:
+    pages = CONTEXT // 4 + 2
+    engine = TokenEngine(case.folder, kv_cache_memory=pages * case.page_bytes(4), max_requests=4)
+    assert engine.worker.limits.num_pages == pages
+    results = engine.run(random_prompts(10, (20, 24, 28, 22)), 30, stagger=1)
+    assert engine.scheduler.stats()["retractions"] > 0
+    check_logprobs(results, case.oracle)
+
+
+def test_stale_buffers_are_never_read(case: Case) -> None:
+    engine = TokenEngine(case.folder, poison=True, max_batch_tokens=12)
+    check_logprobs(engine.run(random_prompts(11, LENGTHS), 10, stagger=2, score_prompts=True), case.oracle)
+
+
+def test_compiled_decode_changes_nothing(case: Case) -> None:
+    engine = TokenEngine(case.folder, graph="compiled", graph_buckets=(4,), poison=True)
+    results = engine.run(random_prompts(12, (4, 9, 2, 6, 3)), 14, stagger=3)
+    check_logprobs(results, case.oracle)
+    graphs = engine.worker.runner.graphs
+    assert graphs is not None and graphs.buckets == (4,)

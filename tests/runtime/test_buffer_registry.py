@@ -1,0 +1,374 @@
+"""The buffer registry: what a slot holds when it is made, filled, padded and read, for every kind of slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglcore.runtime.buffer_registry import BufferRegistry, FillContext, Slot
+from sglcore.runtime.fields import Axis, Source, Split, batch_field, fill_once, keep, sentinel, spec_of, specs, zero
+from sglcore.runtime.forward_batch import ForwardBatch, NgramEmbeddingInfo
+from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
+from tests.runtime.tiny import SHARED, STAGED, TinyModel, ints, make_attention
+
+I32 = torch.int32
+
+
+@dataclass(slots=True)
+class Pair:
+    """A nested record."""
+
+    left: Tensor | None = batch_field(axis=Axis.REQUESTS, dtype=I32, padding=sentinel(-2))
+
+
+@dataclass(slots=True)
+class Toy:
+    """A batch with one field for every rule."""
+
+    batch_size: int = batch_field(axis=Axis.NONE, split=Split.COPY, default=0)
+    num_tokens: int = batch_field(axis=Axis.NONE, split=Split.COPY, default=0)
+    input_ids: Tensor | None = batch_field(axis=Axis.TOKENS, dtype=I32, padding=zero(), source=Source.HOST)
+    lens: Tensor | None = batch_field(axis=Axis.REQUESTS, dtype=I32, padding=sentinel(5))
+    kept: Tensor | None = batch_field(axis=Axis.TOKENS, dtype=I32, padding=keep())
+    once: Tensor | None = batch_field(axis=Axis.TOKENS, dtype=I32, padding=fill_once(7))
+    wide: Tensor | None = batch_field(axis=Axis.TOKENS, dtype=I32, padding=sentinel(-1), lead=(3,))
+    count: Tensor | None = batch_field(
+        axis=Axis.NONE, split=Split.DROP, dtype=I32, padding=fill_once(0), source=Source.COMPUTED
+    )
+    pair: Pair | None = batch_field(axis=Axis.NONE, split=Split.NESTED)
+    carried: Any = batch_field(axis=Axis.NONE, split=Split.COPY)
+
+
+def count_both(view: Tensor, batch: Any, ctx: FillContext) -> None:
+    """Sees the copies of this fill, and its sizes."""
+    view.copy_(torch.tensor([ctx.raw_bs, ctx.padded_bs, ctx.raw_num_tokens, ctx.padded_num_tokens]))
+
+
+def toy_registry(shares: bool = True, extra: Sequence[Slot] = (), without: Sequence[str] = ()) -> BufferRegistry:
+    """Four requests, eight tokens, every slot of `Toy`."""
+    registry = BufferRegistry("cpu", 4, 8, shares_host_memory=shares, pinned=False)
+    for spec in specs(Toy):
+        if spec.is_slot and spec.name not in without:
+            computed = spec.name == "count"
+            registry.register_slot(Slot(spec, width=4 if computed else 1, post_fill=count_both if computed else None))
+    registry.register_slot(Slot(replace(specs(Pair)[0], name="pair.left")))
+    for slot in extra:
+        registry.register_slot(slot)
+    registry.make_buffers()
+    return registry
+
+
+def toy(bs: int, tokens: int, **values: Any) -> Any:
+    """A batch of this size whose tensors count upwards from 10."""
+    return Toy(
+        batch_size=bs,
+        num_tokens=tokens,
+        input_ids=torch.arange(10, 10 + tokens, dtype=I32),
+        lens=torch.arange(10, 10 + bs, dtype=I32),
+        kept=torch.arange(10, 10 + tokens, dtype=I32),
+        once=torch.arange(10, 10 + tokens, dtype=I32),
+        wide=torch.arange(10, 10 + 3 * tokens, dtype=I32).view(3, tokens),
+        **values,
+    )
+
+
+def contents(registry: BufferRegistry, name: str) -> list[Any]:
+    """The whole buffer of a slot."""
+    buffer = registry.slot(name).buffer
+    assert buffer is not None
+    return buffer.tolist()
+
+
+SIZES = FillContext(raw_bs=2, padded_bs=3, raw_num_tokens=3, padded_num_tokens=5)
+both = pytest.mark.parametrize("shares", [True, False], ids=["shared", "staged"])
+
+
+def test_a_second_slot_of_the_same_name_is_an_error() -> None:
+    registry = BufferRegistry("cpu", 4, 8, shares_host_memory=True, pinned=False)
+    registry.register_slot(Slot(spec_of(Toy, "lens")))
+    with pytest.raises(ValueError, match="slot 'lens' is registered twice"):
+        registry.register_slot(Slot(spec_of(Toy, "lens")))
+
+
+def test_a_slot_after_the_buffers_were_made_is_an_error() -> None:
+    with pytest.raises(ValueError, match="comes after the buffers were made; register all slots first"):
+        toy_registry().register_slot(Slot(replace(spec_of(Toy, "lens"), name="late")))
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
+    registry = toy_registry()
+    for ask in (lambda: registry.slot("seq_len"), lambda: registry.stage("seq_len", ints([1]))):
+        with pytest.raises(KeyError, match="no slot 'seq_len'; registered: input_ids, lens, kept"):
+            ask()
+
+
+def test_a_slot_that_the_host_does_not_fill_can_not_be_staged() -> None:
+    with pytest.raises(AssertionError, match="slot 'lens' is not filled by the host"):
+        toy_registry().stage("lens", ints([1]))
+
+
+@both
+def test_a_new_buffer_holds_what_its_padding_says(shares: bool) -> None:
+    registry = toy_registry(shares)
+    assert contents(registry, "input_ids") == [0] * 8
+    assert contents(registry, "lens") == [5] * 4
+    assert contents(registry, "kept") == [0] * 8
+    assert contents(registry, "once") == [7] * 8
+    assert contents(registry, "wide") == [[-1] * 8] * 3
+    assert contents(registry, "pair.left") == [-2] * 4
+
+
+def test_a_registry_on_another_device_than_its_memory_is_refused_when_its_slots_are_made() -> None:
+    registry = BufferRegistry("meta", 4, 8, shares_host_memory=True, pinned=False)
+    registry.register_slot(Slot(spec_of(Toy, "input_ids")))
+    with pytest.raises(ValueError, match="slot 'input_ids' lies on cpu, the registry on meta"):
+        registry.make_buffers()
+
+
+@both
+def test_a_fill_copies_the_head_pads_within_the_bucket_and_leaves_the_rest(shares: bool) -> None:
+    registry = toy_registry(shares)
+    for name in ("input_ids", "lens", "kept", "once", "wide"):
+        buffer = registry.slot(name).buffer
+        assert buffer is not None
+        buffer.fill_(99)
+    registry.fill_from(toy(2, 3), SIZES)
+    assert contents(registry, "input_ids") == [10, 11, 12, 0, 0, 99, 99, 99]
+    assert contents(registry, "lens") == [10, 11, 5, 99]
+    assert contents(registry, "kept") == [10, 11, 12, 99, 99, 99, 99, 99]
+    assert contents(registry, "once") == [10, 11, 12, 99, 99, 99, 99, 99]
+    assert contents(registry, "wide")[2] == [16, 17, 18, -1, -1, 99, 99, 99]
+
+
+def test_a_skipped_slot_is_padded_but_neither_copied_nor_computed() -> None:
+    registry = toy_registry()
+    registry.fill_from(toy(2, 3), SIZES, skip=("lens", "count"))
+    assert contents(registry, "lens") == [5] * 4
+    assert contents(registry, "count") == [0] * 4
+
+
+def test_the_extracted_view_shares_memory_has_padded_lengths_and_carries_the_rest() -> None:
+    registry, batch = toy_registry(), toy(2, 3, carried=object())
+    lens = batch.lens
+    registry.fill_from(batch, SIZES)
+    view: Any = registry.extract_buffer(batch, 3, 5)
+    assert (view.batch_size, view.num_tokens) == (3, 5)
+    assert view.lens.tolist() == [10, 11, 5]
+    assert view.wide.shape == (3, 5)
+    for name in ("input_ids", "lens", "kept", "once", "wide", "count"):
+        buffer = registry.slot(name).buffer
+        assert buffer is not None
+        assert getattr(view, name).data_ptr() == buffer.data_ptr()
+    assert view.carried is batch.carried
+    assert (batch.batch_size, batch.num_tokens) == (2, 3)
+    assert batch.lens is lens
+
+
+def test_a_plain_field_that_is_absent_this_step_stays_absent() -> None:
+    registry = toy_registry()
+    registry.fill_from(toy(2, 3), SIZES)
+    batch = toy(1, 1)
+    batch.wide = batch.kept = None
+    registry.fill_from(batch, FillContext(1, 2, 1, 2))
+    view: Any = registry.extract_buffer(batch, 2, 2)
+    assert view.wide is None
+    assert view.kept is None
+    assert contents(registry, "wide")[0][:3] == [10, -1, 12]
+
+
+def stale_extract(registry: BufferRegistry, batch: Any) -> Any:
+    """Mutant: every slot is exposed."""
+    return replace(batch, **{s: registry.slot(s).head(2, 2) for s in registry.slot_names if "." not in s})
+
+
+def test_an_extraction_that_exposes_an_absent_slot_is_caught() -> None:
+    registry = toy_registry()
+    batch = toy(1, 1)
+    batch.wide = None
+    assert stale_extract(registry, batch).wide is not None
+
+
+def test_a_slot_that_was_not_registered_carries_the_batchs_own_value() -> None:
+    registry, batch = toy_registry(without=("lens",)), toy(2, 3)
+    registry.fill_from(batch, SIZES)
+    view: Any = registry.extract_buffer(batch, 3, 5)
+    assert view.lens is batch.lens
+
+
+def test_a_computed_slot_is_exposed_even_where_the_batch_has_none() -> None:
+    registry, batch = toy_registry(), toy(2, 3)
+    registry.fill_from(batch, SIZES)
+    view: Any = registry.extract_buffer(batch, 3, 5)
+    assert batch.count is None
+    assert view.count.tolist() == [2, 3, 3, 5]
+
+
+def test_a_computation_runs_after_the_copies_on_the_padded_view() -> None:
+    seen: list[Any] = []
+
+    def after(view: Tensor, batch: Any, ctx: FillContext) -> None:
+        seen.append((len(view), contents(registry, "input_ids")[:5], contents(registry, "lens")[:3], ctx))
+
+    spec = replace(spec_of(Toy, "lens"), name="late", source=Source.COMPUTED)
+    registry = toy_registry(extra=[Slot(spec, post_fill=after)])
+    registry.fill_from(toy(2, 3), SIZES)
+    assert seen == [(3, [10, 11, 12, 0, 0], [10, 11, 5], SIZES)]
+
+
+def test_a_source_fills_the_head_only_and_none_leaves_the_slot_alone() -> None:
+    given: list[Tensor | None] = [torch.tensor([1, 2], dtype=I32), None]
+    slot = Slot(
+        replace(spec_of(Toy, "kept"), name="extra", axis=Axis.REQUESTS), source_fn=lambda batch, ctx: given.pop(0)
+    )
+    registry = toy_registry(extra=[slot])
+    assert slot.buffer is not None
+    slot.buffer.fill_(50)
+    registry.fill_from(toy(2, 3), SIZES)
+    assert slot.buffer.tolist() == [1, 2, 50, 50]
+    registry.fill_from(toy(1, 3), FillContext(1, 3, 3, 5))
+    assert slot.buffer.tolist() == [1, 2, 50, 50]
+    assert given == []
+
+
+def test_a_slot_of_a_nested_record_is_filled_padded_and_read_by_its_dotted_name() -> None:
+    registry = toy_registry()
+    batch = toy(2, 3, pair=Pair(torch.tensor([8, 9], dtype=I32)))
+    registry.fill_from(batch, SIZES)
+    view: Any = registry.extract_buffer(batch, 3, 5)
+    assert view.pair.left.tolist() == [8, 9, -2]
+    assert view.pair is not batch.pair
+    registry.fill_from(toy(1, 1), FillContext(1, 2, 1, 2))
+    assert contents(registry, "pair.left") == [8, -2, -2, -2]
+
+
+def test_a_batch_without_the_nested_record_stays_without() -> None:
+    registry, batch = toy_registry(), toy(2, 3)
+    view: Any = registry.extract_buffer(batch, 3, 5)
+    assert view.pair is None
+
+
+def test_a_device_package_adds_a_slot_of_its_own() -> None:
+    def double(view: Tensor, batch: ForwardBatch, ctx: FillContext) -> None:
+        assert batch.seq_lens is not None
+        view[: ctx.raw_bs] = 2 * batch.seq_lens[: ctx.raw_bs]
+
+    spec = replace(spec_of(ForwardBatch, "seq_lens"), name="twice", dtype=torch.int64, source=Source.COMPUTED)
+    table, *_ = make_attention(TinyModel())
+    registry = build_decode_registry(SHARED, table, max_bs=4, extra_slots=[Slot(spec, post_fill=double)])
+    registry.stage("seq_lens", ints([3, 4]))
+    registry.stage("req_pool_indices", ints([1, 2]))
+    registry.stage("positions", ints([2, 3]))
+    batch = registry.view(ForwardBatch, 2, 2, False)
+    registry.fill_from(batch, FillContext(2, 3, 2, 3))
+    assert registry.slot("twice").head(3, 3).tolist() == [6, 8, 1]
+    assert registry.extract_buffer(batch, 3, 3).seq_lens is not None
+
+
+def test_a_plain_slot_that_no_batch_field_feeds_is_an_error_not_a_silent_none() -> None:
+    registry = toy_registry(extra=[Slot(replace(spec_of(Toy, "lens"), name="lenz"))])
+    with pytest.raises(AttributeError, match="lenz"):
+        registry.fill_from(toy(2, 3), SIZES)
+
+
+@both
+def test_what_an_owned_batch_holds_elsewhere_is_copied_into_its_slot(shares: bool) -> None:
+    facts = SHARED if shares else STAGED
+    registry = build_prefill_registry(
+        facts, None, max_bs=2, max_num_tokens=4, register_input_embeds=True, hidden_size=2
+    )
+    batch = registry.view(ForwardBatch, 1, 3, True)
+    assert registry.owns(batch)
+    batch.mrope_positions = torch.arange(9, dtype=I32).view(3, 3)
+    batch.input_embeds = torch.ones(3, 2)
+    batch.ngram_embedding_info = NgramEmbeddingInfo(torch.tensor([4], dtype=I32), torch.tensor([5], dtype=I32))
+    registry.fill_from(batch, FillContext(1, 1, 3, 4))
+    view = registry.extract_buffer(batch, 1, 4)
+    assert view.mrope_positions is not None and view.input_embeds is not None
+    assert view.mrope_positions.tolist() == [[0, 1, 2, 0], [3, 4, 5, 0], [6, 7, 8, 0]]
+    assert view.input_embeds.tolist() == [[1, 1]] * 3 + [[0, 0]]
+    assert view.ngram_embedding_info is not None and view.ngram_embedding_info.req_lens is not None
+    assert view.ngram_embedding_info.req_lens.tolist() == [5]
+
+
+def test_counts_and_embeddings_without_a_slot_are_the_batchs_own() -> None:
+    registry = build_prefill_registry(SHARED, None, max_bs=2, max_num_tokens=4)
+    batch = ForwardBatch(batch_size=1, num_tokens=3, input_ids=torch.ones(3, dtype=I32))
+    batch.global_num_tokens, batch.input_embeds = torch.tensor([3, 9]), torch.ones(3, 2)
+    ctx = FillContext(1, 1, 3, 4)
+    registry.fill_from(batch, ctx)
+    view = registry.extract_buffer(batch, 1, 4)
+    assert view.global_num_tokens is batch.global_num_tokens
+    assert view.input_embeds is batch.input_embeds
+
+
+def test_a_registered_count_of_all_ranks_is_computed_and_replaces_the_batchs_own() -> None:
+    table, *_ = make_attention(TinyModel())
+    registry = build_decode_registry(SHARED, table, max_bs=4, register_global_num_tokens=True, num_ranks=3)
+    batch = registry.view(ForwardBatch, 2, 2, False)
+    batch.global_num_tokens = torch.tensor([7, 7, 7])
+    registry.fill_from(batch, FillContext(2, 4, 2, 4))
+    found = registry.extract_buffer(batch, 4, 4).global_num_tokens
+    assert found is not None
+    assert found.tolist() == [4, 4, 4]
+
+
+@both
+def test_capacity_grows_to_the_next_power_of_two_and_keeps_its_rules(shares: bool) -> None:
+    registry = toy_registry(shares)
+    registry.ensure(4, 8)
+    assert (registry.max_bs, registry.max_num_tokens) == (4, 8)
+    registry.ensure(5, 3)
+    assert (registry.max_bs, registry.max_num_tokens) == (8, 8)
+    registry.ensure(1, 65)
+    assert (registry.max_bs, registry.max_num_tokens) == (8, 128)
+    assert contents(registry, "lens") == [5] * 8
+    registry.fill_from(toy(8, 70), FillContext(8, 8, 70, 80))
+    assert contents(registry, "input_ids")[68:82] == [78, 79] + [0] * 12
+
+
+def test_growth_forgets_the_views_of_the_old_buffers() -> None:
+    table, *_ = make_attention(TinyModel())
+    registry = build_decode_registry(SHARED, table, max_bs=2)
+    old = registry.view(ForwardBatch, 2, 2, False)
+    registry.ensure(3, 3)
+    new = registry.view(ForwardBatch, 2, 2, False)
+    assert registry.owns(new)
+    assert not registry.owns(old)
+    registry.fill_from(new, FillContext(2, 2, 2, 2))
+    assert new.num_token_non_padded is not None
+    assert new.num_token_non_padded.tolist() == [2]
+
+
+def test_after_freeze_addresses_never_change_and_a_larger_batch_is_an_error() -> None:
+    registry = toy_registry()
+    registry.freeze()
+    buffers = [registry.slot(name).buffer for name in registry.slot_names]
+    registry.ensure(4, 8)
+    for bs, tokens in ((5, 1), (1, 9)):
+        with pytest.raises(ValueError, match="exceeds the 4 and 8 that captured graphs hold addresses of"):
+            registry.ensure(bs, tokens)
+    assert all(old is registry.slot(name).buffer for old, name in zip(buffers, registry.slot_names, strict=True))
+
+
+def test_views_of_very_many_sizes_are_not_all_remembered() -> None:
+    registry = build_prefill_registry(SHARED, None, max_bs=64, max_num_tokens=64)
+    for bs in range(1, 65):
+        for tokens in range(1, 65):
+            registry.view(ForwardBatch, bs, tokens, True)
+            if bs == 1 or tokens == 1:
+                view = registry.view(ForwardBatch, bs, tokens, True)
+                registry.fill_from(view, FillContext(bs, bs, tokens, tokens))
+    assert len(registry._views) <= 1024
+
+
+def test_locations_are_stored_in_the_integers_that_the_device_wants() -> None:
+    table, *_ = make_attention(TinyModel())
+    for wanted in (torch.int32, torch.int64):
+        facts = replace(SHARED, cache_loc_dtype=str(wanted).removeprefix("torch."))
+        found = build_decode_registry(facts, table, max_bs=2).slot("out_cache_loc").buffer
+        assert found is not None and found.dtype == wanted
