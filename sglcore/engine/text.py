@@ -31,6 +31,9 @@ class TextCodec:
             self.tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:
             raise ConfigError(f"{file} can not be read: {error}", remedy="download it again") from None
+        # A saved tokenizer may cut and fill texts to one length; the scheduler wants them as they are.
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
         self.settings = _json(folder / "tokenizer_config.json")
         self._chat_template = _chat_template(folder, self.settings)
 

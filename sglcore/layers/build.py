@@ -19,14 +19,24 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.table import KernelTable
 
 
-class Weights:
-    """The parameters of a model, empty until loaded, and `targets`: where each tensor of the checkpoint goes."""
+class Packable(Protocol):
+    """A layer whose weight `linear` alone reads, so that it may be kept in whatever form is fastest."""
 
-    __slots__ = ("device", "dtype", "parameters", "targets")
+    weight: Tensor
+
+
+class Weights:
+    """The parameters of a model, empty until loaded, and `targets`: where each tensor of the checkpoint goes.
+
+    `linears` are the layers whose weight is packed once it is loaded.
+    """
+
+    __slots__ = ("device", "dtype", "linears", "parameters", "targets")
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
         self.device = device
+        self.linears: list[Packable] = []
         self.parameters: list[Tensor] = []
         self.targets: dict[str, Tensor] = {}
 
@@ -39,7 +49,14 @@ class Weights:
     @property
     def num_bytes(self) -> int:
         """The size of all parameters."""
-        return sum(parameter.nbytes for parameter in self.parameters)
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
+
+    def pack(self, kernels: KernelTable) -> None:
+        """Let the device put each linear layer's weight into its own form, one at a time; the plain ones are freed."""
+        places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+        for layer in self.linears:
+            place = places[id(layer.weight)]
+            layer.weight = self.parameters[place] = kernels.pack_linear(layer.weight)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ class Linear:
         self.weight = build.parameter("weight", out_features, in_features)
         self.bias = build.parameter("bias", out_features) if bias else None
         self._linear = build.kernels.linear
+        build.weights.linears.append(self)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] to [T, out]."""
@@ -33,6 +34,7 @@ class FusedLinear:
         self.weight = build.stacked([(f"{name}.weight", size) for name, size in parts], in_features)
         self.bias = build.stacked([(f"{name}.bias", size) for name, size in parts]) if bias else None
         self._linear = build.kernels.linear
+        build.weights.linears.append(self)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] to [T, sum of out], the parts side by side."""

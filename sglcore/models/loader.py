@@ -10,31 +10,21 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
-from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from sglcore.device.config import EngineConfig
-from sglcore.device.errors import CheckpointError, ConfigError
-from sglcore.device.facts import Facts
-from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.device.errors import CheckpointError
 from sglcore.layers.build import Build, Model, Weights
-from sglcore.models.config import EMPTY, ModelConfig, read_config
+from sglcore.models.config import EMPTY, ModelConfig
 from sglcore.models.registry import model_class
 from sglcore.models.safetensors_file import DTYPES, Entry, SafetensorsFile
 from sglcore.runtime.kernels.table import KernelTable
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with the bytes read so far and in all."""
-
-_COMPUTE: Mapping[str, torch.dtype] = MappingProxyType(
-    {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-)
-_HALF = ("bfloat16", "float16")
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -66,7 +56,7 @@ def load_model(
 
     `max_positions` sizes position tables (default: the model's context length); `architectures` adds to the registry.
     Raises `CheckpointError` for files that are missing, damaged, or not this model's, `ConfigError` for a model that is
-    not supported. Host memory beyond the weights stays under a few pieces of 8 MiB.
+    not supported. Host memory beyond the weights stays under a few pieces of 8 MiB, and one weight while it is packed.
     """
     model_type = model_class(config.architecture, architectures)
     weights = Weights(dtype, torch.device(device))
@@ -77,55 +67,8 @@ def load_model(
         matches = _match(opened, weights.targets, model_type.stripped, harmless)
         _copy(matches, progress)
     weights.targets.clear()
+    weights.pack(kernels)
     return model
-
-
-def load_checkpoint(
-    config: EngineConfig,
-    *,
-    facts: Facts,
-    kernels: KernelTable,
-    ledger: DecisionLedger,
-    progress: Callable[[str, int, int], None],
-    folder: Path | None = None,
-) -> Model:
-    """The model that an engine's configuration asks for, on the device of `facts`; the dtype goes to the ledger.
-
-    `folder` is the checkpoint (default: what the configuration names, or the embedded model). Errors as `load_model`.
-    """
-    folder = folder or (
-        Path(config.model).expanduser() if config.model else Path(str(files("sglcore") / "assets/demo"))
-    )
-    model_config = read_config(folder)
-    dtype = choose_dtype(config.dtype, model_config.dtype, facts.preferred_dtype)
-    ledger.record(dtype)
-    return load_model(
-        folder,
-        model_config,
-        kernels=kernels,
-        device=facts.tensor_device,
-        dtype=_COMPUTE[dtype.effective],
-        max_positions=config.max_model_len,
-        progress=lambda done, total: progress("loading weights", done, total),
-    )
-
-
-def choose_dtype(asked: str, stored: str, preferred: str | None) -> Row:
-    """The decision on the element type; raises `ConfigError` for a name that is not one of ours.
-
-    "auto" is the checkpoint's own type, except that one 16-bit type gives way to the one the device prefers.
-    """
-    if asked != "auto":
-        effective, reason = asked, "asked for"
-    elif stored in _HALF and preferred in _HALF and stored != preferred:
-        effective, reason = str(preferred), f"this device prefers it to the checkpoint's {stored}"
-    else:
-        effective, reason = stored, "the checkpoint's own"
-    if effective not in _COMPUTE:
-        raise ConfigError(
-            f"the dtype {effective!r} can not be computed in", wanted=f"auto or one of {', '.join(_COMPUTE)}"
-        )
-    return Row("dtype", asked, effective, reason, "--dtype")
 
 
 def checkpoint_files(folder: Path) -> tuple[Path, ...]:

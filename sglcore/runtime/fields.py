@@ -25,13 +25,15 @@ class Axis(Enum):
 class Split(Enum):
     """How the children of a split batch get the field.
 
-    SLICE cuts along the axis; CLIP recomputes lengths and offsets for the child's token interval; COUNT clamps a number
-    of real tokens; COPY shares the object; DROP leaves it to the parent; FRESH resets it to its default; NESTED asks
-    the value to split itself; REFUSE makes the batch unsplittable while the field is present.
+    SLICE cuts along the axis; CLIP recomputes lengths and offsets for the child's token interval; ADVANCE cuts along the
+    requests and moves each start past the request's tokens before the child; COUNT clamps a number of real tokens; COPY
+    shares the object; DROP leaves it to the parent; FRESH resets it to its default; NESTED splits the fields of the
+    value; REFUSE makes the batch unsplittable while the field is present.
     """
 
     SLICE = "slice"
     CLIP = "clip"
+    ADVANCE = "advance"
     COUNT = "count"
     COPY = "copy"
     DROP = "drop"

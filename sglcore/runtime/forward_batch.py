@@ -43,11 +43,15 @@ class PlanRecord:
 
 @dataclass(slots=True)
 class NgramEmbeddingInfo:
-    """Inputs of n-gram embeddings: where each request's row of the token history starts for this step, and how far
-    it goes. int32[B] each."""
+    """Inputs of n-gram embeddings: where in its row of the token history each request's tokens of this step start, and
+    how many there are. int32[B] each."""
 
-    column_starts: Tensor | None = batch_field(axis=REQUESTS, dtype=I32, padding=zero(), source=Source.HOST)
-    req_lens: Tensor | None = batch_field(axis=REQUESTS, dtype=I32, padding=zero(), source=Source.HOST)
+    column_starts: Tensor | None = batch_field(
+        axis=REQUESTS, split=Split.ADVANCE, dtype=I32, padding=zero(), source=Source.HOST
+    )
+    req_lens: Tensor | None = batch_field(
+        axis=REQUESTS, split=Split.CLIP, dtype=I32, padding=zero(), source=Source.HOST
+    )
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sglcore.runtime.fields import Axis, FieldSpec, Split, specs
+from sglcore.runtime.fields import Axis, FieldSpec, Split, spec_of, specs
 from sglcore.runtime.forward_batch import ForwardBatch
 
 Record = TypeVar("Record")
@@ -27,16 +27,19 @@ class SplitRefusedError(ValueError):
 class Clip:
     """A child's tokens [first, last) of its parent, in terms of requests.
 
-    `rows` are the requests with tokens in it; of each, `lengths` tokens belong to the child, after `prefix_lens` cells,
-    so that `seq_lens` tokens are known once the child has run. `real` of its tokens are not padding.
+    `rows` are the requests with tokens in it; of each, `lengths` tokens belong to the child, after `skipped` tokens of
+    this step and `prefix_lens` cells in all, so that `seq_lens` tokens are known once the child has run. `real` of its
+    tokens are not padding; the first `mirrored` rows are not, and have host mirrors.
     """
 
     first: int
     last: int
     rows: slice
     lengths: Ints
+    skipped: Ints
     prefix_lens: Ints
     real: int
+    mirrored: int
 
     @property
     def values(self) -> dict[str, Any]:
@@ -47,12 +50,13 @@ class Clip:
             "batch_size": len(self.lengths),
             "num_tokens": self.last - self.first,
             "seq_lens": seq_lens,
-            "seq_lens_cpu": seq_lens,
+            "seq_lens_cpu": seq_lens[: self.mirrored],
             "extend_seq_lens": self.lengths,
-            "extend_seq_lens_cpu": self.lengths,
+            "extend_seq_lens_cpu": self.lengths[: self.mirrored],
             "extend_prefix_lens": self.prefix_lens,
-            "extend_prefix_lens_cpu": self.prefix_lens,
+            "extend_prefix_lens_cpu": self.prefix_lens[: self.mirrored],
             "extend_start_loc": starts,
+            "req_lens": self.lengths,
         }
 
 
@@ -61,18 +65,21 @@ def clip(batch: ForwardBatch, first: int, last: int, real_tokens: int) -> Clip:
     if not 0 <= first <= last <= batch.num_tokens:
         raise ValueError(f"tokens [{first}, {last}) do not lie in a batch of {batch.num_tokens} tokens")
     assert batch.seq_lens_cpu is not None
-    lengths = batch.extend_seq_lens_cpu
+    lengths, seq_lens = batch.extend_seq_lens_cpu, batch.seq_lens_cpu
     if lengths is None:
         lengths = np.ones(batch.batch_size, dtype=np.int32)
+        padding = int(spec_of(ForwardBatch, "seq_lens").padding.value)
+        seq_lens = np.append(seq_lens, np.full(batch.batch_size - len(seq_lens), padding, dtype=np.int32))
     ends = np.cumsum(lengths)
     starts = ends - lengths
-    inside = np.flatnonzero((ends > first) & (starts < last))
+    inside = np.flatnonzero(np.minimum(ends, last) > np.maximum(starts, first))
     rows = slice(int(inside[0]), int(inside[-1]) + 1) if len(inside) else slice(0, 0)
-    skipped = np.maximum(first - starts[rows], 0)
+    skipped = np.maximum(first - starts[rows], 0).astype(np.int32)
     kept = np.minimum(ends[rows], last) - np.maximum(starts[rows], first)
-    prefix = batch.seq_lens_cpu[rows] - lengths[rows] + skipped
+    prefix = seq_lens[rows] - lengths[rows] + skipped
     real = min(max(real_tokens - first, 0), last - first)
-    return Clip(first, last, rows, kept.astype(np.int32), prefix.astype(np.int32), real)
+    mirrored = max(min(len(batch.seq_lens_cpu), rows.stop) - rows.start, 0)
+    return Clip(first, last, rows, kept.astype(np.int32), skipped, prefix.astype(np.int32), real, mirrored)
 
 
 def filter_batch(batch: ForwardBatch, first: int, last: int, real_tokens: int | None = None) -> ForwardBatch:
@@ -108,5 +115,7 @@ def _child_value(spec: FieldSpec, value: Any, part: Clip) -> Any:
     if spec.split is Split.CLIP:
         clipped = part.values[spec.name]
         return torch.from_numpy(clipped).to(value.device, value.dtype) if isinstance(value, torch.Tensor) else clipped
+    if spec.split is Split.ADVANCE:
+        return value[part.rows] + torch.from_numpy(part.skipped).to(value.device)
     where = slice(part.first, part.last) if spec.axis is Axis.TOKENS else part.rows
     return value[(slice(None),) * spec.dim + (where,)]

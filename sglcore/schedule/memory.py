@@ -63,10 +63,10 @@ class Memory:
     def publish(self, request: Request, cells: int) -> None:
         """Let others use the full pages among the first `cells` cells, which a collected ticket has written.
 
-        Where another request was first with the same page, this one keeps its own and publishes no more while it runs:
-        a page is locked only by those who hold it.
+        Where another request was first with the same page, this one keeps its own and publishes nothing after it while
+        it runs: a page is locked only by those who hold it.
         """
-        if self.caches and not request.diverged:
+        if self.caches:
             self._publish(request, cells, leaving=False)
 
     def release(self, request: Request, cells: int) -> None:
@@ -80,9 +80,7 @@ class Memory:
         self.cache.leave(request.node)
         self.version += 1
         request.pages = []
-        request.shared = request.sent_pages = request.num_cells = 0
         request.node = None
-        request.diverged = False
 
     def audit(self, holders: Iterable[Request]) -> None:
         """Raise AssertionError unless every page is in exactly one place; O(num_pages)."""
@@ -98,25 +96,25 @@ class Memory:
         return self.cache.match(request.tokens(0, request.num_tokens))
 
     def _publish(self, request: Request, cells: int, leaving: bool) -> list[int]:
+        """Walk on from the request's last shared page; returns the pages that the cache had already from others."""
         size, lookahead = self.page_size, self.cache.lookahead
-        first = request.shared
+        node, first = request.node, request.shared
         full = (min(cells, request.num_tokens) - lookahead) // size
-        if full <= first or request.node is None:
+        if full <= first or node is None:
             return []
         tokens = request.tokens(first * size, full * size + lookahead)
         doubles: list[int] = []
         for index in range(first, full):
             key = self.cache.key(tokens, index - first)
-            found = request.node.children.get(key)
+            found = node.children.get(key)
             if found is None:
-                request.node = self.cache.insert(request.node, key, request.pages[index])
-            elif not leaving:
-                request.diverged = True
-                break
-            else:
+                found = self.cache.insert(node, key, request.pages[index])
+            elif leaving:
                 self.cache.use((found,))
-                request.node = found
                 doubles.append(request.pages[index])
+            else:
+                break
+            request.node = node = found
             request.shared = index + 1
         self.version += 1
         return doubles

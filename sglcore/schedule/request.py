@@ -96,7 +96,6 @@ class Request:
     sent_pages: int = 0
     shared: int = 0
     node: Node | None = None
-    diverged: bool = False
     leaving: bool = False
     prompt_published: bool = False
     scored_tokens: int = 0

@@ -56,24 +56,19 @@ class Running:
     def claim_pages(self) -> bool:
         """One more page for every decode row that has no room, taken from younger requests if need be.
 
-        False if some row got none: it stays out of this step.
+        False if pages were short: some row got none and stays out of this step, or somebody was retracted.
         """
         rows, size = self.rows, self._limits.page_size
         full = np.flatnonzero(rows.seq_lens >= rows.rooms).tolist()
-        if not full:
-            return True
-        due = [(row, rows.requests[row]) for row in full]
-        if self.memory.available < len(due):
-            due.sort(key=lambda pair: pair[1].arrival)
         version, all_served = rows.version, True
-        for row, request in due:
+        for row, request in [(row, rows.requests[row]) for row in full]:
             if request.state is not State.DECODING:
                 continue
             if self._obtain(request, 1):
                 rows.rooms[row if rows.version == version else rows.requests.index(request)] += size
             else:
                 all_served = False
-        return all_served
+        return all_served and rows.version == version
 
     def take_chunk(self, request: Request, budget: int) -> int:
         """Tokens (at most `budget`) of the next chunk, its pages in hand; 0 if the request must sit this step out."""

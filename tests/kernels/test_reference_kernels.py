@@ -165,6 +165,11 @@ def test_store_kv_writes_its_cells_and_no_others(tokens: int, index_dtype) -> No
             assert torch.equal(cache_of[cell], want)
 
 
+def test_packing_keeps_the_plain_weight() -> None:
+    weight = random(5, 3)
+    assert TABLE.pack_linear(weight) is weight
+
+
 def test_every_entry_is_tested_here() -> None:
     source = Path(__file__).read_text(encoding="utf-8")
     assert [name for name in entry_names() if f"TABLE.{name}(" not in source] == []

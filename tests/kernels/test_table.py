@@ -42,5 +42,5 @@ def test_a_replaced_entry_runs_and_says_where_it_is_from() -> None:
 
 
 def test_an_entry_that_does_not_exist_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="no entry quick_gelu; wanted one of linear, embedding"):
+    with pytest.raises(ConfigError, match="no entry quick_gelu; wanted one of linear, pack_linear, embedding"):
         reference_kernels().replace(quick_gelu=fast_gelu)

@@ -48,7 +48,13 @@ class TokenEngine:
         self._count = 0
 
     def run(
-        self, prompts: Sequence[list[int]], max_tokens: int, *, score_prompts: bool = False, stagger: int = 0, **sampling: Any
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+        *,
+        score_prompts: bool = False,
+        stagger: int = 0,
+        **sampling: Any,
     ) -> list[Result]:
         """Run prompts to their end, adding one every `stagger` steps (0: all at once); greedy unless said."""
         params = SamplingParams(

@@ -15,7 +15,7 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
-from sglcore.models.loader import choose_dtype, load_checkpoint
+from sglcore.models.checkpoint import choose_dtype, load_checkpoint
 from sglcore.runtime.kernels.reference import reference_kernels
 from tests.checkpoints import llama, qwen3_moe, save
 from tests.models.steps import load
@@ -203,6 +203,7 @@ def test_an_engines_configuration_loads_its_model_and_says_the_dtype(folder) -> 
     ledger, phases = DecisionLedger(), set()
     model: Any = load_checkpoint(
         EngineConfig(model=str(folder), max_model_len=32),
+        folder,
         facts=Facts(tensor_device="cpu"),
         kernels=reference_kernels(),
         ledger=ledger,

@@ -227,7 +227,9 @@ class FakeWorker:
         slot.pages += new
         _want(prefix == slot.length, f"prefix {prefix}, the device has {slot.length} cells")
         _want(len(set(slot.pages)) == len(slot.pages), "a page twice in a table")
-        _want(len(slot.pages) * self.limits.page_size >= batch.seq_lens[row], "cells beyond the page table")
+        needed = -(-int(batch.seq_lens[row]) // self.limits.page_size)
+        _want(len(slot.pages) >= needed, "cells beyond the page table")
+        _want(len(slot.pages) <= needed, "pages without cells")
         self._check_cells(slot, request, prefix)
         if batch.history_offsets is not None and batch.history_ids is not None:
             start, end = batch.history_offsets[row : row + 2]

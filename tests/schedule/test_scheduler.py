@@ -273,6 +273,16 @@ def test_a_second_prompt_uses_the_cached_pages_of_the_first() -> None:
     assert drive.scheduler.stats()["hit_tokens"] == 4
 
 
+@pytest.mark.parametrize(("lookahead", "cached"), [(0, 8), (1, 8), (2, 4)])
+def test_pages_are_found_again_as_soon_as_their_following_tokens_allow(lookahead: int, cached: int) -> None:
+    drive = Drive(page_size=4, lookahead=lookahead)
+    drive.add("a", list(range(9)), 1)
+    drive.run()
+    second = drive.add("b", list(range(9)), 1)
+    drive.run()
+    assert second.cached_tokens == cached
+
+
 def test_the_output_of_a_request_is_cached_for_the_next_turn() -> None:
     drive = Drive(page_size=4)
     first = drive.add("a", 6, 8)
@@ -299,6 +309,21 @@ def test_the_youngest_gives_way_when_pages_run_out_and_loses_nothing() -> None:
     assert drive.scheduler.stats()["retractions"] > 0
     assert drive.finishes() == ["old", "young"]
     assert [old.output_ids, young.output_ids] == [drive.alone(old), drive.alone(young)]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_no_more_requests_are_retracted_than_are_needed(overlap: bool) -> None:
+    sizes = {"max_model_len": 32, "page_size": 4, "num_pages": 10, "max_requests": 3, "max_batch_tokens": 32}
+    drive = Drive(prefix_cache=False, overlap=overlap, **sizes)
+    for rid, prompt in (("a", 4), ("b", 9), ("c", 9)):
+        drive.add(rid, prompt, 9)
+    seen = 0
+    while drive.loop.has_work and not seen:
+        drive.step()
+        seen = drive.scheduler.stats()["retractions"]
+    drive.step()
+    assert drive.scheduler.stats()["retractions"] == 1
+    drive.run()
 
 
 def test_a_retracted_request_returns_before_later_ones() -> None:

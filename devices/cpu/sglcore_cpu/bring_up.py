@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from sglcore.device.config import EngineConfig
@@ -10,7 +12,6 @@ from sglcore.runtime.bring_up import STANDARD
 from sglcore.runtime.memory.sizing import MemoryBudget
 from sglcore_cpu.memory import available_memory, total_memory
 from sglcore_cpu.topology import bind_threads, read_topology
-
 
 SMALL_WEIGHTS = 64 << 20
 """Below this many bytes the weights stay in cache, and a second thread waits at barriers longer than it works."""

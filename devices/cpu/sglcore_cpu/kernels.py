@@ -6,16 +6,42 @@ At batch 1 a call costs more than its arithmetic, so every entry here is about c
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sglcore.runtime.kernels.grouped import grouped_moe
+from sglcore.runtime.kernels.reference import moe as reference_moe
 from sglcore.runtime.kernels.reference import reference_kernels
 from sglcore.runtime.kernels.reference import rotary as reference_rotary
 from sglcore.runtime.kernels.table import KernelTable
-from torch import Tensor
 
 
 def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
     """Two index copies."""
     k_cache.index_copy_(0, out_cache_loc, key.to(k_cache.dtype))
     v_cache.index_copy_(0, out_cache_loc, value.to(v_cache.dtype))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A packed weight goes to the library that packed it."""
+    if weight.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+def pack_linear(weight: Tensor) -> Tensor:
+    """Blocked for the processor's bfloat16 instructions, which then stream it: up to twice as fast at one token."""
+    if weight.dtype is not torch.bfloat16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return weight
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
+
+
+def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """Only the chosen experts, where torch's grouped product takes their shapes; the reference elsewhere."""
+    rows = (hidden.shape[1] * hidden.element_size(), w2.shape[2] * w2.element_size())
+    if any(size % 16 for size in rows) or (torch.compiler.is_compiling() and hidden.dtype is not torch.bfloat16):
+        return reference_moe(hidden, weights, ids, w13, w2)
+    return grouped_moe(hidden, weights, ids, w13, w2)
 
 
 class Rotary:
@@ -70,4 +96,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def kernels() -> KernelTable:
     """The table this device runs."""
-    return reference_kernels().replace(store_kv=store_kv, rotary=Rotary())
+    return reference_kernels().replace(
+        linear=linear, pack_linear=pack_linear, store_kv=store_kv, rotary=Rotary(), moe=moe
+    )

@@ -17,6 +17,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def pack_linear(weight: Tensor) -> Tensor:
+    """As it is."""
+    return weight
+
+
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """Rows of the weight."""
     return F.embedding(ids, weight)
@@ -97,6 +102,7 @@ def reference_kernels() -> KernelTable:
     """The table in which every entry is the reference."""
     return KernelTable(
         linear=linear,
+        pack_linear=pack_linear,
         embedding=embedding,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,

@@ -39,7 +39,12 @@ class KernelTable:
     """
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    """`linear(x [T, in], weight [out, in], bias [out] | None) -> [T, out]`."""
+    """`linear(x [T, in], weight [out, in], bias [out] | None) -> [T, out]`; takes plain and packed weights."""
+    pack_linear: Callable[[Tensor], Tensor]
+    """`pack_linear(weight [out, in]) -> weight`: the form that `linear` reads fastest, made once after loading.
+
+    The result has the same shape; the plain weight is dropped. May return its argument.
+    """
     embedding: Callable[[Tensor, Tensor], Tensor]
     """`embedding(ids int [T], weight [vocab, H]) -> [T, H]`; every id is below vocab."""
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]

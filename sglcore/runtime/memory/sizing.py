@@ -43,11 +43,6 @@ def size_pools(
     """Choose the number of pages and the context. `context_len` is the model's own; a request of the chosen
     `max_model_len` always fits. Raises ConfigError where what was asked for can not be held."""
     asked = config.max_model_len
-    if asked is not None and asked > context_len:
-        raise ConfigError(
-            f"max_model_len is {asked}, the checkpoint's context is {context_len}",
-            remedy=f"set max_model_len to at most {context_len}",
-        )
     max_model_len = asked or context_len
     page_bytes = page_size * max(bytes_per_cell, 1)
     useful = config.max_requests * -(-max_model_len // page_size)

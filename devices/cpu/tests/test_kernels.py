@@ -1,0 +1,90 @@
+"""Every entry that the processor replaces means what the reference means."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore_cpu.kernels import kernels
+
+REFERENCE = reference_kernels()
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+TOKENS = pytest.mark.parametrize("tokens", [0, 1, 3, 17])
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    return {"atol": 2e-5, "rtol": 2e-5} if dtype is torch.float32 else {"atol": 0.06, "rtol": 0.02}
+
+
+@DTYPES
+@TOKENS
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_over_packed_weights_is_the_reference(tokens: int, dtype: torch.dtype, bias: bool) -> None:
+    table = kernels()
+    x, weight = random(tokens, 72, dtype=dtype), random(40, 72, seed=1, dtype=dtype)
+    added = random(40, seed=2, dtype=dtype) if bias else None
+    packed = table.pack_linear(weight.clone())
+    assert packed.shape == weight.shape
+    torch.testing.assert_close(table.linear(x, packed, added), REFERENCE.linear(x, weight, added), **tolerance(dtype))
+    torch.testing.assert_close(table.linear(x, weight, added), REFERENCE.linear(x, weight, added), **tolerance(dtype))
+
+
+@DTYPES
+@TOKENS
+@pytest.mark.parametrize("fused", [True, False])
+def test_rotary_is_the_reference_on_neighbours_and_apart(tokens: int, dtype: torch.dtype, fused: bool) -> None:
+    head_dim, table = 8, kernels()
+    qkv = random(tokens, 7 * head_dim, dtype=dtype)
+    q, k = qkv[:, : 4 * head_dim], qkv[:, 4 * head_dim : 6 * head_dim]
+    if not fused:
+        q, k = q.contiguous(), k.contiguous()
+    angles = random(32, head_dim // 2, seed=3)
+    cache = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    positions = torch.arange(tokens, dtype=torch.int32).flip(0)
+    before = qkv.clone()
+    found = table.rotary(q, k, positions, cache, head_dim)
+    expected = REFERENCE.rotary(q, k, positions, cache, head_dim)
+    for mine, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, reference, **tolerance(dtype))
+    assert torch.equal(qkv, before)
+
+
+def test_rotary_over_a_part_of_the_head_and_over_two_caches() -> None:
+    table = kernels()
+    q, k, positions = random(3, 16), random(3, 8, seed=1), torch.tensor([4, 0, 9], dtype=torch.int32)
+    for seed, width in ((5, 4), (6, 8), (7, 8)):
+        angles = random(16, width // 2, seed=seed)
+        cache = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        found, expected = (t.rotary(q, k, positions, cache, 8) for t in (table, REFERENCE))
+        torch.testing.assert_close(found, expected)
+
+
+@DTYPES
+@TOKENS
+def test_store_kv_is_the_reference(tokens: int, dtype: torch.dtype) -> None:
+    key, value = random(tokens, 2, 4), random(tokens, 2, 4, seed=1)
+    cells = torch.randperm(32, generator=torch.Generator().manual_seed(2))[:tokens]
+    mine, reference = ([torch.zeros(32, 2, 4, dtype=dtype) for _ in range(2)] for _ in range(2))
+    kernels().store_kv(key, value, *mine, cells)
+    REFERENCE.store_kv(key, value, *reference, cells)
+    for stored, expected in zip(mine, reference, strict=True):
+        assert torch.equal(stored, expected)
+
+
+@DTYPES
+@TOKENS
+@pytest.mark.parametrize("sizes", [(32, 16), (20, 12)])
+def test_moe_is_the_reference_for_every_shape(tokens: int, dtype: torch.dtype, sizes: tuple[int, int]) -> None:
+    hidden_size, inner = sizes
+    hidden = random(tokens, hidden_size, dtype=dtype)
+    w13 = random(5, 2 * inner, hidden_size, seed=1, dtype=dtype) * 0.2
+    w2 = random(5, hidden_size, inner, seed=2, dtype=dtype) * 0.2
+    weights, ids = REFERENCE.top_k_routing(random(tokens, 5, seed=3, dtype=dtype), 2, True)
+    found, expected = (table.moe(hidden, weights, ids, w13, w2) for table in (kernels(), REFERENCE))
+    torch.testing.assert_close(found, expected, **tolerance(dtype))

