@@ -1,18 +1,21 @@
 """Train the demo model that sglcore ships, from nothing but this repository: python tools/train_demo_model.py --minutes 40.
 
 Writes the folder of a Llama-architecture model that transformers can load. The learning rate follows the clock, so that
-a run ends well whatever the speed of the machine; --resume continues from the last checkpoint.
+a run ends well whatever the speed of the machine; --resume continues from the last checkpoint. On a machine that is
+busy with other work, set OMP_WAIT_POLICY=PASSIVE.
 """
 
 import argparse
 import json
 import math
 import random
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 
 import torch
 from demo_model import DemoConfig, DemoModel, save_model
@@ -148,6 +151,7 @@ class Trainer:
         self.model = DemoModel(self.config)
         self.optimizers = make_optimizers(self.model, plan.rate)
         self.progress = load_checkpoint(work, self.model, self.optimizers) if resume else Progress()
+        self.is_stopping = False
         self.loss = torch.compile(self.model.loss, dynamic=False) if compiled else self.model.loss
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
@@ -166,6 +170,10 @@ class Trainer:
         self.progress.tokens += int((targets != IGNORED).sum())
         return float(loss.detach())
 
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """End after the current step, with a checkpoint; the handler of SIGTERM and SIGINT."""
+        self.is_stopping = True
+
     def save(self) -> None:
         """Write the model folder and the checkpoint."""
         save_tokenizer(self.tokenizer, self.output, self.config.max_positions)
@@ -177,7 +185,7 @@ class Trainer:
         self.save()
         source = batches(Packer(self.tokenizer, self.plan.seed, self.progress), self.plan)
         before, saved, recent = time.monotonic(), self.progress.seconds, []
-        while self.progress.seconds < self.plan.minutes * 60:
+        while self.progress.seconds < self.plan.minutes * 60 and not self.is_stopping:
             recent.append(self.step(*next(source)))
             now = time.monotonic()
             self.progress.seconds += now - before
@@ -208,7 +216,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--long-every", type=int, default=12, help="every how many batches rows have 1,024 tokens")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
@@ -223,7 +231,10 @@ def main(words: list[str]) -> None:
     given = arguments(words)
     torch.set_num_threads(given.threads)
     plan = Plan(given.seed, given.minutes, given.rows, given.length, given.rate, given.long_every)
-    Trainer(plan, given.output, given.work, given.resume, not given.no_compile).run()
+    trainer = Trainer(plan, given.output, given.work, given.resume, not given.no_compile)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, trainer.stop)
+    trainer.run()
 
 
 if __name__ == "__main__":

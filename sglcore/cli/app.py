@@ -8,6 +8,7 @@ from sglcore.cli.devices import devices
 from sglcore.cli.doctor import doctor
 from sglcore.cli.explain import explain
 from sglcore.cli.generate import generate
+from sglcore.cli.serve import serve
 
 
 def make_app() -> typer.Typer:
@@ -21,6 +22,7 @@ def make_app() -> typer.Typer:
     )
     app.callback()(options)
     app.command()(generate)
+    app.command()(serve)
     app.command()(devices)
     app.command()(explain)
     app.command()(doctor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -59,7 +59,7 @@ class LLM:
         self._run(outputs)
         return outputs
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Piece, None, None]:
         """Complete one prompt, yielding text as it becomes final. Closing the iterator aborts the request."""
         output = self.engine.add(prompt, params or SamplingParams())
         try:

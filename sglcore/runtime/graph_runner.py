@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionPlan, Bucket, HostUpdate
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
+from sglcore.runtime.fields import Axis, Split, specs
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 
@@ -77,11 +78,14 @@ class GraphRunner:
         self._forward = forward
         self._sizes = tuple(sorted(size for size in set(buckets) if size <= registry.max_bs))
         self._captured: dict[int, CapturedBucket] = {}
+        self._absent: tuple[str, ...] = ()
         registry.freeze()
         for done, size in enumerate(reversed(self._sizes), 1):
             self._captured[size] = self._capture(Bucket(size, size))
             if progress is not None:
                 progress(done, len(self._sizes))
+        if self._sizes:
+            self._absent = _absent_inputs(self._captured[self._sizes[0]].batch)
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -94,8 +98,10 @@ class GraphRunner:
         return self._sizes[place] if batch_size and place < len(self._sizes) else None
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """This batch has a bucket: plain decode, no more rows than the largest."""
-        return batch.forward_mode.is_decode and self.bucket_for(batch.batch_size) is not None
+        """This batch has a bucket: plain decode, no more rows than the largest, no input that the graphs do not read."""
+        if not batch.forward_mode.is_decode or self.bucket_for(batch.batch_size) is None:
+            return False
+        return all(getattr(batch, name) is None for name in self._absent)
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """Hidden states [T, H] of a batch whose data lie in this runner's registry. Does not wait for the device.
@@ -133,6 +139,13 @@ class GraphRunner:
         return CapturedBucket(bucket, batch, plan, self.attn_backend.token_to_kv_pool.generation, step)
 
     def close(self) -> None:
-        """Free the graphs."""
+        """Free the graphs; every batch is eager from now on."""
         self._captured.clear()
+        self._sizes = ()
         self.backend.close()
+
+
+def _absent_inputs(captured: ForwardBatch) -> tuple[str, ...]:
+    """Inputs of a model that a captured batch does not have, so that its graph can not read them."""
+    inputs = [s for s in specs(ForwardBatch) if s.is_slot or s.axis is Axis.TOKENS or s.split is Split.NESTED]
+    return tuple(spec.name for spec in inputs if getattr(captured, spec.name) is None)

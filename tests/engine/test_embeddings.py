@@ -73,6 +73,7 @@ def test_forward_batch_embedding_takes_a_schedule_batch(folder: Path, expected: 
             emits=np.zeros(len(ids), bool),
         )
         result = worker.collect(worker.forward_batch_embedding(batch))
+        assert result.embeddings is not None
         np.testing.assert_allclose(result.embeddings, expected, atol=1e-4)
 
 

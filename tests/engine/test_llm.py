@@ -84,10 +84,12 @@ def test_a_closed_stream_gives_its_slot_and_pages_back(llm: LLM) -> None:
 def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     whole = llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].text
     word = whole[20:26]
-    cut = llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=64, stop=word, ignore_eos=True))[0]
+    cut = llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=64, stop=(word,), ignore_eos=True))[0]
     assert cut.outputs[0].text == whole[: whole.index(word)]
     assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_cause) == ("stop", word)
-    params = SamplingParams(temperature=0.0, max_tokens=64, stop=word, include_stop_str_in_output=True, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=64, stop=(word,), include_stop_str_in_output=True, ignore_eos=True
+    )
     kept = "".join(piece.text for piece in llm.stream(PROMPTS[0], params))
     assert kept == whole[: whole.index(word) + len(word)]
 

@@ -119,13 +119,13 @@ def check_every_interval(batch: ForwardBatch, rows: Rows, split: Any = filter_ba
     assert found(batch) == before
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=30)
 @given(ROWS, st.sampled_from([SHARED, STAGED]))
 def test_every_interval_of_a_mixed_batch(rows: Rows, facts: Any) -> None:
     check_every_interval(parent(rows, facts=facts)[1], rows)
 
 
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=15)
 @given(st.lists(st.tuples(st.integers(1, 6), st.just(1)), min_size=1, max_size=5))
 def test_every_interval_of_a_decode_batch(rows: Rows) -> None:
     check_every_interval(parent(rows, decode=True)[1], rows)

@@ -1,0 +1,141 @@
+"""Random requests over random pages, and what attention over them must give, worked out one query at a time."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from sglcore.device.batch import ForwardMode
+from sglcore.runtime.attention.contract import AttentionShape
+from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.attention.reference import ReferenceAttention
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
+
+CONTEXT, SLOTS = 48, 6
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Sizes of one attention layer."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 8
+    window: int | None = None
+    scaling: float | None = None
+
+
+@dataclass
+class Case:
+    """A batch whose pool holds the rows' own cells and NaN everywhere else, and the keys and values of each row."""
+
+    backend: ReferenceAttention
+    layer: Attention
+    batch: ForwardBatch
+    cells: list[Tensor]
+    keys: list[Tensor]
+    values: list[Tensor]
+    queries: list[Tensor]
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v of this step's tokens, flat."""
+        new = [len(query) for query in self.queries]
+        parts = (
+            self.queries,
+            [keys[-count:] for keys, count in zip(self.keys, new, strict=True)],
+            [values[-count:] for values, count in zip(self.values, new, strict=True)],
+        )
+        q, k, v = (torch.cat(part).flatten(1) for part in parts)
+        return q, k, v
+
+    def run(self, *given: Tensor) -> Tensor:
+        """Plan, store, attend; the step's own q, k and v unless others are given."""
+        self.batch.mark_forward_metadata_ready(self.backend.plan(self.batch))
+        q, k, v = given or self.inputs
+        return self.backend.forward(q, k, v, self.layer, self.batch)
+
+    def dense(self) -> Tensor:
+        """The oracle: each request by itself through torch's attention, with every head of its own."""
+        outs = []
+        for query, keys, values in zip(self.queries, self.keys, self.values, strict=True):
+            group = query.shape[1] // keys.shape[1]
+            k, v = (part.repeat_interleave(group, 1).transpose(0, 1) for part in (keys, values))
+            mask = visible(len(keys), len(query), self.layer.sliding_window)
+            outs.append(sdpa(query.transpose(0, 1), k, v, attn_mask=mask, scale=self.layer.scaling).transpose(0, 1))
+        return torch.cat(outs).flatten(1)
+
+
+def visible(length: int, new: int, window: int | None) -> Tensor:
+    """bool[new, length]: which tokens each of the last `new` ones sees, one by one."""
+    mask = torch.zeros(new, length, dtype=torch.bool)
+    for row in range(new):
+        last = length - new + row
+        first = 0 if window is None else max(0, last - window + 1)
+        mask[row, first : last + 1] = True
+    return mask
+
+
+def make_case(
+    rows: Sequence[tuple[int, int]],
+    heads: Heads = Heads(),
+    page_size: int = 4,
+    seed: int = 0,
+    decode: bool = False,
+    kind: type[ReferenceAttention] = ReferenceAttention,
+    windows: tuple[int | None, ...] | None = None,
+) -> Case:
+    """`rows` hold (tokens before, tokens now) of each request; slots and pages are drawn at random."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    num_pages = SLOTS * math.ceil(CONTEXT / page_size)
+    layers = ((heads.kv_heads, heads.dim),)
+    table = ReqToTokenPool(SLOTS, CONTEXT, page_size, "cpu")
+    pool = MHATokenToKVPool(num_pages, page_size, layers, torch.float32, "cpu")
+    layer = Attention(0, heads.heads, heads.kv_heads, heads.dim, heads.scaling, heads.window)
+    shape = AttentionShape(heads.heads, layers, windows or (heads.window,))
+    k_cache, v_cache = pool.kv(0)
+    k_cache[:], v_cache[:] = torch.nan, torch.nan
+    slots = rng.sample(range(1, SLOTS + 1), len(rows))
+    free = rng.sample(range(1, num_pages + 1), num_pages)
+    cells, keys, values, queries = [], [], [], []
+    for slot, (prefix, new) in zip(slots, rows, strict=True):
+        length = prefix + new
+        pages = torch.tensor([free.pop() for _ in range(math.ceil(length / page_size))])
+        table.page_table[slot, : len(pages)] = pages
+        where = torch.arange(length)
+        cells.append(pages[where // page_size] * page_size + where % page_size)
+        keys.append(torch.randn(length, heads.kv_heads, heads.dim))
+        values.append(torch.randn(length, heads.kv_heads, heads.dim))
+        queries.append(torch.randn(new, heads.heads, heads.dim))
+        k_cache[cells[-1][:prefix]], v_cache[cells[-1][:prefix]] = keys[-1][:prefix], values[-1][:prefix]
+    batch = make_batch(rows, slots, cells, decode)
+    return Case(kind(shape, table, pool, reference_kernels()), layer, batch, cells, keys, values, queries)
+
+
+def make_batch(
+    rows: Sequence[tuple[int, int]], slots: Sequence[int], cells: Sequence[Tensor], decode: bool
+) -> ForwardBatch:
+    """The inputs that attention reads."""
+    lengths = np.array([new for _, new in rows], dtype=np.int32)
+    seq_lens = np.array([prefix + new for prefix, new in rows], dtype=np.int32)
+    none = torch.zeros(0, dtype=torch.int64)
+    return ForwardBatch(
+        forward_mode=ForwardMode.DECODE if decode else ForwardMode.MIXED,
+        batch_size=len(rows),
+        num_tokens=int(lengths.sum()),
+        req_pool_indices=torch.tensor(slots, dtype=torch.int32),
+        seq_lens=torch.from_numpy(seq_lens.copy()),
+        seq_lens_cpu=seq_lens,
+        extend_seq_lens_cpu=None if decode else lengths,
+        out_cache_loc=torch.cat([none, *(own[prefix:] for own, (prefix, _) in zip(cells, rows, strict=True))]),
+    )

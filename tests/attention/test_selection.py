@@ -1,0 +1,154 @@
+"""Which attention backend runs: the first candidate that serves the model, or the one asked for, never another."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglcore.device.errors import ConfigError, DeviceError
+from sglcore.device.ledger import DecisionLedger
+from sglcore.runtime.attention.contract import AttentionFacts
+from sglcore.runtime.attention.reference import ReferenceAttention
+from sglcore.runtime.attention.selection import AttentionNeeds, refusal, select_attention
+
+NEEDS = AttentionNeeds(head_dims=(64, 128), page_size=16, dtype="bfloat16", features=frozenset({"sliding_window"}))
+
+
+class Wide(ReferenceAttention):
+    """Serves everything that is asked here."""
+
+    facts = AttentionFacts(features=frozenset({"sliding_window", "capture"}))
+
+
+class LargePages(ReferenceAttention):
+    """Serves pages of 64 tokens only."""
+
+    facts = AttentionFacts(page_sizes=(64,), features=frozenset({"sliding_window"}))
+
+
+class Plain(ReferenceAttention):
+    """Serves no windows."""
+
+    facts = AttentionFacts()
+
+
+def refs(*names: str) -> dict[str, str]:
+    """Candidates of this file, in this order."""
+    return {name: f"{__name__}:{name}" for name in names}
+
+
+def choose(
+    candidates: Mapping[str, str], explicit: str | None = None, needs: AttentionNeeds = NEEDS
+) -> tuple[Any, Any]:
+    """The chosen class, and the ledger's rows."""
+    ledger = DecisionLedger()
+    return select_attention(candidates, needs, explicit, "toy", ledger), ledger.rows
+
+
+def test_the_first_candidate_that_serves_the_model_is_taken() -> None:
+    assert choose(refs("Wide", "ReferenceAttention"))[0] is Wide
+    assert choose(refs("ReferenceAttention", "Wide"))[0] is ReferenceAttention
+
+
+def test_the_ledger_says_what_was_refused_before_and_why() -> None:
+    backend, rows = choose(refs("LargePages", "Plain", "Wide"))
+    assert backend is Wide
+    assert [(row.topic, row.requested, row.effective, row.downgrade) for row in rows] == [
+        ("attention", "auto", "Wide", False)
+    ]
+    assert rows[0].reason == (
+        "first that serves the model; LargePages refused: pages of 16 tokens; it takes 64; "
+        "Plain refused: it lacks sliding_window"
+    )
+    assert "--attention-backend" in rows[0].remedy
+
+
+def test_an_explicit_choice_is_taken_though_it_is_not_the_first() -> None:
+    backend, rows = choose(refs("ReferenceAttention", "Wide"), "Wide")
+    assert backend is Wide
+    assert [(row.requested, row.effective, row.reason) for row in rows] == [("Wide", "Wide", "asked for")]
+
+
+def test_an_explicit_choice_that_does_not_serve_is_an_error_not_a_replacement() -> None:
+    ledger = DecisionLedger()
+    with pytest.raises(ConfigError, match="no attention backend of device 'toy' .* LargePages refused: pages of 16"):
+        select_attention(refs("LargePages", "Wide"), NEEDS, "LargePages", "toy", ledger)
+    assert ledger.rows == ()
+
+
+def test_an_unknown_choice_is_an_error_that_lists_what_is_offered() -> None:
+    with pytest.raises(ConfigError, match="'flash' is not offered by device 'toy'; wanted one of LargePages, Wide"):
+        choose(refs("LargePages", "Wide"), "flash")
+
+
+def test_no_candidate_is_an_error_with_every_reason_and_a_remedy() -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose(refs("LargePages", "Plain"))
+    text = str(caught.value)
+    assert "LargePages refused: pages of 16 tokens" in text
+    assert "Plain refused: it lacks sliding_window" in text
+    assert "choose another --attention-backend" in text
+
+
+@pytest.fixture
+def broken_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules whose import fails, each in another way."""
+    sources = {"needs_library": "import a_library_that_nobody_has", "raises": "raise RuntimeError('driver too old')"}
+    for name, text in sources.items():
+        (tmp_path / f"attention_{name}.py").write_text(textwrap.dedent(text))
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("broken_modules")
+def test_a_candidate_whose_library_is_missing_is_refused_with_the_import_error() -> None:
+    candidates = {"fast": "attention_needs_library:Fast", **refs("Wide")}
+    backend, rows = choose(candidates)
+    assert backend is Wide
+    assert "fast refused: No module named 'a_library_that_nobody_has'; install the library it needs" in rows[0].reason
+    with pytest.raises(ConfigError, match="fast refused: No module named 'a_library_that_nobody_has'"):
+        choose(candidates, "fast")
+
+
+@pytest.mark.usefixtures("broken_modules")
+def test_a_candidate_that_fails_for_another_reason_ends_the_start_with_its_own_error() -> None:
+    with pytest.raises(RuntimeError, match="driver too old") as caught:
+        choose({"fast": "attention_raises:Fast", **refs("Wide")})
+    assert any("attention_raises:Fast" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("ref", ["attention_nowhere:Fast", f"{__name__}:Nothing"])
+def test_a_reference_to_nothing_is_the_packages_error_not_a_refusal(ref: str) -> None:
+    with pytest.raises(DeviceError, match="device package 'toy' refers to"):
+        choose({"fast": ref, **refs("Wide")})
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (AttentionFacts(features=NEEDS.features), ""),
+        (AttentionFacts(page_sizes=(1, 16), head_dims=(64, 128), dtypes=("bfloat16",), features=NEEDS.features), ""),
+        (AttentionFacts(page_sizes=(1, 64), features=NEEDS.features), "pages of 16 tokens; it takes 1, 64"),
+        (AttentionFacts(page_sizes=(), features=NEEDS.features), "pages of 16 tokens; it takes "),
+        (AttentionFacts(head_dims=(64, 256), features=NEEDS.features), "heads of 128; it takes 64, 256"),
+        (AttentionFacts(dtypes=("float16",), features=NEEDS.features), "dtype bfloat16; it takes float16"),
+        (AttentionFacts(features=frozenset({"encoder"})), "it lacks sliding_window"),
+    ],
+)
+def test_a_refusal_names_what_is_missing_and_what_there_is(facts: AttentionFacts, reason: str) -> None:
+    assert refusal(facts, NEEDS) == reason
+
+
+def select_by_name(candidates: Mapping[str, str], explicit: str | None) -> str:
+    """Mutant: falls back to the first that serves when the one asked for does not."""
+    try:
+        return choose(candidates, explicit)[0].__name__
+    except ConfigError:
+        return choose(candidates)[0].__name__
+
+
+def test_a_selection_that_falls_back_is_caught() -> None:
+    assert select_by_name(refs("LargePages", "Wide"), "LargePages") == "Wide"

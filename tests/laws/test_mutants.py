@@ -1,0 +1,162 @@
+"""Broken engines, each caught by a law of test_model_laws: a law that nothing can fail proves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore.runtime.attention.reference import ReferenceAttention, SingleRows
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.memory.pools import ReqToTokenPool
+from sglcore.runtime.token_table import TokenTable
+from tests.checkpoints import mistral, save
+from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
+    oracle = mistral(max_position_embeddings=96, sliding_window=20)
+    yield save(oracle, tmp_path_factory.mktemp("mutants")), oracle
+
+
+class OneKeyTooFew(ReferenceAttention):
+    """Decode does not see the token it has just stored."""
+
+    def _single_rows(self, batch: ForwardBatch, count: int) -> SingleRows:
+        rows = super()._single_rows(batch, count)
+        rows.seq_lens = (rows.seq_lens - 1).clamp(min=1)
+        rows.longest = max(rows.longest - 1, 1)
+        rows.shortest = max(rows.shortest - 1, 1)
+        return rows
+
+
+class WindowOffByOne(ReferenceAttention):
+    """A window that is one token too wide."""
+
+    def _make_gather(self, part: SingleRows, window: int | None) -> tuple[Tensor, Tensor | None]:
+        return super()._make_gather(part, None if window is None else window + 1)
+
+
+class NoPrefix(ReferenceAttention):
+    """A chunk sees its own tokens only."""
+
+    def _long_row(self, batch: ForwardBatch, row: int, start: int, end: int, seq_len: int) -> Any:
+        made = super()._long_row(batch, row, start, end, seq_len)
+        for mask in made.masks.values():
+            if mask is not None:
+                mask[:, : seq_len - (end - start)] = False
+        return made
+
+
+class ForgetsEarlierPages(ReqToTokenPool):
+    """Page-table differences are written from the first entry on."""
+
+    def append(self, batch: ScheduleBatch) -> None:
+        batch.page_counts = np.zeros_like(batch.page_counts)
+        super().append(batch)
+
+
+class NeighboursCells(ReqToTokenPool):
+    """A token's cell is that of the next position."""
+
+    def cells(self, slots: Tensor, positions: Tensor) -> Tensor:
+        return super().cells(slots, (positions - 1).clamp(min=0))
+
+
+class NextSlotsToken(TokenTable):
+    """The last token is read from the slot beside."""
+
+    def resolve_decode(self, input_ids: Tensor, slots: Tensor) -> None:
+        super().resolve_decode(input_ids, slots.clamp(min=2) - 1)
+
+
+def replace_attention(kind: type[ReferenceAttention]) -> Callable[[TokenEngine], None]:
+    """Give every reader of the backend a broken one over the same pools."""
+
+    def plant(engine: TokenEngine) -> None:
+        runner = engine.worker.runner
+        old = runner.attn_backend
+        runner.attn_backend = kind(old.shape, old.req_to_token_pool, old.token_to_kv_pool, old.kernels)
+
+    return plant
+
+
+def replace_class(read: Callable[[TokenEngine], Any], kind: type) -> Callable[[TokenEngine], None]:
+    """Turn one object of the engine into its broken kind."""
+
+    def plant(engine: TokenEngine) -> None:
+        read(engine).__class__ = kind
+
+    return plant
+
+
+MUTANTS: MappingProxyType[str, Callable[[TokenEngine], None]] = MappingProxyType(
+    {
+        "decode misses its own token": replace_attention(OneKeyTooFew),
+        "window off by one": replace_attention(WindowOffByOne),
+        "chunks forget their prefix": replace_attention(NoPrefix),
+        "page differences overwrite": replace_class(
+            lambda engine: engine.worker.runner.attn_backend.req_to_token_pool, ForgetsEarlierPages
+        ),
+        "cells shifted": replace_class(
+            lambda engine: engine.worker.runner.attn_backend.req_to_token_pool, NeighboursCells
+        ),
+        "token of another slot": replace_class(lambda engine: engine.worker.runner.token_table, NextSlotsToken),
+    }
+)
+
+
+def run_laws(engine: TokenEngine, oracle: Any) -> None:
+    """Chunks, ragged arrivals and overlapped decode, checked."""
+    results = engine.run(random_prompts(21, (5, 30, 17, 9)), 24, stagger=2, score_prompts=True)
+    check_logprobs(results, oracle)
+
+
+def test_the_laws_hold_for_the_real_engine(checkpoint: tuple[Path, Any]) -> None:
+    folder, oracle = checkpoint
+    run_laws(TokenEngine(folder, max_batch_tokens=8), oracle)
+
+
+@pytest.mark.parametrize("name", list(MUTANTS))
+def test_the_laws_catch(name: str, checkpoint: tuple[Path, Any]) -> None:
+    folder, oracle = checkpoint
+    engine = TokenEngine(folder, max_batch_tokens=8)
+    MUTANTS[name](engine)
+    with pytest.raises((AssertionError, IndexError)):
+        run_laws(engine, oracle)
+
+
+def test_a_sampler_keyed_by_row_is_caught_by_overlap_and_arrivals(checkpoint: tuple[Path, Any]) -> None:
+    folder, _ = checkpoint
+
+    def tokens(stagger: int, broken: bool) -> list[list[int]]:
+        engine = TokenEngine(folder, max_batch_tokens=8)
+        if broken:
+            sampling = engine.worker._sampling
+            state_for = sampling._state_for
+
+            def by_row(*args: Any) -> Any:
+                state = state_for(*args)
+                rows = torch.arange(len(state.positions), dtype=torch.int32)
+                return type(state)(**{**_fields(state), "positions": state.positions + 1000 * rows})
+
+            sampling._state_for = by_row  # pyright: ignore[reportAttributeAccessIssue]
+        results = engine.run(random_prompts(5, (4, 9, 6)), 12, temperature=1.0, seed=3, stagger=stagger)
+        return [result.tokens for result in results]
+
+    assert tokens(0, broken=False) == tokens(9, broken=False)
+    assert tokens(0, broken=True) != tokens(9, broken=True)
+
+
+def _fields(state: Any) -> dict[str, Any]:
+    import dataclasses
+
+    return {item.name: getattr(state, item.name) for item in dataclasses.fields(state)}
