@@ -128,11 +128,18 @@ def save_checkpoint(folder: Path, model: DemoModel, optimizers: Optimizers, prog
     (folder / "new.pt").replace(folder / "last.pt")
 
 
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of the run in `folder`; FileNotFoundError if there is no run to resume."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise FileNotFoundError(
+            f"found no checkpoint in {folder}, wanted one to resume; leave out --resume or name the folder with --work"
+        )
+    return Tokenizer.from_file(str(path))
+
+
 def load_checkpoint(folder: Path, model: DemoModel, optimizers: Optimizers) -> Progress:
-    """Restore a run from its folder; a fresh start if there is no checkpoint yet."""
-    if not (folder / "last.pt").exists():
-        print(f"no checkpoint in {folder}: starting from the beginning", flush=True)
-        return Progress()
+    """Restore a run from its folder."""
     state = torch.load(folder / "last.pt")
     model.load_state_dict(state["model"])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
@@ -145,7 +152,7 @@ class Trainer:
 
     def __init__(self, plan: Plan, output: Path, work: Path, resume: bool, compiled: bool) -> None:
         self.plan, self.output, self.work = plan, output, work
-        self.tokenizer = make_tokenizer(plan.seed)
+        self.tokenizer = load_tokenizer(work) if resume else make_tokenizer(plan.seed)
         self.config = DemoConfig(vocab_size=self.tokenizer.get_vocab_size())
         torch.manual_seed(plan.seed)
         self.model = DemoModel(self.config)
@@ -178,6 +185,7 @@ class Trainer:
         """Write the model folder and the checkpoint."""
         save_tokenizer(self.tokenizer, self.output, self.config.max_positions)
         save_model(self.model, self.tokenizer, self.output)
+        save_tokenizer(self.tokenizer, self.work, self.config.max_positions)
         save_checkpoint(self.work, self.model, self.optimizers, self.progress)
 
     def run(self) -> None:

@@ -87,7 +87,7 @@ def _one_shot(default: T) -> Callable[[], OneShot[T]]:
 class ScheduleBatch:
     """One step for the worker, B rows (requests) and T tokens; slots, so an undeclared attribute is impossible.
 
-    `slots` int32[B]: each row's place in the device tables (0 is never used).
+    `slots` int32[B]: each row's place in the device tables (0 only in an EMBED batch, which needs none).
     `seq_lens` int32[B]: tokens of the request once this forward has run; `prefix_lens` int32[B]: cells computed before.
     `token_offsets` int32[B + 1] and `input_ids` int32[T]: the row's tokens. A negative id -s stands for the last token
     sampled for slot s, which only the device knows yet.

@@ -88,6 +88,8 @@ class Engine:
 
     def embed(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
         """float32 [hidden] for each prompt: the mean of its last hidden states, of length 1. Waits."""
+        if self.worker.limits.generates:
+            raise TextError("this checkpoint generates text", wanted="an encoder, such as BERT", remedy="use generate")
         requests = []
         for prompt in prompts:
             request = Request(

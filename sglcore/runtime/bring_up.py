@@ -156,16 +156,18 @@ def graphs(
     memory_pools: Pools,
     size_memory: MemorySizes,
     attention: AttentionBackend,
+    kernels: KernelTable,
     ledger: DecisionLedger,
     progress: Progress,
 ) -> ModelRunner:
     """The runner with its registries, and decode graphs if they were asked for."""
     pool = None if load_weights.config.is_encoder else memory_pools.req_to_token
-    decode = build_decode_registry(facts, pool, max_bs=size_memory.max_requests)
+    decode = build_decode_registry(facts, pool, max_bs=size_memory.max_requests, cells=kernels.cache_locations)
     prefill = build_prefill_registry(
         facts,
         pool,
         max_bs=min(size_memory.max_requests, 16),
+        cells=kernels.cache_locations,
         max_num_tokens=min(config.max_batch_tokens, size_memory.max_model_len),
     )
     runner = ModelRunner(

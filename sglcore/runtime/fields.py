@@ -6,9 +6,11 @@ It knows nothing of any particular batch.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -153,12 +155,24 @@ def spec_of(batch_type: type, name: str) -> FieldSpec:
 
 
 def retained(batch: Any) -> list[torch.Tensor]:
-    """Every tensor a batch holds, for as long as the device may read it. A plan's own tensors belong to the plan."""
-    kept: list[torch.Tensor] = []
-    for spec in specs(type(batch)):
-        value = getattr(batch, spec.name)
-        if isinstance(value, torch.Tensor):
-            kept.append(value)
-        elif value is not None and spec.split is Split.NESTED:
-            kept.extend(retained(value))
+    """Every tensor a batch holds, for as long as the device may read it."""
+    read, read_nested = _readers(type(batch))
+    kept = [value for value in read(batch) if isinstance(value, torch.Tensor)]
+    for value in read_nested(batch):
+        if value is not None:
+            kept += retained(value)
     return kept
+
+
+@cache
+def _readers(batch_type: type) -> tuple[Callable[[Any], tuple[Any, ...]], Callable[[Any], tuple[Any, ...]]]:
+    """Readers of all plain fields and of all nested ones, each giving a tuple."""
+    nested = [spec.name for spec in specs(batch_type) if spec.split is Split.NESTED]
+    plain = [spec.name for spec in specs(batch_type) if spec.split is not Split.NESTED]
+    return _reader(plain), _reader(nested)
+
+
+def _reader(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda batch: tuple(getattr(batch, name) for name in names)

@@ -5,8 +5,6 @@ Frozen and nested: a scope is entered with `forward_context`, and the outer one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -38,14 +36,20 @@ class NoForwardContextError(RuntimeError):
     """Something that belongs inside a forward was called outside of one."""
 
 
-@contextmanager
-def forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
-    """Make `context` the active one inside the block; the previous one returns however the block ends."""
-    token = _current.set(context)
-    try:
-        yield context
-    finally:
-        _current.reset(token)
+class forward_context:
+    """Make a context the active one inside a `with` block; the previous one returns however the block ends."""
+
+    __slots__ = ("_context", "_token")
+
+    def __init__(self, context: ForwardContext) -> None:
+        self._context = context
+
+    def __enter__(self) -> ForwardContext:
+        self._token = _current.set(self._context)
+        return self._context
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)
 
 
 def has_forward_context() -> bool:

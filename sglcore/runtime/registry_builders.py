@@ -12,7 +12,11 @@ from sglcore.device.facts import Facts
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext, Slot
 from sglcore.runtime.fields import Axis, spec_of, specs, zero
 from sglcore.runtime.forward_batch import ForwardBatch, NgramEmbeddingInfo
+from sglcore.runtime.kernels.reference import cache_locations as reference_locations
 from sglcore.runtime.memory.pools import ReqToTokenPool
+
+Compute = Callable[[Tensor, Tensor, Tensor, int, Tensor], None]
+"""The kernel table's `cache_locations`."""
 
 _EXTEND_FIELDS = ("extend_prefix_lens", "extend_seq_lens", "extend_start_loc")
 
@@ -22,6 +26,7 @@ def build_decode_registry(
     req_to_token_pool: ReqToTokenPool | None,
     *,
     max_bs: int,
+    cells: Compute = reference_locations,
     tokens_per_request: int = 1,
     register_global_num_tokens: bool = False,
     num_ranks: int = 1,
@@ -29,7 +34,7 @@ def build_decode_registry(
 ) -> BufferRegistry:
     """Slots for steps in which every request brings `tokens_per_request` tokens."""
     max_num_tokens = max_bs * tokens_per_request
-    slots = _common_slots(facts, req_to_token_pool, register_global_num_tokens, num_ranks)
+    slots = _common_slots(facts, req_to_token_pool, cells, register_global_num_tokens, num_ranks)
     return _build(facts, max_bs, max_num_tokens, [*slots, *extra_slots])
 
 
@@ -38,6 +43,7 @@ def build_prefill_registry(
     req_to_token_pool: ReqToTokenPool | None,
     *,
     max_bs: int,
+    cells: Compute = reference_locations,
     max_num_tokens: int,
     register_global_num_tokens: bool = False,
     register_input_embeds: bool = False,
@@ -50,7 +56,7 @@ def build_prefill_registry(
 
     `register_input_embeds=False` and `register_global_num_tokens=False` carry the batch's own values.
     """
-    slots = _common_slots(facts, req_to_token_pool, register_global_num_tokens, num_ranks)
+    slots = _common_slots(facts, req_to_token_pool, cells, register_global_num_tokens, num_ranks)
     slots += [Slot(spec_of(ForwardBatch, name)) for name in _EXTEND_FIELDS]
     if register_input_embeds:
         spec = replace(spec_of(ForwardBatch, "input_embeds"), dtype=dtype, padding=zero())
@@ -73,7 +79,7 @@ def _build(facts: Facts, max_bs: int, max_num_tokens: int, slots: Iterable[Slot]
 
 
 def _common_slots(
-    facts: Facts, pool: ReqToTokenPool | None, register_global_num_tokens: bool, num_ranks: int
+    facts: Facts, pool: ReqToTokenPool | None, compute: Compute, register_global_num_tokens: bool, num_ranks: int
 ) -> list[Slot]:
     slots = [
         Slot(spec)
@@ -83,7 +89,7 @@ def _common_slots(
     if pool is not None:
         dtype = torch.int32 if facts.cache_loc_dtype == "int32" else torch.int64
         location = replace(spec_of(ForwardBatch, "out_cache_loc"), dtype=dtype)
-        slots.append(Slot(location, post_fill=cache_locations(pool)))
+        slots.append(Slot(location, post_fill=cache_locations(pool, compute)))
     slots.append(Slot(spec_of(ForwardBatch, "num_token_non_padded"), post_fill=count_real_tokens))
     if register_global_num_tokens:
         spec = spec_of(ForwardBatch, "global_num_tokens")
@@ -92,7 +98,7 @@ def _common_slots(
     return slots
 
 
-def cache_locations(pool: ReqToTokenPool) -> Callable[[Tensor, ForwardBatch, FillContext], None]:
+def cache_locations(pool: ReqToTokenPool, compute: Compute) -> Callable[[Tensor, ForwardBatch, FillContext], None]:
     """Computes the cell of each token from its request's page table; padding tokens stay at cell 0."""
 
     def post_fill(view: Tensor, batch: ForwardBatch, ctx: FillContext) -> None:
@@ -105,7 +111,7 @@ def cache_locations(pool: ReqToTokenPool) -> Callable[[Tensor, ForwardBatch, Fil
         if batch.extend_seq_lens is not None:
             lengths = batch.extend_seq_lens[: ctx.raw_bs]
             slots = torch.repeat_interleave(slots, lengths, output_size=ctx.raw_num_tokens)
-        view.copy_(pool.cells(slots, positions))
+        compute(pool.page_table, slots, positions, pool.page_size, view)
 
     return post_fill
 

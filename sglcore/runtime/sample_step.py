@@ -76,7 +76,8 @@ class Sampled:
 
 
 class SampleStep:
-    """Logits, draw and bookkeeping for one runner. Keeps the device state of the last composition."""
+    """Logits, draw and bookkeeping for one runner. Keeps the device state of the last composition: slots and sampling
+    parameters, which are constant while it lasts."""
 
     def __init__(self, runner: ModelRunner, token_table: TokenTable, vocab_size: int) -> None:
         self._runner = runner
@@ -86,6 +87,7 @@ class SampleStep:
         self._composition = -1
         self._host = SamplingBatch.from_rows([])
         self._state: SamplingState | None = None
+        self._slots = token_table.last.new_empty(0, dtype=torch.int64)
 
     def run(self, batch: ScheduleBatch, staged: ForwardBatch, rows: RowPlan, hidden: Tensor) -> Sampled:
         """Sample one token for each emitting row of hidden [T, H] and publish it. Waits for nothing."""
@@ -102,10 +104,9 @@ class SampleStep:
             logits = self._runner.logits(hidden, None)
         state = self._state_for(batch, rows, slots, positions)
         sampled = self._sampler.sample(logits, state)
-        slots = slots.long()
-        self._table.publish(slots, sampled.token_ids)
+        self._table.publish(self._slots, sampled.token_ids)
         if state.needs.any_penalty:
-            self._table.append_history(slots, positions.long(), sampled.token_ids)
+            self._table.append_history(self._slots, positions.long(), sampled.token_ids)
         return Sampled(sampled, prompt)
 
     def _state_for(self, batch: ScheduleBatch, rows: RowPlan, slots: Tensor, positions: Tensor) -> SamplingState:
@@ -114,10 +115,14 @@ class SampleStep:
             host = batch.sampling if rows.emitting is None else batch.sampling.select(rows.emitting)
             penalties = self._penalties(host, batch, rows, slots)
             self._state = make_state(host, positions, penalties)
+            self._slots = slots.long()
             self._host, self._composition = host, batch.composition
             return self._state
+        if self._state.positions is positions and not self._state.needs.any_penalty:
+            return self._state
         penalties = self._penalties(self._host, batch, rows, slots) if self._state.needs.any_penalty else None
-        return replace(self._state, positions=positions, penalties=penalties)
+        self._state = replace(self._state, positions=positions, penalties=penalties)
+        return self._state
 
     def _penalties(
         self, host: SamplingBatch, batch: ScheduleBatch, rows: RowPlan, slots: Tensor

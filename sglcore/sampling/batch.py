@@ -5,6 +5,8 @@ One declaration per field yields padding, selection, concatenation and the forwa
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -194,8 +196,15 @@ class SamplingBatch:
         return SamplingBatch.concatenate([self, _neutral_batch(extra)])
 
     def copy_for_forward(self) -> "SamplingBatch":
-        """An isolated copy for one forward: every declared field, so none can be forgotten."""
-        return type(self)(**{item.name: getattr(self, item.name).copy() for item in fields(self)})
+        """An isolated copy for one forward: every declared field, so none can be forgotten.
+
+        Both sides share arrays that nobody can write to any more; `select`, `append` and `concatenate` make new ones.
+        """
+        values = _reader(type(self))(self)
+        if self.scale.flags.writeable:
+            for value in values:
+                value.setflags(write=False)
+        return type(self)(*values)
 
     def bias_rows(self) -> np.ndarray:
         """int32: the row of every bias entry."""
@@ -206,6 +215,11 @@ _FIELDS = MappingProxyType({item.name: item for item in fields(SamplingBatch)})
 _VALUE_NAMES = tuple(
     name for name, item in _FIELDS.items() if item.metadata["kind"] == "row" and item.metadata["width"] is None
 )
+
+
+@cache
+def _reader(kind: type) -> "attrgetter[tuple]":
+    return attrgetter(*(item.name for item in fields(kind)))
 
 
 def _row_values(row: SamplingRow) -> dict[str, Any]:

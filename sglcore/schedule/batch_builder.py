@@ -1,4 +1,4 @@
-"""Builds the batch that crosses the worker seam: decode rows first, in a stable order, then chunks as they were chosen."""
+"""Builds the batch that crosses the worker seam: decode rows first, in a stable order, then the chosen chunks."""
 
 from __future__ import annotations
 

@@ -61,7 +61,6 @@ class DecodeRows:
             request = self.requests[row]
             request.num_cells = int(self.seq_lens[row])
             request.last_step = int(self.last_steps[row])
-            request.sent_pages = int(self.page_counts[row])
         count = len(self.requests)
         keep = np.ones(count, dtype=bool)
         keep[rows] = False

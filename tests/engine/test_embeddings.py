@@ -12,6 +12,7 @@ import torch
 
 from sglcore import LLM
 from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.engine.text import TextError
 from sglcore.runtime.tp_worker import TpModelWorker
 
 SENTENCES = [
@@ -86,3 +87,8 @@ def test_an_encoder_does_not_generate_and_says_so(folder: Path) -> None:
 def test_a_text_longer_than_the_context_is_refused_by_itself(folder: Path) -> None:
     with LLM(str(folder), threads=1) as llm, pytest.raises(ValueError, match="512"):
         llm.embed(["word " * 3000])
+
+
+def test_a_model_that_generates_does_not_embed_and_says_so() -> None:
+    with LLM(threads=1, max_requests=1) as llm, pytest.raises(TextError, match="encoder"):
+        llm.embed(["Hello"])

@@ -165,6 +165,14 @@ def test_store_kv_writes_its_cells_and_no_others(tokens: int, index_dtype) -> No
             assert torch.equal(cache_of[cell], want)
 
 
+def test_cache_locations_follow_the_page_table() -> None:
+    table = torch.tensor([[0, 0, 0], [7, 3, 5]], dtype=torch.int32)
+    slots, positions = torch.tensor([1, 1, 0], dtype=torch.int32), torch.tensor([0, 9, 0], dtype=torch.int32)
+    out = torch.zeros(3, dtype=torch.int64)
+    TABLE.cache_locations(table, slots, positions, 4, out)
+    assert out.tolist() == [7 * 4, 5 * 4 + 1, 0]
+
+
 def test_packing_keeps_the_plain_weight() -> None:
     weight = random(5, 3)
     assert TABLE.pack_linear(weight) is weight

@@ -64,13 +64,6 @@ class ForgetsEarlierPages(ReqToTokenPool):
         super().append(batch)
 
 
-class NeighboursCells(ReqToTokenPool):
-    """A token's cell is that of the next position."""
-
-    def cells(self, slots: Tensor, positions: Tensor) -> Tensor:
-        return super().cells(slots, (positions - 1).clamp(min=0))
-
-
 class NextSlotsToken(TokenTable):
     """The last token is read from the slot beside."""
 
@@ -98,6 +91,21 @@ def replace_class(read: Callable[[TokenEngine], Any], kind: type) -> Callable[[T
     return plant
 
 
+def shift_cells(engine: TokenEngine) -> None:
+    """A token's cell is that of the position before, except at the start of a page."""
+    runner = engine.worker.runner
+    for registry in (runner.decode_registry, runner.prefill_registry):
+        slot = registry.slot("out_cache_loc")
+        real = slot.post_fill
+        assert real is not None
+
+        def post_fill(view: Tensor, batch: ForwardBatch, ctx: Any, real: Any = real) -> None:
+            real(view, batch, ctx)
+            view.sub_((view % 4 > 0).to(view.dtype))
+
+        slot.post_fill = post_fill
+
+
 MUTANTS: MappingProxyType[str, Callable[[TokenEngine], None]] = MappingProxyType(
     {
         "decode misses its own token": replace_attention(OneKeyTooFew),
@@ -106,9 +114,7 @@ MUTANTS: MappingProxyType[str, Callable[[TokenEngine], None]] = MappingProxyType
         "page differences overwrite": replace_class(
             lambda engine: engine.worker.runner.attn_backend.req_to_token_pool, ForgetsEarlierPages
         ),
-        "cells shifted": replace_class(
-            lambda engine: engine.worker.runner.attn_backend.req_to_token_pool, NeighboursCells
-        ),
+        "cells shifted": shift_cells,
         "token of another slot": replace_class(lambda engine: engine.worker.runner.token_table, NextSlotsToken),
     }
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext, Slot
 from sglcore.runtime.fields import Axis, Source, Split, batch_field, fill_once, keep, sentinel, spec_of, specs, zero
 from sglcore.runtime.forward_batch import ForwardBatch, NgramEmbeddingInfo
+from sglcore.runtime.memory.pools import ReqToTokenPool
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
 from tests.runtime.tiny import SHARED, STAGED, TinyModel, ints, make_attention
 
@@ -366,9 +367,24 @@ def test_views_of_very_many_sizes_are_not_all_remembered() -> None:
     assert len(registry._views) <= 1024
 
 
-def test_locations_are_stored_in_the_integers_that_the_device_wants() -> None:
-    table, *_ = make_attention(TinyModel())
-    for wanted in (torch.int32, torch.int64):
-        facts = replace(SHARED, cache_loc_dtype=str(wanted).removeprefix("torch."))
-        found = build_decode_registry(facts, table, max_bs=2).slot("out_cache_loc").buffer
-        assert found is not None and found.dtype == wanted
+@pytest.mark.parametrize("page_size", [1, 3, 4, 16])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_locations_are_the_cells_of_the_pages_in_the_integers_that_the_device_wants(page_size: int, dtype: str) -> None:
+    table = ReqToTokenPool(3, 32, page_size, "cpu")
+    table.page_table[1:3] = torch.randperm(2 * table.max_pages, generator=torch.manual_seed(0)).view(2, -1) + 1
+    registry = build_prefill_registry(replace(SHARED, cache_loc_dtype=dtype), table, max_bs=2, max_num_tokens=64)
+    batch = registry.view(ForwardBatch, 2, 42, True)
+    rows = [(2, 0, 32), (1, 13, 23)]
+    for name, values in (
+        ("req_pool_indices", [slot for slot, _, _ in rows]),
+        ("extend_seq_lens", [end - start for _, start, end in rows]),
+        ("positions", [position for _, start, end in rows for position in range(start, end)]),
+    ):
+        registry.stage(name, ints(values))
+    registry.commit()
+    registry.fill_from(batch, FillContext(2, 2, 42, 48))
+    found = registry.slot("out_cache_loc").head(2, 48)
+    walk = [(slot, position) for slot, start, end in rows for position in range(start, end)]
+    wanted = [int(table.page_table[slot, p // page_size]) * page_size + p % page_size for slot, p in walk]
+    assert found.tolist() == wanted + [0] * 6
+    assert str(found.dtype) == f"torch.{dtype}"

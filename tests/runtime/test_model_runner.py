@@ -32,10 +32,11 @@ facts_of_both = pytest.mark.parametrize("facts", [SHARED, STAGED], ids=["shared"
 
 def on_the_device(batch: ForwardBatch) -> ForwardBatch:
     """The same batch in tensors of its own, as a draft or another engine would bring it."""
-    values = {spec.name: getattr(batch, spec.name) for spec in specs(ForwardBatch)}
-    return ForwardBatch(
-        **{name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
-    )
+    values: dict[str, Any] = {spec.name: getattr(batch, spec.name) for spec in specs(ForwardBatch)}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            values[name] = value.clone()
+    return ForwardBatch(**values)
 
 
 def start(site: Site) -> tuple[Desk, ForwardBatch]:

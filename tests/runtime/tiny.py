@@ -175,7 +175,7 @@ def make_site(
     worker: type[TpModelWorker] = TpModelWorker,
     buckets: tuple[int, ...] = (),
     max_bs: int = SLOTS,
-    **options: bool,
+    **options: Any,
 ) -> Site:
     """Everything, from the declarations; `buckets` captures decode graphs with the fake mechanism."""
     model = model or TinyModel()

@@ -53,12 +53,18 @@ def test_padding_adds_rows_that_want_nothing():
         batch.padded(2)
 
 
-def test_the_forward_copy_shares_no_memory_and_holds_every_declared_field():
+def test_the_forward_copy_holds_every_declared_field_and_nobody_can_write_to_it():
     batch = SamplingBatch.from_rows(make_rows(5))
     copy = batch.copy_for_forward()
+    assert copy is not batch
     assert_equal(copy, batch)
-    for item in fields(SamplingBatch):
-        assert not np.shares_memory(getattr(copy, item.name), getattr(batch, item.name)), item.name
+    for side in (copy, batch):
+        for item in fields(SamplingBatch):
+            with pytest.raises(ValueError, match="read-only"):
+                getattr(side, item.name)[:] = 0
+    grown = batch.append(make_rows(1))
+    grown.scale[:] = 3.0
+    assert_equal(batch.select(range(5)), copy)
 
 
 def test_a_field_added_later_is_copied_too():
@@ -69,8 +75,9 @@ def test_a_field_added_later_is_copied_too():
     batch = SamplingBatch.from_rows(make_rows(2))
     wide = Wider(**{item.name: getattr(batch, item.name) for item in fields(SamplingBatch)}, extra=np.arange(2))
     copy = wide.copy_for_forward()
-    wide.extra[:] = 9
     assert isinstance(copy, Wider) and copy.extra.tolist() == [0, 1]
+    with pytest.raises(ValueError, match="read-only"):
+        wide.extra[:] = 9
 
 
 def test_an_undeclared_attribute_is_impossible():

@@ -10,6 +10,7 @@ import pytest
 
 from sglcore.device.batch import ForwardMode
 from sglcore.device.errors import ConfigError, SglcoreError
+from sglcore.device.worker import BatchResult
 from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request, RequestError, State
@@ -67,7 +68,7 @@ def test_a_model_that_only_embeds_refuses_to_generate() -> None:
 
 
 def test_an_embedding_longer_than_a_step_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"17 tokens.*at most 16.*raise max_batch_tokens"):
+    with pytest.raises(RequestError, match=r"17 tokens.*at most 16.*shorten the prompt by 1 or raise max_batch_tokens"):
         Drive(max_batch_tokens=16).add("a", 17, task="embed")
 
 
@@ -243,6 +244,15 @@ def test_siblings_wait_for_the_first_one_and_share_its_prompt() -> None:
     assert sum(batch.num_tokens for batch in drive.worker.seen if batch.forward_mode is EXTEND) <= 13 + 2
 
 
+def test_siblings_start_while_the_first_one_still_decodes() -> None:
+    drive = Drive(page_size=2)
+    leader = drive.add("a", list(range(9)), 20)
+    sibling = drive.add("b", list(range(9)), 2, leader=leader)
+    drive.step(4)
+    assert (leader.state, sibling.state) == (State.DECODING, State.DECODING)
+    drive.run()
+
+
 def test_siblings_do_not_wait_for_an_aborted_leader() -> None:
     drive = Drive(max_batch_tokens=4)
     leader = drive.add("a", list(range(13)), 4)
@@ -399,6 +409,16 @@ def test_a_result_for_another_step_is_refused() -> None:
     result = drive.worker.in_flight[0].result
     with pytest.raises(ValueError, match="wanted"):
         drive.scheduler.finish(record, type(result)(9, result.token_offsets, result.token_ids, result.bad_rows))
+
+
+def test_an_embedding_step_without_embeddings_is_refused() -> None:
+    drive = Drive()
+    drive.add("e", 3, task="embed")
+    assert drive.scheduler.next_batch() is not None
+    empty = np.zeros(2, dtype=np.int32)
+    result = BatchResult(1, empty, empty[:0], np.zeros(1, dtype=bool))
+    with pytest.raises(ValueError, match="no embeddings"):
+        drive.scheduler.finish(drive.scheduler.in_flight.newest, result)
 
 
 def test_a_scheduler_makes_its_own_sampling_state_by_default() -> None:

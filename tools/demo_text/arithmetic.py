@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from .sampling import Split, held_out, say, two
+from .sampling import Split, held_out, length, say, two
 from .words import COUNTED, PEOPLE
 
 SIGNS = {"plus": "+", "minus": "-", "times": "*"}
@@ -107,7 +107,7 @@ def word_problem(rng: random.Random, split: Split) -> tuple[str, str, str]:
 
 
 def sheet(rng: random.Random, split: Split) -> str:
-    """A page of one to sixteen equations, one on each line, all in one phrasing."""
+    """A page of one to sixteen different equations, one on each line, all in one phrasing."""
     phrasing = rng.choice(STATEMENTS)
-    lines = [phrasing.format(**equation(rng, split).fields) for _ in range(rng.randint(1, 16))]
-    return "\n".join(lines)
+    lines = [phrasing.format(**equation(rng, split).fields) for _ in range(length(rng, 16))]
+    return "\n".join(dict.fromkeys(lines))

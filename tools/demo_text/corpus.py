@@ -32,11 +32,11 @@ CATEGORIES: MappingProxyType[str, tuple[int, Callable[[random.Random, Split], st
     {
         "story": (12, lambda rng, split: plain(stories.story(rng))),
         "chat": (50, lambda rng, split: chatted(dialogue(rng, split))),
-        "arithmetic": (20, lambda rng, split: plain(arithmetic.sheet(rng, split))),
+        "arithmetic": (30, lambda rng, split: plain(arithmetic.sheet(rng, split))),
         "json": (8, lambda rng, split: plain(records.page(rng))),
         "python": (6, lambda rng, split: plain(functions.module(rng))),
         "letters": (5, lambda rng, split: plain(letters.letter(rng))),
-        "facts": (8, lambda rng, split: plain(facts.statements(rng, split))),
+        "facts": (10, lambda rng, split: plain(facts.statements(rng, split))),
     }
 )
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from .sampling import Split, a, draw, say
+from .sampling import Split, a, draw, length, say
 from .words import (
     ANIMALS,
     CAPITALS,
@@ -213,5 +213,5 @@ def fact(rng: random.Random, split: Split) -> Fact:
 
 
 def statements(rng: random.Random, split: Split) -> str:
-    """A page of one to six plain statements."""
-    return " ".join(fact(rng, split).answer for _ in range(rng.randint(1, 6)))
+    """A page of one to six different plain statements."""
+    return " ".join(dict.fromkeys(fact(rng, split).answer for _ in range(length(rng, 6))))

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from .sampling import say
+from .sampling import length, say
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def function(rng: random.Random, recipe: Recipe) -> str:
 
 def module(rng: random.Random) -> str:
     """A file of one to four different functions."""
-    return "\n\n\n".join(function(rng, recipe) for recipe in rng.sample(RECIPES, rng.choice((1, 1, 2, 3, 4))))
+    return "\n\n\n".join(function(rng, recipe) for recipe in rng.sample(RECIPES, length(rng, 4)))
 
 
 def request(rng: random.Random) -> tuple[str, str]:

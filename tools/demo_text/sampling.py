@@ -39,6 +39,11 @@ def two(rng: random.Random, choices: Sequence[Item]) -> tuple[Item, Item]:
     return first, second
 
 
+def length(rng: random.Random, most: int) -> int:
+    """How many entries a page has: mostly one, so that a greedy reader stops after the first; else two to `most`."""
+    return 1 if rng.random() < 0.6 else rng.randint(2, most)
+
+
 def pronouns(name: str) -> dict[str, str]:
     """The pronouns of a person of this world, as format fields."""
     if name in GIRLS:

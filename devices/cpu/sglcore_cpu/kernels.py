@@ -5,6 +5,7 @@ At batch 1 a call costs more than its arithmetic, so every entry here is about c
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,6 +43,13 @@ def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -
     if any(size % 16 for size in rows) or (torch.compiler.is_compiling() and hidden.dtype is not torch.bfloat16):
         return reference_moe(hidden, weights, ids, w13, w2)
     return grouped_moe(hidden, weights, ids, w13, w2)
+
+
+def cache_locations(page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int, out: Tensor) -> None:
+    """On the host's own arrays: the same bytes, a third of the time of as many tensor calls."""
+    table, where = page_table.numpy(), positions.numpy()
+    pages, offsets = np.divmod(where, page_size)
+    np.add(table[slots.numpy(), pages] * page_size, offsets, out=out.numpy())
 
 
 class Rotary:
@@ -97,5 +105,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def kernels() -> KernelTable:
     """The table this device runs."""
     return reference_kernels().replace(
-        linear=linear, pack_linear=pack_linear, store_kv=store_kv, rotary=Rotary(), moe=moe
+        linear=linear,
+        pack_linear=pack_linear,
+        moe=moe,
+        rotary=Rotary(),
+        store_kv=store_kv,
+        cache_locations=cache_locations,
     )

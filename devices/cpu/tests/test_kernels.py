@@ -63,7 +63,8 @@ def test_rotary_over_a_part_of_the_head_and_over_two_caches() -> None:
         angles = random(16, width // 2, seed=seed)
         cache = torch.cat([angles.cos(), angles.sin()], dim=-1)
         found, expected = (t.rotary(q, k, positions, cache, 8) for t in (table, REFERENCE))
-        check(found, expected)
+        for mine, reference in zip(found, expected, strict=True):
+            check(mine, reference)
 
 
 @DTYPES
@@ -76,6 +77,23 @@ def test_store_kv_is_the_reference(tokens: int, dtype: torch.dtype) -> None:
     REFERENCE.store_kv(key, value, reference[0], reference[1], cells)
     for stored, expected in zip(mine, reference, strict=True):
         assert torch.equal(stored, expected)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@TOKENS
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_cache_locations_are_the_reference(tokens: int, page_size: int, index_dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(4)
+    table = torch.randint(0, 99, (6, 9), generator=generator, dtype=torch.int32)
+    slots = torch.randint(0, 6, (tokens,), generator=generator, dtype=torch.int32)
+    positions = torch.randint(0, 9 * page_size, (tokens,), generator=generator, dtype=torch.int32)
+    mine, expected = (torch.full((tokens,), -1, dtype=index_dtype) for _ in range(2))
+    kernels().cache_locations(table, slots, positions, page_size, mine)
+    REFERENCE.cache_locations(table, slots, positions, page_size, expected)
+    assert torch.equal(mine, expected)
+    assert expected.tolist() == [
+        int(table[s, p // page_size]) * page_size + int(p) % page_size for s, p in zip(slots, positions, strict=True)
+    ]
 
 
 @DTYPES

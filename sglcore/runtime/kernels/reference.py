@@ -98,6 +98,13 @@ def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_c
     v_cache[out_cache_loc] = value.to(v_cache.dtype)
 
 
+def cache_locations(page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int, out: Tensor) -> None:
+    """The cell of each token, by its slot's page table."""
+    pages = (positions // page_size).add_(slots, alpha=page_table.shape[1])
+    torch.remainder(positions, page_size, out=out)
+    out.add_(page_table.view(-1).index_select(0, pages), alpha=page_size)
+
+
 def reference_kernels() -> KernelTable:
     """The table in which every entry is the reference."""
     return KernelTable(
@@ -113,4 +120,5 @@ def reference_kernels() -> KernelTable:
         top_k_routing=top_k_routing,
         moe=moe,
         store_kv=store_kv,
+        cache_locations=cache_locations,
     )

@@ -83,6 +83,11 @@ class KernelTable:
     Writes row t into cell out_cache_loc[t] of both caches, cast to their dtype. Cells are distinct, except that any
     number of padding rows may name cell 0, whose content is never read.
     """
+    cache_locations: Callable[[Tensor, Tensor, Tensor, int, Tensor], None]
+    """`cache_locations(page_table int32 [slots, P], slots int32 [T], positions int32 [T], page_size, out int [T])`.
+
+    Writes page_table[slots, positions // page_size] * page_size + positions % page_size into `out`.
+    """
     origin: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Which implementation each entry is, as `module:name`; filled in, not given."""
 

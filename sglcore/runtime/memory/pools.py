@@ -34,19 +34,6 @@ class ReqToTokenPool:
         device = self.page_table.device
         self.page_table.view(-1)[where.to(device)] = torch.from_numpy(batch.new_pages).to(device)
 
-    def cells(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """The cell of each (slot, position): int32[N] from int32[N] and int32[N]."""
-        pages, offsets = self._divide(positions)
-        flat = torch.add(pages, slots, alpha=self.max_pages)
-        return offsets.add_(self.page_table.view(-1).index_select(0, flat), alpha=self.page_size)
-
-    def _divide(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Page number and offset in the page of each position."""
-        size = self.page_size
-        if size & (size - 1) == 0:
-            return positions >> (size.bit_length() - 1), positions & (size - 1)
-        return positions // size, positions % size
-
 
 class TokenToKVPool(Protocol):
     """The cells of every layer. `generation` changes whenever an address does."""

@@ -58,11 +58,25 @@ def size_pools(
     if num_pages < needed:
         max_model_len = _shorter_context(config, num_pages * page_size, max_model_len, needed * page_bytes, ledger)
         num_pages = -(-max_model_len // page_size)
+        useful = config.max_requests * num_pages
     what = f"{num_pages} pages of {page_size} tokens, {num_pages * page_bytes / GIB:.2f} GiB"
     reason = f"{budget.evidence}; {config.max_requests} requests of {max_model_len} tokens need {useful} pages"
     asked_text = f"{given / GIB:.2f} GiB" if given is not None else "auto"
     ledger.record(Row("kv cache", asked_text, what, reason, "set kv_cache_memory"))
-    return MemorySizes(page_size, num_pages, max_model_len, min(config.max_requests, num_pages))
+    return MemorySizes(page_size, num_pages, max_model_len, _fewer_requests(config, num_pages, ledger))
+
+
+def _fewer_requests(config: EngineConfig, num_pages: int, ledger: DecisionLedger) -> int:
+    """The requests that can run at a time: each holds at least one page."""
+    asked = config.max_requests
+    if asked <= num_pages:
+        return asked
+    reason = f"each holds at least one of {num_pages} pages"
+    was_asked = "max_requests" in config.sources
+    ledger.record(
+        Row("requests", str(asked), str(num_pages), reason, "raise kv_cache_memory, or lower max_requests", was_asked)
+    )
+    return num_pages
 
 
 def _shorter_context(config: EngineConfig, tokens: int, wanted: int, needed_bytes: int, ledger: DecisionLedger) -> int:

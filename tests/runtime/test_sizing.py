@@ -1,0 +1,196 @@
+"""How many pages and how long a context: from what is free, what a token costs, and what was asked for."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglcore.device.config import EngineConfig
+from sglcore.device.errors import ConfigError, StrictError
+from sglcore.device.ledger import DecisionLedger
+from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool, cell_bytes
+from sglcore.runtime.memory.sizing import GIB, MemoryBudget, MemorySizes, size_pools
+from tests.runtime.tiny import Desk
+
+CELL, PAGE, CONTEXT = 1000, 16, 160
+PAGE_BYTES = CELL * PAGE
+
+
+def budget(pages: float, share: float = 1.0) -> MemoryBudget:
+    """What holds so many pages."""
+    return MemoryBudget(100 * GIB, int(pages * PAGE_BYTES), "as the test says", share)
+
+
+def sizes(available: float, *, strict: bool = False, share: float = 1.0, **settings: Any) -> tuple[MemorySizes, Any]:
+    """The sizes, and the ledger's rows by topic."""
+    asked = MappingProxyType(dict.fromkeys(settings, "argument"))
+    config = EngineConfig(**{"max_requests": 4, **settings}, sources=asked)
+    ledger = DecisionLedger(strict=strict)
+    found = size_pools(
+        config,
+        context_len=CONTEXT,
+        bytes_per_cell=CELL,
+        page_size=PAGE,
+        budget=budget(available, share),
+        ledger=ledger,
+    )
+    return found, {row.topic: row for row in ledger.rows}
+
+
+def test_no_more_pages_are_made_than_all_requests_can_use() -> None:
+    found, rows = sizes(1000)
+    assert found == MemorySizes(PAGE, 4 * 10, CONTEXT, 4)
+    assert list(rows) == ["kv cache"]
+    assert rows["kv cache"].effective.startswith("40 pages of 16 tokens")
+    assert "as the test says; 4 requests of 160 tokens need 40 pages" in rows["kv cache"].reason
+
+
+def test_less_memory_makes_fewer_pages_and_the_same_context() -> None:
+    found, rows = sizes(17.9)
+    assert found == MemorySizes(PAGE, 17, CONTEXT, 4)
+    assert list(rows) == ["kv cache"]
+
+
+def test_only_the_packages_share_of_what_is_free_is_taken() -> None:
+    assert sizes(40, share=0.5)[0].num_pages == 20
+
+
+def test_a_context_that_no_one_asked_for_is_shortened_to_what_fits_and_the_ledger_says_so() -> None:
+    found, rows = sizes(7.5, max_requests=2)
+    assert found == MemorySizes(PAGE, 7, 7 * PAGE, 2)
+    row = rows["context"]
+    assert (row.requested, row.effective, row.downgrade) == ("160", "112", True)
+    assert row.reason == "the KV memory holds 112 tokens"
+    assert f"at least {10 * PAGE_BYTES} bytes" in row.remedy
+    assert "2 requests of 112 tokens need 14 pages" in rows["kv cache"].reason
+
+
+def test_with_strict_a_shorter_context_is_an_error() -> None:
+    with pytest.raises(StrictError, match="context: found 112"):
+        sizes(7.5, strict=True)
+    sizes(10, strict=True)
+
+
+def test_an_explicit_context_is_never_shortened() -> None:
+    found, _ = sizes(10, max_model_len=CONTEXT)
+    assert found.max_model_len == CONTEXT
+    with pytest.raises(
+        ConfigError, match=r"the KV memory holds 144 tokens, one request of 160 tokens needs .* lower max"
+    ):
+        sizes(9.9, max_model_len=CONTEXT)
+
+
+def shortening_anyway(available: float, asked: int) -> int:
+    """Mutant: gives what fits."""
+    return min(asked, int(available) * PAGE)
+
+
+def test_a_sizing_that_shortens_an_explicit_context_is_caught() -> None:
+    assert shortening_anyway(9.9, CONTEXT) < CONTEXT
+
+
+def test_an_explicit_context_that_needs_part_of_a_page_gets_the_whole_page() -> None:
+    found, _ = sizes(1000, max_model_len=33)
+    assert (found.max_model_len, found.num_pages) == (33, 4 * 3)
+
+
+def test_an_explicit_cache_is_taken_whole_whatever_the_share() -> None:
+    found, rows = sizes(40, share=0.1, kv_cache_memory=20 * PAGE_BYTES)
+    assert found.num_pages == 20
+    assert rows["kv cache"].requested.endswith("GiB")
+
+
+def test_an_explicit_cache_beyond_what_is_free_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_memory is .* GiB, .* GiB are available; ask for less"):
+        sizes(10, kv_cache_memory=11 * PAGE_BYTES)
+
+
+def test_memory_for_not_even_one_page_is_an_error() -> None:
+    choices: list[dict[str, Any]] = [{}, {"kv_cache_memory": PAGE_BYTES - 1}]
+    for settings in choices:
+        with pytest.raises(ConfigError, match="the KV memory holds 0 tokens"):
+            sizes(0.9 if not settings else 5, **settings)
+
+
+def test_no_more_requests_run_than_there_are_pages_and_the_ledger_says_so() -> None:
+    found, rows = sizes(12, max_requests=50)
+    assert (found.num_pages, found.max_requests) == (12, 12)
+    row = rows["requests"]
+    assert (row.requested, row.effective, row.downgrade) == ("50", "12", True)
+    with pytest.raises(StrictError, match="requests: found 12"):
+        sizes(12, max_requests=50, strict=True)
+
+
+def test_fewer_requests_than_the_default_are_no_downgrade() -> None:
+    ledger = DecisionLedger(strict=True)
+    options = {"context_len": CONTEXT, "bytes_per_cell": CELL, "page_size": PAGE}
+    found = size_pools(EngineConfig(), **options, budget=budget(12), ledger=ledger)
+    assert found.max_requests == 12
+    assert [(row.topic, row.downgrade) for row in ledger.rows] == [("kv cache", False), ("requests", False)]
+
+
+def test_a_model_without_a_cache_needs_no_memory_to_speak_of() -> None:
+    ledger = DecisionLedger(strict=True)
+    found = size_pools(
+        EngineConfig(max_requests=4),
+        context_len=CONTEXT,
+        bytes_per_cell=0,
+        page_size=PAGE,
+        budget=MemoryBudget(GIB, GIB, ""),
+        ledger=ledger,
+    )
+    assert found == MemorySizes(PAGE, 40, CONTEXT, 4)
+
+
+@given(
+    st.floats(0, 60),
+    st.integers(1, 12),
+    st.one_of(st.none(), st.integers(1, CONTEXT)),
+    st.floats(0.1, 1),
+)
+def test_one_request_of_the_whole_context_always_fits_into_what_was_allowed(
+    available: float, max_requests: int, asked: int | None, share: float
+) -> None:
+    settings: dict[str, Any] = {"max_requests": max_requests} | ({} if asked is None else {"max_model_len": asked})
+    try:
+        found, _ = sizes(available, share=share, **settings)
+    except ConfigError:
+        assert available * share < -(-(asked or 1) // PAGE)
+        return
+    assert found.num_pages * PAGE >= found.max_model_len
+    assert found.num_pages <= available * share
+    assert found.max_model_len == asked if asked else found.max_model_len <= CONTEXT
+    assert 1 <= found.max_requests <= min(max_requests, found.num_pages)
+
+
+# -- the pools that are made with these sizes --------------------------------------------------------------------------
+
+
+def test_a_cell_costs_keys_and_values_of_every_layer() -> None:
+    assert cell_bytes(((2, 8), (1, 16)), torch.bfloat16) == 2 * (16 + 16) * 2
+    pool = MHATokenToKVPool(3, 4, ((2, 8), (1, 16)), torch.bfloat16, "cpu")
+    stored = sum(part.nbytes for layer in (0, 1) for part in pool.kv(layer))
+    assert stored == pool.num_cells * cell_bytes(((2, 8), (1, 16)), torch.bfloat16)
+    assert pool.num_cells == (3 + 1) * 4
+
+
+def test_new_storage_is_another_generation_at_other_addresses() -> None:
+    pool = MHATokenToKVPool(3, 4, ((1, 4),), torch.float32, "cpu")
+    before = pool.kv(0)
+    pool.replace_storage()
+    assert pool.generation == 1
+    assert all(one.data_ptr() != other.data_ptr() for one, other in zip(before, pool.kv(0), strict=True))
+
+
+def test_page_table_differences_are_appended_row_by_row() -> None:
+    table, desk = ReqToTokenPool(8, 40, 4, "cpu"), Desk()
+    for rows in ({2: [1] * 5, 7: [1] * 3}, {7: [1] * 2, 3: [1], 2: [1] * 8}, {3: [1]}):
+        table.append(desk.extend(rows))
+    for slot in range(9):
+        pages = desk.pages.get(slot, [])
+        assert table.page_table[slot].tolist() == pages + [0] * (table.max_pages - len(pages))
