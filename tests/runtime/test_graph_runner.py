@@ -20,6 +20,7 @@ from sglcore.runtime.fields import keep
 from sglcore.runtime.forward_batch import ForwardBatch, NgramEmbeddingInfo, StalePlanError
 from sglcore.runtime.forward_context import ForwardContext, get_forward_context
 from sglcore.runtime.graph_runner import GraphRunner
+from sglcore.runtime.registry_builders import count_global_tokens
 from tests.runtime.test_model_runner import on_the_device
 from tests.runtime.tiny import (
     HIDDEN,
@@ -84,7 +85,7 @@ def pad_nothing(registry: BufferRegistry) -> None:
 
 def count_padding(registry: BufferRegistry) -> None:
     """Mutant: padding tokens count as real."""
-    registry.slot("num_token_non_padded").post_fill = lambda view, batch, ctx: view.fill_(ctx.padded_num_tokens)
+    registry.slot("num_token_non_padded").post_fill = count_global_tokens
 
 
 def compute_before(registry: BufferRegistry) -> None:

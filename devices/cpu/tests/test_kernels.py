@@ -19,8 +19,8 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def check(found: Tensor, expected: Tensor) -> None:
-    wide = found.dtype is torch.float32
-    check(found, expected, atol=2e-5 if wide else 0.06, rtol=2e-5 if wide else 0.02)
+    bound = 2e-5 if found.dtype is torch.float32 else 0.06
+    torch.testing.assert_close(found, expected, atol=bound, rtol=bound / 3)
 
 
 @DTYPES
