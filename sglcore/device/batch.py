@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
+from functools import cache
 from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -137,26 +138,29 @@ class ScheduleBatch:
 
     def copy_for_forward(self) -> ScheduleBatch:
         """An isolated copy for one forward: arrays copied, one-shot values moved, sampling state forward-only."""
-        return ScheduleBatch(*[_isolate(value) for value in _READ_ALL(self)])
+        values = _reader(type(self))(self)
+        return type(self)(*[v.copy() if type(v) is np.ndarray else _isolate(v) for v in values])
 
     def take_back(self, view: ScheduleBatch) -> None:
         """Return one-shot values that a failed forward never took."""
-        for name in _FIELD_NAMES:
-            mine, other = getattr(self, name), getattr(view, name)
+        read = _reader(type(self))
+        for mine, other in zip(read(self), read(view), strict=True):
             if isinstance(mine, OneShot) and other.is_set:
                 mine.put(other.take())
 
 
-_FIELD_NAMES = tuple(declared.name for declared in fields(ScheduleBatch))
-_READ_ALL = attrgetter(*_FIELD_NAMES)
+@cache
+def _reader(kind: type[ScheduleBatch]) -> Callable[[ScheduleBatch], tuple[Any, ...]]:
+    """Reads all declared fields of this kind of batch, in order."""
+    return attrgetter(*(declared.name for declared in fields(kind)))
+
+
 _SCALARS = frozenset({int, ForwardMode, type(None)})
 
 
 def _isolate(value: Any) -> Any:
-    """Copy by kind of value; a kind nobody thought about is an error here, not a leak later."""
+    """Copy, by kind, what is not an array; a kind nobody thought about is an error here, not a leak later."""
     kind = type(value)
-    if kind is np.ndarray:
-        return value.copy()
     if kind in _SCALARS:
         return value
     if kind is OneShot:

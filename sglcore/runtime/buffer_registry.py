@@ -231,7 +231,7 @@ class BufferRegistry:
         if batch.input_ids is None or "input_ids" not in self._slots:
             return False
         buffer = self._slots["input_ids"].buffer
-        return buffer is not None and buffer.data_ptr() == batch.input_ids.data_ptr() and len(batch.input_ids) > 0
+        return buffer is not None and batch.num_tokens > 0 and buffer.data_ptr() == batch.input_ids.data_ptr()
 
     def _copy_in(self, slot: Slot, batch: ForwardBatch, ctx: FillContext) -> None:
         value = slot.source_fn(batch, ctx) if slot.source_fn is not None else _read(batch, slot.name)

@@ -256,7 +256,6 @@ def test_a_value_of_a_kind_that_nobody_thought_about_is_an_error() -> None:
         batch.copy_for_forward()
 
 
-@pytest.mark.xfail(reason="the copy of a subclass is a plain ScheduleBatch: its own fields are lost", strict=True)
 def test_the_copy_of_a_wider_batch_is_complete_too() -> None:
     batch = full_batch(Wider, extra=ints([1]))
     view = batch.copy_for_forward()
@@ -264,7 +263,6 @@ def test_the_copy_of_a_wider_batch_is_complete_too() -> None:
     assert shared_fields(batch, view) == []
 
 
-@pytest.mark.xfail(reason="the copy of a subclass is a plain ScheduleBatch: its own fields are lost", strict=True)
 def test_a_new_field_of_an_unknown_kind_is_an_error() -> None:
     with pytest.raises(AttributeError, match="copy_for_forward"):
         full_batch(Wider, extra=[1, 2]).copy_for_forward()
