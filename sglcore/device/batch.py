@@ -138,8 +138,8 @@ class ScheduleBatch:
 
     def copy_for_forward(self) -> ScheduleBatch:
         """An isolated copy for one forward: arrays copied, one-shot values moved, sampling state forward-only."""
-        values = _reader(type(self))(self)
-        return type(self)(*[v.copy() if type(v) is np.ndarray else _isolate(v) for v in values])
+        values: list[Any] = [v.copy() if type(v) is np.ndarray else _isolate(v) for v in _reader(type(self))(self)]
+        return type(self)(*values)
 
     def take_back(self, view: ScheduleBatch) -> None:
         """Return one-shot values that a failed forward never took."""
