@@ -187,4 +187,5 @@ def save_model(model: DemoModel, tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     weights = {name: value.to(torch.bfloat16).contiguous() for name, value in model.state_dict().items()}
     save_file(weights, folder / "model.safetensors.new", metadata={"format": "pt"})
+    (folder / "model.safetensors.new").chmod(0o644)
     (folder / "model.safetensors.new").replace(folder / "model.safetensors")

@@ -106,7 +106,7 @@ class GraphRunner:
     def run(self, batch: ForwardBatch) -> Tensor:
         """Hidden states [T, H] of a batch whose data lie in this runner's registry. Does not wait for the device.
 
-        Raises StalePlanError if the KV pool moved since capture.
+        Raises StalePlanError if the KV pool moved since capture, or if the batch was planned for another forward.
         """
         captured = self._captured[self.bucket_for(batch.batch_size) or 0]
         generation = self.attn_backend.token_to_kv_pool.generation
@@ -115,6 +115,8 @@ class GraphRunner:
                 f"the graph of bucket {captured.bucket.batch_size} was captured over generation {captured.generation} "
                 f"of the KV pool, it is now {generation}; capture again after replacing the pool"
             )
+        # A plan for another forward raises here; any other is superseded by the captured one, which is refreshed below.
+        batch.needs_forward_metadata_init(self.attn_backend)
         ctx = FillContext(batch.batch_size, captured.bucket.batch_size, batch.num_tokens, captured.bucket.num_tokens)
         self.registry.fill_from(batch, ctx)
         captured.batch.seq_lens_cpu = batch.seq_lens_cpu

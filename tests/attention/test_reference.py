@@ -208,6 +208,11 @@ def test_a_captured_plan_is_refreshed_in_place_for_every_batch() -> None:
         torch.testing.assert_close(case.backend.forward(*case.inputs, case.layer, case.batch), case.dense())
     assert isinstance(plan, ReferencePlan)
     assert plan.singles is not None and plan.singles.count == 2
+    backend.refresh(plan, make_case([], decode=True).batch)
+    assert plan.singles is None
+    backend.refresh(plan, make_case([(2, 3), (1, 4)]).batch)
+    backend.refresh(plan, make_case([(2, 3)]).batch)
+    assert len(plan.rows) == 1
 
 
 # -- encoders ----------------------------------------------------------------------------------------------------------

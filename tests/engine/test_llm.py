@@ -203,3 +203,18 @@ def test_concurrent_prompts_share_their_prefix(llm: LLM) -> None:
     theirs, ours = fresh.outputs[0].logprobs, output.outputs[0].logprobs
     assert theirs is not None and ours is not None
     np.testing.assert_allclose([item.logprob for item in ours], [item.logprob for item in theirs], atol=2e-4)
+
+
+def test_compiled_decode_in_the_checkpoints_own_dtype_scores_as_eager_does() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=0, ignore_eos=True)
+    runs = []
+    for graph in ("off", "compiled"):
+        with LLM(max_requests=1, threads=1, graph=graph, graph_buckets=(1,)) as llm:
+            runs.append(llm.generate(PROMPTS[0], params)[0].outputs[0])
+            linear = next(row for row in llm.ledger.rows if row.topic == "linear")
+            assert graph == "off" or linear.effective == "plain"
+    eager, compiled = runs
+    same = next((i for i, pair in enumerate(zip(*(r.token_ids for r in runs), strict=True)) if len(set(pair)) > 1), 12)
+    assert same > 2
+    for mine, theirs in zip((eager.logprobs or [])[:same], (compiled.logprobs or [])[:same], strict=True):
+        assert abs(mine.logprob - theirs.logprob) < 0.1

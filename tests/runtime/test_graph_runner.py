@@ -15,10 +15,10 @@ from torch import Tensor
 
 from sglcore.runtime.attention.contract import AttentionPlan, Bucket
 from sglcore.runtime.attention.reference import ReferenceAttention, ReferencePlan
-from sglcore.runtime.buffer_registry import BufferRegistry
+from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.fields import keep
 from sglcore.runtime.forward_batch import ForwardBatch, NgramEmbeddingInfo, StalePlanError
-from sglcore.runtime.forward_context import ForwardContext, get_forward_context
+from sglcore.runtime.forward_context import ForwardContext, forward_context, get_forward_context
 from sglcore.runtime.graph_runner import GraphRunner
 from sglcore.runtime.registry_builders import count_global_tokens
 from tests.runtime.test_model_runner import on_the_device
@@ -154,6 +154,35 @@ def test_captured_batches_are_views_of_the_static_buffers() -> None:
             assert buffer is not None and view.data_ptr() == buffer.data_ptr()
 
 
+def writes_inputs(prepare: Callable[[Site], Callable[[ForwardBatch], Tensor]]) -> bool:
+    """Whether replaying a captured step writes to any input buffer, as staging inside a capture would."""
+    site = make_site(facts=STAGED)
+    graphs, registry = RecordedGraphs(), site.runner.decode_registry
+    context = ForwardContext(site.attention, None, site.model.attention_layers)
+    GraphRunner(graphs, registry, site.attention, context, prepare(site), (2,))
+    buffers = [registry.slot(name).buffer for name in registry.slot_names]
+    before = [buffer._version for buffer in buffers if buffer is not None]
+    with forward_context(replace(context, batch=site.model.seen[-1])):
+        graphs.steps[0].replay(None)
+    return before != [buffer._version for buffer in buffers if buffer is not None]
+
+
+def staging_forward(site: Site) -> Callable[[ForwardBatch], Tensor]:
+    """Mutant: the inputs are sent in the middle of the captured forward."""
+
+    def forward(batch: ForwardBatch) -> Tensor:
+        site.runner.decode_registry.commit()
+        site.runner.decode_registry.fill_from(batch, FillContext(0, 2, 0, 2))
+        return site.model(batch)
+
+    return forward
+
+
+def test_a_captured_step_holds_no_staging() -> None:
+    assert not writes_inputs(lambda site: site.model)
+    assert writes_inputs(staging_forward)
+
+
 def test_addresses_are_fixed_from_the_first_capture_on() -> None:
     site = make_site(buckets=BUCKETS)
     with pytest.raises(ValueError, match="that captured graphs hold addresses of"):
@@ -173,6 +202,19 @@ def test_a_graph_of_a_pool_that_moved_is_refused_before_it_replays() -> None:
     ):
         site.runner.forward(staged)
     assert len(site.model.seen) == runs
+
+
+@pytest.mark.parametrize("equivalent", [True, False])
+def test_a_plan_of_another_backend_is_not_silently_replaced_by_the_graphs_own(equivalent: bool) -> None:
+    site, desk, draft = make_site(buckets=BUCKETS), Desk(), make_site()
+    site.runner.run_eager(site.runner.init_batch(desk.extend({1: [3, 4]})))
+    batch = site.runner.init_batch(desk.decode(1))
+    batch.mark_forward_metadata_ready(draft.attention.plan(batch), replan_equivalent=equivalent)
+    if equivalent:
+        assert site.runner.forward(batch)[1] == "recorded:1"
+        return
+    with pytest.raises(StalePlanError, match="planned by"):
+        site.runner.forward(batch)
 
 
 class TellingAttention(ReferenceAttention):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.ledger import DecisionLedger, Row
-from sglcore.runtime.bring_up import STANDARD
+from sglcore.device.package import DevicePackage
+from sglcore.runtime.bring_up import STANDARD, kernels
+from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.sizing import MemoryBudget
 from sglcore_cpu.memory import available_memory, total_memory
+from sglcore_cpu.rows import kernel_rows
 from sglcore_cpu.topology import bind_threads, read_topology
 
 SMALL_WEIGHTS = 64 << 20
@@ -32,10 +37,28 @@ def threads(config: EngineConfig, model_path: Path, ledger: DecisionLedger) -> i
     return chosen.threads
 
 
+def processor_kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger) -> KernelTable:
+    """The package's table; a compiler reads plain weights only, so nothing is packed when graphs were asked for."""
+    table = kernels(package, ledger)
+    return table if config.graph == "off" else table.replace(pack_linear=reference_kernels().pack_linear)
+
+
+def kernel_choices(config: EngineConfig, load_weights: Any, ledger: DecisionLedger) -> tuple[Row, ...]:
+    """Say in the ledger which implementation serves this model where that depends on it."""
+    rows = tuple(kernel_rows(load_weights, config.graph))
+    ledger.record(*rows)
+    return rows
+
+
 def device_memory(load_weights: object) -> MemoryBudget:
     """What the system leaves for KV once the weights are in."""
     available, evidence = available_memory()
     return MemoryBudget(total_memory()[0], available, evidence, default_share=0.5)
 
 
-BRING_UP = STANDARD.insert(threads, before="load_weights").insert(device_memory, before="size_memory")
+BRING_UP = (
+    STANDARD.replace(kernels, processor_kernels)
+    .insert(threads, before="load_weights")
+    .insert(kernel_choices, after="load_weights")
+    .insert(device_memory, before="size_memory")
+)

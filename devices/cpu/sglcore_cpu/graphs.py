@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,12 +12,20 @@ class CompiledStep:
     """A forward of one bucket, compiled for its exact shapes."""
 
     def __init__(self, step: Callable[[], Tensor]) -> None:
-        self._step = torch.compile(step, fullgraph=True, dynamic=False)
+        # A bucket never changes, so nothing is guarded: its code is found by its own entry, and what another user of
+        # torch does to the process (threads, for one) recompiles nothing while requests wait.
+        self._step = torch.compile(
+            step, fullgraph=True, dynamic=False, isolate_recompiles=True, options={"guard_filter_fn": _no_guards}
+        )
         self._step()
 
     def replay(self, update: object | None) -> Tensor:
         """Run on what the buffers hold."""
         return self._step()
+
+
+def _no_guards(guards: Sequence[object]) -> list[bool]:
+    return [False] * len(guards)
 
 
 class CompiledGraphs:

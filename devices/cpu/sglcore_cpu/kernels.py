@@ -39,10 +39,15 @@ def pack_linear(weight: Tensor) -> Tensor:
 
 def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     """Only the chosen experts, where torch's grouped product takes their shapes; the reference elsewhere."""
-    rows = (hidden.shape[1] * hidden.element_size(), w2.shape[2] * w2.element_size())
-    if any(size % 16 for size in rows) or (torch.compiler.is_compiling() and hidden.dtype is not torch.bfloat16):
+    is_wide = hidden.dtype is not torch.bfloat16
+    if not takes_grouped(hidden.shape[1], w2.shape[2], hidden.dtype) or (torch.compiler.is_compiling() and is_wide):
         return reference_moe(hidden, weights, ids, w13, w2)
     return grouped_moe(hidden, weights, ids, w13, w2)
+
+
+def takes_grouped(hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> bool:
+    """Torch's grouped product wants rows of a multiple of 16 bytes."""
+    return all(size * dtype.itemsize % 16 == 0 for size in (hidden_size, intermediate_size))
 
 
 def cache_locations(page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int, out: Tensor) -> None:
@@ -55,7 +60,8 @@ def cache_locations(page_table: Tensor, slots: Tensor, positions: Tensor, page_s
 class Rotary:
     """Rotary embedding as x * cos + swapped(x) * sin over q and k at once where they are neighbours in memory.
 
-    A compiler fuses the reference better than this, so it gets that. Keeps, for each cos/sin cache and dtype, a table with both halves written out: rows of [cos, cos, -sin, sin].
+    A compiler fuses the reference better than this, so it gets that; so do heads that are rotated in part. Keeps, for
+    each cos/sin cache and dtype, a table with both halves written out: rows of [cos, cos, -sin, sin].
     """
 
     def __init__(self) -> None:
