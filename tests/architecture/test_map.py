@@ -1,0 +1,37 @@
+"""docs/map.md names every file of the core, and no file that is not there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MAP = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
+
+
+def named_files(text: str) -> set[str]:
+    """Every `something.py` in the text, without its folders."""
+    return {Path(name).name for name in re.findall(r"`([\w/]+\.py)`", text)}
+
+
+def core_files() -> set[str]:
+    return {file.name for file in (ROOT / "sglcore").rglob("*.py") if not file.name.startswith("__")}
+
+
+def test_every_file_of_the_core_is_on_the_map() -> None:
+    cli = {file.name for file in (ROOT / "sglcore" / "cli").glob("*.py")}
+    assert core_files() - named_files(MAP) - cli == set()
+
+
+def test_the_map_names_no_file_that_is_not_there() -> None:
+    tools = {file.name for folder in ("tools", "devices") for file in (ROOT / folder).rglob("*.py")}
+    assert named_files(MAP) - core_files() - tools == set()
+
+
+def test_a_reader_finds_where_a_token_is_sampled_and_how_a_device_is_chosen() -> None:
+    assert re.search(r"sampling/sampler\.py.*this is where a token is sampled", MAP, re.DOTALL)
+    assert re.search(r"Where a device is chosen.*device/selection\.py", MAP)
+    from sglcore.device.selection import select
+    from sglcore.sampling.sampler import Sampler
+
+    assert select.__doc__ and Sampler.sample.__doc__
