@@ -14,15 +14,18 @@ from sglcore.runtime.fields import retained
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.sample_step import RowPlan, Sampled, SampleStep, plan_rows
+from sglcore.runtime.staging import RING
 from sglcore.runtime.token_table import TokenTable
 
 
 @dataclass(slots=True)
 class Pending:
-    """What a ticket holds until it is collected: results on the device, and every tensor the device still reads."""
+    """What a ticket holds until it is collected: results on the device, and all that the device still reads: the staged
+    batch with its plan, and every tensor of it."""
 
     rows: RowPlan
     path: str
+    batch: ForwardBatch
     sampled: Sampled | None = None
     embeddings: Tensor | None = None
     kept: list[Tensor] = field(default_factory=list)
@@ -35,6 +38,7 @@ class TpModelWorker:
         self.runner = runner
         self._limits = limits
         self._sampling = SampleStep(runner, token_table, limits.vocab_size)
+        self._in_flight = 0
         self._closed = False
 
     @property
@@ -43,10 +47,16 @@ class TpModelWorker:
         return self._limits
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
-        """Start a step. The worker keeps `batch`, which must be isolated from later changes."""
-        if batch.forward_mode is ForwardMode.EMBED:
-            return self.forward_batch_embedding(batch)
-        return self.forward_batch_generation(batch)
+        """Start a step. The worker keeps `batch`, which must be isolated from later changes.
+
+        Raises RuntimeError if RING tickets are out: the host's mirrors of the input buffers would be overwritten.
+        """
+        if self._in_flight == RING:
+            raise RuntimeError(f"{RING} steps are in flight; collect the oldest before submitting another")
+        embeds = batch.forward_mode is ForwardMode.EMBED
+        ticket = self.forward_batch_embedding(batch) if embeds else self.forward_batch_generation(batch)
+        self._in_flight += 1
+        return ticket
 
     @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> Ticket:
@@ -55,7 +65,7 @@ class TpModelWorker:
         staged = self.runner.init_batch(batch)
         hidden, path = self.runner.forward(staged)
         sampled = self._sampling.run(batch, staged, rows, hidden)
-        return Ticket(batch.step, Pending(rows, path, sampled, kept=retained(staged)))
+        return Ticket(batch.step, Pending(rows, path, staged, sampled, kept=retained(staged)))
 
     @torch.inference_mode()
     def forward_batch_embedding(self, batch: ScheduleBatch) -> Ticket:
@@ -63,7 +73,7 @@ class TpModelWorker:
         staged = self.runner.init_batch(batch)
         hidden, path = self.runner.forward(staged)
         pooled = mean_pool(hidden, staged)
-        return Ticket(batch.step, Pending(plan_rows(batch), path, embeddings=pooled, kept=retained(staged)))
+        return Ticket(batch.step, Pending(plan_rows(batch), path, staged, embeddings=pooled, kept=retained(staged)))
 
     def collect(self, ticket: Ticket) -> BatchResult:
         """Wait for a step and give its results; a ticket is collected once."""
@@ -71,6 +81,7 @@ class TpModelWorker:
         if not isinstance(pending, Pending):
             raise ValueError(f"step {ticket.step} was collected before; a ticket is collected once")
         ticket.payload = None
+        self._in_flight = max(self._in_flight - 1, 0)
         sampled = pending.sampled
         rows = pending.rows
         if sampled is None:

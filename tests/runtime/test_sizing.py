@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglcore.device.config import EngineConfig
@@ -26,10 +26,10 @@ def budget(pages: float, share: float = 1.0) -> MemoryBudget:
     return MemoryBudget(100 * GIB, int(pages * PAGE_BYTES), "as the test says", share)
 
 
-def sizes(available: float, *, strict: bool = False, share: float = 1.0, **settings: Any) -> tuple[MemorySizes, Any]:
+def sizes(available: float, *, strict: bool = False, share: float = 1.0, **wanted: Any) -> tuple[MemorySizes, Any]:
     """The sizes, and the ledger's rows by topic."""
-    asked = MappingProxyType(dict.fromkeys(settings, "argument"))
-    config = EngineConfig(**{"max_requests": 4, **settings}, sources=asked)
+    asked = MappingProxyType(dict.fromkeys(wanted, "argument"))
+    config = EngineConfig(**{"max_requests": 4, **wanted}, sources=asked)
     ledger = DecisionLedger(strict=strict)
     found = size_pools(
         config,
@@ -111,10 +111,10 @@ def test_an_explicit_cache_beyond_what_is_free_is_an_error() -> None:
 
 
 def test_memory_for_not_even_one_page_is_an_error() -> None:
-    choices: list[dict[str, Any]] = [{}, {"kv_cache_memory": PAGE_BYTES - 1}]
-    for settings in choices:
-        with pytest.raises(ConfigError, match="the KV memory holds 0 tokens"):
-            sizes(0.9 if not settings else 5, **settings)
+    with pytest.raises(ConfigError, match="the KV memory holds 0 tokens"):
+        sizes(0.9)
+    with pytest.raises(ConfigError, match="the KV memory holds 0 tokens"):
+        sizes(5, kv_cache_memory=PAGE_BYTES - 1)
 
 
 def test_no_more_requests_run_than_there_are_pages_and_the_ledger_says_so() -> None:
@@ -147,6 +147,7 @@ def test_a_model_without_a_cache_needs_no_memory_to_speak_of() -> None:
     assert found == MemorySizes(PAGE, 40, CONTEXT, 4)
 
 
+@settings(deadline=None)
 @given(
     st.floats(0, 60),
     st.integers(1, 12),
@@ -156,9 +157,9 @@ def test_a_model_without_a_cache_needs_no_memory_to_speak_of() -> None:
 def test_one_request_of_the_whole_context_always_fits_into_what_was_allowed(
     available: float, max_requests: int, asked: int | None, share: float
 ) -> None:
-    settings: dict[str, Any] = {"max_requests": max_requests} | ({} if asked is None else {"max_model_len": asked})
+    wanted: dict[str, Any] = {"max_requests": max_requests} | ({} if asked is None else {"max_model_len": asked})
     try:
-        found, _ = sizes(available, share=share, **settings)
+        found, _ = sizes(available, share=share, **wanted)
     except ConfigError:
         assert available * share < -(-(asked or 1) // PAGE)
         return

@@ -349,3 +349,23 @@ def test_results_are_the_hosts_own_and_stay_as_they_are() -> None:
 def test_the_limits_are_those_it_was_made_with() -> None:
     limits = make_site().worker.limits
     assert (limits.max_model_len, limits.vocab_size) == (CONTEXT, VOCAB)
+
+
+def test_a_third_step_in_flight_is_refused_before_it_touches_anything() -> None:
+    site, desk = make_site(), Desk(4)
+    tickets = [site.worker.submit(desk.extend({1: PROMPTS[1]}, composition=0)), site.worker.submit(desk.decode(1))]
+    with pytest.raises(RuntimeError, match="2 steps are in flight"):
+        site.worker.submit(desk.decode(1))
+    site.worker.collect(tickets[0])
+    site.worker.submit(desk.decode(1))
+
+
+def test_more_pages_than_a_slot_holds_are_refused_instead_of_reaching_the_next_slot() -> None:
+    site, desk = make_site(), Desk(4)
+    batch = desk.extend({1: PROMPTS[1]}, composition=0)
+    table = site.worker.runner.attn_backend.req_to_token_pool
+    before = table.page_table.clone()
+    batch.page_counts = batch.page_counts + table.max_pages
+    with pytest.raises(ValueError, match="its slot holds"):
+        site.worker.submit(batch)
+    assert torch.equal(table.page_table, before)

@@ -23,10 +23,13 @@ class ReqToTokenPool:
         self.page_table = torch.zeros(max_requests + 1, self.max_pages, dtype=torch.int32, device=device)
 
     def append(self, batch: ScheduleBatch) -> None:
-        """Write the step's page-table differences. Host arrays in, no wait."""
+        """Write the step's page-table differences. Host arrays in, no wait. Raises ValueError if a row's do not fit."""
         if not len(batch.new_pages):
             return
         counts = np.diff(batch.new_page_offsets)
+        most = int((batch.page_counts + counts).max())
+        if most > self.max_pages:
+            raise ValueError(f"a row of step {batch.step} has {most} pages, its slot holds {self.max_pages}")
         rows = np.repeat(batch.slots, counts)
         starts = np.repeat(batch.page_counts - batch.new_page_offsets[:-1], counts)
         columns = starts + np.arange(len(batch.new_pages), dtype=np.int32)
