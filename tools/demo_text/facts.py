@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from .sampling import Split, a, draw, length, say
+from .sampling import Split, a, held_out, length, say
 from .words import (
     ANIMALS,
     CAPITALS,
@@ -24,11 +24,19 @@ from .words import (
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One question; `answer` is a sentence that is true by itself, `short` the answer in a word or two."""
+    """One question; `answer` is a sentence that is true by itself, `short` the answer in a word or two.
+
+    A fact with a single wording is always taught: holding its question out would hold out the fact.
+    """
 
     question: str
     answer: str
     short: str
+    has_one_wording: bool = False
+
+    def belongs_to(self, split: Split) -> bool:
+        """Whether the question may occur in `split`."""
+        return (held_out(self.question) and not self.has_one_wording) == (split == "test")
 
 
 def capital(rng: random.Random) -> Fact:
@@ -142,18 +150,21 @@ def quantity(rng: random.Random) -> Fact:
     value = rng.randrange(len(NUMBER_WORDS))
     return rng.choice(
         (
-            Fact(f"How many sides does {a(shape)} have?", f"{a(shape).capitalize()} has {sides} sides.", str(sides)),
+            Fact(
+                f"How many sides does {a(shape)} have?", f"{a(shape).capitalize()} has {sides} sides.", str(sides), True
+            ),
             Fact(f"Which is bigger, {first} or {second}?", f"{high} is bigger than {low}.", str(high)),
             Fact(f"Which is smaller, {first} or {second}?", f"{low} is smaller than {high}.", str(low)),
             Fact(
                 f"How do you write {value} as a word?",
                 f"{value} is written {NUMBER_WORDS[value]}.",
                 NUMBER_WORDS[value],
+                True,
             ),
-            Fact("How many days are in a week?", "There are 7 days in a week.", "7"),
-            Fact("How many months are in a year?", "There are 12 months in a year.", "12"),
-            Fact("How many hours are in a day?", "There are 24 hours in a day.", "24"),
-            Fact("How many minutes are in an hour?", "There are 60 minutes in an hour.", "60"),
+            Fact("How many days are in a week?", "There are 7 days in a week.", "7", True),
+            Fact("How many months are in a year?", "There are 12 months in a year.", "12", True),
+            Fact("How many hours are in a day?", "There are 24 hours in a day.", "24", True),
+            Fact("How many minutes are in an hour?", "There are 60 minutes in an hour.", "60", True),
         )
     )
 
@@ -209,7 +220,10 @@ def fact(rng: random.Random, split: Split) -> Fact:
     """A fact whose question belongs to `split`: the test asks known facts in wordings that were never seen with them."""
     makers = tuple(maker for maker, _ in FACTS.values())
     weights = tuple(weight for _, weight in FACTS.values())
-    return draw(lambda: rng.choices(makers, weights)[0](rng), lambda found: found.question, split)
+    while True:
+        found = rng.choices(makers, weights)[0](rng)
+        if found.belongs_to(split):
+            return found
 
 
 def statements(rng: random.Random, split: Split) -> str:

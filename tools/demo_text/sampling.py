@@ -2,7 +2,7 @@
 
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypeVar
 
 from .words import BOYS, GIRLS, PEOPLE
@@ -18,14 +18,6 @@ ENDINGS = ("n", "l", "s", "ra", "na", "lo", "ko", "mi", "ta", "x", "ck", "rin", 
 def held_out(key: str) -> bool:
     """Whether the example named `key` belongs to the test split: one in ten, by checksum, the same on every machine."""
     return zlib.crc32(key.encode()) % 10 == 0
-
-
-def draw(make: Callable[[], Item], key: Callable[[Item], str], split: Split) -> Item:
-    """Call `make` until it returns an item whose key belongs to `split`."""
-    while True:
-        item = make()
-        if held_out(key(item)) == (split == "test"):
-            return item
 
 
 def say(rng: random.Random, choices: Sequence[str], **words: object) -> str:

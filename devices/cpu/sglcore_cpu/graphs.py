@@ -14,7 +14,7 @@ class CompiledStep:
     def __init__(self, step: Callable[[], Tensor]) -> None:
         # A bucket never changes, so nothing is guarded: its code is found by its own entry, and what another user of
         # torch does to the process (threads, for one) recompiles nothing while requests wait.
-        self._step = torch.compile(
+        self._step = torch.compile(  # pyright: ignore[reportCallIssue]  the overloads lack isolate_recompiles
             step, fullgraph=True, dynamic=False, isolate_recompiles=True, options={"guard_filter_fn": _no_guards}
         )
         self._step()

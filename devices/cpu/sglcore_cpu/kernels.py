@@ -23,6 +23,19 @@ def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_c
     v_cache.index_copy_(0, out_cache_loc, value.to(v_cache.dtype))
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """One fused call: the layer norm of (x, -x), whose mean is 0 and whose variance is the mean square of x."""
+    size = x.shape[-1]
+    normed = F.layer_norm(torch.cat((x, -x), dim=-1), (2 * size,), None, None, eps)
+    return normed[..., :size] * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Adds into `residual`, which its caller does not use afterwards."""
+    total = residual.add_(x)
+    return rms_norm(total, weight, eps), total
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A packed weight goes to the library that packed it."""
     if weight.is_mkldnn:
@@ -113,6 +126,8 @@ def kernels() -> KernelTable:
     return reference_kernels().replace(
         linear=linear,
         pack_linear=pack_linear,
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
         moe=moe,
         rotary=Rotary(),
         store_kv=store_kv,

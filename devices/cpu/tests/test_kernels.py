@@ -37,6 +37,18 @@ def test_linear_over_packed_weights_is_the_reference(tokens: int, dtype: torch.d
 
 
 @DTYPES
+@pytest.mark.parametrize("shape", [(0, 48), (1, 48), (17, 48), (3, 4, 10)])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 200.0])
+def test_norms_are_the_reference_at_every_magnitude(shape: tuple[int, ...], scale: float, dtype: torch.dtype) -> None:
+    x, weight = random(*shape, dtype=dtype) * scale, random(shape[-1], seed=1, dtype=dtype)
+    check(kernels().rms_norm(x, weight, 1e-6), REFERENCE.rms_norm(x, weight, 1e-6))
+    residual = random(*shape, seed=2, dtype=dtype) * scale
+    found = kernels().add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
+    for mine, expected in zip(found, REFERENCE.add_rms_norm(x, residual, weight, 1e-6), strict=True):
+        check(mine / scale, expected / scale)
+
+
+@DTYPES
 @TOKENS
 @pytest.mark.parametrize("fused", [True, False])
 def test_rotary_is_the_reference_on_neighbours_and_apart(tokens: int, dtype: torch.dtype, fused: bool) -> None:
