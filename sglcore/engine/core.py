@@ -5,6 +5,7 @@ Not thread-safe: one owner calls `add`, `abort` and `step`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -41,7 +42,8 @@ class Engine:
     ) -> None:
         self.worker = worker
         self.codec = TextCodec(model_path)
-        self.eos_ids = eos_token_ids(model_path)
+        self.vocab_size = worker.limits.vocab_size
+        self.eos_ids = frozenset(token_id for token_id in eos_token_ids(model_path) if token_id < self.vocab_size)
         self.scheduler = Scheduler(worker.limits, prefix_cache=prefix_cache)
         self.loop = Loop(self.scheduler, worker, overlap=overlap)
         self._groups: dict[str, Group] = {}
@@ -59,6 +61,7 @@ class Engine:
         if name in self._groups:
             raise TextError(f"request id {name!r} is in use", remedy="give each request its own id")
         ids = self._tokens(prompt)
+        self._check_ids(params)
         seed = params.seed if params.seed is not None else fresh_seed()
         requests = self._requests(name, ids, params, seed)
         scored: list[TokenLogprob | None] | None = [None] if params.prompt_logprobs is not None else None
@@ -90,16 +93,19 @@ class Engine:
         """float32 [hidden] for each prompt: the mean of its last hidden states, of length 1. Waits."""
         if self.worker.limits.generates:
             raise TextError("this checkpoint generates text", wanted="an encoder, such as BERT", remedy="use generate")
-        requests = []
-        for prompt in prompts:
-            request = Request(
-                f"embed-{next(self._numbers)}", np.array(self._tokens(prompt), np.int32), SamplingParams(), task="embed"
-            )
-            self.scheduler.add(request)
-            requests.append(request)
-        while self.loop.has_work:
-            self.step()
-        return [request.embedding for request in requests if request.embedding is not None]
+        requests: list[Request] = []
+        try:
+            for prompt in prompts:
+                ids = np.array(self._tokens(prompt))
+                requests.append(Request(f"embed-{next(self._numbers)}", ids, SamplingParams(), task="embed"))
+                self.scheduler.add(requests[-1])
+            while self.loop.has_work:
+                self.step()
+        except BaseException:
+            for request in requests:
+                self.scheduler.abort(request.rid)
+            raise
+        return [_embedding(request) for request in requests]
 
     def close(self) -> None:
         """Drop what is in flight and free the worker. Idempotent."""
@@ -109,11 +115,24 @@ class Engine:
     def _tokens(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.codec.encode(prompt)
-        return [int(token_id) for token_id in prompt]
+        try:
+            return [operator.index(token_id) for token_id in prompt]
+        except TypeError as error:
+            raise TextError(f"this prompt can not be read: {error}", wanted="text, or a list of token ids") from None
+
+    def _check_ids(self, params: SamplingParams) -> None:
+        """An id beyond the vocabulary would bias another row's logits."""
+        highest = max((*params.logit_bias, *params.stop_token_ids), default=0)
+        if highest >= self.vocab_size:
+            raise TextError(
+                f"logit_bias or stop_token_ids name token id {highest}",
+                wanted=f"0..{self.vocab_size - 1}",
+                remedy="use the ids of this model's tokenizer",
+            )
 
     def _requests(self, name: str, ids: list[int], params: SamplingParams, seed: int) -> list[Request]:
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
-        prompt = np.array(ids, dtype=np.int32)
+        prompt = np.array(ids)
         requests: list[Request] = []
         for index in range(params.n):
             leader = requests[0] if requests else None
@@ -130,6 +149,7 @@ class Engine:
                     params.stop,
                     skip_special=params.skip_special_tokens,
                     include_stop=params.include_stop_str_in_output,
+                    prompt=group.output.prompt_token_ids,
                 )
             )
         self._groups[group.output.request_id] = group
@@ -138,7 +158,9 @@ class Engine:
         request = update.request
         if request.task == "embed":
             return None
-        group, index = self._groups[request.rid.rpartition("/")[0]], request.sample_index
+        group, index = self._groups.get(request.rid.rpartition("/")[0]), request.sample_index
+        if group is None or group.output.outputs[index].finish_reason is not None:
+            return None  # its text ended at a stop string while more news of it were on their way
         completion, text = group.output.outputs[index], group.texts[index]
         shown = self._take_tokens(group, completion, text, update)
         if text.stopped_by is not None and not update.finished:
@@ -168,8 +190,15 @@ class Engine:
         completion.error = request.error
         output = group.output
         output.cached_tokens = max(output.cached_tokens, request.cached_tokens)
-        if output.prompt_logprobs is not None and len(output.prompt_logprobs) == 1:
+        is_scored = request.scored_tokens == len(request.prompt_ids) - 1
+        if output.prompt_logprobs is not None and len(output.prompt_logprobs) == 1 and is_scored:
             output.prompt_logprobs += _prompt_scores(request, group.params.prompt_logprobs or 0)
+
+
+def _embedding(request: Request) -> np.ndarray:
+    if request.embedding is None:
+        raise TextError(f"{request.rid!r} has no embedding: {request.error or 'it was aborted'}")
+    return request.embedding
 
 
 def _wanted(params: SamplingParams) -> list[TokenLogprob] | None:

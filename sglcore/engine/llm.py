@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from sglcore.device.config import EngineConfig, resolve_config
 from sglcore.device.ledger import DecisionLedger
 from sglcore.engine.core import Engine, Prompt
-from sglcore.engine.outputs import Piece, RequestOutput
+from sglcore.engine.outputs import Completion, Piece, RequestOutput
 from sglcore.engine.progress import Progress, quiet
 from sglcore.engine.start import start
 from sglcore.engine.text import TextError
@@ -30,6 +31,7 @@ class LLM:
     def __init__(self, model: str | None = None, *, show_progress: bool = False, **settings: Any) -> None:
         self.config: EngineConfig = resolve_config({"model": model, **settings})
         self._progress = Progress() if show_progress else quiet()
+        self._news: dict[str, deque[Piece]] = {}
         with self._progress:
             self.started = start(self.config, self._progress.phase)
         self.engine = Engine(
@@ -55,20 +57,34 @@ class LLM:
         """
         asked = _as_list(prompts)
         wanted = _as_params(params, len(asked))
-        outputs = [self._add(prompt, each) for prompt, each in zip(asked, wanted, strict=True)]
-        self._run(outputs)
+        outputs: list[RequestOutput] = []
+        try:
+            for prompt, each in zip(asked, wanted, strict=True):
+                outputs.append(self._add(prompt, each))
+            self._run(outputs)
+        except BaseException:
+            for output in outputs:
+                self.engine.abort(output.request_id)
+            raise
         return outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Piece, None, None]:
-        """Complete one prompt, yielding text as it becomes final. Closing the iterator aborts the request."""
+        """Complete one prompt, yielding text as it becomes final. Closing the iterator aborts the request.
+
+        Several may be open, and `generate` may be called meanwhile: each step serves them all.
+        """
         output = self.engine.add(prompt, params or SamplingParams())
+        news = self._news[output.request_id] = deque()
         try:
-            while not output.finished:
-                yield from (piece for piece in self.engine.step() if piece.request_id == output.request_id)
+            while news or not output.finished:
+                if not news:
+                    self._step()
+                while news:
+                    yield news.popleft()
         finally:
-            if not output.finished:
-                self.engine.abort(output.request_id)
-                self._run([output])
+            del self._news[output.request_id]
+            self.engine.abort(output.request_id)
+            self._run([output])
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation in the checkpoint's own chat format."""
@@ -104,19 +120,23 @@ class LLM:
         total = sum(len(output.outputs) for output in outputs)
         with self._progress:
             while not all(output.finished for output in outputs):
-                self.engine.step()
+                self._step()
                 done = sum(c.finish_reason is not None for output in outputs for c in output.outputs)
                 self._progress.phase("generating", done, total)
-            while self.engine.has_work:
-                self.engine.step()
+            while self.engine.has_work and not self._news:
+                self._step()
+
+    def _step(self) -> None:
+        for piece in self.engine.step():
+            if piece.request_id in self._news:
+                self._news[piece.request_id].append(piece)
 
 
 def _refused(prompt: Prompt, params: SamplingParams, reason: str) -> RequestOutput:
-    from sglcore.engine.outputs import Completion
-
     text = prompt if isinstance(prompt, str) else None
+    ids = list(prompt) if text is None and isinstance(prompt, (Sequence, np.ndarray)) else []
     failed = Completion(0, params.seed or 0, finish_reason="error", error=reason)
-    return RequestOutput("refused", text, [] if text is not None else list(prompt), [failed])  # pyright: ignore
+    return RequestOutput("refused", text, ids, [failed])  # pyright: ignore[reportArgumentType]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

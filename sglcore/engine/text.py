@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from sglcore.device.errors import ConfigError, SglcoreError
+
+CONTEXT = 8
+"""Tokens of the prompt that are decoded with the first new ones."""
+
+UNKNOWN = "\ufffd"
+"""What an incomplete character decodes to."""
 
 
 class TextError(SglcoreError, ValueError):
@@ -39,7 +44,10 @@ class TextCodec:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text; `special` adds what the checkpoint puts around a prompt (such as BOS)."""
-        return self.tokenizer.encode(text, add_special_tokens=special).ids
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=special).ids
+        except TypeError:
+            raise TextError(f"{text!r:.60} holds lone surrogates", wanted="text that UTF-8 can encode") from None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
@@ -72,16 +80,25 @@ class GrowingText:
     """The text of tokens that arrive one after another, cut at stop strings.
 
     `push` returns what may be shown: never half a character, never the beginning of something that may become a stop
-    string. `stopped_by` is the stop string that ended the text.
+    string. `stopped_by` is the stop string that ended the text. `prompt` ends with the tokens before the first one, which
+    decide whether that begins with a space.
     """
 
-    def __init__(self, codec: TextCodec, stop: Sequence[str], *, skip_special: bool, include_stop: bool) -> None:
+    def __init__(
+        self,
+        codec: TextCodec,
+        stop: Sequence[str],
+        *,
+        skip_special: bool,
+        include_stop: bool,
+        prompt: Sequence[int] = (),
+    ) -> None:
         self._codec = codec
-        self._stream = DecodeStream(skip_special_tokens=skip_special)
         self._skip_special = skip_special
         self._stop = tuple(stop)
         self._include_stop = include_stop
-        self._ids: list[int] = []
+        self._ids = list(prompt[-CONTEXT:])
+        self._first, self._read = 0, len(self._ids)
         self._shown = 0
         self.text = ""
         self.stopped_by: str | None = None
@@ -92,18 +109,23 @@ class GrowingText:
             if self.stopped_by is not None:
                 break
             self._ids.append(token_id)
-            piece = self._stream.step(self._codec.tokenizer, token_id)
-            if piece:
+            piece = self._pending()
+            if piece and not piece.endswith(UNKNOWN):
                 self._append(piece)
+                self._first, self._read = self._read, len(self._ids)
         return self._show(len(self.text) - self._held_back())
 
     def finish(self) -> str:
         """No more tokens come; returns the rest, with what an incomplete last character decodes to."""
         if self.stopped_by is None:
-            whole = self._codec.decode(self._ids, skip_special_tokens=self._skip_special)
-            if whole.startswith(self.text):
-                self._append(whole[len(self.text) :])
+            self._append(self._pending())
         return self._show(len(self.text))
+
+    def _pending(self) -> str:
+        """What the unread tokens add to the text of those before them, which decoders need for spaces and bytes."""
+        known, ids = self._read - self._first, self._ids[self._first :]
+        before = self._codec.decode(ids[:known], skip_special_tokens=self._skip_special)
+        return self._codec.decode(ids, skip_special_tokens=self._skip_special)[len(before) :]
 
     def _append(self, piece: str) -> None:
         first = max(len(self.text) - max(map(len, self._stop), default=0), 0)

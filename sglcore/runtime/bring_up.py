@@ -205,6 +205,11 @@ def _capture(
             config.graph_buckets,
             lambda done, total: progress("capturing graphs", done, total),
         )
+    if not captured.buckets:
+        raise ConfigError(
+            f"graph_buckets {config.graph_buckets} has no size for at most {runner.decode_registry.max_bs} requests",
+            remedy="give one, or set graph to off",
+        )
     sizes = ", ".join(map(str, captured.buckets))
     ledger.record(Row("graph", config.graph, config.graph, f"decode at batch sizes {sizes}", "--graph off"))
     return captured

@@ -76,7 +76,7 @@ class GraphRunner:
         self.attn_backend = attn_backend
         self._context = context
         self._forward = forward
-        self._sizes = tuple(sorted(size for size in set(buckets) if size <= registry.max_bs))
+        self._sizes = tuple(sorted(size for size in set(buckets) if 0 < size <= registry.max_bs))
         self._captured: dict[int, CapturedBucket] = {}
         self._absent: tuple[str, ...] = ()
         registry.freeze()

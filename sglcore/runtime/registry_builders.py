@@ -90,7 +90,7 @@ def _common_slots(
         dtype = torch.int32 if facts.cache_loc_dtype == "int32" else torch.int64
         location = replace(spec_of(ForwardBatch, "out_cache_loc"), dtype=dtype)
         slots.append(Slot(location, post_fill=cache_locations(pool, compute)))
-    slots.append(Slot(spec_of(ForwardBatch, "num_token_non_padded"), post_fill=count_real_tokens))
+    slots.append(Slot(spec_of(ForwardBatch, "num_token_non_padded"), post_fill=RealTokens()))
     if register_global_num_tokens:
         spec = spec_of(ForwardBatch, "global_num_tokens")
         slots.append(Slot(spec, width=num_ranks, post_fill=count_global_tokens))
@@ -116,9 +116,20 @@ def cache_locations(pool: ReqToTokenPool, compute: Compute) -> Callable[[Tensor,
     return post_fill
 
 
-def count_real_tokens(view: Tensor, batch: ForwardBatch, ctx: FillContext) -> None:
-    """How many leading tokens are real; a kernel that routes tokens ignores the others."""
-    view.fill_(ctx.raw_num_tokens)
+class RealTokens:
+    """Writes how many leading tokens are real; a kernel that routes tokens ignores the others. Unchanged is not rewritten."""
+
+    __slots__ = ("_written",)
+
+    def __init__(self) -> None:
+        self._written = (0, -1)
+
+    def __call__(self, view: Tensor, batch: ForwardBatch, ctx: FillContext) -> None:
+        """As a slot's `post_fill`."""
+        wanted = (view.data_ptr(), ctx.raw_num_tokens)
+        if wanted != self._written:
+            view.fill_(ctx.raw_num_tokens)
+            self._written = wanted
 
 
 def count_global_tokens(view: Tensor, batch: ForwardBatch, ctx: FillContext) -> None:

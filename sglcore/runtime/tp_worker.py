@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,15 +20,19 @@ from sglcore.runtime.token_table import TokenTable
 
 @dataclass(slots=True)
 class Pending:
-    """What a ticket holds until it is collected: results on the device, and all that the device still reads: the staged
-    batch with its plan, and every tensor of it."""
+    """What a ticket holds until it is collected: results on the device, and the staged batch with its plan, which is all
+    that the device still reads."""
 
     rows: RowPlan
     path: str
     batch: ForwardBatch
     sampled: Sampled | None = None
     embeddings: Tensor | None = None
-    kept: list[Tensor] = field(default_factory=list)
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """Every tensor of the batch, by its declarations: what other streams must be told about."""
+        return retained(self.batch)
 
 
 class TpModelWorker:
@@ -65,7 +69,7 @@ class TpModelWorker:
         staged = self.runner.init_batch(batch)
         hidden, path = self.runner.forward(staged)
         sampled = self._sampling.run(batch, staged, rows, hidden)
-        return Ticket(batch.step, Pending(rows, path, staged, sampled, kept=retained(staged)))
+        return Ticket(batch.step, Pending(rows, path, staged, sampled))
 
     @torch.inference_mode()
     def forward_batch_embedding(self, batch: ScheduleBatch) -> Ticket:
@@ -73,7 +77,7 @@ class TpModelWorker:
         staged = self.runner.init_batch(batch)
         hidden, path = self.runner.forward(staged)
         pooled = mean_pool(hidden, staged)
-        return Ticket(batch.step, Pending(plan_rows(batch), path, staged, embeddings=pooled, kept=retained(staged)))
+        return Ticket(batch.step, Pending(plan_rows(batch), path, staged, embeddings=pooled))
 
     def collect(self, ticket: Ticket) -> BatchResult:
         """Wait for a step and give its results; a ticket is collected once."""

@@ -102,6 +102,8 @@ class ReferenceAttention(AttentionBackend):
         assert slots is not None and seq_lens is not None and lens is not None
         if count != len(slots):
             slots, seq_lens, lens = slots[:count], seq_lens[:count], lens[:count]
+        if count == 1:
+            return SingleRows(1, slots, seq_lens, int(lens[0]), int(lens[0]))
         return SingleRows(count, slots, seq_lens, int(lens.max()), int(lens.min()))
 
     def _gather(self, part: SingleRows, window: Window) -> tuple[Tensor, Tensor | None]:
