@@ -38,7 +38,7 @@ def explain(
             "graph": graph,
             "attention_backend": attention_backend,
             "max_model_len": max_model_len,
-            "kv_cache_memory": options.memory_bytes(kv_cache_memory),
+            "kv_cache_memory": kv_cache_memory,
             "strict": strict,
         }
     )

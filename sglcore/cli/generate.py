@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -54,6 +55,8 @@ def generate(
     from sglcore.cli.banner import show_banner
     from sglcore.engine.llm import LLM
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a mark instead
     text = sys.stdin.read() if prompt == "-" else prompt
     llm = LLM(
         model,
@@ -64,7 +67,7 @@ def generate(
         graph=graph,
         attention_backend=attention_backend,
         max_model_len=max_model_len,
-        kv_cache_memory=options.memory_bytes(kv_cache_memory),
+        kv_cache_memory=kv_cache_memory,
         strict=strict,
         max_requests=1,
     )

@@ -15,16 +15,3 @@ Attention = Annotated[str | None, typer.Option("--attention-backend", help="An a
 MaxModelLen = Annotated[int | None, typer.Option(help="Tokens of context; left out, the checkpoint's own.")]
 KVMemory = Annotated[str | None, typer.Option("--kv-cache-memory", help="Memory for the KV cache, such as 512M or 4G.")]
 Strict = Annotated[bool | None, typer.Option("--strict", help="Refuse to start with anything less than was asked for.")]
-
-
-def memory_bytes(text: str | None) -> int | None:
-    """Bytes of a size such as 512M, 4G or 1073741824; raises ConfigError for anything else."""
-    from sglcore.device.errors import ConfigError
-
-    if text is None:
-        return None
-    unit = {"K": 10, "M": 20, "G": 30, "T": 40}.get(text[-1:].upper())
-    try:
-        return int(float(text[:-1]) * (1 << unit)) if unit else int(text)
-    except ValueError:
-        raise ConfigError(f"kv-cache-memory is {text!r}", wanted="a size such as 512M, 4G or 1073741824") from None

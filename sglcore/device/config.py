@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from types import MappingProxyType
+from typing import Any
 
 from sglcore.device.errors import ConfigError
+
+PREFIX = "SGLCORE_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,33 +49,81 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {value}; it must be at least 1. Give a positive number or leave it out.")
 
 
-_CASTS = MappingProxyType({"int": int, "int | None": int, "str": str, "str | None": str})
+_UNITS = MappingProxyType({"K": 10, "M": 20, "G": 30, "T": 40})
 
 
 def resolve_config(given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> EngineConfig:
-    """Merge explicit arguments with `SGLCORE_*` variables (arguments win); unknown names and bad values are errors."""
+    """Merge explicit arguments with `SGLCORE_*` variables (arguments win; an empty variable is none).
+
+    Unknown names and values of another kind are errors that say what is known or wanted.
+    """
     known = {item.name: str(item.type) for item in fields(EngineConfig) if item.name != "sources"}
     values = {name: value for name, value in given.items() if value is not None}
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise ConfigError(f"unknown setting {', '.join(unknown)}; known settings: {', '.join(sorted(known))}.")
+    _refuse_unknown("setting", values, known)
+    variables = {name.removeprefix(PREFIX).lower(): text for name, text in environ.items() if name.startswith(PREFIX)}
+    _refuse_unknown(
+        "variable", [f"{PREFIX}{name.upper()}" for name in variables], [f"{PREFIX}{n.upper()}" for n in known]
+    )
     sources = dict.fromkeys(values, "argument")
-    for name, kind in known.items():
-        variable = f"SGLCORE_{name.upper()}"
-        if name not in values and variable in environ:
-            values[name] = _parse(variable, environ[variable], kind)
-            sources[name] = variable
-    return replace(EngineConfig(**values), sources=MappingProxyType(sources))  # pyright: ignore[reportArgumentType]
+    checked = {name: _checked(name, value, known[name]) for name, value in values.items()}
+    for name, text in variables.items():
+        if name not in values and text:
+            sources[name] = f"{PREFIX}{name.upper()}"
+            checked[name] = _parsed(sources[name], text, known[name])
+    return replace(EngineConfig(**checked), sources=MappingProxyType(sources))
 
 
-def _parse(variable: str, text: str, kind: str) -> object:
+def _refuse_unknown(what: str, names: Iterable[str], known: Collection[str]) -> None:
+    for name in sorted(set(names) - set(known)):
+        near = get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+        raise ConfigError(f"unknown {what} {name}", remedy=hint)
+
+
+def _checked(name: str, value: object, kind: str) -> Any:
+    """A value given by name, of the declared kind."""
+    if name == "kv_cache_memory" and isinstance(value, str):
+        return memory_bytes(name, value)
+    if kind == "bool":
+        fits = isinstance(value, bool)
+    elif kind.startswith("tuple"):
+        fits = isinstance(value, (tuple, list)) and all(_is_integer(item) for item in value)
+        value = tuple(value) if fits and isinstance(value, (tuple, list)) else value
+    elif kind.startswith("int"):
+        fits = _is_integer(value)
+    else:
+        fits = isinstance(value, (str, os.PathLike))
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not fits:
+        raise ConfigError(f"{name} is {value!r}", wanted=kind.replace(" | None", ""), remedy=f"correct {name}")
+    return value
+
+
+def _parsed(variable: str, text: str, kind: str) -> Any:
+    """The value of a variable, of the declared kind."""
+    if variable == f"{PREFIX}KV_CACHE_MEMORY":
+        return memory_bytes(variable, text)
     if kind == "bool":
         if text.lower() not in ("0", "1", "true", "false"):
-            raise ConfigError(f"{variable} is {text!r}; it must be 0 or 1.")
+            raise ConfigError(f"{variable} is {text!r}", wanted="0 or 1")
         return text.lower() in ("1", "true")
     try:
         if kind.startswith("tuple"):
             return tuple(int(part) for part in text.split(","))
-        return _CASTS[kind](text)
+        return int(text) if kind.startswith("int") else text
     except ValueError:
-        raise ConfigError(f"{variable} is {text!r}; it must be of type {kind}.") from None
+        raise ConfigError(f"{variable} is {text!r}", wanted=kind.replace(" | None", "")) from None
+
+
+def memory_bytes(name: str, text: str) -> int:
+    """Bytes of a size such as 512M, 4G or 1073741824; raises ConfigError for anything else."""
+    shift = _UNITS.get(text[-1:].upper())
+    try:
+        number = float(text[:-1]) * (1 << shift) if shift else float(text)
+        return int(number)
+    except (ValueError, OverflowError):
+        raise ConfigError(f"{name} is {text!r}", wanted="a size such as 512M, 4G or 1073741824") from None
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -42,7 +42,7 @@ class Limits:
         return self.num_pages * self.page_size
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Ticket:
     """A submitted step. `payload` belongs to the worker: results to come and all that the device still reads."""
 

@@ -47,6 +47,7 @@ class Engine:
         self.scheduler = Scheduler(worker.limits, prefix_cache=prefix_cache)
         self.loop = Loop(self.scheduler, worker, overlap=overlap)
         self._groups: dict[str, Group] = {}
+        self._closed = False
         self._numbers = count()
 
     @property
@@ -57,7 +58,9 @@ class Engine:
     def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> RequestOutput:
         """Queue a prompt; its output object fills up as steps run. Raises RequestError or TextError, and then nothing
         was queued."""
-        name = request_id if request_id is not None else f"request-{next(self._numbers)}"
+        if self._closed:
+            raise TextError("this engine is closed", remedy="start another")
+        name = request_id if request_id is not None else self._free_name()
         if name in self._groups:
             raise TextError(f"request id {name!r} is in use", remedy="give each request its own id")
         ids = self._tokens(prompt)
@@ -85,9 +88,9 @@ class Engine:
             updates = self.loop.step()
         except BaseException:
             for update in self.loop.drain():
-                self._absorb(update)
+                self._absorb_safely(update)
             raise
-        return [piece for update in updates if (piece := self._absorb(update)) is not None]
+        return [piece for update in updates if (piece := self._absorb_safely(update)) is not None]
 
     def embed(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
         """float32 [hidden] for each prompt: the mean of its last hidden states, of length 1. Waits."""
@@ -109,8 +112,14 @@ class Engine:
 
     def close(self) -> None:
         """Drop what is in flight and free the worker. Idempotent."""
-        self.loop.drain()
-        self.worker.close()
+        if not self._closed:
+            self._closed = True
+            self.loop.drain()
+            self.worker.close()
+
+    def _free_name(self) -> str:
+        names = (f"request-{number}" for number in self._numbers)
+        return next(name for name in names if name not in self._groups)
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -153,6 +162,23 @@ class Engine:
                 )
             )
         self._groups[group.output.request_id] = group
+
+    def _absorb_safely(self, update: Update) -> Piece | None:
+        """As `_absorb`; what goes wrong with one request's text ends that request and no other."""
+        try:
+            return self._absorb(update)
+        except Exception as error:
+            return self._fail(update.request, f"its text can not be made: {type(error).__name__}: {error}")
+
+    def _fail(self, request: Request, reason: str) -> Piece:
+        name = request.rid.rpartition("/")[0]
+        group = self._groups[name]
+        completion = group.output.outputs[request.sample_index]
+        completion.finish_reason, completion.error = "error", reason
+        self.scheduler.abort(request.rid)
+        if group.output.finished:
+            del self._groups[name]
+        return Piece(name, request.sample_index, "", (), "error")
 
     def _absorb(self, update: Update) -> Piece | None:
         request = update.request

@@ -34,12 +34,16 @@ class LLM:
         self._news: dict[str, deque[Piece]] = {}
         with self._progress:
             self.started = start(self.config, self._progress.phase)
-        self.engine = Engine(
-            self.started.worker,
-            self.started.model_path,
-            overlap=self.config.overlap,
-            prefix_cache=self.config.prefix_cache,
-        )
+        try:
+            self.engine = Engine(
+                self.started.worker,
+                self.started.model_path,
+                overlap=self.config.overlap,
+                prefix_cache=self.config.prefix_cache,
+            )
+        except BaseException:
+            self.started.worker.close()
+            raise
 
     @property
     def ledger(self) -> DecisionLedger:
@@ -96,7 +100,8 @@ class LLM:
 
     def embed(self, prompts: Prompt | Sequence[Prompt]) -> np.ndarray:
         """float32 [prompts, hidden], each row of length 1; for encoder checkpoints."""
-        return np.stack(self.engine.embed(_as_list(prompts)))
+        found = self.engine.embed(_as_list(prompts))
+        return np.stack(found) if found else np.zeros((0, 0), np.float32)
 
     def close(self) -> None:
         """Free the device. Idempotent."""
@@ -117,19 +122,24 @@ class LLM:
             return _refused(prompt, params, str(error))
 
     def _run(self, outputs: Sequence[RequestOutput]) -> None:
+        names = {output.request_id for output in outputs}
         total = sum(len(output.outputs) for output in outputs)
+        done = sum(c.finish_reason is not None for output in outputs for c in output.outputs)
         with self._progress:
-            while not all(output.finished for output in outputs):
-                self._step()
-                done = sum(c.finish_reason is not None for output in outputs for c in output.outputs)
+            while done < total:
+                ended = [piece for piece in self._step() if piece.finish_reason is not None]
+                done += sum(piece.request_id in names for piece in ended)
                 self._progress.phase("generating", done, total)
             while self.engine.has_work and not self._news:
                 self._step()
 
-    def _step(self) -> None:
-        for piece in self.engine.step():
+    def _step(self) -> list[Piece]:
+        """One step for everybody: the pieces of open streams are kept for them."""
+        pieces = self.engine.step()
+        for piece in pieces:
             if piece.request_id in self._news:
                 self._news[piece.request_id].append(piece)
+        return pieces
 
 
 def _refused(prompt: Prompt, params: SamplingParams, reason: str) -> RequestOutput:
@@ -151,6 +161,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if isinstance(params, Mapping) or not all(isinstance(item, SamplingParams) for item in params):
+        raise TextError(f"found {type(params).__name__} as sampling parameters", wanted="SamplingParams(...)")
     if len(params) != count:
         raise TextError(f"found {len(params)} sampling parameters for {count} prompts", wanted="one, or one for each")
     return list(params)

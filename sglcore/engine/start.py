@@ -86,21 +86,17 @@ def start(config: EngineConfig, progress: Progress = no_progress) -> Started:
     begin = time.perf_counter()
     built = order.run(given, report=seconds.__setitem__)
     seconds["total"] = time.perf_counter() - begin
-    ledger.record(*_schedule_rows(config, built["worker"].limits))
-    return Started(built["worker"], ledger, choice, facts, folder, seconds)
+    worker: ModelWorker = built["worker"]
+    try:
+        ledger.record(*_schedule_rows(config, worker.limits))
+    except BaseException:
+        worker.close()
+        raise
+    return Started(worker, ledger, choice, facts, folder, seconds)
 
 
 def _schedule_rows(config: EngineConfig, limits: Limits) -> tuple[Row, ...]:
     """What the scheduler will do within the worker's limits."""
-    fewer = limits.max_requests < config.max_requests
-    requests = Row(
-        "requests",
-        str(config.max_requests),
-        str(limits.max_requests),
-        f"{limits.num_pages} pages hold no more" if fewer else "slots on the device",
-        "raise kv_cache_memory" if fewer else "set max_requests",
-        downgrade=fewer and "max_requests" in config.sources,
-    )
     asked, serial = _switch(config.overlap), config.overlap and not limits.can_overlap
     overlap = Row(
         "overlap",
@@ -110,7 +106,7 @@ def _schedule_rows(config: EngineConfig, limits: Limits) -> tuple[Row, ...]:
         downgrade=serial,
     )
     prefix = Row("prefix cache", _switch(config.prefix_cache), _switch(config.prefix_cache), "whole pages are shared")
-    return requests, overlap, prefix
+    return overlap, prefix
 
 
 def _switch(on: bool) -> str:

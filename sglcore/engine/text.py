@@ -30,7 +30,7 @@ class TextCodec:
         if not file.is_file():
             raise ConfigError(
                 f"there is no tokenizer.json in {folder}",
-                remedy="save the fast tokenizer beside the weights, or give token ids as prompts",
+                remedy="save the fast tokenizer beside the weights",
             )
         try:
             self.tokenizer = Tokenizer.from_file(str(file))

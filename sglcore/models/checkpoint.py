@@ -63,6 +63,8 @@ def choose_dtype(asked: str, stored: str, preferred: str | None) -> Row:
         effective, reason = asked, "asked for"
     elif stored in _HALF and preferred in _HALF and stored != preferred:
         effective, reason = str(preferred), f"this device prefers it to the checkpoint's {stored}"
+    elif stored == "float64":
+        effective, reason = "float32", "the checkpoint's float64 is wider than anything is computed in"
     else:
         effective, reason = stored, "the checkpoint's own"
     if effective not in _COMPUTE:

@@ -38,6 +38,10 @@ class Entry:
     end: int
 
 
+HOST = torch.device("cpu")
+"""Where a file is read into."""
+
+
 class SafetensorsFile:
     """An open file and its `entries`, in the order of their bytes. Raises `CheckpointError` if it is damaged."""
 
@@ -60,7 +64,7 @@ class SafetensorsFile:
         Reads into the target's own memory where that is host memory of the same dtype.
         """
         dtype = DTYPES[entry.dtype]
-        is_direct = target.device.type == "cpu" and target.dtype == dtype
+        is_direct = target.device == HOST and target.dtype == dtype
         flat, count = target.view(target.numel()), PIECE_BYTES // dtype.itemsize
         self._file.seek(entry.start)
         for first in range(0, flat.numel(), count):

@@ -194,6 +194,10 @@ def _capture(
         raise ConfigError(
             f"graph kind {config.graph!r} is not offered by device {package.name!r}", wanted=f"off or one of {kinds}"
         )
+    if runner.attn_backend.shape.is_encoder:
+        reason = "an encoder does not decode, and graphs are for decoding"
+        ledger.record(Row("graph", config.graph, "eager", reason, "--graph off", downgrade=True))
+        return None
     backend = resolve(package.graphs[config.graph], package.name)()
     with torch.inference_mode():
         captured = GraphRunner(
@@ -211,7 +215,15 @@ def _capture(
             remedy="give one, or set graph to off",
         )
     sizes = ", ".join(map(str, captured.buckets))
-    ledger.record(Row("graph", config.graph, config.graph, f"decode at batch sizes {sizes}", "--graph off"))
+    ledger.record(
+        Row(
+            "graph",
+            config.graph,
+            config.graph,
+            f"decode at batch sizes {sizes}; larger batches and prompts run eagerly",
+            "--graph off",
+        )
+    )
     return captured
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,7 +43,7 @@ class TpModelWorker:
         self.runner = runner
         self._limits = limits
         self._sampling = SampleStep(runner, token_table, limits.vocab_size)
-        self._in_flight = 0
+        self._out: list[weakref.ref[Ticket]] = []
         self._closed = False
 
     @property
@@ -53,13 +54,17 @@ class TpModelWorker:
     def submit(self, batch: ScheduleBatch) -> Ticket:
         """Start a step. The worker keeps `batch`, which must be isolated from later changes.
 
-        Raises RuntimeError if RING tickets are out: the host's mirrors of the input buffers would be overwritten.
+        Raises RuntimeError if RING tickets are out: the host's mirrors of the input buffers would be overwritten. A
+        ticket that was dropped counts no more.
         """
-        if self._in_flight == RING:
+        self._out = [ref for ref in self._out if (ticket := ref()) is not None and ticket.payload is not None]
+        if len(self._out) >= RING:
             raise RuntimeError(f"{RING} steps are in flight; collect the oldest before submitting another")
+        if self._closed:
+            raise RuntimeError("this worker is closed; start another")
         embeds = batch.forward_mode is ForwardMode.EMBED
         ticket = self.forward_batch_embedding(batch) if embeds else self.forward_batch_generation(batch)
-        self._in_flight += 1
+        self._out.append(weakref.ref(ticket))
         return ticket
 
     @torch.inference_mode()
@@ -85,7 +90,6 @@ class TpModelWorker:
         if not isinstance(pending, Pending):
             raise ValueError(f"step {ticket.step} was collected before; a ticket is collected once")
         ticket.payload = None
-        self._in_flight = max(self._in_flight - 1, 0)
         sampled = pending.sampled
         rows = pending.rows
         if sampled is None:
@@ -105,10 +109,11 @@ class TpModelWorker:
         )
 
     def close(self) -> None:
-        """Free the graphs. Idempotent."""
+        """Free the graphs, and let go of weights and pools. Idempotent."""
         if not self._closed:
             self._closed = True
             self.runner.close()
+            del self.runner, self._sampling
 
 
 def mean_pool(hidden: Tensor, batch: ForwardBatch) -> Tensor:

@@ -1,4 +1,4 @@
-"""What reviews found: one request must never reach into another, and what fails must leave nothing behind."""
+"""One request never reaches into another, and what fails leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -186,3 +186,67 @@ def test_a_numpy_prompt_is_token_ids(llm: LLM) -> None:
     assert listed.outputs[0].token_ids == array.outputs[0].token_ids
     with pytest.raises(TextError):
         llm.engine.add(np.array([1.5]), GREEDY)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_text_that_can_not_be_made_ends_its_request_and_no_other(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = texts(llm, [B])[0]
+    outputs = [llm.engine.add(A, GREEDY), llm.engine.add(B, GREEDY)]
+    group = llm.engine._groups[outputs[0].request_id]
+
+    def broken(ids: list[int]) -> str:
+        raise UnicodeError("planted")
+
+    monkeypatch.setattr(group.texts[0].__class__, "push", _only_for(group.texts[0], broken))
+    while not all(output.finished for output in outputs):
+        llm.engine.step()
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert (outputs[0].outputs[0].finish_reason, "planted" in outputs[0].outputs[0].error) == ("error", True)
+    assert outputs[1].outputs[0].text == alone
+
+
+def _only_for(victim: Any, broken: Any) -> Any:
+    real = victim.__class__.push
+    return lambda self, ids: broken(ids) if self is victim else real(self, ids)
+
+
+def test_a_dropped_ticket_does_not_block_the_worker(llm: LLM) -> None:
+    import sglcore.schedule.loop as loop_module
+
+    real = loop_module.record_batch_in_overlap
+
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        output = llm.engine.add(A, GREEDY)
+        loop_module.record_batch_in_overlap = interrupted  # pyright: ignore[reportPrivateImportUsage]
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                while not output.finished:
+                    llm.engine.step()
+        finally:
+            loop_module.record_batch_in_overlap = real
+    assert texts(llm, [A])[0]
+    assert not llm.engine.has_work
+
+
+def test_a_closed_engine_refuses_and_has_let_go_of_its_memory() -> None:
+    import gc
+    import weakref
+
+    llm = LLM(max_requests=1, threads=1)
+    worker: Any = llm.started.worker
+    model = weakref.ref(worker.runner.model.embed_tokens.weight)
+    llm.close()
+    llm.close()
+    del worker
+    gc.collect()
+    assert model() is None
+    assert "closed" in llm.generate(A, GREEDY)[0].outputs[0].error
+
+
+def test_nothing_to_embed_and_odd_parameters(llm: LLM) -> None:
+    with pytest.raises(TextError, match="SamplingParams"):
+        llm.generate([A], {"max_tokens": 1})  # pyright: ignore[reportArgumentType]
+    assert llm.generate([], GREEDY) == []

@@ -102,11 +102,11 @@ def test_an_explicit_context_that_needs_part_of_a_page_gets_the_whole_page() -> 
 def test_an_explicit_cache_is_taken_whole_whatever_the_share() -> None:
     found, rows = sizes(40, share=0.1, kv_cache_memory=20 * PAGE_BYTES)
     assert found.num_pages == 20
-    assert rows["kv cache"].requested.endswith("GiB")
+    assert rows["kv cache"].requested == "0.3 MiB"
 
 
 def test_an_explicit_cache_beyond_what_is_free_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"kv_cache_memory is .* GiB, .* GiB are available; ask for less"):
+    with pytest.raises(ConfigError, match=r"kv_cache_memory is .* MiB, .* MiB are available; ask for less"):
         sizes(10, kv_cache_memory=11 * PAGE_BYTES)
 
 

@@ -15,7 +15,7 @@ def kernel_rows(model: Any, graph: str) -> list[Row]:
     rows = [linear_row(model, graph)]
     config = model.config
     if config.moe is not None:
-        rows.append(experts_row(config.hidden_size, config.moe.intermediate_size, model.dtype))
+        rows.append(experts_row(config.hidden_size, config.moe.intermediate_size, model.dtype, graph))
     if not config.is_encoder and model.cos_sin.shape[1] != config.head_dim:
         reason = f"{model.cos_sin.shape[1]} of {config.head_dim} elements of a head are rotated"
         rows.append(Row("rotary", "auto", "reference", reason, "none on this device"))
@@ -35,8 +35,11 @@ def linear_row(model: Any, graph: str) -> Row:
     return Row("linear", "auto", "plain", "this processor lacks bfloat16 instructions", "none on this processor")
 
 
-def experts_row(hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> Row:
+def experts_row(hidden_size: int, intermediate_size: int, dtype: torch.dtype, graph: str) -> Row:
     """Which product serves the experts."""
+    if graph != "off" and dtype is not torch.bfloat16:
+        reason = f"a compiler takes grouped products of bfloat16 only, not {dtype}"
+        return Row("experts", "auto", "reference in graphs", reason, "--graph off, or --dtype bfloat16")
     if takes_grouped(hidden_size, intermediate_size, dtype):
         return Row("experts", "auto", "grouped", "only the chosen experts are computed")
     reason = f"rows of {hidden_size} and {intermediate_size} elements are not multiples of 16 bytes"

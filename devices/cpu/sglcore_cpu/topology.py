@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglcore.device.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class Topology:
@@ -57,6 +59,10 @@ def plan_binding(topology: Topology, asked: int | None) -> Binding:
     every = tuple(sorted(core for node in topology.nodes for core in node))
     cores = _one_per_physical(largest, topology)
     if asked is not None:
+        if asked > len(every):
+            raise ConfigError(
+                f"threads is {asked}, this process may use {len(every)} cores", remedy=f"ask for at most {len(every)}"
+            )
         pool = next((p for p in (cores, largest, every) if len(p) >= asked), every)
         return Binding(asked, pool, f"asked for {asked}")
     threads = len(cores)

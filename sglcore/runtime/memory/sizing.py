@@ -11,6 +11,11 @@ from sglcore.device.ledger import DecisionLedger, Row
 GIB = 1 << 30
 
 
+def size_text(count: int) -> str:
+    """Bytes as people say them."""
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / (1 << 20):.1f} MiB"
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
     """Bytes of device memory: `available` is what may still be taken; `evidence` says where the figures come from."""
@@ -50,7 +55,7 @@ def size_pools(
     allowed = given if given is not None else int(budget.available * budget.default_share)
     if given is not None and given > budget.available:
         raise ConfigError(
-            f"kv_cache_memory is {given / GIB:.2f} GiB, {budget.available / GIB:.2f} GiB are available",
+            f"kv_cache_memory is {size_text(given)}, {size_text(budget.available)} are available",
             remedy="ask for less, or leave it out",
         )
     num_pages = min(useful, allowed // page_bytes)
@@ -59,9 +64,9 @@ def size_pools(
         max_model_len = _shorter_context(config, num_pages * page_size, max_model_len, needed * page_bytes, ledger)
         num_pages = -(-max_model_len // page_size)
         useful = config.max_requests * num_pages
-    what = f"{num_pages} pages of {page_size} tokens, {num_pages * page_bytes / GIB:.2f} GiB"
+    what = f"{num_pages} pages of {page_size} tokens, {size_text(num_pages * page_bytes)}"
     reason = f"{budget.evidence}; {config.max_requests} requests of {max_model_len} tokens need {useful} pages"
-    asked_text = f"{given / GIB:.2f} GiB" if given is not None else "auto"
+    asked_text = f"{size_text(given)}" if given is not None else "auto"
     ledger.record(Row("kv cache", asked_text, what, reason, "set kv_cache_memory"))
     return MemorySizes(page_size, num_pages, max_model_len, _fewer_requests(config, num_pages, ledger))
 
@@ -83,7 +88,7 @@ def _shorter_context(config: EngineConfig, tokens: int, wanted: int, needed_byte
     """The context that fits when the whole one does not; an explicit context is never shortened."""
     if config.max_model_len is not None or tokens < 1:
         raise ConfigError(
-            f"the KV memory holds {tokens} tokens, one request of {wanted} tokens needs {needed_bytes / GIB:.2f} GiB",
+            f"the KV memory holds {tokens} tokens, one request of {wanted} tokens needs {size_text(needed_bytes)}",
             remedy="lower max_model_len or raise kv_cache_memory",
         )
     ledger.record(
