@@ -32,6 +32,9 @@ from sglcore.runtime.tp_worker import TpModelWorker
 MODEL_LOADER: Ref = "sglcore.models.checkpoint:load_checkpoint"
 """How a checkpoint becomes a model; a reference, because models build on the runtime."""
 
+REFERENCE = "sglcore.runtime.kernels.reference"
+"""The module whose kernels define correct."""
+
 Progress = Callable[[str, int, int], None]
 """`progress(phase, done, total)`."""
 
@@ -82,8 +85,13 @@ def load_weights(
 def kernels(package: DevicePackage, ledger: DecisionLedger) -> KernelTable:
     """The functions that models and attention run on this device."""
     table: KernelTable = resolve(package.kernels, package.name)()
-    named = sorted({origin.rpartition(":")[0] for origin in table.origin.values()})
-    ledger.record(Row("kernels", "auto", ", ".join(named), f"{len(table.origin)} entries of the kernel table"))
+    modules = {name: origin.rpartition(":")[0] for name, origin in table.origin.items()}
+    own = {name: module for name, module in modules.items() if module != REFERENCE}
+    what = ", ".join(sorted(set(own.values()))) or "reference"
+    reason = (
+        f"replaces {', '.join(own)}; the other entries are the reference" if own else "every entry is the reference"
+    )
+    ledger.record(Row("kernels", "auto", what, reason))
     return table
 
 
