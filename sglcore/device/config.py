@@ -19,7 +19,8 @@ class EngineConfig:
     """What was asked for; None means "choose, and say why in the ledger".
 
     `model` is a checkpoint folder (None: the embedded model). `kv_cache_memory` is in bytes; `max_batch_tokens` bounds
-    one step (prompts are cut into chunks of it); `graph` is a graph kind or "off". `poison` fills padding rows with
+    one step (prompts are cut into chunks of it); `graph` is a graph kind or "off". `overlap`: plan a step while the one
+    before is still running. `poison` fills padding rows with
     garbage, to prove that nothing reads them. `eager_input_no_copy` runs batches that are on the device as they are.
     """
 
@@ -34,7 +35,7 @@ class EngineConfig:
     attention_backend: str | None = None
     graph: str = "off"
     graph_buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    overlap: bool = True
+    overlap: bool | None = None
     prefix_cache: bool = True
     strict: bool = False
     threads: int | None = None
@@ -84,7 +85,7 @@ def _checked(name: str, value: object, kind: str) -> Any:
     """A value given by name, of the declared kind."""
     if name == "kv_cache_memory" and isinstance(value, str):
         return memory_bytes(name, value)
-    if kind == "bool":
+    if kind.startswith("bool"):
         fits = isinstance(value, bool)
     elif kind.startswith("tuple"):
         fits = isinstance(value, (tuple, list)) and all(_is_integer(item) for item in value)
@@ -103,7 +104,7 @@ def _parsed(variable: str, text: str, kind: str) -> Any:
     """The value of a variable, of the declared kind."""
     if variable == f"{PREFIX}KV_CACHE_MEMORY":
         return memory_bytes(variable, text)
-    if kind == "bool":
+    if kind.startswith("bool"):
         if text.lower() not in ("0", "1", "true", "false"):
             raise ConfigError(f"{variable} is {text!r}", wanted="0 or 1")
         return text.lower() in ("1", "true")

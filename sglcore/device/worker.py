@@ -21,7 +21,8 @@ class Limits:
 
     `num_pages` counts the usable pages 1..num_pages (page 0 swallows the writes of padding rows); `max_requests` counts
     the usable slots 1..max_requests (slot 0 belongs to padding rows). One request of `max_model_len` tokens always fits.
-    `lookahead` is how many following tokens a page's contents depend on. `can_overlap`: submit may be called before the
+    `lookahead` is how many following tokens a page's contents depend on. `runs_ahead`: submit returns before the step has
+    run, so that planning the next one meanwhile saves time. `can_overlap`: submit may be called before the
     previous ticket was collected.
     """
 
@@ -33,6 +34,7 @@ class Limits:
     vocab_size: int
     allows_mixed_batches: bool = True
     can_overlap: bool = True
+    runs_ahead: bool = False
     lookahead: int = 0
     generates: bool = True
 

@@ -38,7 +38,7 @@ class LLM:
             self.engine = Engine(
                 self.started.worker,
                 self.started.model_path,
-                overlap=self.config.overlap,
+                overlap=self.started.overlap,
                 prefix_cache=self.config.prefix_cache,
             )
         except BaseException:

@@ -24,7 +24,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A running worker and how it came to be. `seconds` of each bring-up step."""
+    """A running worker and how it came to be. `seconds` of each bring-up step; `overlap` as it was decided."""
 
     worker: ModelWorker
     ledger: DecisionLedger
@@ -32,6 +32,7 @@ class Started:
     facts: Facts
     model_path: Path
     seconds: Mapping[str, float]
+    overlap: bool
 
 
 def no_progress(phase: str, done: int, total: int) -> None:
@@ -88,25 +89,31 @@ def start(config: EngineConfig, progress: Progress = no_progress) -> Started:
     seconds["total"] = time.perf_counter() - begin
     worker: ModelWorker = built["worker"]
     try:
-        ledger.record(*_schedule_rows(config, worker.limits))
+        overlap, row = choose_overlap(config, worker.limits)
+        ledger.record(row, _prefix_row(config))
     except BaseException:
         worker.close()
         raise
-    return Started(worker, ledger, choice, facts, folder, seconds)
+    return Started(worker, ledger, choice, facts, folder, seconds, overlap)
 
 
-def _schedule_rows(config: EngineConfig, limits: Limits) -> tuple[Row, ...]:
-    """What the scheduler will do within the worker's limits."""
-    asked, serial = _switch(config.overlap), config.overlap and not limits.can_overlap
-    overlap = Row(
-        "overlap",
-        asked,
-        "off" if serial else asked,
-        "this worker takes one step at a time" if serial else "plan a step while the one before runs",
-        downgrade=serial,
-    )
-    prefix = Row("prefix cache", _switch(config.prefix_cache), _switch(config.prefix_cache), "whole pages are shared")
-    return overlap, prefix
+def choose_overlap(config: EngineConfig, limits: Limits) -> tuple[bool, Row]:
+    """Whether the next step is planned while one is in flight: where that saves time, unless it was asked otherwise."""
+    asked = "auto" if config.overlap is None else _switch(config.overlap)
+    if config.overlap and not limits.can_overlap:
+        return False, Row("overlap", asked, "off", "this worker takes one step at a time", downgrade=True)
+    if config.overlap is not None:
+        return config.overlap, Row("overlap", asked, asked, "asked for", "SGLCORE_OVERLAP=0 or 1")
+    if limits.runs_ahead and limits.can_overlap:
+        return True, Row("overlap", asked, "on", "steps are planned while the device runs", "SGLCORE_OVERLAP=0")
+    reason = "a step has run when it was submitted, so nothing is gained by planning ahead"
+    return False, Row("overlap", asked, "off", reason, "SGLCORE_OVERLAP=1")
+
+
+def _prefix_row(config: EngineConfig) -> Row:
+    kept = _switch(config.prefix_cache)
+    reason = "prompts share the pages of their common beginning" if config.prefix_cache else "every prompt is computed"
+    return Row("prefix cache", kept, kept, reason, "SGLCORE_PREFIX_CACHE=0 or 1")
 
 
 def _switch(on: bool) -> str:

@@ -258,6 +258,7 @@ def worker(
         max_batch_tokens=max(config.max_batch_tokens, 1),
         vocab_size=load_weights.config.vocab_size,
         allows_mixed_batches=facts.allows_mixed_batches,
+        runs_ahead=facts.has_streams,
         generates=not load_weights.config.is_encoder,
     )
     return TpModelWorker(graphs, memory_pools.token_table, limits)

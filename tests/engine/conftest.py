@@ -14,7 +14,7 @@ from sglcore.engine.start import embedded_model
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(dtype="float32", max_requests=8, threads=1, kv_cache_memory=64 << 20) as loaded:
+    with LLM(dtype="float32", max_requests=8, threads=1, kv_cache_memory=64 << 20, overlap=True) as loaded:
         yield loaded
         loaded.engine.scheduler.audit()
 

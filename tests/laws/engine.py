@@ -44,7 +44,7 @@ class TokenEngine:
         self.scheduler = Scheduler(worker.limits, prefix_cache=config.prefix_cache)
         if scramble_pages is not None:
             self._scramble(scramble_pages)
-        self.loop = Loop(self.scheduler, worker, overlap=config.overlap)
+        self.loop = Loop(self.scheduler, worker, overlap=config.overlap is not False)
         self._count = 0
 
     def run(

@@ -1,0 +1,41 @@
+"""What a start decides beyond its device: overlap and the prefix cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sglcore.device.config import EngineConfig
+from sglcore.device.worker import Limits
+from sglcore.engine.start import choose_overlap, start
+
+LIMITS = Limits(64, 4, 4, 64, 64, 100)
+
+
+@pytest.mark.parametrize(
+    ("asked", "runs_ahead", "can", "effective", "downgrade"),
+    [
+        (None, True, True, True, False),
+        (None, False, True, False, False),
+        (None, True, False, False, False),
+        (True, False, True, True, False),
+        (True, True, False, False, True),
+        (False, True, True, False, False),
+    ],
+)
+def test_overlap_is_on_where_it_saves_time_unless_asked_otherwise(
+    asked: bool | None, runs_ahead: bool, can: bool, effective: bool, downgrade: bool
+) -> None:
+    limits = replace(LIMITS, runs_ahead=runs_ahead, can_overlap=can)
+    found, row = choose_overlap(EngineConfig(overlap=asked), limits)
+    assert (found, row.downgrade) == (effective, downgrade)
+    assert row.effective == ("on" if effective else "off")
+
+
+def test_a_start_says_both_decisions() -> None:
+    started = start(EngineConfig(max_requests=1, threads=1, prefix_cache=False))
+    rows = {row.topic: row.effective for row in started.ledger.rows}
+    started.worker.close()
+    assert (rows["overlap"], rows["prefix cache"]) == ("off", "off")
+    assert not started.overlap
