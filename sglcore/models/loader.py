@@ -64,8 +64,8 @@ def load_model(
     harmless = (*HARMLESS, *model_type.ignored, *((r"lm_head\.weight",) if config.tie_word_embeddings else ()))
     with ExitStack() as stack, torch.no_grad():
         opened = [stack.enter_context(closing(SafetensorsFile(file))) for file in checkpoint_files(Path(path))]
-        matches = _match(opened, weights.targets, model_type.stripped, harmless)
-        _copy(matches, progress)
+        # The matches hold the plain weights: none may outlive the reading, or packing would need room for both.
+        _copy(_match(opened, weights.targets, model_type.stripped, harmless), progress)
     weights.targets.clear()
     weights.pack(kernels)
     return model

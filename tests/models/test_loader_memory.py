@@ -49,13 +49,11 @@ print((kilobytes("VmHWM") - before) * 1024 / model.weights.num_bytes)
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """About 190 MB of bfloat16, a third of it one tensor."""
-    folder = tmp_path_factory.mktemp("large")
-    (folder / "config.json").write_text(json.dumps(SIZES))
+def write_checkpoint(folder: Path, layers: int) -> Path:
+    """bfloat16 weights: 67 MB of embeddings, and 33 MB a layer, half of which is one tensor once fused."""
+    (folder / "config.json").write_text(json.dumps({**SIZES, "num_hidden_layers": layers}))
     tensors = {"model.embed_tokens.weight": (32768, 1024), "model.norm.weight": (1024,)}
-    for layer in range(4):
+    for layer in range(layers):
         prefix = f"model.layers.{layer}."
         tensors |= {f"{prefix}self_attn.{name}_proj.weight": (1024, 1024) for name in "qkvo"}
         tensors |= {f"{prefix}mlp.{name}_proj.weight": (4096, 1024) for name in ("gate", "up")}
@@ -63,6 +61,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tensors |= {f"{prefix}{name}_layernorm.weight": (1024,) for name in ("input", "post_attention")}
     save_file({n: torch.ones(s, dtype=torch.bfloat16) for n, s in tensors.items()}, folder / "model.safetensors")
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 200 MB."""
+    return write_checkpoint(tmp_path_factory.mktemp("large"), 4)
 
 
 def peak_over_weights(folder: Path, dtype: str, pieces: str = "drop") -> float:

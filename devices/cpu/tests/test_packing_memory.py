@@ -1,0 +1,28 @@
+"""Packing the linear weights takes one weight more than loading them, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models.test_loader_memory import LOAD_AND_MEASURE, write_checkpoint
+
+PACKED = LOAD_AND_MEASURE.replace(
+    "from sglcore.runtime.kernels.reference import reference_kernels", "from sglcore_cpu.kernels import kernels"
+).replace("kernels=reference_kernels()", "kernels=kernels()")
+AFTER = "\nprint((kilobytes('VmRSS') - start) * 1024 / model.weights.num_bytes)"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's peak-memory counter")
+def test_packed_weights_stay_under_the_bound_while_and_after_loading(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, 10)
+    script = PACKED.replace("before = kilobytes", "start = kilobytes('VmRSS')\nbefore = kilobytes") + AFTER
+    command = [sys.executable, "-c", script, str(folder), "bfloat16", "drop"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    peak, after = float(found[0]), float(found[1])
+    print(f"peak {peak:.3f}, after {after:.3f} times the weights")
+    assert 0.95 < peak < 1.15
+    assert after < 1.1
