@@ -1,0 +1,72 @@
+"""The contract that packages are written against, held against a stored text: a change is seen, and decided, in review.
+
+When a difference is intended: if an old package would break, raise `API` in package.py; then write the text anew with
+`python -m tests.device.test_contract`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+from sglcore.device import batch, facts, package, probe, worker
+from sglcore.runtime import graph_runner
+from sglcore.runtime.attention import contract
+from sglcore.runtime.kernels import table
+
+STORED = Path(__file__).with_name("contract.txt")
+RECORDS = (
+    package.DevicePackage,
+    facts.Facts,
+    probe.Fact,
+    probe.ProbeReport,
+    worker.Limits,
+    worker.Ticket,
+    worker.TokenLogprobs,
+    worker.BatchResult,
+    batch.ScheduleBatch,
+    contract.AttentionFacts,
+    contract.AttentionShape,
+    contract.Bucket,
+    contract.AttentionPlan,
+    table.KernelTable,
+)
+PROTOCOLS = (worker.ModelWorker, contract.AttentionBackend, graph_runner.GraphBackend, graph_runner.CapturedStep)
+CONSTRUCTORS = ((contract.AttentionBackend, "__init__"),)
+"""Constructors that the core calls."""
+
+
+def describe() -> str:
+    """API number, fields with types and defaults, methods with signatures."""
+    lines = [f"API {package.API}, understands {package.SUPPORTED.start} to {package.SUPPORTED.stop - 1}"]
+    for record in RECORDS:
+        lines.append(f"\n{record.__name__}")
+        lines += [f"    {field.name}: {field.type}{_default(field)}" for field in dataclasses.fields(record)]
+    for protocol in PROTOCOLS:
+        lines.append(f"\n{protocol.__name__}")
+        for name, member in sorted(vars(protocol).items()):
+            if isinstance(member, property):
+                lines.append(f"    {name}: property")
+            elif inspect.isfunction(member) and (not name.startswith("_") or (protocol, name) in CONSTRUCTORS):
+                lines.append(f"    {name}{inspect.signature(member)}")
+    return "\n".join(lines) + "\n"
+
+
+def _default(field: Any) -> str:
+    has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+    return " (optional)" if has_default else ""
+
+
+def test_the_contract_is_the_stored_one() -> None:
+    assert describe() == STORED.read_text(encoding="utf-8"), __doc__
+
+
+def test_a_new_parameter_of_the_worker_would_be_seen() -> None:
+    changed = describe().replace("submit(self, batch: 'ScheduleBatch')", "submit(self, batch: 'ScheduleBatch', flag)")
+    assert changed != STORED.read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    STORED.write_text(describe(), encoding="utf-8")
