@@ -18,10 +18,11 @@ PREFIX = "SGLCORE_"
 class EngineConfig:
     """What was asked for; None means "choose, and say why in the ledger".
 
-    `model` is a checkpoint folder (None: the embedded model). `kv_cache_memory` is in bytes; `max_batch_tokens` bounds
-    one step (prompts are cut into chunks of it); `graph` is a graph kind or "off". `overlap`: plan a step while the one
-    before is still running. `poison` fills padding rows with
-    garbage, to prove that nothing reads them. `eager_input_no_copy` runs batches that are on the device as they are.
+    `model` is a checkpoint folder (None: the embedded model). `kv_cache_memory` is in bytes, or text such as "512M".
+    `max_batch_tokens` bounds one step: longer prompts are cut into chunks of it. `graph` is a graph kind or "off".
+    `overlap`: plan a step while the one before is still running. `poison` overwrites the input buffers before every step,
+    to prove that nothing reads what an older one left. `eager_input_no_copy` runs batches that are on the device already
+    as they are.
     """
 
     model: str | None = None

@@ -18,7 +18,6 @@ class Facts:
     """
 
     tensor_device: str
-    graph_kinds: tuple[str, ...] = ()
     cache_loc_dtype: str = "int64"
     kv_page_layout: str = "cell_major"
     page_size: int = 16

@@ -114,7 +114,7 @@ def find_installed(installed: Sequence[Installed], requested: Requested) -> Inst
     raise DeviceError(
         f"device {requested.name!r}, from {requested.source}, is not installed",
         wanted=f"one of {', '.join(item.name for item in installed) or 'none, since no device package is installed'}",
-        remedy=f"pip install sglcore-{requested.name}",
+        remedy=f"check the spelling, or pip install sglcore-{requested.name}",
     )
 
 

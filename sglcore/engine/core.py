@@ -19,6 +19,7 @@ from sglcore.engine.text import GrowingText, TextCodec, TextError, eos_token_ids
 from sglcore.sampling.params import SamplingParams, fresh_seed
 from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request, Update
+from sglcore.schedule.results import check_request
 from sglcore.schedule.scheduler import Scheduler
 
 Prompt = str | Sequence[int]
@@ -93,15 +94,18 @@ class Engine:
         return [piece for update in updates if (piece := self._absorb_safely(update)) is not None]
 
     def embed(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
-        """float32 [hidden] for each prompt: the mean of its last hidden states, of length 1. Waits."""
+        """float32 [hidden] for each prompt: the mean of its last hidden states, of length 1. Waits.
+
+        All or none: a prompt that can not run is an error that names its place, before any work.
+        """
         if self.worker.limits.generates:
             raise TextError("this checkpoint generates text", wanted="an encoder, such as BERT", remedy="use generate")
         requests: list[Request] = []
         try:
-            for prompt in prompts:
-                ids = np.array(self._tokens(prompt))
-                requests.append(Request(f"embed-{next(self._numbers)}", ids, SamplingParams(), task="embed"))
-                self.scheduler.add(requests[-1])
+            queued = [self._embed_request(place, prompt) for place, prompt in enumerate(prompts)]
+            for request in queued:
+                requests.append(request)
+                self.scheduler.add(request)
             while self.loop.has_work:
                 self.step()
         except BaseException:
@@ -128,6 +132,15 @@ class Engine:
             return [operator.index(token_id) for token_id in prompt]
         except TypeError as error:
             raise TextError(f"this prompt can not be read: {error}", wanted="text, or a list of token ids") from None
+
+    def _embed_request(self, place: int, prompt: Prompt) -> Request:
+        try:
+            ids = np.array(self._tokens(prompt))
+            request = Request(f"embed-{next(self._numbers)}", ids, SamplingParams(), task="embed")
+            check_request(request, self.worker.limits)
+        except (TextError, ValueError) as error:
+            raise TextError(f"text {place}: {error}") from None
+        return request
 
     def _check_ids(self, params: SamplingParams) -> None:
         """An id beyond the vocabulary would bias another row's logits."""

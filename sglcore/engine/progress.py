@@ -14,15 +14,18 @@ class Progress:
         self._tasks: dict[str, int] = {}
 
     def __enter__(self) -> Progress:
-        if self._enabled:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-            from rich.progress import Progress as Bars
-
-            columns = (TextColumn("{task.description:>18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._bars = Bars(*columns, console=Console(stderr=True), transient=True)
-            self._bars.start()
         return self
+
+    def _start(self) -> object:
+        """Bars appear with the first phase, so that an error before it is the first thing on the screen."""
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bars
+
+        columns = (TextColumn("{task.description:>18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        bars = Bars(*columns, console=Console(stderr=True), transient=True)
+        bars.start()
+        return bars
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -34,8 +37,10 @@ class Progress:
 
     def phase(self, name: str, done: int, total: int) -> None:
         """Report a phase's state."""
-        if self._bars is None:
+        if not self._enabled:
             return
+        if self._bars is None:
+            self._bars = self._start()
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(name, total=total)  # pyright: ignore[reportAttributeAccessIssue]
         self._bars.update(self._tasks[name], completed=done, total=total)  # pyright: ignore[reportAttributeAccessIssue]

@@ -91,7 +91,7 @@ def kernels(package: DevicePackage, ledger: DecisionLedger) -> KernelTable:
     reason = (
         f"replaces {', '.join(own)}; the other entries are the reference" if own else "every entry is the reference"
     )
-    ledger.record(Row("kernels", "auto", what, reason))
+    ledger.record(Row("kernels", "auto", what, reason, "another device package; each has its own"))
     return table
 
 
@@ -196,7 +196,8 @@ def _capture(
 ) -> GraphRunner | None:
     kinds = ", ".join(package.graphs) or "none"
     if config.graph == "off":
-        ledger.record(Row("graph", "off", "eager", "start-up waits for no capture", f"--graph with one of: {kinds}"))
+        asked = "off" if "graph" in config.sources else "auto"
+        ledger.record(Row("graph", asked, "eager", "start-up waits for no capture", f"--graph with one of: {kinds}"))
         return None
     if config.graph not in package.graphs:
         raise ConfigError(
@@ -242,6 +243,7 @@ def _model_forward(runner: ModelRunner) -> Callable[[ForwardBatch], torch.Tensor
 
 def worker(
     config: EngineConfig,
+    package: DevicePackage,
     facts: Facts,
     load_weights: Any,
     memory_pools: Pools,
@@ -261,7 +263,7 @@ def worker(
         runs_ahead=facts.has_streams,
         generates=not load_weights.config.is_encoder,
     )
-    return TpModelWorker(graphs, memory_pools.token_table, limits)
+    return resolve(package.worker, package.name)(graphs, memory_pools.token_table, limits)
 
 
 def _layers(model: Any) -> tuple[tuple[int, int], ...]:

@@ -269,9 +269,14 @@ class BufferRegistry:
             self._views[key] = heads
         return batch_type(batch_size=bs, num_tokens=num_tokens, **heads)  # pyright: ignore[reportArgumentType]
 
-    def nested_view(self, prefix: str, record_type: type, bs: int) -> Any:
-        """A nested record over the heads of its structured slots."""
-        return record_type(**{s.name: self.slot(f"{prefix}.{s.name}").head(bs, 0) for s in specs(record_type)})
+    def nested_view(self, prefix: str, given: Any, bs: int) -> Any:
+        """A nested record over the heads of its structured slots; what `given` does not hold this step stays None."""
+        heads = {
+            spec.name: self.slot(f"{prefix}.{spec.name}").head(bs, 0)
+            for spec in specs(type(given))
+            if getattr(given, spec.name) is not None
+        }
+        return replace(given, **heads)
 
     def extract_buffer(self, template: ForwardBatch, padded_bs: int, padded_num_tokens: int) -> ForwardBatch:
         """The padded view: fields with a slot become slices of the buffers, others are carried from `template`.
@@ -290,7 +295,7 @@ class BufferRegistry:
         for spec in specs(type(template)):
             value = getattr(template, spec.name)
             if spec.split is Split.NESTED and value is not None and self._has_nested(spec.name):
-                changes[spec.name] = self.nested_view(spec.name, type(value), padded_bs)
+                changes[spec.name] = self.nested_view(spec.name, value, padded_bs)
         return replace(template, **changes)
 
     def _has_nested(self, prefix: str) -> bool:

@@ -59,8 +59,7 @@ class ForwardBatch:
     """B requests and T tokens; a padded view has more rows than `num_token_non_padded` says are real.
 
     Cells are indices into the KV pool. `extend_*` are None when every row brings one token. `*_cpu` are host mirrors.
-    `global_num_tokens` int32[ranks] counts tokens on every data-parallel rank. `logit_rows` int64[N]: the tokens whose
-    logits are wanted (None: all).
+    `global_num_tokens` int32[ranks] counts tokens on every data-parallel rank.
     """
 
     forward_mode: ForwardMode = batch_field(axis=NONE, split=Split.COPY, default=ForwardMode.IDLE)
@@ -100,7 +99,6 @@ class ForwardBatch:
     input_embeds: Tensor | None = batch_field(axis=TOKENS)
     ngram_embedding_info: NgramEmbeddingInfo | None = batch_field(axis=NONE, split=Split.NESTED, owner="embedding")
 
-    logit_rows: Tensor | None = batch_field(axis=NONE, split=Split.DROP)
     capture_hidden_mode: CaptureHiddenMode = batch_field(axis=NONE, split=Split.COPY, default=CaptureHiddenMode.NONE)
     return_hidden_states_before_norm: bool = batch_field(axis=NONE, split=Split.COPY, default=False)
     sampling: Any = batch_field(axis=NONE, split=Split.DROP, owner="sampler")
@@ -135,10 +133,9 @@ class ForwardBatch:
         view.extend_seq_lens_cpu = np.diff(batch.token_offsets) if not batch.forward_mode.is_decode else None
         if batch.mrope_positions is not None:
             view.mrope_positions = registry.slot("mrope_positions").head(batch.batch_size, batch.num_tokens)
-        if batch.ngram_starts is not None:
-            view.ngram_embedding_info = registry.nested_view(
-                "ngram_embedding_info", NgramEmbeddingInfo, batch.batch_size
-            )
+        if batch.ngram_starts is not None or batch.ngram_lens is not None:
+            given = NgramEmbeddingInfo(batch.ngram_starts, batch.ngram_lens)  # pyright: ignore[reportArgumentType]
+            view.ngram_embedding_info = registry.nested_view("ngram_embedding_info", given, batch.batch_size)
         view.capture_hidden_mode = batch.capture_hidden_mode.take()
         view.return_hidden_states_before_norm = batch.return_hidden_states_before_norm.take()
         return view
@@ -190,6 +187,7 @@ def _stage_extend(stage: Callable[[str, NDArray], None], batch: ScheduleBatch) -
 def _stage_optional(stage: Callable[[str, NDArray], None], batch: ScheduleBatch) -> None:
     if batch.mrope_positions is not None:
         stage("mrope_positions", batch.mrope_positions)
-    if batch.ngram_starts is not None and batch.ngram_lens is not None:
+    if batch.ngram_starts is not None:
         stage("ngram_embedding_info.column_starts", batch.ngram_starts)
+    if batch.ngram_lens is not None:
         stage("ngram_embedding_info.req_lens", batch.ngram_lens)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from sglcore.device.batch import ForwardMode
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionPlan, Bucket, HostUpdate
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.fields import Axis, Split, specs
@@ -34,7 +35,7 @@ class GraphBackend(Protocol):
 
     @property
     def kind(self) -> str:
-        """The kind of graph it makes, as in `Facts.graph_kinds`."""
+        """The kind of graph it makes, as the package names it."""
         ...
 
     def capture(self, step: Step) -> CapturedStep:
@@ -128,7 +129,7 @@ class GraphRunner:
 
     def _capture(self, bucket: Bucket) -> CapturedBucket:
         template = self.registry.view(ForwardBatch, bucket.batch_size, bucket.num_tokens, False)
-        template.forward_mode = template.forward_mode.DECODE
+        template.forward_mode = ForwardMode.DECODE
         self.registry.fill_from(template, FillContext(0, bucket.batch_size, 0, bucket.num_tokens))
         batch = self.registry.extract_buffer(template, bucket.batch_size, bucket.num_tokens)
         assert batch.seq_lens is not None

@@ -119,19 +119,19 @@ def cache_locations(pool: ReqToTokenPool, compute: Compute) -> Callable[[Tensor,
 class RealTokens:
     """Writes how many leading tokens are real; a kernel that routes tokens ignores the others. Unchanged is not rewritten."""
 
-    __slots__ = ("_written",)
+    __slots__ = ("_count", "_view")
 
     def __init__(self) -> None:
-        self._written = (0, -1)
+        self._view: Tensor | None = None
+        self._count = -1
 
     def __call__(self, view: Tensor, batch: ForwardBatch, ctx: FillContext) -> None:
         """As a slot's `post_fill`."""
-        wanted = (view.data_ptr(), ctx.raw_num_tokens)
-        if wanted != self._written:
+        if view is not self._view or ctx.raw_num_tokens != self._count:
             view.fill_(ctx.raw_num_tokens)
-            self._written = wanted
+            self._view, self._count = view, ctx.raw_num_tokens
 
 
 def count_global_tokens(view: Tensor, batch: ForwardBatch, ctx: FillContext) -> None:
-    """On one rank every rank's count is the padded count of this one."""
+    """Every rank pads to the same count, that of this one."""
     view.fill_(ctx.padded_num_tokens)

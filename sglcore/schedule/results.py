@@ -23,7 +23,7 @@ def check_request(request: Request, limits: Limits) -> None:
     elif length >= limits.max_model_len:
         raise RequestError(
             f"the prompt of {request.rid!r} has {length} tokens and the context holds {limits.max_model_len}, one of"
-            f" them for the output; shorten the prompt by {length - limits.max_model_len + 1} or raise max_model_len"
+            f" them for the output; shorten the prompt by {length - limits.max_model_len + 1} or raise max_model_len, where the checkpoint allows it"
         )
     low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
     if low < 0 or high >= limits.vocab_size:

@@ -95,7 +95,7 @@ def test_a_name_that_is_not_installed_lists_what_is_and_the_pip_command(site: Si
     with pytest.raises(DeviceError) as caught:
         choose(site, "three")
     assert str(caught.value) == (
-        "device 'three', from --device, is not installed; wanted one of one, two; pip install sglcore-three"
+        "device 'three', from --device, is not installed; wanted one of one, two; check the spelling, or pip install sglcore-three"
     )
 
 
@@ -151,7 +151,8 @@ def test_a_package_for_another_api_ends_an_automatic_start(site: Site) -> None:
 def test_without_a_host_package_the_remedy_is_to_install_it(site: Site) -> None:
     site.add("one", hardware=False)
     with pytest.raises(
-        DeviceError, match="found no accelerator among one, and no host device; pip install sglcore-cpu"
+        DeviceError,
+        match="found no accelerator among one, and no host device; pip install sglcore-cpu",
     ):
         choose(site)
 

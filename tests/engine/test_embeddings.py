@@ -84,9 +84,12 @@ def test_an_encoder_does_not_generate_and_says_so(folder: Path) -> None:
         assert output.finish_reason == "error" and "embed" in output.error
 
 
-def test_a_text_longer_than_the_context_is_refused_by_itself(folder: Path) -> None:
-    with LLM(str(folder), threads=1) as llm, pytest.raises(ValueError, match="512"):
-        llm.embed(["word " * 3000])
+def test_a_text_longer_than_the_context_is_named_and_leaves_nothing_behind(folder: Path, expected: np.ndarray) -> None:
+    with LLM(str(folder), threads=1) as llm:
+        with pytest.raises(ValueError, match=r"text 1: .*512"):
+            llm.embed([SENTENCES[0], "word " * 3000, SENTENCES[2]])
+        assert not llm.engine.has_work
+        np.testing.assert_allclose(llm.embed(SENTENCES[0])[0], expected[0], atol=1e-4)
 
 
 def test_a_model_that_generates_does_not_embed_and_says_so() -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglcore.device.batch import ScheduleBatch
 from sglcore.device.config import resolve_config
+from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.engine.start import start
 from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.sampling.params import SamplingParams
@@ -32,8 +34,31 @@ class Result:
     prompt_logprobs: list[float]
 
 
+class Watched:
+    """A worker that remembers which paths its steps took."""
+
+    def __init__(self, worker: TpModelWorker) -> None:
+        self.worker = worker
+        self.paths: set[str] = set()
+
+    @property
+    def limits(self) -> Limits:
+        return self.worker.limits
+
+    def submit(self, batch: ScheduleBatch) -> Ticket:
+        return self.worker.submit(batch)
+
+    def collect(self, ticket: Ticket) -> BatchResult:
+        result = self.worker.collect(ticket)
+        self.paths.add(result.path)
+        return result
+
+    def close(self) -> None:
+        self.worker.close()
+
+
 class TokenEngine:
-    """Scheduler and worker over a checkpoint in float32, without text."""
+    """Scheduler and worker over a checkpoint in float32, without text. `paths`: what its steps ran."""
 
     def __init__(self, folder: Path, *, scramble_pages: int | None = None, **settings: Any) -> None:
         defaults = {"dtype": "float32", "threads": 1, "max_requests": 6, "page_size": 4, "kv_cache_memory": 8 << 20}
@@ -44,7 +69,9 @@ class TokenEngine:
         self.scheduler = Scheduler(worker.limits, prefix_cache=config.prefix_cache)
         if scramble_pages is not None:
             self._scramble(scramble_pages)
-        self.loop = Loop(self.scheduler, worker, overlap=config.overlap is not False)
+        watched = Watched(worker)
+        self.paths = watched.paths
+        self.loop = Loop(self.scheduler, watched, overlap=config.overlap is not False)
         self._count = 0
 
     def run(

@@ -48,17 +48,25 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     yield Case(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def test_greedy_tokens_of_64_steps_are_those_of_transformers(case: Case) -> None:
+def check_64_greedy_steps(engine: TokenEngine, oracle: Any) -> None:
+    """The tokens of transformers' own greedy search, and their log-probabilities."""
     prompts = random_prompts(1, (7, 23))
-    results = TokenEngine(case.folder).run(prompts, 64)
-    check_greedy(results, case.oracle)
-    check_logprobs(results, case.oracle)
+    results = engine.run(prompts, 64)
+    check_greedy(results, oracle)
+    check_logprobs(results, oracle)
     for prompt, result in zip(prompts, results, strict=True):
         with torch.no_grad():
-            out = case.oracle.generate(
+            out = oracle.generate(
                 torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
             )
         assert result.tokens == out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_greedy_tokens_of_64_steps_are_those_of_transformers(case: Case, overlap: bool) -> None:
+    engine = TokenEngine(case.folder, overlap=overlap, scramble_pages=3)
+    check_64_greedy_steps(engine, case.oracle)
+    assert engine.paths == {"eager"}
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -114,8 +122,16 @@ def test_stale_buffers_are_never_read(case: Case) -> None:
 
 
 def test_compiled_decode_changes_nothing(case: Case) -> None:
-    engine = TokenEngine(case.folder, graph="compiled", graph_buckets=(4,), poison=True)
-    results = engine.run(random_prompts(12, (4, 9, 2, 6, 3)), 14, stagger=3)
-    check_logprobs(results, case.oracle)
-    graphs = engine.worker.runner.graphs
-    assert graphs is not None and graphs.buckets == (4,)
+    """64 greedy steps; then chunks, arrivals, prefix hits and retraction in one engine, whose decode steps replay."""
+    pages = CONTEXT // 4 + 6
+    memory = pages * case.page_bytes(4)
+    engine = TokenEngine(
+        case.folder, graph="compiled", graph_buckets=(4,), poison=True, kv_cache_memory=memory, max_batch_tokens=24
+    )
+    check_64_greedy_steps(engine, case.oracle)
+    prompts = random_prompts(12, (20, 24, 28, 22, 3))
+    for _ in range(2):
+        check_logprobs(engine.run(prompts, 30, stagger=1), case.oracle)
+    stats = engine.scheduler.stats()
+    assert stats["retractions"] > 0 and stats["hit_tokens"] > 0
+    assert engine.paths == {"eager", "compiled:4"}

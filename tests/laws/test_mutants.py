@@ -13,10 +13,14 @@ import torch
 from torch import Tensor
 
 from sglcore.device.batch import ScheduleBatch
-from sglcore.runtime.attention.reference import ReferenceAttention, SingleRows
+from sglcore.runtime.attention.contract import AttentionPlan
+from sglcore.runtime.attention.reference import ReferenceAttention, ReferencePlan, SingleRows
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.forward_context import ForwardContext
+from sglcore.runtime.graph_runner import GraphRunner
 from sglcore.runtime.memory.pools import ReqToTokenPool
 from sglcore.runtime.token_table import TokenTable
+from sglcore.schedule.request import Request
 from tests.checkpoints import mistral, save
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
 
@@ -140,7 +144,139 @@ def test_the_laws_catch(name: str, checkpoint: tuple[Path, Any]) -> None:
         run_laws(engine, oracle)
 
 
-def test_a_sampler_keyed_by_row_is_caught_by_overlap_and_arrivals(checkpoint: tuple[Path, Any]) -> None:
+def page_bytes(oracle: Any) -> int:
+    """Bytes of a page of four tokens in float32; the context of 96 needs 24 of them."""
+    config = oracle.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    return 4 * config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 4
+
+
+class AssumesNeighbours(ReqToTokenPool):
+    """A request's pages are taken to follow one another."""
+
+    def append(self, batch: ScheduleBatch) -> None:
+        super().append(batch)
+        for slot in batch.slots.tolist():
+            pages = int(self.page_table[slot, 0]) + torch.arange(self.max_pages, dtype=torch.int32)
+            self.page_table[slot] = pages % 27
+
+
+def test_pages_taken_to_be_neighbours_are_caught_by_page_order(checkpoint: tuple[Path, Any]) -> None:
+    folder, oracle = checkpoint
+    engine = TokenEngine(folder, scramble_pages=4, kv_cache_memory=26 * page_bytes(oracle))
+    replace_class(lambda e: e.worker.runner.attn_backend.req_to_token_pool, AssumesNeighbours)(engine)
+    with pytest.raises((AssertionError, IndexError)):
+        check_logprobs(engine.run(random_prompts(4, (30, 17, 9, 25)), 10), oracle)
+
+
+def test_cached_pages_that_were_overwritten_are_caught_by_prefix_hits(checkpoint: tuple[Path, Any]) -> None:
+    folder, oracle = checkpoint
+    engine = TokenEngine(folder)
+    prompt = random_prompts(8, (33,))
+    check_logprobs(engine.run(prompt, 4), oracle)
+    for keys, values in (engine.worker.runner.attn_backend.token_to_kv_pool.kv(layer) for layer in range(2)):
+        keys[4:].neg_()
+        values[4:].mul_(0.5)
+    with pytest.raises(AssertionError):
+        check_logprobs(engine.run(prompt, 4), oracle)
+
+
+def test_a_recompute_that_forgets_outputs_is_caught_by_retraction(
+    checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, oracle = checkpoint
+    tokens = Request.tokens
+
+    def forgetful(self: Request, start: int, end: int) -> Any:
+        found = tokens(self, start, end).copy()
+        found[max(len(self.prompt_ids) - start, 0) :] = 3
+        return found
+
+    settings = {"kv_cache_memory": 26 * page_bytes(oracle), "max_requests": 4}
+    prompts = random_prompts(10, (20, 24, 28, 22))
+    honest = TokenEngine(folder, **settings)
+    check_logprobs(honest.run(prompts, 30, stagger=1), oracle)
+    assert honest.scheduler.stats()["retractions"] > 0
+    monkeypatch.setattr(Request, "tokens", forgetful)
+    with pytest.raises(AssertionError):
+        check_logprobs(TokenEngine(folder, **settings).run(prompts, 30, stagger=1), oracle)
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_a_field_that_is_staged_once_is_seen_only_under_poison(checkpoint: tuple[Path, Any], poison: bool) -> None:
+    folder, oracle = checkpoint
+    engine = TokenEngine(folder, poison=poison)
+    registry = engine.worker.runner.decode_registry
+    stage, staged = registry.stage, set[str]()
+
+    def lazy(name: str, values: Any) -> None:
+        if name != "req_pool_indices" or name not in staged:
+            stage(name, values)
+        staged.add(name)
+
+    registry.stage = lazy  # pyright: ignore[reportAttributeAccessIssue]
+    prompts = random_prompts(6, (5,))
+    if not poison:
+        check_logprobs(engine.run(prompts, 6), oracle)
+        return
+    with pytest.raises((AssertionError, IndexError)):
+        check_logprobs(engine.run(prompts, 6), oracle)
+
+
+class Replayed:
+    """A step that runs again on the static buffers."""
+
+    def __init__(self, step: Callable[[], Tensor]) -> None:
+        self._step = step
+
+    def replay(self, update: object | None) -> Tensor:
+        return self._step()
+
+
+class Replays:
+    """A graph mechanism that captures nothing."""
+
+    kind = "replayed"
+
+    def capture(self, step: Callable[[], Tensor]) -> Replayed:
+        return Replayed(step)
+
+    def close(self) -> None:
+        pass
+
+
+class NeverRefreshed(ReferenceAttention):
+    """A captured plan keeps what it was captured with."""
+
+    def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> None:
+        assert isinstance(plan, ReferencePlan)
+        if plan.singles is None:
+            super().refresh(plan, batch)
+
+
+@pytest.mark.parametrize("kind", [ReferenceAttention, NeverRefreshed])
+def test_a_plan_that_is_not_refreshed_is_caught_by_graphs(
+    checkpoint: tuple[Path, Any], kind: type[ReferenceAttention]
+) -> None:
+    folder, oracle = checkpoint
+    engine = TokenEngine(folder)
+    replace_attention(kind)(engine)
+    runner = engine.worker.runner
+    context = ForwardContext(runner.attn_backend, None, runner.model.attention_layers)
+    with torch.inference_mode():
+        runner.graphs = GraphRunner(
+            Replays(), runner.decode_registry, runner.attn_backend, context, lambda batch: runner.model(batch), (4,)
+        )
+    prompts = random_prompts(12, (4, 9, 2))
+    if kind is ReferenceAttention:
+        check_logprobs(engine.run(prompts, 10), oracle)
+        assert "replayed:4" in engine.paths
+        return
+    with pytest.raises(AssertionError):
+        check_logprobs(engine.run(prompts, 10), oracle)
+
+
+def test_a_sampler_keyed_by_row_is_caught_by_arrivals(checkpoint: tuple[Path, Any]) -> None:
     folder, _ = checkpoint
 
     def tokens(stagger: int, broken: bool) -> list[list[int]]:

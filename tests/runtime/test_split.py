@@ -49,7 +49,7 @@ def parent(rows: Rows, decode: bool = False, facts: Any = SHARED) -> tuple[Site,
     site.runner._eager_view(batch)
     batch.input_embeds = torch.arange(2.0 * count).view(count, 2)
     batch.capture_hidden_mode = CaptureHiddenMode.FULL
-    batch.sampling, batch.logit_rows = object(), torch.zeros(1)
+    batch.sampling = object()
     batch.global_num_tokens = torch.tensor([count])
     return site, batch
 
@@ -90,7 +90,6 @@ def counted(batch: ForwardBatch, rows: Rows, first: int, last: int) -> dict[str,
             "column_starts": [7 + rows[row][0] + step for row, step in zip(present, steps, strict=True)],
             "req_lens": lengths,
         },
-        "logit_rows": None,
         "capture_hidden_mode": CaptureHiddenMode.FULL,
         "return_hidden_states_before_norm": False,
         "sampling": None,

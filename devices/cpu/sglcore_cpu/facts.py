@@ -9,7 +9,6 @@ def facts() -> Facts:
     """Host memory is device memory; the one graph kind is a compiled callable per bucket."""
     return Facts(
         tensor_device="cpu",
-        graph_kinds=("compiled",),
         cache_loc_dtype="int64",
         page_size=16,
         shares_host_memory=True,

@@ -27,7 +27,13 @@ def linear_row(model: Any, graph: str) -> Row:
     layers = model.weights.linears
     packed = sum(layer.weight.is_mkldnn for layer in layers)
     if packed:
-        return Row("linear", "auto", "packed", f"{packed} of {len(layers)} weights laid out for bfloat16 instructions")
+        return Row(
+            "linear",
+            "auto",
+            "packed",
+            f"{packed} of {len(layers)} weights laid out for bfloat16 instructions",
+            "--dtype float32",
+        )
     if graph != "off":
         return Row("linear", "auto", "plain", "a compiler reads plain weights", "--graph off")
     if model.dtype is not torch.bfloat16:
@@ -41,6 +47,6 @@ def experts_row(hidden_size: int, intermediate_size: int, dtype: torch.dtype, gr
         reason = f"a compiler takes grouped products of bfloat16 only, not {dtype}"
         return Row("experts", "auto", "reference in graphs", reason, "--graph off, or --dtype bfloat16")
     if takes_grouped(hidden_size, intermediate_size, dtype):
-        return Row("experts", "auto", "grouped", "only the chosen experts are computed")
+        return Row("experts", "auto", "grouped", "only the chosen experts are computed", "--graph compiled in float32")
     reason = f"rows of {hidden_size} and {intermediate_size} elements are not multiples of 16 bytes"
     return Row("experts", "auto", "reference", reason, "a dtype or model whose rows are")
