@@ -18,6 +18,7 @@ from sglcore.device.package import DevicePackage, Ref, resolve
 from sglcore.device.worker import Limits
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionShape
 from sglcore.runtime.attention.selection import AttentionNeeds, select_attention
+from sglcore.runtime.fields import spec_of
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext
 from sglcore.runtime.graph_runner import GraphRunner
@@ -130,6 +131,7 @@ def hisparse(config: EngineConfig, memory_pools: Pools) -> None:
 def attention(
     config: EngineConfig,
     package: DevicePackage,
+    facts: Facts,
     load_weights: Any,
     memory_pools: Pools,
     kernels: KernelTable,
@@ -148,6 +150,8 @@ def attention(
             memory_pools.token_to_kv.page_size,
             str(model.weights.dtype).removeprefix("torch."),
             _features(shape, config),
+            facts.cache_loc_dtype,
+            int(spec_of(ForwardBatch, "seq_lens").padding.value),
         ),
         config.attention_backend,
         package.name,

@@ -152,3 +152,15 @@ def select_by_name(candidates: Mapping[str, str], explicit: str | None) -> str:
 
 def test_a_selection_that_falls_back_is_caught() -> None:
     assert select_by_name(refs("LargePages", "Wide"), "LargePages") == "Wide"
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (AttentionFacts(index_dtype="int32", features=NEEDS.features), "int64; it takes int32"),
+        (AttentionFacts(padding_len=0, features=NEEDS.features), "length 1; it wants 0"),
+        (AttentionFacts(index_dtype="int64", features=NEEDS.features), ""),
+    ],
+)
+def test_index_types_and_padding_lengths_are_read(facts: AttentionFacts, reason: str) -> None:
+    assert refusal(facts, NEEDS).endswith(reason) and bool(refusal(facts, NEEDS)) == bool(reason)

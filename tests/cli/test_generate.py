@@ -117,6 +117,11 @@ def test_a_prompt_longer_than_the_context_is_one_line() -> None:
     refused(found, "1024", "tokens")
 
 
+def test_an_error_is_the_first_thing_on_the_screen() -> None:
+    found = run("generate", "/no/such/model", "--prompt", "Hi")
+    assert found.stderr.startswith("error: ") and found.returncode == 2
+
+
 def test_an_unknown_flag_is_a_usage_error() -> None:
     found = run("generate", "--nope")
     assert found.returncode == 2 and "--nope" in found.stderr and "Traceback" not in found.stderr

@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from sglcore.device.facts import Facts
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext, Slot
 from sglcore.runtime.fields import Axis, Source, Split, batch_field, fill_once, keep, sentinel, spec_of, specs, zero
+from sglcore.runtime.forward_batch import ForwardBatch, NgramEmbeddingInfo
+from sglcore.runtime.registry_builders import build_decode_registry
 from tests.runtime.tiny import ints
 
 I32 = torch.int32
@@ -287,3 +290,17 @@ def test_after_freeze_addresses_never_change_and_a_larger_batch_is_an_error() ->
         with pytest.raises(ValueError, match="exceeds the 4 and 8 that captured graphs hold addresses of"):
             registry.ensure(bs, tokens)
     assert all(old is registry.slot(name).buffer for old, name in zip(buffers, registry.slot_names, strict=True))
+
+
+def test_what_a_nested_record_lacks_this_step_stays_none() -> None:
+    facts = Facts(tensor_device="cpu", shares_host_memory=True)
+    registry = build_decode_registry(facts, None, max_bs=4)
+    both = ForwardBatch(batch_size=1, num_tokens=1)
+    both.ngram_embedding_info = NgramEmbeddingInfo(*(torch.full((1,), n, dtype=torch.int32) for n in (4, 5)))
+    one = ForwardBatch(batch_size=1, num_tokens=1)
+    one.ngram_embedding_info = NgramEmbeddingInfo(torch.full((1,), 9, dtype=torch.int32), None)
+    for batch in (both, one):
+        registry.fill_from(batch, FillContext(1, 1, 1, 1))
+    found = registry.extract_buffer(one, 1, 1).ngram_embedding_info
+    assert found is not None and found.column_starts is not None
+    assert found.column_starts.tolist() == [9] and found.req_lens is None

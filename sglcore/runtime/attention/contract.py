@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """What a backend can do, read by selection. `page_sizes` and `head_dims` None mean any; `padding_len` is the
+    """What a backend can do, read by selection. None means any; `padding_len` is the
     sequence length that a padding row must show; `features` name what it serves beyond causal attention over pages."""
 
-    index_dtype: str = "int64"
+    index_dtype: str | None = None
     page_sizes: tuple[int, ...] | None = None
     head_dims: tuple[int, ...] | None = None
     dtypes: tuple[str, ...] | None = None

@@ -19,6 +19,8 @@ class AttentionNeeds:
     page_size: int
     dtype: str
     features: frozenset[str]
+    index_dtype: str = "int64"
+    padding_len: int = 1
 
 
 def refusal(facts: AttentionFacts, needs: AttentionNeeds) -> str:
@@ -30,6 +32,10 @@ def refusal(facts: AttentionFacts, needs: AttentionNeeds) -> str:
             return f"heads of {head_dim}; it takes {', '.join(map(str, facts.head_dims))}"
     if facts.dtypes is not None and needs.dtype not in facts.dtypes:
         return f"dtype {needs.dtype}; it takes {', '.join(facts.dtypes)}"
+    if facts.index_dtype not in (None, needs.index_dtype):
+        return f"cell indices of {needs.index_dtype}; it takes {facts.index_dtype}"
+    if facts.padding_len != needs.padding_len:
+        return f"padding rows of length {needs.padding_len}; it wants {facts.padding_len}"
     missing = sorted(needs.features - facts.features)
     return f"it lacks {', '.join(missing)}" if missing else ""
 
