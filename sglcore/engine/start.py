@@ -16,7 +16,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import resolve
-from sglcore.device.selection import Choice, Requested, requested_device, select
+from sglcore.device.selection import Choice, Requested, select
 from sglcore.device.worker import Limits, ModelWorker
 
 Progress = Callable[[str, int, int], None]
@@ -58,9 +58,11 @@ def model_folder(config: EngineConfig) -> Path:
 
 def choose(config: EngineConfig, ledger: DecisionLedger) -> Choice:
     """Discover and select the device; the decision goes to the ledger."""
-    source = config.sources.get("device", "--device")
-    requested = Requested(config.device, "--device" if source == "argument" else source) if config.device else None
-    choice = select(discover(), requested or requested_device(None))
+    source = config.sources.get("device", "argument")
+    requested = (
+        Requested(config.device, "--device" if source == "argument" else source) if config.device else Requested()
+    )
+    choice = select(discover(), requested)
     ledger.record(*choice.rows)
     return choice
 

@@ -69,7 +69,6 @@ def groups(world: World) -> tuple[()]:
 
 def load_weights(
     config: EngineConfig,
-    package: DevicePackage,
     facts: Facts,
     ledger: DecisionLedger,
     progress: Progress,
@@ -79,8 +78,7 @@ def load_weights(
 ) -> Any:
     """The model with its weights on the device, its operations from the package's kernel table."""
     load = resolve(MODEL_LOADER)
-    model = load(config, model_path, facts=facts, kernels=kernels, ledger=ledger, progress=progress)
-    return model
+    return load(config, model_path, facts=facts, kernels=kernels, ledger=ledger, progress=progress)
 
 
 def kernels(package: DevicePackage, ledger: DecisionLedger) -> KernelTable:
@@ -218,7 +216,7 @@ def _capture(
             runner.decode_registry,
             runner.attn_backend,
             ForwardContext(runner.attn_backend, None, runner.model.attention_layers),
-            _model_forward(runner),
+            runner.model,
             config.graph_buckets,
             lambda done, total: progress("capturing graphs", done, total),
         )
@@ -238,11 +236,6 @@ def _capture(
         )
     )
     return captured
-
-
-def _model_forward(runner: ModelRunner) -> Callable[[ForwardBatch], torch.Tensor]:
-    model = runner.model
-    return lambda batch: model(batch)
 
 
 def worker(

@@ -64,11 +64,6 @@ class Slot:
         return self.spec.name
 
     @property
-    def is_structured(self) -> bool:
-        """It belongs to a nested record of the batch."""
-        return "." in self.spec.name
-
-    @property
     def is_computed(self) -> bool:
         """Its contents do not come from the batch field of its name."""
         return self.post_fill is not None or self.source_fn is not None

@@ -70,10 +70,10 @@ class TpModelWorker:
     @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> Ticket:
         """One forward, and one sampled token for each row that emits."""
+        if batch.capture_hidden_mode.is_set or batch.return_hidden_states_before_norm.is_set:
+            raise ValueError(f"step {batch.step} asks for hidden states; this worker hands back tokens and scores only")
         rows = plan_rows(batch)
         staged = self.runner.init_batch(batch)
-        if staged.capture_hidden_mode or staged.return_hidden_states_before_norm:
-            raise ValueError(f"step {batch.step} asks for hidden states; this worker hands back tokens and scores only")
         hidden, path = self.runner.forward(staged)
         sampled = self._sampling.run(batch, staged, rows, hidden)
         return Ticket(batch.step, Pending(rows, path, staged, sampled))

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from sglcore.device.config import EngineConfig
+from sglcore.device.config import EngineConfig, resolve_config
+from sglcore.device.errors import DeviceError
 from sglcore.device.worker import Limits
 from sglcore.engine.start import choose_overlap, start
 
@@ -39,3 +40,12 @@ def test_a_start_says_both_decisions() -> None:
     started.worker.close()
     assert (rows["overlap"], rows["prefix cache"]) == ("off", "off")
     assert not started.overlap
+
+
+def test_the_environment_is_read_with_the_configuration_and_never_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLCORE_DEVICE", "nowhere")
+    started = start(EngineConfig(max_requests=1, threads=1))
+    started.worker.close()
+    assert started.choice.chosen.name == "cpu"
+    with pytest.raises(DeviceError, match="'nowhere', from SGLCORE_DEVICE"):
+        start(resolve_config({"max_requests": 1}))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.device.batch import CaptureHiddenMode, ForwardMode, ScheduleBatch
 from sglcore.device.worker import BatchResult, Ticket
 from sglcore.runtime.tp_worker import Pending, TpModelWorker
 from sglcore.sampling.params import SamplingParams
@@ -369,3 +369,14 @@ def test_more_pages_than_a_slot_holds_are_refused_instead_of_reaching_the_next_s
     with pytest.raises(ValueError, match="its slot holds"):
         site.worker.submit(batch)
     assert torch.equal(table.page_table, before)
+
+
+def test_hidden_states_are_refused_before_anything_is_touched_or_taken() -> None:
+    site, desk = make_site(), Desk(4)
+    batch = desk.extend({1: PROMPTS[1]}, composition=0)
+    batch.capture_hidden_mode.put(CaptureHiddenMode.LAST)
+    before = site.worker.runner.attn_backend.req_to_token_pool.page_table.clone()
+    with pytest.raises(ValueError, match="asks for hidden states"):
+        site.worker.submit(batch)
+    assert batch.capture_hidden_mode.is_set
+    assert torch.equal(site.worker.runner.attn_backend.req_to_token_pool.page_table, before)
