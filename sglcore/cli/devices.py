@@ -11,7 +11,7 @@ import typer
 from sglcore.device.discovery import Installed, discover
 from sglcore.device.errors import DeviceError
 from sglcore.device.package import DevicePackage, resolve
-from sglcore.device.probe import ProbeReport, UnclaimedDevice, unclaimed_devices
+from sglcore.device.probe import PCI_DEVICES, PciDevice, ProbeReport, unclaimed_devices
 from sglcore.device.selection import (
     Choice,
     Requested,
@@ -21,6 +21,7 @@ from sglcore.device.selection import (
     run_probe,
     select,
 )
+from sglcore.device.system import host_system
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Survey:
     devices: tuple[Surveyed, ...]
     choice: Choice | None
     refusal: Exception | None
-    unclaimed: tuple[UnclaimedDevice, ...]
+    unclaimed: tuple[PciDevice, ...]
 
 
 def devices(
@@ -87,7 +88,7 @@ def survey(found: tuple[Installed, ...], requested: Requested, shown: Requested 
             raise item.error or DeviceError(f"device {package.name!r} was not probed")
         return item.report
 
-    unclaimed = unclaimed_devices(claimed_vendors(found))
+    unclaimed = unclaimed_devices(claimed_vendors(found), host_system().path(PCI_DEVICES))
     choice, refusal = None, None
     try:
         choice = select(found, requested, unclaimed, probe)

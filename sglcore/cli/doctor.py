@@ -21,8 +21,9 @@ from types import MappingProxyType
 
 from sglcore.device.discovery import Installed, discover
 from sglcore.device.errors import SglcoreError
-from sglcore.device.probe import unclaimed_devices
+from sglcore.device.probe import PCI_DEVICES, unclaimed_devices
 from sglcore.device.selection import claimed_vendors, requested_device, run_probe, select
+from sglcore.device.system import host_system
 
 REQUIRED = ("numpy", "tokenizers", "safetensors", "typer", "rich", "jinja2")
 LEAST_PYTHON = (3, 11)
@@ -109,7 +110,7 @@ def check_devices() -> Iterable[Check]:
         yield Check("devices", "bad", "no device package is installed", "pip install sglcore-cpu")
     for item in found:
         yield from _check_device(item)
-    unclaimed = unclaimed_devices(claimed_vendors(found))
+    unclaimed = unclaimed_devices(claimed_vendors(found), host_system().path(PCI_DEVICES))
     for device in unclaimed:
         yield Check("accelerator", "note", f"no installed package answers for {device}", "install its vendor's package")
     try:

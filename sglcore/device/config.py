@@ -19,10 +19,12 @@ class EngineConfig:
     """What was asked for; None means "choose, and say why in the ledger".
 
     `model` is a checkpoint folder (None: the embedded model). `kv_cache_memory` is in bytes, or text such as "512M".
-    `max_batch_tokens` bounds one step: longer prompts are cut into chunks of it. `graph` is a graph kind or "off".
+    `max_batch_tokens` bounds one step: longer prompts are cut into chunks of it. `graph` is a graph kind, "off", or "auto".
     `overlap`: plan a step while the one before is still running. `poison` overwrites the input buffers before every step,
     to prove that nothing reads what an older one left. `eager_input_no_copy` runs batches that are on the device already
-    as they are.
+    as they are. `kernels`: "reference" computes with the reference's functions, to compare numbers. `shadow`: every Nth
+    replay of a graph also runs eagerly and is compared (0: never). `system_root` is where probes look for the machine's
+    files; None is `/`.
     """
 
     model: str | None = None
@@ -34,7 +36,7 @@ class EngineConfig:
     page_size: int | None = None
     kv_cache_memory: int | None = None
     attention_backend: str | None = None
-    graph: str = "off"
+    graph: str = "auto"
     graph_buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     overlap: bool | None = None
     prefix_cache: bool = True
@@ -42,6 +44,9 @@ class EngineConfig:
     threads: int | None = None
     poison: bool = False
     eager_input_no_copy: bool = False
+    kernels: str = "auto"
+    shadow: int = 0
+    system_root: str | None = None
     sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
     def __post_init__(self) -> None:

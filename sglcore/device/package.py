@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 
 from sglcore.device.errors import DeviceError
 
-API = 1
+API = 2
 """The number of the contract that a package written today declares."""
 
-SUPPORTED = range(1, 2)
+SUPPORTED = range(1, 3)
 """The numbers of the contract that this core understands."""
 
 Ref: TypeAlias = str
@@ -36,7 +36,8 @@ class DevicePackage:
     is_host: bool = False
     """True for the processor itself, which is chosen when no accelerator is present."""
     probe: Ref
-    """`probe(named: bool) -> ProbeReport`: reads the system; `named` when a person asked for this device."""
+    """`probe(named: bool, system: System) -> ProbeReport`: looks through `system` only; `named` when a person asked for
+    this device. (API 1: `probe(named)`.)"""
     facts: Ref
     """`facts() -> Facts`: the values by which this device differs from others."""
     worker: Ref
@@ -44,7 +45,8 @@ class DevicePackage:
     attention: Mapping[str, Ref]
     """Attention backends by name, the preferred first."""
     graphs: Mapping[str, Ref]
-    """Graph backends by kind; empty when the device needs none."""
+    """Graph backends by kind, each `factory(facts, streams) -> GraphBackend`; empty when the device needs none. (API 1:
+    `factory()`.)"""
     kernels: Ref
     """`kernels() -> KernelTable`: the functions that this device replaces, over the reference."""
     bring_up: Ref

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 
-PCI_DEVICES = Path("/sys/bus/pci/devices")
+PCI_DEVICES = "/sys/bus/pci/devices"
 ACCELERATOR_CLASSES = frozenset({0x0302, 0x0380, 0x1200})
 """PCI classes: 3D controller, display controller without a display, processing accelerator."""
 
@@ -75,8 +75,8 @@ def installed_fact(module: str, distribution: str, remedy: str) -> Fact:
 
 
 @dataclass(frozen=True, slots=True)
-class UnclaimedDevice:
-    """An accelerator on the PCI bus for which no installed package answers."""
+class PciDevice:
+    """A device on the PCI bus."""
 
     address: str
     vendor_id: int
@@ -87,20 +87,28 @@ class UnclaimedDevice:
         """Its address and numbers as `lspci -nn` prints them."""
         return f"{self.address} [{self.vendor_id:04x}:{self.device_id:04x}] of PCI class {self.pci_class:04x}"
 
+    @property
+    def is_accelerator(self) -> bool:
+        """Its class is one of those that accelerators have."""
+        return self.pci_class in ACCELERATOR_CLASSES
 
-def unclaimed_devices(claimed_vendors: Collection[int], pci: Path = PCI_DEVICES) -> tuple[UnclaimedDevice, ...]:
-    """Accelerators under `pci` whose vendor is not claimed; none when the folder does not exist."""
+
+def pci_devices(pci: Path = Path(PCI_DEVICES)) -> tuple[PciDevice, ...]:
+    """Every device under `pci`, by address; none when the folder does not exist."""
     folders = sorted(pci.iterdir()) if pci.is_dir() else ()
-    found = (_read(folder) for folder in folders)
-    return tuple(device for device in found if device is not None and device.vendor_id not in claimed_vendors)
+    return tuple(device for device in map(_read, folders) if device is not None)
 
 
-def _read(folder: Path) -> UnclaimedDevice | None:
-    """A device of an accelerator class; None for another class, or one that left the bus while it was read."""
+def unclaimed_devices(claimed_vendors: Collection[int], pci: Path = Path(PCI_DEVICES)) -> tuple[PciDevice, ...]:
+    """Accelerators under `pci` for which no installed package answers: those whose vendor is not claimed."""
+    found = (device for device in pci_devices(pci) if device.is_accelerator)
+    return tuple(device for device in found if device.vendor_id not in claimed_vendors)
+
+
+def _read(folder: Path) -> PciDevice | None:
+    """One device; None for one that left the bus while it was read."""
     try:
         vendor, device, pci_class = (int((folder / name).read_text(), 16) for name in ("vendor", "device", "class"))
-    except OSError:
+    except (OSError, ValueError):
         return None
-    if pci_class >> 8 not in ACCELERATOR_CLASSES:
-        return None
-    return UnclaimedDevice(folder.name, vendor, device, pci_class >> 8)
+    return PciDevice(folder.name, vendor, device, pci_class >> 8)

@@ -15,7 +15,8 @@ from sglcore.device.discovery import Installed
 from sglcore.device.errors import DeviceError
 from sglcore.device.ledger import Row
 from sglcore.device.package import DevicePackage, resolve
-from sglcore.device.probe import ProbeReport, UnclaimedDevice, unclaimed_devices
+from sglcore.device.probe import PCI_DEVICES, PciDevice, ProbeReport, unclaimed_devices
+from sglcore.device.system import System, host_system
 
 Probe: TypeAlias = Callable[[DevicePackage, bool], ProbeReport]
 
@@ -62,10 +63,12 @@ def requested_device(option: str | None, environ: Mapping[str, str] = os.environ
     return Requested(name, VARIABLE) if name else Requested()
 
 
-def run_probe(package: DevicePackage, named: bool) -> ProbeReport:
-    """Call a package's probe. What it raises keeps its own traceback and gets a note that names the package."""
+def run_probe(package: DevicePackage, named: bool, system: System | None = None) -> ProbeReport:
+    """Call a package's probe on `system` (None: `host_system()`). What it raises keeps its own traceback and gets a note
+    that names the package."""
+    seen = () if package.api < 2 else (system or host_system(),)
     try:
-        report = resolve(package.probe, package.name)(named)
+        report = resolve(package.probe, package.name)(named, *seen)
     except Exception as error:
         error.add_note(f"in the probe {package.probe!r} of device {package.name!r}")
         raise
@@ -77,7 +80,7 @@ def run_probe(package: DevicePackage, named: bool) -> ProbeReport:
 def select(
     installed: Sequence[Installed],
     requested: Requested,
-    unclaimed: Sequence[UnclaimedDevice] | None = None,
+    unclaimed: Sequence[PciDevice] | None = None,
     probe: Probe = run_probe,
 ) -> Choice:
     """Choose by the rules at the top of this file; raises `DeviceError`, or whatever a package or its probe raised.
@@ -102,7 +105,7 @@ def select(
     if accelerators:
         raise _unusable(accelerators[0], f"{_SETTING} chooses another device")
     if unclaimed is None:
-        unclaimed = unclaimed_devices(claimed_vendors(installed))
+        unclaimed = unclaimed_devices(claimed_vendors(installed), host_system().path(PCI_DEVICES))
     return _host(candidates, requested, unclaimed)
 
 
@@ -130,7 +133,7 @@ def _named(installed: Sequence[Installed], requested: Requested, probe: Probe) -
     return _choice(candidate, requested, f"it was named by {requested.source}")
 
 
-def _host(candidates: Sequence[Candidate], requested: Requested, unclaimed: Sequence[UnclaimedDevice]) -> Choice:
+def _host(candidates: Sequence[Candidate], requested: Requested, unclaimed: Sequence[PciDevice]) -> Choice:
     hosts = tuple(c for c in candidates if c.package.is_host)
     if not hosts:
         raise DeviceError(
@@ -164,7 +167,7 @@ def _broken_row(candidate: Candidate) -> Row:
     return Row(f"accelerator {candidate.package.name}", "usable", "not used", reason, fact.remedy)
 
 
-def _unclaimed_row(device: UnclaimedDevice, host: str) -> Row:
+def _unclaimed_row(device: PciDevice, host: str) -> Row:
     return Row(
         f"accelerator {device.address}",
         "its device package",

@@ -147,7 +147,7 @@ def attention(
             tuple(sorted({head_dim for _, head_dim in shape.layers})),
             memory_pools.token_to_kv.page_size,
             str(model.weights.dtype).removeprefix("torch."),
-            _features(shape, config),
+            _features(shape, facts.graph_kind(config.graph)),
             facts.cache_loc_dtype,
             int(spec_of(ForwardBatch, "seq_lens").padding.value),
         ),
@@ -189,17 +189,23 @@ def graphs(
         poison=config.poison,
         eager_input_no_copy=config.eager_input_no_copy,
     )
-    runner.graphs = _capture(config, package, runner, ledger, progress)
+    runner.graphs = _capture(config, package, facts, runner, ledger, progress)
     return runner
 
 
 def _capture(
-    config: EngineConfig, package: DevicePackage, runner: ModelRunner, ledger: DecisionLedger, progress: Progress
+    config: EngineConfig,
+    package: DevicePackage,
+    facts: Facts,
+    runner: ModelRunner,
+    ledger: DecisionLedger,
+    progress: Progress,
 ) -> GraphRunner | None:
     kinds = ", ".join(package.graphs) or "none"
-    if config.graph == "off":
-        asked = "off" if "graph" in config.sources else "auto"
-        ledger.record(Row("graph", asked, "eager", "start-up waits for no capture", f"--graph with one of: {kinds}"))
+    if facts.graph_kind(config.graph) == "off":
+        ledger.record(
+            Row("graph", config.graph, "eager", "start-up waits for no capture", f"--graph with one of: {kinds}")
+        )
         return None
     if config.graph not in package.graphs:
         raise ConfigError(
@@ -267,11 +273,11 @@ def _layers(model: Any) -> tuple[tuple[int, int], ...]:
     return tuple((layer.num_kv_heads, layer.head_dim) for layer in model.attention_layers)
 
 
-def _features(shape: AttentionShape, config: EngineConfig) -> frozenset[str]:
+def _features(shape: AttentionShape, graph: str) -> frozenset[str]:
     wanted = {"encoder"} if shape.is_encoder else set()
     if any(window is not None for window in shape.windows):
         wanted.add("sliding_window")
-    if config.graph != "off":
+    if graph != "off":
         wanted.add("capture")
     return frozenset(wanted)
 

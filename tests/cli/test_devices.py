@@ -10,7 +10,7 @@ import pytest
 
 from sglcore.cli.devices import Survey, survey_values
 from sglcore.cli.render import show_survey
-from sglcore.device.probe import UnclaimedDevice
+from sglcore.device.probe import PciDevice
 from tests.device.site import Site
 
 
@@ -90,7 +90,7 @@ def test_a_bring_up_order_needs_a_name(site: Site) -> None:
 
 
 def test_an_unclaimed_accelerator_is_said_in_the_table_and_in_json(capsys: pytest.CaptureFixture[str]) -> None:
-    device = UnclaimedDevice("0000:01:00.0", 0x1EAF, 0x0001, 0x0302)
+    device = PciDevice("0000:01:00.0", 0x1EAF, 0x0001, 0x0302)
     seen = Survey((), None, None, (device,))
     show_survey(seen)
     assert "unclaimed accelerator: 0000:01:00.0 [1eaf:0001] of PCI class 0302" in capsys.readouterr().out

@@ -26,7 +26,7 @@ package = DevicePackage(
 
 _PROBE = """
 from sglcore.device.probe import Fact, ProbeReport
-def probe(named):
+def probe(named, system):
     {body}
     return ProbeReport(
         hardware=Fact({hardware} or (named and {offered}), "planted hardware", "plug it in"),
@@ -53,8 +53,8 @@ class Planted:
     hardware: bool = True
     offered: bool = False
     runtime: bool = True
-    api: int = 1
-    tag: str = "[api-1]"
+    api: int = 2
+    tag: str = "[api-2]"
     body: str = ""
     probe_body: str = "pass"
     distribution: str = ""

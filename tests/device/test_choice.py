@@ -13,7 +13,7 @@ from sglcore.device.errors import DeviceError
 from sglcore.device.selection import Requested, select
 from tests.device.site import Site
 
-CHOSEN = ChosenDevice("one", "sglcore-one", "1.0", 1, "it is the only usable accelerator")
+CHOSEN = ChosenDevice("one", "sglcore-one", "1.0", 2, "it is the only usable accelerator")
 CHILD = """
 import os, sys
 from sglcore.device.choice import adopt
@@ -51,14 +51,14 @@ def test_a_child_adopts_what_its_parent_chose(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("name", "two"), ("version", "9.9"), ("api", 2), ("distribution", "acme-one")]
+    ("field", "value"), [("name", "two"), ("version", "9.9"), ("api", 1), ("distribution", "acme-one")]
 )
 def test_a_child_refuses_what_differs_from_what_it_finds_and_names_both(
     site: Site, field: str, value: str | int
 ) -> None:
     site.add("one")
     ran = child(site, replace(CHOSEN, **{field: value}))
-    found = {"name": "one", "version": "1.0", "api": "1", "distribution": "sglcore-one"}[field]
+    found = {"name": "one", "version": "1.0", "api": "2", "distribution": "sglcore-one"}[field]
     assert ran.returncode == 1
     assert str(value) in ran.stderr and found in ran.stderr
 

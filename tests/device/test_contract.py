@@ -11,7 +11,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from sglcore.device import batch, facts, package, probe, worker
+from sglcore.device import batch, facts, package, probe, system, worker
 from sglcore.runtime import graph_runner
 from sglcore.runtime.attention import contract
 from sglcore.runtime.kernels import table
@@ -22,6 +22,7 @@ RECORDS = (
     facts.Facts,
     probe.Fact,
     probe.ProbeReport,
+    probe.PciDevice,
     worker.Limits,
     worker.Ticket,
     worker.TokenLogprobs,
@@ -33,7 +34,13 @@ RECORDS = (
     contract.AttentionPlan,
     table.KernelTable,
 )
-PROTOCOLS = (worker.ModelWorker, contract.AttentionBackend, graph_runner.GraphBackend, graph_runner.CapturedStep)
+PROTOCOLS = (
+    worker.ModelWorker,
+    system.System,
+    contract.AttentionBackend,
+    graph_runner.GraphBackend,
+    graph_runner.CapturedStep,
+)
 CONSTRUCTORS = ((contract.AttentionBackend, "__init__"),)
 """Constructors that the core calls."""
 

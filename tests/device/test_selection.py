@@ -10,15 +10,15 @@ import pytest
 from sglcore.device.discovery import Installed
 from sglcore.device.errors import DeviceError, StrictError
 from sglcore.device.ledger import DecisionLedger
-from sglcore.device.probe import UnclaimedDevice
+from sglcore.device.probe import PciDevice
 from sglcore.device.selection import Choice, Requested, requested_device, select
 from tests.device.site import Site
 
 AUTOMATIC = Requested()
-UNCLAIMED = UnclaimedDevice("0000:01:00.0", 0x1EAF, 0x0001, 0x0302)
+UNCLAIMED = PciDevice("0000:01:00.0", 0x1EAF, 0x0001, 0x0302)
 
 
-def choose(site: Site, name: str | None = None, *unclaimed: UnclaimedDevice) -> Choice:
+def choose(site: Site, name: str | None = None, *unclaimed: PciDevice) -> Choice:
     """Select among the planted packages, with `--device` when a name is given."""
     return select(site.discover(), requested_device(name, {}), unclaimed)
 

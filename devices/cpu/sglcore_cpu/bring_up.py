@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sglcore.device.config import EngineConfig
+from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage
 from sglcore.runtime.bring_up import STANDARD, kernels
@@ -37,15 +38,19 @@ def threads(config: EngineConfig, model_path: Path, ledger: DecisionLedger) -> i
     return chosen.threads
 
 
-def processor_kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger) -> KernelTable:
+def processor_kernels(
+    config: EngineConfig, package: DevicePackage, facts: Facts, ledger: DecisionLedger
+) -> KernelTable:
     """The package's table; a compiler reads plain weights only, so nothing is packed when graphs were asked for."""
     table = kernels(package, ledger)
-    return table if config.graph == "off" else table.replace(pack_linear=reference_kernels().pack_linear)
+    return (
+        table if facts.graph_kind(config.graph) == "off" else table.replace(pack_linear=reference_kernels().pack_linear)
+    )
 
 
-def kernel_choices(config: EngineConfig, load_weights: Any, ledger: DecisionLedger) -> tuple[Row, ...]:
+def kernel_choices(config: EngineConfig, facts: Facts, load_weights: Any, ledger: DecisionLedger) -> tuple[Row, ...]:
     """Say in the ledger which implementation serves this model where that depends on it."""
-    rows = tuple(kernel_rows(load_weights, config.graph))
+    rows = tuple(kernel_rows(load_weights, facts.graph_kind(config.graph)))
     ledger.record(*rows)
     return rows
 

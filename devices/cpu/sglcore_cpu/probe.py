@@ -8,15 +8,16 @@ import subprocess
 from pathlib import Path
 
 from sglcore.device.probe import Fact, ProbeReport, installed_fact
+from sglcore.device.system import System
 
-CPUINFO = Path("/proc/cpuinfo")
+CPUINFO = "/proc/cpuinfo"
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
 """The instruction sets that kernels ask for, by the names that Linux gives them."""
 
 
-def probe(named: bool) -> ProbeReport:
+def probe(named: bool, system: System) -> ProbeReport:
     """Answer for the processor; it is always there, so being named changes nothing."""
-    model, features = processor(CPUINFO)
+    model, features = processor(system.path(CPUINFO))
     return ProbeReport(
         hardware=Fact(True, model),
         driver=Fact(True, f"{platform.system()} {platform.release()}; a processor needs no driver"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
+from sglcore.device.system import System
 from sglcore_cpu import package
 from sglcore_cpu.probe import probe, processor, usable_cores
 
@@ -42,6 +43,6 @@ def test_without_cpuinfo_the_machine_is_named(tmp_path: Path) -> None:
 
 def test_this_processor_is_present_whether_it_is_named_or_not() -> None:
     assert package.is_host
-    assert probe(True) == probe(False)
-    assert probe(False).present
+    assert probe(True, System()) == probe(False, System())
+    assert probe(False, System()).present
     assert usable_cores() >= 1

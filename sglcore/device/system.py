@@ -1,0 +1,133 @@
+"""The machine as a probe sees it: device nodes, driver libraries, python modules, below a root. Standard library only.
+
+The root is `/` on a real machine. Another root is a folder laid out like one, for a container that mounts its host's
+files, for fixtures, and for simulated machines. Nothing is opened but plain files, and nothing is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+
+from sglcore.device.probe import PciDevice, pci_devices
+
+VARIABLE = "SGLCORE_SYSTEM_ROOT"
+LIBRARY_FOLDERS = ("usr/lib64", "usr/lib/*-linux-gnu*", "usr/lib", "usr/local/lib", "lib64", "lib/*-linux-gnu*", "lib")
+_ASSIGNED = re.compile(r"^(\w+)\s*(?::[^=]+)?=\s*(.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """What can be seen below `root`, with the environment `environ` of the process."""
+
+    root: Path = Path("/")
+    environ: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def is_this_machine(self) -> bool:
+        """The root is that of the machine itself."""
+        return self.root == Path("/")
+
+    def path(self, path: str) -> Path:
+        """Where an absolute path lies below the root."""
+        return self.root / path.lstrip("/")
+
+    def exists(self, path: str) -> bool:
+        """Something is at this absolute path; False too where it may not be looked at."""
+        try:
+            return self.path(path).exists()
+        except OSError:
+            return False
+
+    def glob(self, pattern: str) -> tuple[str, ...]:
+        """The absolute paths (as seen from the root) that match an absolute pattern, sorted."""
+        try:
+            found = sorted(self.root.glob(pattern.lstrip("/")))
+        except OSError:
+            return ()
+        return tuple(f"/{path.relative_to(self.root)}" for path in found)
+
+    def read(self, path: str) -> str | None:
+        """The text of a file; None if there is none, or it can not be read."""
+        try:
+            return self.path(path).read_text(errors="replace")
+        except OSError:
+            return None
+
+    def library(self, name: str, *folders: str) -> str | None:
+        """The absolute path of a shared library such as "libm.so.6": in `folders` (absolute), LD_LIBRARY_PATH, the
+        loader's configured folders, then the usual ones. None if it is nowhere. Nothing is loaded."""
+        given = (*folders, *self._variable_folders(), *self._configured_folders())
+        for pattern in (*(folder.lstrip("/") for folder in given if folder.startswith("/")), *LIBRARY_FOLDERS):
+            for found in self.glob(f"{pattern}/{name}"):
+                return found
+        return None
+
+    def module(self, name: str) -> bool:
+        """A top-level module can be found: in `site-packages` of the root, or else where this interpreter looks."""
+        return self._planted(name) is not None or _findable(name)
+
+    def torch_build(self) -> Mapping[str, str]:
+        """What the installed torch is and was built for: "version", and each text that its `version.py` assigns, read
+        without importing it. Empty if torch is not installed."""
+        planted = self._planted("torch")
+        text = _read(planted / "version.py") if planted else _installed_version_file("torch")
+        return MappingProxyType(dict(_assignments(text)))
+
+    def pci(self) -> tuple[PciDevice, ...]:
+        """Every device on the PCI bus."""
+        return pci_devices(self.path("/sys/bus/pci/devices"))
+
+    def _planted(self, name: str) -> Path | None:
+        folder = self.root / "site-packages" / name
+        return folder if not self.is_this_machine and folder.is_dir() else None
+
+    def _variable_folders(self) -> tuple[str, ...]:
+        return tuple(self.environ.get("LD_LIBRARY_PATH", "").split(":"))
+
+    def _configured_folders(self) -> tuple[str, ...]:
+        texts = (self.read(path) or "" for path in ("/etc/ld.so.conf", *self.glob("/etc/ld.so.conf.d/*.conf")))
+        return tuple(line.strip() for text in texts for line in text.splitlines())
+
+
+def host_system(environ: Mapping[str, str] = os.environ) -> System:
+    """This machine, or what `SGLCORE_SYSTEM_ROOT` names in its place."""
+    return System(Path(environ.get(VARIABLE) or "/"), MappingProxyType(dict(environ)))
+
+
+def _findable(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ValueError:
+        return True  # It is loaded, by something that gave it no specification.
+
+
+def _installed_version_file(name: str) -> str:
+    spec = find_spec(name)
+    return _read(Path(spec.origin).with_name("version.py")) if spec is not None and spec.origin else ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _assignments(text: str) -> list[tuple[str, str]]:
+    """Names that a version file gives a text."""
+    found: list[tuple[str, str]] = []
+    for name, value in _ASSIGNED.findall(text):
+        try:
+            literal = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            continue
+        if isinstance(literal, str):
+            found.append((name.strip("_"), literal))
+    return found

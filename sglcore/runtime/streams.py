@@ -1,0 +1,30 @@
+"""The two streams of a device that has them: one that runs forwards, one on which the host prepares and reads back."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from sglcore.device.facts import Facts
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """`schedule` is the stream that was current when this was made; `forward` runs every step. None: no streams."""
+
+    schedule: torch.Stream | None = None
+    forward: torch.Stream | None = None
+
+    def running(self) -> AbstractContextManager[object]:
+        """A context in which the forward stream is current."""
+        return nullcontext() if self.forward is None else self.forward
+
+
+def make_streams(facts: Facts) -> Streams:
+    """The streams of the facts' device, or none."""
+    if not facts.has_streams:
+        return Streams()
+    device = torch.device(facts.tensor_device)
+    return Streams(torch.accelerator.current_stream(device), torch.Stream(device))
