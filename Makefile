@@ -1,14 +1,15 @@
 # make demo   install if needed, then write a story with the embedded model
-# make test   lint, types, tests
+# make test   lint, types, tests on every lane that needs no hardware
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?= Once upon a time
-# Processes that run tests side by side (0: in one process), and what to test.
+# Processes that run tests side by side (0: in one process), the lanes (all that need no hardware), and what to test.
 WORKERS ?= 2
+LANES ?=
 TESTS ?=
 
-DECLARED := pyproject.toml constraints.txt $(wildcard devices/*/pyproject.toml) tools/install_devices.py
+DECLARED := pyproject.toml constraints.txt $(wildcard devices/*/pyproject.toml simulator/pyproject.toml) tools/install_devices.py
 
 .PHONY: demo serve test lint clean
 
@@ -19,7 +20,7 @@ serve: $(VENV)/installed
 	@$(BIN)/sglcore serve
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(TESTS)
+	$(BIN)/python -m ci run $(LANES) --workers $(WORKERS) --tests "$(TESTS)"
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff format --check .
@@ -39,5 +40,5 @@ $(VENV)/installed: $(VENV)/pyvenv.cfg $(DECLARED)
 	@touch $@
 
 $(VENV)/installed-test: $(VENV)/pyvenv.cfg $(DECLARED)
-	@$(BIN)/python tools/install_devices.py --extra test
+	@$(BIN)/python tools/install_devices.py --extra test --all
 	@touch $@ $(VENV)/installed

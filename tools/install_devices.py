@@ -1,7 +1,8 @@
 """Install sglcore with the device packages that this machine needs, into the interpreter that runs this file.
 
 The processor's package is always installed; an accelerator's package is installed when its probe sees the hardware. The
-declarations and probes are read from this checkout, so nothing need be installed before. Standard library only.
+declarations and probes are read from this checkout, so nothing need be installed before. For tests, `--all` takes every
+package and the simulator. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = "constraints.txt"
+SIMULATOR = "simulator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show(item)
     if any(item.error for item in found):
         return 1
-    wanted = [item.folder for item in found if item.is_wanted]
-    for command in pip_commands(options.root, wanted, options.extra, options.torch_index):
+    wanted = [item.folder for item in found if item.is_wanted or options.all]
+    if options.all and (options.root / SIMULATOR).is_dir():
+        wanted.append(options.root / SIMULATOR)
+    for command in pip_commands(options.root, wanted, options.extra, options.torch_index, options.torch):
         print("+", " ".join(command[2:]), flush=True)
         if not options.dry_run:
             subprocess.run(command, cwd=options.root, check=True)
@@ -63,6 +67,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Install sglcore and the device packages that this machine needs.")
     parser.add_argument("--dry-run", action="store_true", help="print the facts and the commands only")
     parser.add_argument("--extra", default="", help="an extra of sglcore to install too, such as test")
+    parser.add_argument("--all", action="store_true", help="every package, and the simulator: what the tests need")
+    parser.add_argument("--torch", default="", help="a version of torch other than that of constraints.txt")
     parser.add_argument("--torch-index", default="", help="the package index to take torch from")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to install from")
     return parser.parse_args(arguments)
@@ -98,14 +104,27 @@ def show(item: Found) -> None:
         print(f"  {name:<9} {'yes' if fact.holds else 'no ':<4} {fact.evidence}")
 
 
-def pip_commands(root: Path, folders: Sequence[Path], extra: str, torch_index: str) -> tuple[tuple[str, ...], ...]:
+def pip_commands(
+    root: Path, folders: Sequence[Path], extra: str, torch_index: str, torch_version: str = ""
+) -> tuple[tuple[str, ...], ...]:
     """The pinned torch on its own, so that pip takes no other; then the core and the packages from this checkout."""
-    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", CONSTRAINTS)
-    torch = tuple(line.strip() for line in (root / CONSTRAINTS).read_text().splitlines() if line.startswith("torch=="))
+    constraints = other_torch(root, torch_version) if torch_version else CONSTRAINTS
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", constraints)
+    lines = (root / constraints).read_text().splitlines()
+    torch = tuple(line.strip() for line in lines if line.startswith("torch=="))
     index = ("--index-url", torch_index) if torch_index else ()
     core = f".[{extra}]" if extra else "."
     checkouts = tuple(word for folder in folders for word in ("-e", str(folder.relative_to(root))))
     return ((*pip, *index, *torch), (*pip, "-e", core, *checkouts))
+
+
+def other_torch(root: Path, version: str) -> str:
+    """The constraints with another torch, as a file below `build`."""
+    path = root / "build" / f"constraints-torch-{version}.txt"
+    lines = (root / CONSTRAINTS).read_text().splitlines()
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(f"torch=={version}" if line.startswith("torch==") else line for line in lines) + "\n")
+    return str(path.relative_to(root))
 
 
 if __name__ == "__main__":

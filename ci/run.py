@@ -1,0 +1,109 @@
+"""Runs lanes one after the other, says of each failure whose it is, and leaves a record of each for the table."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from ci.lanes import ROOT, Lane
+
+RECORDS = ROOT / "build" / "lanes"
+TAIL = 4000
+"""Characters of the output that the class of a failure is read from."""
+
+
+class Failure(Enum):
+    """Whose a failure is."""
+
+    INFRA = "infra"
+    """The machine: killed, out of time or disk, a worker lost."""
+    IMAGE = "image"
+    """What is installed on it: a package or the simulator is missing or does not build."""
+    COLLECT = "collect"
+    """The tests could not be gathered, or there were none."""
+    PRODUCT = "product"
+    """A test failed."""
+
+
+_INFRA = ("No space left on device", "Cannot allocate memory", "crashed while running", "node down: Not properly")
+_IMAGE = ("No module named", "could not be built", "No matching distribution")
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One lane's run: its exit status, seconds, and the class of its failure (None: it passed)."""
+
+    lane: Lane
+    status: int
+    seconds: float
+    failure: Failure | None
+
+
+def classify(status: int, output: str) -> Failure | None:
+    """The class of a run from pytest's exit status and the end of its output."""
+    if status == 0:
+        return None
+    if status < 0 or status > 128 or any(sign in output for sign in _INFRA):
+        return Failure.INFRA
+    if status == 1:
+        return Failure.PRODUCT
+    return Failure.IMAGE if any(sign in output for sign in _IMAGE) else Failure.COLLECT
+
+
+def record_of(lane: Lane) -> Path:
+    """The file in which a lane's run is recorded."""
+    return RECORDS / f"{lane.name}.json"
+
+
+def command(lane: Lane, workers: int, words: Sequence[str] = ()) -> tuple[str, ...]:
+    """How pytest is called for a lane."""
+    simulated = (f"--sim={lane.simulator}",) if lane.simulator else ()
+    record = (f"--lane-record={record_of(lane)}",)
+    return (
+        sys.executable,
+        "-m",
+        "pytest",
+        f"-n{workers}",
+        f"--lane={lane.name}",
+        *simulated,
+        *record,
+        *(words or lane.tests),
+    )
+
+
+def run(lane: Lane, workers: int, words: Sequence[str] = ()) -> Ran:
+    """Run one lane here, its output as it comes; waits."""
+    print(f"\n== lane {lane.name} ==", flush=True)
+    record_of(lane).unlink(missing_ok=True)
+    start = time.monotonic()
+    environ = {"OMP_NUM_THREADS": "1", **os.environ}
+    with subprocess.Popen(
+        command(lane, workers, words),
+        cwd=ROOT,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as child:
+        assert child.stdout is not None
+        tail = ""
+        for line in child.stdout:
+            print(line, end="", flush=True)
+            tail = (tail + line)[-TAIL:]
+        status = child.wait()
+    return Ran(lane, status, time.monotonic() - start, classify(status, tail))
+
+
+def report(runs: Sequence[Ran]) -> str:
+    """One line for each lane."""
+    lines = [
+        f"  {ran.lane.name:<14} {'passed' if ran.failure is None else 'FAILED: ' + ran.failure.value:<18} {ran.seconds:6.0f} s"
+        for ran in runs
+    ]
+    return "\n".join(["", "lanes", *lines])

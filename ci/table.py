@@ -1,0 +1,116 @@
+"""The table of tests and lanes: what ran where, when, why not, and which gap is known. A test that ran nowhere is red."""
+
+from __future__ import annotations
+
+import json
+import time
+import tomllib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from ci.lanes import ROOT
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What happened to one test on one lane: "passed", "failed", "skipped" with its reason, or "left out" with what the
+    lane lacks; `at` is when, in seconds since 1970."""
+
+    outcome: str
+    at: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Tests by lane. `gaps` are the laws that a lane's package declares it does not hold."""
+
+    lanes: tuple[str, ...]
+    tests: Mapping[str, Mapping[str, Cell]]
+    gaps: Mapping[str, tuple[str, ...]]
+
+    @property
+    def never_ran(self) -> tuple[str, ...]:
+        """Tests that no lane ran."""
+        ran = ("passed", "failed")
+        return tuple(
+            test
+            for test, cells in sorted(self.tests.items())
+            if not any(cell.outcome in ran for cell in cells.values())
+        )
+
+    def why_not(self, test: str) -> str:
+        """Each lane's reason for not running a test."""
+        return "; ".join(f"{lane}: {cell.reason}" for lane, cell in self.tests[test].items())
+
+
+def read(records: Sequence[Path], root: Path = ROOT) -> Table:
+    """The table of some lanes' records."""
+    tests: dict[str, dict[str, Cell]] = defaultdict(dict)
+    names: list[str] = []
+    for path in records:
+        values = json.loads(path.read_text())
+        lane, at = values["lane"], values["at"]
+        names.append(lane)
+        for test, known in values["tests"].items():
+            tests[test][lane] = Cell(known["outcome"], at, known.get("reason", ""))
+        for test, missing in values["left_out"].items():
+            tests[test][lane] = Cell("left out", at, f"needs {', '.join(missing)}")
+    return Table(tuple(names), dict(tests), gaps(root))
+
+
+def gaps(root: Path) -> dict[str, tuple[str, ...]]:
+    """The laws in each package's `gaps.toml`."""
+    found = {}
+    for path in sorted(root.glob("devices/*/gaps.toml")):
+        found[path.parent.name] = tuple(row["law"] for row in tomllib.loads(path.read_text()).get("gap", ()))
+    return found
+
+
+_MARKS = MappingProxyType({"passed": "yes", "failed": "FAILED", "skipped": "skip", "left out": "-"})
+
+
+def markdown(table: Table) -> str:
+    """One row a test; below, the reasons of skips, and the gaps."""
+    when = {
+        lane: max(cell.at for cells in table.tests.values() for name, cell in cells.items() if name == lane)
+        for lane in table.lanes
+    }
+    lines = [
+        "# Tests and lanes",
+        "",
+        "Last run: "
+        + ", ".join(f"{lane} {time.strftime('%Y-%m-%d %H:%M', time.gmtime(at))} UTC" for lane, at in when.items()),
+        "",
+        f"| test | {' | '.join(table.lanes)} |",
+        f"|---|{'---|' * len(table.lanes)}",
+    ]
+    for test, cells in sorted(table.tests.items()):
+        marks = [_MARKS[cells[lane].outcome] if lane in cells else "-" for lane in table.lanes]
+        lines.append(f"| {test.replace('|', '/')} | {' | '.join(marks)} |")
+    skips = [
+        f"- {test} on {lane}: {cell.reason}"
+        for test, cells in sorted(table.tests.items())
+        for lane, cell in cells.items()
+        if cell.outcome == "skipped"
+    ]
+    known = [f"- {device}: {', '.join(laws)}" for device, laws in table.gaps.items() if laws]
+    return "\n".join([*lines, "", "## Skipped", *(skips or ["none"]), "", "## Gaps", *(known or ["none"]), ""])
+
+
+def summary(table: Table) -> str:
+    """By folder and lane: how many tests ran."""
+    counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for test, cells in table.tests.items():
+        parts = test.split("::")[0].split("/")
+        folder = "/".join(parts[: 3 if parts[0] == "devices" else 2])
+        for lane, cell in cells.items():
+            counts[folder][lane] += cell.outcome in ("passed", "failed")
+    width = max([len("tests that ran"), *map(len, counts)])
+    lines = ["", f"{'tests that ran':<{width}}  " + "  ".join(f"{lane:>10}" for lane in table.lanes)]
+    for folder, by_lane in sorted(counts.items()):
+        lines.append(f"{folder:<{width}}  " + "  ".join(f"{by_lane[lane] or '-':>10}" for lane in table.lanes))
+    return "\n".join(lines)

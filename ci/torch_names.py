@@ -1,0 +1,138 @@
+"""The oldest torch that the runtime must also run on has no build here: its public names are kept, and what the code uses
+is held against them. `python -m ci.torch_names WHEEL` writes the list from a wheel of that version, for any platform.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ci.lanes import ROOT
+
+STORED = Path(__file__).parent / "data" / "torch_names.json"
+CODE = ("sglcore/**/*.py", "devices/*/sglcore_*/**/*.py")
+STUBS = ("torch/_C/__init__.pyi", "torch/_C/_VariableFunctions.pyi", "torch/_C/_acc/__init__.pyi")
+CLASSES = ("Tensor", "Stream", "Event")
+"""Classes whose members are kept too."""
+
+
+def names_of_wheel(wheel: Path) -> dict[str, list[str]]:
+    """The names of each torch module in a wheel that has public Python source, and the members of `CLASSES`."""
+    with zipfile.ZipFile(wheel) as files:
+        sources = {name: files.read(name).decode() for name in files.namelist() if _wanted(name)}
+        version = (
+            next(name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
+            .split("-")[1]
+            .removesuffix(".dist")
+        )
+    trees = {name: ast.parse(text) for name, text in sources.items()}
+    found: dict[str, set[str]] = {}
+    for name, tree in trees.items():
+        module = "torch" if name in STUBS else name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        found.setdefault(module, set()).update(_defined(tree))
+    for module in list(found):
+        parent, _, child = module.rpartition(".")
+        found.get(parent, set()).add(child)
+    for kind in CLASSES:
+        found[f"torch.{kind}"] = {name for tree in trees.values() for name in _members(tree, kind)}
+    return {"version": [version], **{module: sorted(names) for module, names in sorted(found.items()) if names}}
+
+
+def _wanted(name: str) -> bool:
+    """Public modules down to the third level, the stubs, and where the classes' Python parts live."""
+    if name in STUBS or name in ("torch/_tensor.py", "torch/_streambase.py"):
+        return True
+    parts = Path(name).with_suffix("").parts
+    public = not any(part.startswith("_") and part != "__init__" for part in parts)
+    skipped = {"testing", "onnx", "jit", "package", "ao", "quantization", "utils", "masked", "profiler", "export"}
+    return name.startswith("torch/") and name.endswith(".py") and public and len(parts) <= 4 and not skipped & {*parts}
+
+
+def _defined(tree: ast.AST) -> Iterator[str]:
+    """Names that a module binds at its top level, in whatever branch."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name).split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+            if node.value is not None and "__all__" in ast.dump(targets[0]):
+                yield from (str(x.value) for x in ast.walk(node.value) if isinstance(x, ast.Constant))
+        elif isinstance(node, ast.If | ast.Try | ast.With | ast.ExceptHandler):
+            yield from _defined(node)
+
+
+def _members(tree: ast.AST, kind: str) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name in (kind, f"{kind}Base", f"_{kind}Base"):
+            yield from _defined(node)
+
+
+def unknown_names(stored: Mapping[str, list[str]], root: Path = ROOT) -> list[str]:
+    """`file:line: name` of each torch name in the code that the stored version does not have."""
+    modules = {module: frozenset(names) for module, names in stored.items() if module != "version"}
+    newer = _newer_members(modules)
+    found = []
+    for pattern in CODE:
+        for path in sorted(root.glob(pattern)):
+            for line, name in _uses(ast.parse(path.read_text()), newer):
+                if _is_unknown(name, modules):
+                    found.append(f"{path.relative_to(root)}:{line}: {name}")
+    return found
+
+
+def _newer_members(modules: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    """Methods of the installed torch's classes that the stored version lacks; no object of ours has such a name."""
+    import torch
+
+    kinds = (torch.Tensor, torch.Stream, torch.Event)
+    known = frozenset().union(*(modules[f"torch.{kind}"] for kind in CLASSES))
+    members = ((kind, name) for kind in kinds for name in dir(kind) if not name.startswith("_"))
+    return frozenset(name for kind, name in members if callable(getattr(kind, name))) - known
+
+
+def _uses(tree: ast.AST, newer: frozenset[str]) -> Iterator[tuple[int, str]]:
+    """Dotted names that start at torch, in expressions and imports, and members that only a newer torch has."""
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "torch")
+        elif isinstance(node, ast.Attribute):
+            dotted = _dotted(node)
+            if dotted.startswith("torch.") and id(node) not in inner:
+                yield node.lineno, dotted
+            elif node.attr in newer and not dotted.startswith("torch."):
+                yield node.lineno, f"torch.Tensor.{node.attr}"
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        head = _dotted(node.value)
+        return f"{head}.{node.attr}" if head else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _is_unknown(name: str, modules: Mapping[str, frozenset[str]]) -> bool:
+    """Walk down the modules; what follows the last known one must be a name in it. Registered operators are not names."""
+    parts = name.split(".")
+    if parts[:2] == ["torch", "ops"]:
+        return False
+    for end in range(len(parts) - 1, 0, -1):
+        module = ".".join(parts[:end])
+        if module in modules:
+            return parts[end] not in modules[module]
+    return len(parts) > 1
+
+
+if __name__ == "__main__":
+    made = names_of_wheel(Path(sys.argv[1]))
+    STORED.write_text(json.dumps(made, indent=0).replace('",\n"', '", "') + "\n")
+    print(f"{STORED.name}: torch {made['version'][0]}, {sum(map(len, made.values()))} names")

@@ -1,0 +1,75 @@
+"""Lanes are computed from what packages declare, tests from what they need; what can not be used is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ci.lanes import HOST, LaneError, lane_named, lanes, needs_of, read
+
+HOST_TOML = '[[lane]]\nname = "one"\ncapabilities = ["host"]\ntorch = ["2.13.0"]\n'
+SIM_TOML = """[device]
+capabilities = ["streams"]
+[[lane]]
+name = "two-sim"
+simulator = "two"
+capabilities = ["graphs.full"]
+[[lane]]
+name = "two-card"
+runner = ["self-hosted", "two"]
+"""
+
+
+def plant(root: Path, **texts: str) -> Path:
+    for device, text in texts.items():
+        folder = root / "devices" / device
+        folder.mkdir(parents=True)
+        (folder / "ci.toml").write_text(text)
+    return root
+
+
+def test_lanes_come_from_the_packages_the_hosts_first_and_hardware_last(tmp_path: Path) -> None:
+    found = lanes(plant(tmp_path, a=SIM_TOML, z=HOST_TOML))
+    assert [lane.name for lane in found] == ["one", "two-sim", "two-card"]
+    assert [lane.needs_hardware for lane in found] == [False, False, True]
+    assert found[1].capabilities == {"streams", "graphs.full", "device", "package.a", "simulator"}
+    assert found[2].capabilities == {"streams", "device", "package.a"}
+    assert found[1].tests == ("tests", "devices/a/tests", "simulator/tests")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "declares no lane"),
+        ("[[lane]]\ncapabilities = []\n", "a lane without a name"),
+        ('[[lane]]\nname = "x"\nspeed = 3\n', "unknown speed"),
+        ("[[lane", "ci.toml"),
+    ],
+)
+def test_a_declaration_that_can_not_be_used_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    root = plant(tmp_path, a=text)
+    with pytest.raises(LaneError, match=said):
+        read(root / "devices" / "a" / "ci.toml")
+
+
+def test_two_lanes_of_one_name_and_unknown_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(LaneError, match="two packages declare the lane one"):
+        lanes(plant(tmp_path, a=HOST_TOML, b=HOST_TOML))
+    with pytest.raises(LaneError, match="there is no lane 'gone'; there are: "):
+        lane_named("gone", lanes())
+
+
+def test_a_test_needs_what_it_says_and_what_its_folder_says() -> None:
+    streams = frozenset({"streams"})
+    assert needs_of(Path("tests/schedule/test_x.py"), frozenset()) == {HOST}
+    assert needs_of(Path("tests/laws/test_x.py"), streams) == streams
+    assert needs_of(Path("devices/one/tests/test_x.py"), streams) == {"streams", "package.one"}
+    assert needs_of(Path("simulator/tests/test_x.py"), frozenset()) == {"simulator"}
+
+
+def test_every_package_of_the_project_has_a_lane_that_needs_no_hardware() -> None:
+    found = lanes()
+    assert sum(HOST in lane.capabilities for lane in found) == 1
+    packages = {path.parent.name for path in Path("devices").glob("*/pyproject.toml")}
+    assert {lane.device for lane in found if not lane.needs_hardware} == packages

@@ -1,0 +1,95 @@
+"""What a run leaves behind: a class for its failure, a record of each test, and a table in which nothing is forgotten."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ci.lanes import ROOT, lanes
+from ci.run import Failure, classify, command
+from ci.table import markdown, read, summary
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "failure"),
+    [
+        (0, "", None),
+        (1, "FAILED tests/x.py::test_y", Failure.PRODUCT),
+        (1, "worker 'gw1' crashed while running 'tests/x.py'", Failure.INFRA),
+        (-9, "", Failure.INFRA),
+        (137, "", Failure.INFRA),
+        (1, "OSError: [Errno 28] No space left on device", Failure.INFRA),
+        (2, "ERROR tests/x.py - SyntaxError", Failure.COLLECT),
+        (5, "no tests ran", Failure.COLLECT),
+        (4, "ModuleNotFoundError: No module named 'numpy'", Failure.IMAGE),
+        (3, "the simulator could not be built", Failure.IMAGE),
+    ],
+)
+def test_a_failure_has_a_class(status: int, output: str, failure: Failure | None) -> None:
+    assert classify(status, output) is failure
+
+
+def test_a_lane_is_run_with_its_name_its_simulator_and_its_record() -> None:
+    for lane in lanes():
+        words = command(lane, 3)
+        assert f"--lane={lane.name}" in words and "-n3" in words
+        assert (f"--sim={lane.simulator}" in words) == bool(lane.simulator)
+
+
+def record(folder: Path, lane: str, tests: dict, left_out: dict) -> Path:
+    path = folder / f"{lane}.json"
+    path.write_text(json.dumps({"lane": lane, "at": 0, "tests": tests, "left_out": left_out}))
+    return path
+
+
+def test_the_table_shows_every_test_and_names_what_ran_nowhere(tmp_path: Path) -> None:
+    gaps = tmp_path / "devices" / "two" / "gaps.toml"
+    gaps.parent.mkdir(parents=True)
+    gaps.write_text('[[gap]]\nlaw = "a_law"\nreason = "r"\nlink = "l"\nexpiry = 2030-01-01\n')
+    passed = {"outcome": "passed", "seconds": 1.0}
+    one = record(tmp_path, "one", {"t.py::a": passed}, {"t.py::b": ["streams"], "t.py::c": ["wings"]})
+    skip = {"outcome": "skipped", "seconds": 0.0, "reason": "needs a screen"}
+    two = record(tmp_path, "two", {"t.py::b": passed, "t.py::d": skip}, {"t.py::c": ["wings"]})
+    table = read([one, two], tmp_path)
+    assert table.never_ran == ("t.py::c", "t.py::d")
+    assert table.why_not("t.py::c") == "one: needs wings; two: needs wings"
+    text = markdown(table)
+    assert "| t.py::a | yes | - |" in text and "| t.py::b | - | yes |" in text
+    assert "t.py::d on two: needs a screen" in text and "two: a_law" in text
+    assert "1970-01-01" in text and "t.py" in summary(table)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_lane_can_not_run_is_left_out_and_recorded(tmp_path: Path, workers: int) -> None:
+    folder = ROOT / "build" / f"planted_{tmp_path.name}"
+    folder.mkdir(parents=True)
+    source = (
+        "import pytest\n"
+        "def test_plain(): pass\n"
+        "@pytest.mark.needs('wings')\ndef test_flies(): pass\n"
+        "@pytest.mark.needs('device')\ndef test_device(lane): assert 'device' in lane.capabilities\n"
+        "def test_skips(): pytest.skip('needs a screen')\n"
+        "def test_fails(): assert 0\n"
+    )
+    (folder / "test_planted.py").write_text(source)
+    out = tmp_path / "record.json"
+    words = (sys.executable, "-m", "pytest", f"-n{workers}", "-p", "no:cacheprovider", f"--lane-record={out}")
+    try:
+        ran = subprocess.run((*words, str(folder)), cwd=ROOT, capture_output=True, text=True, check=False)
+    finally:
+        (folder / "test_planted.py").unlink()
+    assert ran.returncode == 1, ran.stdout
+    values = json.loads(out.read_text())
+    outcomes = {name.rpartition("::")[2]: known["outcome"] for name, known in values["tests"].items()}
+    assert outcomes == {
+        "test_plain": "passed",
+        "test_device": "passed",
+        "test_skips": "skipped",
+        "test_fails": "failed",
+    }
+    assert [(name.rpartition("::")[2], why) for name, why in values["left_out"].items()] == [("test_flies", ["wings"])]
+    assert [known["reason"] for known in values["tests"].values() if "reason" in known] == ["needs a screen"]
