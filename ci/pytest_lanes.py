@@ -83,7 +83,7 @@ def configure(config: pytest.Config) -> None:
     name = config.getoption("--lane")
     lane = lane_named(name, found) if name else next(lane for lane in found if HOST in lane.capabilities)
     os.environ[DEVICE] = lane.device
-    config.pluginmanager.register(LaneRun(lane, config.getoption("--lane-record")), "lane")
+    config.pluginmanager.register(LaneRun(lane, str(config.getoption("--lane-record") or "")), "lane")
 
 
 def current_lane(config: pytest.Config) -> Iterator[Lane]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,13 @@ from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 
 TOLERANCE = 2e-4
+BUCKETS = (2, 4, 6)
+"""Decode graphs of the engines: a batch of one and one of three are padded."""
+
+
+def environ() -> dict[str, str]:
+    """What of the process's environment an engine of the tests may see: where the lane's machine is laid out."""
+    return {name: os.environ[name] for name in ("SGLCORE_SYSTEM_ROOT",) if name in os.environ}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +70,8 @@ class TokenEngine:
 
     def __init__(self, folder: Path, *, scramble_pages: int | None = None, **settings: Any) -> None:
         defaults = {"dtype": "float32", "threads": 1, "max_requests": 6, "page_size": 4, "kv_cache_memory": 8 << 20}
-        config = resolve_config({**defaults, **settings, "model": str(folder)}, {})
+        defaults |= {"device": os.environ["LANE_DEVICE"], "graph_buckets": BUCKETS, "max_batch_tokens": 128}
+        config = resolve_config({**defaults, **settings, "model": str(folder)}, environ())
         worker = start(config).worker
         assert isinstance(worker, TpModelWorker)
         self.worker = worker

@@ -62,27 +62,36 @@ def check_64_greedy_steps(engine: TokenEngine, oracle: Any) -> None:
         assert result.tokens == out[0, len(prompt) :].tolist()
 
 
+def check_paths(engine: TokenEngine, graph: str) -> None:
+    """Decode steps replayed if graphs were asked for, and prompts too where the kind is one of prompts."""
+    kinds = {path.partition(":")[0] for path in engine.paths}
+    if graph == "off":
+        assert kinds == {"eager"}
+    else:
+        assert {"full", graph} <= kinds
+
+
 @pytest.mark.parametrize("overlap", [True, False])
-def test_greedy_tokens_of_64_steps_are_those_of_transformers(case: Case, overlap: bool) -> None:
-    engine = TokenEngine(case.folder, overlap=overlap, scramble_pages=3)
+def test_greedy_tokens_of_64_steps_are_those_of_transformers(case: Case, graph: str, overlap: bool) -> None:
+    engine = TokenEngine(case.folder, graph=graph, overlap=overlap, scramble_pages=3)
     check_64_greedy_steps(engine, case.oracle)
-    assert engine.paths == {"eager"}
+    check_paths(engine, graph)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_random_chunks_and_ragged_arrivals_change_nothing(case: Case, seed: int) -> None:
+def test_random_chunks_and_ragged_arrivals_change_nothing(case: Case, graph: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     chunk, stagger = int(rng.integers(2, 9)), int(rng.integers(1, 4))
     print(f"seed {seed}: chunks of {chunk}, an arrival every {stagger} steps")
-    engine = TokenEngine(case.folder, max_batch_tokens=chunk)
+    engine = TokenEngine(case.folder, graph=graph, max_batch_tokens=chunk)
     results = engine.run(random_prompts(seed, LENGTHS), 12, score_prompts=True, stagger=stagger)
     check_logprobs(results, case.oracle)
 
 
-def test_overlap_changes_nothing(case: Case) -> None:
+def test_overlap_changes_nothing(case: Case, graph: str) -> None:
     prompts = random_prompts(3, LENGTHS)
     runs = [
-        TokenEngine(case.folder, overlap=overlap, max_batch_tokens=16).run(
+        TokenEngine(case.folder, graph=graph, overlap=overlap, max_batch_tokens=16).run(
             prompts, 16, temperature=0.9, seed=7, stagger=2
         )
         for overlap in (True, False)
@@ -92,14 +101,14 @@ def test_overlap_changes_nothing(case: Case) -> None:
         check_logprobs(results, case.oracle)
 
 
-def test_any_page_order_and_size_changes_nothing(case: Case) -> None:
+def test_any_page_order_and_size_changes_nothing(case: Case, graph: str) -> None:
     for page_size, seed in ((1, 4), (3, 5), (8, 6)):
-        engine = TokenEngine(case.folder, page_size=page_size, scramble_pages=seed)
+        engine = TokenEngine(case.folder, graph=graph, page_size=page_size, scramble_pages=seed)
         check_logprobs(engine.run(random_prompts(seed, LENGTHS), 10), case.oracle)
 
 
-def test_prefix_hits_change_nothing(case: Case) -> None:
-    engine = TokenEngine(case.folder)
+def test_prefix_hits_change_nothing(case: Case, graph: str) -> None:
+    engine = TokenEngine(case.folder, graph=graph)
     base = random_prompts(8, (33,))[0]
     check_logprobs(engine.run([base], 4), case.oracle)
     others = [base[:21] + tail for tail in random_prompts(9, (3, 1, 6))]
@@ -107,20 +116,21 @@ def test_prefix_hits_change_nothing(case: Case) -> None:
     assert engine.scheduler.stats()["hit_tokens"] >= 32 + 3 * 20
 
 
-def test_retraction_and_recompute_change_nothing(case: Case) -> None:
+def test_retraction_and_recompute_change_nothing(case: Case, graph: str) -> None:
     pages = CONTEXT // 4 + 2
-    engine = TokenEngine(case.folder, kv_cache_memory=pages * case.page_bytes(4), max_requests=4)
+    engine = TokenEngine(case.folder, graph=graph, kv_cache_memory=pages * case.page_bytes(4), max_requests=4)
     assert engine.worker.limits.num_pages == pages
     results = engine.run(random_prompts(10, (20, 24, 28, 22)), 30, stagger=1)
     assert engine.scheduler.stats()["retractions"] > 0
     check_logprobs(results, case.oracle)
 
 
-def test_stale_buffers_are_never_read(case: Case) -> None:
-    engine = TokenEngine(case.folder, poison=True, max_batch_tokens=12)
+def test_stale_buffers_are_never_read(case: Case, graph: str) -> None:
+    engine = TokenEngine(case.folder, graph=graph, poison=True, max_batch_tokens=12)
     check_logprobs(engine.run(random_prompts(11, LENGTHS), 10, stagger=2, score_prompts=True), case.oracle)
 
 
+@pytest.mark.needs("graphs.compiled")
 def test_compiled_decode_changes_nothing(case: Case) -> None:
     """64 greedy steps; then chunks, arrivals, prefix hits and retraction in one engine, whose decode steps replay."""
     pages = CONTEXT // 4 + 6

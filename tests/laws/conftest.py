@@ -1,0 +1,19 @@
+"""How an engine of the laws runs its steps: eagerly, or by each kind of graph that the lane's device has."""
+
+from __future__ import annotations
+
+import pytest
+
+KINDS = ("full", "breakable", "piecewise")
+"""The kinds of stream devices. A kind that compiles a forward for a minute has a law of its own."""
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("off", marks=pytest.mark.needs("device")),
+        *(pytest.param(kind, marks=pytest.mark.needs(f"graphs.{kind}")) for kind in KINDS),
+    ]
+)
+def graph(request: pytest.FixtureRequest) -> str:
+    """ "off" or a kind of graph."""
+    return request.param
