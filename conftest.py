@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     pytest_lanes.configure(config)
+    run = config.pluginmanager.get_plugin("lane")
+    if run is None or not run.lane.needs_hardware:
+        # Triton asks once, when it is first imported: without hardware its kernels run in the interpreter.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

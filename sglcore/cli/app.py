@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import typer
 
+from sglcore.cli.conform import conform
 from sglcore.cli.devices import devices
 from sglcore.cli.doctor import doctor
 from sglcore.cli.explain import explain
 from sglcore.cli.generate import generate
+from sglcore.cli.new_device import new_device
 from sglcore.cli.serve import serve
 
 
@@ -26,6 +28,8 @@ def make_app() -> typer.Typer:
     app.command()(devices)
     app.command()(explain)
     app.command()(doctor)
+    app.command(context_settings={"allow_extra_args": True})(conform)
+    app.command()(new_device)
     return app
 
 

@@ -15,7 +15,8 @@ class Facts:
     `tensor_device` is the device string a tensor library allocates on. `graph_kinds` are the capture mechanisms offered,
     best first; eager execution is always there and is not listed. `page_size` is the preferred number of cells in a
     page. `shares_host_memory` says that a host array and a device tensor may be the same bytes. `default_graph` is the graph
-    kind taken when none is asked for, or "off".
+    kind taken when none is asked for, or "off". `most_graph_segments` bounds the captured pieces that may exist at a time;
+    None: only memory does.
     """
 
     tensor_device: str
@@ -32,6 +33,7 @@ class Facts:
     fp8_format: str | None = None
     preferred_dtype: str | None = None
     default_graph: str = "off"
+    most_graph_segments: int | None = None
 
     def graph_kind(self, asked: str) -> str:
         """The graph kind that was asked for, or this device's own where that is "auto"."""

@@ -15,14 +15,16 @@ from sglcore.layers.attention import Attention
 from sglcore.layers.build import Build
 from sglcore.layers.linear import Embedding, FusedLinear, Linear, embed
 from sglcore.layers.norm import RMSNorm
-from sglcore.layers.program import Operation, Program, Stage, StageState, run_layers
+from sglcore.layers.program import Operation, Program, Stage, StageState, run_layers, walk_layers
 from sglcore.layers.rotary import cos_sin_cache
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.graphs.backend import Walk
 
 STREAM = ("hidden", "residual")
 """What one layer hands to the next: its output, not yet added, and the sum before it."""
 
 POSITION = ("positions", "cos_sin")
+QKV = ("q", "k", "v")
 
 
 class SelfAttention:
@@ -45,13 +47,21 @@ class SelfAttention:
         self._rotary = build.kernels.rotary
         self._head_dim = size
 
-    def __call__(self, hidden: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-        """hidden [T, H], positions int [T] to [T, H]."""
+    def operations(self) -> tuple[Operation, ...]:
+        """Projection, attention, projection: from "hidden" to "hidden"."""
+        return (
+            Operation("qkv", self.project, takes=("hidden",), gives=QKV, reads=POSITION),
+            Operation("attention", self.attention, takes=QKV, gives=("attended",), breaks=True),
+            Operation("attention_output", self.o_proj, takes=("attended",), gives=("hidden",)),
+        )
+
+    def project(self, hidden: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of hidden [T, H] at positions int [T], each [T, heads * head_dim]."""
         q, k, v = self.qkv_proj(hidden).split(self._sizes, dim=-1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._norm(self.q_norm, q), self._norm(self.k_norm, k)
         q, k = self._rotary(q, k, positions, cos_sin, self._head_dim)
-        return self.o_proj(self.attention(q, k, v))
+        return q, k, v
 
     def _norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
         tokens, width = x.shape
@@ -84,9 +94,8 @@ class DecoderLayer:
             enter = Operation("input_norm", self._enter, takes=("hidden",), gives=STREAM)
         else:
             enter = Operation("input_norm", self.input_layernorm.add, takes=STREAM, gives=STREAM)
-        attend = Operation("attention", self.self_attn, takes=("hidden",), gives=("hidden",), reads=POSITION)
         norm = Operation("post_attention_norm", self.post_attention_layernorm.add, takes=STREAM, gives=STREAM)
-        stages = self.mlp.stages((enter, attend), norm)
+        stages = self.mlp.stages((enter, *self.self_attn.operations()), norm)
         return Program(stages, takes=("hidden",) if is_first else STREAM, gives=STREAM)
 
     def _enter(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,6 +134,12 @@ class CausalLM(ABC):
         """T tokens to hidden states [T, H] after the last norm."""
         state = self.begin(batch)
         run_layers(self.programs, state, 0, len(self.programs))
+        return self.finish(state)
+
+    def walk(self, batch: ForwardBatch) -> Walk:
+        """The same forward, stopping at every operation that is never captured."""
+        state = self.begin(batch)
+        yield from walk_layers(self.programs, state)
         return self.finish(state)
 
     def begin(self, batch: ForwardBatch) -> StageState:

@@ -6,9 +6,11 @@ it gives; a program is checked when it is made, so that no value is missing, giv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from sglcore.runtime.graphs.backend import Break
 
 
 class ProgramError(Exception):
@@ -17,13 +19,17 @@ class ProgramError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """`function(*takes, *reads)` returns the one value of `gives`, or a tuple of them. Taken values are then gone."""
+    """`function(*takes, *reads)` returns the one value of `gives`, or a tuple of them. Taken values are then gone.
+
+    One that `breaks` is never captured in a graph: it gives one value, of the shape and dtype of the first it takes.
+    """
 
     name: str
     function: Callable[..., Any]
     takes: tuple[str, ...]
     gives: tuple[str, ...]
     reads: tuple[str, ...] = ()
+    breaks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +132,22 @@ def run_layers(programs: Sequence[Program], state: StageState, first: int, last:
     """Run the layers first <= i < last."""
     for index in range(first, last):
         run(programs[index], state)
+
+
+def walk_layers(programs: Sequence[Program], state: StageState) -> Generator[Break, Any, None]:
+    """Run all layers, stopping at each operation that breaks; what is sent back is the value it gives."""
+    for program in programs:
+        for stage in program.stages:
+            started = 0
+            for place, operation in enumerate(stage.operations):
+                if not operation.breaks:
+                    continue
+                run_stage(Stage(stage.name, stage.operations[started:place]), state)
+                inputs = *map(state.take, operation.takes), *map(state.read, operation.reads)
+                state.put(operation.gives[0], (yield Break(operation.function, inputs)))
+                started = place + 1
+            run_stage(Stage(stage.name, stage.operations[started:]), state)
+        state.expect(program.gives)
 
 
 def stagger(programs: Sequence[Program], states: tuple[StageState, StageState], delta: int) -> None:

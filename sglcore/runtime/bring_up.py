@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from sglcore.device.bring_up import BringUp
 from sglcore.device.config import EngineConfig
@@ -20,13 +19,14 @@ from sglcore.runtime.attention.contract import AttentionBackend, AttentionShape
 from sglcore.runtime.attention.selection import AttentionNeeds, select_attention
 from sglcore.runtime.fields import spec_of
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.forward_context import ForwardContext
-from sglcore.runtime.graph_runner import GraphRunner
+from sglcore.runtime.graphs.backend import PromptBackend
+from sglcore.runtime.graphs.build import capture, make_backend
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool, cell_bytes
 from sglcore.runtime.memory.sizing import MemoryBudget, MemorySizes, size_pools
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
+from sglcore.runtime.streams import Streams, make_streams
 from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import TpModelWorker
 
@@ -67,6 +67,11 @@ def groups(world: World) -> tuple[()]:
     return ()
 
 
+def streams(facts: Facts) -> Streams:
+    """The stream that is current now and the one that steps will run on, or none."""
+    return make_streams(facts)
+
+
 def load_weights(
     config: EngineConfig,
     facts: Facts,
@@ -81,8 +86,13 @@ def load_weights(
     return load(config, model_path, facts=facts, kernels=kernels, ledger=ledger, progress=progress)
 
 
-def kernels(package: DevicePackage, ledger: DecisionLedger) -> KernelTable:
-    """The functions that models and attention run on this device."""
+def kernels(package: DevicePackage, ledger: DecisionLedger, config: EngineConfig = EngineConfig()) -> KernelTable:
+    """The functions that models and attention run on this device, or the reference's where they were asked for."""
+    if config.kernels == "reference":
+        ledger.record(Row("kernels", "reference", REFERENCE, "asked for, to compare numbers", "--kernels auto"))
+        return resolve(f"{REFERENCE}:reference_kernels")()
+    if config.kernels != "auto":
+        raise ConfigError(f"kernels is {config.kernels!r}", wanted="auto or reference")
     table: KernelTable = resolve(package.kernels, package.name)()
     modules = {name: origin.rpartition(":")[0] for name, origin in table.origin.items()}
     own = {name: module for name, module in modules.items() if module != REFERENCE}
@@ -141,20 +151,24 @@ def attention(
     windows = tuple(dict.fromkeys(layer.sliding_window for layer in model.attention_layers))
     heads = max(layer.num_heads for layer in model.attention_layers)
     shape = AttentionShape(heads, _layers(model), windows, model.config.is_encoder)
-    backend = select_attention(
-        package.attention,
-        AttentionNeeds(
-            tuple(sorted({head_dim for _, head_dim in shape.layers})),
-            memory_pools.token_to_kv.page_size,
-            str(model.weights.dtype).removeprefix("torch."),
-            _features(shape, facts.graph_kind(config.graph)),
-            facts.cache_loc_dtype,
-            int(spec_of(ForwardBatch, "seq_lens").padding.value),
-        ),
-        config.attention_backend,
-        package.name,
-        ledger,
+    captured = facts.has_streams and facts.graph_kind(config.graph) != "off" and not shape.is_encoder
+    needs = AttentionNeeds(
+        tuple(sorted({head_dim for _, head_dim in shape.layers})),
+        memory_pools.token_to_kv.page_size,
+        str(model.weights.dtype).removeprefix("torch."),
+        _features(shape, captured),
+        facts.cache_loc_dtype,
+        int(spec_of(ForwardBatch, "seq_lens").padding.value),
     )
+    select = partial(select_attention, package.attention)
+    try:
+        backend = select(needs, config.attention_backend, package.name, ledger)
+    except ConfigError:
+        if not captured or config.graph != "auto":
+            raise
+        # Nobody asked for graphs: a backend that can not be captured is better than none.
+        needs = replace(needs, features=_features(shape, captured=False))
+        backend = select(needs, config.attention_backend, package.name, ledger)
     return backend(shape, memory_pools.req_to_token, memory_pools.token_to_kv, kernels, hisparse)
 
 
@@ -169,16 +183,15 @@ def graphs(
     kernels: KernelTable,
     ledger: DecisionLedger,
     progress: Progress,
+    streams: Streams,
 ) -> ModelRunner:
-    """The runner with its registries, and decode graphs if they were asked for."""
+    """The runner with its registries, and the graphs that were asked for or that the device takes by itself."""
+    backend = make_backend(config, package, facts, streams, attention, ledger)
     pool = None if load_weights.config.is_encoder else memory_pools.req_to_token
     decode = build_decode_registry(facts, pool, max_bs=size_memory.max_requests, cells=kernels.cache_locations)
+    max_bs, max_num_tokens = _prompt_sizes(config, size_memory, captured=isinstance(backend, PromptBackend))
     prefill = build_prefill_registry(
-        facts,
-        pool,
-        max_bs=min(size_memory.max_requests, 16),
-        cells=kernels.cache_locations,
-        max_num_tokens=min(config.max_batch_tokens, size_memory.max_model_len),
+        facts, pool, max_bs=max_bs, cells=kernels.cache_locations, max_num_tokens=max_num_tokens
     )
     runner = ModelRunner(
         load_weights,
@@ -188,60 +201,20 @@ def graphs(
         memory_pools.token_table,
         poison=config.poison,
         eager_input_no_copy=config.eager_input_no_copy,
+        streams=streams,
     )
-    runner.graphs = _capture(config, package, facts, runner, ledger, progress)
+    if backend is not None:
+        told = partial(progress, "capturing graphs")
+        runner.graphs = capture(config, facts, backend, runner, streams, ledger, told)
     return runner
 
 
-def _capture(
-    config: EngineConfig,
-    package: DevicePackage,
-    facts: Facts,
-    runner: ModelRunner,
-    ledger: DecisionLedger,
-    progress: Progress,
-) -> GraphRunner | None:
-    kinds = ", ".join(package.graphs) or "none"
-    if facts.graph_kind(config.graph) == "off":
-        ledger.record(
-            Row("graph", config.graph, "eager", "start-up waits for no capture", f"--graph with one of: {kinds}")
-        )
-        return None
-    if config.graph not in package.graphs:
-        raise ConfigError(
-            f"graph kind {config.graph!r} is not offered by device {package.name!r}", wanted=f"off or one of {kinds}"
-        )
-    if runner.attn_backend.shape.is_encoder:
-        reason = "an encoder does not decode, and graphs are for decoding"
-        ledger.record(Row("graph", config.graph, "eager", reason, "--graph off", downgrade=True))
-        return None
-    backend = resolve(package.graphs[config.graph], package.name)()
-    with torch.inference_mode():
-        captured = GraphRunner(
-            backend,
-            runner.decode_registry,
-            runner.attn_backend,
-            ForwardContext(runner.attn_backend, None, runner.model.attention_layers),
-            runner.model,
-            config.graph_buckets,
-            lambda done, total: progress("capturing graphs", done, total),
-        )
-    if not captured.buckets:
-        raise ConfigError(
-            f"graph_buckets {config.graph_buckets} has no size for at most {runner.decode_registry.max_bs} requests",
-            remedy="give one, or set graph to off",
-        )
-    sizes = ", ".join(map(str, captured.buckets))
-    ledger.record(
-        Row(
-            "graph",
-            config.graph,
-            config.graph,
-            f"decode at batch sizes {sizes}; larger batches and prompts run eagerly",
-            "--graph off",
-        )
-    )
-    return captured
+def _prompt_sizes(config: EngineConfig, sizes: MemorySizes, captured: bool) -> tuple[int, int]:
+    """Requests and tokens of the registry of prompts: as large as a step can be where graphs hold its addresses, else small
+    enough for one prompt; it grows."""
+    if captured:
+        return sizes.max_requests, config.max_batch_tokens
+    return min(sizes.max_requests, 16), min(config.max_batch_tokens, sizes.max_model_len)
 
 
 def worker(
@@ -273,16 +246,16 @@ def _layers(model: Any) -> tuple[tuple[int, int], ...]:
     return tuple((layer.num_kv_heads, layer.head_dim) for layer in model.attention_layers)
 
 
-def _features(shape: AttentionShape, graph: str) -> frozenset[str]:
+def _features(shape: AttentionShape, captured: bool) -> frozenset[str]:
     wanted = {"encoder"} if shape.is_encoder else set()
     if any(window is not None for window in shape.windows):
         wanted.add("sliding_window")
-    if graph != "off":
+    if captured:
         wanted.add("capture")
     return frozenset(wanted)
 
 
 STANDARD = BringUp(
-    (world, groups, kernels, load_weights, size_memory, memory_pools, hisparse, attention, graphs, worker)
+    (world, groups, streams, kernels, load_weights, size_memory, memory_pools, hisparse, attention, graphs, worker)
 )
 """Every torch device starts from this order; `device_memory` is what a package must insert before `size_memory`."""

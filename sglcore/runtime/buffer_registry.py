@@ -37,6 +37,9 @@ class FillContext:
 REMEMBERED = 1024
 """Views of so many sizes are remembered: decode sizes keep coming back, prefill sizes hardly do."""
 
+SPARE, SPARE_LEAST = 4, 64
+"""Words per request, and at least, that a parcel may use of the block: the page-table differences of a decode step always fit."""
+
 PostFill = Callable[[Tensor, "ForwardBatch", FillContext], None]
 SourceFn = Callable[["ForwardBatch", FillContext], "Tensor | None"]
 
@@ -130,6 +133,12 @@ class BufferRegistry:
         return self._slots[name]
 
     @property
+    def block(self) -> HostBlock:
+        """The block that holds what the host stages; another one after growth."""
+        assert self._block is not None, "make_buffers comes first"
+        return self._block
+
+    @property
     def slot_names(self) -> tuple[str, ...]:
         """All slots, in order of registration."""
         return tuple(self._slots)
@@ -138,7 +147,9 @@ class BufferRegistry:
         """Allocate every slot at the present capacity and check that each lies on this registry's device."""
         staged = [slot for slot in self._slots.values() if _is_staged(slot)]
         sizes = [int(np.prod(self._shape(slot))) for slot in staged]
-        self._block = HostBlock(sum(sizes), self.device, shares_memory=self._shares, pinned=self._pinned)
+        self._block = HostBlock(
+            sum(sizes), self.device, shares_memory=self._shares, pinned=self._pinned, spare=SPARE * self.max_bs + SPARE_LEAST
+        )
         offset = 0
         for slot, size in zip(staged, sizes, strict=True):
             slot.buffer, slot.host = self._block.part(offset, self._shape(slot))
@@ -150,8 +161,7 @@ class BufferRegistry:
             if slot.buffer.device.type != torch.device(self.device).type:
                 raise ValueError(f"slot {slot.name!r} lies on {slot.buffer.device}, the registry on {self.device}")
             if slot.spec.padding.fill is not Fill.KEEP:
-                slot.buffer.fill_(slot.spec.padding.value)
-        self._block.adopt_device_contents()
+                _fill(slot, slot.spec.padding.value)
         self._views.clear()
         self._heads.clear()
         slots = tuple(self._slots.values())
@@ -241,9 +251,7 @@ class BufferRegistry:
         for slot in self._slots.values():
             assert slot.buffer is not None
             if slot.spec.padding.fill is not Fill.ONCE:
-                slot.buffer.fill_(_poison_value(slot.buffer.dtype))
-        if self._block is not None:
-            self._block.adopt_device_contents()
+                _fill(slot, _poison_value(slot.buffer.dtype))
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -304,6 +312,14 @@ _EXTEND = frozenset({"extend_prefix_lens", "extend_seq_lens", "extend_start_loc"
 @cache
 def _names(batch_type: type) -> frozenset[str]:
     return frozenset(spec.name for spec in specs(batch_type))
+
+
+def _fill(slot: Slot, value: float) -> None:
+    """Both sides of a slot, so that neither need be read back."""
+    assert slot.buffer is not None
+    slot.buffer.fill_(value)
+    if slot.host is not None:
+        slot.host.fill(int(value))
 
 
 def _is_staged(slot: Slot) -> bool:

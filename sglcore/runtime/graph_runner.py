@@ -1,65 +1,36 @@
-"""Graphs: the policy here (buckets, padding, plan refresh, progress), the mechanism in the device's `GraphBackend`.
+"""Graphs: the policy here (what is captured, when it is replayed, what is compared), the mechanism in the device's `GraphBackend`.
 
 The runner composes; nothing subclasses it. A graph holds strong references to all that it baked in.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from sglcore.device.batch import ForwardMode
-from sglcore.runtime.attention.contract import AttentionBackend, AttentionPlan, Bucket, HostUpdate
-from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
-from sglcore.runtime.fields import Axis, Split, specs
-from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
-from sglcore.runtime.forward_context import ForwardContext, forward_context
+from sglcore.runtime.attention.contract import AttentionBackend
+from sglcore.runtime.buffer_registry import BufferRegistry
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.forward_context import ForwardContext
+from sglcore.runtime.graphs.backend import CapturedStep, GraphBackend, PromptBackend, Step
+from sglcore.runtime.graphs.capture import no_collection
+from sglcore.runtime.graphs.decode import DecodeGraphs
+from sglcore.runtime.graphs.policy import cells_of, planned, real_view
+from sglcore.runtime.graphs.prompts import PromptForward, PromptGraphs
+from sglcore.runtime.graphs.shadow import Shadow, leaving_cells
+from sglcore.runtime.streams import Streams
 
-Step = Callable[[], Tensor]
+__all__ = ["CapturedStep", "GraphBackend", "GraphRunner", "Step"]
 
-
-class CapturedStep(Protocol):
-    """One captured forward; calling `replay` runs it on what the buffers hold."""
-
-    def replay(self, update: HostUpdate | None) -> Tensor:
-        """Run it and return its output buffer; `update` is what `refresh` gave for this vendor's graph."""
-        ...
-
-
-class GraphBackend(Protocol):
-    """The capture mechanism of a device."""
-
-    @property
-    def kind(self) -> str:
-        """The kind of graph it makes, as the package names it."""
-        ...
-
-    def capture(self, step: Step) -> CapturedStep:
-        """Capture one forward. `step` reads only static buffers; it may be called several times to warm up."""
-        ...
-
-    def close(self) -> None:
-        """Free every graph and the memory they share."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedBucket:
-    """A graph with everything it reads: its static batch view, its plan, and the pool generation it was captured on."""
-
-    bucket: Bucket
-    batch: ForwardBatch
-    plan: AttentionPlan
-    generation: int
-    step: CapturedStep
+Policy = DecodeGraphs | PromptGraphs
 
 
 class GraphRunner:
-    """Decode graphs by bucket: pads a batch up to the next captured size and replays."""
+    """Graphs of decode steps, and of prompts where the mechanism has them. `memory`: bytes that capture took of the device
+    (None: not told there). `shadow` counts the replays that were compared."""
 
     def __init__(
         self,
@@ -70,85 +41,124 @@ class GraphRunner:
         forward: Callable[[ForwardBatch], Tensor],
         buckets: tuple[int, ...],
         progress: Callable[[int, int], None] | None = None,
+        *,
+        prompts: PromptForward | None = None,
+        streams: Streams = Streams(),
+        shadow: int = 0,
+        needs_host_lengths: bool = False,
     ) -> None:
-        """Capture `forward` for every bucket, the largest first. Waits; `progress(done, total)` after each."""
+        """Capture `forward` for every bucket, the largest first. Waits; `progress(done, total)` after each.
+
+        All device work, the capture included, goes to the forward stream of `streams`.
+        """
         self.backend = backend
         self.registry = registry
         self.attn_backend = attn_backend
+        self.memory: int | None = None
+        self.shadow = Shadow(shadow) if shadow else None
+        self.decode = DecodeGraphs(
+            backend, registry, attn_backend, context, forward, buckets, needs_host_lengths=needs_host_lengths
+        )
+        self.prompts: PromptGraphs | None = None
+        if prompts is not None:
+            if not isinstance(backend, PromptBackend):
+                raise TypeError(f"graphs of kind {backend.kind!r} capture no prompts")
+            self.prompts = PromptGraphs(backend, attn_backend, context, prompts)
         self._context = context
         self._forward = forward
-        self._sizes = tuple(sorted(size for size in set(buckets) if 0 < size <= registry.max_bs))
-        self._captured: dict[int, CapturedBucket] = {}
-        self._absent: tuple[str, ...] = ()
-        registry.freeze()
-        for done, size in enumerate(reversed(self._sizes), 1):
-            self._captured[size] = self._capture(Bucket(size, size))
-            if progress is not None:
-                progress(done, len(self._sizes))
-        if self._sizes:
-            self._absent = _absent_inputs(self._captured[self._sizes[0]].batch)
+        self._streams = streams
+        self._progress = progress
+        self._closed = False
+        self._capture_all()
 
     @property
     def buckets(self) -> tuple[int, ...]:
         """Captured batch sizes, ascending."""
-        return self._sizes
+        return () if self._closed else self.decode.sizes
 
     def bucket_for(self, batch_size: int) -> int | None:
-        """The smallest captured size that holds the batch; None if there is none."""
-        place = bisect_left(self._sizes, batch_size)
-        return self._sizes[place] if batch_size and place < len(self._sizes) else None
+        """The smallest captured batch size that holds the batch; None if there is none."""
+        return None if self._closed else self.decode.bucket_for(batch_size)
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """This batch has a bucket: plain decode, no more rows than the largest, no input that the graphs do not read."""
-        if not batch.forward_mode.is_decode or self.bucket_for(batch.batch_size) is None:
-            return False
-        return all(getattr(batch, name) is None for name in self._absent)
+        """A graph can run this batch: it has a bucket, and no input that graphs do not read."""
+        policy = self._policy(batch)
+        return policy is not None and policy.can_run(batch)
+
+    def path(self, batch: ForwardBatch) -> str:
+        """How the replay of a batch is called: the mechanism and the bucket."""
+        policy = self._policy(batch)
+        return "eager" if policy is None else policy.path(batch)
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [T, H] of a batch whose data lie in this runner's registry. Does not wait for the device.
+        """Hidden states [T, H] of a batch whose data lie in this runner's registry; the next replay overwrites them.
 
-        Raises StalePlanError if the KV pool moved since capture, or if the batch was planned for another forward.
+        Does not wait for the device, but where shadow mode compares. Raises StalePlanError if the KV pool moved since
+        capture, or if the batch was planned for another forward; ShadowMismatch if the comparison fails.
         """
-        captured = self._captured[self.bucket_for(batch.batch_size) or 0]
-        generation = self.attn_backend.token_to_kv_pool.generation
-        if captured.generation != generation:
-            raise StalePlanError(
-                f"the graph of bucket {captured.bucket.batch_size} was captured over generation {captured.generation} "
-                f"of the KV pool, it is now {generation}; capture again after replacing the pool"
-            )
-        # A plan for another forward raises here; any other is superseded by the captured one, which is refreshed below.
-        batch.needs_forward_metadata_init(self.attn_backend)
-        ctx = FillContext(batch.batch_size, captured.bucket.batch_size, batch.num_tokens, captured.bucket.num_tokens)
-        self.registry.fill_from(batch, ctx)
-        captured.batch.seq_lens_cpu = batch.seq_lens_cpu
-        update = self.attn_backend.refresh(captured.plan, captured.batch)
-        context = ForwardContext(self.attn_backend, captured.batch, self._context.layers)
-        with forward_context(context):
-            output = captured.step.replay(update)
-        return output[: batch.num_tokens]
+        policy = self._policy(batch)
+        assert policy is not None
+        hidden = policy.run(batch)
+        if self.shadow is not None and self.shadow.is_due():
+            self.shadow.compare(policy.path(batch), hidden, self._run_beside(policy, batch))
+        return hidden
 
-    def _capture(self, bucket: Bucket) -> CapturedBucket:
-        template = self.registry.view(ForwardBatch, bucket.batch_size, bucket.num_tokens, False)
-        template.forward_mode = ForwardMode.DECODE
-        self.registry.fill_from(template, FillContext(0, bucket.batch_size, 0, bucket.num_tokens))
-        batch = self.registry.extract_buffer(template, bucket.batch_size, bucket.num_tokens)
-        assert batch.seq_lens is not None
-        batch.seq_lens_cpu = batch.seq_lens.cpu().numpy()
-        plan = self.attn_backend.capture_plan(bucket)
-        self.attn_backend.refresh(plan, batch)
-        batch.mark_forward_metadata_ready(plan)
-        with forward_context(ForwardContext(self.attn_backend, batch, self._context.layers)):
-            step = self.backend.capture(lambda: self._forward(batch))
-        return CapturedBucket(bucket, batch, plan, self.attn_backend.token_to_kv_pool.generation, step)
+    def recapture(self) -> None:
+        """Free every graph and capture all of them again: after the KV pool moved, or weights were replaced. Waits."""
+        for policy in self._policies:
+            policy.drop()
+        self.backend.close()
+        self._capture_all()
 
     def close(self) -> None:
-        """Free the graphs; every batch is eager from now on."""
-        self._captured.clear()
-        self._sizes = ()
+        """Free the graphs; every batch is eager from now on. Waits for the device."""
+        for policy in self._policies:
+            policy.drop()
+        self._closed = True
         self.backend.close()
 
+    @property
+    def _policies(self) -> tuple[Policy, ...]:
+        return (self.decode,) if self.prompts is None else (self.decode, self.prompts)
 
-def _absent_inputs(captured: ForwardBatch) -> tuple[str, ...]:
-    """Inputs of a model that a captured batch does not have, so that its graph can not read them."""
-    inputs = [s for s in specs(ForwardBatch) if s.is_slot or s.axis is Axis.TOKENS or s.split is Split.NESTED]
-    return tuple(spec.name for spec in inputs if getattr(captured, spec.name) is None)
+    def _policy(self, batch: ForwardBatch) -> Policy | None:
+        if self._closed:
+            return None
+        return self.decode if batch.forward_mode.is_decode else self.prompts
+
+    @torch.inference_mode()
+    def _capture_all(self) -> None:
+        total, done = sum(len(policy.sizes) for policy in self._policies), 0
+        free = _free_memory(self._streams)
+        _order(self._streams)
+        with no_collection(), self._streams.running():
+            # Prompts hold more memory, and come first: what they leave in the pool serves the decode graphs.
+            for policy in reversed(self._policies):
+                for _ in policy.capture():
+                    done += 1
+                    if self._progress is not None:
+                        self._progress(done, total)
+        if free is not None:
+            self.memory = max(0, free - (_free_memory(self._streams) or 0))
+
+    def _run_beside(self, policy: Policy, batch: ForwardBatch) -> Tensor:
+        """An eager forward of the same inputs that leaves no trace."""
+        view = replace(real_view(policy.registry, batch), plan_record=None)
+        with planned(self.attn_backend, view, self._context):
+            layers = self._context.layers
+            return leaving_cells(self.attn_backend, layers, cells_of(view), lambda: self._forward(view))
+
+
+def _order(streams: Streams) -> None:
+    """What the schedule stream has queued (weights, buffers) is done before the forward stream captures."""
+    if streams.forward is not None and streams.schedule is not None:
+        streams.forward.wait_stream(streams.schedule)
+
+
+def _free_memory(streams: Streams) -> int | None:
+    """Bytes free on the device of the forward stream, once it is idle; None where there is none to ask."""
+    if streams.forward is None or not torch.accelerator.is_available():
+        return None
+    torch.accelerator.synchronize(streams.forward.device.index)
+    torch.accelerator.empty_cache()
+    return torch.accelerator.get_memory_info(streams.forward.device.index)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.device.batch import ScheduleBatch
@@ -14,6 +15,8 @@ from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.graph_runner import GraphRunner
+from sglcore.runtime.staging import Parcel, PinnedRing
+from sglcore.runtime.streams import Streams
 from sglcore.runtime.token_table import TokenTable
 
 
@@ -48,6 +51,7 @@ class ModelRunner:
         *,
         poison: bool = False,
         eager_input_no_copy: bool = False,
+        streams: Streams = Streams(),
     ) -> None:
         self.model = model
         self.attn_backend = attn_backend
@@ -55,6 +59,9 @@ class ModelRunner:
         self.prefill_registry = prefill_registry
         self.token_table = token_table
         self.graphs = graphs
+        self.streams = streams
+        block = prefill_registry.block
+        self.parcels = PinnedRing(block.device, block.pinned and not block.shares_memory)
         self._poison = poison
         self._no_copy = eager_input_no_copy
         self._layers = model.attention_layers
@@ -63,14 +70,19 @@ class ModelRunner:
         """The registry whose slots this kind of step uses."""
         return self.decode_registry if batch.forward_mode.is_decode else self.prefill_registry
 
-    def init_batch(self, batch: ScheduleBatch) -> ForwardBatch:
-        """Stage a host batch on the device: page-table differences, inputs, last tokens. Does not wait."""
+    def init_batch(self, batch: ScheduleBatch, parcel: Parcel | None = None) -> ForwardBatch:
+        """Stage a host batch on the device: page-table differences, inputs, last tokens, and what else is in the parcel.
+
+        All of it is one copy to the device, or two if the parcel is large. Does not wait.
+        """
         registry = self.registry_for(batch)
         if self._poison:
             registry.poison()
-        self.attn_backend.req_to_token_pool.append(batch)
-        self.token_table.admit_history(batch)
-        staged = ForwardBatch.init_new(batch, registry)
+        pages, history = self.attn_backend.req_to_token_pool.changes(batch), self.token_table.admissions(batch)
+        if pages is None and history is None and parcel is None:
+            staged = ForwardBatch.init_new(batch, registry)
+        else:
+            staged = self._init_with(batch, registry, parcel or Parcel(), pages, history)
         assert staged.input_ids is not None and staged.req_pool_indices is not None
         if batch.forward_mode.is_decode:
             self.token_table.resolve_decode(staged.input_ids, staged.req_pool_indices)
@@ -78,11 +90,30 @@ class ModelRunner:
             self.token_table.resolve_future(staged.input_ids)
         return staged
 
+    def _init_with(
+        self,
+        batch: ScheduleBatch,
+        registry: BufferRegistry,
+        parcel: Parcel,
+        pages: tuple[NDArray, ...] | None,
+        history: tuple[NDArray, ...] | None,
+    ) -> ForwardBatch:
+        page_places = [parcel.add(values) for values in pages or ()]
+        history_places = [parcel.add(values) for values in history or ()]
+        registry.ensure(batch.batch_size, batch.num_tokens)
+        parcel.pack(registry.block, self.parcels)
+        staged = ForwardBatch.init_new(batch, registry)
+        parcel.arrive(registry.block)
+        if page_places:
+            self.attn_backend.req_to_token_pool.write(*(parcel[place] for place in page_places))
+        if history_places:
+            self.token_table.admit_history(*(parcel[place] for place in history_places))
+        return staged
+
     def forward(self, batch: ForwardBatch) -> tuple[Tensor, str]:
         """Hidden states [T, hidden] and the path that ran ("eager", or the graph's kind and bucket)."""
         if self.graphs is not None and self.graphs.can_run(batch):
-            bucket = self.graphs.bucket_for(batch.batch_size)
-            return self.graphs.run(batch), f"{self.graphs.backend.kind}:{bucket}"
+            return self.graphs.run(batch), self.graphs.path(batch)
         return self.run_eager(batch), "eager"
 
     def run_eager(self, batch: ForwardBatch) -> Tensor:

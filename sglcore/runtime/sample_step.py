@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,11 +14,12 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import TokenLogprobs as HostLogprobs
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.staging import Parcel
 from sglcore.runtime.token_table import TokenTable
-from sglcore.sampling.batch import SamplingBatch
+from sglcore.sampling.batch import SamplingBatch, SamplingNeeds
 from sglcore.sampling.logprobs import TokenLogprobs, logprobs_of
-from sglcore.sampling.processors import PenaltyState, make_penalties
-from sglcore.sampling.sampler import SampledTokens, Sampler, SamplingState, make_state
+from sglcore.sampling.processors import PenaltyRows, PenaltyState, count_penalties, penalty_arrays, place_penalties
+from sglcore.sampling.sampler import SampledTokens, Sampler, SamplingState, place_state, state_arrays
 
 PROMPT_LOGITS_ELEMENTS = 1 << 24
 """Prompt log-probabilities are worked on this many logits at a time, so that long prompts need no vocabulary-sized
@@ -51,6 +52,10 @@ def plan_rows(batch: ScheduleBatch) -> RowPlan:
     return RowPlan(batch.batch_size, np.flatnonzero(batch.emits), offsets)
 
 
+Results = tuple[NDArray[np.int32], NDArray[np.bool_], HostLogprobs | None, dict[int, HostLogprobs]]
+"""`Sampled` on the host: int32[N] and bool[N] of the emitting rows, their log-probabilities, and the prompts'."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """A step's tokens on the device, row for row of the emitting rows, and prompt log-probabilities by row."""
@@ -58,21 +63,65 @@ class Sampled:
     tokens: SampledTokens
     prompt: dict[int, TokenLogprobs] = field(default_factory=dict)
 
-    def host_tokens(self) -> NDArray[np.int32]:
-        """int32[N]. Waits."""
-        return self.tokens.token_ids.cpu().numpy()
+    def tensors(self) -> list[Tensor]:
+        """Everything that was asked for, in the order that `read_results` knows."""
+        found = [self.tokens.token_ids, self.tokens.bad_rows]
+        for part in (self.tokens.logprobs, *self.prompt.values()):
+            if part is not None:
+                found += [part.chosen, part.rank, part.top_ids, part.top]
+        return found
 
-    def host_bad(self) -> NDArray[np.bool_]:
-        """bool[N]. Waits."""
-        return self.tokens.bad_rows.cpu().numpy()
+    def read_results(self, arrays: Sequence[NDArray]) -> Results:
+        """From the host's arrays of `tensors`."""
+        if len(arrays) == 2:
+            return arrays[0], arrays[1], None, {}
+        tokens, bad, *others = arrays
+        parts = iter([HostLogprobs(*others[first : first + 4]) for first in range(0, len(others), 4)])
+        logprobs = None if self.tokens.logprobs is None else next(parts)
+        return tokens, bad, logprobs, dict(zip(self.prompt, parts, strict=True))
 
-    def host_logprobs(self) -> HostLogprobs | None:
-        """Along the tokens. Waits."""
-        return _to_host(self.tokens.logprobs) if self.tokens.logprobs is not None else None
 
-    def host_prompt_logprobs(self) -> dict[int, HostLogprobs]:
-        """By row. Waits."""
-        return {row: _to_host(found) for row, found in self.prompt.items()}
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A row that asks for prompt log-probabilities: its tokens [start, end) of the step, where its targets start, and how
+    many alternatives it wants."""
+
+    row: int
+    start: int
+    end: int
+    first: int
+    top_n: int
+
+
+@dataclass(slots=True)
+class Order:
+    """What sampling needs of one host batch, by its places in `parcel`; -1 and empty where it needs nothing.
+
+    `host` is the sampling state of the emitting rows, if the composition is new.
+    """
+
+    parcel: Parcel = field(default_factory=Parcel)
+    host: SamplingBatch | None = None
+    needs: SamplingNeeds | None = None
+    state: dict[str, int] = field(default_factory=dict)
+    penalties: dict[str, int] = field(default_factory=dict)
+    slots: int = -1
+    positions: int = -1
+    last: int = -1
+    targets: int = -1
+    scored: list[Scored] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """What is constant while the composition lasts: `slots` int64[N] of the emitting rows, and the rows with penalties on
+    the host and on the device, with their slots int64[R]."""
+
+    number: int
+    slots: Tensor
+    penalised: NDArray[np.int32]
+    penalty_rows: PenaltyRows | None
+    penalty_slots: Tensor | None
 
 
 class SampleStep:
@@ -83,74 +132,84 @@ class SampleStep:
         self._runner = runner
         self._table = token_table
         self._vocab_size = vocab_size
-        self._sampler = Sampler(vocab_size, token_table.last.device)
-        self._composition = -1
-        self._host = SamplingBatch.from_rows([])
+        self._sampler = Sampler(vocab_size, token_table.last.device, draw=runner.attn_backend.kernels.draw)
+        self._composition: Composition | None = None
         self._state: SamplingState | None = None
-        self._slots = token_table.last.new_empty(0, dtype=torch.int64)
 
-    def run(self, batch: ScheduleBatch, staged: ForwardBatch, rows: RowPlan, hidden: Tensor) -> Sampled:
+    def order(self, batch: ScheduleBatch, rows: RowPlan) -> Order | None:
+        """What `run` will need of the host batch, to be sent with it; None if it needs nothing. Host work only."""
+        known = self._composition is not None and self._composition.number == batch.composition
+        if known and rows.emitting is None and batch.prompt_logprobs is None:
+            return None
+        order, emitting = Order(), rows.emitting
+        if emitting is not None:
+            order.positions = order.parcel.add(batch.seq_lens[emitting])
+            order.last = order.parcel.add(batch.token_offsets[1:][emitting] - np.int32(1))
+        if not known:
+            _order_state(order, batch, emitting)
+        if batch.prompt_logprobs is not None:
+            _order_targets(order, batch)
+        return order
+
+    def run(
+        self,
+        batch: ScheduleBatch,
+        staged: ForwardBatch,
+        rows: RowPlan,
+        hidden: Tensor,
+        order: Order | None,
+    ) -> Sampled:
         """Sample one token for each emitting row of hidden [T, H] and publish it. Waits for nothing."""
-        prompt = dict(self._score_prompts(batch, hidden)) if batch.prompt_logprobs is not None else {}
-        assert staged.req_pool_indices is not None and staged.seq_lens is not None
-        slots, positions = staged.req_pool_indices, staged.seq_lens
-        if rows.emitting is not None:
-            device = hidden.device
-            emitting = torch.from_numpy(rows.emitting).to(device)
-            slots, positions = slots[emitting], positions[emitting]
-            last = torch.from_numpy(batch.token_offsets[1:][rows.emitting].astype(np.int64) - 1).to(device)
-            logits = self._runner.logits(hidden, last)
+        prompt = {} if order is None else dict(self._score_prompts(order, hidden))
+        assert staged.seq_lens is not None
+        if order is None or order.last < 0:
+            positions, logits = staged.seq_lens, self._runner.logits(hidden, None)
         else:
-            logits = self._runner.logits(hidden, None)
-        state = self._state_for(batch, rows, slots, positions)
+            arrived = order.parcel
+            positions, logits = arrived[order.positions], self._runner.logits(hidden, arrived[order.last].long())
+        state = self._state_for(batch, rows, order, positions)
         sampled = self._sampler.sample(logits, state)
-        self._table.publish(self._slots, sampled.token_ids)
+        composition = self._composition
+        assert composition is not None
+        self._table.publish(composition.slots, sampled.token_ids)
         if state.needs.any_penalty:
-            self._table.append_history(self._slots, positions.long(), sampled.token_ids)
+            self._table.append_history(composition.slots, positions.long(), sampled.token_ids)
         return Sampled(sampled, prompt)
 
-    def _state_for(self, batch: ScheduleBatch, rows: RowPlan, slots: Tensor, positions: Tensor) -> SamplingState:
-        if self._state is None or batch.composition != self._composition:
-            assert isinstance(batch.sampling, SamplingBatch)
-            host = batch.sampling if rows.emitting is None else batch.sampling.select(rows.emitting)
-            penalties = self._penalties(host, batch, rows, slots)
-            self._state = make_state(host, positions, penalties)
-            self._slots = slots.long()
-            self._host, self._composition = host, batch.composition
+    def _state_for(self, batch: ScheduleBatch, rows: RowPlan, order: Order | None, positions: Tensor) -> SamplingState:
+        if order is not None and order.host is not None:
+            assert order.needs is not None
+            composition = _composition(batch.composition, order)
+            penalties = self._penalties(composition, batch, rows, positions)
+            parts = {name: order.parcel[place] for name, place in order.state.items()}
+            self._state = place_state(order.needs, positions, parts, penalties)
+            self._composition = composition
             return self._state
+        assert self._state is not None and self._composition is not None
         if self._state.positions is positions and not self._state.needs.any_penalty:
             return self._state
-        penalties = self._penalties(self._host, batch, rows, slots) if self._state.needs.any_penalty else None
+        penalties = self._penalties(self._composition, batch, rows, positions)
         self._state = replace(self._state, positions=positions, penalties=penalties)
         return self._state
 
     def _penalties(
-        self, host: SamplingBatch, batch: ScheduleBatch, rows: RowPlan, slots: Tensor
+        self, composition: Composition, batch: ScheduleBatch, rows: RowPlan, positions: Tensor
     ) -> PenaltyState | None:
         """Counts from the history as it is now: nothing is accumulated, so nothing can be counted twice."""
-        active = host.penalty_rows()
-        if not len(active):
+        constant = composition.penalty_rows
+        if constant is None:
             return None
+        assert constant.rows is not None and composition.penalty_slots is not None
         host_lens = batch.seq_lens if rows.emitting is None else batch.seq_lens[rows.emitting]
-        lengths = host_lens[active]
-        history = self._table.history[slots.long()[torch.from_numpy(active).long().to(slots.device)]]
-        return make_penalties(
-            host,
-            history[:, : int(lengths.max())],
-            torch.from_numpy(lengths.copy()).to(slots.device),
-            self._vocab_size,
-        )
+        longest = int(host_lens[composition.penalised].max())
+        history = self._table.history[:, :longest].index_select(0, composition.penalty_slots)
+        return count_penalties(constant, history, positions.index_select(0, constant.rows), self._vocab_size)
 
-    def _score_prompts(self, batch: ScheduleBatch, hidden: Tensor) -> Iterator[tuple[int, TokenLogprobs]]:
+    def _score_prompts(self, order: Order, hidden: Tensor) -> Iterator[tuple[int, TokenLogprobs]]:
         """Each asking row's chunk: token j predicts the prompt token after it; a sampled token is not scored here."""
-        assert batch.prompt_logprobs is not None and batch.next_ids is not None
-        for row in np.flatnonzero(batch.prompt_logprobs >= 0).tolist():
-            start, end = int(batch.token_offsets[row]), int(batch.token_offsets[row + 1])
-            targets = np.append(batch.input_ids[start + 1 : end], batch.next_ids[row])
-            if targets[-1] < 0:
-                targets, end = targets[:-1], end - 1
-            wanted = int(batch.prompt_logprobs[row])
-            yield row, self._score(hidden[start:end], torch.from_numpy(targets).to(hidden.device), wanted)
+        for part in order.scored:
+            targets = order.parcel[order.targets][part.first : part.first + part.end - part.start]
+            yield part.row, self._score(hidden[part.start : part.end], targets, part.top_n)
 
     def _score(self, hidden: Tensor, targets: Tensor, top_n: int) -> TokenLogprobs:
         step = max(1, PROMPT_LOGITS_ELEMENTS // self._vocab_size)
@@ -166,7 +225,39 @@ class SampleStep:
         )
 
 
-def _to_host(found: TokenLogprobs) -> HostLogprobs:
-    return HostLogprobs(
-        found.chosen.cpu().numpy(), found.rank.cpu().numpy(), found.top_ids.cpu().numpy(), found.top.cpu().numpy()
-    )
+def _composition(number: int, order: Order) -> Composition:
+    assert order.host is not None
+    parcel = order.parcel
+    slots = parcel[order.slots].long()
+    if not order.penalties:
+        return Composition(number, slots, np.zeros(0, dtype=np.int32), None, None)
+    constant = place_penalties({name: parcel[place] for name, place in order.penalties.items()})
+    assert constant.rows is not None
+    return Composition(number, slots, order.host.penalty_rows(), constant, slots.index_select(0, constant.rows))
+
+
+def _order_state(order: Order, batch: ScheduleBatch, emitting: NDArray[np.int64] | None) -> None:
+    assert isinstance(batch.sampling, SamplingBatch)
+    host = batch.sampling if emitting is None else batch.sampling.select(emitting)
+    needs, add = host.needs, order.parcel.add
+    order.host, order.needs = host, needs
+    order.state = {name: add(values, lasting=True) for name, values in state_arrays(host, needs).items()}
+    order.slots = add(batch.slots if emitting is None else batch.slots[emitting], lasting=True)
+    if needs.any_penalty:
+        order.penalties = {name: add(values, lasting=True) for name, values in penalty_arrays(host).items()}
+
+
+def _order_targets(order: Order, batch: ScheduleBatch) -> None:
+    assert batch.prompt_logprobs is not None and batch.next_ids is not None
+    targets: list[NDArray[np.int32]] = []
+    first = 0
+    for row in np.flatnonzero(batch.prompt_logprobs >= 0).tolist():
+        start, end = int(batch.token_offsets[row]), int(batch.token_offsets[row + 1])
+        wanted = np.append(batch.input_ids[start + 1 : end], batch.next_ids[row])
+        if wanted[-1] < 0:
+            wanted, end = wanted[:-1], end - 1
+        order.scored.append(Scored(row, start, end, first, int(batch.prompt_logprobs[row])))
+        targets.append(wanted)
+        first += len(wanted)
+    if targets:
+        order.targets = order.parcel.add(np.concatenate(targets))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.device.batch import ScheduleBatch
@@ -41,15 +42,17 @@ class TokenTable:
         """Remember tokens int32[N] as the last of slots int64[N]."""
         self.last.index_copy_(0, slots, tokens)
 
-    def admit_history(self, batch: ScheduleBatch) -> None:
-        """Store the history that came with rows that entered a slot."""
+    def admissions(self, batch: ScheduleBatch) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]] | None:
+        """The history that came with rows that entered a slot: its slots, positions and tokens, int32[N] each."""
         if batch.history_ids is None or batch.history_offsets is None:
-            return
+            return None
         counts = np.diff(batch.history_offsets)
-        rows = np.repeat(batch.slots, counts).astype(np.int64)
-        columns = np.arange(len(batch.history_ids)) - np.repeat(batch.history_offsets[:-1], counts)
-        where = torch.from_numpy(rows * self._history_shape[1] + columns).to(self.last.device)
-        self.history.view(-1)[where] = torch.from_numpy(batch.history_ids).to(self.last.device)
+        columns = np.arange(len(batch.history_ids), dtype=np.int32) - np.repeat(batch.history_offsets[:-1], counts)
+        return np.repeat(batch.slots, counts), columns, batch.history_ids
+
+    def admit_history(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """Store what `admissions` gave, once it is on the device. Does not wait."""
+        self.append_history(slots.long(), positions.long(), tokens)
 
     def append_history(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """Store the tokens int32[N] just sampled at positions int64[N] of slots int64[N]."""

@@ -14,26 +14,29 @@ from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.runtime.fields import retained
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.outbox import Letter, Outbox
 from sglcore.runtime.sample_step import RowPlan, Sampled, SampleStep, plan_rows
-from sglcore.runtime.staging import RING
+from sglcore.runtime.staging import RING, Parcel
 from sglcore.runtime.token_table import TokenTable
 
 
 @dataclass(slots=True)
 class Pending:
-    """What a ticket holds until it is collected: results on the device, and the staged batch with its plan, which is all
-    that the device still reads."""
+    """What a ticket holds until it is collected: results under way, and the staged batch with its plan and its parcel,
+    which is all that the device still reads."""
 
     rows: RowPlan
     path: str
     batch: ForwardBatch
+    parcel: Parcel | None
+    letter: Letter
     sampled: Sampled | None = None
-    embeddings: Tensor | None = None
 
     @property
     def kept(self) -> list[Tensor]:
-        """Every tensor of the batch, by its declarations: what other streams must be told about."""
-        return retained(self.batch)
+        """Every tensor that the device may still read or write: the batch's, by its declarations, the parcel's, the results."""
+        sent = () if self.parcel is None else self.parcel.tensors
+        return [*retained(self.batch), *sent, *self.letter.kept]
 
 
 class TpModelWorker:
@@ -43,8 +46,23 @@ class TpModelWorker:
         self.runner = runner
         self._limits = limits
         self._sampling = SampleStep(runner, token_table, limits.vocab_size)
+        self._streams = runner.streams
+        self._outbox = Outbox(runner.streams, token_table.last.device, runner.parcels.pinned)
         self._out: list[weakref.ref[Ticket]] = []
         self._closed = False
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Everything was made on the schedule stream; from here on the forward stream uses it."""
+        schedule, forward = self._streams.schedule, self._streams.forward
+        if schedule is None or forward is None:
+            return
+        forward.wait_stream(schedule)
+        for registry in (self.runner.decode_registry, self.runner.prefill_registry):
+            for name in registry.slot_names:
+                buffer = registry.slot(name).buffer
+                if buffer is not None:
+                    buffer.record_stream(forward)
 
     @property
     def limits(self) -> Limits:
@@ -62,29 +80,41 @@ class TpModelWorker:
             raise RuntimeError(f"{RING} steps are in flight; collect the oldest before submitting another")
         if self._closed:
             raise RuntimeError("this worker is closed; start another")
-        embeds = batch.forward_mode is ForwardMode.EMBED
-        ticket = self.forward_batch_embedding(batch) if embeds else self.forward_batch_generation(batch)
+        if self._streams.forward is None:
+            ticket = self._start(batch)
+        else:
+            with self._streams.running():
+                ticket = self._start(batch)
         self._out.append(weakref.ref(ticket))
         return ticket
 
+    def _start(self, batch: ScheduleBatch) -> Ticket:
+        if batch.forward_mode is ForwardMode.EMBED:
+            return self.forward_batch_embedding(batch)
+        return self.forward_batch_generation(batch)
+
     @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> Ticket:
-        """One forward, and one sampled token for each row that emits."""
+        """One forward on the current stream, and one sampled token for each row that emits."""
         if batch.capture_hidden_mode.is_set or batch.return_hidden_states_before_norm.is_set:
             raise ValueError(f"step {batch.step} asks for hidden states; this worker hands back tokens and scores only")
         rows = plan_rows(batch)
-        staged = self.runner.init_batch(batch)
+        order = self._sampling.order(batch, rows)
+        parcel = None if order is None else order.parcel
+        staged = self.runner.init_batch(batch, parcel)
         hidden, path = self.runner.forward(staged)
-        sampled = self._sampling.run(batch, staged, rows, hidden)
-        return Ticket(batch.step, Pending(rows, path, staged, sampled))
+        sampled = self._sampling.run(batch, staged, rows, hidden, order)
+        letter = self._outbox.post(sampled.tensors())
+        return Ticket(batch.step, Pending(rows, path, staged, parcel, letter, sampled))
 
     @torch.inference_mode()
     def forward_batch_embedding(self, batch: ScheduleBatch) -> Ticket:
         """One forward of whole prompts; each row's embedding is the mean of its hidden states, of length 1."""
-        staged = self.runner.init_batch(batch)
+        parcel = Parcel()
+        staged = self.runner.init_batch(batch, parcel)
         hidden, path = self.runner.forward(staged)
-        pooled = mean_pool(hidden, staged)
-        return Ticket(batch.step, Pending(plan_rows(batch), path, staged, embeddings=pooled))
+        letter = self._outbox.post([mean_pool(hidden, staged)])
+        return Ticket(batch.step, Pending(plan_rows(batch), path, staged, parcel, letter))
 
     def collect(self, ticket: Ticket) -> BatchResult:
         """Wait for a step and give its results; a ticket is collected once."""
@@ -92,28 +122,23 @@ class TpModelWorker:
         if not isinstance(pending, Pending):
             raise ValueError(f"step {ticket.step} was collected before; a ticket is collected once")
         ticket.payload = None
-        sampled = pending.sampled
-        rows = pending.rows
-        if sampled is None:
-            assert pending.embeddings is not None
-            embeddings = pending.embeddings.cpu().numpy()
+        rows, arrays = pending.rows, pending.letter.read()
+        if pending.sampled is None:
+            (embeddings,) = arrays
             none = np.zeros(0, dtype=np.int32)
             bad = np.logical_not(np.isfinite(embeddings).all(axis=1))
             return BatchResult(ticket.step, rows.token_offsets, none, bad, embeddings=embeddings, path=pending.path)
-        return BatchResult(
-            ticket.step,
-            rows.token_offsets,
-            sampled.host_tokens(),
-            rows.scatter_bad(sampled.host_bad()),
-            sampled.host_logprobs(),
-            sampled.host_prompt_logprobs(),
-            path=pending.path,
-        )
+        tokens, bad, logprobs, prompt = pending.sampled.read_results(arrays)
+        bad = rows.scatter_bad(bad)
+        return BatchResult(ticket.step, rows.token_offsets, tokens, bad, logprobs, prompt, path=pending.path)
 
     def close(self) -> None:
-        """Free the graphs, and let go of weights and pools. Idempotent."""
+        """Wait for the device, free the graphs, and let go of weights and pools. Idempotent."""
         if not self._closed:
             self._closed = True
+            for stream in (self._streams.forward, self._streams.schedule):
+                if stream is not None:
+                    stream.synchronize()
             self.runner.close()
             del self.runner, self._sampling
 

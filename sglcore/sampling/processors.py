@@ -3,12 +3,15 @@
 A penalty sees counts that are inputs of this forward, so nothing accumulates and running twice changes nothing.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sglcore.sampling.batch import SamplingBatch
+from sglcore.sampling.packing import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,18 @@ class PenaltyState:
     """bool[R, V]: the token occurs in prompt or output."""
     output_counts: Tensor
     """int32[R, V]: occurrences in the output."""
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyRows:
+    """The constant part of penalties of R rows: int64[R] `rows` as in PenaltyState, int32[R] `starts` (where each output
+    begins), and the float32[R] parameters."""
+
+    rows: Tensor | None
+    starts: Tensor
     repetition: Tensor
     presence: Tensor
     frequency: Tensor
@@ -56,17 +71,38 @@ def make_penalties(
 ) -> PenaltyState:
     """Penalties of a host batch. history int32[R, L] and lengths int32[R] are those of batch.penalty_rows(), in order;
     with all_rows, those of the whole batch."""
+    parts = upload(penalty_arrays(batch, all_rows), history.device)
+    return count_penalties(place_penalties(parts), history, lengths, vocab_size)
+
+
+def penalty_arrays(batch: SamplingBatch, all_rows: bool = False) -> dict[str, np.ndarray]:
+    """What `place_penalties` needs of a host batch."""
     rows = None if all_rows else batch.penalty_rows()
     own = batch if rows is None else batch.select(rows)
-    device = history.device
-    starts = torch.as_tensor(own.prompt_len).to(device)
+    arrays = {} if rows is None else {"penalty_rows": rows}
+    return arrays | {
+        "prompt_len": own.prompt_len,
+        "repetition": own.repetition,
+        "presence": own.presence,
+        "frequency": own.frequency,
+    }
+
+
+def place_penalties(parts: Mapping[str, Tensor]) -> PenaltyRows:
+    """From the device's views of `penalty_arrays`."""
+    rows = parts["penalty_rows"].long() if "penalty_rows" in parts else None
+    return PenaltyRows(rows, *(parts[name] for name in ("prompt_len", "repetition", "presence", "frequency")))
+
+
+def count_penalties(rows: PenaltyRows, history: Tensor, lengths: Tensor, vocab_size: int) -> PenaltyState:
+    """The penalties at history int32[R, L] and lengths int32[R] of these rows. No host reads."""
     return PenaltyState(
-        None if rows is None else torch.as_tensor(rows).to(device, torch.int64),
-        token_counts(history, lengths, torch.zeros_like(starts), vocab_size) > 0,
-        token_counts(history, lengths, starts, vocab_size),
-        torch.as_tensor(own.repetition).to(device),
-        torch.as_tensor(own.presence).to(device),
-        torch.as_tensor(own.frequency).to(device),
+        rows.rows,
+        token_counts(history, lengths, torch.zeros_like(rows.starts), vocab_size) > 0,
+        token_counts(history, lengths, rows.starts, vocab_size),
+        rows.repetition,
+        rows.presence,
+        rows.frequency,
     )
 
 

@@ -3,15 +3,18 @@
 Host flags decide which code runs, never device values: there is no host read, so all of it can be captured in a graph.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sglcore.sampling.batch import SamplingBatch, SamplingNeeds
 from sglcore.sampling.cutoffs import STEPS, keep_min_p_, keep_top_k_, keep_top_p_
 from sglcore.sampling.logprobs import TokenLogprobs, logprobs_of
+from sglcore.sampling.packing import upload
 from sglcore.sampling.processors import (
     BiasState,
     PenaltyState,
@@ -20,7 +23,7 @@ from sglcore.sampling.processors import (
     apply_penalties_,
     repeat_bias,
 )
-from sglcore.sampling.race import draw_race, gaps_below_best, make_race_tables, row_keys
+from sglcore.sampling.race import RaceTables, draw_race, gaps_below_best, make_race_tables, row_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,31 +86,73 @@ def make_state(
     needs = needs or batch.needs
     if needs.any_penalty and penalties is None:
         raise ValueError("found rows with penalties, wanted their token counts; pass make_penalties(...)")
-    batch, device = batch.padded(positions.shape[0]), positions.device
+    parts = upload(state_arrays(batch.padded(positions.shape[0]), needs), positions.device)
+    return place_state(needs, positions, parts, penalties, allowed)
+
+
+def state_arrays(batch: SamplingBatch, needs: SamplingNeeds) -> dict[str, np.ndarray]:
+    """What `place_state` needs of a host batch, by name."""
+    arrays = {"seed_words": batch.seed_words, "scale": batch.scale, "greedy": batch.greedy}
+    if needs.any_top_k:
+        arrays["top_k"] = batch.top_k
+    if needs.any_top_p:
+        arrays["top_p"] = batch.top_p
+    if needs.any_min_p:
+        arrays["min_p"] = batch.min_p
+    if needs.any_bias:
+        arrays["bias_rows"], arrays["bias_ids"] = batch.bias_rows(), batch.bias_ids
+        arrays["bias_values"], arrays["bias_until"] = batch.bias_values, batch.bias_until
+    return arrays
+
+
+def place_state(
+    needs: SamplingNeeds,
+    positions: Tensor,
+    parts: Mapping[str, Tensor],
+    penalties: PenaltyState | None = None,
+    allowed: Tensor | None = None,
+) -> SamplingState:
+    """From the device's views of `state_arrays`; flags may have come as int32."""
+    bias = None
+    if needs.any_bias:
+        rows, ids = parts["bias_rows"].long(), parts["bias_ids"].long()
+        bias = BiasState(rows, ids, parts["bias_values"], parts["bias_until"])
     return SamplingState(
         needs,
         positions,
-        torch.tensor(batch.seed_words, device=device),
-        torch.tensor(batch.scale, device=device),
-        torch.tensor(batch.greedy, device=device),
-        torch.tensor(batch.top_k, device=device) if needs.any_top_k else None,
-        torch.tensor(batch.top_p, device=device) if needs.any_top_p else None,
-        torch.tensor(batch.min_p, device=device) if needs.any_min_p else None,
+        parts["seed_words"],
+        parts["scale"],
+        parts["greedy"].bool(),
+        parts.get("top_k"),
+        parts.get("top_p"),
+        parts.get("min_p"),
         penalties,
-        _make_bias(batch, device) if needs.any_bias else None,
+        bias,
         allowed,
     )
+
+
+Draw = Callable[[Tensor, SamplingState, RaceTables], tuple[Tensor, Tensor]]
+"""`draw(logits float[B, V], state, tables) -> (tokens int32[B], bad bool[B])`, after all processing of the logits."""
+
+BLOCK_ELEMENTS = 1 << 16
+"""Logits that `draw_rows` works on at a time: near the cache of a host."""
 
 
 class Sampler:
     """Draws tokens for one vocabulary on one device. Holds constants only, so one serves any number of batches."""
 
-    def __init__(self, vocab_size: int, device: torch.device | str, block_elements: int = 1 << 16) -> None:
-        """`block_elements` logits are worked on at a time: near the cache for a host, as large as memory allows for an
-        accelerator. It never changes a token."""
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device | str,
+        block_elements: int = BLOCK_ELEMENTS,
+        draw: Draw | None = None,
+    ) -> None:
+        """`draw` is the device's own; without it, `draw_rows` by `block_elements`. Neither ever changes a token."""
         self.tables = make_race_tables(vocab_size, device)
         self.vocab_size = vocab_size
-        self.block_elements = block_elements
+        self._draw = partial(draw_rows, block_elements=block_elements) if draw is None else draw
 
     def sample(self, logits: Tensor, state: SamplingState) -> SampledTokens:
         """Draw one token per row of logits float[B, V], which are not changed. Never waits."""
@@ -115,7 +160,7 @@ class Sampler:
         if state.needs.all_greedy:
             tokens, bad = _draw_greedy(processed)
         else:
-            tokens, bad = self._draw(processed, state)
+            tokens, bad = self._draw(processed, state, self.tables)
         top_n = state.needs.top_logprobs
         return SampledTokens(tokens, bad, None if top_n is None else logprobs_of(logits, tokens, top_n))
 
@@ -133,39 +178,51 @@ class Sampler:
         return logits
 
     def candidate_gaps(self, logits: Tensor, best: Tensor, state: SamplingState) -> Tensor:
-        """Gaps int32[B, V] after temperature and cut-offs; LIMIT = no candidate. logits float32[B, V], best float32[B]."""
-        gaps = gaps_below_best(logits, best, state.scale)
-        if state.top_k is not None:
-            keep_top_k_(gaps, state.top_k)
-        if state.top_p is not None:
-            keep_top_p_(gaps, state.top_p, self.tables.weight)
-        if state.min_p is not None:
-            keep_min_p_(gaps, state.min_p)
-        return gaps
+        """As the function of this name, with this sampler's tables."""
+        return candidate_gaps(logits, best, state, self.tables)
 
-    def _draw(self, logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
-        tokens = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
-        bad = torch.empty(logits.shape[0], dtype=torch.bool, device=logits.device)
-        keys = row_keys(state.seed_words, state.positions)
-        for rows in self._blocks(logits.shape[0], state.needs):
-            tokens[rows], bad[rows] = self._draw_block(logits[rows].float(), keys[rows], _narrow(state, rows))
-        return tokens, bad
 
-    def _draw_block(self, logits: Tensor, keys: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
-        if state.needs.any_greedy:
-            best, first = logits.max(-1)
-        else:
-            best, first = logits.amax(-1), None
-        drawn = draw_race(self.candidate_gaps(logits, best, state), keys, self.tables)
-        if first is not None:
-            drawn = torch.where(state.greedy, first.to(torch.int32), drawn)
-        bad = ~best.isfinite()
-        return drawn.masked_fill_(bad, 0), bad
+def candidate_gaps(logits: Tensor, best: Tensor, state: SamplingState, tables: RaceTables) -> Tensor:
+    """Gaps int32[B, V] after temperature and cut-offs; LIMIT = no candidate. logits float32[B, V], best float32[B]."""
+    gaps = gaps_below_best(logits, best, state.scale)
+    if state.top_k is not None:
+        keep_top_k_(gaps, state.top_k)
+    if state.top_p is not None:
+        keep_top_p_(gaps, state.top_p, tables.weight)
+    if state.min_p is not None:
+        keep_min_p_(gaps, state.min_p)
+    return gaps
 
-    def _blocks(self, count: int, needs: SamplingNeeds) -> Iterator[slice]:
-        width = max(self.vocab_size, STEPS) if needs.any_cutoff else self.vocab_size
-        step = max(1, self.block_elements // width)
-        return (slice(start, start + step) for start in range(0, count, step))
+
+def draw_rows(
+    logits: Tensor, state: SamplingState, tables: RaceTables, block_elements: int = BLOCK_ELEMENTS
+) -> tuple[Tensor, Tensor]:
+    """The draw in torch, on any device. `block_elements` logits at a time never change a token."""
+    tokens = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+    bad = torch.empty(logits.shape[0], dtype=torch.bool, device=logits.device)
+    keys = row_keys(state.seed_words, state.positions)
+    for rows in _blocks(logits, state.needs, block_elements):
+        tokens[rows], bad[rows] = _draw_block(logits[rows].float(), keys[rows], _narrow(state, rows), tables)
+    return tokens, bad
+
+
+def _draw_block(logits: Tensor, keys: Tensor, state: SamplingState, tables: RaceTables) -> tuple[Tensor, Tensor]:
+    if state.needs.any_greedy:
+        best, first = logits.max(-1)
+    else:
+        best, first = logits.amax(-1), None
+    drawn = draw_race(candidate_gaps(logits, best, state, tables), keys, tables)
+    if first is not None:
+        drawn = torch.where(state.greedy, first.to(torch.int32), drawn)
+    bad = ~best.isfinite()
+    return drawn.masked_fill_(bad, 0), bad
+
+
+def _blocks(logits: Tensor, needs: SamplingNeeds, block_elements: int) -> Iterator[slice]:
+    count, vocab_size = logits.shape
+    width = max(vocab_size, STEPS) if needs.any_cutoff else vocab_size
+    step = max(1, block_elements // width)
+    return (slice(start, start + step) for start in range(0, count, step))
 
 
 def _draw_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,12 +240,3 @@ def _row_parts(state: SamplingState) -> list[tuple[str, Tensor]]:
 def _narrow(state: SamplingState, rows: slice) -> SamplingState:
     """The state of a block of rows; processors have run by then."""
     return replace(state, **{name: part[rows] for name, part in _row_parts(state)}, penalties=None, bias=None)
-
-
-def _make_bias(batch: SamplingBatch, device: torch.device) -> BiasState:
-    return BiasState(
-        torch.tensor(batch.bias_rows(), dtype=torch.int64, device=device),
-        torch.tensor(batch.bias_ids, dtype=torch.int64, device=device),
-        torch.tensor(batch.bias_values, device=device),
-        torch.tensor(batch.bias_until, device=device),
-    )

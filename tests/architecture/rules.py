@@ -20,7 +20,7 @@ ARROWS: Mapping[str, frozenset[str]] = MappingProxyType(
         "models": frozenset({"device", "runtime", "layers"}),
         "engine": frozenset({"device", "sampling", "schedule"}),
         "serving": frozenset({"device", "sampling", "schedule", "engine"}),
-        "cli": frozenset({"device", "sampling", "schedule", "engine", "serving"}),
+        "cli": frozenset({"device", "sampling", "schedule", "engine", "serving", "conformance"}),
         "conformance": frozenset(
             {"device", "sampling", "schedule", "runtime", "layers", "models", "engine", "serving"}
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ def test_every_package_is_listed_with_facts_versions_and_the_choice(site: Site) 
     seen = as_json(site)
     assert seen["chosen"]["name"] == "one" and seen["refusal"] is None
     devices = {device["name"]: device for device in seen["devices"]}
-    assert set(devices) == {"cpu", "one"}
+    assert set(devices) >= {"cpu", "one"}
     assert devices["one"]["is_chosen"] and not devices["cpu"]["is_chosen"]
     assert devices["one"]["version"] == "2.5"
     assert list(devices["one"]["facts"]) == ["hardware", "driver", "package", "runtime"]
@@ -86,7 +87,9 @@ def test_the_bring_up_order_is_printed(site: Site) -> None:
 def test_a_bring_up_order_needs_a_name(site: Site) -> None:
     ran = site.run("-m", "sglcore.cli", "devices", "--bring-up")
     assert ran.returncode == 2
-    assert ran.stderr == "error: --bring-up without a device; wanted one of cpu; sglcore devices NAME --bring-up\n"
+    assert re.fullmatch(
+        r"error: --bring-up without a device; wanted one of cpu\b.*; sglcore devices NAME --bring-up\n", ran.stderr
+    )
 
 
 def test_an_unclaimed_accelerator_is_said_in_the_table_and_in_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from sglcore.device import batch, facts, package, probe, system, worker
-from sglcore.runtime import graph_runner
 from sglcore.runtime.attention import contract
+from sglcore.runtime.graphs import backend, capture
 from sglcore.runtime.kernels import table
 
 STORED = Path(__file__).with_name("contract.txt")
@@ -38,8 +38,12 @@ PROTOCOLS = (
     worker.ModelWorker,
     system.System,
     contract.AttentionBackend,
-    graph_runner.GraphBackend,
-    graph_runner.CapturedStep,
+    backend.GraphBackend,
+    backend.CapturedStep,
+    backend.PromptBackend,
+    backend.CapturedPrompt,
+    capture.StreamCapture,
+    capture.Segment,
 )
 CONSTRUCTORS = ((contract.AttentionBackend, "__init__"),)
 """Constructors that the core calls."""

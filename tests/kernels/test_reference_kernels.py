@@ -14,6 +14,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 
 from sglcore.runtime.kernels.reference import reference_kernels
 from sglcore.runtime.kernels.table import entry_names
+from sglcore.sampling.params import SamplingParams
+from sglcore.sampling.sampler import Sampler
+from tests.sampling.rows import staged
 
 TABLE = reference_kernels()
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -171,6 +174,13 @@ def test_cache_locations_follow_the_page_table() -> None:
     out = torch.zeros(3, dtype=torch.int64)
     TABLE.cache_locations(table, slots, positions, 4, out)
     assert out.tolist() == [7 * 4, 5 * 4 + 1, 0]
+
+
+def test_the_draw_is_the_samplers() -> None:
+    logits, state = random(3, 40), staged([(SamplingParams(temperature=0.8, top_k=9), 5)] * 3, [1, 2, 3])
+    sampler = Sampler(40, "cpu")
+    tokens, bad = TABLE.draw(logits, state, sampler.tables)
+    assert torch.equal(tokens, sampler.sample(logits, state).token_ids) and not bad.any()
 
 
 def test_packing_keeps_the_plain_weight() -> None:

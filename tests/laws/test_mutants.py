@@ -63,9 +63,9 @@ class NoPrefix(ReferenceAttention):
 class ForgetsEarlierPages(ReqToTokenPool):
     """Page-table differences are written from the first entry on."""
 
-    def append(self, batch: ScheduleBatch) -> None:
+    def changes(self, batch: ScheduleBatch) -> Any:
         batch.page_counts = np.zeros_like(batch.page_counts)
-        super().append(batch)
+        return super().changes(batch)
 
 
 class NextSlotsToken(TokenTable):
@@ -154,11 +154,11 @@ def page_bytes(oracle: Any) -> int:
 class AssumesNeighbours(ReqToTokenPool):
     """A request's pages are taken to follow one another."""
 
-    def append(self, batch: ScheduleBatch) -> None:
-        super().append(batch)
-        for slot in batch.slots.tolist():
-            pages = int(self.page_table[slot, 0]) + torch.arange(self.max_pages, dtype=torch.int32)
-            self.page_table[slot] = pages % 27
+    def write(self, entries: Tensor, pages: Tensor) -> None:
+        super().write(entries, pages)
+        for slot in (entries // self.max_pages).unique().tolist():
+            following = int(self.page_table[slot, 0]) + torch.arange(self.max_pages, dtype=torch.int32)
+            self.page_table[slot] = following % 27
 
 
 def test_pages_taken_to_be_neighbours_are_caught_by_page_order(checkpoint: tuple[Path, Any]) -> None:

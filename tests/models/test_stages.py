@@ -26,13 +26,13 @@ def outline(program: Program) -> list[str]:
 
 def test_a_dense_layer_has_two_stages(tmp_path) -> None:
     model = load(save(llama(), tmp_path))
-    dense = ["attention: input_norm, attention", "mlp: post_attention_norm, mlp"]
+    dense = ["attention: input_norm, qkv, attention, attention_output", "mlp: post_attention_norm, mlp"]
     assert [outline(program) for program in model.programs] == [dense, dense]
 
 
 def test_a_sparse_layer_waits_around_its_experts(sparse) -> None:
     assert outline(sparse.programs[1]) == [
-        "attention: input_norm, attention, post_attention_norm, gate, dispatch",
+        "attention: input_norm, qkv, attention, attention_output, post_attention_norm, gate, dispatch",
         "experts: experts, combine",
         "output: output",
     ]

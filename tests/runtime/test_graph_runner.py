@@ -49,7 +49,8 @@ def steps(site: Site, sizes: Sequence[int]) -> list[tuple[Tensor, str]]:
     results = []
     for step, size in enumerate(sizes):
         site.tokens.last[1:7] = torch.tensor(random_tokens(100 + step, 6), dtype=torch.int32)
-        results.append(site.runner.forward(site.runner.init_batch(desk.decode(*range(1, size + 1)))))
+        hidden, path = site.runner.forward(site.runner.init_batch(desk.decode(*range(1, size + 1))))
+        results.append((hidden.clone(), path))  # a graph overwrites its output
     return results
 
 

@@ -191,7 +191,9 @@ def test_new_storage_is_another_generation_at_other_addresses() -> None:
 def test_page_table_differences_are_appended_row_by_row() -> None:
     table, desk = ReqToTokenPool(8, 40, 4, "cpu"), Desk()
     for rows in ({2: [1] * 5, 7: [1] * 3}, {7: [1] * 2, 3: [1], 2: [1] * 8}, {3: [1]}):
-        table.append(desk.extend(rows))
+        found = table.changes(desk.extend(rows))
+        if found is not None:
+            table.write(*map(torch.from_numpy, found))
     for slot in range(9):
         pages = desk.pages.get(slot, [])
         assert table.page_table[slot].tolist() == pages + [0] * (table.max_pages - len(pages))

@@ -94,16 +94,6 @@ def test_a_block_with_one_mirror_is_caught() -> None:
     assert two_late_commits(OneMirror) == [[2] * 3, [2] * 3]
 
 
-def test_the_host_side_can_adopt_what_was_filled_on_the_device() -> None:
-    block = staged_block()
-    device, host = block.part(0, (3,))
-    device.fill_(4)
-    block.adopt_device_contents()
-    host[0] = 1
-    block.commit()
-    assert device.tolist() == [1, 4, 4]
-
-
 def step_copies(facts: Facts, mode: ForwardMode) -> int:
     """Copies of one `init_new`."""
     site, desk = make_site(facts=facts), Desk()

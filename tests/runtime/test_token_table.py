@@ -74,7 +74,9 @@ def admitted(*rows: tuple[int, list[int]]) -> TokenTable:
     batch = Desk().extend({slot: [1] for slot, _ in rows})
     batch.history_offsets = offsets([len(tokens) for _, tokens in rows])
     batch.history_ids = ints([token for _, tokens in rows for token in tokens])
-    made.admit_history(batch)
+    found = made.admissions(batch)
+    assert found is not None
+    made.admit_history(*map(torch.from_numpy, found))
     return made
 
 
@@ -102,7 +104,7 @@ def test_appended_tokens_go_to_the_position_that_was_drawn() -> None:
 
 def test_a_batch_without_history_makes_no_table() -> None:
     made = TokenTable(SLOTS, CONTEXT, "cpu")
-    made.admit_history(Desk().extend({1: [1]}))
+    assert made.admissions(Desk().extend({1: [1]})) is None
     assert made._history is None
 
 

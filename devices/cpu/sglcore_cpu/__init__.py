@@ -11,7 +11,7 @@ package = DevicePackage(
     facts="sglcore_cpu.facts:facts",
     worker="sglcore.runtime.tp_worker:TpModelWorker",
     attention={"reference": "sglcore.runtime.attention.reference:ReferenceAttention"},
-    graphs={"compiled": "sglcore_cpu.graphs:CompiledGraphs"},
+    graphs={"compiled": "sglcore_cpu.graphs:compiled"},
     kernels="sglcore_cpu.kernels:kernels",
     bring_up="sglcore_cpu.bring_up:BRING_UP",
 )

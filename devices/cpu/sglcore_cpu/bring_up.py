@@ -42,7 +42,7 @@ def processor_kernels(
     config: EngineConfig, package: DevicePackage, facts: Facts, ledger: DecisionLedger
 ) -> KernelTable:
     """The package's table; a compiler reads plain weights only, so nothing is packed when graphs were asked for."""
-    table = kernels(package, ledger)
+    table = kernels(package, ledger, config)
     return (
         table if facts.graph_kind(config.graph) == "off" else table.replace(pack_linear=reference_kernels().pack_linear)
     )

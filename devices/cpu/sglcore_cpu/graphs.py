@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from sglcore.device.facts import Facts
+from sglcore.runtime.streams import Streams
+
 
 class CompiledStep:
     """A forward of one bucket, compiled for its exact shapes."""
@@ -39,3 +42,8 @@ class CompiledGraphs:
 
     def close(self) -> None:
         """Nothing is shared between steps."""
+
+
+def compiled(facts: Facts, streams: Streams) -> CompiledGraphs:
+    """Decode steps by torch's compiler. A processor has no streams to capture."""
+    return CompiledGraphs()

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from sglcore.runtime.memory.pools import ReqToTokenPool, TokenToKVPool
 
 
+class Unavailable(ImportError):
+    """A backend's module raises it while it is imported where it can not run: its library is missing, or the device lacks
+    what it needs. The text says which, with the remedy."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
     """What a backend can do, read by selection. None means any; `padding_len` is the

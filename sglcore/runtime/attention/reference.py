@@ -59,7 +59,7 @@ class ReferencePlan(AttentionPlan):
 class ReferenceAttention(AttentionBackend):
     """Serves every shape, page size and window; encoder attention too."""
 
-    facts = AttentionFacts(features=frozenset({"sliding_window", "encoder", "mixed", "capture"}))
+    facts = AttentionFacts(features=frozenset({"sliding_window", "encoder", "mixed"}))
 
     def plan(self, batch: ForwardBatch) -> ReferencePlan:
         """Gather indices for every row of the batch."""

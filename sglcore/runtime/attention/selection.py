@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import Ref, resolve
-from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts
+from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, Unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,8 @@ def select_attention(
 def _consider(ref: Ref, needs: AttentionNeeds, package: str) -> tuple[type[AttentionBackend] | None, str]:
     try:
         backend = resolve(ref, package)
+    except Unavailable as error:
+        return None, str(error)
     except ImportError as error:
         return None, f"{error}; install the library it needs"
     return backend, refusal(backend.facts, needs)

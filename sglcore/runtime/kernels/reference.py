@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sglcore.runtime.kernels.table import KernelTable
+from sglcore.sampling.race import RaceTables
+from sglcore.sampling.sampler import SamplingState, draw_rows
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -105,6 +107,11 @@ def cache_locations(page_table: Tensor, slots: Tensor, positions: Tensor, page_s
     out.add_(page_table.view(-1).index_select(0, pages), alpha=page_size)
 
 
+def draw(logits: Tensor, state: SamplingState, tables: RaceTables) -> tuple[Tensor, Tensor]:
+    """The sampler's own, in torch."""
+    return draw_rows(logits, state, tables)
+
+
 def reference_kernels() -> KernelTable:
     """The table in which every entry is the reference."""
     return KernelTable(
@@ -121,4 +128,5 @@ def reference_kernels() -> KernelTable:
         moe=moe,
         store_kv=store_kv,
         cache_locations=cache_locations,
+        draw=draw,
     )

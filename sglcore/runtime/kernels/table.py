@@ -16,6 +16,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from sglcore.device.errors import ConfigError
+from sglcore.sampling.sampler import Draw, draw_rows
 
 Kernel: TypeAlias = Callable[..., object]
 
@@ -87,6 +88,12 @@ class KernelTable:
     """`cache_locations(page_table int32 [slots, P], slots int32 [T], positions int32 [T], page_size, out int [T])`.
 
     Writes page_table[slots, positions // page_size] * page_size + positions % page_size into `out`.
+    """
+    draw: Draw = draw_rows
+    """`draw(logits float [B, V], state, tables) -> (tokens int32 [B], bad bool [B])`: the sampler's draw, to the bit.
+
+    `tables` are those of the vocabulary. Logits are not changed. A bad row holds NaN, +inf or nothing but -inf; its
+    token is 0. A greedy row's token is its first largest logit. Older packages do not give it.
     """
     origin: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Which implementation each entry is, as `module:name`; filled in, not given."""

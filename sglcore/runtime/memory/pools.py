@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.device.batch import ScheduleBatch
@@ -22,10 +23,13 @@ class ReqToTokenPool:
         self.max_pages = -(-max_model_len // page_size) + 1
         self.page_table = torch.zeros(max_requests + 1, self.max_pages, dtype=torch.int32, device=device)
 
-    def append(self, batch: ScheduleBatch) -> None:
-        """Write the step's page-table differences. Host arrays in, no wait. Raises ValueError if a row's do not fit."""
+    def changes(self, batch: ScheduleBatch) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
+        """The step's page-table differences: int32[N] entries of the flat table, and the int32[N] pages to write there.
+
+        None if there are none. Raises ValueError if a row's do not fit.
+        """
         if not len(batch.new_pages):
-            return
+            return None
         counts = np.diff(batch.new_page_offsets)
         most = int((batch.page_counts + counts).max())
         if most > self.max_pages:
@@ -33,9 +37,11 @@ class ReqToTokenPool:
         rows = np.repeat(batch.slots, counts)
         starts = np.repeat(batch.page_counts - batch.new_page_offsets[:-1], counts)
         columns = starts + np.arange(len(batch.new_pages), dtype=np.int32)
-        where = torch.from_numpy((rows.astype(np.int64)) * self.max_pages + columns)
-        device = self.page_table.device
-        self.page_table.view(-1)[where.to(device)] = torch.from_numpy(batch.new_pages).to(device)
+        return rows * np.int32(self.max_pages) + columns, batch.new_pages
+
+    def write(self, entries: Tensor, pages: Tensor) -> None:
+        """Write what `changes` gave, once it is on the device. Does not wait."""
+        self.page_table.view(-1).index_copy_(0, entries.long(), pages)
 
 
 class TokenToKVPool(Protocol):

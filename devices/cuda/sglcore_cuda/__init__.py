@@ -1,0 +1,28 @@
+"""NVIDIA GPUs as a device. Nothing is imported but the declaration."""
+
+from sglcore.device.package import DevicePackage
+
+package = DevicePackage(
+    name="cuda",
+    api=2,
+    summary="NVIDIA GPUs of compute capability 8.0 and newer",
+    probe="sglcore_cuda.probe:probe",
+    facts="sglcore_cuda.facts:facts",
+    worker="sglcore.runtime.tp_worker:TpModelWorker",
+    attention={
+        "flashinfer": "sglcore_cuda.attention_flashinfer:FlashInferAttention",
+        "flash_attention": "sglcore_cuda.attention_flash:FlashAttention",
+        "triton": "sglcore_cuda.attention_triton:TritonAttention",
+        "gathered": "sglcore.runtime.attention.gathered:GatheredAttention",
+        "reference": "sglcore.runtime.attention.reference:ReferenceAttention",
+    },
+    graphs={
+        "full": "sglcore_cuda.graphs:full",
+        "breakable": "sglcore_cuda.graphs:breakable",
+        "piecewise": "sglcore_cuda.graphs:piecewise",
+    },
+    kernels="sglcore_cuda.kernels:kernels",
+    bring_up="sglcore_cuda.bring_up:BRING_UP",
+    pci_vendors=frozenset({0x10DE}),
+)
+"""What `sglcore devices` and the core read."""

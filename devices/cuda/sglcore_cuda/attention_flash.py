@@ -1,0 +1,47 @@
+"""FlashAttention 3 over the paged pool, where it is installed and the GPU is the one that it is written for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglcore.runtime.attention.contract import AttentionFacts, Unavailable
+from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.attention.page_rows import PageRowsAttention, RowsPlan
+from sglcore.runtime.attention.paged import window_left
+
+CAPABILITY = (9, 0)
+"""Its kernels use instructions of this architecture alone."""
+
+if torch.cuda.get_device_capability() != CAPABILITY:
+    raise Unavailable(f"it is for GPUs of compute capability 9.0, this one has {torch.cuda.get_device_capability()}")
+try:
+    import flash_attn_interface  # pyright: ignore[reportMissingImports]
+except (ImportError, OSError) as error:
+    raise Unavailable(f"{error}: build it from the folder hopper of the flash-attention repository") from error
+
+
+class FlashAttention(PageRowsAttention):
+    """Decoder attention with or without windows, in half precision: one call for decode and prefill."""
+
+    facts = AttentionFacts(
+        head_dims=(64, 96, 128, 192, 256),
+        dtypes=("float16", "bfloat16"),
+        features=frozenset({"sliding_window", "mixed", "capture"}),
+    )
+
+    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
+        """One launch; how it is split follows from sizes that a captured plan keeps."""
+        left = window_left(layer.sliding_window)
+        return flash_attn_interface.flash_attn_with_kvcache(
+            q,
+            k_pages,
+            v_pages,
+            cache_seqlens=plan.seq_lens,
+            page_table=plan.pages,
+            cu_seqlens_q=plan.starts,
+            max_seqlen_q=plan.longest,
+            softmax_scale=layer.scaling,
+            causal=True,
+            window_size=(left, 0) if left >= 0 else (-1, -1),
+        )

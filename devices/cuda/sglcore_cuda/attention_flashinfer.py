@@ -1,0 +1,231 @@
+"""FlashInfer over the paged pool: its plan/run wrappers for decode and prefill, and its graph-mode wrappers for capture.
+
+A wrapper is planned for one geometry (kv_heads, head_dim, window). Its plan needs lengths on the host and copies them
+through pinned memory of its own, which the device may still be reading while the next step is planned: so each plan
+takes the other wrapper of a pair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket, Unavailable
+from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.attention.paged import (
+    PageLists,
+    as_pages,
+    offsets,
+    page_lists,
+    store_rows,
+    window_left,
+    with_padding,
+)
+from sglcore.runtime.forward_batch import ForwardBatch
+
+try:
+    import flashinfer  # pyright: ignore[reportMissingImports]
+except (ImportError, OSError) as error:
+    raise Unavailable(f"{error}: pip install 'sglcore-cuda[flashinfer]'") from error
+
+FLOAT_WORKSPACE = 256 << 20
+"""Bytes for partial results of split sequences; a plan that needs more raises, naming what it needs."""
+INT_WORKSPACE = 8 << 20
+"""Bytes of one plan, as the wrappers allocate themselves."""
+TENSOR_CORE_GROUP = 4
+"""From this many query heads per KV head on, decode runs on the prefill kernels, whose tiles they fill."""
+
+Geometry = tuple[int, int, int | None]
+"""(kv_heads, head_dim, sliding window)."""
+Wrapper = Any
+"""A wrapper of FlashInfer, which has no types."""
+
+
+@dataclass(slots=True)
+class FlashInferPlan(AttentionPlan):
+    """The planned wrapper of each geometry. `num_tokens`: real ones. `twins`: of a captured plan, the other planners
+    over the same device memory; `turn` counts its refreshes."""
+
+    wrappers: Mapping[Geometry, Wrapper] = field(default_factory=dict)
+    num_tokens: int = 0
+    twins: tuple[Mapping[Geometry, Wrapper], ...] = ()
+    turn: int = 0
+
+
+@dataclass(slots=True)
+class GraphMemory:
+    """What the captured wrappers of every bucket share; each is refreshed just before its replay, on the same stream."""
+
+    starts: Tensor
+    last_lengths: Tensor
+    pages: Tensor
+    plans: Mapping[Geometry, Tensor]
+
+
+class FlashInferAttention(AttentionBackend):
+    """Decoder attention with or without windows, in half precision."""
+
+    facts = AttentionFacts(
+        head_dims=(64, 128, 256),
+        dtypes=("float16", "bfloat16"),
+        features=frozenset({"sliding_window", "mixed", "capture"}),
+    )
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        device = self.req_to_token_pool.page_table.device
+        self._workspace = torch.zeros(FLOAT_WORKSPACE, dtype=torch.uint8, device=device)
+        kinds = dict.fromkeys(self.shape.layers)
+        self._geometries: tuple[Geometry, ...] = tuple((*kind, w) for kind in kinds for w in self.shape.windows)
+        self._dtype = self.token_to_kv_pool.kv(0)[0].dtype
+        self._prefill = tuple(self._wrappers(self._prefill_wrapper) for _ in range(2))
+        self._decode = tuple(self._wrappers(self._decode_wrapper) for _ in range(2))
+        self._turn = 0
+        self._graph_memory: GraphMemory | None = None
+
+    def plan(self, batch: ForwardBatch) -> FlashInferPlan:
+        """Plan every geometry. Copies lengths to the device; waits for nothing."""
+        assert batch.seq_lens_cpu is not None
+        count = len(batch.seq_lens_cpu)
+        plan = FlashInferPlan(self, self.token_to_kv_pool.generation)
+        if not count:
+            return plan
+        self._turn += 1
+        lists = page_lists(self.req_to_token_pool, batch, count)
+        if batch.extend_seq_lens_cpu is None:
+            plan.wrappers, plan.num_tokens = self._decode[self._turn % 2], count
+            self._plan_decode(plan.wrappers, lists)
+        else:
+            starts = offsets(batch.extend_seq_lens_cpu)
+            plan.wrappers, plan.num_tokens = self._prefill[self._turn % 2], int(starts[-1])
+            self._plan_prefill(plan.wrappers, starts, lists)
+        return plan
+
+    def capture_plan(self, bucket: Bucket) -> FlashInferPlan:
+        """Graph-mode wrappers over fixed buffers, planned for the shortest rows. Waits."""
+        size = bucket.batch_size
+        memory = self._shared(size)
+        pair = tuple({g: self._graph_wrapper(g, memory, size) for g in self._geometries} for _ in range(2))
+        plan = FlashInferPlan(self, self.token_to_kv_pool.generation, pair[0], size, pair)
+        # A replay's plan takes the kernels that a first plan found, so both of the pair have one.
+        ones, pages = np.ones(size, np.int32), memory.pages.new_zeros(size)
+        lists = PageLists(offsets(ones), torch.from_numpy(ones), memory.starts, memory.last_lengths, pages)
+        for wrappers in pair:
+            self._plan_decode(wrappers, lists)
+        torch.accelerator.current_stream().synchronize()
+        return plan
+
+    def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> None:
+        """Write the captured buffers on the device, then plan from the memory that the step before last used. One copy."""
+        assert isinstance(plan, FlashInferPlan) and self._graph_memory is not None
+        size, memory, page_size = plan.num_tokens, self._graph_memory, self.token_to_kv_pool.page_size
+        plan.turn += 1
+        lists = page_lists(self.req_to_token_pool, batch, size)
+        memory.starts[: size + 1].copy_(lists.starts)
+        memory.last_lengths[:size].copy_(lists.last_lengths)
+        memory.pages[: len(lists.pages)].copy_(lists.pages)
+        for (kv_heads, head_dim, window), wrapper in plan.twins[plan.turn % 2].items():
+            flashinfer.fast_decode_plan(
+                wrapper,
+                memory.starts[: size + 1],
+                lists.pages,
+                lists.host_last_lengths,
+                self.shape.num_heads,
+                kv_heads,
+                head_dim,
+                page_size,
+                window_left=window_left(window),
+                q_data_type=self._dtype,
+                kv_data_type=self._dtype,
+                global_override_indptr_cpu=lists.host_starts,
+            )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, batch: ForwardBatch | None) -> Tensor:
+        """Store, then attend; rows beyond the real ones come out as zero."""
+        assert batch is not None and batch.plan_record is not None
+        plan = batch.plan_record.plan
+        assert isinstance(plan, FlashInferPlan)
+        store_rows(self, k, v, layer, batch)
+        if not plan.wrappers:
+            return torch.zeros_like(q)
+        wrapper = plan.wrappers[layer.num_kv_heads, layer.head_dim, layer.sliding_window]
+        k_cache, v_cache = self.token_to_kv_pool.kv(layer.layer_id)
+        page_size = self.token_to_kv_pool.page_size
+        queries = q.view(-1, layer.num_heads, layer.head_dim)
+        # The wrappers scale by 1 / sqrt(head_dim); a factor reaches another scale without a plan for each layer.
+        factor = layer.scaling * math.sqrt(layer.head_dim)
+        out = wrapper.run(
+            queries[: plan.num_tokens],
+            (as_pages(k_cache, page_size), as_pages(v_cache, page_size)),
+            q_scale=None if math.isclose(factor, 1.0) else factor,
+        )
+        return with_padding(out, q)
+
+    def _plan_decode(self, wrappers: Mapping[Geometry, Wrapper], lists: PageLists) -> None:
+        for (kv_heads, head_dim, window), wrapper in wrappers.items():
+            wrapper.plan(
+                lists.host_starts,
+                lists.pages,
+                lists.host_last_lengths,
+                self.shape.num_heads,
+                kv_heads,
+                head_dim,
+                self.token_to_kv_pool.page_size,
+                window_left=window_left(window),
+                q_data_type=self._dtype,
+                kv_data_type=self._dtype,
+            )
+
+    def _plan_prefill(self, wrappers: Mapping[Geometry, Wrapper], starts: Tensor, lists: PageLists) -> None:
+        for (kv_heads, head_dim, window), wrapper in wrappers.items():
+            wrapper.plan(
+                starts,
+                lists.host_starts,
+                lists.pages,
+                lists.host_last_lengths,
+                self.shape.num_heads,
+                kv_heads,
+                head_dim,
+                self.token_to_kv_pool.page_size,
+                causal=True,
+                window_left=window_left(window),
+                q_data_type=self._dtype,
+                kv_data_type=self._dtype,
+            )
+
+    def _wrappers(self, make: Any) -> Mapping[Geometry, Wrapper]:
+        return {geometry: make(geometry) for geometry in self._geometries}
+
+    def _prefill_wrapper(self, geometry: Geometry) -> Wrapper:
+        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
+
+    def _decode_wrapper(self, geometry: Geometry, **graph: Any) -> Wrapper:
+        fills = self.shape.num_heads // geometry[0] >= TENSOR_CORE_GROUP
+        return flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "NHD", use_tensor_cores=fills, **graph)
+
+    def _graph_wrapper(self, geometry: Geometry, memory: GraphMemory, size: int) -> Wrapper:
+        wrapper = self._decode_wrapper(
+            geometry,
+            use_cuda_graph=True,
+            paged_kv_indptr_buffer=memory.starts[: size + 1],
+            paged_kv_indices_buffer=memory.pages,
+            paged_kv_last_page_len_buffer=memory.last_lengths[:size],
+        )
+        wrapper.reset_workspace_buffer(self._workspace, memory.plans[geometry])
+        return wrapper
+
+    def _shared(self, size: int) -> GraphMemory:
+        """The memory of captured wrappers, as large as the largest bucket, which comes first."""
+        memory, pool = self._graph_memory, self.req_to_token_pool
+        if memory is None or len(memory.last_lengths) < size:
+            like = pool.page_table
+            plans = {g: like.new_zeros(INT_WORKSPACE, dtype=torch.uint8) for g in self._geometries}
+            pages = like.new_zeros(size * pool.max_pages)
+            memory = self._graph_memory = GraphMemory(like.new_zeros(size + 1), like.new_zeros(size), pages, plans)
+        return memory

@@ -1,0 +1,13 @@
+"""The core's Triton attention, launched as the capability of an NVIDIA GPU wants."""
+
+from __future__ import annotations
+
+from sglcore.runtime.attention.triton import TritonAttention as PortableAttention
+from sglcore_cuda.capability import read_capability
+from sglcore_cuda.kernels import tuning
+
+
+class TritonAttention(PortableAttention):
+    """Decoder attention of every page size, head size and window."""
+
+    tuning = tuning(read_capability())

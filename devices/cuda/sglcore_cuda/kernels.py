@@ -1,0 +1,39 @@
+"""The kernel table of an NVIDIA GPU: the core's Triton kernels, launched as this GPU's capability wants."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglcore.device.errors import DeviceError
+from sglcore.runtime.kernels.table import KernelTable
+from sglcore_cuda.capability import Capability, read_capability
+
+if TYPE_CHECKING:
+    from sglcore.runtime.kernels.triton import Tuning
+
+ASYNC_COPIES = (8, 0)
+"""From this compute capability on, loads of a loop can be kept in flight without registers."""
+
+
+def kernels() -> KernelTable:
+    """The table for the current GPU; raises `DeviceError` if Triton is not installed."""
+    try:
+        from sglcore.runtime.kernels.triton import triton_kernels
+    except ImportError as error:
+        remedy = "pip install triton, or SGLCORE_KERNELS=reference for the slow kernels that define correct"
+        raise DeviceError(f"the kernels of this device can not be used: {error}", remedy=remedy) from error
+    return triton_kernels(tuning(read_capability()))
+
+
+def tuning(capability: Capability) -> Tuning:
+    """How kernels are launched on a GPU of this capability: as many programs as fill it twice, and loads in flight where
+    copies are asynchronous."""
+    from sglcore.runtime.kernels.triton import LaunchConfig, Tuning
+
+    stages = 3 if capability.version >= ASYNC_COPIES else 1
+    return Tuning(
+        lanes=32,
+        programs=2 * capability.multiprocessors,
+        decode=LaunchConfig(128, stages),
+        extend=LaunchConfig(128, min(stages, 2)),
+    )

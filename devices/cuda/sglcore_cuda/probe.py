@@ -1,0 +1,101 @@
+"""What the system says about NVIDIA GPUs: device nodes, the PCI bus, the driver, the torch build. Nothing is imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from sglcore.device.probe import Fact, ProbeReport, installed_fact
+from sglcore.device.system import System
+
+VENDOR = 0x10DE
+DISPLAY = 0x0300
+NODES = "/dev/nvidia[0-9]*"
+PARAVIRTUAL = "/dev/dxg"
+"""The node by which a Linux guest of Windows reaches the host's GPU; PCI and /proc show nothing there."""
+DRIVER_VERSION = "/proc/driver/nvidia/version"
+GUEST_LIBRARIES = "/usr/lib/wsl/lib"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+OLDEST_DRIVER: Mapping[int, int] = MappingProxyType({11: 450, 12: 525, 13: 580})
+"""The oldest driver branch that runs a CUDA runtime of each major version ("CUDA Compatibility", minor versions)."""
+TORCH = (
+    "pip install torch==2.13.0 on Linux gives a build with CUDA; replace a processor-only build with --force-reinstall"
+)
+
+
+def probe(named: bool, system: System) -> ProbeReport:
+    """Answer from what is seen through `system`; being named changes nothing."""
+    nodes = _nodes(system)
+    return ProbeReport(
+        hardware=_hardware(system, nodes),
+        driver=_driver(system, nodes),
+        package=installed_fact("sglcore_cuda", "sglcore-cuda", "pip install sglcore-cuda"),
+        runtime=_runtime(system),
+        details=_details(system, nodes),
+    )
+
+
+def _nodes(system: System) -> tuple[str, ...]:
+    guest = (PARAVIRTUAL,) if system.exists(PARAVIRTUAL) and system.library("libcuda.so.1", GUEST_LIBRARIES) else ()
+    return (*(node for node in system.glob(NODES) if node.removeprefix("/dev/nvidia").isdigit()), *guest)
+
+
+def _hardware(system: System, nodes: tuple[str, ...]) -> Fact:
+    visible = system.environ.get(VISIBLE)
+    if visible is not None and visible.strip() in ("", "-1"):
+        return Fact(False, f"{VISIBLE}={visible!r} hides every GPU", f"unset {VISIBLE}")
+    if nodes:
+        return Fact(True, f"{', '.join(nodes)}")
+    found = [d for d in system.pci() if d.vendor_id == VENDOR and (d.is_accelerator or d.pci_class == DISPLAY)]
+    if found:
+        return Fact(True, f"{found[0]} on the bus, without a node {NODES}")
+    if _library(system):
+        remedy = "start the container with its GPUs (docker run --gpus all)"
+        return Fact(False, f"the driver's libcuda.so.1 is there, but neither {NODES} nor a GPU on the PCI bus", remedy)
+    return Fact(False, f"neither {NODES} nor a GPU of vendor {VENDOR:04x} on the PCI bus", "attach an NVIDIA GPU")
+
+
+def _driver(system: System, nodes: tuple[str, ...]) -> Fact:
+    library, version = _library(system), driver_version(system)
+    if library is None:
+        remedy = "install the NVIDIA driver; in a container, the NVIDIA container toolkit mounts it"
+        return Fact(False, "there is no libcuda.so.1", remedy)
+    if version is None and PARAVIRTUAL not in nodes:
+        return Fact(False, f"{library} without {DRIVER_VERSION}", "load the driver's module (modprobe nvidia)")
+    if not nodes:
+        remedy = "start the container with its GPUs (docker run --gpus all), or choose --device cpu"
+        return Fact(False, f"{library}, but no node {NODES}", remedy)
+    return Fact(True, f"{library}, version {version or 'of the host'}")
+
+
+def _library(system: System) -> str | None:
+    return system.library("libcuda.so.1", GUEST_LIBRARIES)
+
+
+def driver_version(system: System) -> str | None:
+    """The loaded driver's version, such as "550.54.14"; None if no module is loaded."""
+    found = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", system.read(DRIVER_VERSION) or "")
+    return found.group(1) if found else None
+
+
+def _runtime(system: System) -> Fact:
+    build = system.torch_build()
+    if not build:
+        return Fact(False, "torch is not installed", TORCH)
+    torch, cuda = f"torch {build.get('version', '?')}", build.get("cuda")
+    if cuda is None:
+        made_for = "AMD GPUs" if build.get("hip") else "processors"
+        return Fact(False, f"{torch} was built for {made_for}", TORCH)
+    version = driver_version(system)
+    oldest = OLDEST_DRIVER.get(int(cuda.partition(".")[0]), 0)
+    if version is not None and int(version.partition(".")[0]) < oldest:
+        remedy = f"update the driver to {oldest} or newer, or install a torch built for an older CUDA"
+        return Fact(False, f"{torch} with CUDA {cuda} wants driver {oldest}, found {version}", remedy)
+    return Fact(True, f"{torch} with CUDA {cuda}")
+
+
+def _details(system: System, nodes: tuple[str, ...]) -> dict[str, str]:
+    texts = (system.read(path) or "" for path in system.glob("/proc/driver/nvidia/gpus/*/information"))
+    models = [line.partition(":")[2].strip() for text in texts for line in text.splitlines() if "Model:" in line]
+    return {"nodes": ", ".join(nodes), "models": ", ".join(models)}

@@ -1,0 +1,27 @@
+"""AMD GPUs as a device. Nothing is imported but the declaration."""
+
+from sglcore.device.package import DevicePackage
+
+package = DevicePackage(
+    name="hip",
+    api=2,
+    summary="AMD GPUs that ROCm serves",
+    probe="sglcore_hip.probe:probe",
+    facts="sglcore_hip.facts:facts",
+    worker="sglcore.runtime.tp_worker:TpModelWorker",
+    attention={
+        "aiter": "sglcore_hip.attention_aiter:AiterAttention",
+        "triton": "sglcore_hip.attention_triton:TritonAttention",
+        "gathered": "sglcore.runtime.attention.gathered:GatheredAttention",
+        "reference": "sglcore.runtime.attention.reference:ReferenceAttention",
+    },
+    graphs={
+        "full": "sglcore_hip.graphs:full",
+        "breakable": "sglcore_hip.graphs:breakable",
+        "piecewise": "sglcore_hip.graphs:piecewise",
+    },
+    kernels="sglcore_hip.kernels:kernels",
+    bring_up="sglcore_hip.bring_up:BRING_UP",
+    pci_vendors=frozenset({0x1002}),
+)
+"""What `sglcore devices` and the core read."""

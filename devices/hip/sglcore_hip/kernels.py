@@ -1,0 +1,38 @@
+"""The kernel table of an AMD GPU: the core's Triton kernels, launched in waves of the size that this GPU has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglcore.device.errors import DeviceError
+from sglcore.runtime.kernels.table import KernelTable
+from sglcore_hip.capability import WIDE_WAVE, Capability, read_capability
+
+if TYPE_CHECKING:
+    from sglcore.runtime.kernels.triton import Tuning
+
+
+def kernels() -> KernelTable:
+    """The table for the current GPU; raises `DeviceError` if Triton is not installed."""
+    try:
+        from sglcore.runtime.kernels.triton import triton_kernels
+    except ImportError as error:
+        remedy = (
+            "install the Triton that belongs to this torch (pip install --force-reinstall torch from its ROCm index)"
+        )
+        raise DeviceError(f"the kernels of this device can not be used: {error}", remedy=remedy) from error
+    return triton_kernels(tuning(read_capability()))
+
+
+def tuning(capability: Capability) -> Tuning:
+    """How kernels are launched: by threads, so that a program has half the waves where they are wide; as many programs as
+    fill the GPU twice; one tile of keys and values at a time, since 64 KiB of local memory hold no second."""
+    from sglcore.runtime.kernels.triton import LaunchConfig, Tuning
+
+    wide = capability.wave_size == WIDE_WAVE
+    return Tuning(
+        lanes=capability.wave_size,
+        programs=2 * capability.compute_units,
+        decode=LaunchConfig(256 if wide else 128, 1),
+        extend=LaunchConfig(256 if wide else 128, 1),
+    )

@@ -1,0 +1,131 @@
+"""What the system says about AMD GPUs: the compute driver's node and topology, libraries, the torch build. Nothing is
+imported."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from sglcore.device.probe import Fact, ProbeReport, installed_fact
+from sglcore.device.system import System
+
+VENDOR = 0x1002
+DISPLAY = 0x0300
+COMPUTE_NODE = "/dev/kfd"
+RENDER_NODES = "/dev/dri/renderD*"
+TOPOLOGY = "/sys/class/kfd/kfd/topology/nodes"
+LIBRARIES = ("libamdhip64.so*", "libhsa-runtime64.so*")
+FOLDERS = ("/opt/rocm/lib", "/opt/rocm/lib64", "/opt/rocm-*/lib")
+FEWEST_UNITS = 16
+"""A GPU with fewer compute units is a processor's own graphics: it drives a display, and is taken only by name."""
+VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+TORCH = "pip install torch==2.13.0 from the ROCm index that pytorch.org names (--index-url), with --force-reinstall"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A node of the compute driver's topology that has SIMD units. `target` is as compilers name it, such as "gfx942"."""
+
+    node: str
+    target: str
+    compute_units: int
+    wave_size: int
+
+    def __str__(self) -> str:
+        return f"{self.target} with {self.compute_units} compute units"
+
+
+def probe(named: bool, system: System) -> ProbeReport:
+    """Answer from what is seen through `system`. A processor's own graphics count only when `named`."""
+    gpus = topology(system)
+    return ProbeReport(
+        hardware=_hardware(system, gpus, named),
+        driver=_driver(system),
+        package=installed_fact("sglcore_hip", "sglcore-hip", "pip install sglcore-hip"),
+        runtime=_runtime(system),
+        details={"gpus": ", ".join(map(str, gpus))},
+    )
+
+
+def topology(system: System) -> tuple[Gpu, ...]:
+    """Every GPU that the compute driver lists, by node; processors are nodes too, without SIMD units."""
+    nodes = sorted(system.glob(f"{TOPOLOGY}/*"), key=lambda path: (len(path), path))
+    found = (_gpu(node, system.read(f"{node}/properties") or "") for node in nodes)
+    return tuple(gpu for gpu in found if gpu is not None)
+
+
+def _gpu(node: str, text: str) -> Gpu | None:
+    pairs = (line.split() for line in text.splitlines())
+    values = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+    simds = values.get("simd_count", 0)
+    if not simds:
+        return None
+    version = values.get("gfx_target_version", 0)
+    target = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
+    units = simds // max(values.get("simd_per_cu", 2), 1)
+    return Gpu(node.rpartition("/")[2], target, units, values.get("wave_front_size", 0))
+
+
+def _hardware(system: System, gpus: tuple[Gpu, ...], named: bool) -> Fact:
+    for name in VISIBLE:
+        visible = system.environ.get(name)
+        if visible is not None and visible.strip() in ("", "-1"):
+            return Fact(False, f"{name}={visible!r} hides every GPU", f"unset {name}")
+    if gpus:
+        return _listed(gpus, named)
+    found = [d for d in system.pci() if d.vendor_id == VENDOR and d.is_accelerator]
+    if found:
+        return Fact(True, f"{found[0]} on the bus, which {TOPOLOGY} does not list")
+    where = f"{TOPOLOGY} lists no GPU" if system.exists(TOPOLOGY) else f"there is no {TOPOLOGY}"
+    if _library(system) is not None:
+        where = f"{where}, though ROCm is installed"
+    return Fact(False, where, "attach an AMD GPU; a container takes --device /dev/kfd --device /dev/dri")
+
+
+def _listed(gpus: tuple[Gpu, ...], named: bool) -> Fact:
+    large = tuple(gpu for gpu in gpus if gpu.compute_units >= FEWEST_UNITS)
+    if large or named:
+        return Fact(True, f"{TOPOLOGY}: {', '.join(map(str, large or gpus))}")
+    evidence = f"only {', '.join(map(str, gpus))}: the graphics of a processor, not an accelerator"
+    return Fact(False, evidence, "name it with --device hip to use it all the same")
+
+
+def _driver(system: System) -> Fact:
+    if not system.exists(COMPUTE_NODE):
+        remedy = "load the driver (modprobe amdgpu); a container takes --device /dev/kfd --device /dev/dri"
+        return Fact(False, f"there is no {COMPUTE_NODE}", remedy)
+    if not os.access(system.path(COMPUTE_NODE), os.R_OK | os.W_OK):
+        return Fact(False, f"{COMPUTE_NODE} may not be opened", "add the user to the group render, and log in again")
+    nodes = system.glob(RENDER_NODES)
+    if not nodes:
+        return Fact(False, f"{COMPUTE_NODE}, but no {RENDER_NODES}", "a container takes --device /dev/dri too")
+    library = _library(system)
+    if library is None:
+        remedy = "install ROCm, or a torch built for it, which brings its own copy"
+        return Fact(False, f"{COMPUTE_NODE}, but neither of {', '.join(LIBRARIES)}", remedy)
+    return Fact(True, f"{COMPUTE_NODE}, {nodes[0]}, {library}")
+
+
+def _library(system: System) -> str | None:
+    """The runtime of ROCm, or of the HSA below it: the system's, or the copy that a torch build brings."""
+    for name in LIBRARIES:
+        found = system.library(name, *FOLDERS) or next(iter(system.glob(f"/site-packages/torch/lib/{name}")), None)
+        if found is not None:
+            return found
+    if not system.is_this_machine:
+        return None
+    spec = find_spec("torch")
+    folder = Path(spec.origin).with_name("lib") if spec is not None and spec.origin else None
+    return next((str(file) for name in LIBRARIES for file in sorted(folder.glob(name))), None) if folder else None
+
+
+def _runtime(system: System) -> Fact:
+    build = system.torch_build()
+    if not build:
+        return Fact(False, "torch is not installed", TORCH)
+    torch, hip = f"torch {build.get('version', '?')}", build.get("hip")
+    if hip is None:
+        return Fact(False, f"{torch} was built for {'NVIDIA GPUs' if build.get('cuda') else 'processors'}", TORCH)
+    return Fact(True, f"{torch} with HIP {hip}")

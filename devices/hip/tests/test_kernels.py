@@ -1,0 +1,106 @@
+"""Launches follow the GPU's properties; what is missing is refused with what to install, and nothing falls back unseen."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import sglcore_hip.capability
+from sglcore.device.errors import ConfigError, DeviceError
+from sglcore.device.ledger import DecisionLedger
+from sglcore.runtime.attention.contract import Unavailable
+from sglcore.runtime.attention.selection import AttentionNeeds, select_attention
+from sglcore.runtime.bring_up import kernels as kernels_step
+from sglcore_hip import package
+from sglcore_hip.capability import Capability, read_capability
+from sglcore_hip.facts import fp8_format
+from sglcore_hip.kernels import kernels, tuning
+
+NEEDS = AttentionNeeds((64,), 16, "float16", frozenset({"capture"}))
+SERVER, DESKTOP = Capability("MI300X", "gfx942", 64, 304), Capability("RX 7900", "gfx1100", 32, 96)
+
+
+def reimport() -> ModuleType:
+    """The attention module as if it were imported for the first time."""
+    sys.modules.pop("sglcore_hip.attention_aiter", None)
+    return importlib.import_module("sglcore_hip.attention_aiter")
+
+
+def test_waves_are_as_wide_as_the_gpu_says_and_programs_follow_its_compute_units() -> None:
+    wide, narrow = tuning(SERVER), tuning(DESKTOP)
+    assert (wide.lanes, narrow.lanes) == (64, 32)
+    assert (wide.programs, narrow.programs) == (2 * 304, 2 * 96)
+    assert wide.options(wide.decode)["num_warps"] == narrow.options(narrow.decode)["num_warps"] == 4
+
+
+def test_the_current_gpu_is_described_for_the_ledger() -> None:
+    found = read_capability()
+    assert found.compute_units > 0 and found.wave_size in (32, 64) and found.target in str(found)
+
+
+@pytest.mark.parametrize(
+    ("capability", "wanted"),
+    [((9, 4), "e4m3fnuz"), ((9, 5), "e4m3fn"), ((12, 0), "e4m3fn"), ((9, 0), None), ((11, 0), None)],
+)
+def test_the_fp8_format_is_that_of_the_matrix_units(capability: tuple[int, int], wanted: str | None) -> None:
+    assert fp8_format(capability) == wanted
+
+
+def test_the_ledger_says_which_entries_are_replaced() -> None:
+    ledger = DecisionLedger()
+    table = kernels_step(package, ledger)
+    assert "triton" in table.origin["rms_norm"] and "rms_norm" in ledger.rows[-1].reason
+
+
+def test_without_triton_the_start_ends_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglcore.runtime.kernels.triton", None)
+    with pytest.raises(DeviceError, match="pip install"):
+        kernels()
+
+
+def test_aiter_that_is_missing_is_a_refused_candidate_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiter", None)
+    sys.modules.pop("sglcore_hip.attention_aiter", None)
+    ledger = DecisionLedger()
+    assert select_attention(package.attention, NEEDS, None, "hip", ledger).__name__ == "TritonAttention"
+    assert "aiter refused" in ledger.rows[-1].reason and "pip install amd-aiter" in ledger.rows[-1].reason
+    with pytest.raises(ConfigError, match="pip install amd-aiter"):
+        select_attention(package.attention, NEEDS, "aiter", "hip", DecisionLedger())
+
+
+def test_aiter_is_refused_by_the_waves_of_the_gpu_and_not_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretender = Capability("MI300X", "gfx942", 32, 304)
+    monkeypatch.setattr(sglcore_hip.capability, "read_capability", lambda: pretender)
+    with pytest.raises(Unavailable, match="waves of 32"):
+        reimport()
+    unheard_of = Capability("a later one", "gfx9999", 64, 512)
+    monkeypatch.setattr(sglcore_hip.capability, "read_capability", lambda: unheard_of)
+    assert reimport().AiterAttention.facts.head_dims == (64, 128)
+
+
+def test_a_version_without_a_function_is_refused_by_that_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = ModuleType("aiter")
+    old.paged_attention_v1 = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "aiter", old)
+    with pytest.raises(Unavailable, match="no mha_batch_prefill_func"):
+        reimport()
+
+
+def test_a_version_whose_decode_takes_no_window_serves_models_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decode(out: Any, workspace_buffer: Any) -> None: ...
+
+    old = ModuleType("aiter")
+    old.paged_attention_v1, old.mha_batch_prefill_func = decode, decode  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "aiter", old)
+    assert "sliding_window" not in reimport().AiterAttention.facts.features
+    monkeypatch.undo()
+    assert reimport()
+
+
+def test_an_encoder_gets_the_backend_that_serves_it() -> None:
+    needs = AttentionNeeds((64,), 16, "float16", frozenset({"encoder"}))
+    assert select_attention(package.attention, needs, None, "hip", DecisionLedger()).__name__ == "GatheredAttention"

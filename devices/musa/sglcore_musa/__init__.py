@@ -1,0 +1,23 @@
+"""Moore Threads GPUs as a device. Nothing is imported but the declaration."""
+
+from sglcore.device.package import DevicePackage
+
+package = DevicePackage(
+    name="musa",
+    api=2,
+    summary="Moore Threads GPUs, by torch_musa's own names",
+    probe="sglcore_musa.probe:probe",
+    facts="sglcore_musa.facts:facts",
+    worker="sglcore.runtime.tp_worker:TpModelWorker",
+    attention={
+        "flash_attention": "sglcore_musa.attention_flash:FlashAttention",
+        "triton": "sglcore_musa.attention_triton:TritonAttention",
+        "gathered": "sglcore.runtime.attention.gathered:GatheredAttention",
+        "reference": "sglcore.runtime.attention.reference:ReferenceAttention",
+    },
+    graphs={"full": "sglcore_musa.graphs:full", "breakable": "sglcore_musa.graphs:breakable"},
+    kernels="sglcore_musa.kernels:kernels",
+    bring_up="sglcore_musa.bring_up:BRING_UP",
+    pci_vendors=frozenset({0x1ED5}),
+)
+"""What `sglcore devices` and the core read."""

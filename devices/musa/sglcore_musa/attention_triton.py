@@ -1,0 +1,20 @@
+"""The core's Triton attention, where a Triton for this GPU is installed."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from sglcore.runtime.attention.contract import Unavailable
+from sglcore_musa.kernels import lanes, triton_gap
+
+if gap := triton_gap():
+    raise Unavailable(gap)
+
+from sglcore.runtime.attention import triton
+from sglcore.runtime.kernels.triton import Tuning
+
+
+class TritonAttention(triton.TritonAttention):
+    """As the core's, launched for this GPU's warps."""
+
+    tuning: ClassVar[Tuning] = Tuning(lanes=lanes())

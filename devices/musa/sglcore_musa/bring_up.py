@@ -1,0 +1,62 @@
+"""The bring-up of a Moore Threads GPU: the standard order, with torch_musa imported before anything touches the device."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import torch
+
+from sglcore.device.bring_up import BringUp
+from sglcore.device.errors import DeviceError
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.runtime.bring_up import STANDARD
+from sglcore.runtime.memory.sizing import MemoryBudget, size_text
+from sglcore_musa.kernels import triton_gap
+from sglcore_musa.probe import EXTENSION, same_release
+from sglcore_musa.vendor import musa
+
+SHIM = "torchada"
+
+
+def extension(ledger: DecisionLedger) -> str:
+    """Import torch_musa, which registers the device. Raises DeviceError if it was built for another torch."""
+    torch_musa = import_module("torch_musa")
+    found = str(torch_musa.__version__)
+    if not same_release(torch.__version__, found):
+        raise DeviceError(
+            f"torch_musa {found} is loaded into torch {torch.__version__}",
+            wanted="both of one version",
+            remedy=EXTENSION,
+        )
+    ledger.record(Row("extension", "auto", f"torch_musa {found}", f"it fits torch {torch.__version__}", EXTENSION))
+    if SHIM in sys.modules:
+        reason = (
+            f"this process loaded {SHIM} {sys.modules[SHIM].__version__}, which patches torch; nothing here needs it"
+        )
+        ledger.record(Row("shim", "none", SHIM, reason, "start without importing it"))
+    return found
+
+
+def kernel_choices(kernels: object, ledger: DecisionLedger) -> str:
+    """Why the Triton kernels do not run, if they do not."""
+    gap = triton_gap()
+    if gap:
+        ledger.record(Row("triton", "auto", "reference", gap, "the vendor's triton"))
+    return gap
+
+
+def device_memory(load_weights: object) -> MemoryBudget:
+    """What the GPU has left once the weights are in, by the extension's own call: those of torch's neutral interface
+    fail in its releases before 2.11.0.post2. Waits for work in flight."""
+    musa().synchronize()
+    musa().empty_cache()
+    free, total = musa().mem_get_info()
+    return MemoryBudget(total, free, f"{size_text(free)} of {size_text(total)} free on musa:0", default_share=0.85)
+
+
+BRING_UP: BringUp = (
+    STANDARD.insert(extension, before="world")
+    .insert(kernel_choices, after="kernels")
+    .insert(device_memory, before="size_memory")
+)

@@ -1,0 +1,44 @@
+"""The kernel table of a Moore Threads GPU: the core's Triton kernels where a Triton for it is installed."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from sglcore.runtime.attention.contract import Unavailable
+from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.table import KernelTable
+from sglcore_musa.vendor import musa
+
+WARP = 32
+"""Threads of one warp of the newest generation; older ones have 128."""
+
+
+def kernels() -> KernelTable:
+    """The table this device runs. The core's ledger row says which entries are the reference."""
+    if triton_gap():
+        return reference_kernels()
+    from sglcore.runtime.kernels.triton import Tuning, triton_kernels
+
+    return triton_kernels(Tuning(lanes=lanes()))
+
+
+def lanes() -> int:
+    """Threads of one warp of the current GPU, as its properties say."""
+    properties = musa().get_device_properties(musa().current_device())
+    return getattr(properties, "warp_size", WARP)  # foreign: older extensions do not tell it
+
+
+def triton_gap() -> str:
+    """Why the core's Triton kernels can not run here; empty if they can."""
+    try:
+        triton = import_module("triton")
+        import_module("sglcore.runtime.kernels.triton")
+    except (ImportError, Unavailable) as error:
+        return f"{error}; install the triton that the vendor publishes"
+    if triton.knobs.runtime.interpret if hasattr(triton, "knobs") else False:  # foreign: since triton 3.4
+        return ""
+    backends = import_module("triton.backends").backends
+    named = ", ".join(sorted(backends))
+    if not any(name in backends for name in ("musa", "mthreads")):
+        return f"triton {triton.__version__} compiles for {named}; install the triton that the vendor publishes"
+    return ""

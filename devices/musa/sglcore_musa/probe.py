@@ -1,0 +1,105 @@
+"""What the system says about Moore Threads GPUs: device nodes, the PCI bus, the driver, torch_musa. Nothing is imported.
+
+A shim that answers for another vendor's names proves nothing here, and is only named where the real extension is missing.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+from sglcore.device.probe import Fact, ProbeReport, installed_fact
+from sglcore.device.system import System
+
+VENDOR = 0x1ED5
+DISPLAY = 0x0300
+NODES = "/dev/mtgpu*"
+VISIBLE = "MUSA_VISIBLE_DEVICES"
+MODULE = "/sys/module/mtgpu"
+HOME = "/usr/local/musa"
+MOUNTS = "start the container with its GPUs (docker run --env MTHREADS_VISIBLE_DEVICES=all, with the vendor's runtime)"
+EXTENSION = "install the torch_musa wheel that the vendor publishes for this torch and this MUSA toolkit"
+
+
+def probe(named: bool, system: System) -> ProbeReport:
+    """Answer from what is seen through `system`; being named changes nothing."""
+    nodes = tuple(node for node in system.glob(NODES) if node.removeprefix("/dev/mtgpu").lstrip(".").isdigit())
+    return ProbeReport(
+        hardware=_hardware(system, nodes),
+        driver=_driver(system, nodes),
+        package=installed_fact("sglcore_musa", "sglcore-musa", "pip install sglcore-musa"),
+        runtime=_runtime(system),
+        details={"nodes": ", ".join(nodes), "driver": _driver_version(system) or ""},
+    )
+
+
+def _hardware(system: System, nodes: tuple[str, ...]) -> Fact:
+    visible = system.environ.get(VISIBLE)
+    if visible is not None and visible.strip() in ("", "-1"):
+        return Fact(False, f"{VISIBLE}={visible!r} hides every GPU", f"unset {VISIBLE}")
+    if nodes:
+        return Fact(True, ", ".join(nodes))
+    found = [d for d in system.pci() if d.vendor_id == VENDOR and (d.is_accelerator or d.pci_class == DISPLAY)]
+    if found:
+        return Fact(True, f"{found[0]} on the bus, without a node {NODES}")
+    if _library(system):
+        return Fact(False, f"the driver's libmusa.so is there, but neither {NODES} nor a GPU on the PCI bus", MOUNTS)
+    return Fact(False, f"neither {NODES} nor a GPU of vendor {VENDOR:04x} on the PCI bus", "attach a Moore Threads GPU")
+
+
+def _driver(system: System, nodes: tuple[str, ...]) -> Fact:
+    library = _library(system)
+    if library is None:
+        return Fact(False, "there is no libmusa.so", f"install the vendor's driver; in a container, {MOUNTS}")
+    if not nodes:
+        remedy = f"load the driver's module (modprobe mtgpu); in a container, {MOUNTS}"
+        loaded = "its module is loaded" if system.exists(MODULE) else "its module is not loaded"
+        return Fact(False, f"{library}, but no node {NODES}; {loaded}", remedy)
+    return Fact(True, f"{library}, version {_driver_version(system) or 'unknown'}")
+
+
+def _driver_version(system: System) -> str | None:
+    text = system.read(f"{MODULE}/version")
+    return text.strip() if text else None
+
+
+def _folders(system: System) -> tuple[str, ...]:
+    homes = (system.environ.get("MUSA_HOME"), system.environ.get("MUSA_PATH"), HOME)
+    return tuple(f"{home}/lib" for home in homes if home)
+
+
+def _library(system: System) -> str | None:
+    usual = ("/usr/lib/x86_64-linux-gnu/musa", "/usr/lib/aarch64-linux-gnu/musa")
+    return system.library("libmusa.so*", *_folders(system), *usual)
+
+
+def _runtime(system: System) -> Fact:
+    torch = system.torch_build().get("version")
+    if torch is None:
+        return Fact(False, "torch is not installed", f"install torch, then {EXTENSION.removeprefix('install ')}")
+    if not system.module("torch_musa"):
+        shim = "; torchada only translates to it" if system.module("torchada") else ""
+        return Fact(False, f"there is no module 'torch_musa'{shim}", EXTENSION)
+    toolkit = system.library("libmusart.so*", *_folders(system))
+    if toolkit is None:
+        return Fact(False, "there is no libmusart.so", f"install the MUSA toolkit into {HOME}, or set MUSA_HOME")
+    found = extension_version(system)
+    if found is not None and not same_release(torch, found):
+        return Fact(False, f"torch_musa {found} with torch {torch}; they must be of one version", EXTENSION)
+    return Fact(True, f"torch {torch}, torch_musa {found or 'of unknown version'}, {toolkit}")
+
+
+def extension_version(system: System) -> str | None:
+    """The version of torch_musa, without importing it; None if it does not say."""
+    found = re.search(r"__version__ = ['\"]([^'\"]+)['\"]", system.read("/site-packages/torch_musa/version.py") or "")
+    if found or not system.is_this_machine:
+        return found.group(1) if found else None
+    try:
+        return version("torch_musa")
+    except PackageNotFoundError:
+        return None
+
+
+def same_release(torch: str, extension: str) -> bool:
+    """The extension is built on one minor version of torch's own interfaces, which are its own first two numbers."""
+    return torch.split(".")[:2] == extension.split(".")[:2]

@@ -1,0 +1,57 @@
+"""The bring-up: the order is the reviewed text, its needs are met, and the extension comes before the device."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from sglcore.device.errors import DeviceError
+from sglcore.device.ledger import DecisionLedger
+from sglcore_musa.bring_up import BRING_UP, extension
+
+GIVEN = ("config", "package", "facts", "ledger", "progress", "model_path")
+
+
+def test_the_order_is_the_text_in_the_package() -> None:
+    reviewed = Path(__file__).parents[1] / "bring_up.txt"
+    assert BRING_UP.text() == reviewed.read_text(encoding="utf-8")
+
+
+def test_its_needs_are_met_by_what_an_engine_gives() -> None:
+    BRING_UP.check(GIVEN)
+
+
+def test_the_extension_is_imported_before_any_step_and_memory_is_asked_after_the_weights() -> None:
+    order = [step.provides for step in BRING_UP.steps]
+    assert order[0] == "extension"
+    assert order.index("load_weights") < order.index("device_memory") < order.index("size_memory")
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, name: str, version: str) -> None:
+    """A module of some version."""
+    planted = ModuleType(name)
+    vars(planted)["__version__"] = version
+    monkeypatch.setitem(sys.modules, name, planted)
+
+
+def test_the_extension_is_named_in_the_ledger_and_a_shim_only_if_this_process_loaded_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plant(monkeypatch, "torch_musa", torch.__version__.partition("+")[0])
+    ledger = DecisionLedger()
+    extension(ledger)
+    assert [row.topic for row in ledger.rows] == ["extension"]
+    plant(monkeypatch, "torchada", "0.1.103")
+    extension(ledger)
+    assert [row.topic for row in ledger.rows] == ["extension", "extension", "shim"]
+    assert "0.1.103" in ledger.rows[-1].reason
+
+
+def test_an_extension_of_another_version_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "torch_musa", "2.1.0")
+    with pytest.raises(DeviceError, match=r"torch_musa 2\.1\.0 is loaded into torch "):
+        extension(DecisionLedger())

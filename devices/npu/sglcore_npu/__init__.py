@@ -1,0 +1,22 @@
+"""Ascend NPUs as a device. Nothing is imported but the declaration."""
+
+from sglcore.device.package import DevicePackage
+
+package = DevicePackage(
+    name="npu",
+    api=2,
+    summary="Ascend NPUs of the generations A2 and A3",
+    probe="sglcore_npu.probe:probe",
+    facts="sglcore_npu.facts:facts",
+    worker="sglcore.runtime.tp_worker:TpModelWorker",
+    attention={
+        "fused": "sglcore_npu.attention_fused:FusedAttention",
+        "gathered": "sglcore.runtime.attention.gathered:GatheredAttention",
+        "reference": "sglcore.runtime.attention.reference:ReferenceAttention",
+    },
+    graphs={"full": "sglcore_npu.graphs:full", "breakable": "sglcore_npu.graphs:breakable"},
+    kernels="sglcore_npu.kernels:kernels",
+    bring_up="sglcore_npu.bring_up:BRING_UP",
+    pci_vendors=frozenset({0x19E5}),
+)
+"""What `sglcore devices` and the core read."""

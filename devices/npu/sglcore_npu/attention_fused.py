@@ -1,0 +1,146 @@
+"""The vendor's fused attention over the paged pool: one operator for decode and for rows of several tokens.
+
+It reads pages by a table on the device and lengths from the host, so a captured call is rewritten before it runs
+(`tasks`). Decode asks in the layout BSND with one query a row; longer rows in TND, packed, with the causal mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket, Unavailable
+from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.attention.paged import padded_lengths, page_rows, store_rows
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore_npu.tasks import HostLengths, Task, record
+from sglcore_npu.vendor import npu
+
+OPERATOR = "npu_fused_infer_attention_score"
+PAGE_SIZES = (128, 256, 384, 512)
+HEAD_DIMS = tuple(range(16, 513, 16))
+MASK = 2048
+"""The operator's compressed masks have this side; it shifts them over the whole matrix itself."""
+RIGHT_DOWN_CAUSAL = 3
+"""The sparse mode in which the last query sees the last key."""
+
+if not hasattr(torch.ops.npu, OPERATOR):  # foreign: operators are attributes that exist once they are registered
+    raise Unavailable(f"torch_npu is not imported or lacks {OPERATOR}: pip install torch_npu of the version of torch")
+
+
+@dataclass(slots=True)
+class FusedPlan(AttentionPlan):
+    """Page rows int32[B, pages]; on the host each row's keys, and where its queries end (None: one query a row).
+
+    A captured plan also keeps the `tasks` of its graph, and the operator's workspace for each (kv_heads, head_dim).
+    """
+
+    pages: Tensor
+    lengths: list[int]
+    ends: list[int] | None = None
+    tasks: list[Task] = field(default_factory=list)
+    workspaces: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+
+def query_ends(batch: ForwardBatch) -> list[int] | None:
+    """Where each row's queries end; None where every row brings one."""
+    return None if batch.extend_seq_lens_cpu is None else np.cumsum(batch.extend_seq_lens_cpu).tolist()
+
+
+class FusedAttention(AttentionBackend):
+    """Decoder attention without windows, in half precision."""
+
+    facts = AttentionFacts(
+        page_sizes=PAGE_SIZES,
+        head_dims=HEAD_DIMS,
+        dtypes=("float16", "bfloat16"),
+        features=frozenset({"mixed", "capture"}),
+    )
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        ones = self.req_to_token_pool.page_table.new_ones(MASK, MASK, dtype=torch.bool)
+        self._mask = ones.triu_(1)
+
+    def plan(self, batch: ForwardBatch) -> FusedPlan:
+        """Gather page rows on the device, read lengths from the host's mirrors; waits for nothing."""
+        assert batch.seq_lens_cpu is not None and batch.req_pool_indices is not None
+        rows = len(batch.seq_lens_cpu)
+        pages = page_rows(self.req_to_token_pool, batch.req_pool_indices[:rows])
+        generation = self.token_to_kv_pool.generation
+        return FusedPlan(self, generation, pages, batch.seq_lens_cpu.tolist(), query_ends(batch))
+
+    def capture_plan(self, bucket: Bucket) -> FusedPlan:
+        """Fixed page rows, that `refresh` writes; lengths of padding until then."""
+        pool, size = self.req_to_token_pool, bucket.batch_size
+        pages = pool.page_table.new_zeros(size, pool.max_pages)
+        return FusedPlan(self, self.token_to_kv_pool.generation, pages, [1] * size)
+
+    def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> HostLengths:
+        """One gather on the device; the new lengths for the graph's tasks."""
+        assert isinstance(plan, FusedPlan) and batch.req_pool_indices is not None and batch.seq_lens_cpu is not None
+        page_rows(self.req_to_token_pool, batch.req_pool_indices, out=plan.pages)
+        plan.ends = query_ends(batch)
+        rows = len(plan.pages) if plan.ends is None else len(plan.ends)
+        plan.lengths = padded_lengths(batch, rows).tolist()
+        return HostLengths(plan.tasks, plan.lengths)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, batch: ForwardBatch | None) -> Tensor:
+        """Store, then attend; rows beyond the real ones come out as zero."""
+        assert batch is not None and batch.plan_record is not None
+        plan = batch.plan_record.plan
+        assert isinstance(plan, FusedPlan)
+        store_rows(self, k, v, layer, batch)
+        queries = q.view(-1, layer.num_heads, layer.head_dim)
+        if plan.ends is not None:
+            return self._extend(queries, plan, plan.ends, layer).view(q.shape)
+        call = self._call(queries[:, None], plan, layer, input_layout="BSND")
+        if npu().is_current_stream_capturing():
+            return self._captured(call, plan, layer).view(q.shape)
+        if not len(queries):
+            return torch.zeros_like(q)
+        return torch.ops.npu.npu_fused_infer_attention_score(**call, actual_seq_lengths_kv=plan.lengths)[0].view(
+            q.shape
+        )
+
+    def _extend(self, queries: Tensor, plan: FusedPlan, ends: list[int], layer: Attention) -> Tensor:
+        tokens = ends[-1] if ends else 0
+        if not tokens:
+            return torch.zeros_like(queries)
+        causal = {"input_layout": "TND", "atten_mask": self._mask, "sparse_mode": RIGHT_DOWN_CAUSAL}
+        call = self._call(queries[:tokens], plan, layer, **causal, actual_seq_lengths=ends)
+        out = torch.ops.npu.npu_fused_infer_attention_score(**call, actual_seq_lengths_kv=plan.lengths)[0]
+        if tokens < len(queries):
+            out = torch.cat((out, out.new_zeros(len(queries) - tokens, *out.shape[1:])))
+        return out
+
+    def _captured(self, call: dict[str, Any], plan: FusedPlan, layer: Attention) -> Tensor:
+        geometry = (layer.num_kv_heads, layer.head_dim)
+        if geometry not in plan.workspaces:
+            plan.workspaces[geometry] = torch.ops.npu._npu_fused_infer_attention_score_get_max_workspace(
+                **call, actual_seq_lengths_kv=plan.lengths
+            )
+        out = torch.empty_like(call["query"])
+        results = [out, out.new_empty(1, dtype=torch.float32)]
+        plan.tasks.append(record({**call, "workspace": plan.workspaces[geometry], "out": results}, plan.lengths))
+        return out
+
+    def _call(self, query: Tensor, plan: FusedPlan, layer: Attention, **layout: Any) -> dict[str, Any]:
+        """Arguments that every form of the operator takes; cells [cells, heads, dim] are pages [pages, size, heads * dim]."""
+        size = self.token_to_kv_pool.page_size
+        keys, values = self.token_to_kv_pool.kv(layer.layer_id)
+        return {
+            "query": query.contiguous(),
+            "key": keys.view(-1, size, layer.num_kv_heads * layer.head_dim),
+            "value": values.view(-1, size, layer.num_kv_heads * layer.head_dim),
+            "block_table": plan.pages[: len(plan.lengths)],
+            "block_size": size,
+            "num_heads": layer.num_heads,
+            "num_key_value_heads": layer.num_kv_heads,
+            "scale": layer.scaling,
+            **layout,
+        }

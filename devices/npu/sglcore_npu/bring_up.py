@@ -1,0 +1,69 @@
+"""The NPU's bring-up: the standard order, with torch_npu imported before anything touches the device."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from sglcore.device.bring_up import BringUp
+from sglcore.device.errors import DeviceError
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.runtime.bring_up import STANDARD
+from sglcore.runtime.memory.accelerator import device_memory
+from sglcore_npu.kernels import LARGE, OPERATORS, offers, takes_nz
+from sglcore_npu.probe import same_release
+
+
+def extension(ledger: DecisionLedger) -> str:
+    """Import torch_npu, which registers the device and its operators, and allow it the layouts that weights are kept in.
+
+    Raises DeviceError if it was built for another torch.
+    """
+    torch_npu = import_module("torch_npu")
+    found, wanted = str(torch_npu.__version__), torch.__version__.partition("+")[0]
+    if not same_release(torch.__version__, found):
+        raise DeviceError(
+            f"torch_npu {found} is loaded into torch {torch.__version__}",
+            wanted="both of one version",
+            remedy=f"pip install torch_npu=={wanted}, or the torch that fits",
+        )
+    torch_npu.npu.config.allow_internal_format = True  # foreign: the extension's own switch, off by default
+    ledger.record(Row("extension", "auto", f"torch_npu {found}", f"it fits torch {wanted}", "pip install torch_npu"))
+    return found
+
+
+def kernel_choices(load_weights: Any, ledger: DecisionLedger) -> tuple[Row, ...]:
+    """Say in the ledger which implementation serves this model where that depends on it."""
+    rows = tuple(kernel_rows(load_weights))
+    ledger.record(*rows)
+    return rows
+
+
+def kernel_rows(model: Any) -> list[Row]:
+    """Rows for the entries whose implementation depends on the model, or on what this torch_npu registers."""
+    layers = model.weights.linears
+    packed = sum(takes_nz(layer.weight) for layer in layers) if offers("npu_format_cast") else 0
+    what = f"{packed} of {len(layers)} weights in blocks"
+    reason = f"weights of 16 bits in whole blocks and of at least {LARGE} elements are laid out for the matrix units"
+    rows = [Row("linear", "auto", what, reason, "--dtype bfloat16")]
+    missing = [entry for entry, (operator, _) in OPERATORS.items() if not offers(operator)]
+    if missing:
+        rows.append(
+            Row("operators", "auto", "reference", f"torch_npu lacks those of {', '.join(missing)}", "update it")
+        )
+    if model.config.moe is not None:
+        reason = "every expert runs on every token: the vendor's routed product takes no token without an expert"
+        rows.append(Row("experts", "auto", "reference", reason, "none on this device"))
+    if not model.config.is_encoder and model.cos_sin.shape[1] != model.config.head_dim:
+        reason = f"{model.cos_sin.shape[1]} of {model.config.head_dim} elements of a head are rotated"
+        rows.append(Row("rotary", "auto", "reference", reason, "none on this device"))
+    return rows
+
+
+BRING_UP: BringUp = (
+    STANDARD.insert(extension, before="world")
+    .insert(kernel_choices, after="load_weights")
+    .insert(device_memory, before="size_memory")
+)

@@ -1,0 +1,121 @@
+"""The NPU's kernel table: the vendor's fused operators where torch_npu registers them, the reference elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.reference import rotary as reference_rotary
+from sglcore.runtime.kernels.table import Kernel, KernelTable
+
+FRACTAL_NZ = 29
+"""The layout of blocks in which the matrix units read a weight without rearranging it."""
+BLOCK = 16
+"""Elements of 16 bits along both sides of a block."""
+LARGE = 1 << 20
+"""Elements from which a weight is streamed rather than kept close: there the layout pays."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """One operator."""
+    return torch.ops.npu.npu_rms_norm(x, weight, eps)[0]
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """One operator for the sum and its norm."""
+    normed, _, total = torch.ops.npu.npu_add_rms_norm(x, residual, weight, eps)
+    return normed, total
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """One operator."""
+    return torch.ops.npu.npu_swiglu(x, -1)
+
+
+def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
+    """One operator for both caches; it takes pages, and a page of one cell makes its slots the cells."""
+    if not key.shape[0]:
+        return
+    torch.ops.npu.npu_scatter_pa_kv_cache(
+        key.to(k_cache.dtype).contiguous(),
+        value.to(v_cache.dtype).contiguous(),
+        k_cache.unsqueeze(1),
+        v_cache.unsqueeze(1),
+        out_cache_loc,
+        cache_mode="Norm",
+    )
+
+
+def takes_nz(weight: Tensor) -> bool:
+    """A large matrix of 16-bit elements whose sides are whole blocks."""
+    aligned = all(size % BLOCK == 0 for size in weight.shape)
+    return weight.dtype in (torch.float16, torch.bfloat16) and aligned and weight.numel() >= LARGE
+
+
+def pack_linear(weight: Tensor) -> Tensor:
+    """Laid out in blocks where that pays; torch's own linear reads both layouts."""
+    return torch.ops.npu.npu_format_cast(weight, FRACTAL_NZ) if takes_nz(weight) else weight
+
+
+class Rotary:
+    """The vendor's x * cos + swapped(x) * sin; heads that are rotated in part go to the reference.
+
+    Keeps, for each cos/sin cache and dtype, both halves written out: rows of [cos, cos] and [sin, sin].
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def __call__(
+        self, q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int
+    ) -> tuple[Tensor, Tensor]:
+        """As the table's entry `rotary` says."""
+        tokens = q.shape[0]
+        if cos_sin_cache.shape[1] != head_dim or not tokens:
+            return reference_rotary(q, k, positions, cos_sin_cache, head_dim)
+        rows = self._table(cos_sin_cache, q.dtype).index_select(0, positions).view(1, tokens, 1, 2 * head_dim)
+        cos, sin = (half.contiguous() for half in rows.split(head_dim, dim=-1))
+        return _rotated(q, cos, sin, head_dim), _rotated(k, cos, sin, head_dim)
+
+    def _table(self, cache: Tensor, dtype: torch.dtype) -> Tensor:
+        """The written-out table; it keeps `cache` alive, so that its id stays its own."""
+        key = (id(cache), dtype)
+        if key not in self._tables:
+            cos, sin = cache.chunk(2, dim=-1)
+            self._tables[key] = (cache, torch.cat([cos, cos, sin, sin], dim=-1).to(dtype))
+        return self._tables[key][1]
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tensor:
+    tokens, width = x.shape
+    heads = x.view(1, tokens, width // head_dim, head_dim)
+    return torch.ops.npu.npu_rotary_mul(heads, cos, sin, "half").view(tokens, width)
+
+
+OPERATORS: Mapping[str, tuple[str, Kernel]] = MappingProxyType(
+    {
+        "rms_norm": ("npu_rms_norm", rms_norm),
+        "add_rms_norm": ("npu_add_rms_norm", add_rms_norm),
+        "silu_and_mul": ("npu_swiglu", silu_and_mul),
+        "store_kv": ("npu_scatter_pa_kv_cache", store_kv),
+        "pack_linear": ("npu_format_cast", pack_linear),
+    }
+)
+"""Entries of the table that an operator serves."""
+
+
+def kernels() -> KernelTable:
+    """The table this device runs; an operator that this torch_npu does not register leaves its entry to the reference."""
+    entries = {entry: kernel for entry, (operator, kernel) in OPERATORS.items() if offers(operator)}
+    if offers("npu_rotary_mul"):
+        entries["rotary"] = Rotary()
+    return reference_kernels().replace(**entries)
+
+
+def offers(operator: str) -> bool:
+    """torch_npu registered this operator."""
+    return hasattr(torch.ops.npu, operator)  # foreign: operators are attributes that exist once they are registered

@@ -1,0 +1,70 @@
+"""Attention calls inside a graph whose lengths the host rewrites at every replay.
+
+The operator takes the lengths of keys as a list of the host, and a capture bakes them. So a captured call is a task group
+that can be rewritten, behind an event of which the graph waits until the host has done so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglcore_npu.vendor import npu
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One captured call: the driver's handle of it, the event that it waits for, and every argument but the lengths."""
+
+    handle: Any
+    event: Any
+    call: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class HostLengths:
+    """What a replay must be told: `lengths` of every row's keys, for each of the graph's `tasks`, in their order."""
+
+    tasks: Sequence[Task]
+    lengths: list[int]
+
+    def apply(self, stream: Any) -> None:
+        """Rewrite every task on `stream`, a stream of the extension; returns when the last is queued.
+
+        What fails is raised, and no run of the graph may pass the events of the tasks that were rewritten.
+        """
+        with npu().stream(stream):
+            for place, task in enumerate(self.tasks):
+                try:
+                    npu().graph_task_update_begin(stream, task.handle)
+                    try:
+                        run(task.call, self.lengths)
+                    finally:
+                        npu().graph_task_update_end(stream)
+                except BaseException:
+                    for rewritten in self.tasks[:place]:
+                        rewritten.event.reset(stream)
+                    raise
+                task.event.record(stream)
+
+
+def record(call: dict[str, Any], lengths: list[int]) -> Task:
+    """Queue a call on the current stream, which is capturing, so that its lengths can be rewritten."""
+    stream = npu().current_stream()
+    event = npu().ExternalEvent()
+    event.wait(stream)
+    event.reset(stream)
+    npu().graph_task_group_begin(stream)
+    try:
+        run(call, lengths)
+    finally:
+        handle = npu().graph_task_group_end(stream)
+    return Task(handle, event, call)
+
+
+def run(call: dict[str, Any], lengths: list[int]) -> None:
+    """The operator over buffers that were made before: `out` of `call` receives the result."""
+    torch.ops.npu.npu_fused_infer_attention_score.out(**call, actual_seq_lengths_kv=lengths)

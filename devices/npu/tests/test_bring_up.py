@@ -1,0 +1,52 @@
+"""The bring-up: the order is the reviewed text, its needs are met, and the extension comes before the device."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from sglcore.device.errors import DeviceError
+from sglcore.device.ledger import DecisionLedger
+from sglcore_npu.bring_up import BRING_UP, extension
+
+GIVEN = ("config", "package", "facts", "ledger", "progress", "model_path")
+
+
+def test_the_order_is_the_text_in_the_package() -> None:
+    reviewed = Path(__file__).parents[1] / "bring_up.txt"
+    assert BRING_UP.text() == reviewed.read_text(encoding="utf-8")
+
+
+def test_its_needs_are_met_by_what_an_engine_gives() -> None:
+    BRING_UP.check(GIVEN)
+
+
+def test_the_extension_is_imported_before_any_step_and_memory_is_asked_after_the_weights() -> None:
+    order = [step.provides for step in BRING_UP.steps]
+    assert order[0] == "extension"
+    assert order.index("load_weights") < order.index("device_memory") < order.index("size_memory")
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, version: str) -> ModuleType:
+    """A torch_npu of some version."""
+    planted = ModuleType("torch_npu")
+    vars(planted).update(__version__=version, npu=SimpleNamespace(config=SimpleNamespace(allow_internal_format=False)))
+    monkeypatch.setitem(sys.modules, "torch_npu", planted)
+    return planted
+
+
+def test_the_extension_may_keep_weights_in_blocks_and_is_named_in_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted, ledger = plant(monkeypatch, torch.__version__.partition("+")[0]), DecisionLedger()
+    extension(ledger)
+    assert planted.npu.config.allow_internal_format is True
+    assert [row.topic for row in ledger.rows] == ["extension"]
+
+
+def test_an_extension_of_another_version_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "2.1.0")
+    with pytest.raises(DeviceError, match=r"torch_npu 2\.1\.0 is loaded into torch .* pip install torch_npu=="):
+        extension(DecisionLedger())

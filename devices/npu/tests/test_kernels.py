@@ -1,0 +1,90 @@
+"""The vendor's operators give what the reference gives, for any number of tokens; the layout of weights pays where it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore_npu.kernels import LARGE, kernels, takes_nz
+
+DEVICE = "npu:0"
+TOKENS = pytest.mark.parametrize("tokens", [0, 1, 7])
+BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+DTYPES = pytest.mark.parametrize("dtype", list(BOUNDS))
+
+
+def compare(entry: str, *given: Any) -> None:
+    """An entry of the device's table and of the reference's, over the same values."""
+    dtype = given[0].dtype
+    placed = [value.to(DEVICE) if isinstance(value, torch.Tensor) else value for value in given]
+    found = getattr(kernels(), entry)(*placed)
+    wanted = getattr(reference_kernels(), entry)(*given)
+    for one, other in zip(*([x] if isinstance(x, torch.Tensor) else x for x in (found, wanted)), strict=True):
+        assert one.dtype == other.dtype and one.device.type == "npu"
+        torch.testing.assert_close(one.cpu(), other, atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
+
+
+def values(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Random values."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@DTYPES
+@TOKENS
+def test_norms_and_activation(tokens: int, dtype: torch.dtype) -> None:
+    x, weight = values(tokens, 48, dtype=dtype), values(48, dtype=dtype, seed=1)
+    compare("rms_norm", x, weight, 1e-5)
+    compare("rms_norm", values(tokens, 3, 48, dtype=dtype), weight, 1e-5)
+    compare("add_rms_norm", x, values(tokens, 48, dtype=dtype, seed=2), weight, 1e-5)
+    compare("silu_and_mul", x)
+
+
+@DTYPES
+@TOKENS
+@pytest.mark.parametrize("rotated", [16, 8])
+def test_rotary_of_whole_and_partial_heads_in_strided_rows(tokens: int, dtype: torch.dtype, rotated: int) -> None:
+    heads = values(tokens, 5 * 16, dtype=dtype)
+    q, k = heads[:, : 3 * 16], heads[:, 3 * 16 :]
+    positions = torch.arange(tokens, dtype=torch.int32) + 2
+    angles = torch.rand(32, rotated // 2, generator=torch.Generator().manual_seed(3)) * 6
+    cache = torch.cat((angles.cos(), angles.sin()), -1)
+    compare("rotary", q, k, positions, cache, 16)
+
+
+@pytest.mark.parametrize("cells", [torch.int32, torch.int64])
+@TOKENS
+def test_keys_and_values_lie_in_their_cells_and_nothing_else_changes(tokens: int, cells: torch.dtype) -> None:
+    rows = values(tokens, 2, 16, dtype=torch.float32)
+    where = torch.randperm(24, generator=torch.Generator().manual_seed(1))[:tokens]
+    keys, kept = torch.full((24, 2, 16), 7.0, dtype=torch.float16, device=DEVICE), torch.full((24, 2, 16), 7.0)
+    found = keys.clone()
+    kernels().store_kv(rows.to(DEVICE), -rows.to(DEVICE), keys, found, where.to(cells).to(DEVICE))
+    for cache, sign in ((keys, 1), (found, -1)):
+        wanted = kept.clone().half()
+        wanted[where] = (sign * rows).half()
+        assert torch.equal(cache.cpu(), wanted)
+
+
+def test_only_large_weights_of_16_bits_in_whole_blocks_are_laid_out_anew() -> None:
+    side = int(LARGE**0.5)
+    assert takes_nz(torch.empty(side, side, dtype=torch.bfloat16))
+    assert not takes_nz(torch.empty(side, side))
+    assert not takes_nz(torch.empty(side // 2, side, dtype=torch.float16))
+    assert not takes_nz(torch.empty(side + 8, side + 8, dtype=torch.float16))
+
+
+def test_a_linear_layer_over_a_weight_in_blocks_is_the_plain_one() -> None:
+    x, weight = values(3, 1024, dtype=torch.float16), values(1040, 1024, dtype=torch.float16, seed=1) / 32
+    table = kernels()
+    packed = table.pack_linear(weight.to(DEVICE))
+    assert packed.shape == weight.shape
+    found = table.linear(x.to(DEVICE), packed, None).cpu()
+    torch.testing.assert_close(found, torch.nn.functional.linear(x, weight), atol=4e-3, rtol=4e-3)
+
+
+def test_the_table_says_which_entries_are_the_vendors() -> None:
+    own = {name for name, origin in kernels().origin.items() if origin.startswith("sglcore_npu")}
+    assert own == {"rms_norm", "add_rms_norm", "silu_and_mul", "rotary", "store_kv", "pack_linear"}

@@ -1,0 +1,92 @@
+"""The vendor's real torch_npu on a machine without CANN: its wheel unpacked, and empty libraries in place of CANN's.
+
+Run as a program, it imports that torch_npu in this process and prints, as JSON, what a module of these tests asks of it:
+`python wheel.py FOLDER MODULE`, where MODULE has a function `answer() -> object`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "TORCH_NPU_WHEEL"
+STORED = Path(__file__).resolve().parents[3] / "build" / "wheels"
+
+
+def find() -> Path | None:
+    """The wheel: what the variable names, or else one below `build/wheels`."""
+    named = os.environ.get(VARIABLE)
+    return Path(named) if named else next(iter(sorted(STORED.glob("torch_npu-*.whl"))), None)
+
+
+def unpack(wheel: Path, folder: Path) -> Path:
+    """The unpacked wheel with its empty libraries beside it; needs a C compiler and binutils."""
+    import torch
+
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    own = [*folder.glob("torch_npu/lib/*.so"), *folder.glob("torch_npu/_C*.so")]
+    theirs = list((Path(torch.__file__).parent / "lib").glob("*.so*"))
+    here = {file.name for file in (*own, *theirs)}
+    missing = {name for file in own for name in needed(file) if name not in here and not is_installed(name)}
+    wanted = {name for file in own for name in symbols(file, "--undefined-only")}
+    offered = {name for file in (*own, *theirs) for name in symbols(file, "--defined-only")}
+    system = [Path(path) for path in linked(theirs[0])]
+    offered |= {name for file in (*system, Path(sys.executable)) for name in symbols(file, "--defined-only")}
+    names = sorted(name for name in wanted - offered if name.isidentifier() and not name.startswith(("_", "Py")))
+    stubs = folder / "stubs"
+    stubs.mkdir()
+    source = stubs / "stubs.c"
+    source.write_text("".join(f"long {name}(void) {{ return 0; }}\n" for name in names))
+    for name in sorted(missing):
+        command = ["gcc", "-w", "-shared", "-fPIC", "-o", str(stubs / name), f"-Wl,-soname,{name}", str(source)]
+        subprocess.run(command, check=True)
+    return folder
+
+
+def symbols(file: Path, which: str) -> Iterable[str]:
+    """Names in a library's dynamic table, without their versions."""
+    text = subprocess.run(["nm", "-D", which, "-P", str(file)], capture_output=True, text=True, check=False).stdout
+    return {line.split()[0].partition("@")[0] for line in text.splitlines()}
+
+
+def needed(file: Path) -> list[str]:
+    """The libraries that a library names."""
+    text = subprocess.run(["readelf", "-d", str(file)], capture_output=True, text=True, check=True).stdout
+    return [line.split("[")[1].rstrip("]") for line in text.splitlines() if "(NEEDED)" in line]
+
+
+def is_installed(name: str) -> bool:
+    """The loader knows it."""
+    return name in subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
+
+
+def linked(file: Path) -> list[str]:
+    """Where the loader finds what a library names."""
+    text = subprocess.run(["ldd", str(file)], capture_output=True, text=True, check=True).stdout
+    return [part.split()[0] for line in text.splitlines() if "=> /" in line for part in [line.split("=> ")[1]]]
+
+
+def ask(folder: Path, module: str) -> Any:
+    """What `answer()` of a module beside this one gives in a process that has imported the unpacked torch_npu."""
+    paths = [str(folder), str(Path(__file__).parent), *filter(None, sys.path)]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "LD_LIBRARY_PATH": str(folder / "stubs")}
+    environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    command = [sys.executable, __file__, str(folder), module]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"torch_npu could not be asked:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    import torch_npu  # noqa: F401  # pyright: ignore[reportMissingImports]
+
+    print(json.dumps(importlib.import_module(sys.argv[2]).answer()))

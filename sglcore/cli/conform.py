@@ -1,0 +1,78 @@
+"""`sglcore conform`: run the conformance kit on a device, through pytest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sglcore.device.errors import ConfigError, SglcoreError
+
+
+def conform(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help='The device, or "reference" for the kit\'s own.')] = "",
+    level: Annotated[str, typer.Option(help="Run the laws up to this level: C0 to C4.")] = "C4",
+    law: Annotated[list[str] | None, typer.Option(help="Run this law only; may be given several times.")] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting of every engine, such as dtype=bfloat16.")
+    ] = None,
+    mutants: Annotated[
+        bool, typer.Option("--mutants", help="Run each law on the broken devices it must catch.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    result: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+    hardware: Annotated[str, typer.Option(help='What the device is; "simulated" where it is none.')] = "",
+    record: Annotated[Path | None, typer.Option(help="Write the steps of a run on this device to a file.")] = None,
+    replay: Annotated[Path | None, typer.Option(help="Feed recorded steps to this device and compare.")] = None,
+    table: Annotated[Path | None, typer.Option(help="Print the support table of the results in this folder.")] = None,
+    into: Annotated[Path | None, typer.Option(help="Write that table between its marks in this document.")] = None,
+    plugin: Annotated[list[str] | None, typer.Option("-p", "--plugin", help="A pytest plugin to load.")] = None,
+) -> None:
+    """Prove a device: laws by level, each against the reference. Words after -- go to pytest."""
+    if table is not None:
+        _show_table(table, into)
+        return
+    if not name:
+        raise ConfigError("no device was named", wanted="sglcore conform NAME", remedy="sglcore devices lists them")
+    with tempfile.TemporaryDirectory() as folder:
+        file = result or Path(folder) / "result.json"
+        words = [f"--conform-device={name}", f"--conform-level={level}", f"--conform-result={file}"]
+        words += [f"--conform-hardware={hardware}"] if hardware else []
+        words += [f"--conform-law={item}" for item in law or ()]
+        words += [f"--conform-set={item}" for item in setting or ()]
+        words += ["--conform-mutants"] if mutants else []
+        words += [f"--conform-record={record.resolve()}"] if record else []
+        words += [f"--conform-replay={replay.resolve()}"] if replay else []
+        words += [word for item in plugin or () for word in ("-p", item)]
+        code = _run_pytest([*words, *context.args], quiet=as_json)
+        if as_json and file.is_file():
+            typer.echo(file.read_text(encoding="utf-8"), nl=False)
+    raise typer.Exit(code)
+
+
+def _show_table(results: Path, into: Path | None) -> None:
+    from sglcore.conformance.table import support_table, with_table
+
+    made = support_table(results)
+    if into is None:
+        typer.echo(made, nl=False)
+    else:
+        into.write_text(with_table(into.read_text(encoding="utf-8"), made), encoding="utf-8")
+
+
+def _run_pytest(words: list[str], quiet: bool) -> int:
+    """The kit's own suite, untouched by the settings of the folder it is called in; quiet: on the error stream."""
+    try:
+        import pytest
+    except ModuleNotFoundError:
+        remedy = 'pip install "sglcore[conformance]"'
+        raise SglcoreError("the conformance kit needs pytest, which is not installed", remedy=remedy) from None
+    fixed = ["-c", os.devnull, f"--rootdir={Path.cwd()}", "-p", "no:cacheprovider", "-p", "sglcore.conformance.plugin"]
+    with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
+        return int(pytest.main([*fixed, "-q", "--pyargs", "sglcore.conformance.suite", *words]))

@@ -1,0 +1,170 @@
+"""Batches for attention: requests over random pages, in a pool that holds the rows' own cells and no number anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglcore.conformance.bench import Bench
+from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.forward_batch import ForwardBatch
+
+Rows = tuple[tuple[int, int], ...]
+"""(tokens before this step, tokens of this step) of each request."""
+
+MODES: Mapping[str, tuple[ForwardMode, tuple[Rows, ...]]] = MappingProxyType(
+    {
+        "decode": (
+            ForwardMode.DECODE,
+            (((0, 1),), ((15, 1), (16, 1), (3, 1)), ((127, 1), (1, 1), (64, 1), (31, 1), (8, 1), (99, 1))),
+        ),
+        "extend": (
+            ForwardMode.EXTEND,
+            (((0, 7),), ((5, 3), (0, 18), (16, 16)), ((40, 1), (0, 1), (13, 20)), ((0, 65), (64, 33), (1, 2))),
+        ),
+        "mixed": (ForwardMode.MIXED, (((9, 1), (30, 1), (0, 12), (7, 5)), ((100, 1), (17, 40)))),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a case holds, on the host: each request's slot, pages, keys and values [length, kv_heads, dim], and this
+    step's queries [T, heads * dim]."""
+
+    rows: Rows
+    slots: list[int]
+    pages: list[list[int]]
+    keys: list[Tensor]
+    values: list[Tensor]
+    queries: Tensor
+
+    def new(self, parts: list[Tensor]) -> Tensor:
+        """This step's tokens of keys or values, [T, kv_heads * dim]."""
+        return torch.cat([part[before:] for part, (before, _) in zip(parts, self.rows, strict=True)]).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What attention gave, and the pool's keys and values after it, on the host; `refreshed`: by a captured plan."""
+
+    out: Tensor
+    keys: Tensor
+    values: Tensor
+    refreshed: Tensor | None
+
+
+def draw_contents(seed: int, rows: Rows, bench: Bench, layer: Attention) -> Contents:
+    """Random contents that fit the smaller of two benches with the same page size."""
+    rng = np.random.default_rng(seed)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    size = bench.limits.page_size
+    free = rng.permutation(bench.limits.num_pages).tolist()
+    lengths = [before + new for before, new in rows]
+    shape = (layer.num_kv_heads, layer.head_dim)
+
+    def values(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator, device="cpu").bfloat16().float()
+
+    return Contents(
+        rows,
+        (1 + rng.permutation(bench.limits.max_requests)[: len(rows)]).tolist(),
+        [[1 + free.pop() for _ in range(-(-length // size))] for length in lengths],
+        [values(length, *shape) for length in lengths],
+        [values(length, *shape) for length in lengths],
+        values(sum(new for _, new in rows), layer.num_heads * layer.head_dim),
+    )
+
+
+class Probe:
+    """Stands in for a model: one attention layer on given rows, under the runner's own plan and context."""
+
+    def __init__(self, layer: Attention, contents: Contents, device: str, dtype: torch.dtype) -> None:
+        parts = (contents.queries, contents.new(contents.keys), contents.new(contents.values))
+        self._inputs = tuple(part.to(dtype).to(device) for part in parts)
+        self._layer = layer
+        self.attention_layers = (layer,)
+        self.view: ForwardBatch | None = None
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """[T, heads * dim]."""
+        self.view = batch
+        return self._layer(*self._inputs)
+
+
+def attend(
+    bench: Bench, mode: ForwardMode, contents: Contents, again: Callable[[Any, Probe], Tensor | None] | None = None
+) -> Seen:
+    """Run one step of attention on a bench. `again(backend, probe)` may run it another way, within the same step."""
+    runner = copy(bench.running.built["graphs"])
+    layer: Attention = runner.model.attention_layers[0]
+    keys, values = runner.attn_backend.token_to_kv_pool.kv(0)
+    probe = Probe(layer, contents, bench.facts.tensor_device, keys.dtype)
+    runner.model = probe
+    with torch.inference_mode():
+        fill_pool(bench, contents, keys, values)
+        staged = runner.init_batch(schedule_batch(contents, mode, bench.limits.page_size))
+        out = runner.run_eager(staged).to("cpu", copy=True)
+        after = (keys.to("cpu", copy=True), values.to("cpu", copy=True))
+        refreshed = again(runner.attn_backend, probe) if again is not None else None
+        return Seen(out, *after, None if refreshed is None else refreshed.to("cpu", copy=True))
+
+
+def fill_pool(bench: Bench, contents: Contents, keys: Tensor, values: Tensor) -> None:
+    """Earlier tokens in their cells, and no number in every other cell of the pool."""
+    for cells, parts in ((keys, contents.keys), (values, contents.values)):
+        host = torch.full(cells.shape, float("nan"), dtype=cells.dtype, device="cpu")
+        for where, part, (before, _) in zip(
+            cells_of(contents, bench.limits.page_size), parts, contents.rows, strict=True
+        ):
+            host[where[:before]] = part[:before].to(cells.dtype)
+        cells.copy_(host)
+
+
+def cells_of(contents: Contents, page_size: int) -> list[Tensor]:
+    """int64 [length] of each request: the cell of each of its tokens."""
+    found: list[Tensor] = []
+    for pages, keys in zip(contents.pages, contents.keys, strict=True):
+        where = torch.arange(len(keys), device="cpu")
+        found.append(torch.tensor(pages, device="cpu")[where // page_size] * page_size + where % page_size)
+    return found
+
+
+def expected_pool(bench: Bench, contents: Contents, parts: list[Tensor], like: Tensor) -> Tensor:
+    """What the pool must hold afterwards: the rows' own tokens, and what it held everywhere else."""
+    host = torch.full(like.shape, float("nan"), dtype=like.dtype, device="cpu")
+    for where, part in zip(cells_of(contents, bench.limits.page_size), parts, strict=True):
+        host[where] = part.to(like.dtype)
+    return host
+
+
+def schedule_batch(contents: Contents, mode: ForwardMode, page_size: int) -> ScheduleBatch:
+    """The step as a scheduler would send it, with every page new to the device."""
+    before = np.array([before for before, _ in contents.rows], np.int32)
+    new = np.array([count for _, count in contents.rows], np.int32)
+    zeros = np.zeros(len(new), np.int32)
+    return ScheduleBatch(
+        step=1,
+        forward_mode=mode,
+        slots=np.array(contents.slots, np.int32),
+        seq_lens=before + new,
+        prefix_lens=before,
+        token_offsets=_offsets(new),
+        input_ids=np.full(int(new.sum()), 3, np.int32),
+        page_counts=zeros,
+        new_page_offsets=_offsets(np.array([len(pages) for pages in contents.pages], np.int32)),
+        new_pages=np.array([page for pages in contents.pages for page in pages], np.int32),
+        emits=np.ones(len(new), np.bool_),
+    )
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])

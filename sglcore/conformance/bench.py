@@ -1,0 +1,174 @@
+"""A started device on one of the kit's models, driven by the engine's own scheduler, with tokens in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from sglcore.conformance.checkpoint import FIRST_TOKEN, VOCAB
+from sglcore.conformance.law import LawBroken
+from sglcore.conformance.tape import Tape
+from sglcore.conformance.target import Geometry, Running
+from sglcore.device.facts import Facts
+from sglcore.device.worker import Limits, TokenLogprobs
+from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.loop import Loop
+from sglcore.schedule.request import Request
+from sglcore.schedule.scheduler import Scheduler
+
+SHOWN = 4
+"""Alternatives whose log-probabilities are compared beside that of the chosen token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One request's end: `scores` of its tokens and `prompt_scores` of its prompt, one record a token."""
+
+    prompt: list[int]
+    tokens: list[int]
+    scores: list[TokenLogprobs]
+    prompt_scores: list[TokenLogprobs]
+    finish: str
+    greedy: bool
+    cached: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drive:
+    """How prompts are run. `stagger`: a prompt joins every so many steps (0: all at once). `chunk`: tokens of a step.
+    `scramble`: the seed of the order in which pages are handed out. `pages`: fewer pages than there are."""
+
+    overlap: bool = False
+    stagger: int = 0
+    chunk: int | None = None
+    scramble: int | None = None
+    pages: int | None = None
+    prefix_cache: bool = False
+    score_prompts: bool = False
+    after_step: Callable[[Scheduler, int], None] | None = None
+
+
+class Session:
+    """One scheduler on a bench. Further prompts see what the earlier ones left."""
+
+    def __init__(self, tape: Tape, drive: Drive) -> None:
+        tape.next_scheduler()
+        limits = _narrowed(tape.limits, drive)
+        self.scheduler = Scheduler(limits, prefix_cache=drive.prefix_cache)
+        if drive.scramble is not None:
+            self._scramble(drive.scramble)
+        self._loop = Loop(self.scheduler, tape, overlap=drive.overlap)
+        self._drive = drive
+        self._count = 0
+        self._step = 0
+        self._requests: list[Request] = []
+        self._waiting: list[Request] = []
+
+    def begin(self, prompts: Sequence[list[int]], lengths: int | Sequence[int], **sampling: Any) -> None:
+        """Take prompts that `step` will run; `lengths`: tokens to emit, of all or of each. Greedy unless said."""
+        each = [lengths] * len(prompts) if isinstance(lengths, int) else lengths
+        self._requests = [self._request(prompt, count, sampling) for prompt, count in zip(prompts, each, strict=True)]
+        self._waiting, self._step = list(self._requests), 0
+
+    def step(self) -> bool:
+        """One step of the loop; False when nothing is left. Waits."""
+        if not self._waiting and not self._loop.has_work:
+            return False
+        if not self._step % max(self._drive.stagger, 1):
+            self._admit(self._waiting)
+        if self._loop.has_work:
+            self._loop.step()
+        if self._drive.after_step is not None:
+            self._drive.after_step(self.scheduler, self._step)
+        self._step += 1
+        return True
+
+    def end(self) -> list[Result]:
+        """The results, once `step` has said False; every page is accounted for."""
+        self.scheduler.audit()
+        return [_result(request) for request in self._requests]
+
+    def run(self, prompts: Sequence[list[int]], lengths: int | Sequence[int], **sampling: Any) -> list[Result]:
+        """Run prompts to their end. Waits."""
+        self.begin(prompts, lengths, **sampling)
+        while self.step():
+            pass
+        return self.end()
+
+    def _admit(self, waiting: list[Request]) -> None:
+        for _ in range(1 if self._drive.stagger else len(waiting)):
+            if waiting:
+                self.scheduler.add(waiting.pop(0))
+
+    def _request(self, prompt: list[int], count: int, sampling: Mapping[str, Any]) -> Request:
+        self._count += 1
+        scored = VOCAB if self._drive.score_prompts else None
+        values = {"temperature": 0.0, "logprobs": SHOWN, "ignore_eos": True, "prompt_logprobs": scored, **sampling}
+        params = SamplingParams(**{**values, "max_tokens": count})
+        return Request(f"r{self._count}", np.array(prompt, np.int32), params, seed=params.seed or 0)
+
+    def _scramble(self, seed: int) -> None:
+        pool = self.scheduler._running.memory.pool
+        taken = pool.take(pool.free)
+        np.random.default_rng(seed).shuffle(taken)
+        pool.give(taken)
+
+
+class Bench:
+    """A running device and the tape on its worker."""
+
+    def __init__(self, model: str, running: Running, geometry: Geometry, facts: Facts) -> None:
+        self.model = model
+        self.running = running
+        self.geometry = geometry
+        self.facts = facts
+        self.tape = Tape(running.worker)
+
+    @property
+    def limits(self) -> Limits:
+        """What the worker can hold."""
+        return self.tape.limits
+
+    def session(self, **how: Any) -> Session:
+        """A fresh scheduler, driven as `Drive` says."""
+        return Session(self.tape, Drive(**how))
+
+    def run(
+        self, prompts: Sequence[list[int]], lengths: int | Sequence[int], *, sampling: Any = None, **how: Any
+    ) -> list[Result]:
+        """Run prompts under a scheduler of their own."""
+        return self.session(**how).run(prompts, lengths, **(sampling or {}))
+
+    def close(self) -> None:
+        """Close the worker."""
+        self.tape.close()
+
+
+def random_prompts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
+    """Random token ids."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(FIRST_TOKEN, VOCAB, size=length).tolist() for length in lengths]
+
+
+def _narrowed(limits: Limits, drive: Drive) -> Limits:
+    pages = min(drive.pages or limits.num_pages, limits.num_pages)
+    chunk = min(drive.chunk or limits.max_batch_tokens, limits.max_batch_tokens)
+    return replace(limits, num_pages=pages, max_batch_tokens=chunk)
+
+
+def _result(request: Request) -> Result:
+    if request.finish_reason == "error":
+        raise LawBroken(f"{request.rid} ended with an error: {request.error}")
+    assert isinstance(request.params, SamplingParams)
+    return Result(
+        request.prompt_ids.tolist(),
+        list(request.output_ids),
+        list(request.logprobs),
+        list(request.prompt_logprobs),
+        request.finish_reason or "",
+        request.params.is_greedy,
+        max(request.cached_tokens, 0),
+    )

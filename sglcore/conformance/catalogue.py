@@ -1,0 +1,26 @@
+"""Every law of the kit, by level."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from sglcore.conformance import laws_attention, laws_kernels, laws_package, laws_runner, laws_serving
+from sglcore.conformance.law import LEVELS, Law, up_to
+from sglcore.device.errors import ConfigError
+
+LAWS: tuple[Law, ...] = tuple(
+    sorted(
+        (*laws_package.LAWS, *laws_runner.LAWS, *laws_kernels.LAWS, *laws_attention.LAWS, *laws_serving.LAWS),
+        key=lambda law: LEVELS.index(law.level),
+    )
+)
+
+
+def laws_up_to(level: str, names: Collection[str] = ()) -> tuple[Law, ...]:
+    """The laws of a level and of those before it, or those of them that are named. Raises ConfigError for others."""
+    unknown = sorted(set(names) - {law.name for law in LAWS})
+    if unknown:
+        raise ConfigError(
+            f"there is no law {', '.join(unknown)}", wanted=f"one of {', '.join(law.name for law in LAWS)}"
+        )
+    return tuple(law for law in LAWS if law.level in up_to(level) and (not names or law.name in names))

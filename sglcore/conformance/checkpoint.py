@@ -1,0 +1,136 @@
+"""The kit's own models: tiny, random, seeded, written as checkpoints. Every weight is exact in bfloat16, so that a
+device that computes in 16 bits runs the same weights as the reference in float32.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from importlib.resources import files
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+VOCAB = 97
+CONTEXT = 128
+LAYERS = 2
+FIRST_TOKEN = 3
+"""Token ids below this have a meaning in some models; the kit draws none of them."""
+
+_SIZES: Mapping[str, Any] = MappingProxyType(
+    {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+)
+_EXPERTS: Mapping[str, Any] = MappingProxyType(
+    {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+)
+_EVERY: Mapping[str, Any] = MappingProxyType({**_EXPERTS, "num_experts_per_tok": _EXPERTS["num_experts"]})
+MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "dense": MappingProxyType({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}),
+        "window": MappingProxyType(
+            {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 6}
+        ),
+        "moe": MappingProxyType({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **_EXPERTS}),
+        "moe-all": MappingProxyType({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **_EVERY}),
+        "text": MappingProxyType({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}),
+        "spoiled": MappingProxyType({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **_EXPERTS}),
+        "spoiled-all": MappingProxyType(
+            {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **_EVERY}
+        ),
+    }
+)
+"""Grouped-query attention; with a sliding window; with experts; with a tokenizer. "spoiled" has experts, and its token 0 is
+not a number. "-all" takes every expert, so that no rounding changes a choice."""
+
+SMOOTH: Mapping[str, str] = MappingProxyType({"moe": "moe-all", "spoiled": "spoiled-all"})
+"""What stands in for a model where it runs in 16 bits."""
+
+
+def write_checkpoint(folder: Path, model: str, head_dim: int, seed: int = 0) -> Path:
+    """Write `config.json` and `model.safetensors` of a model of `MODELS`; returns the folder."""
+    config = {**_SIZES, "head_dim": head_dim, **MODELS[model]}
+    folder.mkdir(parents=True, exist_ok=True)
+    if model == "text":
+        config = {**config, **_copy_tokenizer(folder)}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    weights = {name: _values(name, shape, generator) for name, shape in _shapes(config)}
+    if model.startswith("spoiled"):
+        weights["model.embed_tokens.weight"][0] = float("nan")
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def _copy_tokenizer(folder: Path) -> dict[str, int]:
+    """Put the embedded model's tokenizer into the folder; its vocabulary size, for the configuration."""
+    demo = files("sglcore") / "assets" / "demo"
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (folder / name).write_bytes((demo / name).read_bytes())
+    return {"vocab_size": json.loads((demo / "config.json").read_text())["vocab_size"]}
+
+
+def _values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Large enough that a wrong weight shows, small enough that a rounding does not."""
+    drawn = torch.randn(shape, generator=generator, device="cpu")
+    if "norm" in name:
+        values = 1 + 0.2 * drawn
+    elif "embed" in name:
+        values = drawn
+    else:
+        values = drawn * 1.2 * shape[-1] ** -0.5
+    return values.to(torch.bfloat16).float()
+
+
+def _shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden = config["hidden_size"]
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+        yield from _attention_shapes(f"{prefix}.self_attn", config)
+        yield from _mlp_shapes(f"{prefix}.mlp", config)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (config["vocab_size"], hidden)
+
+
+def _attention_shapes(prefix: str, config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    yield f"{prefix}.q_proj.weight", (queries, hidden)
+    yield f"{prefix}.k_proj.weight", (keys, hidden)
+    yield f"{prefix}.v_proj.weight", (keys, hidden)
+    yield f"{prefix}.o_proj.weight", (hidden, queries)
+    if "num_experts" in config:
+        yield f"{prefix}.q_norm.weight", (dim,)
+        yield f"{prefix}.k_norm.weight", (dim,)
+
+
+def _mlp_shapes(prefix: str, config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden = config["hidden_size"]
+    if "num_experts" not in config:
+        blocks, size = [prefix], config["intermediate_size"]
+    else:
+        blocks = [f"{prefix}.experts.{expert}" for expert in range(config["num_experts"])]
+        size = config["moe_intermediate_size"]
+        yield f"{prefix}.gate.weight", (config["num_experts"], hidden)
+    for block in blocks:
+        yield f"{block}.gate_proj.weight", (size, hidden)
+        yield f"{block}.up_proj.weight", (size, hidden)
+        yield f"{block}.down_proj.weight", (hidden, size)

@@ -1,0 +1,82 @@
+"""Gaps as data: laws that a package does not hold yet, each with a reason, a link and the date on which that ends.
+
+A gap that passes, that matches no law, or that has expired is an error.
+"""
+
+from __future__ import annotations
+
+import datetime
+import tomllib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglcore.device.errors import ConfigError
+
+FIELDS = ("law", "reason", "link", "expiry")
+FILE = "gaps.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """`law` is a law's name, which stands for all of its cases, or `name[case]`. `expiry` is the last day it counts."""
+
+    law: str
+    reason: str
+    link: str
+    expiry: datetime.date
+
+    def covers(self, name: str) -> bool:
+        """Whether it speaks of this case of a law."""
+        return self.law in (name, name.partition("[")[0])
+
+
+def read_gaps(folder: Path | None) -> tuple[Gap, ...]:
+    """The gaps of a package's folder; none without a folder or a file. Raises ConfigError for what is not a gap."""
+    file = folder / FILE if folder is not None else None
+    if file is None or not file.is_file():
+        return ()
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} can not be read: {error}", wanted="TOML with [[gap]] tables") from None
+    unknown = sorted(values.keys() - {"gap"})
+    if unknown or not isinstance(values.get("gap", []), list):
+        raise ConfigError(f"{file} has {', '.join(unknown) or 'gap as one table'}", wanted="[[gap]] tables only")
+    return tuple(_gap(file, entry) for entry in values.get("gap", []))
+
+
+def _gap(file: Path, entry: Any) -> Gap:
+    found = sorted(entry) if isinstance(entry, dict) else []
+    texts = [name for name in FIELDS[:3] if found and isinstance(entry.get(name), str) and entry[name].strip()]
+    if found != sorted(FIELDS) or len(texts) < 3 or type(entry["expiry"]) is not datetime.date:
+        raise ConfigError(
+            f"{file} has a gap with {', '.join(found) or entry!r}",
+            wanted="law, reason and link as texts, and expiry as a date such as 2030-01-31",
+        )
+    return Gap(**entry)
+
+
+def gap_for(gaps: Sequence[Gap], name: str) -> Gap | None:
+    """The gap that speaks of a case; an exact one before one for the whole law."""
+    exact = [gap for gap in gaps if gap.law == name]
+    return next(iter(exact or [gap for gap in gaps if gap.covers(name)]), None)
+
+
+def stale_gaps(gaps: Sequence[Gap], known: Collection[str], today: datetime.date) -> list[str]:
+    """What is wrong with the gaps themselves: expired, twice, or about no law. `known`: `name[case]` of every case."""
+    wrong: list[str] = []
+    for gap in gaps:
+        if not any(gap.covers(name) for name in known):
+            wrong.append(f"the gap {gap.law!r} matches no law of this device")
+        if gap.expiry < today:
+            wrong.append(f"the gap {gap.law!r} expired on {gap.expiry}: mend it, or give reasons anew ({gap.link})")
+    names = [gap.law for gap in gaps]
+    wrong += [f"there are two gaps {name!r}" for name in sorted({n for n in names if names.count(n) > 1})]
+    return wrong
+
+
+def closed_gap(gap: Gap, name: str) -> str:
+    """What to say of a gap whose law holds."""
+    return f"{name} holds, and there is a gap {gap.law!r} for it ({gap.reason}); take it out of {FILE}"

@@ -1,0 +1,196 @@
+"""Inputs for every entry of the kernel table: ragged sizes, zero rows, strided views, and what padding may bring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglcore.sampling.batch import SamplingBatch
+from sglcore.sampling.params import SamplingParams
+from sglcore.sampling.race import make_race_tables
+from sglcore.sampling.sampler import make_state
+
+TOKENS = (0, 1, 3, 33)
+WIDTH = 48
+HEAD_DIMS = (16, 64)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCase:
+    """One call: its arguments on the host, and which of them the entry may write (by place; the others it may not)."""
+
+    text: str
+    args: tuple[Any, ...]
+    writes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """An argument that is made on the device it is for."""
+
+    make: Callable[[str], Any]
+
+
+class Draw:
+    """Seeded random tensors on the host; floating-point ones are exact in bfloat16."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        self._generator = torch.Generator(device="cpu").manual_seed(seed)
+        self.dtype = dtype
+
+    def values(self, *shape: int) -> Tensor:
+        """Normal, of this drawer's dtype."""
+        drawn = torch.randn(shape, generator=self._generator, device="cpu")
+        return drawn.to(torch.bfloat16).to(self.dtype)
+
+    def rows(self, tokens: int, width: int, strided: bool) -> Tensor:
+        """[tokens, width], a slice of wider rows where asked."""
+        return self.values(tokens, width + 32)[:, 16 : 16 + width] if strided else self.values(tokens, width)
+
+    def ints(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """low..high - 1."""
+        return torch.randint(low, high, shape, generator=self._generator, dtype=dtype, device="cpu")
+
+    def permutation(self, count: int) -> Tensor:
+        """0..count - 1, shuffled."""
+        return torch.randperm(count, generator=self._generator, device="cpu")
+
+
+Make = Callable[[Draw, int, bool], Iterator[tuple[Any, ...]]]
+
+
+def _linear(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
+    yield draw.rows(tokens, WIDTH, strided), draw.values(80, WIDTH) * 0.15, None
+    yield draw.rows(tokens, WIDTH, strided), draw.values(17, WIDTH) * 0.15, draw.values(17)
+
+
+def _embedding(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
+    yield draw.ints(0, 29, tokens), draw.values(29, WIDTH)
+
+
+def _rms_norm(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
+    yield draw.rows(tokens, WIDTH, strided), draw.values(WIDTH), 1e-5
+    if not strided:
+        yield draw.values(tokens, 4, 16), draw.values(16), 1e-6
+
+
+def _add_rms_norm(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
+    yield draw.rows(tokens, WIDTH, strided), draw.rows(tokens, WIDTH, strided), draw.values(WIDTH), 1e-5
+
+
+def _layer_norm(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
+    yield draw.rows(tokens, WIDTH, strided), draw.values(WIDTH), draw.values(WIDTH), 1e-5
+
+
+def _rotary(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
+    for dim in HEAD_DIMS:
+        for rotated in (dim, dim // 2):
+            angles = torch.arange(40, device="cpu")[:, None] * torch.linspace(0.01, 1, rotated // 2, device="cpu")
+            cache = torch.cat([angles.cos(), angles.sin()], dim=1)
+            together = draw.values(tokens, 6 * dim)
+            q, k = together[:, : 4 * dim], together[:, 4 * dim :]
+            parts = (q, k) if strided else (q.contiguous(), k.contiguous())
+            yield *parts, draw.ints(0, 40, tokens), cache, dim
+
+
+def _wide(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
+    yield (draw.rows(tokens, 2 * WIDTH, strided),)
+
+
+def _top_k(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
+    """No two logits of a row are equal, so that there is one right order."""
+    for experts, k, normalize in ((5, 2, True), (16, 4, False), (8, 8, True)):
+        ranks = [draw.permutation(experts) for _ in range(tokens)]
+        logits = torch.stack(ranks).to(draw.dtype) / 2 if ranks else draw.values(0, experts)
+        yield logits, k, normalize
+
+
+def _moe(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
+    """Rows without an expert hold what is not a number."""
+    for experts, k in ((5, 2), (4, 1)):
+        hidden, weights = draw.rows(tokens, WIDTH, strided).clone(), draw.values(tokens, k).abs()
+        chosen = [draw.permutation(experts)[:k] for _ in range(tokens)]
+        ids = torch.stack(chosen) if chosen else draw.ints(0, experts, 0, k, dtype=torch.int64)
+        if tokens > 2:
+            ids[1], hidden[1], weights[1] = -1, float("nan"), float("nan")
+        yield hidden, weights, ids, draw.values(experts, 64, WIDTH) * 0.15, draw.values(experts, WIDTH, 32) * 0.15
+
+
+def _store_kv(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
+    """Some padding rows name cell 0; every other cell is distinct."""
+    dim = 16
+    together = draw.values(tokens, 2, 2, dim)
+    key, value = (
+        (together[:, 0], together[:, 1]) if strided else (draw.values(tokens, 2, dim), draw.values(tokens, 2, dim))
+    )
+    cells = draw.permutation(71)[:tokens] + 1
+    yield key, value, draw.values(80, 2, dim), draw.values(80, 2, dim), cells
+
+
+def _cache_locations(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
+    for page_size in (1, 3, 16):
+        table = draw.ints(0, 90, 7, 12)
+        out = torch.full((tokens,), -7, dtype=torch.int64, device="cpu")
+        yield table, draw.ints(0, 7, tokens), draw.ints(0, 12 * page_size, tokens), page_size, out
+
+
+_REQUESTS: tuple[Mapping[str, Any], ...] = (
+    MappingProxyType({"temperature": 1.0}),
+    MappingProxyType({"temperature": 0.0}),
+    MappingProxyType({"temperature": 0.7, "top_k": 5}),
+    MappingProxyType({"temperature": 1.3, "top_p": 0.8, "min_p": 0.02}),
+)
+
+
+def _draw(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
+    """Every kind of request in one batch, ties, and rows that no token can be drawn from."""
+    vocab = 301
+    logits = draw.rows(tokens, vocab, strided) * 4
+    if tokens > 3:
+        logits[2], logits[5], logits[6, 17] = 0.5, float("-inf"), float("nan")
+    asked = [(SamplingParams(**_REQUESTS[row % len(_REQUESTS)]), 7 * row + 1) for row in range(tokens)]
+    rows, places = SamplingBatch.from_params(asked), draw.ints(1, 99, tokens)
+    state = Built(lambda device: make_state(rows, places.to(device)))
+    yield logits, state, Built(lambda device: make_race_tables(vocab, device))
+
+
+_MAKERS: Mapping[str, Make] = MappingProxyType(
+    {
+        "linear": _linear,
+        "pack_linear": _linear,
+        "embedding": _embedding,
+        "rms_norm": _rms_norm,
+        "add_rms_norm": _add_rms_norm,
+        "layer_norm": _layer_norm,
+        "rotary": _rotary,
+        "silu_and_mul": _wide,
+        "gelu": _wide,
+        "top_k_routing": _top_k,
+        "moe": _moe,
+        "store_kv": _store_kv,
+        "cache_locations": _cache_locations,
+        "draw": _draw,
+    }
+)
+_WRITES: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {"add_rms_norm": (0, 1), "store_kv": (2, 3), "cache_locations": (4,)}
+)
+_ONE_DTYPE = frozenset({"cache_locations", "draw"})
+
+
+def kernel_cases(entry: str) -> Iterator[KernelCase]:
+    """Every case of an entry. Raises KeyError for an entry that the kit does not know, which must not pass unseen."""
+    make = _MAKERS[entry]
+    for dtype in DTYPES[:1] if entry in _ONE_DTYPE else DTYPES:
+        for seed, tokens in enumerate(TOKENS):
+            for strided in (False, True):
+                name = str(dtype).removeprefix("torch.")
+                text = f"{tokens} rows of {name}{', strided' if strided else ''}"
+                for args in make(Draw(seed, dtype), tokens, strided):
+                    yield KernelCase(text, args, _WRITES.get(entry, ()))

@@ -1,0 +1,129 @@
+"""C3: every attention backend of the package against the reference, over a pool where a wrong cell is not a number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglcore.conformance import mutants_attention as broken
+from sglcore.conformance.attention_cases import MODES, Contents, Probe, Seen, attend, draw_contents, expected_pool
+from sglcore.conformance.bench import Bench
+from sglcore.conformance.checkpoint import CONTEXT
+from sglcore.conformance.law import Law, LawBroken, NotApplicable
+from sglcore.conformance.laws_kernels import relative_error
+from sglcore.conformance.target import Target
+from sglcore.conformance.trial import Trial
+from sglcore.device.errors import ConfigError
+from sglcore.runtime.attention.contract import Bucket
+from sglcore.runtime.forward_context import ForwardContext, forward_context
+
+TOLERANCE: Mapping[str, float] = MappingProxyType({"float32": 5e-5, "bfloat16": 3e-2, "float16": 5e-3})
+"""Of outputs that are means of values around 1."""
+
+
+def attention_is_reference(trial: Trial) -> None:
+    """One backend in one mode, over page sizes."""
+    backend, mode, *window = trial.case.split("/")
+    model = "window" if window else "dense"
+    if backend not in trial.target.importable_attention():
+        raise NotApplicable(f"the library of attention {backend!r} is not installed here")
+    if mode == "mixed" and not trial.target.facts().allows_mixed_batches:
+        raise NotApplicable("the device has no mixed batches")
+    ran = [_check_page_size(trial, model, backend, mode, size) for size in _page_sizes(trial.target, backend)]
+    if not any(ran):
+        raise NotApplicable(f"attention {backend!r} does not serve the model {model!r}")
+
+
+def _check_page_size(trial: Trial, model: str, backend: str, mode: str, size: int) -> bool:
+    """Whether the backend serves the model with these pages; raises LawBroken where it does so wrongly."""
+    try:
+        bench = trial.kit.bench(model, attention_backend=backend, page_size=size)
+    except ConfigError as refusal:
+        trial.remember(str(refusal))
+        return False
+    reference = trial.kit.reference(model, bench.geometry.head_dim, page_size=size)
+    forward_mode, batches = MODES[mode]
+    layer = bench.running.built["graphs"].model.attention_layers[0]
+    for seed, rows in enumerate(batches):
+        contents = draw_contents(seed, rows, min((bench, reference), key=lambda item: item.limits.num_pages), layer)
+        found = attend(bench, forward_mode, contents, _refreshed if mode == "decode" else None)
+        wanted = attend(reference, forward_mode, contents)
+        text = f"{trial.case}, pages of {size}, rows {rows}"
+        _check_output(trial, bench, found.out, wanted.out, text)
+        _check_pool(bench, contents, found, text)
+        if found.refreshed is not None:
+            _check_output(trial, bench, found.refreshed, wanted.out, f"{text}, by a captured plan")
+    return True
+
+
+def _refreshed(backend: Any, probe: Probe) -> Tensor | None:
+    """The same step by a plan for capture, refreshed. None where only the vendor's own graph could do that."""
+    view = probe.view
+    if "capture" not in backend.facts.features or view is None:
+        return None
+    plan = backend.capture_plan(Bucket(view.batch_size, view.num_tokens))
+    if backend.refresh(plan, view) is not None:
+        return None
+    view.plan_record = None
+    view.mark_forward_metadata_ready(plan)
+    with forward_context(ForwardContext(backend, view, probe.attention_layers)):
+        return probe(view)
+
+
+def _check_output(trial: Trial, bench: Bench, found: Tensor, wanted: Tensor, text: str) -> None:
+    error = relative_error(found, wanted)
+    trial.note(error)
+    bound = trial.tolerance(bench.geometry.dtype)
+    if not error <= bound:
+        row = next(i for i in range(len(wanted)) if not relative_error(found[i], wanted[i]) <= bound)
+        raise LawBroken(f"{text}: token {row} of the batch differs first, by {error:.3g} where {bound:g} is allowed")
+
+
+def _check_pool(bench: Bench, contents: Contents, found: Seen, text: str) -> None:
+    """This step's keys and values stand in their cells; every other cell is as it was."""
+    for what, parts, after in (("key", contents.keys, found.keys), ("value", contents.values, found.values)):
+        wanted = expected_pool(bench, contents, parts, after)
+        size = bench.limits.page_size
+        wrong = ~(torch.eq(after, wanted) | (after.isnan() & wanted.isnan())).flatten(1).all(1)
+        wrong[:size] = False
+        if wrong.any():
+            cell = int(wrong.nonzero()[0, 0])
+            raise LawBroken(
+                f"{text}: the {what} in cell {cell} (page {cell // size}) is wrong, or not this step's to write"
+            )
+
+
+def _page_sizes(target: Target, backend: str) -> tuple[int, ...]:
+    allowed = target.importable_attention()[backend].facts.page_sizes
+    own = target.facts().page_size
+    sizes = (1, 4, 16, own) if allowed is None else (*allowed[:2], *(size for size in allowed if size == own))
+    return tuple(dict.fromkeys(size for size in sizes if size <= CONTEXT))
+
+
+def attention_cases(target: Target) -> tuple[str, ...]:
+    """Each backend in each mode, with a window too where it says that it serves one."""
+    found: list[str] = []
+    classes = target.importable_attention()
+    for name in target.package.attention:
+        found += [f"{name}/{mode}" for mode in MODES]
+        if name in classes and "sliding_window" in classes[name].facts.features:
+            found += [f"{name}/{mode}/window" for mode in MODES]
+    return tuple(found)
+
+
+LAWS: tuple[Law, ...] = (
+    Law(
+        name="attention_is_reference",
+        level="C3",
+        says="Attention gives what the reference gives, reads and writes no cell but its own, planned or refreshed.",
+        check=attention_is_reference,
+        mutants=broken.MUTANTS,
+        needs=frozenset({"torch_runtime", "attention"}),
+        tolerance=TOLERANCE,
+        cases=attention_cases,
+    ),
+)

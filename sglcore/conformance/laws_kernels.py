@@ -1,0 +1,160 @@
+"""C3: every entry of the device's kernel table against the reference, with guards around what it may write."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglcore.conformance import mutants_kernels
+from sglcore.conformance.kernel_cases import Built, KernelCase, kernel_cases
+from sglcore.conformance.law import Law, LawBroken
+from sglcore.conformance.target import Target
+from sglcore.conformance.trial import Trial
+from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.table import KernelTable, entry_names
+
+GUARD = 8
+"""Elements on both sides of a tensor that must stay as they are."""
+
+RELATIVE = MappingProxyType({"float32": 2e-5, "bfloat16": 2e-2})
+"""Error of a result, relative to its largest value or to 1. In bfloat16 a rounding is 4e-3; the order of sums is free."""
+
+
+class Guarded:
+    """A tensor on the device with guard elements before and after its storage, and what it held."""
+
+    def __init__(self, host: Tensor, device: str, pattern: float) -> None:
+        span = _span(host)
+        self._pattern = pattern
+        self._whole = torch.full((span + 2 * GUARD,), pattern, dtype=host.dtype, device=device)
+        self.tensor = self._whole.as_strided(host.shape, host.stride(), GUARD)
+        self.tensor.copy_(host)
+        self._before = self._whole.to("cpu", copy=True)
+        self._host = host
+
+    def is_unchanged(self) -> bool:
+        """Neither the tensor nor its guards nor the gaps between its rows were written."""
+        return _same_bits(self._whole.cpu(), self._before)
+
+    def guards_hold(self) -> bool:
+        """Nothing but the tensor's own elements was written."""
+        now = self._whole.to("cpu", copy=True)
+        now.as_strided(self._host.shape, self._host.stride(), GUARD).copy_(
+            self._before.as_strided(self._host.shape, self._host.stride(), GUARD)
+        )
+        return _same_bits(now, self._before)
+
+
+def _span(host: Tensor) -> int:
+    """Elements from the first to the last of a tensor."""
+    if not host.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(host.shape, host.stride(), strict=True))
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def kernel_is_reference(trial: Trial) -> None:
+    """One entry, over all its cases."""
+    bench = trial.kit.bench("dense")
+    table: KernelTable = bench.running.built["kernels"]
+    device, cells = bench.facts.tensor_device, getattr(torch, bench.facts.cache_loc_dtype)
+    for case in kernel_cases(trial.case):
+        args = _with_cell_dtype(trial.case, case, cells)
+        _check_call(trial, table, args, case, device)
+
+
+def _with_cell_dtype(entry: str, case: KernelCase, cells: torch.dtype) -> tuple[Any, ...]:
+    """Cell indices in the dtype that the device's facts name: those of `store_kv`, and the result of `cache_locations`."""
+    if entry not in ("store_kv", "cache_locations"):
+        return case.args
+    return (*case.args[:4], case.args[4].to(cells))
+
+
+@torch.inference_mode()
+def _check_call(trial: Trial, table: KernelTable, args: tuple[Any, ...], case: KernelCase, device: str) -> None:
+    entry = trial.case
+    wanted_args = tuple(arg.clone() if isinstance(arg, Tensor) else _built(arg, "cpu") for arg in args)
+    wanted = _call(reference_kernels(), entry, wanted_args)
+    guarded = {place: Guarded(arg, device, -3) for place, arg in enumerate(args) if isinstance(arg, Tensor)}
+    given = tuple(guarded[place].tensor if place in guarded else _built(arg, device) for place, arg in enumerate(args))
+    found = _call(table, entry, given)
+    for place, guard in guarded.items():
+        if place not in case.writes and not guard.is_unchanged():
+            raise LawBroken(f"{entry}, {case.text}: argument {place} was written")
+        if not guard.guards_hold():
+            raise LawBroken(f"{entry}, {case.text}: memory beside argument {place} was written")
+    if entry in ("store_kv", "cache_locations"):
+        found, wanted = (tuple(arguments[place] for place in case.writes) for arguments in (given, wanted_args))
+    _compare(trial, case, found, wanted)
+
+
+def _built(arg: Any, device: str) -> Any:
+    return arg.make(device) if isinstance(arg, Built) else arg
+
+
+def _call(table: KernelTable, entry: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """The results; a packed weight is seen through what `linear` makes of it."""
+    if entry == "pack_linear":
+        x, weight, bias = args
+        packed = table.pack_linear(weight)
+        if packed.shape != weight.shape:
+            raise LawBroken(f"pack_linear made {tuple(packed.shape)} of {tuple(weight.shape)}")
+        found: Any = table.linear(x, packed, bias)
+    else:
+        found = getattr(table, entry)(*args)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _compare(trial: Trial, case: KernelCase, found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    entry = trial.case
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        if one.shape != other.shape or (one.dtype != other.dtype and other.is_floating_point()):
+            raise LawBroken(
+                f"{entry}, {case.text}: result {number} is {one.shape} {one.dtype}, wanted {other.shape} {other.dtype}"
+            )
+        host = one.cpu()
+        if not other.is_floating_point():
+            if not torch.equal(host.long(), other.long()):
+                raise LawBroken(f"{entry}, {case.text}: result {number} differs from the reference's integers")
+            continue
+        error = relative_error(host, other)
+        trial.note(error)
+        bound = trial.tolerance(str(other.dtype).removeprefix("torch."))
+        if not error <= bound:
+            raise LawBroken(f"{entry}, {case.text}: result {number} differs by {error:.3g}, {bound:g} is allowed")
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference over the largest value (at least 1); infinite where one is finite and the other is not."""
+    if not wanted.numel():
+        return 0.0
+    one, other = found.double(), wanted.double()
+    if not torch.equal(one.isfinite(), other.isfinite()):
+        return float("inf")
+    one, other = (values.nan_to_num(0, 0, 0) for values in (one, other))
+    return float((one - other).abs().max() / other.abs().max().clamp(min=1))
+
+
+def entries(target: Target) -> tuple[str, ...]:
+    """Every entry of the table."""
+    return entry_names()
+
+
+LAWS: tuple[Law, ...] = (
+    Law(
+        name="kernel_is_reference",
+        level="C3",
+        says="Every kernel gives what the reference gives, for any number of rows and any stride, and writes nothing else.",
+        check=kernel_is_reference,
+        mutants=mutants_kernels.MUTANTS,
+        needs=frozenset({"torch_runtime"}),
+        tolerance=RELATIVE,
+        cases=entries,
+    ),
+)

@@ -1,0 +1,235 @@
+"""C0: the package by itself. Nothing runs on the device, so these laws hold on a machine without it too."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from sglcore.conformance import mutants_package as broken
+from sglcore.conformance.law import Law, LawBroken, NotApplicable
+from sglcore.conformance.target import GIVEN, Target
+from sglcore.conformance.trial import Trial
+from sglcore.device.errors import BringUpError, DeviceError
+from sglcore.device.facts import Facts
+from sglcore.device.package import SUPPORTED, resolve
+
+PROBE_SECONDS = 120
+LAYOUTS = frozenset({"cell_major", "page_major"})
+CELL_DTYPES = frozenset({"int32", "int64"})
+
+_PROBE = """
+import json, sys
+before = set(sys.modules)
+given = json.loads(sys.argv[1])
+sys.path[:] = given["path"]
+nodes = []
+sys.addaudithook(lambda event, args: nodes.append(str(args[0])) if event == "open" and str(args[0]).startswith("/dev/") else None)
+from pathlib import Path
+from dataclasses import asdict
+from sglcore.device.package import resolve
+from sglcore.device.system import System, host_system
+probe, reports = resolve(given["probe"]), {}
+for place, system in {"here": host_system(), "empty": System(Path(given["empty"]))}.items():
+    for named in (False, True):
+        report = probe(*((named, system) if given["api"] > 1 else (named,)))
+        reports[f"{place}, named" if named else place] = {name: asdict(fact) for name, fact in report.facts.items()}
+print(json.dumps({"reports": reports, "modules": sorted({name.partition(".")[0] for name in set(sys.modules) - before}), "nodes": nodes}))
+"""
+
+
+def refs_resolve(trial: Trial) -> None:
+    """An attention backend may lack its library here; what else is named must be there."""
+    package = trial.target.package
+    for ref in package.refs():
+        try:
+            resolve(ref, package.name)
+        except DeviceError as error:
+            raise LawBroken(str(error)) from error
+        except ImportError as error:
+            if ref not in package.attention.values():
+                raise LawBroken(f"{ref!r} can not be imported: {error}") from error
+
+
+def probe_is_light(trial: Trial) -> None:
+    """In a process of its own."""
+    seen = _run_probe(trial.target)
+    own = {"sglcore", trial.target.package.probe.partition(".")[0].partition(":")[0]}
+    foreign = sorted(set(seen["modules"]) - own - sys.stdlib_module_names)
+    if foreign:
+        raise LawBroken(f"the probe of {trial.target.name!r} imports {', '.join(foreign)}")
+    nodes = sorted(set(seen["nodes"]) - {"/dev/null"})
+    if nodes:
+        raise LawBroken(f"the probe of {trial.target.name!r} opens {', '.join(nodes)}")
+
+
+def four_facts(trial: Trial) -> None:
+    """On this machine, and on one where nothing is installed; named and not."""
+    seen = _run_probe(trial.target)
+    for where, facts in seen["reports"].items():
+        for name, fact in facts.items():
+            if not fact["evidence"]:
+                raise LawBroken(f"{where}: the fact {name!r} has no evidence")
+            if not fact["holds"] and not fact["remedy"]:
+                raise LawBroken(f"{where}: the fact {name!r} does not hold, and has no remedy")
+    if seen["reports"]["empty"]["hardware"]["holds"] and not trial.target.package.is_host:
+        raise LawBroken(f"on an empty machine: {seen['reports']['empty']['hardware']['evidence']}")
+
+
+def _run_probe(target: Target) -> Mapping[str, Any]:
+    """What the probe says and loads in a fresh process. Raises LawBroken with its own traceback if it raises."""
+    with tempfile.TemporaryDirectory() as empty:
+        given = {"path": sys.path, "probe": target.package.probe, "api": target.package.api, "empty": empty}
+        command = (sys.executable, "-c", _PROBE, json.dumps(given))
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+    if ran.returncode:
+        raise LawBroken(f"the probe raised:\n{ran.stderr.strip()}")
+    return json.loads(ran.stdout.strip().splitlines()[-1])
+
+
+def order_checks(trial: Trial) -> None:
+    """Before any work."""
+    order = trial.target.order()
+    try:
+        order.check(GIVEN)
+    except BringUpError as error:
+        raise LawBroken(str(error)) from error
+    if "worker" not in {step.provides for step in order.steps}:
+        raise LawBroken("no step of the bring-up provides 'worker'")
+
+
+def order_is_written_down(trial: Trial) -> None:
+    """`sglcore devices NAME --bring-up` prints what stands in the package's `bring_up.txt`."""
+    folder, order = trial.target.folder, trial.target.order()
+    if folder is None:
+        raise NotApplicable("the package's own files are not installed here")
+    file = folder / "bring_up.txt"
+    remedy = f"write it with: sglcore devices {trial.target.name} --bring-up > {file.name}"
+    if not file.is_file():
+        raise LawBroken(f"there is no {file}; {remedy}")
+    written = file.read_text(encoding="utf-8").splitlines()
+    for number, (old, new) in enumerate(_pairs(written, order.text().splitlines()), 1):
+        if old != new:
+            raise LawBroken(f"{file.name}:{number} says {old!r}, the order is {new!r}; {remedy}")
+
+
+def _pairs(old: list[str], new: list[str]) -> Iterator[tuple[str, str]]:
+    for index in range(max(len(old), len(new))):
+        yield (old[index] if index < len(old) else "", new[index] if index < len(new) else "")
+
+
+def facts_agree(trial: Trial) -> None:
+    """With themselves, and with what the package offers."""
+    target = trial.target
+    facts = target.facts()
+    if facts != target.facts():
+        raise LawBroken("two calls give different facts")
+    for wrong, text in _contradictions(target, facts):
+        if wrong:
+            raise LawBroken(text)
+
+
+def _contradictions(target: Target, facts: Facts) -> Iterator[tuple[bool, str]]:
+    graphs = tuple(target.package.graphs)
+    own = facts.tensor_device.partition(":")[0]
+    yield facts.default_graph not in ("off", *graphs), f"default_graph {facts.default_graph!r} is none of {graphs}"
+    yield facts.cache_loc_dtype not in CELL_DTYPES, f"cache_loc_dtype is {facts.cache_loc_dtype!r}"
+    yield facts.kv_page_layout not in LAYOUTS, f"kv_page_layout is {facts.kv_page_layout!r}"
+    yield facts.page_size < 1, f"page_size is {facts.page_size}"
+    yield facts.preferred_dtype not in (None, "bfloat16", "float16"), f"preferred_dtype is {facts.preferred_dtype!r}"
+    yield facts.has_streams and own == "cpu", "the host's tensors have no streams"
+    yield (
+        facts.has_pinned_memory and facts.shares_host_memory,
+        "pinned memory is for copies that shared memory needs not",
+    )
+    yield own == "cpu" and not facts.shares_host_memory, "the host's tensors lie in host memory"
+    taken = [cls.facts for cls in target.importable_attention().values()]
+    takes = any(f.index_dtype in (None, facts.cache_loc_dtype) for f in taken)
+    yield bool(taken) and not takes, f"no attention backend takes cell indices of {facts.cache_loc_dtype}"
+    fits = any(f.page_sizes is None or facts.page_size in f.page_sizes for f in taken)
+    yield bool(taken) and not fits, f"no attention backend takes pages of {facts.page_size} tokens"
+
+
+def api_holds(trial: Trial) -> None:
+    """The number is one that this core understands, and what the package names can be called as that number says."""
+    package = trial.target.package
+    if package.api not in SUPPORTED:
+        raise LawBroken(f"the package says API {package.api}, this core understands {SUPPORTED[0]} to {SUPPORTED[-1]}")
+    arguments = 2 if package.api > 1 else 0
+    _callable_with(package.probe, arguments or 1)
+    _callable_with(package.facts, 0)
+    _callable_with(package.kernels, 0)
+    for ref in package.graphs.values():
+        _callable_with(ref, arguments)
+    for name, backend in trial.target.importable_attention().items():
+        _implements_attention(name, backend)
+
+
+def _callable_with(ref: str, count: int) -> None:
+    _binds(ref, resolve(ref), count)
+
+
+def _binds(what: str, function: Callable[..., object], count: int) -> None:
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError as error:
+        raise LawBroken(f"{what} can not be called with {count} arguments: {error}") from error
+
+
+def _implements_attention(name: str, backend: Any) -> None:
+    """The contract's four methods with the contract's own parameters, and its constructor."""
+    from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts
+
+    if not (inspect.isclass(backend) and issubclass(backend, AttentionBackend)):
+        raise LawBroken(f"attention {name!r} is not an AttentionBackend")
+    missing = sorted(backend.__abstractmethods__)
+    if missing:
+        raise LawBroken(f"attention {name!r} lacks {', '.join(missing)}")
+    if not isinstance(backend.facts, AttentionFacts):
+        raise LawBroken(f"attention {name!r} has no AttentionFacts as `facts`")
+    for method in (*AttentionBackend.__abstractmethods__, "__init__"):
+        wanted = len(inspect.signature(getattr(AttentionBackend, method)).parameters)
+        _binds(f"{name}.{method}", getattr(backend, method), wanted)
+
+
+def _c0(name: str, says: str, check: Callable[[Trial], None], *mutants: object) -> Law:
+    return Law(name=name, level="C0", says=says, check=check, mutants=mutants)  # pyright: ignore[reportArgumentType]
+
+
+LAWS: tuple[Law, ...] = (
+    _c0("refs_resolve", "Everything that the declaration names is there.", refs_resolve, broken.NAMES_NOTHING),
+    _c0(
+        "probe_is_light",
+        "The probe imports the standard library and its own package only, and opens no device node.",
+        probe_is_light,
+        broken.HEAVY_PROBE,
+        broken.OPENS_NODE,
+    ),
+    _c0(
+        "four_facts",
+        "The probe gives four facts with evidence and remedies, and never raises.",
+        four_facts,
+        broken.RAISING_PROBE,
+        broken.SILENT_PROBE,
+        broken.LYING_PROBE,
+    ),
+    _c0("order_checks", "Every need of the bring-up is met by an earlier step.", order_checks, broken.WRONG_ORDER),
+    _c0(
+        "order_is_written_down",
+        "The printed bring-up is the text that the package keeps.",
+        order_is_written_down,
+        broken.UNWRITTEN_STEP,
+    ),
+    _c0("facts_agree", "The facts agree with each other and with what is offered.", facts_agree, broken.WRONG_FACTS),
+    _c0(
+        "api_holds",
+        "What the package names can be called as its API number says.",
+        api_holds,
+        broken.OLD_PROBE,
+        broken.HALF_ATTENTION,
+    ),
+)

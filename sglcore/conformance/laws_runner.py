@@ -1,0 +1,372 @@
+"""C1 and C2: whatever the schedule, the numbers are those of the reference."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+
+import torch
+
+from sglcore.conformance import mutants_runtime as runtime
+from sglcore.conformance import mutants_worker as worker
+from sglcore.conformance.bench import Bench, Result, random_prompts
+from sglcore.conformance.checkpoint import CONTEXT
+from sglcore.conformance.law import LOGPROBS, Law, LawBroken, NotApplicable
+from sglcore.conformance.mutants_attention import FORGETS_LENGTHS
+from sglcore.conformance.target import Target
+from sglcore.conformance.trial import Trial
+from sglcore.schedule.scheduler import Scheduler
+
+LENGTHS = (1, 5, 30, 17, 9)
+BUCKETS = (1, 2, 4, 6)
+CHECKED = ("dense", "window", "moe")
+FLAT = 2.0**30
+"""A bias so large that float32 keeps nothing of the logit under it: tokens that have it are equally likely."""
+
+
+def tiny(trial: Trial) -> None:
+    """One prompt in one step, then four decodes."""
+    bench = _open_case(trial)
+    trial.compare(bench, bench.run(random_prompts(1, (7,)), 5, score_prompts=True))
+
+
+def chunks_are_whole(trial: Trial) -> None:
+    """Chunks of one token too: what continues a prompt is decided by the request's state."""
+    bench = _open_case(trial)
+    for seed, chunk in ((1, 1), (2, 5), (3, 8)):
+        trial.compare(bench, bench.run(random_prompts(seed, LENGTHS), 4, chunk=chunk, score_prompts=True))
+
+
+def batch_is_singles(trial: Trial) -> None:
+    """Each alone, then all together."""
+    bench = _open_case(trial)
+    prompts = random_prompts(4, LENGTHS)
+    trial.compare(bench, [bench.run([prompt], 6)[0] for prompt in prompts])
+    trial.compare(bench, bench.run(prompts, 6))
+
+
+def any_page_layout(trial: Trial) -> None:
+    """Pages in random order, of this size."""
+    with trial.opened("dense", page_size=int(trial.case.removeprefix("page="))) as bench:
+        for seed in (4, 5):
+            trial.compare(bench, bench.run(random_prompts(seed, LENGTHS), 6, scramble=seed))
+
+
+def joins_and_leaves(trial: Trial) -> None:
+    """More requests than slots, ending at different times, joining one by one."""
+    bench = _open_case(trial)
+    for stagger in (1, 3):
+        prompts = random_prompts(6, (*LENGTHS, 12, 3, 21))
+        trial.compare(bench, bench.run(prompts, (3, 11, 2, 7, 5, 9, 4, 6), stagger=stagger))
+
+
+def padding_is_inert(trial: Trial) -> None:
+    """Input buffers overwritten before every step; token 0, which padding rows hold, and page 0 are not numbers."""
+    never_token_0 = {"logit_bias": {0: -FLAT}, "temperature": 0.8, "seed": 5}
+    with trial.opened("spoiled", poison=True, graph=trial.case, graph_buckets=(4, 6)) as bench:
+        _spoil_page_zero(bench)
+        for lengths in ((1, 5, 9), (4, 2), (7,), (3, 8, 2, 6, 1, 4), (2, 3, 9)):
+            trial.compare(bench, bench.run(random_prompts(len(lengths), lengths), 5, sampling=never_token_0))
+
+
+def _spoil_page_zero(bench: Bench) -> None:
+    pools = bench.running.built["memory_pools"]
+    with torch.inference_mode():
+        for layer in range(2):
+            for cells in pools.token_to_kv.kv(layer):
+                cells[: bench.geometry.page_size] = float("nan")
+
+
+def overlap_is_sequential(trial: Trial) -> None:
+    """Sampled tokens, which go from step to step on the device only, with the next step planned ahead and without."""
+    bench = _open_case(trial)
+    if not bench.limits.can_overlap:
+        raise NotApplicable("this worker takes one step at a time")
+    runs = [
+        bench.run(random_prompts(3, LENGTHS), 8, overlap=overlap, stagger=2, sampling={"temperature": 0.9, "seed": 7})
+        for overlap in (True, False)
+    ]
+    for results in runs:
+        trial.compare(bench, results)
+    _check_same_tokens(bench, *runs)
+
+
+def _check_same_tokens(bench: Bench, first: Sequence[Result], second: Sequence[Result]) -> None:
+    """In float32 no rounding comes near the width of a draw; in 16 bits the batch's shape may decide a close one."""
+    if bench.geometry.dtype != "float32":
+        return
+    for number, (one, other) in enumerate(zip(first, second, strict=True)):
+        if one.tokens != other.tokens:
+            raise LawBroken(f"request {number} gave {one.tokens}, then {other.tokens}")
+
+
+def replay_is_eager(trial: Trial) -> None:
+    """Every bucket replays; large batches after small after large; prompts go their way between."""
+    kind, model, *dtype = trial.case.split("/")
+    buckets = BUCKETS if model == "dense" else (4,)
+    given = {"dtype": dtype[0]} if dtype else {}
+    with trial.opened(model, graph=kind, graph_buckets=buckets, **given) as bench:
+        for lengths in ((3, 9, 1, 14, 5, 2), (6,), (8, 4), (11, 2, 7, 3, 1, 5)):
+            counts = [4 + 2 * place for place in range(len(lengths))]
+            trial.compare(bench, bench.run(random_prompts(len(lengths), lengths), counts))
+        trial.compare(bench, bench.run(random_prompts(9, LENGTHS), 6, stagger=1, chunk=7))
+        _check_replayed(bench, kind, buckets)
+
+
+def _check_replayed(bench: Bench, kind: str, buckets: Sequence[int]) -> None:
+    """The results prove nothing unless graphs made them."""
+    replayed = {path.rpartition(":")[2] for path in bench.tape.paths if path != "eager"}
+    missing = [str(bucket) for bucket in buckets if str(bucket) not in replayed]
+    if missing:
+        raise LawBroken(f"no step replayed at batch size {', '.join(missing)}; paths: {sorted(bench.tape.paths)}")
+    if not any(path.partition(":")[0] == kind for path in bench.tape.paths):
+        raise LawBroken(f"no step ran as {kind!r}; paths: {sorted(bench.tape.paths)}")
+
+
+def sampling_repeats(trial: Trial) -> None:
+    """Equal logits give the reference's tokens exactly; a seed gives its tokens again, whoever is in the batch."""
+    bench = trial.kit.bench("dense")
+    prompts = random_prompts(7, LENGTHS)
+    flat = {"temperature": 0.7, "seed": 11, "logit_bias": dict.fromkeys(range(20, 70), FLAT)}
+    wanted = trial.kit.oracle("dense", bench.geometry.head_dim).bench.run(prompts, 12, sampling=flat)
+    for stagger in (0, 3):
+        found = bench.run(prompts, 12, stagger=stagger, sampling=flat)
+        if [result.tokens for result in found] != [result.tokens for result in wanted]:
+            raise LawBroken(f"equal logits gave {found[0].tokens}..., on the reference {wanted[0].tokens}...")
+    sampling = {"temperature": 1.0, "seed": 3, "top_k": 20, "top_p": 0.9}
+    together = bench.run(prompts, 10, sampling=sampling)
+    trial.compare(bench, together)
+    again = bench.run(prompts[::-1], 10, stagger=2, sampling=sampling)[::-1]
+    _check_same_tokens(bench, together, again)
+
+
+def opens_and_closes(trial: Trial) -> None:
+    """Ten times: what is held at the end is what was held after the first few."""
+    held: list[int] = []
+    for _ in range(10):
+        with trial.opened("dense") as bench:
+            bench.run(random_prompts(2, (5, 9)), 3)
+        del bench
+        gc.collect()
+        held.append(held_bytes(trial.target))
+    if held[-1] > held[2]:
+        raise LawBroken(f"after each of ten closes so many bytes were held: {held}")
+
+
+def held_bytes(target: Target) -> int:
+    """Bytes of the device's memory that this process holds; where host memory is device memory, those of its tensors."""
+    if torch.device(target.facts().tensor_device).type != "cpu":
+        torch.accelerator.synchronize()
+        return int(torch.accelerator.memory_allocated())
+    tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor and not thing.is_mkldnn]
+    storages = {thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes() for thing in tensors}
+    return sum(storages.values())
+
+
+def two_runners(trial: Trial) -> None:
+    """Two models in one process, step by step in turn, with different attention backends where there are two."""
+    backends = tuple(trial.target.importable_attention())
+    with trial.opened("dense") as one, trial.opened("window", **_other_backend(trial, backends)) as other:
+        sessions = [bench.session(chunk=6) for bench in (one, other)]
+        for seed, session in enumerate(sessions):
+            session.begin(random_prompts(seed, (9, 4, 17)), 8)
+        running = sessions
+        while running:
+            running = [session for session in running if session.step()]
+        for bench, session in zip((one, other), sessions, strict=True):
+            trial.compare(bench, session.end())
+
+
+def _other_backend(trial: Trial, backends: tuple[str, ...]) -> dict[str, str]:
+    """A second backend that takes the sizes of the first and serves windows, if there is one."""
+    first = trial.target.geometry()
+    for name in backends[1:]:
+        facts = trial.target.importable_attention()[name].facts
+        if trial.target.geometry(name) == first and "sliding_window" in facts.features:
+            return {"attention_backend": name}
+    return {}
+
+
+def aborts_leak_no_page(trial: Trial) -> None:
+    """Requests end in mid-flight; their pages and slots come back, and nobody else notices."""
+    bench = trial.kit.bench("dense")
+    for overlap in (False, bench.limits.can_overlap):
+        session = bench.session(overlap=overlap, stagger=1, after_step=_abort_some)
+        results = session.run(random_prompts(5, (9, 12, 3, 20, 7, 15, 2, 11)), 10)
+        stats = session.scheduler.stats()
+        if stats["free_pages"] != stats["num_pages"]:
+            raise LawBroken(f"{stats['num_pages'] - stats['free_pages']} pages did not come back: {stats}")
+        ended = {result.finish for result in results}
+        if ended != {"abort", "length"}:
+            raise LawBroken(f"requests ended by {sorted(ended)}")
+        trial.compare(bench, results)
+
+
+def _abort_some(scheduler: Scheduler, step: int) -> None:
+    for rid in {2: ("r2",), 4: ("r1", "r4"), 6: ("r5",)}.get(step, ()):
+        scheduler.abort(rid)
+
+
+def prefix_hits(trial: Trial) -> None:
+    """Prompts that begin as an earlier one did run on its pages."""
+    bench = trial.kit.bench("dense")
+    length = max(33, 2 * bench.limits.page_size + 1)
+    if length + 12 > CONTEXT:
+        raise NotApplicable(f"pages of {bench.limits.page_size} tokens are too large for the kit's models")
+    session = bench.session(prefix_cache=True)
+    base = random_prompts(8, (length,))[0]
+    trial.compare(bench, session.run([base], 4))
+    tails = random_prompts(9, (3, 1, 6))
+    results = session.run([base, *(base[: length - 4] + tail for tail in tails)], 6)
+    trial.compare(bench, results)
+    if not all(result.cached for result in results):
+        raise LawBroken(f"cached tokens were {[result.cached for result in results]}")
+
+
+def retraction(trial: Trial) -> None:
+    """Pages run out: the youngest gives its pages up and is computed again."""
+    bench = trial.kit.bench("dense")
+    size = bench.limits.page_size
+    if size > 16:
+        raise NotApplicable(f"pages of {size} tokens are too large for the kit's models to run short of them")
+    session = bench.session(pages=CONTEXT // size + 2, stagger=1)
+    trial.compare(bench, session.run(random_prompts(10, (20, 24, 28, 22, 25)), 30))
+    if not session.scheduler.stats()["retractions"]:
+        raise LawBroken("no request was retracted")
+
+
+def _models(*names: str) -> Callable[[Target], tuple[str, ...]]:
+    """These models; and the first of them in the type that the preferred backend takes, where that is another."""
+    return lambda target: (*names, *(f"{names[0]}/{dtype}" for dtype in target.other_dtypes()))
+
+
+def _open_case(trial: Trial) -> Bench:
+    """The shared device of a case named by model, or by model and dtype."""
+    model, _, dtype = trial.case.partition("/")
+    return trial.kit.bench(model, **({"dtype": dtype} if dtype else {}))
+
+
+def tiny_cases(target: Target) -> tuple[str, ...]:
+    """Every model, and the first in the 16-bit type that the device prefers."""
+    preferred = target.facts().preferred_dtype
+    dtypes = dict.fromkeys((*target.other_dtypes(), *((preferred,) if preferred else ())))
+    return (*CHECKED, *(f"dense/{dtype}" for dtype in dtypes if dtype != target.geometry().dtype))
+
+
+def page_cases(target: Target) -> tuple[str, ...]:
+    """Page sizes that the preferred backend takes, up to four of them."""
+    classes = tuple(target.importable_attention().values())
+    sizes = (classes[0].facts.page_sizes if classes else None) or (1, 3, 8, 16)
+    return tuple(f"page={size}" for size in sizes[:4] if size <= CONTEXT)
+
+
+def padding_cases(target: Target) -> tuple[str, ...]:
+    """Without graphs, and with each kind of them."""
+    return ("off", *target.package.graphs)
+
+
+def replay_cases(target: Target) -> tuple[str, ...]:
+    """Each kind of graph on each model."""
+    models = (*CHECKED, *(f"dense/{dtype}" for dtype in target.other_dtypes()))
+    return tuple(f"{kind}/{model}" for kind in target.package.graphs for model in models)
+
+
+def _c2(name: str, says: str, check: Callable[[Trial], None], *mutants: object, **more: object) -> Law:
+    return Law(name=name, level="C2", says=says, check=check, mutants=mutants, tolerance=LOGPROBS, **more)  # pyright: ignore[reportArgumentType]
+
+
+TORCH = frozenset({"torch_runtime"})
+
+LAWS: tuple[Law, ...] = (
+    Law(
+        name="tiny",
+        level="C1",
+        says="One prefill and four decodes give the reference's log-probabilities.",
+        check=tiny,
+        mutants=(worker.ONE_POSITION_LATE, worker.FLATTERS),
+        tolerance=LOGPROBS,
+        cases=tiny_cases,
+    ),
+    _c2(
+        "chunks_are_whole",
+        "A prompt in chunks of any size gives what it gives whole.",
+        chunks_are_whole,
+        worker.RESTARTS_CHUNKS,
+        cases=_models("dense", "window"),
+    ),
+    _c2(
+        "batch_is_singles",
+        "A request gives the same alone and beside others.",
+        batch_is_singles,
+        worker.ONE_LENGTH_FOR_ALL,
+        worker.SWAPS_ROWS,
+        cases=_models("dense", "moe"),
+    ),
+    _c2(
+        "any_page_layout",
+        "Neither the size nor the order of pages changes a number.",
+        any_page_layout,
+        worker.NEIGHBOURING_PAGES,
+        cases=page_cases,
+    ),
+    _c2(
+        "joins_and_leaves",
+        "Requests that join, leave and change rows do not disturb each other.",
+        joins_and_leaves,
+        worker.KEEPS_ROW_ORDER,
+        cases=_models("dense", "window"),
+    ),
+    _c2(
+        "padding_is_inert",
+        "Whatever stands in padding rows, in page 0 and in stale buffers changes nothing.",
+        padding_is_inert,
+        runtime.ROWS_MIX,
+        runtime.PADS_NOTHING,
+        runtime.STAGES_ONCE,
+        cases=padding_cases,
+        needs=TORCH,
+    ),
+    _c2(
+        "overlap_is_sequential",
+        "Planning a step while another runs changes nothing.",
+        overlap_is_sequential,
+        worker.REUSES_RESULTS,
+        cases=_models("dense"),
+    ),
+    _c2(
+        "replay_is_eager",
+        "A replayed step gives what the step gives, at every bucket, in any order of sizes.",
+        replay_is_eager,
+        FORGETS_LENGTHS,
+        runtime.PADS_NOTHING,
+        cases=replay_cases,
+        needs=TORCH | {"graphs"},
+    ),
+    _c2(
+        "sampling_repeats",
+        "A seed gives its tokens again, and equal logits give the reference's tokens.",
+        sampling_repeats,
+        worker.SEEDS_BY_ROW,
+    ),
+    _c2(
+        "opens_and_closes",
+        "Ten opens and closes hold no more memory than a few.",
+        opens_and_closes,
+        worker.NEVER_CLOSES,
+    ),
+    _c2(
+        "two_runners",
+        "Two runners with different models and backends in one process do not meet.",
+        two_runners,
+        runtime.SHARES_POOLS,
+        needs=TORCH,
+    ),
+    _c2(
+        "aborts_leak_no_page",
+        "A request that is aborted gives everything back and harms nobody.",
+        aborts_leak_no_page,
+        worker.KEEPS_OLD_PAGES,
+    ),
+    _c2("prefix_hits", "Cached pages stand in for computing them.", prefix_hits, worker.LOSES_SHARED_PAGES),
+    _c2("retraction", "A request that gave its pages up goes on as if it had not.", retraction, worker.KEEPS_OLD_PAGES),
+)

@@ -1,0 +1,163 @@
+"""C4: text in and out through the engine. The laws of the HTTP server come with the server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sglcore.conformance import mutants_worker as worker
+from sglcore.conformance.bench import Bench
+from sglcore.conformance.law import LOGPROBS, Law, LawBroken
+from sglcore.conformance.trial import Trial
+from sglcore.device.errors import SglcoreError
+from sglcore.engine.core import Engine, Prompt
+from sglcore.engine.outputs import Completion, RequestOutput, TokenLogprob
+from sglcore.sampling.params import SamplingParams
+
+PROMPTS = ("Once upon a time", "The river was wide, and", "A", "Nobody knew why the old clock", "Seven birds sat")
+PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
+
+
+def make_engine(trial: Trial, bench: Bench) -> Engine:
+    """An engine over a shared device; it is not closed, because the device is not its own."""
+    bench.tape.next_scheduler()
+    folder = trial.kit.checkpoint("text", bench.geometry.head_dim)
+    return Engine(bench.tape, folder, overlap=bench.limits.can_overlap)
+
+
+def generate(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams = PARAMS) -> list[RequestOutput]:
+    """Complete prompts together."""
+    outputs = [engine.add(prompt, params) for prompt in prompts]
+    while not all(output.finished for output in outputs):
+        engine.step()
+    return outputs
+
+
+def text_streams(trial: Trial) -> None:
+    """Pieces joined are the text; the text is that of its tokens; its tokens are the reference's."""
+    bench = trial.kit.bench("text")
+    engine = make_engine(trial, bench)
+    reference = make_engine(trial, trial.kit.reference("text", bench.geometry.head_dim))
+    wanted = generate(reference, PROMPTS)
+    outputs, texts = [engine.add(prompt, PARAMS) for prompt in PROMPTS], {}
+    while not all(output.finished for output in outputs):
+        for piece in engine.step():
+            texts[piece.request_id] = texts.get(piece.request_id, "") + piece.text
+    for output, other in zip(outputs, wanted, strict=True):
+        found = output.outputs[0]
+        if texts[output.request_id] != found.text:
+            raise LawBroken(f"the pieces make {texts[output.request_id]!r}, the text is {found.text!r}")
+        if not found.text or len(found.token_ids) != PARAMS.max_tokens:
+            raise LawBroken(f"{len(found.token_ids)} tokens, {found.text!r}, ended by {found.finish_reason}")
+        compare_completions(trial, bench, found, other.outputs[0])
+
+
+def compare_completions(trial: Trial, bench: Bench, found: Completion, wanted: Completion) -> None:
+    """Equal tokens with equal log-probabilities, up to where two nearly equal tokens may part them."""
+    bound = trial.tolerance(bench.geometry.dtype)
+    assert found.logprobs is not None and wanted.logprobs is not None
+    if len(found.logprobs) != len(wanted.logprobs):
+        raise LawBroken(f"{len(found.logprobs)} tokens, wanted {len(wanted.logprobs)}")
+    for place, (one, other) in enumerate(zip(found.logprobs, wanted.logprobs, strict=True)):
+        error = abs(one.logprob - other.logprob)
+        if one.token_id != other.token_id and _nearly_equal(one, other, 2 * bound):
+            return
+        trial.note(error)
+        if one.token_id != other.token_id or not error <= bound:
+            raise LawBroken(
+                f"token {place} is {one.token_id} ({one.logprob:.5f}), wanted {other.token_id} ({other.logprob:.5f})"
+            )
+
+
+def _nearly_equal(one: TokenLogprob, other: TokenLogprob, bound: float) -> bool:
+    """Each side has the other's token beside its own, no further below than rounding explains."""
+    pairs = ((one, other.token_id), (other, one.token_id))
+    return all(abs(dict(mine.top).get(token, -1e9) - mine.logprob) <= bound for mine, token in pairs)
+
+
+def concurrent_is_serial(trial: Trial) -> None:
+    """One after another, then all at once."""
+    bench = trial.kit.bench("text")
+    engine = make_engine(trial, bench)
+    serial = [generate(engine, [prompt])[0] for prompt in PROMPTS]
+    for one, other in zip(generate(engine, PROMPTS), serial, strict=True):
+        compare_completions(trial, bench, one.outputs[0], other.outputs[0])
+
+
+def bad_requests_hurt_nobody(trial: Trial) -> None:
+    """Prompts that can not run are refused, one ends in mid-flight, and the others do not notice."""
+    bench = trial.kit.bench("text")
+    engine = make_engine(trial, bench)
+    serial = [generate(engine, [prompt])[0] for prompt in PROMPTS]
+    outputs = [engine.add(prompt, PARAMS) for prompt in PROMPTS[:3]]
+    gone = engine.add("The end of this one comes early", PARAMS)
+    for prompt in ("", [], [engine.vocab_size], [-1], [5] * (bench.limits.max_model_len + 1), ["text"]):
+        _refused(engine, prompt)  # pyright: ignore[reportArgumentType]
+    for _ in range(3):
+        engine.step()
+    engine.abort(gone.request_id)
+    outputs += [engine.add(prompt, PARAMS) for prompt in PROMPTS[3:]]
+    while engine.has_work:
+        engine.step()
+    if gone.outputs[0].finish_reason != "abort":
+        raise LawBroken(f"the aborted request ended by {gone.outputs[0].finish_reason}")
+    for one, other in zip(outputs, serial, strict=True):
+        compare_completions(trial, bench, one.outputs[0], other.outputs[0])
+
+
+def _refused(engine: Engine, prompt: Prompt) -> None:
+    if prompt == "" and engine.codec.encode(""):
+        return  # This tokenizer puts something before every text, so an empty one can run.
+    try:
+        engine.add(prompt, PARAMS)
+    except (SglcoreError, ValueError):
+        return
+    raise LawBroken(f"the prompt {prompt!r:.60} was taken")
+
+
+def stats_are_true(trial: Trial) -> None:
+    """Counts after work are those of an idle engine, over pages that the device really has."""
+    bench = trial.kit.bench("text")
+    engine = make_engine(trial, bench)
+    generate(engine, PROMPTS)
+    while engine.has_work:
+        engine.step()
+    stats = engine.scheduler.stats()
+    busy = {name: stats[name] for name in ("waiting", "running", "decoding", "in_flight") if stats[name]}
+    if busy:
+        raise LawBroken(f"after the last request: {busy}")
+    if stats["free_pages"] + stats["cached_pages"] != stats["num_pages"]:
+        raise LawBroken(f"pages do not add up: {stats}")
+    pools = bench.running.built.get("memory_pools")
+    if pools is not None and bench.limits.capacity > pools.token_to_kv.num_cells - bench.limits.page_size:
+        raise LawBroken(
+            f"the limits say {bench.limits.capacity} tokens, the pool has {pools.token_to_kv.num_cells} cells"
+        )
+
+
+def _c4(name: str, says: str, check: Callable[[Trial], None], *mutants: object) -> Law:
+    return Law(name=name, level="C4", says=says, check=check, mutants=mutants, tolerance=LOGPROBS)  # pyright: ignore[reportArgumentType]
+
+
+LAWS: tuple[Law, ...] = (
+    _c4(
+        "text_streams",
+        "Streamed pieces make the text of the reference's tokens.",
+        text_streams,
+        worker.ONE_POSITION_LATE,
+        worker.SWAPS_ROWS,
+    ),
+    _c4(
+        "concurrent_is_serial",
+        "A request's text is the same alone and among others.",
+        concurrent_is_serial,
+        worker.SWAPS_ROWS,
+        worker.ONE_LENGTH_FOR_ALL,
+    ),
+    _c4(
+        "bad_requests_hurt_nobody",
+        "Refused and aborted requests change no other.",
+        bad_requests_hurt_nobody,
+        worker.KEEPS_OLD_PAGES,
+    ),
+    _c4("stats_are_true", "Counts and limits say what is.", stats_are_true, worker.OVERSTATES),
+)

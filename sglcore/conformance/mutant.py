@@ -1,0 +1,65 @@
+"""A mutant: one planted defect. A law that lets its mutant pass proves nothing.
+
+A defect is planted in the package's declaration, or in what a step of the bring-up built, so that it works on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from sglcore.device.bring_up import BringUp, Step
+from sglcore.device.package import DevicePackage
+
+T = TypeVar("T")
+
+
+class PlantingError(BaseException):
+    """A defect could not be planted. No outcome of a law, so it passes every `except Exception`."""
+
+
+Change = Callable[[Any], Any]
+"""Takes what a step built and gives what the start goes on with."""
+
+
+def _same(package: DevicePackage) -> DevicePackage:
+    return package
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """`package` changes the declaration; `steps` change what the named steps of the bring-up build; `order` changes the
+    order itself."""
+
+    name: str
+    says: str
+    package: Callable[[DevicePackage], DevicePackage] = _same
+    steps: Mapping[str, Change] = field(default_factory=lambda: MappingProxyType({}))
+    order: Callable[[BringUp], BringUp] | None = None
+
+
+def wrap_steps(order: BringUp, changes: Mapping[str, Change]) -> BringUp:
+    """The order with the results of some steps changed. Raises PlantingError for a step that it does not have."""
+    missing = changes.keys() - {step.provides for step in order.steps}
+    if missing:
+        raise PlantingError(f"the order has no step {', '.join(sorted(missing))}")
+    return BringUp(_wrapped(step, changes[step.provides]) if step.provides in changes else step for step in order.steps)
+
+
+def _wrapped(step: Step, change: Change) -> Step:
+    def changed(**given: Any) -> object:
+        built = step.function(**given)
+        try:
+            return change(built)
+        except Exception as error:
+            raise PlantingError(f"the defect could not be planted in what {step.provides!r} built") from error
+
+    return Step(step.provides, changed, step.needs, step.wishes)
+
+
+def become(thing: T, subclass: Callable[[Any], type]) -> T:
+    """Turn one object into `subclass(its class)`, which must have empty `__slots__`."""
+    thing.__class__ = subclass(type(thing))
+    return thing

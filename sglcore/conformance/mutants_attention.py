@@ -1,0 +1,126 @@
+"""Broken attention, whatever the backend: each defect changes what goes into it or what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from sglcore.conformance.mutant import Mutant, become
+from sglcore.runtime.attention.contract import AttentionPlan, HostUpdate
+from sglcore.runtime.forward_batch import ForwardBatch
+
+
+def shortened(batch: ForwardBatch) -> ForwardBatch:
+    """The batch with every row one token shorter, but for rows of one."""
+    assert batch.seq_lens is not None and batch.seq_lens_cpu is not None
+    return replace(batch, seq_lens=(batch.seq_lens - 1).clamp(min=1), seq_lens_cpu=(batch.seq_lens_cpu - 1).clip(min=1))
+
+
+def one_key_too_few(base: Any) -> type:
+    """A decoding row does not see the token that it has just stored."""
+
+    class OneKeyTooFew(base):
+        __slots__ = ()
+
+        def plan(self, batch: ForwardBatch) -> AttentionPlan:
+            return super().plan(shortened(batch) if batch.extend_seq_lens_cpu is None else batch)
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch) -> Tensor:
+            return super().forward(q, k, v, layer, shortened(batch) if batch.extend_seq_lens_cpu is None else batch)
+
+    return OneKeyTooFew
+
+
+def another_scale(base: Any) -> type:
+    """The scale of the layer is not used."""
+
+    class AnotherScale(base):
+        __slots__ = ()
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any) -> Tensor:
+            changed = copy(layer)
+            changed.scaling = 1.0
+            return super().forward(q, k, v, changed, batch)
+
+    return AnotherScale
+
+
+def values_of_the_row_before(base: Any) -> type:
+    """A token's value is that of the row before."""
+
+    class ValuesOfTheRowBefore(base):
+        __slots__ = ()
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any) -> Tensor:
+            return super().forward(q, k, v.roll(1, 0), layer, batch)
+
+    return ValuesOfTheRowBefore
+
+
+def writes_another_page(base: Any) -> type:
+    """The last row is also stored one page further, which is another request's."""
+
+    class WritesAnotherPage(base):
+        __slots__ = ()
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any) -> Tensor:
+            out = super().forward(q, k, v, layer, batch)
+            keys, _ = self.token_to_kv_pool.kv(layer.layer_id)
+            cell = (batch.out_cache_loc[-1:].long() + self.token_to_kv_pool.page_size) % keys.shape[0]
+            keys.index_copy_(0, cell, k[-1:].view(1, *keys.shape[1:]).to(keys.dtype))
+            return out
+
+    return WritesAnotherPage
+
+
+def reads_page_zero(base: Any) -> type:
+    """What stands in page 0 is multiplied by nothing and added."""
+
+    class ReadsPageZero(base):
+        __slots__ = ()
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any) -> Tensor:
+            keys, _ = self.token_to_kv_pool.kv(layer.layer_id)
+            return super().forward(q, k, v, layer, batch) + 0 * keys[0].to(q.dtype).mean()
+
+    return ReadsPageZero
+
+
+def forgets_lengths(base: Any) -> type:
+    """A captured plan keeps the lengths of its capture, when every row had one token."""
+
+    class ForgetsLengths(base):
+        __slots__ = ()
+
+        def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> HostUpdate | None:
+            assert batch.seq_lens is not None and batch.seq_lens_cpu is not None
+            batch.seq_lens.fill_(1)
+            batch.seq_lens_cpu = np.ones_like(batch.seq_lens_cpu)
+            return super().refresh(plan, batch)
+
+    return ForgetsLengths
+
+
+def _mutant(subclass: Callable[[Any], type]) -> Mutant:
+    def change(backend: Any) -> Any:
+        return become(backend, subclass)
+
+    words = getattr(subclass, "__name__").replace("_", " ")  # noqa: B009
+    return Mutant(name=words, says=(subclass.__doc__ or "").strip(), steps=MappingProxyType({"attention": change}))
+
+
+FORGETS_LENGTHS = _mutant(forgets_lengths)
+MUTANTS: tuple[Mutant, ...] = (
+    _mutant(one_key_too_few),
+    _mutant(another_scale),
+    _mutant(values_of_the_row_before),
+    _mutant(writes_another_page),
+    _mutant(reads_page_zero),
+    FORGETS_LENGTHS,
+)

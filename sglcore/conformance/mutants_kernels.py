@@ -1,0 +1,130 @@
+"""Broken kernels: one for each entry of the table, and the ways in which kernels are usually wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglcore.conformance.mutant import Mutant
+from sglcore.runtime.kernels.table import KernelTable, entry_names
+
+Change = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def last_row_is_first(real: Callable[..., Any]) -> Callable[..., Any]:
+    """The last row of a result is a copy of the first."""
+
+    def broken(*args: Any) -> Any:
+        result = real(*args)
+        parts = result if isinstance(result, tuple) else (result,)
+        wrong = tuple(torch.cat([part[:-1], part[:1]]) if part.shape[0] > 1 else part for part in parts)
+        return wrong if isinstance(result, tuple) else wrong[0]
+
+    return broken
+
+
+def scaled(real: Callable[..., Any]) -> Callable[..., Any]:
+    """A packed weight is a little too large."""
+    return lambda weight: real(weight * 1.1)
+
+
+def one_cell_more(real: Callable[..., Any]) -> Callable[..., Any]:
+    """The cell after each is written too."""
+
+    def broken(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, cells: Tensor) -> None:
+        real(key, value, k_cache, v_cache, cells + 1)
+        real(key, value, k_cache, v_cache, cells)
+
+    return broken
+
+
+def next_cell(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Every cell is one too far."""
+
+    def broken(*args: Any) -> None:
+        real(*args)
+        args[-1].add_(1)
+
+    return broken
+
+
+def ignores_strides(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Strided rows are read as if they lay together."""
+
+    def broken(x: Tensor, *args: Any) -> Any:
+        width = x.shape[-1]
+        return real(x.as_strided(x.shape, (width, 1)) if x.dim() == 2 else x, *args)
+
+    return broken
+
+
+def refuses_zero_rows(real: Callable[..., Any]) -> Callable[..., Any]:
+    """A launch over nothing is an error."""
+
+    def broken(x: Tensor, *args: Any) -> Any:
+        if not x.shape[0]:
+            raise RuntimeError("invalid configuration: a grid of zero blocks")
+        return real(x, *args)
+
+    return broken
+
+
+def writes_input(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Works in place where it may not."""
+
+    def broken(x: Tensor, *args: Any) -> Any:
+        result = real(x, *args)
+        x[..., : result.shape[-1]].copy_(result)
+        return result
+
+    return broken
+
+
+def writes_past_end(real: Callable[..., Any]) -> Callable[..., Any]:
+    """The element after the last is written, as by a block without its mask."""
+
+    def broken(x: Tensor, *args: Any) -> Any:
+        if x.numel():
+            last = x.storage_offset() + sum(
+                (size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)
+            )
+            x.as_strided((1,), (1,), last + 1).fill_(0)
+        return real(x, *args)
+
+    return broken
+
+
+def sums_every_expert(real: Callable[..., Any]) -> Callable[..., Any]:
+    """No expert is taken for the last one."""
+
+    def broken(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        return real(hidden, weights, ids.clamp(min=0), w13, w2)
+
+    return broken
+
+
+def _mutant(entry: str, how: Change) -> Mutant:
+    def change(table: KernelTable) -> KernelTable:
+        return table.replace(**{entry: how(getattr(table, entry))})
+
+    words = getattr(how, "__name__").replace("_", " ")  # noqa: B009
+    return Mutant(
+        name=f"{entry}: {words}", says=(how.__doc__ or "").strip(), steps=MappingProxyType({"kernels": change})
+    )
+
+
+_OWN: MappingProxyType[str, Change] = MappingProxyType(
+    {"pack_linear": scaled, "store_kv": one_cell_more, "cache_locations": next_cell}
+)
+MUTANTS: tuple[Mutant, ...] = (
+    *(_mutant(entry, _OWN.get(entry, last_row_is_first)) for entry in entry_names()),
+    _mutant("rms_norm", ignores_strides),
+    _mutant("silu_and_mul", refuses_zero_rows),
+    _mutant("gelu", writes_input),
+    _mutant("gelu", writes_past_end),
+    _mutant("moe", sums_every_expert),
+)

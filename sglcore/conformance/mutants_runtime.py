@@ -1,0 +1,110 @@
+"""Broken torch devices: defects in the runtime's parts, planted by the bring-up, whatever attention and graphs a device has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from sglcore.conformance.mutant import Mutant, become
+from sglcore.runtime.buffer_registry import FillContext
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.kernels.table import KernelTable
+
+
+def pads_nothing(base: Any) -> type:
+    """A registry in which padding rows keep what an older batch left in them."""
+
+    class PadsNothing(base):
+        __slots__ = ()
+
+        def fill_from(self, batch: ForwardBatch, ctx: FillContext) -> Any:
+            real = FillContext(ctx.raw_bs, ctx.raw_bs, ctx.raw_num_tokens, ctx.raw_num_tokens)
+            return super().fill_from(batch, real if ctx.raw_bs else ctx)
+
+    return PadsNothing
+
+
+def stages_once(base: Any) -> type:
+    """A registry that takes the slots of the first batch for those of every batch."""
+    seen: set[str] = set()
+
+    class StagesOnce(base):
+        __slots__ = ()
+
+        def stage(self, name: str, values: Any) -> None:
+            if name != "req_pool_indices" or name not in seen:
+                super().stage(name, values)
+            seen.add(name)
+
+    return StagesOnce
+
+
+def rows_mix(table: KernelTable) -> KernelTable:
+    """A norm that adds nothing times the mean of all rows: garbage in one row reaches the others."""
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed = table.rms_norm(x, weight, eps)
+        return normed + 0 * normed.mean(dim=0, keepdim=True)
+
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed, total = table.add_rms_norm(x, residual, weight, eps)
+        return normed + 0 * normed.mean(dim=0, keepdim=True), total
+
+    return table.replace(rms_norm=rms_norm, add_rms_norm=add_rms_norm)
+
+
+def sharing() -> Callable[[Any], Any]:
+    """A change after which every backend reads the pools of the one that was made last."""
+    latest: list[Any] = []
+
+    def subclass(base: Any) -> type:
+        class ReadsLatest(base):
+            __slots__ = ()
+
+            def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any) -> Tensor:
+                self.token_to_kv_pool = latest[-1]
+                return super().forward(q, k, v, layer, batch)
+
+        return ReadsLatest
+
+    def change(backend: Any) -> Any:
+        latest.append(backend.token_to_kv_pool)
+        return become(backend, subclass)
+
+    return change
+
+
+def broken_registries(subclass: Callable[[Any], type]) -> Callable[[Any], Any]:
+    """A change of both registries of a runner."""
+
+    def change(runner: Any) -> Any:
+        for registry in (runner.decode_registry, runner.prefill_registry):
+            become(registry, subclass)
+        return runner
+
+    return change
+
+
+def _steps(**changes: Callable[[Any], Any]) -> MappingProxyType[str, Callable[[Any], Any]]:
+    return MappingProxyType(changes)
+
+
+PADS_NOTHING = Mutant(
+    name="padding not filled",
+    says="Padding rows keep what an older batch left in them.",
+    steps=_steps(graphs=broken_registries(pads_nothing)),
+)
+STAGES_ONCE = Mutant(
+    name="inputs staged once",
+    says="A field of the first batch is taken for that of every batch.",
+    steps=_steps(graphs=broken_registries(stages_once)),
+)
+ROWS_MIX = Mutant(name="rows mix", says="Garbage in a padding row reaches the others.", steps=_steps(kernels=rows_mix))
+SHARES_POOLS = Mutant(
+    name="latest pools",
+    says="Every runner of the process uses the pools of the one that was made last.",
+    steps=_steps(attention=sharing()),
+)

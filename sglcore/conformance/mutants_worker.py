@@ -1,0 +1,242 @@
+"""Broken workers: defects on the host side of the seam, which can be planted in any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from sglcore.conformance.mutant import Mutant
+from sglcore.device.batch import ScheduleBatch
+from sglcore.device.worker import BatchResult, Limits, ModelWorker, Ticket
+
+
+class Changed:
+    """A worker whose batches or results are changed on their way; the kinds below say how."""
+
+    def __init__(self, worker: ModelWorker) -> None:
+        self.worker = worker
+
+    @property
+    def limits(self) -> Limits:
+        """Those of the worker."""
+        return self.worker.limits
+
+    def submit(self, batch: ScheduleBatch) -> Ticket:
+        """Start a step."""
+        self.change(batch)
+        return self.worker.submit(batch)
+
+    def collect(self, ticket: Ticket) -> BatchResult:
+        """Wait for a step."""
+        return self.changed(self.worker.collect(ticket))
+
+    def close(self) -> None:
+        """Close the worker."""
+        self.worker.close()
+
+    def change(self, batch: ScheduleBatch) -> None:
+        """Change a batch in place."""
+
+    def changed(self, result: BatchResult) -> BatchResult:
+        """A result in another form."""
+        return result
+
+
+class OnePositionLate(Changed):
+    """A decoding row is taken to be one token shorter than it is."""
+
+    def change(self, batch: ScheduleBatch) -> None:
+        if batch.forward_mode.is_decode:
+            batch.seq_lens = batch.seq_lens - 1
+
+
+class RestartsChunks(Changed):
+    """Every chunk is taken for the beginning of its prompt."""
+
+    def change(self, batch: ScheduleBatch) -> None:
+        if not batch.forward_mode.is_decode:
+            batch.prefix_lens = np.zeros_like(batch.prefix_lens)
+            batch.seq_lens = np.diff(batch.token_offsets).astype(np.int32)
+
+
+class OneLengthForAll(Changed):
+    """The shortest decoding row has the length of the longest."""
+
+    def change(self, batch: ScheduleBatch) -> None:
+        if batch.forward_mode.is_decode:
+            batch.seq_lens = np.full_like(batch.seq_lens, batch.seq_lens.max())
+
+
+class NeighbouringPages(Changed):
+    """A row's pages are taken to follow one another."""
+
+    def __init__(self, worker: ModelWorker) -> None:
+        super().__init__(worker)
+        self._first: dict[int, int] = {}
+
+    def change(self, batch: ScheduleBatch) -> None:
+        pages = batch.new_pages.copy()
+        for row, slot in enumerate(batch.slots.tolist()):
+            start, end = batch.new_page_offsets[row : row + 2].tolist()
+            held = int(batch.page_counts[row])
+            if end > start and not held:
+                self._first[slot] = int(pages[start])
+            for index in range(start, end):
+                pages[index] = (self._first[slot] + held + index - start - 1) % self.limits.num_pages + 1
+        batch.new_pages = pages
+
+
+class KeepsRowOrder(Changed):
+    """The first tokens after a change of rows come in another order."""
+
+    def __init__(self, worker: ModelWorker) -> None:
+        super().__init__(worker)
+        self._slots: list[int] = []
+        self._shuffled: set[int] = set()
+
+    def change(self, batch: ScheduleBatch) -> None:
+        slots = batch.slots.tolist()
+        if slots != self._slots and len(slots) == len(self._slots):
+            self._shuffled.add(batch.step)
+        self._slots = slots
+
+    def changed(self, result: BatchResult) -> BatchResult:
+        if result.step not in self._shuffled:
+            return result
+        self._shuffled.discard(result.step)
+        return replace(result, token_ids=np.roll(result.token_ids, 1))
+
+
+class ReusesResults(Changed):
+    """The buffer of a step's tokens is used again while its ticket is still out."""
+
+    def __init__(self, worker: ModelWorker) -> None:
+        super().__init__(worker)
+        self._out: list[Ticket] = []
+        self._early: dict[int, BatchResult] = {}
+
+    def submit(self, batch: ScheduleBatch) -> Ticket:
+        older = [ticket for ticket in self._out if ticket.step not in self._early]
+        ticket = self.worker.submit(batch)
+        if self._out:
+            for other in (*older, ticket):
+                self._early[other.step] = self.worker.collect(other)
+            for other in self._out:
+                self._overwrite(other.step, self._early[ticket.step])
+        self._out.append(ticket)
+        return ticket
+
+    def collect(self, ticket: Ticket) -> BatchResult:
+        self._out = [other for other in self._out if other is not ticket]
+        early = self._early.pop(ticket.step, None)
+        return self.worker.collect(ticket) if early is None else early
+
+    def _overwrite(self, step: int, newest: BatchResult) -> None:
+        older = self._early[step]
+        if len(older.token_ids) == len(newest.token_ids):
+            self._early[step] = replace(older, token_ids=newest.token_ids)
+
+
+class SeedsByRow(Changed):
+    """The noise of a draw depends on the row of the batch."""
+
+    def change(self, batch: ScheduleBatch) -> None:
+        sampling: Any = batch.sampling
+        rows = np.arange(len(sampling), dtype=np.int32)[:, None]
+        batch.sampling = replace(sampling, seed_words=sampling.seed_words + rows)
+
+
+class KeepsOldPages(Changed):
+    """A request that takes over a slot runs on the pages that the slot had before."""
+
+    def __init__(self, worker: ModelWorker) -> None:
+        super().__init__(worker)
+        self._pages: dict[int, list[int]] = {}
+
+    def change(self, batch: ScheduleBatch) -> None:
+        pages = batch.new_pages.copy()
+        for row, slot in enumerate(batch.slots.tolist()):
+            start, end = batch.new_page_offsets[row : row + 2].tolist()
+            held, old = int(batch.page_counts[row]), self._pages.get(slot, [])
+            new = pages[start:end].tolist()
+            if not held and new:
+                reused = old[: end - start]
+                pages[start : start + len(reused)] = reused
+            self._pages[slot] = (self._pages.get(slot, []) if held else []) + new
+        batch.new_pages = pages
+
+
+class LosesSharedPages(Changed):
+    """The first page that a new request shares with another is taken to be page 0."""
+
+    def change(self, batch: ScheduleBatch) -> None:
+        pages = batch.new_pages.copy()
+        for row in np.flatnonzero((batch.page_counts == 0) & (batch.prefix_lens > 0)).tolist():
+            pages[batch.new_page_offsets[row]] = 0
+        batch.new_pages = pages
+
+
+class SwapsRows(Changed):
+    """The first two rows of a decode get each other's tokens."""
+
+    def changed(self, result: BatchResult) -> BatchResult:
+        if len(result.token_ids) < 2:
+            return result
+        tokens = result.token_ids.copy()
+        tokens[:2] = tokens[1::-1]
+        return replace(result, token_ids=tokens)
+
+
+class Flatters(Changed):
+    """Log-probabilities are reported half a nat too high."""
+
+    def changed(self, result: BatchResult) -> BatchResult:
+        found = result.logprobs
+        return result if found is None else replace(result, logprobs=replace(found, chosen=found.chosen + 0.5))
+
+
+class Overstates(Changed):
+    """The limits promise twice the pages that there are."""
+
+    @property
+    def limits(self) -> Limits:
+        real = self.worker.limits
+        return replace(real, num_pages=2 * real.num_pages)
+
+
+def hoarding() -> Callable[[ModelWorker], ModelWorker]:
+    """A change that keeps every worker alive and lets none be closed."""
+    kept: list[ModelWorker] = []
+
+    class Hoarded(Changed):
+        """Closes nothing."""
+
+        def close(self) -> None:
+            kept.append(self.worker)
+
+    return Hoarded
+
+
+def _worker(name: str, kind: Callable[[ModelWorker], Any]) -> Mutant:
+    return Mutant(name=name, says=(kind.__doc__ or "").strip(), steps=MappingProxyType({"worker": kind}))
+
+
+ONE_POSITION_LATE = _worker("one position late", OnePositionLate)
+RESTARTS_CHUNKS = _worker("chunks restart", RestartsChunks)
+ONE_LENGTH_FOR_ALL = _worker("one length for all", OneLengthForAll)
+NEIGHBOURING_PAGES = _worker("pages are neighbours", NeighbouringPages)
+KEEPS_ROW_ORDER = _worker("order of rows", KeepsRowOrder)
+REUSES_RESULTS = _worker("result buffer reused", ReusesResults)
+SEEDS_BY_ROW = _worker("seeds by row", SeedsByRow)
+KEEPS_OLD_PAGES = _worker("slot keeps old pages", KeepsOldPages)
+LOSES_SHARED_PAGES = _worker("shared page lost", LosesSharedPages)
+SWAPS_ROWS = _worker("rows swapped", SwapsRows)
+FLATTERS = _worker("flattering log-probabilities", Flatters)
+OVERSTATES = _worker("limits overstated", Overstates)
+NEVER_CLOSES = Mutant(
+    name="never closes", says="Closing frees nothing.", steps=MappingProxyType({"worker": hoarding()})
+)

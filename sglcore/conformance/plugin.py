@@ -1,0 +1,234 @@
+"""The pytest plugin: options, one test for each case of each law, gaps as expected failures, and the result at the end.
+
+It runs on whatever device `--conform-device` names, or else the one whose package the test file lies in. Everything
+heavy is imported when a law runs.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from sglcore.conformance.gaps import Gap
+    from sglcore.conformance.law import Law
+    from sglcore.conformance.target import Target
+    from sglcore.conformance.trial import Kit, Outcome
+
+LEVELS = ("C0", "C1", "C2", "C3", "C4")
+
+
+@dataclass(slots=True)
+class Run:
+    """One device's run within a session."""
+
+    target: Target
+    gaps: tuple[Gap, ...]
+    outcomes: list[Outcome] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    obstacle: str | None = None
+    was_named: bool = False
+
+    def reason_against(self, level: str) -> str:
+        """Why laws of a level can not run here; the package's own laws can run everywhere."""
+        if level == LEVELS[0]:
+            return ""
+        if self.obstacle is None:
+            self.obstacle = self.target.obstacle()
+        return self.obstacle
+
+
+_DEFAULTS = MappingProxyType(
+    {"--conform-level": "C4", "--conform-law": (), "--conform-set": (), "--conform-hardware": ""}
+)
+RUNS = pytest.StashKey[dict[str, Run]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The kit's options."""
+    group = parser.getgroup("conformance", "sglcore's conformance kit")
+    group.addoption("--conform-device", metavar="NAME", help='the device under test, or "reference"')
+    group.addoption("--conform-level", default="C4", choices=LEVELS, help="run the laws up to this level")
+    group.addoption("--conform-law", action="append", default=[], metavar="LAW", help="run these laws only")
+    group.addoption(
+        "--conform-set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of every engine, such as dtype",
+    )
+    group.addoption("--conform-result", type=Path, metavar="FILE", help="write the result as JSON")
+    group.addoption(
+        "--conform-hardware", default="", metavar="TEXT", help='what the device is; "simulated" where it is none'
+    )
+    group.addoption("--conform-record", type=Path, metavar="FILE", help="write the steps of a run, and nothing else")
+    group.addoption("--conform-replay", type=Path, metavar="FILE", help="run recorded steps, and nothing else")
+    group.addoption("--conform-mutants", action="store_true", help="run each law on each broken device it must catch")
+
+
+def _option(config: pytest.Config, name: str) -> Any:
+    """An option; its default where the plugin came too late to add options, with the test file that imports the suite."""
+    return config.getoption(name, default=_DEFAULTS.get(name))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Nothing has run yet."""
+    config.stash[RUNS] = {}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A case of a law for each test of the suite."""
+    if "law_case" in metafunc.fixturenames:
+        run = _run_for(metafunc.config, metafunc.definition.path)
+        found = [] if _records(metafunc.config) else list(_law_cases(metafunc.config, run))
+        metafunc.parametrize("law_case", [pytest.param(case, id=case.name) for case in found], scope="session")
+    for name, wanted in (("gap_run", not _records(metafunc.config)), ("run_to_record", _records(metafunc.config))):
+        if name in metafunc.fixturenames:
+            run = _run_for(metafunc.config, metafunc.definition.path)
+            found = [pytest.param(run, id=run.target.name)] if wanted else []
+            metafunc.parametrize(name, found, scope="session")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that were not asked for are no skips: laws where steps are recorded, and the other way round."""
+    own = [item for item in items if {"law_case", "gap_run", "run_to_record"} & set(_fixtures(item))]
+    unasked = [item for item in own if item.get_closest_marker("skip") is not None]
+    if unasked:
+        config.hook.pytest_deselected(items=unasked)
+        items[:] = [item for item in items if item not in unasked]
+
+
+def _fixtures(item: pytest.Item) -> tuple[str, ...]:
+    return tuple(item.fixturenames) if isinstance(item, pytest.Function) else ()
+
+
+def _records(config: pytest.Config) -> bool:
+    return bool(_option(config, "--conform-record") or _option(config, "--conform-replay"))
+
+
+@dataclass(frozen=True, slots=True)
+class LawCase:
+    """One case of a law on one device, or on one broken kind of it."""
+
+    run: Run
+    law: Law
+    case: str
+    mutant: int | None = None
+
+    @property
+    def name(self) -> str:
+        """As results name it."""
+        from sglcore.conformance.law import run_name
+
+        planted = "" if self.mutant is None else f" against {self.law.mutants[self.mutant].name}"
+        return f"{self.law.level}-{run_name(self.law, self.case)}{planted}"
+
+
+def _law_cases(config: pytest.Config, run: Run) -> Iterator[LawCase]:
+    from sglcore.conformance.catalogue import laws_up_to
+
+    names = _option(config, "--conform-law")
+    for law in laws_up_to(_option(config, "--conform-level"), names):
+        if _option(config, "--conform-mutants"):
+            yield from (LawCase(run, law, "", number) for number in range(len(law.mutants)))
+        else:
+            yield from (LawCase(run, law, case) for case in law.cases(run.target))
+
+
+def _run_for(config: pytest.Config, file: Path) -> Run:
+    """The run of the device that a test file is about."""
+    from sglcore.conformance.gaps import read_gaps
+
+    named = _option(config, "--conform-device")
+    name = named or _declared_device(file)
+    if not name:
+        raise pytest.UsageError(f"{file} lies in no device package; give --conform-device NAME")
+    runs = config.stash[RUNS]
+    if name not in runs:
+        target = _target(name)
+        runs[name] = Run(target, read_gaps(target.folder), was_named=bool(named))
+    return runs[name]
+
+
+def _target(name: str) -> Target:
+    if name == "reference":
+        from sglcore.conformance.reference_parts import REFERENCE
+
+        return REFERENCE
+    from sglcore.conformance.target import find_target
+
+    return find_target(name)
+
+
+def _declared_device(file: Path) -> str:
+    """The device that the nearest pyproject.toml above a file offers; empty if there is none."""
+    from sglcore.device.discovery import GROUP
+
+    for folder in file.parents:
+        declared = folder / "pyproject.toml"
+        if declared.is_file():
+            points = tomllib.loads(declared.read_text(encoding="utf-8")).get("project", {}).get("entry-points", {})
+            return next(iter(points.get(GROUP, {})), "")
+    return ""
+
+
+@pytest.fixture(scope="session")
+def conformance_kits(
+    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[Run], Kit]]:
+    """Gives the kit of a run's device; each is made once in a session and closed at its end."""
+    from sglcore.conformance.trial import Kit
+
+    kits: dict[str, Kit] = {}
+
+    def kit_of(run: Run) -> Kit:
+        name = run.target.name
+        if name not in kits:
+            folder = tmp_path_factory.mktemp(f"conformance-{name}")
+            kits[name] = Kit(run.target, folder, _settings(pytestconfig))
+        return kits[name]
+
+    yield kit_of
+    for kit in kits.values():
+        kit.close()
+
+
+def _settings(config: pytest.Config) -> dict[str, Any]:
+    """Settings of the command line, each read as its field of EngineConfig is read from a variable."""
+    from sglcore.device.config import PREFIX, resolve_config
+
+    given = dict(text.partition("=")[::2] for text in _option(config, "--conform-set"))
+    found = resolve_config({}, {f"{PREFIX}{name.upper()}": value for name, value in given.items()})
+    return {name: getattr(found, name) for name in given}
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """A line for each device, and the result file."""
+    from sglcore.conformance.result import make_result, verdict, write_result
+
+    file: Path | None = _option(config, "--conform-result")
+    for run in config.stash[RUNS].values():
+        if not run.outcomes:
+            continue
+        counts = {
+            word: sum(outcome.verdict == word for outcome in run.outcomes) for word in ("passed", "failed", "skipped")
+        }
+        what = ", ".join(f"{count} {word}" for word, count in counts.items())
+        terminalreporter.write_line(f"{run.target.name}: {verdict(run.outcomes, run.gaps, run.problems)} ({what})")
+        if file is not None:
+            values = make_result(
+                run.target,
+                run.outcomes,
+                run.gaps,
+                level=_option(config, "--conform-level"),
+                hardware=_option(config, "--conform-hardware"),
+                problems=run.problems,
+            )
+            write_result(file, values)
+            terminalreporter.write_line(f"written: {file}")

@@ -1,0 +1,64 @@
+"""What the reference runs on: a graph mechanism that captures nothing, and the standard bring-up with a fixed budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from sglcore.conformance.reference import package
+from sglcore.conformance.target import Target
+from sglcore.runtime.attention.reference import ReferenceAttention
+from sglcore.runtime.bring_up import STANDARD
+from sglcore.runtime.memory.sizing import MemoryBudget
+
+MEMORY = 256 << 20
+"""Bytes that the reference may take for KV; the kit's models need a small part of it."""
+
+
+class ReplayedStep:
+    """A step that runs again on the static buffers."""
+
+    def __init__(self, step: Callable[[], Tensor]) -> None:
+        self._step = step
+
+    def replay(self, update: object | None) -> Tensor:
+        """Run it."""
+        return self._step()
+
+
+class ReplayedGraphs:
+    """A graph mechanism that captures nothing: it shows that buckets, padding and refresh are right."""
+
+    kind = "replayed"
+
+    def capture(self, step: Callable[[], Tensor]) -> ReplayedStep:
+        """Run once, and keep."""
+        step()
+        return ReplayedStep(step)
+
+    def close(self) -> None:
+        """Nothing is shared."""
+
+
+class ReplayableAttention(ReferenceAttention):
+    """The reference's attention for a graph that runs its host code again: that can be captured, and nothing else."""
+
+    facts = replace(ReferenceAttention.facts, features=ReferenceAttention.facts.features | {"capture"})
+
+
+def replayed(*_: object) -> ReplayedGraphs:
+    """The graph factory of the reference."""
+    return ReplayedGraphs()
+
+
+def device_memory(load_weights: object) -> MemoryBudget:
+    """A fixed budget."""
+    return MemoryBudget(MEMORY, MEMORY, "the reference's fixed budget")
+
+
+BRING_UP = STANDARD.insert(device_memory, before="size_memory")
+
+REFERENCE = Target(package, "sglcore")
+"""The reference as a device under test."""

@@ -1,0 +1,90 @@
+"""The tests of the kit. A vendor's test file is one import: `from sglcore.conformance.suite import *`.
+
+`plugin.py`, which comes with the wheel, makes one test for each case of each law.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sglcore.conformance.gaps import closed_gap, gap_for, stale_gaps
+from sglcore.conformance.law import LEVELS, run_name
+from sglcore.conformance.record import read_record, write_record
+from sglcore.conformance.trial import Kit, Outcome, catches, record_run, replay_run, run_case
+
+if TYPE_CHECKING:
+    from sglcore.conformance.plugin import LawCase, Run
+
+__all__ = ["pytest_plugins", "test_gaps_are_known_laws_and_have_not_expired", "test_law", "test_recorded_steps"]
+
+pytest_plugins = ("sglcore.conformance.plugin",)
+"""For a checkout that was not installed; the wheel's entry point names the same plugin."""
+
+Kits = Callable[["Run"], Kit]
+
+
+def test_gaps_are_known_laws_and_have_not_expired(gap_run: Run) -> None:
+    """The gaps themselves, before anything runs."""
+    from sglcore.conformance.catalogue import LAWS
+
+    known = [run_name(law, case) for law in LAWS for case in law.cases(gap_run.target)]
+    wrong = stale_gaps(gap_run.gaps, known, datetime.date.today())
+    gap_run.problems.extend(wrong)
+    if wrong:
+        pytest.fail("\n".join(wrong), pytrace=False)
+
+
+def test_law(law_case: LawCase, conformance_kits: Kits) -> None:
+    """A law holds; or there is a gap for it, and it does not; or, with mutants asked for, a broken device is caught."""
+    _need_device(law_case.run, law_case.law.level)
+    kit = conformance_kits(law_case.run)
+    if law_case.mutant is not None:
+        caught, text = catches(kit, law_case.law, law_case.law.mutants[law_case.mutant])
+        if caught is None:
+            pytest.skip(text)
+        if not caught:
+            pytest.fail(f"the law lets it pass: {text}", pytrace=False)
+        return
+    outcome = run_case(kit, law_case.law, law_case.case)
+    law_case.run.outcomes.append(outcome)
+    _report(law_case.run, outcome)
+
+
+def test_recorded_steps(run_to_record: Run, conformance_kits: Kits, pytestconfig: pytest.Config) -> None:
+    """Write down the steps of a run on this device, or feed it the steps of another and compare."""
+    _need_device(run_to_record, LEVELS[1])
+    kit = conformance_kits(run_to_record)
+    target: Path | None = pytestconfig.getoption("--conform-record", default=None)
+    source: Path | None = pytestconfig.getoption("--conform-replay", default=None)
+    if target is not None:
+        write_record(target, record_run(kit))
+    if source is not None:
+        seen = replay_run(kit, read_record(source))
+        print(f"{seen.tokens} tokens compared, {seen.parted} requests parted, largest difference {seen.max_error:.3g}")
+
+
+def _need_device(run: Run, level: str) -> None:
+    """Where a person named a device that can not run, that is the answer; a suite that passes by is skipped."""
+    reason = run.reason_against(level)
+    if reason and run.was_named:
+        pytest.fail(reason, pytrace=False)
+    if reason:
+        pytest.skip(reason)
+
+
+def _report(run: Run, outcome: Outcome) -> None:
+    gap = gap_for(run.gaps, outcome.name)
+    if outcome.verdict == "skipped":
+        pytest.skip(outcome.text)
+    if outcome.verdict == "failed":
+        if gap is None:
+            pytest.fail(outcome.text, pytrace=False)
+        pytest.xfail(f"{gap.reason} ({gap.link})")
+    if gap is not None:
+        run.problems.append(closed_gap(gap, outcome.name))
+        pytest.fail(run.problems[-1], pytrace=False)

@@ -1,0 +1,58 @@
+"""The support table of docs/devices.md, generated from result files. What never met its hardware says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sglcore.conformance.law import LEVELS
+from sglcore.conformance.result import SIMULATED, read_result
+
+BEGIN = "<!-- begin: made by `sglcore conform --table`, do not edit -->"
+END = "<!-- end -->"
+HEAD = ("device", "ran on", *LEVELS, "gaps", "sglcore", "torch", "date", "digest")
+MISSING = "not run"
+
+
+def support_table(folder: Path) -> str:
+    """Markdown: a row for each result file of a folder. Raises ValueError for one that was changed by hand."""
+    results = sorted((read_result(file) for file in folder.glob("*.json")), key=_order)
+    rows = [HEAD, tuple("---" for _ in HEAD), *(_row(values) for values in results)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def with_table(text: str, table: str) -> str:
+    """A document with the table between its two marks. Raises ValueError where a mark is missing."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the document lacks {BEGIN!r} or {END!r}")
+    return f"{before}{BEGIN}\n{table}{END}{after}"
+
+
+def _order(values: Mapping[str, Any]) -> tuple[str, str]:
+    return values["device"], values["hardware"]
+
+
+def _row(values: Mapping[str, Any]) -> tuple[str, ...]:
+    laws = values["laws"]
+    levels = (_level([law for law in laws if law["level"] == level]) for level in LEVELS)
+    gaps = sum(law["verdict"] == "gap" for law in laws)
+    versions = values["versions"]
+    hardware = values["hardware"] or "not said"
+    where = SIMULATED if hardware == SIMULATED else hardware
+    short = values["digest"][:12]
+    return (
+        values["device"], where, *levels, str(gaps), versions["sglcore"], versions["torch"], values["date"], f"`{short}`",
+    )  # fmt: skip
+
+
+def _level(laws: Sequence[Mapping[str, Any]]) -> str:
+    """Counts of what holds, and of what does not."""
+    if not laws:
+        return MISSING
+    counts = {
+        verdict: sum(law["verdict"] == verdict for law in laws) for verdict in ("passed", "gap", "failed", "skipped")
+    }
+    return ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)

@@ -1,0 +1,50 @@
+"""A worker as the kit drives it: it notes the path of every step, may keep the steps, and serves one scheduler after another."""
+
+from __future__ import annotations
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore.device.worker import BatchResult, Limits, ModelWorker, Ticket
+
+STRIDE = 1 << 20
+"""Compositions of one scheduler; a worker takes equal numbers for equal rows, so each scheduler gets its own range."""
+
+
+class Tape:
+    """Hands every call on. `paths`: what ran ("eager", or a graph's kind and bucket). `steps`: batch and result of each
+    step since `keep` was set, in order of their collect."""
+
+    def __init__(self, worker: ModelWorker) -> None:
+        self.worker = worker
+        self.paths: set[str] = set()
+        self.keep = False
+        self.steps: list[tuple[ScheduleBatch, BatchResult]] = []
+        self._sent: dict[int, ScheduleBatch] = {}
+        self._scheduler = 0
+
+    @property
+    def limits(self) -> Limits:
+        """Those of the worker."""
+        return self.worker.limits
+
+    def next_scheduler(self) -> None:
+        """From now on another scheduler submits; nothing may be in flight."""
+        self._scheduler += 1
+
+    def submit(self, batch: ScheduleBatch) -> Ticket:
+        """Start a step."""
+        batch.composition += self._scheduler * STRIDE
+        if self.keep:
+            self._sent[batch.step] = batch.copy_for_forward()
+        return self.worker.submit(batch)
+
+    def collect(self, ticket: Ticket) -> BatchResult:
+        """Wait for a step."""
+        result = self.worker.collect(ticket)
+        self.paths.add(result.path)
+        if self.keep:
+            self.steps.append((self._sent.pop(ticket.step), result))
+        return result
+
+    def close(self) -> None:
+        """Close the worker."""
+        self.worker.close()

@@ -1,0 +1,180 @@
+"""The device under test: its package, where its files lie, what it can do, and how it starts on one of the kit's models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from sglcore.conformance.mutant import Mutant, wrap_steps
+from sglcore.device.bring_up import BringUp
+from sglcore.device.config import EngineConfig
+from sglcore.device.discovery import GROUP, discover
+from sglcore.device.facts import Facts
+from sglcore.device.ledger import DecisionLedger
+from sglcore.device.package import DevicePackage, resolve
+from sglcore.device.selection import Requested, find_installed, run_probe
+from sglcore.device.worker import ModelWorker
+
+GIVEN = ("config", "package", "facts", "ledger", "progress", "model_path")
+"""What an engine gives to a bring-up."""
+
+HEAD_DIMS = (16, 32, 64, 128, 256)
+PAGE_SIZES = (4, 8, 16, 32, 64, 128)
+DTYPES = ("float32", "bfloat16", "float16")
+TORCH_STEPS = frozenset({"kernels", "memory_pools", "attention", "graphs"})
+"""Steps of the bring-up of a device that runs on the torch runtime, which some laws look into."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What the kit's models are given so that a backend takes them."""
+
+    head_dim: int
+    page_size: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A started device: what its bring-up built, by step."""
+
+    worker: ModelWorker
+    built: Mapping[str, Any]
+    ledger: DecisionLedger
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`folder` holds the package's `gaps.toml` and `bring_up.txt`; None: nowhere. `mutant`: a defect that is planted."""
+
+    package: DevicePackage
+    distribution: str = ""
+    version: str = ""
+    folder: Path | None = None
+    mutant: Mutant | None = None
+
+    @property
+    def name(self) -> str:
+        """What `--device` calls it."""
+        return self.package.name
+
+    def broken_by(self, mutant: Mutant) -> Target:
+        """The same device with a defect."""
+        return replace(self, package=mutant.package(self.package), mutant=mutant)
+
+    def facts(self) -> Facts:
+        """The values by which it differs."""
+        return resolve(self.package.facts, self.name)()
+
+    def order(self) -> BringUp:
+        """Its bring-up, with the defect planted."""
+        order: BringUp = resolve(self.package.bring_up, self.name)
+        if self.mutant is None:
+            return order
+        changed = self.mutant.order(order) if self.mutant.order is not None else order
+        return wrap_steps(changed, self.mutant.steps)
+
+    def capabilities(self) -> frozenset[str]:
+        """What laws may need: "torch_runtime", "attention", "graphs", "streams"."""
+        facts = self.facts()
+        steps = {step.provides for step in self.order().steps}
+        offered = {
+            "torch_runtime": steps >= TORCH_STEPS,
+            "attention": bool(self.package.attention),
+            "graphs": bool(self.package.graphs),
+            "streams": facts.has_streams,
+        }
+        return frozenset(name for name, holds in offered.items() if holds)
+
+    def importable_attention(self) -> Mapping[str, Any]:
+        """The attention backends whose libraries are installed, the preferred first."""
+        found: dict[str, Any] = {}
+        for name, ref in self.package.attention.items():
+            try:
+                found[name] = resolve(ref, self.name)
+            except ImportError:
+                continue
+        return MappingProxyType(found)
+
+    def geometry(self, backend: str | None = None) -> Geometry:
+        """Sizes that a backend takes. Unless one is named: those of the preferred one that is importable, in float32 where
+        some backend computes in it with these sizes, because there a law can be strict."""
+        classes = self.importable_attention()
+        if not classes:
+            return Geometry(HEAD_DIMS[0], self.facts().page_size, DTYPES[0])
+        chosen = [classes[backend] if backend is not None else next(iter(classes.values()))]
+        if backend is None:
+            wide = (
+                other for other in classes.values() if other.facts.dtypes is None or DTYPES[0] in other.facts.dtypes
+            )
+            chosen += [other for other in wide if other is not chosen[0]][:1]
+        facts = [item.facts for item in chosen]
+        return Geometry(
+            _first(HEAD_DIMS, [item.head_dims for item in facts]),
+            _first(PAGE_SIZES, [item.page_sizes for item in facts]),
+            _first(DTYPES, [facts[-1].dtypes]),
+        )
+
+    def other_dtypes(self) -> tuple[str, ...]:
+        """The dtype of the preferred backend, where it does not take that of `geometry`."""
+        first = next(iter(self.importable_attention().values()), None)
+        taken = first.facts.dtypes if first is not None else None
+        own = _first(("bfloat16", "float16", "float32"), [taken])
+        return () if taken is None or self.geometry().dtype in taken else (own,)
+
+    def obstacle(self) -> str:
+        """Why the device can not run here, as its probe says; empty if it can."""
+        failure = run_probe(self.package, named=True).first_failure
+        return f"{self.name} is not usable here: {failure[0]}: {failure[1].evidence}" if failure else ""
+
+    def start(self, config: EngineConfig, model: Path) -> Running:
+        """Run the bring-up over a checkpoint; waits. Raises what a step raises."""
+        ledger = DecisionLedger(strict=config.strict)
+        given = {
+            "config": config,
+            "package": self.package,
+            "facts": self.facts(),
+            "ledger": ledger,
+            "progress": _no_progress,
+            "model_path": model,
+        }
+        built = self.order().run(given)
+        return Running(built["worker"], built, ledger)
+
+
+def find_target(name: str) -> Target:
+    """The installed device of this name; raises DeviceError if there is none, or what its loading raised."""
+    item = find_installed(discover(), Requested(name, "the argument"))
+    return Target(item.loaded(), item.distribution, item.version, package_folder(name))
+
+
+def package_folder(name: str) -> Path | None:
+    """The folder with a package's data files: that of its module, or the one around it in a checkout."""
+    for point in entry_points(group=GROUP, name=name):
+        module = _module_folder(point)
+        for folder in (module, module.parent) if module is not None else ():
+            if (folder / "gaps.toml").is_file() or (folder / "bring_up.txt").is_file():
+                return folder
+    return None
+
+
+def _module_folder(point: EntryPoint) -> Path | None:
+    spec = find_spec(point.module.split(".")[0])
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+def _first(wanted: tuple[Any, ...], allowed: Sequence[tuple[Any, ...] | None]) -> Any:
+    """The first of our values that all allow, or else the first that the first of them allows."""
+    for value in wanted:
+        if all(values is None or value in values for values in allowed):
+            return value
+    return next((values[0] for values in allowed if values is not None), wanted[0])
+
+
+def _no_progress(phase: str, done: int, total: int) -> None:
+    """Report nothing."""

@@ -1,0 +1,225 @@
+"""One run of the kit: models, the reference, started devices that laws share, and the outcome of each case of a law."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from sglcore.conformance.bench import Bench, Result, random_prompts
+from sglcore.conformance.checkpoint import SMOOTH, write_checkpoint
+from sglcore.conformance.law import LOGPROBS, Law, LawBroken, NotApplicable
+from sglcore.conformance.mutant import Mutant
+from sglcore.conformance.oracle import Oracle, check_results
+from sglcore.conformance.record import Record, Replayed, replay
+from sglcore.conformance.reference_parts import REFERENCE
+from sglcore.conformance.target import Geometry, Target
+from sglcore.device.config import resolve_config
+from sglcore.device.errors import ConfigError
+
+Verdict = Literal["passed", "failed", "skipped"]
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {"threads": 1, "max_requests": 6, "graph": "off", "kv_cache_memory": 8 << 20}
+)
+"""How the kit starts a device unless a law or the caller says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one case. `text`: why it failed or was skipped. `max_error`: the largest difference seen."""
+
+    law: str
+    level: str
+    case: str
+    verdict: Verdict
+    text: str
+    seconds: float
+    max_error: float | None
+
+    @property
+    def name(self) -> str:
+        """As gaps name it."""
+        return f"{self.law}[{self.case}]" if self.case else self.law
+
+
+class Kit:
+    """A device under test with all that its laws share. `folder` is for files of the kit's own; close it at the end."""
+
+    def __init__(self, target: Target, folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self.target = target
+        self.folder = folder
+        self.settings = MappingProxyType({**DEFAULTS, **settings})
+        self._benches: dict[tuple[object, ...], Bench] = {}
+        self._references: dict[tuple[str, int, int], Bench] = {}
+        self._oracles: dict[tuple[str, int], Oracle] = {}
+
+    def checkpoint(self, model: str, head_dim: int) -> Path:
+        """The folder of one of the kit's models, written when it is first asked for."""
+        folder = self.folder / f"{model}-{head_dim}"
+        return folder if folder.is_dir() else write_checkpoint(folder, model, head_dim)
+
+    def reference(self, model: str, head_dim: int, page_size: int = 16) -> Bench:
+        """The reference on a model, started; shared."""
+        key = (model, head_dim, page_size)
+        if key not in self._references:
+            settings = {**DEFAULTS, "page_size": page_size, "dtype": "float32", "max_batch_tokens": 256}
+            self._references[key] = self._start(REFERENCE, model, REFERENCE.geometry(), head_dim, settings)
+        return self._references[key]
+
+    def oracle(self, model: str, head_dim: int) -> Oracle:
+        """What the reference says about texts under a model."""
+        key = (model, head_dim)
+        if key not in self._oracles:
+            self._oracles[key] = Oracle(self.reference(model, head_dim))
+        return self._oracles[key]
+
+    def open(self, model: str, **settings: Any) -> Bench:
+        """Start the device on a model; the caller closes it. Settings are those of EngineConfig."""
+        geometry = self.target.geometry(settings.get("attention_backend"))
+        given = {"page_size": geometry.page_size, "dtype": geometry.dtype, **self.settings, **settings}
+        model = model if given["dtype"] == "float32" else SMOOTH.get(model, model)
+        return self._start(self.target, model, geometry, geometry.head_dim, given)
+
+    def bench(self, model: str, **settings: Any) -> Bench:
+        """A started device that laws share: whoever asks for the same gets the same."""
+        key = (model, *sorted(settings.items()))
+        if key not in self._benches:
+            self._benches[key] = self.open(model, **settings)
+        return self._benches[key]
+
+    def forget(self) -> None:
+        """Close every shared device, as after a failure that may have left one in disorder. The reference stays."""
+        benches, self._benches = self._benches, {}
+        for bench in benches.values():
+            with suppress(Exception):  # A broken device may not close; its law has said what is wrong.
+                bench.close()
+
+    def close(self) -> None:
+        """Close all."""
+        self.forget()
+        for bench in self._references.values():
+            bench.close()
+        self._references.clear()
+        self._oracles.clear()
+
+    def _start(
+        self, target: Target, model: str, geometry: Geometry, head_dim: int, settings: Mapping[str, Any]
+    ) -> Bench:
+        folder = self.checkpoint(model, head_dim)
+        config = resolve_config({**settings, "model": str(folder)}, {})
+        dtype = settings.get("dtype", geometry.dtype)
+        actual = Geometry(head_dim, int(settings["page_size"]), str(dtype))
+        return Bench(model, target.start(config, folder), actual, target.facts())
+
+
+class Trial:
+    """What the check of a law receives: the kit, its case, and where it reports the errors it saw."""
+
+    def __init__(self, kit: Kit, law: Law, case: str) -> None:
+        self.kit = kit
+        self.target = kit.target
+        self.law = law
+        self.case = case
+        self.max_error: float | None = None
+        self.remarks: list[str] = []
+
+    def remember(self, remark: str) -> None:
+        """Keep what a skip should tell."""
+        self.remarks.append(remark)
+
+    def note(self, error: float) -> None:
+        """Remember an error that was seen."""
+        self.max_error = max(self.max_error or 0.0, error)
+
+    def tolerance(self, dtype: str) -> float:
+        """What this law allows in a dtype."""
+        return self.law.tolerance[dtype]
+
+    def compare(self, bench: Bench, results: Sequence[Result]) -> None:
+        """Hold results against the reference."""
+        oracle = self.kit.oracle(bench.model, bench.geometry.head_dim)
+        self.note(check_results(results, oracle, self.tolerance(bench.geometry.dtype)))
+
+    @contextmanager
+    def opened(self, model: str, **settings: Any) -> Iterator[Bench]:
+        """A device of this law's own, closed at the end."""
+        bench = self.kit.open(model, **settings)
+        try:
+            yield bench
+        finally:
+            bench.close()
+
+
+def run_case(kit: Kit, law: Law, case: str) -> Outcome:
+    """Check one case. What is raised is the outcome, and the shared devices are started anew after a failure."""
+    trial = Trial(kit, law, case)
+    begin = time.perf_counter()
+    verdict, text = _verdict(trial)
+    if verdict == "failed":
+        kit.forget()
+    return Outcome(law.name, law.level, case, verdict, text, time.perf_counter() - begin, trial.max_error)
+
+
+def _verdict(trial: Trial) -> tuple[Verdict, str]:
+    law = trial.law
+    try:
+        missing = law.missing(trial.target.capabilities()) if law.needs else ""
+        if missing:
+            return "skipped", f"the device has no {missing}"
+        law.check(trial)
+    except NotApplicable as reason:
+        return "skipped", "; ".join((str(reason), *trial.remarks))
+    except LawBroken as broken:
+        return "failed", str(broken)
+    except Exception as error:
+        return "failed", "".join(traceback.format_exception(error)).strip()
+    return "passed", ""
+
+
+def catches(kit: Kit, law: Law, mutant: Mutant) -> tuple[bool | None, str]:
+    """Whether a law fails on a broken kind of the device, on any of its cases, and how; None where it can not run."""
+    broken = Kit(kit.target.broken_by(mutant), kit.folder, kit.settings)
+    try:
+        outcomes: list[Outcome] = []
+        for case in law.cases(broken.target):
+            outcomes.append(run_case(broken, law, case))
+            if outcomes[-1].verdict == "failed":
+                return True, outcomes[-1].text
+        ran = [outcome.name for outcome in outcomes if outcome.verdict == "passed"]
+        skipped = "; ".join(sorted({outcome.text for outcome in outcomes if outcome.verdict == "skipped"}))
+        return (False, f"{mutant.name} passes {', '.join(ran)}") if ran else (None, skipped or "it has no case here")
+    finally:
+        broken.close()
+
+
+def record_run(kit: Kit) -> Record:
+    """Chunks, arrivals, sampling and overlap on the dense model of the kit, written down."""
+    bench = kit.bench("dense")
+    bench.tape.keep = True
+    overlap = bench.limits.can_overlap
+    for seed, sampling in ((1, {}), (2, {"temperature": 0.8, "seed": 9, "top_k": 12})):
+        prompts = random_prompts(seed, (5, 30, 1, 17, 9))
+        bench.run(prompts, 10, chunk=12, stagger=2, overlap=overlap, sampling=sampling)
+    steps, bench.tape.steps, bench.tape.keep = bench.tape.steps, [], False
+    sizes = {"head_dim": bench.geometry.head_dim, "page_size": bench.limits.page_size, "dtype": bench.geometry.dtype}
+    return Record({"device": kit.target.name, "model": bench.model, **sizes}, steps)
+
+
+def replay_run(kit: Kit, record: Record) -> Replayed:
+    """Recorded steps on this device. Raises LawBroken where they differ, ConfigError if the device takes other sizes."""
+    about = record.about
+    bench = kit.open(about["model"], page_size=about["page_size"])
+    try:
+        if bench.geometry.head_dim != about["head_dim"]:
+            raise ConfigError(
+                f"the record is of heads of {about['head_dim']}, the device takes {bench.geometry.head_dim}"
+            )
+        dtypes = (bench.geometry.dtype, about["dtype"])
+        return replay(bench.tape, record.steps, max(LOGPROBS[dtype] for dtype in dtypes))
+    finally:
+        bench.close()

@@ -1,0 +1,108 @@
+"""Attention in plain torch that stream graphs can capture: fixed shapes, no host reads. What a new device starts with.
+
+A captured plan gathers every page that a request may have and masks by the lengths on the device, a block of keys at a
+time. Batches outside graphs are planned as the reference plans them, by their lengths on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sglcore.runtime.attention.contract import AttentionFacts, AttentionPlan, Bucket
+from sglcore.runtime.attention.reference import ReferenceAttention, ReferencePlan
+
+if TYPE_CHECKING:
+    from sglcore.runtime.attention.layer import Attention
+    from sglcore.runtime.forward_batch import ForwardBatch
+
+BLOCK_ELEMENTS = 1 << 24
+"""Keys of one block, over all rows: bounds the memory of a gather, whatever the longest context is."""
+
+
+@dataclass(slots=True)
+class GatheredPlan(ReferencePlan):
+    """Captured: `offsets` int32[n] count the tokens of each of `batch_size` requests, `places` int32[context] those of the
+    longest one. Slots and lengths are read from the batch."""
+
+    batch_size: int = 0
+    offsets: Tensor = field(default_factory=torch.Tensor)
+    places: Tensor = field(default_factory=torch.Tensor)
+
+
+class GatheredAttention(ReferenceAttention):
+    """Serves every shape, page size and window, in graphs of every stream device."""
+
+    facts = AttentionFacts(features=frozenset({"sliding_window", "encoder", "mixed", "capture"}))
+
+    def capture_plan(self, bucket: Bucket) -> GatheredPlan:
+        """Only sizes, and what follows from them: everything else is read on the device when the graph runs."""
+        rows = bucket.num_tokens // bucket.batch_size
+        if rows * bucket.batch_size != bucket.num_tokens:
+            raise ValueError(f"{bucket.num_tokens} tokens of {bucket.batch_size} requests are not the same number each")
+        pool = self.req_to_token_pool
+        count = torch.arange(
+            max(rows, pool.max_pages * pool.page_size), dtype=torch.int32, device=pool.page_table.device
+        )
+        generation = self.token_to_kv_pool.generation
+        return GatheredPlan(self, generation, batch_size=bucket.batch_size, offsets=count[:rows], places=count)
+
+    def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> None:
+        """Nothing: slots and lengths are read where the batch's buffers are."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, batch: ForwardBatch | None) -> Tensor:
+        """Store, then attend. Rows of padding requests hold what page 0 gives."""
+        assert batch is not None and batch.plan_record is not None
+        plan = batch.plan_record.plan
+        if not isinstance(plan, GatheredPlan):
+            return super().forward(q, k, v, layer, batch)
+        assert batch.out_cache_loc is not None
+        k_cache, v_cache = self.token_to_kv_pool.kv(layer.layer_id)
+        shape = (q.shape[0], layer.num_kv_heads, layer.head_dim)
+        self.kernels.store_kv(k.view(shape), v.view(shape), k_cache, v_cache, batch.out_cache_loc)
+        groups = layer.num_heads // layer.num_kv_heads
+        queries = q.view(plan.batch_size, len(plan.offsets), layer.num_kv_heads, groups, layer.head_dim)
+        caches = k_cache, v_cache
+        return self._attend(queries.float() * layer.scaling, caches, plan, layer, batch).to(q.dtype).view(q.shape)
+
+    def _attend(
+        self, q: Tensor, caches: tuple[Tensor, Tensor], plan: GatheredPlan, layer: Attention, batch: ForwardBatch
+    ) -> Tensor:
+        """q float32 [B, n, kv_heads, group, dim], scaled; softmax over blocks of pages, each rescaled to the largest so far."""
+        slots, seq_lens = batch.req_pool_indices, batch.seq_lens
+        assert slots is not None and seq_lens is not None
+        pool = self.req_to_token_pool
+        table = pool.page_table.index_select(0, slots)
+        last = (seq_lens - len(plan.offsets))[:, None] + plan.offsets
+        page_elements = plan.batch_size * pool.page_size * layer.num_kv_heads * layer.head_dim
+        step = max(1, BLOCK_ELEMENTS // page_elements)
+        best = torch.full(q.shape[:-1], -torch.inf, device=q.device)
+        total, out = torch.zeros_like(best), torch.zeros_like(q)
+        for first in range(0, pool.max_pages, step):
+            pages = table[:, first : first + step]
+            keys, values = (self._gathered(cache, pages) for cache in caches)
+            places = plan.places[first * pool.page_size :][: keys.shape[1]]
+            mask = _visible(last, places, layer.sliding_window)
+            scores = torch.einsum("bnhgd,blhd->bnhgl", q, keys).masked_fill(~mask[:, :, None, None], -torch.inf)
+            higher = torch.maximum(best, scores.amax(dim=-1))
+            anchor = higher.masked_fill(higher == -torch.inf, 0.0)
+            weights, scale = torch.exp(scores - anchor[..., None]), torch.exp(best - anchor)
+            values = values.masked_fill(~mask.any(dim=1)[:, :, None, None], 0.0)
+            out = out * scale[..., None] + torch.einsum("bnhgl,blhd->bnhgd", weights, values)
+            total, best = total * scale + weights.sum(dim=-1), higher
+        return out / total[..., None]
+
+    def _gathered(self, cache: Tensor, pages: Tensor) -> Tensor:
+        """Cells of pages int32 [B, P] as float32 [B, P * page_size, kv_heads, dim]."""
+        by_page = cache.view(-1, self.req_to_token_pool.page_size, *cache.shape[1:])
+        found = by_page.index_select(0, pages.reshape(-1))
+        return found.view(pages.shape[0], -1, *cache.shape[1:]).float()
+
+
+def _visible(last: Tensor, places: Tensor, window: int | None) -> Tensor:
+    """bool [B, n, L]: which of the tokens at `places` int32[L] the queries at `last` int32 [B, n] see."""
+    mask = places <= last[..., None]
+    return mask if window is None else mask & (places > last[..., None] - window)

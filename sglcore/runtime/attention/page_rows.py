@@ -1,0 +1,81 @@
+"""Attention of libraries whose one call takes rows of the page table, lengths and query offsets, all on the device."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sglcore.runtime.attention.contract import AttentionBackend, AttentionPlan, Bucket
+from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.attention.paged import as_pages, device_offsets, page_rows, store_rows, with_padding
+from sglcore.runtime.forward_batch import ForwardBatch
+
+
+@dataclass(slots=True)
+class RowsPlan(AttentionPlan):
+    """Page rows int32[B, pages], lengths int32[B], query offsets int32[B + 1], the longest query of a row, and how many
+    tokens are real."""
+
+    pages: Tensor
+    seq_lens: Tensor
+    starts: Tensor
+    longest: int
+    num_tokens: int
+
+
+class PageRowsAttention(AttentionBackend):
+    """A backend that brings `attend` alone. Planning gathers on the device and waits for nothing."""
+
+    @abstractmethod
+    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
+        """q [num_tokens, heads, dim] over pages [pages, page_size, kv_heads, dim]; a new tensor of q's shape."""
+
+    def plan(self, batch: ForwardBatch) -> RowsPlan:
+        """Page rows of the batch, as they are now."""
+        assert batch.seq_lens is not None and batch.seq_lens_cpu is not None and batch.req_pool_indices is not None
+        rows, lengths = len(batch.seq_lens_cpu), batch.extend_seq_lens_cpu
+        if lengths is None:
+            starts, longest, tokens = _range(rows + 1, batch.seq_lens), 1, rows
+        else:
+            assert batch.extend_seq_lens is not None
+            starts = device_offsets(batch.extend_seq_lens[:rows])
+            longest, tokens = int(lengths.max(initial=0)), int(lengths.sum())
+        pages = page_rows(self.req_to_token_pool, batch.req_pool_indices[:rows])
+        generation = self.token_to_kv_pool.generation
+        return RowsPlan(self, generation, pages, batch.seq_lens[:rows], starts, longest, tokens)
+
+    def capture_plan(self, bucket: Bucket) -> RowsPlan:
+        """Fixed page rows and lengths, which `refresh` writes."""
+        pool, size = self.req_to_token_pool, bucket.batch_size
+        pages = pool.page_table.new_zeros(size, pool.max_pages)
+        lengths = torch.ones_like(pages[:, 0])
+        generation = self.token_to_kv_pool.generation
+        return RowsPlan(self, generation, pages, lengths, _range(size + 1, lengths), 1, size)
+
+    def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> None:
+        """Two copies on the device."""
+        assert isinstance(plan, RowsPlan) and batch.seq_lens is not None and batch.req_pool_indices is not None
+        page_rows(self.req_to_token_pool, batch.req_pool_indices, out=plan.pages)
+        plan.seq_lens.copy_(batch.seq_lens)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, batch: ForwardBatch | None) -> Tensor:
+        """Store, then attend; rows beyond the real ones come out as zero."""
+        assert batch is not None and batch.plan_record is not None
+        plan = batch.plan_record.plan
+        assert isinstance(plan, RowsPlan)
+        store_rows(self, k, v, layer, batch)
+        if not plan.num_tokens:
+            return torch.zeros_like(q)
+        k_pages, v_pages = (
+            as_pages(c, self.token_to_kv_pool.page_size) for c in self.token_to_kv_pool.kv(layer.layer_id)
+        )
+        queries = q.view(-1, layer.num_heads, layer.head_dim)
+        out = self.attend(queries[: plan.num_tokens], k_pages, v_pages, plan, layer)
+        return with_padding(out, q)
+
+
+def _range(count: int, like: Tensor) -> Tensor:
+    return torch.arange(count, dtype=torch.int32, device=like.device)

@@ -1,0 +1,163 @@
+"""Decode attention over pages in Triton: the tokens of each request are split over programs, then merged.
+
+A split covers an equal share of a row's own length, read on the device, so one launch serves every length.
+"""
+
+# A kernel is not Python to a type checker.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglcore.runtime.attention.triton_blocks import LOG2_E, load_cells, take_in
+from sglcore.runtime.kernels.triton.products import NARROWEST_DOT
+from sglcore.runtime.kernels.triton.rounding import narrow
+from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two
+
+
+@triton.jit
+def decode_kernel(
+    q,
+    k_cache,
+    v_cache,
+    page_table,
+    slots,
+    seq_lens,
+    out,
+    weights,
+    q_stride,
+    cell_stride,
+    table_stride,
+    scale,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Programs (row, kv head, split): out [rows, HEADS, SPLITS, DIM] and, if SPLITS > 1, its log2 weights.
+
+    Floor: 2 * seq_len * kv_heads * DIM elements of the cache for each row; all else is small beside it.
+    """
+    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    seq_len = tl.load(seq_lens + row)
+    slot = tl.load(slots + row).to(tl.int64)
+    first = tl.maximum(seq_len - WINDOW, 0) if WINDOW else 0
+    share = tl.cdiv(tl.cdiv(seq_len - first, SPLITS), TOKENS) * TOKENS
+    start = first + split * share
+    end = tl.minimum(start + share, seq_len)
+    member, column = tl.arange(0, QUERIES), tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP + member
+    mine = (member < GROUP)[:, None] & (column < DIM)[None, :]
+    query = tl.load(q + row * q_stride + (head * DIM)[:, None] + column[None, :], mask=mine, other=0.0)
+    best = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    mean = tl.zeros([QUERIES, BLOCK_D], tl.float32)
+    for at in range(start, end, TOKENS):
+        position = at + tl.arange(0, TOKENS)
+        inside = position < end
+        keys, values = load_cells(
+            k_cache, v_cache, page_table, slot, position, inside, kv_head, cell_stride, table_stride, PAGE, DIM, BLOCK_D
+        )
+        best, total, mean = take_in(query, keys, values, inside[None, :], scale, best, total, mean)
+    part = (row * HEADS + head) * SPLITS + split
+    total = tl.where(total > 0, total, 1.0)
+    mean = mean / total[:, None]
+    if SPLITS > 1:
+        # Without a token `best` is still -inf, and so is the weight.
+        tl.store(weights + part, best + tl.log2(total), mask=member < GROUP)
+    tl.store(out + part[:, None] * DIM + column[None, :], narrow(mean, out.dtype.element_ty), mask=mine)
+
+
+@triton.jit
+def merge_kernel(
+    parts, weights, out, DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    """Programs (row * head): the mean of the splits' results by their weights.
+
+    Floor: SPLITS * DIM float32 read for each head of each row; splits without tokens are not read.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    split, column = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    weight = tl.load(weights + row * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
+    level = tl.max(weight, axis=0)
+    share = tl.exp2(weight - tl.where(level > float("-inf"), level, 0.0))
+    has = (weight > float("-inf"))[:, None] & (column < DIM)[None, :]
+    part = tl.load(parts + (row * SPLITS + split)[:, None] * DIM + column[None, :], mask=has, other=0.0)
+    total = tl.sum(share, axis=0)
+    mean = tl.sum(part * share[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + row * DIM + column, narrow(mean, out.dtype.element_ty), mask=column < DIM)
+
+
+def splits_for(tuning: Tuning, rows: int, kv_heads: int, longest: int) -> int:
+    """Splits that fill the device with `rows` requests of up to `longest` tokens; from bounds, never from lengths."""
+    wanted = tuning.programs // max(1, rows * kv_heads)
+    return max(1, min(wanted, tuning.most_splits, longest // tuning.decode_tokens))
+
+
+def attend_singles(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    slots: Tensor,
+    seq_lens: Tensor,
+    out: Tensor,
+    splits: int,
+    scaling: float,
+    window: int | None,
+    tuning: Tuning,
+) -> None:
+    """One query a row: q [R, heads * dim] by rows, caches [cells, kv_heads, dim], slots and seq_lens int [R]; writes `out` of
+    q's shape, whose rows lie side by side. A row of a length of 0 gets zeros. Waits for nothing."""
+    rows, kv_heads, dim = q.shape[0], k_cache.shape[1], k_cache.shape[2]
+    if not rows:
+        return
+    heads, block = q.shape[1] // dim, max(power_of_two(dim), NARROWEST_DOT)
+    is_split = splits > 1
+    parts = out.new_empty((rows, heads, splits, dim), dtype=torch.float32) if is_split else out
+    weights = parts.new_empty((rows, heads, splits)) if is_split else out
+    decode_kernel[(rows, kv_heads, splits)](
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        slots,
+        seq_lens,
+        parts,
+        weights,
+        q.stride(0),
+        k_cache.stride(0),
+        page_table.stride(0),
+        scaling * LOG2_E,
+        PAGE=page_size,
+        GROUP=heads // kv_heads,
+        HEADS=heads,
+        DIM=dim,
+        BLOCK_D=block,
+        QUERIES=max(power_of_two(heads // kv_heads), NARROWEST_DOT),
+        TOKENS=tuning.fitting(tuning.decode_tokens, block * k_cache.itemsize),
+        SPLITS=splits,
+        WINDOW=window or 0,
+        **tuning.options(tuning.decode),
+    )
+    if is_split:
+        merge_kernel[(rows * heads,)](
+            parts,
+            weights,
+            out,
+            DIM=dim,
+            BLOCK_D=block,
+            SPLITS=splits,
+            BLOCK_S=power_of_two(splits),
+            **tuning.options(tuning.merge),
+        )

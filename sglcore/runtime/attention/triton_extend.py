@@ -1,0 +1,131 @@
+"""Extend attention over pages in Triton: rows of several new tokens, each after a prefix that lies in the cache.
+
+The new keys and values are stored before, so prefix and new tokens are read alike, page by page.
+"""
+
+# A kernel is not Python to a type checker.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglcore.runtime.attention.triton_blocks import LOG2_E, load_cells, take_in
+from sglcore.runtime.kernels.triton.products import NARROWEST_DOT
+from sglcore.runtime.kernels.triton.rounding import narrow
+from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
+
+
+@triton.jit
+def extend_kernel(
+    q,
+    k_cache,
+    v_cache,
+    page_table,
+    slots,
+    seq_lens,
+    new_lens,
+    starts,
+    out,
+    q_stride,
+    out_stride,
+    cell_stride,
+    table_stride,
+    scale,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Programs (tile of a row's new tokens, kv head, row); a query row is a (token, head of the group).
+
+    Floor: for each tile the keys and values of all tokens that it sees; the matrix unit, not memory, is the limit.
+    """
+    HELD: tl.constexpr = QUERIES // GROUP
+    kv_head, row = tl.program_id(1), tl.program_id(2)
+    new = tl.load(new_lens + row)
+    first = tl.program_id(0) * HELD
+    if first >= new:
+        return
+    slot, seq_len = tl.load(slots + row).to(tl.int64), tl.load(seq_lens + row)
+    member, column = tl.arange(0, QUERIES), tl.arange(0, BLOCK_D)
+    token, head = first + member // GROUP, kv_head * GROUP + member % GROUP
+    mine = (token < tl.minimum(first + HELD, new))[:, None] & (column < DIM)[None, :]
+    line = (tl.load(starts + row) + token).to(tl.int64)
+    query = tl.load(q + (line * q_stride + head * DIM)[:, None] + column[None, :], mask=mine, other=0.0)
+    asked = seq_len - new + token
+    end = tl.minimum(seq_len - new + first + HELD, seq_len)
+    start = 0
+    if WINDOW:
+        start = tl.maximum(seq_len - new + first - (WINDOW - 1), 0) // TOKENS * TOKENS
+    best = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    mean = tl.zeros([QUERIES, BLOCK_D], tl.float32)
+    for at in range(start, end, TOKENS):
+        position = at + tl.arange(0, TOKENS)
+        inside = position < end
+        keys, values = load_cells(
+            k_cache, v_cache, page_table, slot, position, inside, kv_head, cell_stride, table_stride, PAGE, DIM, BLOCK_D
+        )
+        seen = inside[None, :] & (position[None, :] <= asked[:, None])
+        if WINDOW:
+            seen = seen & (position[None, :] > asked[:, None] - WINDOW)
+        best, total, mean = take_in(query, keys, values, seen, scale, best, total, mean)
+    mean = mean / tl.where(total > 0, total, 1.0)[:, None]
+    place = out + (line * out_stride + head * DIM)[:, None] + column[None, :]
+    tl.store(place, narrow(mean, out.dtype.element_ty), mask=mine)
+
+
+def attend_rows(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    slots: Tensor,
+    seq_lens: Tensor,
+    new_lens: Tensor,
+    starts: Tensor,
+    longest: int,
+    out: Tensor,
+    scaling: float,
+    window: int | None,
+    tuning: Tuning,
+) -> None:
+    """Rows of several tokens: slots, seq_lens, new_lens and starts int [R], and `longest`, the host's bound of new_lens.
+
+    Row r asks with lines starts[r] up to starts[r] + new_lens[r] of q [T, heads * dim], and its answers go to the same
+    lines of `out`; lines of no row are left alone. Waits for nothing.
+    """
+    rows, kv_heads, dim = slots.shape[0], k_cache.shape[1], k_cache.shape[2]
+    group, block = q.shape[1] // dim // kv_heads, max(power_of_two(dim), NARROWEST_DOT)
+    queries = max(min(tuning.extend_queries, power_of_two(longest * group)), power_of_two(group), NARROWEST_DOT)
+    extend_kernel[(tiles(longest, queries // group), kv_heads, rows)](
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        slots,
+        seq_lens,
+        new_lens,
+        starts,
+        out,
+        q.stride(0),
+        out.stride(0),
+        k_cache.stride(0),
+        page_table.stride(0),
+        scaling * LOG2_E,
+        PAGE=page_size,
+        GROUP=group,
+        DIM=dim,
+        BLOCK_D=block,
+        QUERIES=queries,
+        TOKENS=tuning.fitting(tuning.extend_tokens, block * k_cache.itemsize),
+        WINDOW=window or 0,
+        **tuning.options(tuning.extend),
+    )

@@ -1,0 +1,90 @@
+"""What a graph mechanism is to the runner: it captures one forward of fixed shapes and replays it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from torch import Tensor
+
+from sglcore.runtime.attention.contract import HostUpdate
+from sglcore.runtime.forward_batch import ForwardBatch
+
+Step: TypeAlias = Callable[[], Tensor]
+
+
+class CapturedStep(Protocol):
+    """One captured forward; calling `replay` runs it on what the buffers hold."""
+
+    def replay(self, update: HostUpdate | None) -> Tensor:
+        """Run it and return its output buffer; `update` is what `refresh` gave for this vendor's graph."""
+        ...
+
+
+class GraphBackend(Protocol):
+    """The capture mechanism of a device."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of graph it makes, as the package names it."""
+        ...
+
+    def capture(self, step: Step) -> CapturedStep:
+        """Capture one forward. `step` reads only static buffers; it may be called several times to warm up."""
+        ...
+
+    def close(self) -> None:
+        """Free every graph and the memory they share; what is captured afterwards starts anew."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """A call inside a forward that is never captured: it runs on the rows of the real batch at each replay.
+
+    Its tensors have one row per token; the result has the shape and dtype of the first.
+    """
+
+    call: Callable[..., Tensor]
+    inputs: tuple[Any, ...]
+
+
+Walk: TypeAlias = Generator[Break, Tensor, Tensor]
+"""A forward that stops at each `Break`, goes on with the call's result, and returns hidden states [T, H]."""
+
+
+@runtime_checkable
+class BreakableModel(Protocol):
+    """A model whose forward can be walked from break to break."""
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states [T, H]."""
+        ...
+
+    def walk(self, batch: ForwardBatch) -> Walk:
+        """The same forward, stopping at every break."""
+        ...
+
+
+class CapturedPrompt(Protocol):
+    """A captured forward of a token bucket."""
+
+    def replay(self, num_tokens: int) -> Tensor:
+        """Run it where the first `num_tokens` rows are real; returns its output buffer. The active context is that of the
+        real batch, planned."""
+        ...
+
+
+@runtime_checkable
+class PromptBackend(Protocol):
+    """A mechanism that captures prompts too: attention runs between captured segments."""
+
+    @property
+    def prompt_kind(self) -> str:
+        """How paths name it."""
+        ...
+
+    def capture_prompt(self, model: BreakableModel, batch: ForwardBatch) -> CapturedPrompt:
+        """Capture a forward of `batch`, whose tensors are static buffers."""
+        ...

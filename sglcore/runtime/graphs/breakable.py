@@ -1,0 +1,23 @@
+"""Breakable graphs: prompts as captured segments with attention run eagerly between them; decode as full graphs."""
+
+from __future__ import annotations
+
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.graphs.backend import BreakableModel
+from sglcore.runtime.graphs.full import FullGraphs
+from sglcore.runtime.graphs.pieces import Pieces, record_pieces
+
+
+class BreakableGraphs(FullGraphs):
+    """Full decode graphs, and prompts walked from break to break, over one pool."""
+
+    @property
+    def prompt_kind(self) -> str:
+        """How paths name it."""
+        return "breakable"
+
+    def capture_prompt(self, model: BreakableModel, batch: ForwardBatch) -> Pieces:
+        """Capture the model's own walk."""
+        pieces = record_pieces(self.recorder, lambda: model.walk(batch))
+        pieces.keeps = (pieces.keeps, model, batch)
+        return pieces

@@ -1,0 +1,143 @@
+"""Which graphs this start gets, and why: the kind by configuration and facts, then the capture, each with its ledger row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from sglcore.device.config import EngineConfig
+from sglcore.device.errors import ConfigError
+from sglcore.device.facts import Facts
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.device.package import DevicePackage, resolve
+from sglcore.runtime.attention.contract import AttentionBackend
+from sglcore.runtime.forward_context import ForwardContext
+from sglcore.runtime.graph_runner import GraphRunner
+from sglcore.runtime.graphs.backend import BreakableModel, GraphBackend, PromptBackend
+from sglcore.runtime.graphs.limits import Buckets, limit_row, within
+from sglcore.runtime.graphs.prompts import PromptForward, token_buckets
+from sglcore.runtime.memory.sizing import size_text
+from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.streams import Streams
+
+WITHOUT_STREAMS = 1
+"""The API number whose graph factories take no arguments."""
+
+
+def make_backend(
+    config: EngineConfig,
+    package: DevicePackage,
+    facts: Facts,
+    streams: Streams,
+    attn_backend: AttentionBackend,
+    ledger: DecisionLedger,
+) -> GraphBackend | None:
+    """The mechanism that was asked for, or the device's own; None is eager, with the reason in the ledger.
+
+    Raises ConfigError for a kind that the package does not offer.
+    """
+    kind, is_automatic = facts.graph_kind(config.graph), config.graph == "auto"
+    offered = ", ".join(package.graphs) or "none"
+    if kind == "off":
+        why = "this device takes none by itself" if is_automatic else "start-up waits for no capture"
+        ledger.record(Row("graph", config.graph, "eager", why, f"--graph with one of: {offered}"))
+        return None
+    if kind not in package.graphs:
+        raise ConfigError(
+            f"graph kind {kind!r} is not offered by device {package.name!r}", wanted=f"off or one of {offered}"
+        )
+    reason = _reason_against(facts, attn_backend)
+    if reason:
+        row = Row("graph", config.graph, "eager", reason, "--graph off", downgrade=not is_automatic)
+        ledger.record(row)
+        return None
+    factory = resolve(package.graphs[kind], package.name)
+    return factory() if package.api == WITHOUT_STREAMS else factory(facts, streams)
+
+
+def _reason_against(facts: Facts, attn_backend: AttentionBackend) -> str:
+    """Why no graph can be captured whatever its kind; empty if one can."""
+    if attn_backend.shape.is_encoder:
+        return "an encoder does not decode, and graphs are for decoding"
+    if facts.has_streams and "capture" not in attn_backend.facts.features:
+        return f"the attention backend {type(attn_backend).__name__} can not run inside a captured stream"
+    return ""
+
+
+def _prompt_forward(backend: GraphBackend, runner: ModelRunner) -> PromptForward | None:
+    """What prompts are captured of, if the mechanism captures them. Raises ConfigError for a model that can not be walked."""
+    if not isinstance(backend, PromptBackend):
+        return None
+    model, registry = runner.model, runner.prefill_registry
+    if not isinstance(model, BreakableModel):
+        raise ConfigError(
+            f"{type(model).__name__} can not be captured in pieces: it has no walk(batch)",
+            remedy="--graph full captures its decode steps, --graph off nothing",
+        )
+    return PromptForward(model, registry, token_buckets(registry.max_num_tokens))
+
+
+def _within_limit(
+    config: EngineConfig, facts: Facts, runner: ModelRunner, prompts: PromptForward | None, ledger: DecisionLedger
+) -> tuple[tuple[int, ...], PromptForward | None]:
+    """Decode sizes, and prompts with their sizes, that the device can hold. A prompt is a piece between every attention."""
+    decode = tuple(size for size in config.graph_buckets if 0 < size <= runner.decode_registry.max_bs)
+    pieces = len(runner.model.attention_layers) + 1
+    asked = Buckets(tuple(sorted(set(decode))), () if prompts is None else prompts.buckets, pieces)
+    fit = within(asked, facts.most_graph_segments)
+    row = limit_row(asked, fit, facts.most_graph_segments)
+    if row is not None:
+        ledger.record(row)
+    return fit.decode, None if prompts is None else replace(prompts, buckets=fit.prompts)
+
+
+def capture(
+    config: EngineConfig,
+    facts: Facts,
+    backend: GraphBackend,
+    runner: ModelRunner,
+    streams: Streams,
+    ledger: DecisionLedger,
+    progress: Callable[[int, int], None],
+) -> GraphRunner:
+    """Capture every bucket and say in the ledger what replays from now on. Waits for the device."""
+    buckets, prompts = _within_limit(config, facts, runner, _prompt_forward(backend, runner), ledger)
+    captured = GraphRunner(
+        backend,
+        runner.decode_registry,
+        runner.attn_backend,
+        ForwardContext(runner.attn_backend, None, runner.model.attention_layers),
+        runner.model,
+        buckets,
+        progress,
+        prompts=prompts,
+        streams=streams,
+        shadow=config.shadow,
+        needs_host_lengths=facts.needs_host_lengths,
+    )
+    if not captured.buckets:
+        captured.close()
+        raise ConfigError(
+            f"graph_buckets {config.graph_buckets} has no size for at most {runner.decode_registry.max_bs} requests",
+            remedy="give one, or set graph to off",
+        )
+    kind = facts.graph_kind(config.graph)
+    ledger.record(Row("graph", config.graph, kind, _summary(captured), "--graph off"))
+    if config.shadow:
+        what = f"every replay of {config.shadow} also runs eagerly and is compared"
+        ledger.record(Row("shadow", str(config.shadow), what, "asked for; each comparison waits", "shadow=0"))
+    return captured
+
+
+def _summary(captured: GraphRunner) -> str:
+    sizes = ", ".join(map(str, captured.buckets))
+    took = "" if captured.memory is None else f"; {size_text(captured.memory)} of device memory"
+    prompts = captured.prompts
+    if prompts is None or not prompts.sizes:
+        return f"decode at batch sizes {sizes}; larger batches and prompts run eagerly{took}"
+    least, most = prompts.sizes[0], prompts.sizes[-1]
+    small = f"prompts of fewer than {-(-least // 2)} tokens and larger batches run eagerly"
+    found = (
+        f"prompts at {len(prompts.sizes)} sizes from {least} to {most} tokens by {prompts.backend.prompt_kind} graphs"
+    )
+    return f"decode at batch sizes {sizes}; {found}; {small}{took}"

@@ -1,0 +1,105 @@
+"""Stream capture: the one thing a device brings, and the discipline around it, the same on every device."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from sglcore.runtime.attention.contract import HostUpdate
+from sglcore.runtime.streams import Streams
+
+
+class CaptureError(RuntimeError):
+    """A capture that recorded nothing, or that has no stream to record."""
+
+
+class Segment(Protocol):
+    """One piece of captured work."""
+
+    def replay(self, update: HostUpdate | None = None) -> None:
+        """Queue it on the current stream; returns when `update` is applied."""
+        ...
+
+    def reset(self) -> None:
+        """Free it. The device must have finished it."""
+        ...
+
+
+class StreamCapture(Protocol):
+    """How a device records what is queued on a stream."""
+
+    def make_pool(self) -> object:
+        """Memory that all graphs of one runner share."""
+        ...
+
+    def capture(self, step: Callable[[], None], stream: torch.Stream, pool: object) -> Segment:
+        """Record the work that `step` queues on `stream`; raises on failure. Warm-up is the caller's."""
+        ...
+
+
+class Recorder:
+    """Records segments on the forward stream, into one pool, and owns them."""
+
+    def __init__(self, capture: StreamCapture, streams: Streams) -> None:
+        if streams.forward is None:
+            raise CaptureError("these graphs record a stream, and the facts of this device say has_streams=False")
+        self._capture = capture
+        self._stream = streams.forward
+        self._pool: object | None = None
+        self._segments: list[Segment] = []
+
+    def record(self, step: Callable[[], None]) -> Segment:
+        """Run `step` once under capture; raises CaptureError if it queued no work on the forward stream."""
+        if self._pool is None:
+            self._pool = self._capture.make_pool()
+
+        def checked() -> None:
+            _check_stream(self._stream)
+            step()
+
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            segment = self._capture.capture(checked, self._stream, self._pool)
+        self._segments.append(segment)
+        for warning in said:
+            if "empty" in str(warning.message).lower():
+                raise CaptureError(
+                    f"the capture recorded nothing: the step queued no work on the stream it was given ({warning.message})"
+                )
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        return segment
+
+    def close(self) -> None:
+        """Free every segment and let go of the pool. Waits for the forward stream."""
+        if self._segments:
+            self._stream.synchronize()
+        for segment in reversed(self._segments):
+            segment.reset()
+        self._segments.clear()
+        self._pool = None
+
+
+def _check_stream(wanted: torch.Stream) -> None:
+    """Raise CaptureError where a step would queue its work elsewhere than on the stream that is captured."""
+    if torch.accelerator.is_available() and (current := torch.accelerator.current_stream(wanted.device)) != wanted:
+        raise CaptureError(
+            f"the capture of {wanted} runs its step while {current} is current; enter the stream it was given"
+        )
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect garbage before, none inside: a finalizer that frees device memory breaks a capture."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -1,0 +1,49 @@
+"""Full graphs: a whole decode forward is one segment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sglcore.runtime.attention.contract import HostUpdate
+from sglcore.runtime.graphs.backend import Step
+from sglcore.runtime.graphs.capture import Recorder, Segment, StreamCapture
+from sglcore.runtime.streams import Streams
+
+
+@dataclass(frozen=True, slots=True)
+class FullStep:
+    """A captured forward and its output buffer. `step` holds what the segment reads: model, batch, plan."""
+
+    segment: Segment
+    output: Tensor
+    step: Step
+
+    def replay(self, update: HostUpdate | None) -> Tensor:
+        """Queue it; the output is overwritten by the next replay."""
+        self.segment.replay(update)
+        return self.output
+
+
+class FullGraphs:
+    """Decode graphs over a stream capture."""
+
+    def __init__(self, capture: StreamCapture, streams: Streams) -> None:
+        self.recorder = Recorder(capture, streams)
+
+    @property
+    def kind(self) -> str:
+        """How paths name it."""
+        return "full"
+
+    def capture(self, step: Step) -> FullStep:
+        """Run once to warm up (lazy libraries, tuners), once under capture."""
+        step()
+        made: list[Tensor] = []
+        segment = self.recorder.record(lambda: made.append(step()))
+        return FullStep(segment, made[0], step)
+
+    def close(self) -> None:
+        """Free the graphs and their pool. Waits for the forward stream."""
+        self.recorder.close()

@@ -1,0 +1,159 @@
+"""Piecewise graphs: a prompt's forward compiled as one graph, split at attention; the pieces are captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+from torch.fx.passes.split_module import split_module
+
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.graphs.backend import Break, BreakableModel, Walk
+from sglcore.runtime.graphs.capture import CaptureError, StreamCapture
+from sglcore.runtime.graphs.full import FullGraphs
+from sglcore.runtime.graphs.pieces import Pieces, record_pieces
+from sglcore.runtime.streams import Streams
+
+PieceCompiler: TypeAlias = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+"""Compiles one piece for the example inputs it is called with."""
+
+
+def as_traced(piece: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """No compiler: the piece as it was traced."""
+    return piece
+
+
+def inductor(piece: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Torch's own compiler for the device."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(piece, list(inputs))  # pyright: ignore[reportReturnType]  a callable for a GraphModule
+
+
+@dataclass(slots=True)
+class SplitForward:
+    """A traced forward whose attention calls are modules of their own, and the arguments it was called with."""
+
+    module: fx.GraphModule
+    compiler: PieceCompiler
+    compiled: dict[str, Callable[..., Any]]
+    arguments: tuple[Any, ...] = ()
+
+    def walk(self) -> Walk:
+        """Run the pieces in order, stopping at every attention call. Compiles a piece when it is first reached."""
+        values: dict[fx.Node, Any] = {}
+        arguments = iter(self.arguments)
+        for node in self.module.graph.nodes:
+            inputs = map_arg(node.args, values.__getitem__)
+            if node.op == "placeholder":
+                values[node] = next(arguments)
+            elif node.op == "get_attr":
+                values[node] = _attribute(self.module, node.target)
+            elif node.op == "call_function":
+                values[node] = node.target(*inputs, **map_arg(node.kwargs, values.__getitem__))
+            elif node.op == "output":
+                return _hidden(inputs[0])
+            elif _attention_in(_attribute(self.module, node.target)) is not None:
+                values[node] = yield Break(_attribute(self.module, node.target), inputs)
+            else:
+                values[node] = self._piece(node.target, inputs)(*inputs)
+        raise CaptureError("a traced forward without an output")
+
+    def _piece(self, name: str, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if name not in self.compiled:
+            self.compiled[name] = self.compiler(_attribute(self.module, name), inputs)
+        return self.compiled[name]
+
+
+class PiecewiseGraphs(FullGraphs):
+    """Full decode graphs, and compiled prompts in pieces, over one pool."""
+
+    def __init__(self, capture: StreamCapture, streams: Streams, compiler: PieceCompiler = inductor) -> None:
+        super().__init__(capture, streams)
+        self._compiler = compiler
+
+    @property
+    def prompt_kind(self) -> str:
+        """How paths name it."""
+        return "piecewise"
+
+    def capture_prompt(self, model: BreakableModel, batch: ForwardBatch) -> Pieces:
+        """Trace the forward, split it at attention, compile each piece and capture it. Takes seconds or more."""
+        forward = trace(lambda: model(batch), self._compiler)
+        pieces = record_pieces(self.recorder, forward.walk)
+        pieces.keeps = (forward, model, batch)
+        return pieces
+
+
+def trace(step: Callable[[], Tensor], compiler: PieceCompiler = as_traced) -> SplitForward:
+    """One call of `step` as a split graph; nothing of it is run. Raises where it can not be traced whole."""
+    found: list[SplitForward] = []
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        found.append(SplitForward(split_at_attention(module), compiler, {}))
+
+        def remember(*arguments: Any) -> Any:
+            found[-1].arguments = arguments
+            return _fake_outputs(module)
+
+        return remember
+
+    # A bucket has one shape and its buffers never move: nothing needs a guard.
+    compiled = torch.compile(  # pyright: ignore[reportCallIssue]  the overloads lack isolate_recompiles
+        step, fullgraph=True, dynamic=False, isolate_recompiles=True, backend=backend
+    )
+    compiled()
+    if len(found) != 1:
+        raise CaptureError(f"the forward was traced as {len(found)} graphs; it must be one")
+    return found[0]
+
+
+def split_at_attention(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph with each attention call, and each run of nodes between two, as a module."""
+    part = 0
+    parts: dict[fx.Node, int] = {}
+    for node in module.graph.nodes:
+        if _is_attention(node):
+            parts[node] = part + 1
+            part += 2
+        else:
+            parts[node] = part
+    return split_module(module, None, parts.__getitem__, keep_original_order=True)  # pyright: ignore[reportArgumentType]
+
+
+def _is_attention(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in (
+        torch.ops.sglcore.attention,
+        torch.ops.sglcore.attention.default,
+    )
+
+
+def _attention_in(module: Any) -> fx.Node | None:
+    nodes = module.graph.nodes if isinstance(module, fx.GraphModule) else ()
+    return next((node for node in nodes if _is_attention(node)), None)
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+def _hidden(outputs: Any) -> Tensor:
+    """The one result of a forward."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    if len(outputs) != 1:
+        raise CaptureError(f"a forward gives hidden states alone; this one gives {len(outputs)} values")
+    return outputs[0]
+
+
+def _fake_outputs(module: fx.GraphModule) -> tuple[Tensor, ...]:
+    """Empty tensors in place of what the graph would give."""
+    (output,) = (node for node in module.graph.nodes if node.op == "output")
+    fakes = [node.meta["example_value"] for node in output.args[0]]
+    return tuple(torch.empty(fake.shape, dtype=fake.dtype, device=fake.device) for fake in fakes)

@@ -1,0 +1,73 @@
+"""Shadow mode: now and then a replayed forward also runs eagerly on the same inputs, and both must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from sglcore.runtime.attention.contract import AttentionBackend
+from sglcore.runtime.attention.layer import Attention
+
+TOLERANCE = MappingProxyType({torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2})
+"""Allowed error of a row, relative to the largest value of the row: padding changes the order of sums, no more."""
+
+
+class ShadowMismatch(RuntimeError):
+    """A replay and the eager forward of the same inputs differ."""
+
+
+class Shadow:
+    """Compares every Nth replay. `replays` and `compared` count."""
+
+    def __init__(self, every: int) -> None:
+        if every < 1:
+            raise ValueError(f"shadow compares every Nth replay; N is {every}, it must be at least 1")
+        self.every = every
+        self.replays = 0
+        self.compared = 0
+
+    def is_due(self) -> bool:
+        """Count one replay; whether it is to be compared."""
+        self.replays += 1
+        return self.replays % self.every == 0
+
+    def compare(self, path: str, replayed: Tensor, eager: Tensor) -> None:
+        """Hidden states [T, H] of both; raises ShadowMismatch. Waits for the device."""
+        self.compared += 1
+        error = _difference(replayed, eager).amax(dim=1)
+        limit = TOLERANCE[eager.dtype] * eager.float().nan_to_num().abs().amax(dim=1).clamp(min=1e-3)
+        differing = (~(error <= limit)).nonzero()
+        if not len(differing):
+            return
+        row = int(differing[0, 0])
+        raise ShadowMismatch(
+            f"the replay of {path} differs from the eager forward of the same inputs, first in row {row} of "
+            f"{len(error)}, by at most {float(error.nan_to_num(torch.inf).max()):.3g} (allowed there: "
+            f"{float(limit[row]):.3g}); --graph off runs without graphs, shadow=0 compares no more"
+        )
+
+
+def _difference(one: Tensor, other: Tensor) -> Tensor:
+    """|one - other| in float32; 0 where both are NaN, or the same infinity."""
+    one, other = one.float(), other.float()
+    same = (one == other) | (one.isnan() & other.isnan())
+    return torch.where(same, 0.0, (one - other).abs())
+
+
+def leaving_cells(
+    backend: AttentionBackend, layers: Sequence[Attention], cells: Tensor | None, forward: Callable[[], Tensor]
+) -> Tensor:
+    """What `forward` returns, with the KV cells [T] that it writes put back: its last bits differ from the replay's."""
+    if cells is None:
+        return forward()
+    where = cells.long()
+    stored = [backend.token_to_kv_pool.kv(layer.layer_id) for layer in layers if layer.cached]
+    kept = [(keys, keys[where], values, values[where]) for keys, values in stored]
+    hidden = forward()
+    for keys, old_keys, values, old_values in kept:
+        keys.index_copy_(0, where, old_keys)
+        values.index_copy_(0, where, old_values)
+    return hidden

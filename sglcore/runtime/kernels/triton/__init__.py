@@ -1,0 +1,45 @@
+"""The kernel table in Triton, for any device that Triton compiles for; what differs between devices is `Tuning`, data.
+
+Needs the library `triton`, which nothing else in the core imports. Under `TRITON_INTERPRET=1`, set before this package
+is imported, the same kernels run on the host.
+"""
+
+from __future__ import annotations
+
+from sglcore.runtime.attention.contract import Unavailable
+
+try:
+    import triton  # noqa: F401  # pyright: ignore[reportUnusedImport]
+except ImportError as error:
+    raise Unavailable(f"its kernels need the library triton ({error}); pip install triton") from error
+
+from functools import partial
+
+from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.kernels.triton.activation import silu_and_mul
+from sglcore.runtime.kernels.triton.cells import cache_locations, store_kv
+from sglcore.runtime.kernels.triton.drawing import draw
+from sglcore.runtime.kernels.triton.experts import moe
+from sglcore.runtime.kernels.triton.norm import add_rms_norm, rms_norm
+from sglcore.runtime.kernels.triton.rotation import rotary
+from sglcore.runtime.kernels.triton.routing import top_k_routing
+from sglcore.runtime.kernels.triton.tuning import LaunchConfig, Tuning
+
+__all__ = ["LaunchConfig", "Tuning", "triton_kernels"]
+
+
+def triton_kernels(tuning: Tuning = Tuning()) -> KernelTable:
+    """The reference table with the entries replaced for which there is a Triton kernel, launched as `tuning` says."""
+    entries = {
+        "rms_norm": rms_norm,
+        "add_rms_norm": add_rms_norm,
+        "rotary": rotary,
+        "silu_and_mul": silu_and_mul,
+        "top_k_routing": top_k_routing,
+        "moe": moe,
+        "store_kv": store_kv,
+        "cache_locations": cache_locations,
+        "draw": draw,
+    }
+    return reference_kernels().replace(**{name: partial(entry, tuning=tuning) for name, entry in entries.items()})

@@ -1,0 +1,45 @@
+"""The gated activation of a feed-forward block, in one pass."""
+
+# A kernel is not Python to a type checker.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglcore.runtime.kernels.reference import silu_and_mul as reference_silu_and_mul
+from sglcore.runtime.kernels.triton.rounding import narrow, rounded
+from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
+
+
+@triton.jit
+def silu_and_mul_kernel(x, out, rows, x_stride, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Floor: 2 * rows * SIZE elements read and rows * SIZE written."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < SIZE)[None, :]
+    row = row.to(tl.int64)
+    place = x + row[:, None] * x_stride + column[None, :]
+    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(place + SIZE, mask=inside, other=0.0).to(tl.float32)
+    active = rounded(gate / (1.0 + tl.exp(-gate)), out.dtype.element_ty)
+    tl.store(out + row[:, None] * SIZE + column[None, :], narrow(active * up, out.dtype.element_ty), mask=inside)
+
+
+def silu_and_mul(x: Tensor, tuning: Tuning = Tuning()) -> Tensor:
+    """The table's `silu_and_mul`. A compiler gets the reference, which it fuses."""
+    if torch.compiler.is_compiling():
+        return reference_silu_and_mul(x)
+    rows, size = x.shape[0], x.shape[1] // 2
+    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    block = min(power_of_two(size), tuning.elements)
+    held = tuning.rows(block, rows)
+    silu_and_mul_kernel[(tiles(rows, held), tiles(size, block))](
+        x, out, rows, x.stride(0), SIZE=size, ROWS=held, BLOCK=block, **tuning.options(tuning.elementwise)
+    )
+    return out

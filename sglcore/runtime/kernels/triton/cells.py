@@ -1,0 +1,103 @@
+"""Cells of the paged pool: where each token goes, and the writes of its key and value."""
+
+# A kernel is not Python to a type checker.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglcore.runtime.kernels.triton.rounding import narrow
+from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
+
+
+@triton.jit
+def store_kv_kernel(
+    key,
+    value,
+    k_cache,
+    v_cache,
+    cells,
+    tokens,
+    key_stride,
+    value_stride,
+    cell_stride,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Floor: 4 * tokens * WIDTH elements, WIDTH = kv_heads * head_dim, half read and half written."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < tokens)[:, None] & (column < WIDTH)[None, :]
+    cell = tl.load(cells + row, mask=row < tokens, other=0).to(tl.int64) * cell_stride
+    row = row.to(tl.int64)
+    place = cell[:, None] + column[None, :]
+    keys = tl.load(key + row[:, None] * key_stride + column[None, :], mask=inside, other=0.0)
+    values = tl.load(value + row[:, None] * value_stride + column[None, :], mask=inside, other=0.0)
+    tl.store(k_cache + place, narrow(keys.to(tl.float32), k_cache.dtype.element_ty), mask=inside)
+    tl.store(v_cache + place, narrow(values.to(tl.float32), v_cache.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def cache_locations_kernel(
+    page_table, slots, positions, out, tokens, table_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Floor: three int32 read and one index written for each token."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < tokens
+    slot = tl.load(slots + token, mask=inside, other=0).to(tl.int64)
+    position = tl.load(positions + token, mask=inside, other=0)
+    page = tl.load(page_table + slot * table_stride + position // PAGE, mask=inside, other=0).to(tl.int64)
+    tl.store(out + token, (page * PAGE + position % PAGE).to(out.dtype.element_ty), mask=inside)
+
+
+def store_kv(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor, tuning: Tuning = Tuning()
+) -> None:
+    """The table's `store_kv`; both caches have the same strides, and a cell's heads lie side by side."""
+    tokens = key.shape[0]
+    if not tokens:
+        return
+    key, value = key.flatten(1), value.flatten(1)
+    width = key.shape[1]
+    block = min(power_of_two(width), tuning.elements)
+    held = tuning.rows(block, tokens)
+    store_kv_kernel[(tiles(tokens, held), tiles(width, block))](
+        key,
+        value,
+        k_cache,
+        v_cache,
+        out_cache_loc,
+        tokens,
+        key.stride(0),
+        value.stride(0),
+        k_cache.stride(0),
+        WIDTH=width,
+        ROWS=held,
+        BLOCK=block,
+        **tuning.options(tuning.elementwise),
+    )
+
+
+def cache_locations(
+    page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int, out: Tensor, tuning: Tuning = Tuning()
+) -> None:
+    """The table's `cache_locations`."""
+    tokens = positions.shape[0]
+    if not tokens:
+        return
+    block = tuning.rows(1, tokens)
+    cache_locations_kernel[(tiles(tokens, block),)](
+        page_table,
+        slots,
+        positions,
+        out,
+        tokens,
+        page_table.stride(0),
+        PAGE=page_size,
+        BLOCK=block,
+        **tuning.options(tuning.elementwise),
+    )

@@ -1,0 +1,305 @@
+"""One token for each row of logits by the integer race, bit for bit what `sglcore.sampling` draws.
+
+A cut is (last, ties): candidates have a smaller gap than `last`, or are among the first `ties` with that gap. Top-k and
+top-p each search for theirs in two histograms, coarse and fine; the sums are integers, so atomic additions are exact.
+"""
+
+# A kernel is not Python to a type checker.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglcore.runtime.kernels.triton.race import (
+    LIMIT,
+    best_of,
+    gaps_below,
+    keyed,
+    noise_of,
+    number_of,
+    ordered,
+    row_key,
+    weight_of,
+)
+from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
+from sglcore.sampling import cutoffs, noise
+from sglcore.sampling.race import RaceTables
+from sglcore.sampling.sampler import SamplingState
+
+BIN_BITS = tl.constexpr(cutoffs.BIN_BITS)
+STEPS = tl.constexpr(cutoffs.STEPS)
+BINS = tl.constexpr(cutoffs.BINS)
+OFF = tl.constexpr(noise.OFF)
+TOP_P_BITS = tl.constexpr(noise.TOP_P_BITS)
+TOP_P_MASK = tl.constexpr((1 << noise.TOP_P_BITS) - 1)
+NOTHING = tl.constexpr(-(1 << 62))
+"""The key of no candidate."""
+
+
+@triton.jit
+def load_row(logits, row, stride, vocab, BLOCK: tl.constexpr):
+    """This program's ids, whether they exist, and their logits as float32."""
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < vocab
+    return ids, inside, tl.load(logits + row * stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def best_kernel(logits, best, stride, vocab, BLOCK: tl.constexpr):
+    """Programs (row, block): the key of the block's first largest logit. Floor: the logits, read once."""
+    row = tl.program_id(0).to(tl.int64)
+    ids, inside, wide = load_row(logits, row, stride, vocab, BLOCK)
+    key = tl.where(inside, keyed(ordered(wide), ids), NOTHING)
+    tl.store(best + row * tl.num_programs(1) + tl.program_id(1), tl.max(key, axis=0))
+
+
+@triton.jit
+def histogram_kernel(
+    logits,
+    best,
+    scale,
+    cut,
+    found,
+    table,
+    sums,
+    stride,
+    vocab,
+    FINE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Programs (row, block): adds 1 or the weight of each token before the cut to its bin of sums int64 [rows, STEPS].
+
+    Floor: the logits, read once. FINE: only of the coarse bin that was found, by the rest of the gap.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    _, inside, wide = load_row(logits, row, stride, vocab, BLOCK)
+    value, _ = best_of(best, row, COUNT, PADDED)
+    gap = gaps_below(wide, number_of(value), tl.load(scale + row))
+    counted = inside & (gap < tl.load(cut + 2 * row))
+    if FINE:
+        counted = counted & ((gap >> BIN_BITS) == tl.load(found + 3 * row).to(tl.int32))
+        column = gap & (STEPS - 1)
+    else:
+        column = gap >> BIN_BITS
+    amount = weight_of(gap, table).to(tl.int64) if WEIGHTED else tl.full([BLOCK], 1, tl.int64)
+    tl.atomic_add(sums + row * STEPS + column, amount, mask=counted & (amount > 0), sem="relaxed")
+
+
+@triton.jit
+def first_reaching(sums, column, wanted, SIZE: tl.constexpr):
+    """The first column whose running sum reaches `wanted`, else the last, and the sum before it."""
+    running = tl.cumsum(sums, axis=0)
+    behind = (running < wanted) & (column < SIZE)
+    reached = tl.minimum(tl.sum(behind.to(tl.int32), axis=0), SIZE - 1)
+    return reached, tl.sum(tl.where(column < reached, sums, 0), axis=0)
+
+
+@triton.jit
+def search_kernel(sums, cut, found, limits, table, FINE: tl.constexpr, WEIGHTED: tl.constexpr):
+    """Programs (row): coarse, `found` int64 [rows, 3] gets the bin, the sum before it and what is wanted; fine, the cut
+    is narrowed. Tokens at the present cut are in no histogram; those of them that are kept are added here."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, STEPS)
+    last, ties = tl.load(cut + 2 * row), tl.load(cut + 2 * row + 1)
+    amounts = tl.load(sums + row * STEPS + column)
+    limit = tl.load(limits + row).to(tl.int64)
+    kept = weight_of(last, table).to(tl.int64) * ties if WEIGHTED else limit * 0
+    if FINE:
+        bin, before, wanted = tl.load(found + 3 * row), tl.load(found + 3 * row + 1), tl.load(found + 3 * row + 2)
+        here = (column == (last & (STEPS - 1))) & (column * 0 + (last >> BIN_BITS) == bin)
+        step, more = first_reaching(amounts + tl.where(here, kept, 0), column, wanted - before, STEPS)
+        end = tl.minimum((bin.to(tl.int32) << BIN_BITS) + step, LIMIT)
+        left = wanted - before - more
+        if WEIGHTED:
+            each = tl.maximum(weight_of(end, table), 1).to(tl.int64)
+            left = (left + each - 1) // each
+        left = tl.minimum(left, OFF).to(tl.int32)
+        left = tl.where(end == last, tl.minimum(left, ties), tl.where(end < last, left, ties))
+        tl.store(cut + 2 * row, tl.minimum(end, last))
+        tl.store(cut + 2 * row + 1, left)
+    else:
+        amounts += tl.where(column == (last >> BIN_BITS), kept, 0)
+        if WEIGHTED:
+            total = tl.sum(amounts, axis=0)
+            high, low = total >> TOP_P_BITS, total & TOP_P_MASK
+            limit = high * limit + ((low * limit + TOP_P_MASK) >> TOP_P_BITS)
+        bin, before = first_reaching(amounts, column, limit, BINS)
+        tl.store(found + 3 * row, bin.to(tl.int64))
+        tl.store(found + 3 * row + 1, before)
+        tl.store(found + 3 * row + 2, limit)
+
+
+@triton.jit
+def ties_kernel(
+    logits, best, scale, cut, ties, stride, vocab, BLOCK: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr
+):
+    """Programs (row, block): how many of the block's tokens have the gap of the cut. Floor: the logits, read once."""
+    row = tl.program_id(0).to(tl.int64)
+    _, inside, wide = load_row(logits, row, stride, vocab, BLOCK)
+    value, _ = best_of(best, row, COUNT, PADDED)
+    gap = gaps_below(wide, number_of(value), tl.load(scale + row))
+    equal = inside & (gap == tl.load(cut + 2 * row))
+    tl.store(ties + row * COUNT + tl.program_id(1), tl.sum(equal.to(tl.int32), axis=0))
+
+
+@triton.jit
+def race_kernel(
+    logits,
+    best,
+    scale,
+    cut,
+    ties,
+    min_p,
+    seed_words,
+    positions,
+    hashed_ids,
+    gumbel,
+    drawn,
+    stride,
+    vocab,
+    HAS_CUT: tl.constexpr,
+    HAS_MIN_P: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Programs (row, block): the key of the block's first largest noise - gap. Floor: the logits, read once."""
+    row = tl.program_id(0).to(tl.int64)
+    ids, inside, wide = load_row(logits, row, stride, vocab, BLOCK)
+    value, _ = best_of(best, row, COUNT, PADDED)
+    gap = gaps_below(wide, number_of(value), tl.load(scale + row))
+    kept = inside & (gap < LIMIT)
+    if HAS_CUT:
+        last, allowed = tl.load(cut + 2 * row), tl.load(cut + 2 * row + 1)
+        part = tl.arange(0, PADDED)
+        earlier = tl.sum(tl.load(ties + row * COUNT + part, mask=part < tl.program_id(1), other=0), axis=0)
+        equal = (inside & (gap == last)).to(tl.int32)
+        late = earlier + tl.cumsum(equal, axis=0) > allowed
+        kept = kept & (gap <= last) & ((equal == 0) | (late == 0))
+    if HAS_MIN_P:
+        kept = kept & (gap <= tl.load(min_p + row))
+    first, second = row_key(seed_words, positions, row)
+    score = noise_of(tl.load(hashed_ids + ids, mask=inside, other=0), first, second, gumbel) - gap
+    key = tl.where(kept, keyed(score, ids), NOTHING)
+    tl.store(drawn + row * COUNT + tl.program_id(1), tl.max(key, axis=0))
+
+
+@triton.jit
+def pick_kernel(best, drawn, greedy, tokens, bad, COUNT: tl.constexpr, PADDED: tl.constexpr):
+    """Programs (row): the token, 0 in a bad row; the first best in a greedy row."""
+    row = tl.program_id(0).to(tl.int64)
+    value, first = best_of(best, row, COUNT, PADDED)
+    _, token = best_of(drawn, row, COUNT, PADDED)
+    is_bad = (value >= ordered_infinity()) | (value <= -ordered_infinity() - 1)
+    token = tl.where(tl.load(greedy + row) != 0, first, token)
+    tl.store(tokens + row, tl.where(is_bad, 0, token))
+    tl.store(bad + row, is_bad)
+
+
+@triton.jit
+def ordered_infinity():
+    """`ordered` of infinity; that of minus infinity is its complement."""
+    return 0x7F800000
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One draw's buffers and how its kernels are launched."""
+
+    logits: Tensor
+    state: SamplingState
+    tables: RaceTables
+    best: Tensor
+    block: int
+    options: dict[str, int]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(row, block)."""
+        return self.logits.shape[0], self.best.shape[1]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What every kernel over blocks is told."""
+        return {"BLOCK": self.block, "COUNT": self.best.shape[1], "PADDED": power_of_two(self.best.shape[1])}
+
+    def narrow(self, cut: Tensor, limits: Tensor, weighted: bool) -> None:
+        """Search for the cut of top_k, or of top_p if weighted: coarse bins, then the steps of the bin found."""
+        rows, (_, vocab) = self.grid[0], self.logits.shape
+        sums = cut.new_zeros((2, rows, cutoffs.STEPS), dtype=torch.int64)
+        found = sums.new_empty((rows, 3))
+        given = self.best, self.state.scale, cut, found, self.tables.weight
+        for is_fine, level in enumerate(sums):
+            kind = {"FINE": bool(is_fine), "WEIGHTED": weighted}
+            histogram_kernel[self.grid](
+                self.logits, *given, level, self.logits.stride(0), vocab, **kind, **self.sizes, **self.options
+            )
+            search_kernel[(rows,)](level, cut, found, limits, self.tables.weight, **kind, **self.options)
+
+    def race(self, cut: Tensor | None) -> Tensor:
+        """The best key of each block, int64 [rows, blocks]."""
+        state, drawn = self.state, torch.empty_like(self.best)
+        ties = drawn
+        sizes = (self.logits.stride(0), self.logits.shape[1])
+        given = self.best, state.scale, drawn if cut is None else cut
+        if cut is not None:
+            ties = torch.empty(drawn.shape, dtype=torch.int32, device=drawn.device)
+            ties_kernel[self.grid](self.logits, *given, ties, *sizes, **self.sizes, **self.options)
+        race_kernel[self.grid](
+            self.logits,
+            *given,
+            ties,
+            state.greedy if state.min_p is None else state.min_p,
+            state.seed_words,
+            state.positions,
+            self.tables.hashed_ids,
+            self.tables.gumbel,
+            drawn,
+            *sizes,
+            HAS_CUT=cut is not None,
+            HAS_MIN_P=state.min_p is not None,
+            **self.sizes,
+            **self.options,
+        )
+        return drawn
+
+
+def draw(logits: Tensor, state: SamplingState, tables: RaceTables, tuning: Tuning = Tuning()) -> tuple[Tensor, Tensor]:
+    """The table's `draw`: tokens int32[B] and bad bool[B] of logits float[B, V]. Waits for nothing.
+
+    Floor: the logits read twice without cut-offs, and five times more for each of top-k and top-p; from the cache after
+    the first, where they fit.
+    """
+    rows, vocab = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    bad = torch.empty(rows, dtype=torch.bool, device=logits.device)
+    if not rows:
+        return tokens, bad
+    block = min(tuning.draw_tokens, power_of_two(vocab))
+    options = tuning.options(tuning.draw)
+    best = torch.empty(rows, tiles(vocab, block), dtype=torch.int64, device=logits.device)
+    work = Draw(logits, state, tables, best, block, options)
+    best_kernel[work.grid](logits, best, logits.stride(0), vocab, BLOCK=block, **options)
+    cut = None
+    if state.top_k is not None or state.top_p is not None:
+        cut = tokens.new_empty((rows, 2))
+        cut[:, 0].fill_(noise.LIMIT)
+        cut[:, 1].fill_(noise.OFF)
+        if state.top_k is not None:
+            work.narrow(cut, state.top_k, weighted=False)
+        if state.top_p is not None:
+            work.narrow(cut, state.top_p, weighted=True)
+    drawn = work.race(cut)
+    pick_kernel[(rows,)](
+        best, drawn, state.greedy, tokens, bad, COUNT=best.shape[1], PADDED=power_of_two(best.shape[1]), **options
+    )
+    return tokens, bad

@@ -1,0 +1,256 @@
+"""The chosen experts of every token: choices sorted by expert into tiles on the device, two grouped products, a sum.
+
+No shape and no launch depends on the routing, so all of it can be captured; tiles that no expert needs end at once.
+"""
+
+# A kernel is not Python to a type checker.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglcore.runtime.kernels.triton.products import NARROWEST_DOT, wide_dot
+from sglcore.runtime.kernels.triton.rounding import narrow, rounded
+from sglcore.runtime.kernels.triton.tuning import LaunchConfig, MoeTile, Tuning, power_of_two, tiles
+
+SCANNED = 1024
+"""Choices that one iteration of the sort looks at."""
+
+
+@triton.jit
+def sort_kernel(
+    ids,
+    order,
+    owners,
+    choices,
+    most_tiles,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Programs (expert): its choices go to `order`, padded to whole tiles with `choices`, and itself to `owners` of them.
+
+    Tiles behind the last expert's get -1. Floor: 8 * choices bytes for each expert, from the cache after the first.
+    """
+    expert = tl.program_id(0)
+    every = tl.arange(0, BINS)
+    counts = tl.zeros([BINS], tl.int32)
+    for at in range(0, choices, BLOCK):
+        choice = at + tl.arange(0, BLOCK)
+        chosen = tl.load(ids + choice, mask=choice < choices, other=-1).to(tl.int32)
+        counts += tl.histogram(tl.where(chosen < 0, EXPERTS, chosen), BINS)
+    room = tl.where(every < EXPERTS, (counts + ROWS - 1) // ROWS, 0)
+    first = tl.sum(tl.where(every < expert, room, 0), axis=0)
+    after = first + tl.sum(tl.where(every == expert, room, 0), axis=0)
+    for tile in range(first, after):
+        tl.store(owners + tile, expert)
+    if expert == EXPERTS - 1:
+        for tile in range(after, most_tiles):
+            tl.store(owners + tile, -1)
+    place = first * ROWS
+    for at in range(0, choices, BLOCK):
+        choice = at + tl.arange(0, BLOCK)
+        chosen = tl.load(ids + choice, mask=choice < choices, other=-1).to(tl.int32)
+        mine = (chosen == expert).to(tl.int32)
+        tl.store(order + place + tl.cumsum(mine, axis=0) - 1, choice, mask=chosen == expert)
+        place += tl.sum(mine, axis=0)
+    rest = place + tl.arange(0, ROWS)
+    tl.store(order + rest, choices + tl.zeros([ROWS], tl.int32), mask=rest < after * ROWS)
+
+
+@triton.jit
+def gate_up_kernel(
+    hidden,
+    w13,
+    order,
+    owners,
+    out,
+    choices,
+    stride,
+    CHOICES: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Programs (tile, columns): silu(gate) * up of the tile's choices into out [tiles * ROWS, SIZE].
+
+    Floor: the w13 of each expert that has a choice, read once; above some hundred rows an expert, the matrix unit.
+    """
+    tile = tl.program_id(0)
+    expert = tl.load(owners + tile).to(tl.int64)
+    if expert < 0:
+        return
+    line = tile * ROWS + tl.arange(0, ROWS)
+    choice = tl.load(order + line)
+    live = choice < choices
+    token = tl.where(live, choice // CHOICES, 0).to(tl.int64)
+    column, depth = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
+    gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for at in range(0, HIDDEN, DEPTH):
+        part = at + depth
+        loaded = live[:, None] & (part < HIDDEN)[None, :]
+        rows = tl.load(hidden + token[:, None] * stride + part[None, :], mask=loaded, other=0.0)
+        weight = w13 + expert * (2 * SIZE * HIDDEN) + column[None, :] * HIDDEN + part[:, None]
+        inside = (part < HIDDEN)[:, None] & (column < SIZE)[None, :]
+        gate += wide_dot(rows, tl.load(weight, mask=inside, other=0.0))
+        up += wide_dot(rows, tl.load(weight + SIZE * HIDDEN, mask=inside, other=0.0))
+    dtype = out.dtype.element_ty
+    gate = rounded(gate, dtype)
+    active = rounded(gate / (1.0 + tl.exp(-gate)), dtype) * rounded(up, dtype)
+    place = out + line.to(tl.int64)[:, None] * SIZE + column[None, :]
+    tl.store(place, narrow(active, dtype), mask=live[:, None] & (column < SIZE)[None, :])
+
+
+@triton.jit
+def down_kernel(
+    active,
+    w2,
+    weights,
+    order,
+    owners,
+    out,
+    choices,
+    HIDDEN: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Programs (tile, columns): each choice's row times its weight into out [choices, HIDDEN].
+
+    Floor: the w2 of each expert that has a choice, read once.
+    """
+    tile = tl.program_id(0)
+    expert = tl.load(owners + tile).to(tl.int64)
+    if expert < 0:
+        return
+    line = tile * ROWS + tl.arange(0, ROWS)
+    choice = tl.load(order + line)
+    live = choice < choices
+    column, depth = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for at in range(0, SIZE, DEPTH):
+        part = at + depth
+        loaded = live[:, None] & (part < SIZE)[None, :]
+        rows = tl.load(active + line.to(tl.int64)[:, None] * SIZE + part[None, :], mask=loaded, other=0.0)
+        weight = w2 + expert * (HIDDEN * SIZE) + column[None, :] * SIZE + part[:, None]
+        inside = (part < SIZE)[:, None] & (column < HIDDEN)[None, :]
+        total += wide_dot(rows, tl.load(weight, mask=inside, other=0.0))
+    dtype = out.dtype.element_ty
+    share = tl.load(weights + choice, mask=live, other=0.0).to(tl.float32)
+    place = out + choice.to(tl.int64)[:, None] * HIDDEN + column[None, :]
+    value = narrow(rounded(total, dtype) * share[:, None], dtype)
+    tl.store(place, value, mask=live[:, None] & (column < HIDDEN)[None, :])
+
+
+@triton.jit
+def sum_kernel(
+    parts, ids, out, tokens, CHOICES: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The wide sum over a token's choices; those without an expert are not read. Floor: CHOICES + 1 rows for each token."""
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (token < tokens)[:, None] & (column < HIDDEN)[None, :]
+    token = token.to(tl.int64)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for choice in tl.static_range(CHOICES):
+        line = token * CHOICES + choice
+        has = tl.load(ids + line, mask=token < tokens, other=-1) >= 0
+        place = parts + line[:, None] * HIDDEN + column[None, :]
+        total += tl.load(place, mask=inside & has[:, None], other=0.0).to(tl.float32)
+    tl.store(out + token[:, None] * HIDDEN + column[None, :], narrow(total, out.dtype.element_ty), mask=inside)
+
+
+def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, tuning: Tuning = Tuning()) -> Tensor:
+    """The table's `moe`; weights and ids lie side by side. To a compiler it is one operation."""
+    average = ids.numel() // w13.shape[0]
+    tile = next(tile for tile in tuning.moe if average <= tile.most_rows)
+    sizes = [
+        tile.rows,
+        tile.columns,
+        tile.depth_bytes,
+        tile.config.threads,
+        tile.config.stages,
+        tuning.lanes,
+        tuning.elements,
+    ]
+    if torch.compiler.is_compiling():
+        return torch.ops.sglcore.triton_moe(hidden, weights, ids, w13, w2, sizes)
+    return moe_in_tiles(hidden, weights, ids, w13, w2, tile, tuning)
+
+
+@torch.library.custom_op("sglcore::triton_moe", mutates_args=())
+def moe_op(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, sizes: list[int]) -> Tensor:
+    """`moe` as one operation; `sizes` are what it needs of the tuning."""
+    rows, columns, depth_bytes, threads, stages, lanes, elements = sizes
+    base = Tuning(lanes=lanes, elements=elements)
+    tile = MoeTile(0, rows, columns, depth_bytes, LaunchConfig(threads, stages))
+    return moe_in_tiles(hidden, weights, ids, w13, w2, tile, base)
+
+
+@moe_op.register_fake
+def _(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, sizes: list[int]) -> Tensor:
+    return hidden.new_empty(hidden.shape)
+
+
+def moe_in_tiles(
+    hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, tile: MoeTile, tuning: Tuning
+) -> Tensor:
+    """Sort, gate and up, down, sum."""
+    tokens, width = hidden.shape
+    experts, size, choices = w13.shape[0], w2.shape[2], ids.numel()
+    out = torch.empty(tokens, width, dtype=hidden.dtype, device=hidden.device)
+    if not tokens:
+        return out
+    ids, weights = ids.contiguous(), weights.contiguous()
+    rows, options = tile.rows, tuning.options(tile.config)
+    depth = max(NARROWEST_DOT, tile.depth_bytes // hidden.itemsize)
+    # Every tile holds a choice, and every expert's tiles but its last are full.
+    most = min(choices, tiles(choices, rows) + experts)
+    order = torch.empty(most * rows, dtype=torch.int32, device=hidden.device)
+    owners = torch.empty(most, dtype=torch.int32, device=hidden.device)
+    sort_kernel[(experts,)](
+        ids,
+        order,
+        owners,
+        choices,
+        most,
+        EXPERTS=experts,
+        BINS=power_of_two(experts + 1),
+        BLOCK=min(SCANNED, power_of_two(choices)),
+        ROWS=rows,
+        **tuning.options(tuning.routing),
+    )
+    active = torch.empty(most * rows, size, dtype=hidden.dtype, device=hidden.device)
+    shape = {"SIZE": size, "HIDDEN": width, "ROWS": rows, "COLUMNS": tile.columns, "DEPTH": depth}
+    stride, per_token = hidden.stride(0), ids.shape[1]
+    gate_up_kernel[(most, tiles(size, tile.columns))](
+        hidden, w13, order, owners, active, choices, stride, CHOICES=per_token, **shape, **options
+    )
+    parts = torch.empty(choices, width, dtype=hidden.dtype, device=hidden.device)
+    down_kernel[(most, tiles(width, tile.columns))](
+        active, w2, weights, order, owners, parts, choices, **shape, **options
+    )
+    block = min(power_of_two(width), tuning.elements)
+    held = tuning.rows(block, tokens)
+    sum_kernel[(tiles(tokens, held), tiles(width, block))](
+        parts,
+        ids,
+        out,
+        tokens,
+        CHOICES=per_token,
+        HIDDEN=width,
+        ROWS=held,
+        BLOCK=block,
+        **tuning.options(tuning.elementwise),
+    )
+    return out

@@ -1,0 +1,131 @@
+"""Root mean square norm, alone or after the addition of the residual: one pass over rows held in registers."""
+
+# A kernel is not Python to a type checker.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglcore.runtime.kernels.reference import add_rms_norm as reference_add_rms_norm
+from sglcore.runtime.kernels.reference import rms_norm as reference_rms_norm
+from sglcore.runtime.kernels.triton.rounding import narrow, rounded
+from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
+
+
+@triton.jit
+def rms_norm_kernel(
+    x,
+    weight,
+    out,
+    rows,
+    outer_stride,
+    inner_stride,
+    eps,
+    INNER: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Floor: x read once, out written once, 2 * rows * SIZE elements; the weight stays in the cache."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < SIZE)[None, :]
+    row = row.to(tl.int64)
+    start = (row // INNER) * outer_stride + (row % INNER) * inner_stride
+    wide = tl.load(x + start[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)
+    normed = rounded(wide * scale[:, None], out.dtype.element_ty)
+    gain = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    place = out + row[:, None] * SIZE + column[None, :]
+    tl.store(place, narrow(normed * gain[None, :], out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    rows,
+    x_stride,
+    residual_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """In place. Floor: both read once and written once, 4 * rows * SIZE elements."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < SIZE)[None, :]
+    row = row.to(tl.int64)
+    place = x + row[:, None] * x_stride + column[None, :]
+    sums = residual + row[:, None] * residual_stride + column[None, :]
+    added = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    total = narrow(tl.load(sums, mask=inside, other=0.0).to(tl.float32) + added, residual.dtype.element_ty)
+    tl.store(sums, total, mask=inside)
+    wide = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)
+    normed = rounded(wide * scale[:, None], x.dtype.element_ty)
+    gain = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    tl.store(place, narrow(normed * gain[None, :], x.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, tuning: Tuning = Tuning()) -> Tensor:
+    """The table's `rms_norm`; x [T, N] or [T, heads, N] by strides. A compiler gets the reference, which it fuses."""
+    if torch.compiler.is_compiling():
+        return reference_rms_norm(x, weight, eps)
+    if x.dim() > 3 or x.stride(-1) != 1:
+        x = x.reshape(-1, x.shape[-1]).contiguous().view(x.shape)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    size = x.shape[-1]
+    rows = x.numel() // size if size else 0
+    if not rows:
+        return out
+    by_row = x if x.dim() in (2, 3) else x.view(-1, size)
+    inner = by_row.shape[1] if by_row.dim() == 3 else 1
+    held = tuning.rows(power_of_two(size), rows)
+    rms_norm_kernel[(tiles(rows, held),)](
+        by_row,
+        weight,
+        out,
+        rows,
+        by_row.stride(0),
+        by_row.stride(1),
+        eps,
+        INNER=inner,
+        SIZE=size,
+        BLOCK=power_of_two(size),
+        ROWS=held,
+        **tuning.options(tuning.norm),
+    )
+    return out
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, tuning: Tuning = Tuning()
+) -> tuple[Tensor, Tensor]:
+    """The table's `add_rms_norm`; writes the sum into `residual` and its norm into `x`."""
+    if torch.compiler.is_compiling():
+        return reference_add_rms_norm(x, residual, weight, eps)
+    rows, size = x.shape
+    if not rows:
+        return x, residual
+    held = tuning.rows(power_of_two(size), rows)
+    add_rms_norm_kernel[(tiles(rows, held),)](
+        x,
+        residual,
+        weight,
+        rows,
+        x.stride(0),
+        residual.stride(0),
+        eps,
+        SIZE=size,
+        BLOCK=power_of_two(size),
+        ROWS=held,
+        **tuning.options(tuning.norm),
+    )
+    return x, residual

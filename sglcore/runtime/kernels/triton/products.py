@@ -1,0 +1,24 @@
+"""Matrix products that accumulate in float32, the same in compiled and in interpreted kernels."""
+
+# A kernel is not Python to a type checker.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sglcore.runtime.kernels.triton.rounding import INTERPRETED
+
+NARROWEST_DOT = 16
+"""The smallest side of a matrix product."""
+
+
+@triton.jit
+def wide_dot(a, b):
+    """a @ b in float32. The interpreter multiplies bfloat16 wrongly, so it gets float32; float32 is never cut short."""
+    if INTERPRETED:
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        product = tl.dot(a, b, input_precision="ieee")
+    return product

@@ -1,0 +1,131 @@
+"""Rotary embedding of queries and keys in one launch."""
+
+# A kernel is not Python to a type checker.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglcore.runtime.kernels.reference import rotary as reference_rotary
+from sglcore.runtime.kernels.triton.rounding import narrow, rounded
+from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
+
+
+@triton.jit
+def rotate_heads(
+    x,
+    out,
+    positions,
+    cos_sin,
+    flat,
+    tokens,
+    x_stride,
+    out_stride,
+    HEADS,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Rows `flat` of (token, head) of x [tokens, HEADS * DIM] into out; `out_stride` lies between tokens.
+
+    Products are rounded to the dtype before they are added, as the reference does.
+    """
+    token, head = (flat // HEADS).to(tl.int64), flat % HEADS
+    column = tl.arange(0, BLOCK)
+    inside = (token < tokens)[:, None] & (column < HALF)[None, :]
+    position = tl.load(positions + token, mask=token < tokens, other=0).to(tl.int64)
+    angle = cos_sin + position[:, None] * (2 * HALF) + column[None, :]
+    dtype = out.dtype.element_ty
+    cos = rounded(tl.load(angle, mask=inside, other=0.0), dtype)
+    sin = rounded(tl.load(angle + HALF, mask=inside, other=0.0), dtype)
+    place = x + (token * x_stride + head * DIM)[:, None] + column[None, :]
+    first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
+    left = rounded(first * cos, dtype) - rounded(second * sin, dtype)
+    right = rounded(second * cos, dtype) + rounded(first * sin, dtype)
+    place = out + (token * out_stride + head * DIM)[:, None] + column[None, :]
+    tl.store(place, narrow(left, dtype), mask=inside)
+    tl.store(place + HALF, narrow(right, dtype), mask=inside)
+
+
+@triton.jit
+def copy_rest(
+    x, out, flat, tokens, x_stride, out_stride, HEADS, FROM: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr
+):
+    """The elements [FROM, DIM) of each head, which are not rotated."""
+    token, head = (flat // HEADS).to(tl.int64), flat % HEADS
+    column = FROM + tl.arange(0, REST)
+    inside = (token < tokens)[:, None] & (column < DIM)[None, :]
+    values = tl.load(x + (token * x_stride + head * DIM)[:, None] + column[None, :], mask=inside, other=0.0)
+    tl.store(out + (token * out_stride + head * DIM)[:, None] + column[None, :], values, mask=inside)
+
+
+@triton.jit
+def rotary_kernel(
+    q,
+    k,
+    q_out,
+    k_out,
+    positions,
+    cos_sin,
+    tokens,
+    q_stride,
+    k_stride,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    REST: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Programs (rows of (token, head), q or k). Floor: q and k read and written once."""
+    flat = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if tl.program_id(1) == 0:
+        rotate_heads(q, q_out, positions, cos_sin, flat, tokens, q_stride, Q_HEADS * DIM, Q_HEADS, HALF, BLOCK, DIM)
+        if REST > 0:
+            copy_rest(q, q_out, flat, tokens, q_stride, Q_HEADS * DIM, Q_HEADS, 2 * HALF, DIM, REST)
+    else:
+        rotate_heads(k, k_out, positions, cos_sin, flat, tokens, k_stride, K_HEADS * DIM, K_HEADS, HALF, BLOCK, DIM)
+        if REST > 0:
+            copy_rest(k, k_out, flat, tokens, k_stride, K_HEADS * DIM, K_HEADS, 2 * HALF, DIM, REST)
+
+
+def rotary(
+    q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int, tuning: Tuning = Tuning()
+) -> tuple[Tensor, Tensor]:
+    """The table's `rotary`. A compiler gets the reference, which it fuses."""
+    if torch.compiler.is_compiling():
+        return reference_rotary(q, k, positions, cos_sin_cache, head_dim)
+    tokens = q.shape[0]
+    q_out, k_out = (torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in (q, k))
+    if not tokens:
+        return q_out, k_out
+    q_heads, k_heads = q.shape[1] // head_dim, k.shape[1] // head_dim
+    half = cos_sin_cache.shape[1] // 2
+    rows = tokens * max(q_heads, k_heads)
+    held = tuning.rows(power_of_two(half), rows)
+    rotary_kernel[(tiles(rows, held), 2)](
+        q,
+        k,
+        q_out,
+        k_out,
+        positions,
+        cos_sin_cache,
+        tokens,
+        q.stride(0),
+        k.stride(0),
+        Q_HEADS=q_heads,
+        K_HEADS=k_heads,
+        HALF=half,
+        BLOCK=power_of_two(half),
+        DIM=head_dim,
+        REST=power_of_two(head_dim - 2 * half) if head_dim > 2 * half else 0,
+        ROWS=held,
+        **tuning.options(tuning.elementwise),
+    )
+    return q_out, k_out

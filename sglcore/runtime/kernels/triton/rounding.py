@@ -1,0 +1,32 @@
+"""Rounding to a narrower float, the same in compiled and in interpreted kernels."""
+
+# A kernel is not Python to a type checker.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Whether kernels run in Triton's interpreter, decided when they were decorated."""
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """float32 x to the nearest value of dtype, ties to even.
+
+    Triton's interpreter cuts the low bits of a bfloat16 off, so there the bits are rounded before the cast; a NaN is
+    left alone, because adding to its bits could make a number of it.
+    """
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        near = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x != x, x, near.to(tl.float32, bitcast=True))
+    return x.to(dtype)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """float32 x as float32, rounded to a value of dtype: what a chain of operations in dtype would have stored."""
+    return narrow(x, dtype).to(tl.float32)

@@ -1,0 +1,81 @@
+"""Results on their way to the host: packed into one copy to pinned memory, on the schedule stream once the step has run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sglcore.runtime.staging import Lease, PinnedRing
+from sglcore.runtime.streams import Streams
+
+
+class Letter:
+    """The results of one step. Holds their tensors until it is gone."""
+
+    __slots__ = ("_lease", "_packed", "_tensors")
+
+    def __init__(self, tensors: Sequence[Tensor], packed: Tensor | None = None, lease: Lease | None = None) -> None:
+        self._tensors, self._packed, self._lease = tensors, packed, lease
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """What the device writes and the copy reads."""
+        return [*self._tensors] if self._packed is None else [*self._tensors, self._packed]
+
+    def read(self) -> list[NDArray]:
+        """The host's own arrays, in the order posted. Waits for this step and nothing else."""
+        if self._lease is None:
+            return [tensor.cpu().numpy() for tensor in self._tensors]
+        buffer = self._lease.buffer
+        buffer.wait()
+        count = 0 if self._packed is None else self._packed.numel()
+        return _unpack(buffer.words[:count].copy(), self._tensors)
+
+
+class Outbox:
+    """Where a worker posts results. `ring` lends the pinned memory; without streams results are read from the device."""
+
+    def __init__(self, streams: Streams, device: torch.device, pinned: bool) -> None:
+        self._streams, self._pinned = streams, pinned
+        self.ring = PinnedRing(device, pinned)
+
+    def post(self, tensors: Sequence[Tensor]) -> Letter:
+        """Send tensors of int32, float32 or bool, made on the forward stream. Does not wait."""
+        schedule, forward = self._streams.schedule, self._streams.forward
+        if forward is None or schedule is None:
+            return Letter(tensors)
+        words = [_words(tensor) for tensor in tensors]
+        packed = words[0] if len(words) == 1 else torch.cat(words)
+        lease = self.ring.lease(max(packed.numel(), 1))
+        schedule.wait_stream(forward)
+        with schedule:
+            if packed.numel():
+                lease.buffer.memory[: packed.numel()].copy_(packed, non_blocking=self._pinned)
+                packed.record_stream(schedule)
+            lease.buffer.copied()
+        return Letter(tensors, packed, lease)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    flat = tensor.reshape(-1)
+    if flat.dtype is torch.bool:
+        return flat.to(torch.int32)
+    return flat if flat.dtype is torch.int32 else flat.view(torch.int32)
+
+
+def _unpack(words: NDArray[np.int32], tensors: Sequence[Tensor]) -> list[NDArray]:
+    found, start = [], 0
+    for tensor in tensors:
+        part = words[start : start + prod(tensor.shape)]
+        start += len(part)
+        if tensor.dtype is torch.bool:
+            part = part != 0
+        elif tensor.dtype is torch.float32:
+            part = part.view(np.float32)
+        found.append(part.reshape(tuple(tensor.shape)))
+    return found

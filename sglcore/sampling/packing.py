@@ -1,0 +1,45 @@
+"""Many small host arrays as one array of 32-bit words, so that they reach a device in one copy, and the views of it there."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGN = 8
+"""Each array starts at a multiple of this many words: vector loads of every device want no more."""
+
+
+def lay_out(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
+    """The word at which each array starts, and how many words there are in all."""
+    starts, total = [], 0
+    for array in arrays:
+        starts.append(total)
+        total += -(-array.size // ALIGN) * ALIGN
+    return starts, total
+
+
+def write_words(words: np.ndarray, arrays: Sequence[np.ndarray], starts: Sequence[int]) -> None:
+    """Put the arrays into words int32. float32 keeps its bits; every other dtype becomes int32."""
+    for array, start in zip(arrays, starts, strict=True):
+        target = words[start : start + array.size]
+        (target.view(np.float32) if array.dtype == np.float32 else target)[:] = array.reshape(-1)
+
+
+def read_words(words: Tensor, arrays: Sequence[np.ndarray], starts: Sequence[int]) -> list[Tensor]:
+    """Views of words int32 in the arrays' shapes: float32, or int32 for every other dtype."""
+    found = []
+    for array, start in zip(arrays, starts, strict=True):
+        part = words[start : start + array.size]
+        part = part.view(torch.float32) if array.dtype == np.float32 else part
+        found.append(part if array.ndim == 1 else part.view(array.shape))
+    return found
+
+
+def upload(arrays: Mapping[str, np.ndarray], device: torch.device | str) -> dict[str, Tensor]:
+    """All arrays on the device by one copy. Waits for it."""
+    values = list(arrays.values())
+    starts, total = lay_out(values)
+    words = np.zeros(total, np.int32)
+    write_words(words, values, starts)
+    return dict(zip(arrays, read_words(torch.from_numpy(words).to(device), values, starts), strict=True))

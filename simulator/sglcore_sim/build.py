@@ -1,0 +1,111 @@
+"""Builds the native core once per sources, torch, Python and flags, in a cache that several processes may share."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+NAME = "sglcore_sim_native"
+FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w", "-fvisibility=hidden", f"-DTORCH_EXTENSION_NAME={NAME}")
+
+
+def sources() -> tuple[Path, ...]:
+    """The C++ files: beside the package in a checkout, inside it in a wheel."""
+    here = Path(__file__).resolve().parent
+    folder = next((f for f in (here / "csrc", here.parent / "csrc") if f.is_dir()), None)
+    if folder is None:
+        raise RuntimeError(f"found no csrc folder beside {here}; reinstall sglcore-sim")
+    return tuple(sorted(folder.glob("*.cpp"))) + tuple(sorted(folder.glob("*.h")))
+
+
+def cache_folder() -> Path:
+    """`SGLCORE_SIM_CACHE`, or the user's cache folder."""
+    named = os.environ.get("SGLCORE_SIM_CACHE")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglcore-sim"
+
+
+def fingerprint() -> str:
+    """The hash of everything that the binary depends on."""
+    digest = hashlib.sha256()
+    for path in sources():
+        digest.update(path.name.encode() + path.read_bytes())
+    for part in (torch.__version__, sys.version, os.environ.get("CXX", "g++"), *FLAGS):
+        digest.update(part.encode())
+    return digest.hexdigest()[:20]
+
+
+def include_flags() -> list[str]:
+    root = Path(torch.__file__).parent / "include"
+    folders = (root, root / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_paths()["include"]))
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    return [abi, *(flag for folder in folders for flag in ("-isystem", str(folder)))]
+
+
+def compile_one(source: Path, folder: Path) -> Path:
+    target = folder / (source.stem + ".o")
+    run([os.environ.get("CXX", "g++"), *FLAGS, *include_flags(), "-c", str(source), "-o", str(target)])
+    return target
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(
+            f"the native core of sglcore-sim does not compile: {' '.join(command[:1])} said\n{done.stderr[-8000:]}"
+        )
+
+
+def compile_all(target: Path) -> None:
+    """Compiles on two cores and links into `target` in one step that other processes see whole."""
+    work = target.parent / "objects"
+    work.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(2) as pool:
+        files = [path for path in sources() if path.suffix == ".cpp"]
+        objects = list(
+            pool.map(lambda path: compile_one(path, work), sorted(files, key=lambda path: -path.stat().st_size))
+        )
+    library = Path(torch.__file__).parent / "lib"
+    partial = target.with_suffix(".partial")
+    links = [f"-L{library}", f"-Wl,-rpath,{library}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
+    run([os.environ.get("CXX", "g++"), "-shared", *map(str, objects), "-o", str(partial), *links])
+    partial.replace(target)
+    shutil.rmtree(work)
+
+
+def built() -> Path:
+    """The path of the binary, compiled now if nobody has; waits where another process is compiling."""
+    folder = cache_folder() / fingerprint()
+    target = folder / (NAME + importlib.machinery.EXTENSION_SUFFIXES[0])
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            compile_all(target)
+    return target
+
+
+def load() -> ModuleType:
+    """The native module; compiles it first where the cache has none (under a minute)."""
+    path = built()
+    spec = importlib.util.spec_from_file_location(NAME, path)
+    if spec is None or spec.loader is None:
+        raise RuntimeError(f"cannot load {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

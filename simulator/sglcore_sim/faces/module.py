@@ -1,0 +1,91 @@
+"""What every face is made of: streams, events and the calls that torch's own neutral interface can answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+AMP = (torch.float16, torch.bfloat16)
+
+
+class StreamBinding(torch.Stream):
+    """The stream class that a vendor's C extension gives to its Python: by identity, or new on the current device."""
+
+    def __new__(cls, priority: int = 0, stream_id: int = 0, device_index: int = 0, device_type: int = 0) -> Any:
+        if stream_id or device_index or device_type:
+            return super().__new__(cls, stream_id=stream_id, device_index=device_index, device_type=device_type)
+        return super().__new__(cls, priority=priority)
+
+    def __hash__(self) -> int:
+        """Streams are equal by identity of the stream, not of the object."""
+        return hash((self.stream_id, self.device_index))
+
+
+class EventBinding(torch.Event):
+    """The event class that a vendor's C extension gives to its Python."""
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
+        if interprocess:
+            raise RuntimeError("interprocess events are not simulated")
+        return super().__new__(cls, enable_timing=enable_timing, blocking=blocking)
+
+
+class Device:
+    """Context in which another device is current; None or a negative index changes nothing."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = index_of(device, -1)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = torch.accelerator.current_device_index()
+        if self.idx >= 0:
+            torch.accelerator.set_device_index(self.idx)
+
+    def __exit__(self, *args: object) -> bool:
+        torch.accelerator.set_device_index(self.prev_idx)
+        return False
+
+
+class StreamContext:
+    """Context in which a stream is current; None changes nothing."""
+
+    def __init__(self, stream: torch.Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.stream.__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        if self.stream is not None:
+            self.stream.__exit__(*args)
+
+
+def index_of(device: Any, default: int | None = None) -> int:
+    """The index of a device, given as torch takes it; the current one where it says none."""
+    given = torch.device(device) if isinstance(device, str) else device
+    index = given.index if isinstance(given, torch.device) else given
+    if index is not None:
+        return int(index)
+    return torch.accelerator.current_device_index() if default is None else default
+
+
+def properties_of(sim: Any, fields: Mapping[str, Any]) -> SimpleNamespace:
+    """The vendor's device properties: the chip's, with the memory that was installed."""
+    return SimpleNamespace(**{**fields, "total_memory": sim.memory})
+
+
+def torch_names(sim: Any) -> dict[str, Any]:
+    """What torch itself asks of a device's module, whatever the vendor documents."""
+    return {
+        "_is_in_bad_fork": lambda: False,
+        "_lazy_init": lambda: None,
+        "_lazy_call": lambda queued, **kwargs: queued(),
+        "get_amp_supported_dtype": lambda: list(AMP),
+        "get_rng_state": lambda device=sim.kind.torch_name: torch.get_rng_state(),
+        "set_rng_state": lambda new_state, device=sim.kind.torch_name: torch.set_rng_state(new_state),
+    }

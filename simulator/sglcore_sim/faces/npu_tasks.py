@@ -1,0 +1,186 @@
+"""Task groups of NPU graphs: captured calls whose host arguments are rewritten while the graph waits for an external event.
+
+The simulator runs a replay when it is queued. A graph that waits for an ExternalEvent is held back instead until the
+host has recorded all of its events, which on hardware is when it gets past them. Work that is queued in between would
+run too early here, so it is a fault (stuck_graph), as is a wait for work that can not finish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(slots=True)
+class Call:
+    """One operator of a group, with the arguments that its next replay uses."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self) -> None:
+        """On what the tensors hold now."""
+        self.func(*self.args, **self.kwargs)
+
+
+@dataclass(slots=True)
+class Handle:
+    """The driver's handle of a captured group. `marker` stands for the memory in which the driver keeps its arguments."""
+
+    marker: torch.Tensor
+    calls: list[Call] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A replay that waits for external events: its graph, its stream, and the operations counted when it was queued."""
+
+    graph: Any
+    stream: torch.Stream
+    queued: int
+
+
+class Recording(TorchDispatchMode):
+    """Turns the vendor's operators inside a group into nodes that read their arguments at every replay."""
+
+    def __init__(self, sim: Any, handle: Handle) -> None:
+        super().__init__()
+        self._sim = sim
+        self.handle = handle
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Capture an operator of the vendor; leave torch's own to the capture."""
+        if func.namespace != "npu":
+            return func(*args, **(kwargs or {}))
+        call = Call(func, args, dict(kwargs or {}))
+        out = call.kwargs.get("out")
+        if out is None:
+            raise NotImplementedError(f"{func} in a task group: only variants over buffers of the caller (.out) are simulated")
+        writes = [out] if isinstance(out, torch.Tensor) else list(out)
+        given = [*args, *(value for name, value in call.kwargs.items() if name != "out")]
+        reads = [value for value in given if isinstance(value, torch.Tensor)]
+        self.handle.calls.append(call)
+        self._sim.launch(str(func), call.run, reads=[*reads, self.handle.marker], writes=writes)
+        return out
+
+
+class Rewriting(TorchDispatchMode):
+    """Takes the arguments of the operators that are called, in the group's order, and runs none of them."""
+
+    def __init__(self, handle: Handle) -> None:
+        super().__init__()
+        self.handle = handle
+        self.taken = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Only the operators that the group was captured with, in their order."""
+        if func.namespace != "npu":
+            return func(*args, **(kwargs or {}))
+        if self.taken >= len(self.handle.calls) or self.handle.calls[self.taken].func is not func:
+            wanted = [str(call.func) for call in self.handle.calls[self.taken :]]
+            raise RuntimeError(f"found {func} in the update of a task group, wanted {wanted or 'no more'}")
+        call = self.handle.calls[self.taken]
+        call.args, call.kwargs = args, dict(kwargs or {})
+        self.taken += 1
+        return call.kwargs.get("out")
+
+
+class Tasks:
+    """Groups being captured or rewritten, and replays that wait for the host."""
+
+    def __init__(self, sim: Any) -> None:
+        self._sim = sim
+        self._recording: list[Recording] = []
+        self._rewriting: list[Rewriting] = []
+        self.waiting: list[Waiting] = []
+        self.capturing: Any = None
+
+    def begin_group(self, stream: torch.Stream) -> None:
+        """Calls from here on are one group; the stream must be capturing."""
+        if not self._sim._core.is_capturing():
+            raise RuntimeError("graph_task_group_begin wants a stream that is being captured")
+        recording = Recording(self._sim, Handle(torch.empty(1, dtype=torch.uint8, device=stream.device)))
+        recording.__enter__()
+        self._recording.append(recording)
+
+    def end_group(self, stream: torch.Stream) -> Handle:
+        """The handle of the group."""
+        if not self._recording:
+            raise RuntimeError("graph_task_group_end without graph_task_group_begin")
+        recording = self._recording.pop()
+        recording.__exit__(None, None, None)
+        return recording.handle
+
+    def begin_update(self, stream: torch.Stream, handle: Handle) -> None:
+        """Calls from here on give the group new arguments."""
+        rewriting = Rewriting(handle)
+        rewriting.__enter__()
+        self._rewriting.append(rewriting)
+
+    def end_update(self, stream: torch.Stream) -> None:
+        """The update is queued on the stream: it must be ordered after the replay before, and the next one after it."""
+        if not self._rewriting:
+            raise RuntimeError("graph_task_update_end without graph_task_update_begin")
+        rewriting = self._rewriting.pop()
+        rewriting.__exit__(None, None, None)
+        with stream, self._uncounted():
+            self._sim.access(rewriting.handle.marker, write=True, op="graph_task_update")
+
+    def abandon(self) -> None:
+        """Leave the groups of a capture that failed."""
+        while self._recording:
+            self._recording.pop().__exit__(None, None, None)
+        self.capturing = None
+
+    def replay(self, graph: Any, run: Callable[[], None]) -> None:
+        """Run the graph, or hold it back until the host has recorded the events that it waits for."""
+        self.refuse("another replay is queued")
+        if all(event.is_set for event in graph.waits):
+            run()
+            return
+        self.waiting.append(Waiting(graph, torch.accelerator.current_stream(), self._count()))
+
+    def recorded(self) -> None:
+        """An external event was recorded: run what no longer waits."""
+        for waiting in [w for w in self.waiting if all(event.is_set for event in w.graph.waits)]:
+            self.waiting.remove(waiting)
+            if self._count() != waiting.queued:
+                raise self._stuck("work was queued between a replay and the update that it waits for")
+            with waiting.stream:
+                waiting.graph.run()
+
+    def refuse(self, what: str) -> None:
+        """A fault if a replay still waits for the host."""
+        if self.waiting:
+            self.waiting.clear()
+            raise self._stuck(what)
+
+    def _stuck(self, what: str) -> Exception:
+        text = f"{what} at {self._sim._core.site()}, while a graph still waits for an ExternalEvent that the host has not recorded"
+        return self._sim._log.make("stuck_graph", text)
+
+    def _count(self) -> int:
+        return int(self._sim.stats()["ops"])
+
+    def _uncounted(self) -> Any:
+        return _Uncounted(self)
+
+
+class _Uncounted:
+    """Work of the driver itself, which no waiting replay may take for the program's."""
+
+    def __init__(self, tasks: Tasks) -> None:
+        self._tasks = tasks
+        self._before = 0
+
+    def __enter__(self) -> None:
+        self._before = self._tasks._count()
+
+    def __exit__(self, *args: object) -> None:
+        for waiting in self._tasks.waiting:
+            waiting.queued += self._tasks._count() - self._before

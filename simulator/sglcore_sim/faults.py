@@ -1,0 +1,95 @@
+"""Faults: what the simulated device reports where hardware would corrupt silently, by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MappingProxyType
+
+KINDS = MappingProxyType(
+    {
+        "race": "two streams touch the same bytes with no ordering between them, and one of them writes",
+        "use_after_free": "memory serves its stream again while another stream's work on it is not ordered",
+        "pinned_source_changed": "the host refilled a pinned buffer that a copy could still be reading",
+        "pinned_written": "the host wrote to a pinned buffer that a copy had yet to fill",
+        "pinned_read_early": "the host read a pinned buffer before it waited for the copy into it",
+        "sync_in_capture": "the host waits for the device during a capture",
+        "sync_forbidden": "the host waits for the device inside a no_sync region",
+        "pageable_in_capture": "a copy through pageable host memory, or a blocking one, during a capture",
+        "wrong_capture": "a capture on the default stream, nested, unjoined, empty, or mixed with events of the outside",
+        "stale_graph": "a replay uses memory that was freed since the capture",
+        "stuck_graph": "work is queued behind, or waited for in, a graph that still waits for the host",
+        "data_dependent": "a shape depends on device data",
+        "pool_mate": "a graph's output was overwritten by another graph of the same pool",
+        "uninitialised": "memory is read that nothing has written",
+        "device_mismatch": "one operation mixes devices",
+        "host_access": "the host reaches into device memory",
+        "out_of_memory": "the capacity is exhausted (raised as torch.OutOfMemoryError)",
+        "out_of_bounds": "an index or a kernel lane leaves its tensor",
+    }
+)
+
+
+class Fault(RuntimeError):
+    """A contract violation; `kind` is a key of KINDS, the text names the places of both sides."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"[{kind}] {text}")
+        self.kind = kind
+
+
+class HostAccess(Fault, TypeError):
+    """Torch's own refusal, a TypeError, as a fault."""
+
+
+class Caught:
+    """What an `expect` block caught; `fault` is None until it did."""
+
+    def __init__(self) -> None:
+        self.fault: BaseException | None = None
+
+    @property
+    def text(self) -> str:
+        """The fault's message; empty where nothing was caught."""
+        return str(self.fault or "")
+
+
+class FaultLog:
+    """Makes faults for the native core and remembers those that nobody expected."""
+
+    def __init__(self) -> None:
+        self.seen: list[Fault] = []
+
+    def make(self, kind: str, text: str) -> Fault:
+        """A new fault, remembered; called by the native core."""
+        if kind not in KINDS:
+            raise ValueError(f"found fault kind {kind!r}, wanted one of {', '.join(KINDS)}")
+        fault = (HostAccess if kind == "host_access" else Fault)(kind, text)
+        self.seen.append(fault)
+        return fault
+
+    def forget(self, fault: BaseException | None) -> None:
+        """Removes an expected fault, and those it was raised on top of."""
+        while fault is not None:
+            self.seen[:] = [other for other in self.seen if other is not fault]
+            fault = fault.__context__
+
+    @contextmanager
+    def expect(self, kind: str, out_of_memory: type[BaseException]) -> Iterator[Caught]:
+        """Swallows one fault of `kind` raised inside; an AssertionError where none was."""
+        if kind not in KINDS:
+            raise ValueError(f"found fault kind {kind!r}, wanted one of {', '.join(KINDS)}")
+        caught = Caught()
+        try:
+            yield caught
+        except Fault as fault:
+            if fault.kind != kind:
+                raise
+            caught.fault = fault
+            self.forget(fault)
+        except out_of_memory as error:
+            if kind != "out_of_memory":
+                raise
+            caught.fault = error
+        if caught.fault is None:
+            raise AssertionError(f"found no fault, wanted {kind}: {KINDS[kind]}")

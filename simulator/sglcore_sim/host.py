@@ -1,0 +1,47 @@
+"""Reads of host memory that torch answers without asking the device: guarded, so that a pinned copy in flight is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from sglcore_sim.faults import FaultLog
+
+READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__")
+
+
+def guard(read: Callable[..., Any], core: ModuleType) -> Callable[..., Any]:
+    @wraps(read)
+    def guarded(tensor: torch.Tensor, *args: Any) -> Any:
+        if type(tensor) is torch.Tensor:
+            core.require_landed(tensor)
+        return read(tensor, *args)
+
+    return guarded
+
+
+def refuse(read: Callable[..., Any], device_type: str, core: ModuleType, log: FaultLog) -> Callable[..., Any]:
+    @wraps(read)
+    def refused(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if type(tensor) is torch.Tensor and tensor.device.type == device_type and not kwargs.get("force"):
+            text = f"{core.site()} asks for a numpy array over memory of {tensor.device}; copy it to the host first"
+            raise log.make("host_access", text)
+        return read(tensor, *args, **kwargs)
+
+    return refused
+
+
+def plant(core: ModuleType, device_type: str, log: FaultLog) -> None:
+    """Guards the methods that give a tensor's numbers to Python; numpy views of pinned memory show poison instead."""
+    for name in ("numpy", "__array__"):
+        setattr(
+            torch.Tensor, name, refuse(getattr(torch.Tensor, name), device_type, core, log)
+        )  # foreign: the only way to see it
+    for name in READS:
+        setattr(
+            torch.Tensor, name, guard(getattr(torch.Tensor, name), core)
+        )  # foreign: the only way to see a host read

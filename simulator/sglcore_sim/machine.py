@@ -1,0 +1,34 @@
+"""A machine as its system shows it: device nodes, driver libraries, the PCI bus, the torch build, as plain files below a root."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FIELDS = ("i", "node", "render", "bus", "torch")
+"""What texts of `Kind.files` may name: the device, its node of the topology, its render node, its bus, torch's release."""
+
+
+def lay_out(kind: Any, devices: int) -> Path:
+    """The root of a new folder tree with `devices` devices of this kind, removed when the process ends."""
+    root = Path(tempfile.mkdtemp(prefix=f"sglcore-sim-{kind.name}-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    files = getattr(kind, "files", {})  # foreign: a caller's record of a made-up device may have none
+    for path, text in files.items():
+        for fields in _fields(devices):
+            file = root / path.format_map(fields)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text.format_map(fields))
+    return root
+
+
+def _fields(devices: int) -> Iterable[dict[str, Any]]:
+    release = torch.__version__.partition("+")[0]
+    for i in range(devices):
+        yield {"i": i, "node": i + 1, "render": 128 + i, "bus": f"{i + 1:02x}", "torch": release}

@@ -1,0 +1,106 @@
+"""The pytest side: `--sim=KIND[:chip]` gives this process a simulated accelerator before anything is collected.
+
+A process holds one kind; workers of pytest-xdist install their own. A test that passes although the device raised a
+fault, which something swallowed, fails. `@pytest.mark.sim(...)` leaves out what the simulated device can not do, by
+capability; `@pytest.mark.sim_faults(...)` says which faults a test leaves behind on purpose.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import pytest
+
+import sglcore_sim
+from sglcore_sim.simulator import Simulator
+
+UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--sim`, `--sim-devices`, `--sim-memory`."""
+    group = parser.getgroup("simulated accelerator")
+    group.addoption("--sim", default="", help="the simulated device of this run: KIND or KIND:CHIP, such as npu or hip:MI355X")
+    group.addoption("--sim-devices", type=int, default=2, help="how many of them (2)")
+    group.addoption("--sim-memory", default="8g", help="memory of each, in bytes or with a unit k, m, g (8g)")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Install the device; everything that is imported from now on sees it."""
+    config.addinivalue_line("markers", "sim(*capabilities): what the simulated device must offer, see sglcore_sim.plugin.capabilities")
+    config.addinivalue_line("markers", "sim_faults(*kinds): faults of these kinds stay behind on purpose")
+    kind = str(config.getoption("--sim"))
+    if kind and sglcore_sim.current() is None:
+        os.environ["TRITON_INTERPRET"] = "1"
+        sglcore_sim.install(kind, devices=int(config.getoption("--sim-devices")), memory=size(str(config.getoption("--sim-memory"))))
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """What the run is on."""
+    sim = sglcore_sim.current()
+    return f"simulated device: {sim.devices} of {sim.kind.name} {sim.kind.arch}, {sim.memory >> 20} MiB each" if sim else None
+
+
+def size(text: str) -> int:
+    """Bytes of "8g", "512m" or a plain number, which may be odd. Raises pytest.UsageError."""
+    found = re.fullmatch(r"(\d+)([kmg]?)", text.lower())
+    if found is None:
+        raise pytest.UsageError(f"found --sim-memory {text!r}, wanted bytes, or a number with one of k, m, g")
+    return int(found[1]) * UNITS[found[2]]
+
+
+def capabilities(sim: Simulator | None) -> frozenset[str]:
+    """What a test may ask of the simulated device: "device", "streams", "graphs", "pinned_memory", "collectives",
+    "several_devices", "neutral_graph" (torch.accelerator.Graph), "graph_update" (captured calls that the host rewrites).
+    Nothing without a device."""
+    if sim is None:
+        return frozenset()
+    offered = {"device", "streams", "graphs", "pinned_memory", "collectives"}
+    offered |= {"several_devices"} if sim.devices > 1 else set()
+    offered |= {"neutral_graph"} if sim.kind.torch_name != "cuda" else set()
+    offered |= {"graph_update"} if sim.kind.name == "npu" else set()
+    return frozenset(offered)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what asks for more than the device has; nothing of the test before is left on it."""
+    sim = sglcore_sim.current()
+    asked = {str(name) for mark in item.iter_markers("sim") for name in mark.args}
+    missing = sorted(asked - capabilities(sim))
+    if missing:
+        pytest.skip(f"needs the capability {', '.join(missing)}")
+    if sim is not None and sim.faults:
+        sim.reset()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A test that passed although a fault was raised did not pass."""
+    result = yield
+    sim = sglcore_sim.current()
+    if sim is None:
+        return result
+    sim.unfinished()
+    meant = {str(kind) for mark in item.iter_markers("sim_faults") for kind in mark.args}
+    swallowed = [str(fault) for fault in sim.faults if fault.kind not in meant]
+    if swallowed:
+        sim.reset()
+        pytest.fail("the device raised what something swallowed:\n" + "\n".join(swallowed), pytrace=False)
+    return result
+
+
+@pytest.fixture
+def sim() -> Iterator[Simulator]:
+    """The simulated device, with no access, counter or fault of a test before; skips without one."""
+    device = sglcore_sim.current()
+    if device is None:
+        pytest.skip("needs the capability device: run with --sim=KIND")
+    gc.collect()
+    device.reset()
+    yield device
+    device.reset()

@@ -1,0 +1,257 @@
+"""`install`: makes this process's torch see a simulated accelerator, and the object that tests talk to."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils import backend_registration
+
+from sglcore_sim import cuda_bindings, host
+from sglcore_sim.faults import Caught, Fault, FaultLog
+from sglcore_sim.native import native
+
+
+@dataclass(frozen=True, slots=True)
+class PlainKind:
+    """What `install` needs to know of a kind; `sglcore_sim.kinds.Kind` has the same fields."""
+
+    name: str
+    torch_name: str
+    arch: str = ""
+    properties: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    face: str | None = None
+
+
+Touched = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def pair_of(touched: Touched) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return touched if isinstance(touched, tuple) else (touched, None)
+
+
+class Simulator:
+    """The simulated device of this process."""
+
+    def __init__(self, core: ModuleType, kind: Any, devices: int, memory: int, log: FaultLog) -> None:
+        self.kind = kind
+        self.devices = devices
+        self.memory = memory
+        self._core = core
+        self._log = log
+
+    def unfinished(self) -> None:
+        """Faults where work still waits for the host that will never be done; a face with such waits replaces it."""
+
+    @property
+    def faults(self) -> list[Fault]:
+        """Faults raised so far that no `expect` block swallowed."""
+        return self._log.seen
+
+    def device(self, index: int = 0) -> torch.device:
+        """The torch device of one of the simulated ones."""
+        return torch.device(self.kind.torch_name, index)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A region of this thread in which a hidden host sync faults; waiting for an event stays allowed."""
+        self._core.no_sync(1)
+        try:
+            yield
+        finally:
+            self._core.no_sync(-1)
+
+    def expect(self, kind: str) -> AbstractContextManager[Caught]:
+        """Swallows one fault of `kind`, and raises AssertionError where none was raised."""
+        return self._log.expect(kind, torch.OutOfMemoryError)
+
+    @contextmanager
+    def untracked(self) -> Iterator[None]:
+        """A region of this thread whose operations are no device work: no accesses, no nodes, no syncs."""
+        self._core.untracked(1)
+        try:
+            yield
+        finally:
+            self._core.untracked(-1)
+
+    def launch(
+        self, name: str, fn: Callable[[], object], reads: Sequence[Touched] = (), writes: Sequence[Touched] = ()
+    ) -> None:
+        """Runs `fn` as one piece of work on the current stream that reads and writes the named tensors in place.
+
+        A pair (tensor, rows) says that only those rows of dimension 0 are touched; `rows` is an integer tensor, read
+        again at every replay. Inside a capture the launch becomes one node and `fn` runs again at every replay, so it
+        must not keep state of its own; inside `fn` nothing is tracked.
+        """
+        touched = [(*pair_of(item), False) for item in reads] + [(*pair_of(item), True) for item in writes]
+        self._core.launch(name, fn, touched)
+
+    def call(self, name: str, fn: Callable[..., Any], *args: Any, writes: Sequence[torch.Tensor] = ()) -> Any:
+        """`fn(*args)` as one operation of the device: the CPU reference of a vendor's kernel.
+
+        `fn` sees CPU tensors over the bytes of the device tensors among `args`, writes in place only to those in `writes`, and
+        returns a tensor, a tuple of tensors or None; new tensors come back on the device. Inside a capture it is one node,
+        and `fn` runs again at every replay with the same plain arguments.
+        """
+        places = [place for place, value in enumerate(args) if isinstance(value, torch.Tensor)]
+        shape: dict[str, bool] = {}
+
+        def over_tensors(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            values = list(args)
+            for place, tensor in zip(places, tensors, strict=True):
+                values[place] = tensor
+            result = fn(*values)
+            shape["one"] = isinstance(result, torch.Tensor)
+            return [result] if isinstance(result, torch.Tensor) else list(result or ())
+
+        tensors = [args[place] for place in places]
+        results = self._core.call(name, over_tensors, tensors, [any(t is w for w in writes) for t in tensors])
+        if not results:
+            return None
+        return results[0] if shape["one"] else tuple(results)
+
+    def access(self, tensor: torch.Tensor, write: bool = False, op: str = "access") -> None:
+        """Records one access of the current stream to the bytes of `tensor`."""
+        self._core.access(tensor, write, op)
+
+    def host_view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A CPU tensor over the same bytes, without a wait: for references that declared their accesses.
+
+        On a pinned tensor with a copy still to arrive it faults (pinned_read_early).
+        """
+        if tensor.device.type == "cpu":
+            self._core.require_landed(tensor)
+            return tensor
+        return self._core.host_alias(tensor)
+
+    def check_finite(self, tensor: torch.Tensor, name: str = "tensor") -> None:
+        """Faults (uninitialised) where `tensor` holds poison or other values that are not finite."""
+        poisoned = self._core.poisoned_elements(tensor)
+        values = self._core.host_alias(tensor)
+        bad = int((~torch.isfinite(values)).sum()) if values.is_floating_point() else 0
+        if poisoned or bad:
+            text = f"{name} of shape {tuple(tensor.shape)} holds {poisoned} elements that nothing has written and {bad} that are not finite"
+            raise self._log.make("uninitialised", text)
+
+    def declare_writes(self, op: str, *arguments: str) -> None:
+        """Says that the operator writes arguments that its schema does not mark, before its first use."""
+        self._core.declare_writes(op, list(arguments))
+
+    def stats(self) -> Mapping[str, int]:
+        """Counters since the last reset, and memory now."""
+        return MappingProxyType(self._core.stats())
+
+    def reset(self) -> None:
+        """Forgets accesses, copies in flight, counters and faults, as after a device synchronize."""
+        self._core.reset()
+        self._log.seen.clear()
+
+
+def find_kind(kind: Any, arch: str | None) -> Any:
+    """The Kind record of a name, from `sglcore_sim.kinds`."""
+    if not isinstance(kind, str):
+        return kind
+    if importlib.util.find_spec("sglcore_sim.kinds") is None:
+        return PlainKind(kind, "cuda" if kind == "hip" else kind, arch or "")
+    return importlib.import_module("sglcore_sim.kinds").kind_of(kind, arch)
+
+
+def plant_private(kind: Any) -> None:
+    backend_registration.rename_privateuse1_backend(kind.torch_name)
+
+
+def plant_face(sim: Simulator) -> None:
+    """The vendor's Python module; a plain one over torch.accelerator where the kind has no face."""
+    kind = sim.kind
+    if kind.face:
+        module, function = kind.face.split(":")
+        getattr(importlib.import_module(module), function)(sim)
+    elif kind.torch_name != "cuda":
+        torch._register_device_module(kind.torch_name, plain_module(sim))
+        backend_registration.generate_methods_for_privateuse1_backend(for_module=False, for_storage=False)
+
+
+def plain_module(sim: Simulator) -> ModuleType:
+    """`torch.<name>` of a device without a vendor: what torch itself asks for."""
+    accelerator = torch.accelerator
+    module = ModuleType(f"torch.{sim.kind.torch_name}")
+    names = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: sim.devices,
+        current_device=accelerator.current_device_index,
+        set_device=accelerator.set_device_index,
+        synchronize=accelerator.synchronize,
+        current_stream=accelerator.current_stream,
+        set_stream=accelerator.set_stream,
+        Stream=torch.Stream,
+        Event=torch.Event,
+        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+        manual_seed_all=lambda seed: None,
+        manual_seed=lambda seed: None,
+        device=lambda device: accelerator.device_index(
+            torch.device(device).index if isinstance(device, (str, torch.device)) else device
+        ),
+        is_initialized=lambda: True,
+        _is_in_bad_fork=lambda: False,
+        _lazy_init=lambda: None,
+        mem_get_info=accelerator.get_memory_info,
+        empty_cache=accelerator.empty_cache,
+    )
+    vars(module).update(vars(names))
+    return module
+
+
+def lay_out_machine(kind: Any, devices: int) -> None:
+    if importlib.util.find_spec("sglcore_sim.machine") is not None:
+        root = importlib.import_module("sglcore_sim.machine").lay_out(kind, devices)
+        os.environ["SGLCORE_SYSTEM_ROOT"] = str(root)
+
+
+_installed: list[Simulator] = []
+
+
+def install(kind: Any, devices: int = 1, memory: int = 8 << 30, arch: str | None = None) -> Simulator:
+    """Gives this process a simulated accelerator. Once per process, before any use of a device; raises RuntimeError after that.
+
+    `kind` is cuda, hip, musa, npu, or a Kind record of a made-up device. `memory` is bytes per device, of any size.
+    """
+    if _installed:
+        raise RuntimeError(
+            f"found the simulated device {_installed[0].kind.name!r} in this process, wanted none: one kind per process"
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+    record = find_kind(kind, arch)
+    core, log = native(), FaultLog()
+    cuda = record.torch_name == "cuda"
+    hip = record.name == "hip"
+    if not cuda:
+        plant_private(record)
+    here = Path(__file__).resolve().parent
+    folders = [
+        str(Path(torch.__file__).resolve().parent) + "/",
+        str(here) + "/",
+        os.path.dirname(os.__file__) + "/contextlib.py",
+    ]
+    core.install(cuda, hip, devices, memory, log.make, folders)
+    sim = Simulator(core, record, devices, memory, log)
+    _installed.append(sim)
+    if cuda:
+        table = {**record.properties, "total_memory": memory}
+        cuda_bindings.plant(core, devices, table, hip, record.arch or "")
+    host.plant(core, record.torch_name, log)
+    plant_face(sim)
+    lay_out_machine(record, devices)
+    return sim
+
+
+def current() -> Simulator | None:
+    """The simulated device of this process, or None."""
+    return _installed[0] if _installed else None

@@ -1,0 +1,104 @@
+"""FlashAttention 3 (the module `flash_attn_interface`): attention over a paged cache as a CPU reference under its true
+signature."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglcore_sim.vendors.paged import attend, cells_of, flat, plant_module
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def plant(sim: Any) -> None:
+    """Make `import flash_attn_interface` give the reference."""
+
+    def flash_attn_with_kvcache(
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        qv: Tensor | None = None,
+        rotary_cos: Tensor | None = None,
+        rotary_sin: Tensor | None = None,
+        cache_seqlens: Tensor | None = None,
+        cache_batch_idx: Tensor | None = None,
+        cache_leftpad: Tensor | None = None,
+        page_table: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k_new: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        rotary_seqlens: Tensor | None = None,
+        q_descale: Tensor | None = None,
+        k_descale: Tensor | None = None,
+        v_descale: Tensor | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        attention_chunk: int = 0,
+        softcap: float = 0.0,
+        rotary_interleaved: bool = True,
+        scheduler_metadata: Tensor | None = None,
+        num_splits: int = 0,
+        pack_gqa: bool | None = None,
+        sm_margin: int = 0,
+        return_softmax_lse: bool = False,
+    ) -> Tensor:
+        if k is not None or page_table is None or cu_seqlens_q is None or cache_seqlens is None or not max_seqlen_q:
+            raise NotImplementedError("this reference takes paged caches with lengths and query offsets only")
+        return _run(
+            sim,
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            cache_seqlens,
+            cu_seqlens_q,
+            max_seqlen_q,
+            softmax_scale,
+            causal,
+            window_size,
+        )
+
+    plant_module("flash_attn_interface", flash_attn_with_kvcache=flash_attn_with_kvcache)
+
+
+def _run(
+    sim: Any,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    starts: Tensor,
+    longest: int,
+    scale: float | None,
+    causal: bool,
+    window: tuple[int, int],
+) -> Tensor:
+    if q.dtype not in HALF or q.dtype != k_cache.dtype:
+        raise RuntimeError(f"FlashAttention takes one half precision for all, not {q.dtype} and {k_cache.dtype}")
+    if any(t.dtype != torch.int32 for t in (page_table, lengths, starts)):
+        raise RuntimeError("page_table, cache_seqlens and cu_seqlens_q must be int32")
+    out, page_size = torch.empty_like(q), k_cache.shape[1]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+
+    def kernel() -> None:
+        begin, pages = sim.host_view(starts).tolist(), sim.host_view(page_table)
+        # The launch has tiles for `longest` queries of a row; more are never computed.
+        ends = [min(end, start + longest) for start, end in pairwise(begin)]
+        lens = sim.host_view(lengths).tolist()
+        rows = [
+            (begin[i], ends[i], cells_of(pages[i], lens[i], page_size)) for i in range(len(lens)) if ends[i] > begin[i]
+        ]
+        caches = flat(sim.host_view(k_cache)), flat(sim.host_view(v_cache))
+        attend(sim.host_view(out), sim.host_view(q), rows, *caches, scale, causal, window[0])
+
+    reads = [q, k_cache, v_cache, page_table, lengths, starts]
+    sim.launch("flash_attn_with_kvcache", kernel, reads=reads, writes=[out])
+    return out

@@ -1,0 +1,224 @@
+"""torch_npu's operators as CPU references under their true schemas, with the limits that the vendor documents.
+
+What the real operator refuses is refused here too, by RuntimeError; alignment and layouts are checked, speed is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.resources import files
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sglcore_sim.vendors.paged import attend, cells_of
+
+HALF = (torch.float16, torch.bfloat16)
+MASK = (2048, 2048)
+ATTENTION = "npu_fused_infer_attention_score"
+FRACTAL_NZ = 29
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    """The operator that makes its results."""
+    out = torch.empty_like(query)
+    lse = torch.zeros(1, dtype=torch.float32)
+    attention_out(query, key, value, **given, out=[out, lse])
+    return out, lse
+
+
+def attention_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    atten_mask: Tensor | None = None,
+    actual_seq_lengths: list[int] | None = None,
+    actual_seq_lengths_kv: list[int] | None = None,
+    block_table: Tensor | None = None,
+    num_heads: int = 1,
+    scale: float = 1.0,
+    input_layout: str = "BSH",
+    num_key_value_heads: int = 0,
+    sparse_mode: int = 0,
+    block_size: int = 0,
+    out: list[Tensor],
+    **unused: Any,
+) -> tuple[Tensor, Tensor]:
+    """The operator over buffers of its caller: pages by a block table, decode in BSND or packed rows in TND."""
+    if block_table is None or actual_seq_lengths_kv is None or input_layout not in ("BSND", "TND"):
+        raise NotImplementedError("this reference takes pages with lengths of the keys, in the layouts BSND and TND")
+    packed = input_layout == "TND"
+    _check(query, key, block_table, actual_seq_lengths_kv, num_heads, num_key_value_heads, block_size, packed)
+    if packed and sparse_mode != 3:
+        raise NotImplementedError("this reference takes packed rows with the causal mask only (sparse_mode 3)")
+    if packed:
+        _check_mask(atten_mask)
+        ends = [0, *_queries(actual_seq_lengths, len(query))]
+    else:
+        ends = list(range(len(query) + 1))
+    heads, dim = query.shape[-2:]
+    keys, values = (pages.reshape(-1, num_key_value_heads or num_heads, dim) for pages in (key, value))
+    rows = [
+        (start, end, cells_of(block_table[row], actual_seq_lengths_kv[row], block_size))
+        for row, (start, end) in enumerate(pairwise(ends))
+        if end > start
+    ]
+    attend(out[0].view(-1, heads, dim), query.reshape(-1, heads, dim), rows, keys, values, scale, packed, -1)
+    return out[0], out[1]
+
+
+def _queries(ends: list[int] | None, tokens: int) -> list[int]:
+    """Where packed rows end, which must be given and not exceed the tokens."""
+    if not ends or sorted(ends) != list(ends) or ends[-1] != tokens:
+        raise RuntimeError(f"{ATTENTION}: actual_seq_lengths {ends} must rise to the {tokens} packed tokens")
+    return list(ends)
+
+
+def _check_mask(mask: Tensor | None) -> None:
+    if mask is None or tuple(mask.shape[-2:]) != MASK or mask.dtype not in (torch.bool, torch.int8, torch.uint8):
+        raise RuntimeError(f"{ATTENTION}: sparse_mode 2, 3 and 4 want a mask of {MASK}")
+    if not torch.equal(mask.reshape(MASK).bool(), torch.ones(MASK, dtype=torch.bool).triu(1)):
+        raise RuntimeError(f"{ATTENTION}: the compressed mask must hide what is above the diagonal, and nothing else")
+
+
+def _check(
+    query: Tensor, key: Tensor, table: Tensor, lengths: list[int], heads: int, kv_heads: int, page: int, packed: bool
+) -> None:
+    """The limits of paged attention that the vendor documents for half precision."""
+    rows, dim, kv_heads = table.shape[0], query.shape[-1], kv_heads or heads
+    smallest = 128 if packed or query.shape[1] > 1 else 16
+    wrong = {
+        "half precision of one kind": query.dtype in HALF and query.dtype == key.dtype,
+        f"a head size in whole 16ths up to 512, not {dim}": dim % 16 == 0 and dim <= 512,
+        f"pages in whole {smallest}ths up to 512, not {page}": page % smallest == 0 and smallest <= page <= 512,
+        "a block table of int32": table.dtype == torch.int32 and table.dim() == 2,
+        "pages of shape [pages, size, heads * dim]": key.dim() == 3 and key.shape[1:] == (page, kv_heads * dim),
+        "one query a row": packed or (query.dim() == 4 and query.shape[1] == 1 and len(query) == rows),
+        f"{rows} lengths that the table holds, not {lengths}": len(lengths) >= rows
+        and all(0 <= length <= table.shape[1] * page for length in lengths),
+        "at most 64 queries' heads to one of keys": heads % kv_heads == 0 and heads // kv_heads <= 64,
+        "contiguous tensors": query.is_contiguous() and key.is_contiguous(),
+    }
+    for wanted, holds in wrong.items():
+        if not holds:
+            raise RuntimeError(f"{ATTENTION} wants {wanted}")
+
+
+def attention_workspace(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
+    """Some bytes."""
+    return torch.zeros(512, dtype=torch.uint8)
+
+
+def rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """The norm in float32, cast once, and the reciprocal of the root mean square."""
+    if input.dtype != gamma.dtype:
+        raise RuntimeError(f"npu_rms_norm wants one dtype, not {input.dtype} and {gamma.dtype}")
+    wide = input.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return (wide * scale * gamma.float()).to(input.dtype), scale
+
+
+def add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm of the sum, the reciprocal of the root mean square, the sum."""
+    total = x1 + x2
+    normed, scale = rms_norm(total, gamma, epsilon)
+    return normed, scale, total
+
+
+def swiglu(input: Tensor, dim: int = -1) -> Tensor:
+    """silu of the first half times the second."""
+    gate, up = input.float().chunk(2, dim)
+    return (F.silu(gate) * up).to(input.dtype)
+
+
+def rotary_mul(
+    input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
+) -> Tensor:
+    """input * r1 + swapped(input) * r2, over a layout of four dimensions."""
+    if any(x.dim() != 4 for x in (input, r1, r2)) or rotary_mode != "half" or input.shape[-1] >= 896:
+        raise RuntimeError("npu_rotary_mul wants four dimensions of a head below 896 elements, in the mode 'half'")
+    if input.shape[-1] != r1.shape[-1] or not input.dtype == r1.dtype == r2.dtype or input.shape[2] >= 1000:
+        raise RuntimeError("npu_rotary_mul wants one dtype, r1 and r2 as wide as a head, and fewer than 1000 heads")
+    first, second = input.chunk(2, -1)
+    return input * r1 + torch.cat((-second, first), -1) * r2
+
+
+def scatter_pa_kv_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    compress_lens: Tensor | None = None,
+    compress_seq_offsets: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    cache_mode: str | None = "PA_NZ",
+) -> None:
+    """Rows of key and value into the slots of pages in the plain layout."""
+    if cache_mode not in (None, "Norm"):
+        raise NotImplementedError("this reference stores pages in the plain layout only (cache_mode 'Norm')")
+    if not key.dtype == value.dtype == key_cache.dtype == value_cache.dtype:
+        raise RuntimeError("npu_scatter_pa_kv_cache wants one dtype")
+    if slot_mapping.dtype not in (torch.int32, torch.int64) or key.dim() != 3 or key_cache.dim() != 4:
+        raise RuntimeError("npu_scatter_pa_kv_cache wants integer slots, rows of 3 dimensions, pages of 4")
+    if not all(x.is_contiguous() for x in (key, value, key_cache, value_cache)):
+        raise RuntimeError("npu_scatter_pa_kv_cache wants contiguous tensors")
+    slots = slot_mapping.long()
+    key_cache.view(-1, *key.shape[1:])[slots] = key
+    value_cache.view(-1, *value.shape[1:])[slots] = value
+
+
+def format_cast(
+    input: Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
+) -> Tensor:
+    """The same values; the layout is the device's own affair."""
+    if acl_format == FRACTAL_NZ and (input.dtype not in HALF or any(size % 16 for size in input.shape[-2:])):
+        raise RuntimeError(f"npu_format_cast keeps {tuple(input.shape)} of {input.dtype} in whole blocks of 16 only")
+    return input.clone()
+
+
+REFERENCES: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        ATTENTION: attention,
+        f"{ATTENTION}.out": attention_out,
+        f"_{ATTENTION}_get_max_workspace": attention_workspace,
+        "npu_rms_norm": rms_norm,
+        "npu_add_rms_norm": add_rms_norm,
+        "npu_swiglu": swiglu,
+        "npu_rotary_mul": rotary_mul,
+        "npu_scatter_pa_kv_cache": scatter_pa_kv_cache,
+        "npu_format_cast": format_cast,
+    }
+)
+"""References by the operator's name in the namespace `npu`."""
+
+
+def plant(sim: Any) -> None:
+    """Register the extension's operators under their own schemas. Its out-variants do not mark what they write."""
+    library()
+    sim.declare_writes(f"npu::{ATTENTION}.out", "out")
+
+
+@cache
+def library() -> torch.library.Library:
+    """The registrations, which live as long as the process; an operator without a reference here can not be run."""
+    made = torch.library.Library("npu", "FRAGMENT")
+    for schema in stored_schemas().values():
+        made.define(schema)
+    for name, reference in REFERENCES.items():
+        made.impl(name, reference, "CPU")
+    return made
+
+
+def stored_schemas() -> Mapping[str, str]:
+    """Schemas of the real extension by the operator's name, without the namespace."""
+    lines = (files("sglcore_sim") / "data" / "npu_schemas.txt").read_text().splitlines()
+    schemas = (line.removeprefix("npu::") for line in lines if "(" in line)
+    return MappingProxyType({schema.partition("(")[0]: schema for schema in schemas})

@@ -1,0 +1,96 @@
+"""The simulated device of this process, and short words for what the tests do on it."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import sglcore_sim
+from sglcore_sim import Simulator
+
+
+@pytest.fixture(scope="session")
+def device_of_process() -> Simulator:
+    """Installed by `pytest --sim=KIND`, or here from SGLCORE_SIM."""
+    gc.freeze()  # what pytest and torch loaded is no garbage of a test
+    present = sglcore_sim.current()
+    if present:
+        return present
+    kind = os.environ.get("SGLCORE_SIM")
+    if not kind:
+        pytest.skip("needs a simulated device: run with --sim=KIND")
+    return sglcore_sim.install(kind, devices=2, memory=1 << 30)
+
+
+@pytest.fixture
+def sim(device_of_process: Simulator) -> Iterator[Simulator]:
+    gc.collect()
+    device_of_process.reset()
+    torch.accelerator.set_device_index(0)
+    yield device_of_process
+    unexpected = [str(fault) for fault in device_of_process.faults]
+    device_of_process.reset()
+    assert not unexpected, unexpected
+
+
+@pytest.fixture
+def dev(sim: Simulator) -> torch.device:
+    return sim.device()
+
+
+@pytest.fixture
+def side(dev: torch.device) -> torch.Stream:
+    """A stream of its own; nothing is queued on it yet."""
+    return torch.Stream(dev)
+
+
+class Recorded:
+    """A captured graph under one set of names for every kind."""
+
+    def __init__(self, sim: Simulator) -> None:
+        self.cuda = sim.kind.torch_name == "cuda"
+        self.made: Any = None
+
+    def capture(self, step: Callable[[], object], stream: torch.Stream, pool: tuple[int, int] | None = None) -> object:
+        """Records `step` on `stream`, after everything queued so far; returns what it returned."""
+        stream.wait_stream(torch.accelerator.current_stream())
+        accelerator: Any = torch.accelerator
+        graph: Any = torch.cuda.CUDAGraph() if self.cuda else accelerator.Graph(pool=pool)
+        with stream:
+            graph.capture_begin(pool=pool) if self.cuda else graph.capture_begin()
+            self.made = graph
+            try:
+                result = step()
+            except BaseException:
+                graph.reset()
+                raise
+            graph.capture_end()
+        return result
+
+    def replay(self) -> None:
+        self.made.replay()
+
+    def pool(self) -> tuple[int, int]:
+        return self.made.pool()
+
+    def reset(self) -> None:
+        self.made.reset()
+
+
+@pytest.fixture
+def make_graph(sim: Simulator) -> Iterator[Callable[[], Recorded]]:
+    graphs: list[Recorded] = []
+
+    def make() -> Recorded:
+        graphs.append(Recorded(sim))
+        return graphs[-1]
+
+    yield make
+    for graph in graphs:
+        if graph.made:
+            graph.reset()

@@ -1,0 +1,28 @@
+"""The contract is read in one sitting, and a device's own code for standard attention stays small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTRACT, PACKAGE = 300, 650
+STREAM_DEVICES = sorted(path.parent.name for path in ROOT.glob("devices/*/sglcore_*/graphs.py") if "cpu" not in path.parent.name)
+
+
+def lines(*paths: Path) -> int:
+    """Lines of Python, blank ones and comments included."""
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def test_the_contract_is_under_300_lines() -> None:
+    assert lines(*(ROOT / "sglcore" / "device" / name for name in ("package.py", "worker.py"))) < CONTRACT
+
+
+@pytest.mark.parametrize("module", STREAM_DEVICES)
+def test_a_package_brings_less_than_650_lines(module: str) -> None:
+    """All of it, kernels' sources apart."""
+    (folder,) = ROOT.glob(f"devices/*/{module}")
+    sources = [path for path in folder.rglob("*.py") if "kernel_sources" not in path.parts]
+    assert lines(*sources) < PACKAGE

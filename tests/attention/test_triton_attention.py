@@ -1,0 +1,287 @@
+"""Attention in Triton equals torch's own attention over each request alone; nothing else is read or written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs the library triton")
+
+from sglcore.runtime.attention import triton, triton_blocks, triton_decode, triton_extend
+from sglcore.runtime.attention.contract import Bucket
+from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.attention.triton import TritonAttention, TritonPlan
+from sglcore.runtime.kernels.triton import LaunchConfig, Tuning
+from tests.attention.rows import CONTEXT, Case, Heads, make_case
+from tests.kernels.guards import Guards, mutated
+
+SMALL = Tuning(programs=24, decode_tokens=16, extend_tokens=16, extend_queries=16)
+"""Several splits, and several tiles even for short rows."""
+
+MIXED = [(9, 1), (30, 1), (2, 6), (0, 20), (25, 23)]
+SINGLES = [(9, 1), (0, 1), (3, 1), (46, 1)]
+
+
+class Small(TritonAttention):
+    """Launched in small pieces."""
+
+    tuning = SMALL
+
+
+def case_of(
+    rows: Sequence[tuple[int, int]],
+    heads: Heads = Heads(),
+    page_size: int = 4,
+    decode: bool = False,
+    kind: type[TritonAttention] = Small,
+    seed: int = 0,
+    windows: tuple[int | None, ...] | None = None,
+) -> Case:
+    """A case whose batch has the device's side of its lengths too."""
+    case = make_case(rows, heads, page_size, seed, decode, kind, windows)  # pyright: ignore[reportArgumentType]
+    lengths = case.batch.extend_seq_lens_cpu
+    if lengths is not None:
+        case.batch.extend_seq_lens = torch.from_numpy(lengths.copy())
+        case.batch.extend_start_loc = torch.from_numpy((np.cumsum(lengths) - lengths).astype(np.int32))
+    return case
+
+
+def as_dtype(case: Case, dtype: torch.dtype) -> Case:
+    """The same case over a pool of another dtype, with values of that dtype."""
+    for parts in (case.keys, case.values, case.queries):
+        parts[:] = [part.to(dtype).float() for part in parts]
+    pool = case.backend.token_to_kv_pool
+    pool._kv = [(k.to(dtype), v.to(dtype)) for k, v in pool._kv]  # pyright: ignore[reportAttributeAccessIssue]
+    return case
+
+
+def assert_equals_dense(case: Case, dtype: torch.dtype = torch.float32) -> None:
+    """The oracle's answer; own cells hold what was stored, and all others are as NaN as before."""
+    found = case.run(*(part.to(dtype) for part in case.inputs))
+    bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), case.dense(), rtol=bound, atol=bound)
+    own = torch.cat(case.cells)
+    for cache, parts in zip(case.backend.token_to_kv_pool.kv(0), (case.keys, case.values), strict=True):
+        assert torch.equal(cache[own].float(), torch.cat(parts))
+        rest = torch.ones(len(cache), dtype=torch.bool).index_fill_(0, own, False)
+        assert cache[rest].isnan().all()
+
+
+HEADS = (
+    Heads(),
+    Heads(6, 2, 16, window=5),
+    Heads(8, 1, 24, window=1, scaling=0.3),
+    Heads(3, 3, 80, window=16),
+    Heads(5, 1, 128, window=17),
+    Heads(4, 2, 256, window=CONTEXT),
+)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_decode_of_any_lengths_over_any_pages(heads: Heads, page_size: int) -> None:
+    assert_equals_dense(case_of(SINGLES, heads, page_size, decode=True))
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_rows_with_and_without_a_prefix_beside_decode_rows(heads: Heads, page_size: int) -> None:
+    assert_equals_dense(case_of(MIXED, heads, page_size))
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_floats_are_added_up_wide(dtype: torch.dtype, decode: bool) -> None:
+    rows = SINGLES if decode else MIXED
+    assert_equals_dense(as_dtype(case_of(rows, Heads(8, 2, 64, window=20), 16, decode), dtype), dtype)
+
+
+EDGES = ([(0, 1)], [(15, 1)], [(16, 1)], [(31, 17)], [(0, 16), (0, 17)], [(CONTEXT - 1, 1), (0, CONTEXT)], [(4, 2), (3, 1)])
+
+
+@pytest.mark.parametrize("rows", EDGES, ids=str)
+@pytest.mark.parametrize("window", [None, 1, 16, 17])
+def test_lengths_at_the_edges_of_blocks_and_windows(rows: Any, window: int | None) -> None:
+    assert_equals_dense(case_of(rows, Heads(window=window)))
+
+
+@pytest.mark.parametrize("programs", [1, 8, 1000])
+def test_any_number_of_splits_gives_the_same(programs: int) -> None:
+    class Split(TritonAttention):
+        tuning = Tuning(programs=programs, decode_tokens=16)
+
+    case = case_of(SINGLES, Heads(window=40), decode=True, kind=Split)
+    assert_equals_dense(case)
+    plan = case.backend.plan(case.batch)
+    assert isinstance(plan, TritonPlan) and plan.splits == {1: 1, 8: 1, 1000: 3}[programs]
+
+
+def test_layers_with_and_without_a_window_share_one_plan() -> None:
+    case = case_of([(9, 1), (12, 1), (2, 6)], Heads(window=5), windows=(None, 5))
+    torch.testing.assert_close(case.run(), case.dense(), rtol=1e-5, atol=1e-5)
+    case.layer = Attention(0, 4, 2, 8, None, None)
+    found = case.backend.forward(*case.inputs, case.layer, case.batch)
+    torch.testing.assert_close(found, case.dense(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_no_rows_and_no_tokens_give_nothing(decode: bool) -> None:
+    q, k = torch.zeros(0, 32), torch.zeros(0, 16)
+    assert case_of([], decode=decode).run(q, k, k).shape == (0, 32)
+
+
+def pad(case: Case, more: int) -> tuple[Tensor, ...]:
+    """Rows as a registry pads them; their q, k and v are NaN. The inputs of all rows."""
+    batch = case.batch
+    filled = {"req_pool_indices": 0, "seq_lens": 1, "out_cache_loc": 0}
+    for name, value in filled.items():
+        setattr(batch, name, torch.cat([getattr(batch, name), torch.full((more,), value, dtype=getattr(batch, name).dtype)]))
+    batch.batch_size, batch.num_tokens = batch.batch_size + more, batch.num_tokens + more
+    return tuple(torch.cat([part, torch.full((more, part.shape[1]), torch.nan)]) for part in case.inputs)
+
+
+def test_padding_rows_of_a_captured_decode_change_nothing() -> None:
+    case = case_of(SINGLES, decode=True)
+    plain = case_of(SINGLES, decode=True).run()
+    inputs = pad(case, 3)
+    plan = case.backend.capture_plan(Bucket(7, 7))
+    case.backend.refresh(plan, case.batch)
+    case.batch.mark_forward_metadata_ready(plan)
+    found = case.backend.forward(*inputs, case.layer, case.batch)
+    torch.testing.assert_close(found[:4], plain, rtol=1e-5, atol=1e-5)
+    own = torch.cat(case.cells)
+    keys, _ = case.backend.token_to_kv_pool.kv(0)
+    assert torch.equal(keys[own], torch.cat(case.keys))
+
+
+def test_lines_of_an_extend_batch_beyond_the_real_ones_are_zero() -> None:
+    case = case_of(MIXED)
+    plain = case_of(MIXED).run()
+    assert case.batch.out_cache_loc is not None
+    inputs = tuple(torch.cat([part, torch.full((5, part.shape[1]), torch.nan)]) for part in case.inputs)
+    case.batch.out_cache_loc = torch.cat([case.batch.out_cache_loc, torch.zeros(5, dtype=torch.int64)])
+    found = case.run(*inputs)
+    torch.testing.assert_close(found[:-5], plain)
+    assert torch.equal(found[-5:], torch.zeros(5, 32))
+
+
+def test_one_captured_plan_serves_batches_of_any_lengths() -> None:
+    first = case_of([(3, 1), (0, 1), (7, 1)], decode=True)
+    plan = first.backend.capture_plan(Bucket(3, 3))
+    assert isinstance(plan, TritonPlan)
+    splits = plan.splits
+    for rows in ([(3, 1), (0, 1), (7, 1)], [(40, 1), (46, 1), (1, 1)]):
+        case = case_of(rows, decode=True)
+        assert case.backend.refresh(plan, case.batch) is None and plan.splits == splits
+        case.batch.mark_forward_metadata_ready(plan)
+        case.batch.seq_lens_cpu = None
+        found = case.backend.forward(*case.inputs, case.layer, case.batch)
+        torch.testing.assert_close(found, case.dense(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_forward_reads_no_tensor_on_the_host(decode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of(SINGLES if decode else MIXED, decode=decode)
+    case.batch.mark_forward_metadata_ready(case.backend.plan(case.batch))
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a host read")
+
+    for name in ("item", "tolist", "numpy", "nonzero", "__int__", "__bool__", "__index__", "cpu"):
+        monkeypatch.setattr(Tensor, name, refuse)
+    case.backend.forward(*case.inputs, case.layer, case.batch)
+
+
+def test_new_keys_go_through_the_tables_store() -> None:
+    case = case_of(SINGLES, decode=True)
+    stored: list[Tensor] = []
+    kernels = case.backend.kernels
+    case.backend.kernels = kernels.replace(store_kv=lambda key, *rest: (stored.append(key), kernels.store_kv(key, *rest))[1])
+    case.run()
+    assert torch.equal(stored[0], torch.cat([keys[-1:] for keys in case.keys]))
+
+
+def swap(monkeypatch: pytest.MonkeyPatch, module: ModuleType, folder: Path, old: str, new: str) -> None:
+    """Put a defect into the kernels that the backend calls."""
+    defect = mutated(module, folder, old, new)
+    users = [(triton_decode, "attend_singles"), (triton_extend, "attend_rows")]
+    for user, name in users:
+        if module is triton_blocks:
+            found = mutated(user, folder, f"from {module.__name__} import", f"from {defect.__name__} import")
+            monkeypatch.setattr(triton, name, getattr(found, name))
+        elif module is user:
+            monkeypatch.setattr(triton, name, getattr(defect, name))
+
+
+MUTANTS = (
+    (triton_blocks, "positions % PAGE", "0"),
+    (triton_blocks, "column < DIM", "column < DIM - 1"),
+    (triton_blocks, "mean * fade[:, None]", "mean"),
+    (triton_decode, "inside = position < end", "inside = position <= end"),
+    (triton_decode, "seq_len - WINDOW", "seq_len - WINDOW - 1"),
+    (triton_decode, "member < GROUP", "member <= GROUP"),
+    (triton_decode, "share[:, None]", "1.0"),
+    (triton_decode, "start + share, seq_len", "start + share, seq_len - 1"),
+    (triton_extend, "position[None, :] <= asked[:, None]", "position[None, :] < asked[:, None]"),
+    (triton_extend, "> asked[:, None] - WINDOW", ">= asked[:, None] - WINDOW"),
+    (triton_extend, "asked = seq_len - new + token", "asked = seq_len - new + token + 1"),
+    (triton_extend, "tl.minimum(first + HELD, new)", "first + QUERIES"),
+    (triton_extend, "tl.load(starts + row) + token", "token"),
+)
+
+
+@pytest.mark.parametrize(("module", "old", "new"), MUTANTS, ids=lambda value: str(getattr(value, "__name__", value)))
+def test_a_defect_is_caught(
+    module: ModuleType, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = Heads(6, 2, 12, window=20)
+    cases = [case_of(SINGLES if decode else MIXED, heads, decode=decode) for decode in (True, False)]
+    guards = Guards(monkeypatch)
+    for case in cases:
+        assert_equals_dense(case)
+    guards.check()
+    swap(monkeypatch, module, tmp_path, old, new)
+    with pytest.raises(AssertionError):
+        for case in cases:
+            assert_equals_dense(case)
+        guards.check()
+
+
+def test_a_device_sets_the_launches() -> None:
+    class Wide(TritonAttention):
+        tuning = Tuning(lanes=64, decode=LaunchConfig(256, 1))
+
+    assert Wide.tuning.options(Wide.tuning.decode) == {"num_warps": 4, "num_stages": 1}
+    assert_equals_dense(case_of(SINGLES, decode=True, kind=Wide))
+
+
+MISSING = """
+import sys
+import sglcore, sglcore.runtime.attention.selection as selection
+assert "triton" not in sys.modules
+sys.modules["triton"] = None
+from sglcore.device.errors import ConfigError
+from sglcore.device.ledger import DecisionLedger
+needs = selection.AttentionNeeds((64,), 16, "bfloat16", frozenset())
+candidates = {"triton": "sglcore.runtime.attention.triton:TritonAttention"}
+try:
+    selection.select_attention(candidates, needs, None, "toy", DecisionLedger())
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_without_the_library_it_is_a_refused_candidate_with_the_command_to_run() -> None:
+    run = subprocess.run([sys.executable, "-c", MISSING], capture_output=True, text=True, check=True)
+    assert "triton refused: its kernels need the library triton" in run.stdout
+    assert "pip install triton" in run.stdout

@@ -1,0 +1,1 @@
+"""The conformance kit: its laws hold for the reference, each of its mutants is caught, and its data says what is."""

@@ -1,0 +1,9 @@
+"""The start of acme: the standard order, with its memory asked for before the pools are sized."""
+
+from __future__ import annotations
+
+from sglcore.runtime.bring_up import STANDARD
+from sglcore.runtime.memory.accelerator import device_memory
+
+BRING_UP = STANDARD.insert(device_memory, before="size_memory")
+"""When this changes: sglcore devices acme --bring-up > bring_up.txt"""

@@ -1,0 +1,47 @@
+"""A folder of packages as pip would leave them, for processes that run the kit on them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglcore.device.discovery import GROUP
+from sglcore.device.package import API
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """`path` is on the path of the processes, and so are the folders that were added."""
+
+    path: Path
+    folders: tuple[Path, ...] = ()
+
+    def with_package(self, name: str, folder: Path) -> Site:
+        """Install the device package that lies in a folder."""
+        info = self.path / f"sglcore_{name}-0.1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglcore-{name}\nVersion: 0.1.0\n")
+        (info / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = sglcore_{name}:package [api-{API}]\n")
+        return Site(self.path, (*self.folders, folder))
+
+    def run(self, *words: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        """`python WORDS` in this folder."""
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("SGLCORE_")}
+        path = os.pathsep.join(map(str, (self.path, *self.folders)))
+        return subprocess.run(
+            (sys.executable, *words),
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+            cwd=self.path,
+            env={**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(environ or {})},
+        )
+
+    def sglcore(self, *words: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        """`sglcore WORDS` in this folder."""
+        return self.run("-m", "sglcore.cli", *words, environ=environ)

@@ -1,0 +1,181 @@
+"""The Triton kernels of norms, activation, rotation and cells give what the reference gives and touch nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs the library triton")
+
+from sglcore.runtime.kernels import reference
+from sglcore.runtime.kernels.table import entry_names
+from sglcore.runtime.kernels.triton import Tuning, activation, cells, norm, rotation, triton_kernels
+from tests.kernels.guards import Guards, mutated
+from tests.kernels.test_reference_kernels import cache, random
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+TOKENS = pytest.mark.parametrize("tokens", [0, 1, 7])
+SMALL = Tuning(elements=64)
+"""Several programs even for small tensors."""
+
+Law = Callable[[ModuleType, Guards, int, torch.dtype], None]
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    """float32 within 1e-5; narrower floats within two of their steps."""
+    assert found.dtype == wanted.dtype and found.shape == wanted.shape
+    narrow = {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(wanted.dtype, 1e-5)
+    torch.testing.assert_close(found, wanted, rtol=narrow, atol=1e-5)
+
+
+def columns(guards: Guards, tokens: int, size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """The middle columns of a wider tensor, whose other columns are NaN."""
+    wide = torch.full((tokens, size + 5), torch.nan, dtype=dtype)
+    wide[:, 2 : 2 + size] = random(tokens, size, dtype=dtype, seed=seed)
+    return guards.place(wide)[:, 2 : 2 + size]
+
+
+def rms_norm(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
+    x, weight = columns(guards, tokens, 24, dtype), guards.place(random(24, dtype=dtype, seed=1))
+    close(kernels.rms_norm(x, weight, 1e-5, SMALL), reference.rms_norm(x, weight, 1e-5))
+    heads = columns(guards, tokens, 36, dtype).view(tokens, 3, 12)
+    close(kernels.rms_norm(heads, weight[:12], 0.0, SMALL), reference.rms_norm(heads, weight[:12], 0.0))
+
+
+def add_rms_norm(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
+    x, residual = columns(guards, tokens, 24, dtype), columns(guards, tokens, 24, dtype, seed=1)
+    weight = guards.place(random(24, dtype=dtype, seed=2))
+    wanted = reference.add_rms_norm(x, residual, weight, 1e-5)
+    for found, want in zip(kernels.add_rms_norm(x, residual, weight, 1e-5, SMALL), wanted, strict=True):
+        close(found, want)
+
+
+def silu_and_mul(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
+    for size in (5, 100):
+        x = columns(guards, tokens, 2 * size, dtype)
+        close(kernels.silu_and_mul(x, SMALL), reference.silu_and_mul(x))
+
+
+def rotary(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
+    q, k = columns(guards, tokens, 6 * 12, dtype).split([48, 24], dim=-1)
+    positions = guards.place(torch.tensor([3, 0, 9, 9, 1, 2, 31][:tokens], dtype=torch.int32))
+    for rotated in (12, 8, 6):
+        table = guards.place(cache(32, rotated))
+        found = kernels.rotary(q, k, positions, table, 12, SMALL)
+        for part, want in zip(found, reference.rotary(q, k, positions, table, 12), strict=True):
+            close(part, want)
+
+
+def store_kv(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
+    key, value = (columns(guards, tokens, 6, dtype, seed).view(tokens, 2, 3) for seed in (0, 1))
+    where = torch.tensor([11, 4, 9, 0, 7, 2, 1][:tokens], dtype=torch.int64)
+    for index_dtype in (torch.int32, torch.int64):
+        found = [guards.place(torch.full((12, 2, 3), 5.0, dtype=torch.bfloat16)) for _ in range(2)]
+        wanted = [part.clone() for part in found]
+        kernels.store_kv(key, value, *found, guards.place(where.to(index_dtype)), SMALL)
+        reference.store_kv(key, value, *wanted, where)
+        assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+
+
+def cache_locations(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
+    table = guards.place(torch.randint(1, 99, (4, 5), dtype=torch.int32))
+    slots = guards.place(torch.tensor([1, 3, 0, 2, 2, 1, 3][:tokens], dtype=torch.int32))
+    positions = guards.place(torch.tensor([0, 14, 0, 3, 2, 7, 9][:tokens], dtype=torch.int32))
+    for index_dtype in (torch.int32, torch.int64):
+        found, wanted = guards.empty(tokens, dtype=index_dtype), torch.zeros(tokens, dtype=index_dtype)
+        kernels.cache_locations(table, slots, positions, 3, found, SMALL)
+        reference.cache_locations(table, slots, positions, 3, wanted)
+        assert torch.equal(found, wanted)
+
+
+LAWS: tuple[tuple[ModuleType, Law], ...] = (
+    (norm, rms_norm),
+    (norm, add_rms_norm),
+    (activation, silu_and_mul),
+    (rotation, rotary),
+    (cells, store_kv),
+    (cells, cache_locations),
+)
+
+
+@DTYPES
+@TOKENS
+@pytest.mark.parametrize(("module", "law"), LAWS, ids=[law.__name__ for _, law in LAWS])
+def test_a_kernel_gives_what_the_reference_gives_within_its_bounds(
+    module: ModuleType, law: Law, tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guards = Guards(monkeypatch)
+    law(module, guards, tokens, dtype)
+    guards.check()
+
+
+MUTANTS: tuple[tuple[ModuleType, Law, str, str], ...] = (
+    (norm, rms_norm, "row < rows", "row <= rows"),
+    (norm, rms_norm, "column < SIZE", "column <= SIZE"),
+    (norm, rms_norm, "(row % INNER) * inner_stride", "0"),
+    (norm, add_rms_norm, "row < rows", "row <= rows"),
+    (norm, add_rms_norm, "wide * wide", "added * added"),
+    (activation, silu_and_mul, "row < rows", "row <= rows"),
+    (activation, silu_and_mul, "column < SIZE", "column <= SIZE"),
+    (activation, silu_and_mul, "place + SIZE", "place + SIZE - 1"),
+    (rotation, rotary, "column < HALF", "column <= HALF"),
+    (rotation, rotary, "token < tokens", "token <= tokens"),
+    (rotation, rotary, "column < DIM", "column <= DIM"),
+    (cells, store_kv, "row < tokens", "row <= tokens"),
+    (cells, store_kv, "column < WIDTH", "column <= WIDTH"),
+    (cells, cache_locations, "token < tokens", "token <= tokens"),
+    (cells, cache_locations, "position % PAGE", "position"),
+)
+
+
+@pytest.mark.parametrize(("module", "law", "old", "new"), MUTANTS, ids=lambda value: str(getattr(value, "__name__", value)))
+def test_a_defect_is_caught(
+    module: ModuleType, law: Law, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guards = Guards(monkeypatch)
+    defect = mutated(module, tmp_path, old, new)
+    with pytest.raises(AssertionError):
+        law(defect, guards, 7, torch.float32)
+        guards.check()
+
+
+def test_narrow_floats_are_rounded_to_even_in_the_interpreter_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter itself cuts bfloat16 off; the norm of values between two steps would show it."""
+    x = random(5, 48, dtype=torch.bfloat16)
+    weight = random(48, dtype=torch.bfloat16, seed=1)
+    assert torch.equal(norm.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    total = (x.float() + x.roll(1).float()).bfloat16()
+    assert torch.equal(norm.add_rms_norm(x.clone(), x.roll(1), weight, 1e-5)[1], total)
+
+
+def test_the_table_replaces_what_has_a_kernel_and_says_so() -> None:
+    table, plain = triton_kernels(SMALL), reference.reference_kernels()
+    own = {name for name in entry_names() if table.origin[name] != plain.origin[name]}
+    assert own == {
+        *("rms_norm", "add_rms_norm", "rotary", "silu_and_mul", "top_k_routing", "moe", "store_kv"),
+        *("cache_locations", "draw"),
+    }
+    assert table.origin["rms_norm"] == "sglcore.runtime.kernels.triton.norm:rms_norm"
+
+
+@pytest.mark.parametrize("lanes", [32, 64])
+def test_a_program_has_as_many_threads_whatever_the_width_of_a_warp(lanes: int) -> None:
+    tuning = Tuning(lanes=lanes)
+    assert tuning.options(tuning.norm)["num_warps"] * lanes == tuning.norm.threads
+
+
+def test_a_compiler_sees_plain_operations() -> None:
+    table, plain = triton_kernels(), reference.reference_kernels()
+    x, weight = random(3, 16), random(16, seed=1)
+
+    def step(entries: partial[Tensor] | Callable[..., Tensor], x: Tensor) -> Tensor:
+        return table.silu_and_mul(entries(x, weight, 1e-5))
+
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(table.rms_norm, x), step(plain.rms_norm, x))

@@ -1,0 +1,53 @@
+"""Engines in half precision, for attention libraries that take no other: log-probabilities against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.checkpoints import llama, mistral, save
+from tests.laws.engine import TokenEngine, random_prompts
+
+TOLERANCE = 0.01
+"""Of a log-probability in float16 over two layers, against float32; a wrong mask or page moves it by tenths."""
+
+SIZES = {"head_dim": 64, "max_position_embeddings": 128, "initializer_range": 0.1}
+
+
+def checkpoint(folder: Path, window: int | None = None) -> tuple[Any, Path]:
+    """A random model whose heads every library takes, and its oracle, whose weights are float16 values."""
+    oracle = llama(**SIZES) if window is None else mistral(**SIZES, sliding_window=window)
+    with torch.no_grad():
+        for parameter in oracle.parameters():
+            parameter.copy_(parameter.half().float())
+    return oracle, save(oracle, folder)
+
+
+def check(folder: Path, oracle: Any, device: str, attention: str, graph: str, **settings: Any) -> set[str]:
+    """Run ragged requests that join late, in chunks, and compare every log-probability; gives the paths of the steps."""
+    engine = TokenEngine(
+        folder,
+        device=device,
+        dtype="float16",
+        attention_backend=attention,
+        graph=graph,
+        page_size=settings.pop("page_size", 16),
+        max_batch_tokens=24,
+        graph_buckets=(1, 2, 4),
+        **settings,
+    )
+    try:
+        results = engine.run(random_prompts(5, (3, 19, 33)), 6, score_prompts=True, stagger=2)
+    finally:
+        engine.worker.close()
+    for result in results:
+        ids = result.prompt + result.tokens
+        with torch.no_grad():
+            expected = oracle(torch.tensor([ids])).logits[0].log_softmax(-1)
+        wanted = [float(expected[i - 1, ids[i]]) for i in range(1, len(ids))]
+        found = [*result.prompt_logprobs, *result.logprobs]
+        np.testing.assert_allclose(found, wanted, atol=TOLERANCE, rtol=0)
+    return engine.paths

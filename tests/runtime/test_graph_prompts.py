@@ -1,0 +1,304 @@
+"""Prompt graphs: captured pieces with attention between them give what the dense oracle gives, and padding is bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sglcore.device.batch import ForwardMode
+from sglcore.runtime.attention.gathered import GatheredAttention
+from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
+from sglcore.runtime.forward_context import ForwardContext, forward_context, get_forward_context
+from sglcore.runtime.graph_runner import GraphRunner
+from sglcore.runtime.graphs.backend import Break, Walk
+from sglcore.runtime.graphs.capture import CaptureError
+from sglcore.runtime.graphs.pieces import EagerCall
+from sglcore.runtime.graphs.piecewise import inductor, trace
+from sglcore.runtime.graphs.prompts import MOST_PADDING, SMALLEST, PromptForward, token_buckets
+from tests.runtime.recording import GraphSite, make_graph_site
+from tests.runtime.test_graph_runner import count_padding, pad_nothing
+from tests.runtime.tiny import SHARED, STAGED, Desk, TinyModel, assert_close, finish, make_site, random_tokens
+
+KINDS = pytest.mark.parametrize("kind", ["breakable", "piecewise"])
+Rows = Mapping[int, Sequence[int]]
+
+CHUNKS: tuple[Mapping[int, int], ...] = (
+    {1: 9, 2: 3},
+    {3: 4},
+    {2: 1, 1: 20},
+    {4: 31},
+    {3: 1, 2: 2, 5: 3},
+    {1: 2, 2: 2},
+    {6: 32},
+)
+"""Tokens that each slot brings, step by step: 12, 4, 21, 31, 6, 4 and 32."""
+
+
+def prompts(made: GraphSite, chunks: Sequence[Mapping[int, int]] = CHUNKS) -> list[tuple[Tensor, str]]:
+    """Prompts of several requests, in chunks."""
+    desk = Desk(3)
+    return [made.run(desk.extend(rows)) for rows in rows_of(chunks)]
+
+
+def rows_of(chunks: Sequence[Mapping[int, int]]) -> list[Rows]:
+    """Random tokens for each chunk."""
+    return [
+        {slot: random_tokens(10 * step + slot, count) for slot, count in chunk.items()}
+        for step, chunk in enumerate(chunks)
+    ]
+
+
+def expected(model: TinyModel, chunks: Sequence[Mapping[int, int]] = CHUNKS) -> list[Tensor]:
+    """Each request alone."""
+    tokens: dict[int, list[int]] = {}
+    results = []
+    for rows in rows_of(chunks):
+        for slot, new in rows.items():
+            tokens.setdefault(slot, []).extend(new)
+        results.append(torch.cat([model.dense(tokens[slot])[-len(new) :] for slot, new in rows.items()]))
+    return results
+
+
+def differs(made: GraphSite, chunks: Sequence[Mapping[int, int]] = CHUNKS) -> bool:
+    """Whether any step differs from the oracle."""
+    found, wanted = prompts(made, chunks), expected(made.site.model, chunks)
+    return not all(torch.allclose(one, other, atol=2e-5) for (one, _), other in zip(found, wanted, strict=True))
+
+
+@KINDS
+@pytest.mark.parametrize("facts", [SHARED, STAGED], ids=["shared", "staged"])
+@pytest.mark.parametrize("poison", [False, True], ids=["clean", "poisoned"])
+def test_chunks_of_any_size_give_what_each_request_gives_alone(kind: str, poison: bool, facts: Any) -> None:
+    assert not differs(make_graph_site(kind, poison=poison, facts=facts))
+
+
+@KINDS
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32])
+def test_every_bucket_full_and_padded(kind: str, count: int) -> None:
+    made = make_graph_site(kind, poison=True)
+    assert not differs(made, ({1: 32}, {2: count}, {3: 32}, {4: count}))
+    found = prompts(made, ({5: count},))
+    bucket = next(size for size in (4, 6, 8, 12, 16, 24, 32) if size >= count)
+    assert found[0][1] == f"{kind}:{bucket}"
+
+
+@KINDS
+def test_decodes_and_prompts_of_a_mixed_step_share_a_bucket(kind: str) -> None:
+    made, desk = make_graph_site(kind, poison=True), Desk(4)
+    first, second, new = random_tokens(1, 5), random_tokens(2, 6), random_tokens(3, 3)
+    made.run(desk.extend({1: first, 2: second[:2]}))
+    made.site.tokens.last[1] = new[0]
+    mixed, path = made.run(desk.batch({1: [-1], 2: second[2:], 3: new[1:]}, ForwardMode.MIXED))
+    assert path == f"{kind}:8"
+    dense = made.site.model.dense
+    wanted = torch.cat([dense([*first, new[0]])[-1:], dense(second)[2:], dense(new[1:])])
+    assert_close(mixed, wanted)
+
+
+@KINDS
+def test_decode_steps_between_prompts_are_full_graphs(kind: str) -> None:
+    made, desk = make_graph_site(kind), Desk(4)
+    prompt = random_tokens(1, 9)
+    made.run(desk.extend({1: prompt}))
+    made.site.tokens.last[1] = 7
+    hidden, path = made.run(desk.decode(1))
+    assert path == "full:1"
+    assert_close(hidden, made.site.model.dense([*prompt, 7])[-1:])
+
+
+def test_few_tokens_run_eagerly_rather_than_as_padding() -> None:
+    made = make_graph_site("breakable", tokens=(16, 32))
+    desk = Desk()
+    paths = [made.run(desk.extend({slot: random_tokens(slot, count)}))[1] for slot, count in ((1, 7), (2, 8), (3, 17))]
+    assert paths == ["eager", "breakable:16", "breakable:32"]
+
+
+@given(st.integers(SMALLEST, 5000), st.integers(1, 5000))
+def test_padding_is_at_most_twice_the_real_tokens_and_gaps_are_small(most: int, count: int) -> None:
+    sizes = token_buckets(most)
+    assert sizes[-1] == most and sizes[0] >= min(SMALLEST, most)
+    assert all(big <= MOST_PADDING * small for small, big in pairwise(sizes))
+    holding = [size for size in sizes if size >= count]
+    if holding and count >= SMALLEST / 2:
+        assert holding[0] <= MOST_PADDING * count
+
+
+# -- attention between the pieces --------------------------------------------------------------------------------------
+
+
+class Watching(GatheredAttention):
+    """Remembers how many rows it was given, and on which batch."""
+
+    seen: tuple[tuple[int, int], ...] = ()
+    contexts: tuple[ForwardContext, ...] = ()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch | None) -> Tensor:
+        """Watched."""
+        assert batch is not None
+        self.seen += ((q.shape[0], batch.num_tokens),)
+        self.contexts += (get_forward_context(),)
+        return super().forward(q, k, v, layer, batch)
+
+
+@KINDS
+def test_attention_sees_the_real_tokens_only_under_one_scope(kind: str) -> None:
+    made = make_graph_site(kind, attention=Watching, buckets=())
+    backend = made.site.attention
+    assert isinstance(backend, Watching)
+    assert backend.seen == ()
+    made.run(Desk().extend({1: random_tokens(1, 5)}))
+    assert backend.seen == ((5, 5), (5, 5))
+    assert backend.contexts[0] is backend.contexts[1]
+
+
+@KINDS
+def test_a_forward_is_one_segment_more_than_it_has_breaks(kind: str) -> None:
+    made = make_graph_site(kind, buckets=(), tokens=(8, 16))
+    assert len(made.capture.segments) == 2 * (2 + 1)
+    assert made.capture.pools == 1
+
+
+@KINDS
+def test_steps_that_prompts_do_not_bring_run_eagerly(kind: str) -> None:
+    made, desk = make_graph_site(kind), Desk()
+    batch = made.site.runner.init_batch(desk.extend({1: random_tokens(1, 5)}))
+    assert made.graphs.can_run(batch)
+    batch.input_embeds = torch.zeros(5, 8)
+    assert not made.graphs.can_run(batch)
+    batch.input_embeds, batch.forward_mode = None, ForwardMode.EMBED
+    assert not made.graphs.can_run(batch)
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+
+def skips_calls(made: GraphSite) -> None:
+    """Mutant: the last attention call is left out, its output that of an older step."""
+    for captured in made.graphs.prompts._captured.values():  # pyright: ignore[reportOptionalMemberAccess]
+        parts = captured.step.parts  # pyright: ignore[reportAttributeAccessIssue]
+        last = max(place for place, part in enumerate(parts) if isinstance(part, EagerCall))
+        del parts[last]
+
+
+def next_bucket(made: GraphSite) -> None:
+    """Mutant: every bucket replays the smallest one's pieces."""
+    captured = made.graphs.prompts._captured  # pyright: ignore[reportOptionalMemberAccess]
+    for size in captured:
+        captured[size] = captured[4]
+
+
+def rebind(made: GraphSite) -> None:
+    """Mutant: the input buffers are made anew after capture."""
+    made.site.runner.prefill_registry.make_buffers()
+
+
+def foreign_context(made: GraphSite) -> None:
+    """Mutant: pieces replay under the scope of another runner."""
+    made.graphs.prompts._attn = make_site(TinyModel(5), attention=GatheredAttention).attention  # pyright: ignore
+
+
+@KINDS
+@pytest.mark.parametrize("plant", [skips_calls, next_bucket, rebind, foreign_context])
+def test_a_broken_runner_is_caught(kind: str, plant: Callable[[GraphSite], None]) -> None:
+    made = make_graph_site(kind)
+    plant(made)
+    try:
+        assert differs(made)
+    except (RuntimeError, IndexError, AssertionError) as error:
+        assert "differs" not in str(error)
+
+
+@pytest.mark.parametrize("mutant", [pad_nothing, count_padding])
+def test_a_broken_registry_is_caught_where_tokens_see_each_other(mutant: Any) -> None:
+    model = TinyModel(couples=True)
+    chunks = ({1: 32}, {2: 5}, {3: 7})
+    eager, plain = make_graph_site(model=model), make_graph_site("breakable", model=model, poison=True)
+    wanted = [hidden for hidden, _ in prompts(eager, chunks)]
+    for (found, path), other in zip(prompts(plain, chunks), wanted, strict=True):
+        assert path.startswith("breakable")
+        assert_close(found, other)
+    broken = make_graph_site("breakable", model=model, poison=True)
+    mutant(broken.site.runner.prefill_registry)
+    try:
+        found = [hidden for hidden, _ in prompts(broken, chunks)]
+    except IndexError:
+        return
+    assert not all(torch.allclose(one, other, atol=2e-5) for one, other in zip(found, wanted, strict=True))
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_a_moved_pool_is_refused_until_everything_is_captured_again(kind: str) -> None:
+    made = make_graph_site(kind)
+    made.site.cells.replace_storage()
+    with pytest.raises(StalePlanError, match=r"bucket 12 tokens was captured over generation 0"):
+        prompts(made)
+    made.graphs.recapture()
+    assert not differs(made)
+
+
+def test_a_registry_that_graphs_hold_does_not_grow() -> None:
+    made = make_graph_site("breakable")
+    with pytest.raises(ValueError, match="that captured graphs hold addresses of"):
+        made.run(Desk().extend({1: random_tokens(1, 33)}))
+
+
+def test_a_mechanism_of_decode_steps_only_is_not_asked_for_prompts() -> None:
+    made = make_graph_site("full")
+    forward = PromptForward(made.site.model, made.site.runner.prefill_registry, (8,))
+    context = ForwardContext(made.site.attention, None, made.site.model.attention_layers)
+    with pytest.raises(TypeError, match="capture no prompts"):
+        GraphRunner(
+            made.graphs.backend,
+            made.site.runner.decode_registry,
+            made.site.attention,
+            context,
+            made.site.model,
+            (1,),
+            prompts=forward,
+            streams=made.streams,
+        )
+
+
+class Lopsided(TinyModel):
+    """A model whose forward gives more than hidden states."""
+
+    def __call__(self, batch: ForwardBatch) -> Any:
+        """Two results."""
+        hidden = self.embedding[batch.input_ids]
+        return hidden, hidden + 1
+
+
+def test_a_forward_that_gives_more_than_hidden_states_is_not_split() -> None:
+    with pytest.raises(CaptureError, match="gives 2 values"):
+        make_graph_site("piecewise", model=Lopsided(), buckets=())
+
+
+@pytest.mark.needs("graphs.compiled")
+def test_compiled_pieces_give_what_the_forward_gives() -> None:
+    site = make_site(attention=GatheredAttention)
+    batch = site.runner.init_batch(Desk().extend({1: random_tokens(1, 6), 2: random_tokens(2, 3)}))
+    with torch.inference_mode():
+        wanted = site.runner.run_eager(batch)
+        context = ForwardContext(site.attention, batch, site.model.attention_layers)
+        with forward_context(context):
+            walk: Walk = trace(lambda: site.model(batch), inductor).walk()
+            assert_close(finish(walk), wanted)
+
+
+def test_a_walk_stops_at_every_attention_with_its_inputs() -> None:
+    site = make_site()
+    batch = site.runner.init_batch(Desk().extend({1: random_tokens(1, 6)}))
+    walk = site.model.walk(batch)
+    found = next(walk)
+    assert isinstance(found, Break) and found.call is site.model.attention_layers[0]
+    assert [value.shape[0] for value in found.inputs] == [6, 6, 6]

@@ -1,0 +1,433 @@
+"""The worker on a device with streams: submit waits for nothing and copies little, and nothing is read before its time."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ci.lanes import Lane
+from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.device.facts import Facts
+from sglcore.device.worker import BatchResult, Limits, Ticket
+from sglcore.runtime.attention.contract import AttentionShape
+from sglcore.runtime.attention.reference import ReferenceAttention
+from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
+from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.outbox import Letter, Outbox
+from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
+from sglcore.runtime.staging import HostBlock, PinnedBuffer, PinnedRing
+from sglcore.runtime.streams import Streams, make_streams
+from sglcore.runtime.token_table import TokenTable
+from sglcore.runtime.tp_worker import Pending, TpModelWorker
+from sglcore.sampling.params import SamplingParams
+from tests.runtime.tiny import (
+    CONTEXT,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    PAGE,
+    PAGES,
+    SLOTS,
+    VOCAB,
+    Desk,
+    TinyModel,
+    ints,
+    offsets,
+    random_tokens,
+    tokens_of,
+)
+
+pytestmark = [pytest.mark.needs("streams", "simulator")]
+
+PROMPTS = {2: random_tokens(1, 5), 5: random_tokens(2, 2), 1: random_tokens(3, 7)}
+
+
+@pytest.fixture
+def sim(lane: Lane) -> Iterator[Any]:
+    """The simulated device of this process; a fault that nobody expected fails the test."""
+    module = sys.modules.get("sglcore_sim")
+    found = None if module is None else module.current()
+    if found is None:
+        pytest.skip("needs a simulated device: its counters and faults are what is looked at")
+    found.reset()
+    yield found
+    seen = [str(fault) for fault in found.faults]
+    found.reset()
+    assert not seen, seen
+
+
+class Bench:
+    """A tiny model on the simulated device, its worker, and the host that writes batches."""
+
+    def __init__(self, sim: Any, worker: type[TpModelWorker] = TpModelWorker, streams: type[Streams] = Streams) -> None:
+        device = str(sim.device())
+        self.facts = Facts(
+            tensor_device=device, has_streams=True, has_pinned_memory=True, cache_loc_dtype="int32"
+        )
+        self.oracle, self.model, self.desk = TinyModel(), on_device(device), Desk(4)
+        made = make_streams(self.facts)
+        layers = ((KV_HEADS, HEAD_DIM),) * len(self.model.windows)
+        table = ReqToTokenPool(SLOTS, CONTEXT, PAGE, device)
+        cells = MHATokenToKVPool(PAGES, PAGE, layers, torch.float32, device)
+        shape = AttentionShape(HEADS, layers, tuple(dict.fromkeys(self.model.windows)))
+        tokens = TokenTable(SLOTS, CONTEXT, device)
+        self.runner = ModelRunner(
+            self.model,
+            ReferenceAttention(shape, table, cells, reference_kernels()),
+            build_decode_registry(self.facts, table, max_bs=SLOTS),
+            build_prefill_registry(self.facts, table, max_bs=2, max_num_tokens=4),
+            tokens,
+            streams=streams(made.schedule, made.forward),
+        )
+        limits = Limits(CONTEXT, SLOTS, PAGE, PAGES, SLOTS * CONTEXT, VOCAB)
+        self.worker = worker(self.runner, tokens, limits)
+
+    def collected(self, batch: ScheduleBatch) -> BatchResult:
+        """Submit and collect."""
+        return self.worker.collect(self.worker.submit(batch))
+
+    def start(self, **values: Any) -> Ticket:
+        """The step that brings all prompts."""
+        return self.worker.submit(self.desk.extend(PROMPTS, composition=0, **values))
+
+    @property
+    def waits(self) -> int:
+        """How often a pinned buffer was wanted before its copy had passed."""
+        registries = (self.runner.decode_registry, self.runner.prefill_registry)
+        rings = (self.runner.parcels, self.worker._outbox.ring)
+        return sum(registry.block.waits for registry in registries) + sum(ring.waits for ring in rings)
+
+
+def on_device(device: str) -> TinyModel:
+    """The tiny model with its weights there."""
+    model = TinyModel()
+    model.embedding, model.places, model.head = (
+        part.to(device) for part in (model.embedding, model.places, model.head)
+    )
+    model.qkv, model.out = [part.to(device) for part in model.qkv], [part.to(device) for part in model.out]
+    return model
+
+
+def overlapped(bench: Bench, count: int, params: Any = None, **values: Any) -> dict[int, list[int]]:
+    """The tokens of all prompts, with two steps in flight."""
+    tokens: dict[int, list[int]] = {slot: [] for slot in PROMPTS}
+
+    def take(ticket: Ticket) -> None:
+        result = bench.worker.collect(ticket)
+        for row, slot in enumerate(PROMPTS):
+            tokens[slot] += tokens_of(result, row)
+
+    running = bench.start(params=params, **values)
+    for _ in range(count - 1):
+        queued = bench.worker.submit(bench.desk.decode(*PROMPTS, params=params, composition=1))
+        take(running)
+        running = queued
+    take(running)
+    return tokens
+
+
+def wanted(bench: Bench, count: int) -> dict[int, list[int]]:
+    """What each prompt gives alone, on the host."""
+    return {slot: bench.oracle.continuation(prompt, count) for slot, prompt in PROMPTS.items()}
+
+
+PENALISED = [(SamplingParams(temperature=0.9, top_p=0.8, repetition_penalty=1.3), 7, 0, len(p)) for p in PROMPTS.values()]
+HISTORY: dict[str, Any] = {
+    "history_offsets": offsets([len(prompt) for prompt in PROMPTS.values()]),
+    "history_ids": ints([token for prompt in PROMPTS.values() for token in prompt]),
+}
+
+
+def test_two_steps_in_flight_give_the_tokens_of_each_request_alone(sim: Any) -> None:
+    bench = Bench(sim)
+    assert overlapped(bench, 9) == wanted(bench, 9)
+    assert bench.waits == 0
+
+
+def counted(sim: Any, bench: Bench, batch: ScheduleBatch) -> tuple[Ticket, int, int]:
+    """Submit where waiting is forbidden; the copies to the device, and those to the host."""
+    before = dict(sim.stats())
+    with sim.no_sync():
+        ticket = bench.worker.submit(batch)
+    after = sim.stats()
+    for name in ("host_syncs", "pageable_h2d", "event_waits"):
+        assert after[name] == before[name], name
+    return ticket, after["h2d_copies"] - before["h2d_copies"], after["d2h_copies"] - before["d2h_copies"]
+
+
+@pytest.mark.parametrize("penalised", [False, True])
+def test_a_decode_step_is_one_copy_each_way_and_a_new_composition_at_most_two(sim: Any, penalised: bool) -> None:
+    bench = Bench(sim)
+    values = {"params": PENALISED, **HISTORY} if penalised else {}
+    params = {"params": PENALISED} if penalised else {}
+    ticket, there, back = counted(sim, bench, bench.desk.extend(PROMPTS, composition=0, **values))
+    assert there <= 2 and back == 1
+    for step in range(9):
+        bench.worker.collect(ticket)
+        ticket, there, back = counted(sim, bench, bench.desk.decode(*PROMPTS, composition=1, **params))
+        assert (there, back) == (1, 1) if step else (there <= 2 and back == 1)
+    bench.worker.collect(ticket)
+    assert bench.waits == 0
+
+
+def test_collect_waits_for_one_event_and_nothing_else(sim: Any) -> None:
+    bench = Bench(sim)
+    first = bench.start()
+    second = bench.worker.submit(bench.desk.decode(*PROMPTS, composition=1))
+    before = dict(sim.stats())
+    with sim.no_sync():
+        bench.worker.collect(first)
+    after = sim.stats()
+    assert after["host_syncs"] == before["host_syncs"]
+    assert after["event_waits"] <= before["event_waits"] + 1
+    bench.worker.collect(second)
+
+
+def test_a_step_with_everything_that_can_be_asked_waits_for_nothing(sim: Any) -> None:
+    bench = Bench(sim)
+    biased = SamplingParams(temperature=0.8, logit_bias={3: 4.0}, logprobs=2, top_k=7, min_p=0.01)
+    rows = {1: random_tokens(1, 6), 3: random_tokens(2, 9), 4: random_tokens(3, 2)}
+    extra: dict[str, Any] = {"next_ids": ints([-1, 4, -1]), "prompt_logprobs": ints([1, 2, -1])}
+    batch = bench.desk.extend(rows, params=[(biased, 1), (biased, 2), (biased, 3)], emits=[True, False, True], **extra)
+    ticket, there, back = counted(sim, bench, batch)
+    assert there <= 2 and back == 1
+    result = bench.worker.collect(ticket)
+    assert result.logprobs is not None and result.logprobs.top_ids.shape == (2, 2)
+    exact = torch.log_softmax(bench.oracle.logits(bench.oracle.dense(rows[3])), -1)
+    targets = [*rows[3][1:], 4]
+    for found, row, target in zip(result.prompt_logprobs[3 - 2].chosen, exact, targets, strict=True):
+        assert found == pytest.approx(float(row[target]), abs=1e-4)
+
+
+def test_embeddings_wait_for_nothing_and_are_right(sim: Any) -> None:
+    bench = Bench(sim)
+    rows = {1: random_tokens(1, 4), 2: random_tokens(2, 6)}
+    batch = bench.desk.extend(rows, ForwardMode.EMBED, emits=[False] * 2)
+    ticket, there, back = counted(sim, bench, batch)
+    assert (there, back) == (1, 1)
+    found = bench.worker.collect(ticket).embeddings
+    assert found is not None
+    for row, tokens in enumerate(rows.values()):
+        mean = bench.oracle.dense(tokens).mean(0)
+        assert found[row].tolist() == pytest.approx((mean / mean.norm()).tolist(), abs=1e-5)
+
+
+def test_a_dropped_ticket_harms_no_other_step(sim: Any) -> None:
+    bench = Bench(sim)
+    first = bench.worker.collect(bench.start())
+    tokens = {slot: tokens_of(first, row) for row, slot in enumerate(PROMPTS)}
+    for step in range(6):
+        ticket = bench.worker.submit(bench.desk.decode(*PROMPTS, composition=1))
+        if step % 3 == 2:
+            result = bench.worker.collect(ticket)
+            for row, slot in enumerate(PROMPTS):
+                tokens[slot] += tokens_of(result, row)
+        del ticket
+        gc.collect()
+    alone = wanted(bench, 7)
+    assert tokens == {slot: [found[0], found[3], found[6]] for slot, found in alone.items()}
+
+
+def test_what_the_device_uses_is_kept_until_collect_and_no_longer(sim: Any) -> None:
+    bench = Bench(sim)
+    ticket = bench.start()
+    pending = ticket.payload
+    assert isinstance(pending, Pending) and pending.parcel is not None
+    addresses = {tensor.data_ptr() for tensor in pending.kept}
+    for tensor in (*pending.parcel.tensors, *pending.letter.kept):
+        assert tensor.data_ptr() in addresses
+    for name in ("input_ids", "seq_lens", "out_cache_loc", "extend_seq_lens"):
+        buffer = bench.runner.prefill_registry.slot(name).buffer
+        assert buffer is not None and buffer.data_ptr() in addresses
+    del pending, tensor
+    bench.worker.collect(ticket)
+    assert ticket.payload is None
+    held = {}
+    for _ in range(12):
+        bench.collected(bench.desk.decode(*PROMPTS, composition=1))
+        gc.collect()
+        held[len(held)] = sim.stats()["allocated"]
+    assert len(set(list(held.values())[6:])) == 1
+
+
+def test_an_error_between_the_copies_leaves_the_rings_as_they_were(sim: Any) -> None:
+    bench = Bench(sim)
+    first = bench.worker.collect(bench.start())
+    found = {slot: tokens_of(first, row) for row, slot in enumerate(PROMPTS)}
+    for _ in range(5):
+        bad = bench.desk.decode(*PROMPTS, composition=1)
+        bad.page_counts = bad.page_counts + bench.runner.attn_backend.req_to_token_pool.max_pages
+        bad.new_pages, bad.new_page_offsets = ints([1]), ints([0, 1, 1, 1])
+        with pytest.raises(ValueError, match="its slot holds"):
+            bench.worker.submit(bad)
+        for slot in PROMPTS:
+            bench.desk.lens[slot] -= 1
+    for slot in PROMPTS:
+        del bench.desk.pages[slot][-(-bench.desk.lens[slot] // PAGE) :]
+    result = bench.collected(bench.desk.decode(*PROMPTS, composition=1))
+    for row, slot in enumerate(PROMPTS):
+        assert found[slot] + tokens_of(result, row) == bench.oracle.continuation(PROMPTS[slot], 2)
+    assert bench.waits == 0
+
+
+def test_closing_waits_for_steps_under_way(sim: Any) -> None:
+    bench = Bench(sim)
+    ticket = bench.start()
+    bench.worker.close()
+    assert sim.stats()["pending"] == 0
+    bench.worker.collect(ticket)
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+
+class NoWait(Outbox):
+    """Results are copied out without waiting for the step."""
+
+    def post(self, tensors: Any) -> Letter:
+        schedule = self._streams.schedule
+        assert schedule is not None
+        lease = self.ring.lease(tensors[0].numel())
+        with schedule:
+            lease.buffer.memory[: tensors[0].numel()].copy_(tensors[0], non_blocking=True)
+            lease.buffer.copied()
+        return Letter(tensors[:1], tensors[0], lease)
+
+
+class ReadsEarly(Letter):
+    """Results are read without waiting for their event."""
+
+    def read(self) -> list[Any]:
+        assert self._lease is not None and self._packed is not None
+        return [self._lease.buffer.memory[: self._packed.numel()].tolist()]
+
+
+class Early(Outbox):
+    """Gives letters that are read too early."""
+
+    def post(self, tensors: Any) -> Letter:
+        letter = super().post(tensors)
+        return ReadsEarly(letter._tensors, letter._packed, letter._lease)
+
+
+class Unrecorded(Outbox):
+    """Results are freed while the copy on the other stream still reads them."""
+
+    def post(self, tensors: Any) -> Letter:
+        forward, schedule = self._streams.forward, self._streams.schedule
+        assert forward is not None and schedule is not None
+        lease = self.ring.lease(tensors[0].numel())
+        results = tensors[0].clone()
+        schedule.wait_stream(forward)
+        with schedule:
+            lease.buffer.memory[: results.numel()].copy_(results, non_blocking=True)
+            lease.buffer.copied()
+        del results
+        return Letter([torch.empty(0, device=tensors[0].device)], torch.zeros_like(tensors[0]), lease)
+
+
+class OtherStream(Streams):
+    """Steps run on the schedule stream, whatever the worker was told."""
+
+    def running(self) -> Any:
+        return nullcontext()
+
+
+class OneBuffer(PinnedRing):
+    """One pinned buffer for everybody, waited for by nobody."""
+
+    def lease(self, size: int) -> Any:
+        lease = super().lease(size)
+        if self._lent[0][0].size >= size:
+            lease.buffer = self._lent[0][0]
+        return lease
+
+
+class NeverTakesOver(TpModelWorker):
+    """The forward stream starts without waiting for what was made on the schedule stream."""
+
+    def _take_over(self) -> None:
+        pass
+
+
+def break_outbox(bench: Bench, kind: type[Outbox]) -> None:
+    """Post results in a broken way."""
+    bench.worker._outbox = kind(bench.runner.streams, torch.device(bench.facts.tensor_device), True)
+
+
+def test_results_copied_before_the_step_is_through_are_caught(sim: Any) -> None:
+    bench = Bench(sim)
+    break_outbox(bench, NoWait)
+    with sim.expect("race"):
+        bench.start()
+
+
+def test_results_read_before_their_event_are_caught(sim: Any) -> None:
+    bench = Bench(sim)
+    break_outbox(bench, Early)
+    ticket = bench.start()
+    with sim.expect("pinned_read_early"):
+        bench.worker.collect(ticket)
+
+
+def test_results_freed_while_they_are_copied_are_caught(sim: Any) -> None:
+    bench = Bench(sim)
+    break_outbox(bench, Unrecorded)
+    with sim.expect("race"):
+        bench.start()
+        for _ in range(2):
+            bench.worker.submit(bench.desk.decode(*PROMPTS, composition=1))
+
+
+def test_a_worker_that_does_not_wait_for_the_weights_is_caught(sim: Any) -> None:
+    with sim.expect("race"):
+        Bench(sim, worker=NeverTakesOver).start()
+
+
+def test_a_step_on_another_stream_than_the_one_before_is_caught(sim: Any) -> None:
+    bench = Bench(sim)
+    bench.start()
+    bench.worker._streams = OtherStream(bench.runner.streams.schedule, bench.runner.streams.forward)
+    with sim.expect("race"):
+        bench.worker.submit(bench.desk.decode(*PROMPTS, composition=1))
+
+
+def never_waits(buffer: PinnedBuffer) -> bool:
+    """A pinned buffer is taken for free at once."""
+    return False
+
+
+def test_a_pinned_buffer_that_is_refilled_under_a_copy_is_caught(sim: Any) -> None:
+    class OneMirror(HostBlock):
+        def commit(self) -> None:
+            self._turn = 0
+            self._mirrors[0]._copied = False
+            super().commit()
+
+    bench = Bench(sim)
+    block = bench.runner.decode_registry.block
+    block.__class__ = OneMirror
+    bench.worker.collect(bench.start())
+    with sim.expect("pinned_source_changed"):
+        tickets = [bench.worker.submit(bench.desk.decode(*PROMPTS, composition=1)) for _ in range(2)]
+        for ticket in tickets:
+            bench.worker.collect(ticket)
+
+
+def test_results_of_two_steps_in_one_buffer_are_caught(sim: Any) -> None:
+    bench = Bench(sim)
+    bench.worker._outbox.ring = OneBuffer(torch.device(bench.facts.tensor_device), True)
+    first = bench.start()
+    second = bench.worker.submit(bench.desk.decode(*PROMPTS, composition=1))
+    one, two = bench.worker.collect(first), bench.worker.collect(second)
+    alone = wanted(bench, 2)
+    assert np.array_equal([tokens_of(two, row)[0] for row in range(3)], [found[1] for found in alone.values()])
+    assert [tokens_of(one, row)[0] for row in range(3)] != [found[0] for found in alone.values()]

@@ -1,0 +1,202 @@
+"""What each Triton kernel costs on each chip, without the chip: compile ahead of time, read registers, memory and spills.
+
+`python tools/kernel_budgets.py` compares with the stored budgets and says what differs; `--write` records what there is.
+Two processes share the targets; Triton's cache makes a second run quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+BUDGETS = ROOT / "tests/kernels/budgets.json"
+RECORD = "python tools/kernel_budgets.py --write"
+PROCESSES = 2
+
+Figures = dict[str, dict[str, dict[str, int]]]
+"""Figures by kernel, then target, then name."""
+
+LIMITS: Mapping[str, tuple[str, int | str, int, int]] = MappingProxyType(
+    {
+        "cuda:80": ("cuda", 80, 32, 166_912),
+        "cuda:90": ("cuda", 90, 32, 232_448),
+        "cuda:100": ("cuda", 100, 32, 232_448),
+        "hip:gfx942": ("hip", "gfx942", 64, 65_536),
+        "hip:gfx950": ("hip", "gfx950", 64, 163_840),
+    }
+)
+"""Backend, architecture, threads of a warp and bytes of shared memory that a program may have, by target."""
+
+
+def differences(stored: Figures, found: Figures) -> list[str]:
+    """One line for every figure that is not as stored: regressions, improvements, kernels that came or went."""
+    lines: list[str] = []
+    for kernel in sorted(stored.keys() | found.keys()):
+        for target in LIMITS:
+            before = stored.get(kernel, {}).get(target)
+            now = found.get(kernel, {}).get(target)
+            if before is None or now is None:
+                what = "is new" if before is None else "is no longer compiled"
+                lines.append(f"{kernel} on {target} {what}; {RECORD}")
+                continue
+            for figure in sorted(before.keys() | now.keys()):
+                lines += _difference(f"{kernel} on {target}: {figure}", before.get(figure, 0), now.get(figure, 0))
+    return lines
+
+
+def _difference(what: str, before: int, now: int) -> list[str]:
+    if now > before:
+        return [f"regression: {what} rose from {before} to {now}"]
+    return [f"improvement: {what} fell from {before} to {now}; record it: {RECORD}"] if now < before else []
+
+
+def measure(targets: tuple[str, ...] = tuple(LIMITS)) -> Figures:
+    """Compile everything for the targets, in processes of their own, and read the figures."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, __file__, "--targets"]
+    workers = [
+        subprocess.Popen([*command, *targets[start::PROCESSES]], stdout=subprocess.PIPE, env=environment, cwd=ROOT)
+        for start in range(min(PROCESSES, len(targets)))
+    ]
+    found: Figures = {}
+    for worker in workers:
+        text, _ = worker.communicate()
+        if worker.returncode:
+            raise RuntimeError(f"compiling for {worker.args[3:]} failed; its own traceback is above")  # pyright: ignore[reportIndexIssue]
+        for kernel, figures in json.loads(text).items():
+            found.setdefault(kernel, {}).update(figures)
+    return found
+
+
+class NoLauncher:
+    """Launches nothing."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __call__(self, *_: Any, **__: Any) -> None: ...
+
+
+class NoDevice:
+    """A Triton driver of a device that is not there: kernels compile for it and are launched nowhere."""
+
+    launcher_cls = NoLauncher
+
+    def __init__(self, target: str) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        backend, arch, lanes, self._shared = LIMITS[target]
+        self._target, self._index = GPUTarget(backend, arch, lanes), tuple(LIMITS).index(target)
+        self.utils = self
+
+    def get_current_target(self) -> Any:
+        """The target that kernels are compiled for."""
+        return self._target
+
+    def get_current_device(self) -> int:
+        """A number of its own for each target, by which Triton keeps compiled kernels apart."""
+        return self._index
+
+    def get_current_stream(self, _: int) -> int:
+        """No stream."""
+        return 0
+
+    def get_device_properties(self, _: int) -> dict[str, int]:
+        """The shared memory, above which Triton refuses a kernel."""
+        return {"max_shared_mem": self._shared}
+
+    def load_binary(self, *_: Any) -> tuple[None, None, int, int, int]:
+        """Nothing is loaded."""
+        return None, None, 0, 0, 1024
+
+    def unload_module(self, _: Any) -> None:
+        """Nothing was loaded."""
+
+
+def compile_for(target: str) -> Figures:
+    """Run every case against a device that is not there; figures of each kernel that a case compiled first."""
+    from triton.runtime import driver
+
+    from tools.kernel_cases import KERNELS, cases
+
+    device = NoDevice(target)
+    driver.set_active(device)  # pyright: ignore[reportArgumentType]
+    seen: set[int] = set()
+    found: Figures = {}
+    for name, case in cases(LIMITS[target][2]).items():
+        case()
+        for kernel, compiled in _compiled(KERNELS, device.get_current_device()):
+            if id(compiled) not in seen:
+                seen.add(id(compiled))
+                label = f"{name}: {kernel}"
+                number = sum(other.startswith(label) for other in found)
+                found[label if not number else f"{label} {number + 1}"] = {target: figures_of(compiled)}
+    return found
+
+
+def _compiled(modules: tuple[ModuleType, ...], device: int) -> Iterator[tuple[str, Any]]:
+    from triton.runtime.jit import JITFunction
+
+    for module in modules:
+        for name, value in vars(module).items():
+            if isinstance(value, JITFunction) and value.module == module.__name__:
+                yield from ((name, compiled) for compiled in value.device_caches[device][0].values())
+
+
+def figures_of(compiled: Any) -> dict[str, int]:
+    """Registers of a thread, bytes of shared memory, bytes of stack of a thread, and spilled registers."""
+    if "cubin" in compiled.asm:
+        return _figures_of_cubin(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
+    names = {"registers": "vgpr_count", "stack": "private_segment_fixed_size", "spills": "vgpr_spill_count"}
+    text = compiled.asm["amdgcn"]
+    read = {name: re.search(rf"\.{key}:\s+(\d+)", text) for name, key in names.items()}
+    return {name: int(match[1]) for name, match in read.items() if match} | {"shared": compiled.metadata.shared}
+
+
+def _figures_of_cubin(binary: bytes) -> dict[str, int]:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    read = {name: re.search(rf"\b{key}:(\d+)", text) for name, key in (("registers", "REG"), ("stack", "STACK"))}
+    return {name: int(match[1]) for name, match in read.items() if match}
+
+
+def main() -> int:
+    """0 if all is as stored, or recorded; 1 with a line for each difference."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--write", action="store_true", help="record the figures")
+    options.add_argument("--targets", nargs="+", default=[], help="compile for these here and print the figures")
+    given = options.parse_args()
+    if given.targets:
+        found: Figures = {}
+        for target in given.targets:
+            for kernel, figures in compile_for(target).items():
+                found.setdefault(kernel, {}).update(figures)
+        print(json.dumps(found))
+        return 0
+    found = measure()
+    if given.write:
+        lines = (f"  {json.dumps(kernel)}: {json.dumps(found[kernel], sort_keys=True)}" for kernel in sorted(found))
+        BUDGETS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        return 0
+    lines = differences(json.loads(BUDGETS.read_text(encoding="utf-8")), found)
+    print("\n".join(lines) or "every kernel is within its budget")
+    return bool(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""The calls whose kernels are compiled ahead of time: real shapes of models that are served, in every dtype that is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+
+import torch
+
+from sglcore.runtime.attention import triton_decode, triton_extend
+from sglcore.runtime.kernels.triton import activation, cells, drawing, experts, norm, race, rotation, routing
+from sglcore.runtime.kernels.triton.tuning import Tuning
+from sglcore.sampling.batch import SamplingBatch
+from sglcore.sampling.params import SamplingParams
+from sglcore.sampling.race import make_race_tables
+from sglcore.sampling.sampler import make_state
+
+KERNELS: tuple[ModuleType, ...] = (
+    *(activation, cells, drawing, experts, norm, race, rotation, routing),
+    *(triton_decode, triton_extend),
+)
+"""Where the kernels are."""
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+PAGE, CELLS, TOKENS = 16, 64, 64
+Cases = dict[str, Callable[[], object]]
+
+
+def cases(lanes: int) -> Cases:
+    """Every case by its name, for chips whose warps have so many threads."""
+    tuning = Tuning(lanes=lanes)
+    every: Cases = {}
+    for dtype in (BF16, F16, F32):
+        every |= {f"{name} {str(dtype)[6:]}": case for name, case in _elementwise(dtype, tuning).items()}
+    for dtype, dim, window in (
+        (BF16, 128, None),
+        (F16, 128, None),
+        (F32, 128, None),
+        (BF16, 64, 4096),
+        (BF16, 256, None),
+    ):
+        name = f"{str(dtype)[6:]} heads of {dim}" + (" with window" if window else "")
+        every[f"decode {name}"] = partial(_decode, dtype, dim, window, 1, tuning)
+        every[f"split decode {name}"] = partial(_decode, dtype, dim, window, 16, tuning)
+        every[f"extend {name}"] = partial(_extend, dtype, dim, window, tuning)
+    for dtype in (BF16, F16, F32):
+        for tokens in (4, 1024, 16384):
+            every[f"experts {str(dtype)[6:]} of {tokens} tokens"] = partial(_experts, dtype, tokens, tuning)
+    for dtype in (BF16, F32):
+        every[f"draw {str(dtype)[6:]}"] = partial(_draw, dtype, SamplingParams(), tuning)
+        cut = SamplingParams(top_k=40, top_p=0.9, min_p=0.01)
+        every[f"draw {str(dtype)[6:]} with cut-offs"] = partial(_draw, dtype, cut, tuning)
+    return every
+
+
+def _elementwise(dtype: torch.dtype, tuning: Tuning) -> Cases:
+    x, wide = torch.empty(TOKENS, 4096, dtype=dtype), torch.empty(TOKENS, 28672, dtype=dtype)
+    heads, gain = torch.empty(TOKENS, 32, 128, dtype=dtype), torch.empty(4096, dtype=dtype)
+    q, k = torch.empty(TOKENS, 6144, dtype=dtype)[:, :5120].split([4096, 1024], dim=1)
+    cache, where = torch.empty(CELLS, 8, 128, dtype=dtype), torch.empty(TOKENS, dtype=torch.int64)
+    ints, angles = torch.empty(TOKENS, dtype=torch.int32), torch.empty(256, 128)
+    kv = torch.empty(TOKENS, 8, 128, dtype=dtype)
+    return {
+        "norm": lambda: norm.rms_norm(x, gain, 1e-5, tuning),
+        "head norm": lambda: norm.rms_norm(heads, gain[:128], 1e-5, tuning),
+        "add and norm": lambda: norm.add_rms_norm(x, x, gain, 1e-5, tuning),
+        "activation": lambda: activation.silu_and_mul(wide, tuning),
+        "rotary": lambda: rotation.rotary(q, k, ints, angles, 128, tuning),
+        "partial rotary": lambda: rotation.rotary(q, k, ints, angles[:, :64].contiguous(), 128, tuning),
+        "routing": lambda: routing.top_k_routing(x[:, :128], 8, True, tuning),
+        "plain routing": lambda: routing.top_k_routing(x[:, :128], 8, False, tuning),
+        "store": lambda: cells.store_kv(kv, kv, cache, cache, where, tuning),
+        "cells": lambda: cells.cache_locations(ints.view(4, 16), ints, ints, PAGE, where, tuning),
+    }
+
+
+def _pool(dtype: torch.dtype, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    cache = torch.empty(CELLS, 8, dim, dtype=dtype)
+    return cache, cache, torch.empty(4, 64, dtype=torch.int32)
+
+
+def _decode(dtype: torch.dtype, dim: int, window: int | None, splits: int, tuning: Tuning) -> None:
+    q, ints = torch.empty(4, 32 * dim, dtype=dtype), torch.empty(4, dtype=torch.int32)
+    out = torch.empty_like(q)
+    triton_decode.attend_singles(q, *_pool(dtype, dim), PAGE, ints, ints, out, splits, 1.0, window, tuning)
+
+
+def _extend(dtype: torch.dtype, dim: int, window: int | None, tuning: Tuning) -> None:
+    q, ints = torch.empty(128, 32 * dim, dtype=dtype), torch.empty(4, dtype=torch.int32)
+    out = torch.empty_like(q)
+    triton_extend.attend_rows(q, *_pool(dtype, dim), PAGE, ints, ints, ints, ints, 64, out, 1.0, window, tuning)
+
+
+def _experts(dtype: torch.dtype, tokens: int, tuning: Tuning) -> None:
+    hidden, ids = torch.empty(tokens, 256, dtype=dtype), torch.empty(tokens, 8, dtype=torch.int64)
+    w13, w2 = torch.empty(128, 512, 256, dtype=dtype), torch.empty(128, 256, 256, dtype=dtype)
+    experts.moe(hidden, hidden[:, :8].contiguous(), ids, w13, w2, tuning)
+
+
+def _draw(dtype: torch.dtype, params: SamplingParams, tuning: Tuning) -> None:
+    logits, positions = torch.empty(4, 151_936, dtype=dtype), torch.zeros(4, dtype=torch.int32)
+    state = make_state(SamplingBatch.from_params([(params, 1)] * 4), positions)
+    drawing.draw(logits, state, make_race_tables(151_936, "cpu"), tuning)
