@@ -63,7 +63,8 @@ def _difference(what: str, before: int, now: int) -> list[str]:
 def measure(targets: tuple[str, ...] = tuple(LIMITS)) -> Figures:
     """Compile everything for the targets, in processes of their own, and read the figures."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
+    # Triton asks for the choice to be made; this is what its launches do by default.
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1"}
     command = [sys.executable, __file__, "--targets"]
     workers = [
         subprocess.Popen([*command, *targets[start::PROCESSES]], stdout=subprocess.PIPE, env=environment, cwd=ROOT)

@@ -24,6 +24,15 @@ KERNELS: tuple[ModuleType, ...] = (
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 PAGE, CELLS, TOKENS = 16, 64, 64
+ATTENTION = (
+    (BF16, 128, None, (1, 16)),
+    (BF16, 64, 4096, (1, 16)),
+    (BF16, 256, None, (16,)),
+    (F16, 128, None, (16,)),
+    (F32, 64, None, (16,)),
+)
+"""(dtype, head size, window, splits); one dtype in every form, the others once."""
+
 Cases = dict[str, Callable[[], object]]
 
 
@@ -33,20 +42,13 @@ def cases(lanes: int) -> Cases:
     every: Cases = {}
     for dtype in (BF16, F16, F32):
         every |= {f"{name} {str(dtype)[6:]}": case for name, case in _elementwise(dtype, tuning).items()}
-    for dtype, dim, window in (
-        (BF16, 128, None),
-        (F16, 128, None),
-        (F32, 128, None),
-        (BF16, 64, 4096),
-        (BF16, 256, None),
-    ):
+    for dtype, dim, window, splits in ATTENTION:
         name = f"{str(dtype)[6:]} heads of {dim}" + (" with window" if window else "")
-        every[f"decode {name}"] = partial(_decode, dtype, dim, window, 1, tuning)
-        every[f"split decode {name}"] = partial(_decode, dtype, dim, window, 16, tuning)
+        for count in splits:
+            every[f"decode {name} in {count}"] = partial(_decode, dtype, dim, window, count, tuning)
         every[f"extend {name}"] = partial(_extend, dtype, dim, window, tuning)
-    for dtype in (BF16, F16, F32):
-        for tokens in (4, 1024, 16384):
-            every[f"experts {str(dtype)[6:]} of {tokens} tokens"] = partial(_experts, dtype, tokens, tuning)
+    for dtype, tokens in ((BF16, 4), (BF16, 1024), (BF16, 16384), (F16, 1024), (F32, 4)):
+        every[f"experts {str(dtype)[6:]} of {tokens} tokens"] = partial(_experts, dtype, tokens, tuning)
     for dtype in (BF16, F32):
         every[f"draw {str(dtype)[6:]}"] = partial(_draw, dtype, SamplingParams(), tuning)
         cut = SamplingParams(top_k=40, top_p=0.9, min_p=0.01)

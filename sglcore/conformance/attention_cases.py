@@ -111,6 +111,7 @@ def attend(
     runner.model = probe
     with torch.inference_mode():
         fill_pool(bench, contents, keys, values)
+        bench.settle()
         staged = runner.init_batch(schedule_batch(contents, mode, bench.limits.page_size))
         out = runner.run_eager(staged).to("cpu", copy=True)
         after = (keys.to("cpu", copy=True), values.to("cpu", copy=True))

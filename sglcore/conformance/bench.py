@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from sglcore.conformance.checkpoint import FIRST_TOKEN, VOCAB
 from sglcore.conformance.law import LawBroken
@@ -131,6 +132,11 @@ class Bench:
     def limits(self) -> Limits:
         """What the worker can hold."""
         return self.tape.limits
+
+    def settle(self) -> None:
+        """Wait for the device, so that what the kit itself wrote there is ordered before any stream of the runtime."""
+        if self.facts.has_streams:
+            torch.accelerator.synchronize()
 
     def session(self, **how: Any) -> Session:
         """A fresh scheduler, driven as `Drive` says."""

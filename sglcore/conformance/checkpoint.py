@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 VOCAB = 97
-CONTEXT = 128
+CONTEXT = 256
 LAYERS = 2
 FIRST_TOKEN = 3
 """Token ids below this have a meaning in some models; the kit draws none of them."""

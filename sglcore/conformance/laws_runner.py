@@ -56,8 +56,8 @@ def joins_and_leaves(trial: Trial) -> None:
     """More requests than slots, ending at different times, joining one by one."""
     bench = _open_case(trial)
     for stagger in (1, 3):
-        prompts = random_prompts(6, (*LENGTHS, 12, 3, 21))
-        trial.compare(bench, bench.run(prompts, (3, 11, 2, 7, 5, 9, 4, 6), stagger=stagger))
+        prompts = random_prompts(6, (*LENGTHS, 12, 3, 21, 4, 16))
+        trial.compare(bench, bench.run(prompts, (3, 11, 2, 7, 5, 9, 4, 6, 8, 5), stagger=stagger))
 
 
 def padding_is_inert(trial: Trial) -> None:
@@ -75,6 +75,7 @@ def _spoil_page_zero(bench: Bench) -> None:
         for layer in range(2):
             for cells in pools.token_to_kv.kv(layer):
                 cells[: bench.geometry.page_size] = float("nan")
+    bench.settle()
 
 
 def overlap_is_sequential(trial: Trial) -> None:
@@ -230,7 +231,7 @@ def retraction(trial: Trial) -> None:
     if size > 16:
         raise NotApplicable(f"pages of {size} tokens are too large for the kit's models to run short of them")
     session = bench.session(pages=CONTEXT // size + 2, stagger=1)
-    trial.compare(bench, session.run(random_prompts(10, (20, 24, 28, 22, 25)), 30))
+    trial.compare(bench, session.run(random_prompts(10, (20, 24, 28, 22, 25)), 42))
     if not session.scheduler.stats()["retractions"]:
         raise LawBroken("no request was retracted")
 

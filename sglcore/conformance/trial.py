@@ -24,7 +24,7 @@ from sglcore.device.errors import ConfigError
 
 Verdict = Literal["passed", "failed", "skipped"]
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {"threads": 1, "max_requests": 6, "graph": "off", "kv_cache_memory": 8 << 20}
+    {"threads": 1, "max_requests": 8, "graph": "off", "kv_cache_memory": 8 << 20}
 )
 """How the kit starts a device unless a law or the caller says otherwise."""
 

@@ -20,6 +20,8 @@ class EngineConfig:
 
     `model` is a checkpoint folder (None: the embedded model). `kv_cache_memory` is in bytes, or text such as "512M".
     `max_batch_tokens` bounds one step: longer prompts are cut into chunks of it. `graph` is a graph kind, "off", or "auto".
+    `graph_buckets` are the batch sizes of decode graphs, `graph_token_buckets` the token counts of prefill graphs (none:
+    dense enough that no prompt is padded to more than twice its tokens).
     `overlap`: plan a step while the one before is still running. `poison` overwrites the input buffers before every step,
     to prove that nothing reads what an older one left. `eager_input_no_copy` runs batches that are on the device already
     as they are. `kernels`: "reference" computes with the reference's functions, to compare numbers. `shadow`: every Nth
@@ -38,6 +40,7 @@ class EngineConfig:
     attention_backend: str | None = None
     graph: str = "auto"
     graph_buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    graph_token_buckets: tuple[int, ...] = ()
     overlap: bool | None = None
     prefix_cache: bool = True
     strict: bool = False

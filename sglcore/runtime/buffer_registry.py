@@ -148,7 +148,11 @@ class BufferRegistry:
         staged = [slot for slot in self._slots.values() if _is_staged(slot)]
         sizes = [int(np.prod(self._shape(slot))) for slot in staged]
         self._block = HostBlock(
-            sum(sizes), self.device, shares_memory=self._shares, pinned=self._pinned, spare=SPARE * self.max_bs + SPARE_LEAST
+            sum(sizes),
+            self.device,
+            shares_memory=self._shares,
+            pinned=self._pinned,
+            spare=SPARE * self.max_bs + SPARE_LEAST,
         )
         offset = 0
         for slot, size in zip(staged, sizes, strict=True):

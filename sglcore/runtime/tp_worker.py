@@ -80,18 +80,15 @@ class TpModelWorker:
             raise RuntimeError(f"{RING} steps are in flight; collect the oldest before submitting another")
         if self._closed:
             raise RuntimeError("this worker is closed; start another")
+        embeds = batch.forward_mode is ForwardMode.EMBED
+        start = self.forward_batch_embedding if embeds else self.forward_batch_generation
         if self._streams.forward is None:
-            ticket = self._start(batch)
+            ticket = start(batch)
         else:
             with self._streams.running():
-                ticket = self._start(batch)
+                ticket = start(batch)
         self._out.append(weakref.ref(ticket))
         return ticket
-
-    def _start(self, batch: ScheduleBatch) -> Ticket:
-        if batch.forward_mode is ForwardMode.EMBED:
-            return self.forward_batch_embedding(batch)
-        return self.forward_batch_generation(batch)
 
     @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> Ticket:

@@ -266,6 +266,7 @@ void check_waits(const Call& call, const Stack& cpu, int actor) {
     count("pageable_h2d");
     return host_sync(actor, (what + " with indices in host memory").c_str(), call.site);
   }
+  if (call.info.waits == Waits::shape && cpu.size() == 2 && cpu[1].isInt()) return;  // repeat_interleave was told its size
   if (call.info.waits == Waits::mask) {
     if (!has_mask(cpu[call.info.index])) return;
     bool fill = cpu.size() > 2 && cpu[2].isTensor() && cpu[2].toTensor().numel() == 1 && !call.info.writes.empty() && call.info.writes[0];

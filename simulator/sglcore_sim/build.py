@@ -43,9 +43,13 @@ def fingerprint() -> str:
     digest = hashlib.sha256()
     for path in sources():
         digest.update(path.name.encode() + path.read_bytes())
-    for part in (torch.__version__, sys.version, os.environ.get("CXX", "g++"), *FLAGS):
+    for part in (torch.__version__, sys.version, compiler(), *FLAGS):
         digest.update(part.encode())
     return digest.hexdigest()[:20]
+
+
+def compiler() -> str:
+    return os.environ.get("CXX", "g++")
 
 
 def include_flags() -> list[str]:
@@ -55,9 +59,9 @@ def include_flags() -> list[str]:
     return [abi, *(flag for folder in folders for flag in ("-isystem", str(folder)))]
 
 
-def compile_one(source: Path, folder: Path) -> Path:
-    target = folder / (source.stem + ".o")
-    run([os.environ.get("CXX", "g++"), *FLAGS, *include_flags(), "-c", str(source), "-o", str(target)])
+def compile_one(source: Path, target: Path) -> Path:
+    language = ["-x", "c++-header"] if source.suffix == ".h" else []
+    run([compiler(), *FLAGS, *include_flags(), *language, "-c", str(source), "-o", str(target)])
     return target
 
 
@@ -73,15 +77,18 @@ def compile_all(target: Path) -> None:
     """Compiles on two cores and links into `target` in one step that other processes see whole."""
     work = target.parent / "objects"
     work.mkdir(parents=True, exist_ok=True)
+    files = [Path(shutil.copy(path, work)) for path in sources()]
+    for header in (path for path in files if path.suffix == ".h"):
+        compile_one(
+            header, header.with_suffix(".h.gch")
+        )  # read once instead of by every file: most of the time is torch's headers
+    cpp = sorted((path for path in files if path.suffix == ".cpp"), key=lambda path: -path.stat().st_size)
     with ThreadPoolExecutor(2) as pool:
-        files = [path for path in sources() if path.suffix == ".cpp"]
-        objects = list(
-            pool.map(lambda path: compile_one(path, work), sorted(files, key=lambda path: -path.stat().st_size))
-        )
+        objects = list(pool.map(lambda path: compile_one(path, path.with_suffix(".o")), cpp))
     library = Path(torch.__file__).parent / "lib"
     partial = target.with_suffix(".partial")
     links = [f"-L{library}", f"-Wl,-rpath,{library}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
-    run([os.environ.get("CXX", "g++"), "-shared", *map(str, objects), "-o", str(partial), *links])
+    run([compiler(), "-shared", *map(str, objects), "-o", str(partial), *links])
     partial.replace(target)
     shutil.rmtree(work)
 

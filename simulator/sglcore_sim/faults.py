@@ -25,6 +25,7 @@ KINDS = MappingProxyType(
         "device_mismatch": "one operation mixes devices",
         "host_access": "the host reaches into device memory",
         "out_of_memory": "the capacity is exhausted (raised as torch.OutOfMemoryError)",
+        "wrong_arithmetic": "a kernel does what Triton's interpreter computes wrongly in silence",
         "out_of_bounds": "an index or a kernel lane leaves its tensor",
     }
 )
@@ -36,6 +37,10 @@ class Fault(RuntimeError):
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(f"[{kind}] {text}")
         self.kind = kind
+        self.text = text
+
+    def __reduce__(self) -> tuple[type[Fault], tuple[str, str]]:
+        return (type(self), (self.kind, self.text))  # it crosses processes
 
 
 class HostAccess(Fault, TypeError):

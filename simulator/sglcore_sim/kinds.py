@@ -84,7 +84,13 @@ def hip(chip: str, device: int, pci_class: int, target: str, properties: dict[st
     wide, units = target.startswith("gfx9"), properties["multi_processor_count"]
     lanes, per_unit = (64, 4) if wide else (32, 2)
     version = int(target[3:-2]) * 10000 + int(target[-2], 16) * 100 + int(target[-1], 16)
-    node = {"simd_count": units * per_unit, "simd_per_cu": per_unit, "wave_front_size": lanes, "gfx_target_version": version, "vendor_id": 4098}
+    node = {
+        "simd_count": units * per_unit,
+        "simd_per_cu": per_unit,
+        "wave_front_size": lanes,
+        "gfx_target_version": version,
+        "vendor_id": 4098,
+    }
     folder = "sys/class/kfd/kfd/topology/nodes"
     files = {
         "dev/kfd": "",
@@ -150,7 +156,13 @@ def mthreads(name: str, capability: tuple[int, int], mib: int) -> dict[str, Any]
 
 
 def ascend(name: str, cubes: int, vectors: int, mib: int, l2: int) -> dict[str, Any]:
-    return {"name": name, "cube_core_num": cubes, "vector_core_num": vectors, "total_memory": mib * MIB, "L2_cache_size": l2 * MIB}
+    return {
+        "name": name,
+        "cube_core_num": cubes,
+        "vector_core_num": vectors,
+        "total_memory": mib * MIB,
+        "L2_cache_size": l2 * MIB,
+    }
 
 
 CARD, DISPLAY, PROCESSING = 0x030200, 0x030000, 0x120000
@@ -162,12 +174,38 @@ CHIPS: Mapping[str, Sequence[Kind]] = MappingProxyType(
             cuda("H200", 0x2335, CARD, gpu("NVIDIA H200", (9, 0), 132, 143771, l2=60, shared=228)),
             cuda("A100", 0x20B2, CARD, gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 81920, l2=40, shared=164)),
             cuda("L4", 0x27B8, CARD, gpu("NVIDIA L4", (8, 9), 58, 23034, l2=48, shared=100, threads=1536)),
-            cuda("RTX4090", 0x2684, DISPLAY, gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 24564, l2=72, shared=100, threads=1536)),
+            cuda(
+                "RTX4090",
+                0x2684,
+                DISPLAY,
+                gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 24564, l2=72, shared=100, threads=1536),
+            ),
         ),
         "hip": (
-            hip("MI300X", 0x74A1, PROCESSING, "gfx942", amd("AMD Instinct MI300X", (9, 4), 304, 196592, 4), ":sramecc+:xnack-"),
-            hip("MI355X", 0x75A3, PROCESSING, "gfx950", amd("AMD Instinct MI355X", (9, 5), 256, 294896, 4), ":sramecc+:xnack-"),
-            hip("MI250", 0x740C, PROCESSING, "gfx90a", amd("AMD Instinct MI250X / MI250", (9, 0), 104, 65520, 8), ":sramecc+:xnack-"),
+            hip(
+                "MI300X",
+                0x74A1,
+                PROCESSING,
+                "gfx942",
+                amd("AMD Instinct MI300X", (9, 4), 304, 196592, 4),
+                ":sramecc+:xnack-",
+            ),
+            hip(
+                "MI355X",
+                0x75A3,
+                PROCESSING,
+                "gfx950",
+                amd("AMD Instinct MI355X", (9, 5), 256, 294896, 4),
+                ":sramecc+:xnack-",
+            ),
+            hip(
+                "MI250",
+                0x740C,
+                PROCESSING,
+                "gfx90a",
+                amd("AMD Instinct MI250X / MI250", (9, 0), 104, 65520, 8),
+                ":sramecc+:xnack-",
+            ),
             hip("RX7900XTX", 0x744C, DISPLAY, "gfx1100", amd("AMD Radeon RX 7900 XTX", (11, 0), 48, 24560, 6)),
         ),
         "musa": (

@@ -24,7 +24,9 @@ UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--sim`, `--sim-devices`, `--sim-memory`."""
     group = parser.getgroup("simulated accelerator")
-    group.addoption("--sim", default="", help="the simulated device of this run: KIND or KIND:CHIP, such as npu or hip:MI355X")
+    group.addoption(
+        "--sim", default="", help="the simulated device of this run: KIND or KIND:CHIP, such as npu or hip:MI355X"
+    )
     group.addoption("--sim-devices", type=int, default=2, help="how many of them (2)")
     group.addoption("--sim-memory", default="8g", help="memory of each, in bytes or with a unit k, m, g (8g)")
 
@@ -32,18 +34,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Install the device; everything that is imported from now on sees it."""
-    config.addinivalue_line("markers", "sim(*capabilities): what the simulated device must offer, see sglcore_sim.plugin.capabilities")
+    config.addinivalue_line(
+        "markers", "sim(*capabilities): what the simulated device must offer, see sglcore_sim.plugin.capabilities"
+    )
     config.addinivalue_line("markers", "sim_faults(*kinds): faults of these kinds stay behind on purpose")
     kind = str(config.getoption("--sim"))
     if kind and sglcore_sim.current() is None:
         os.environ["TRITON_INTERPRET"] = "1"
-        sglcore_sim.install(kind, devices=int(config.getoption("--sim-devices")), memory=size(str(config.getoption("--sim-memory"))))
+        sglcore_sim.install(
+            kind, devices=int(config.getoption("--sim-devices")), memory=size(str(config.getoption("--sim-memory")))
+        )
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     """What the run is on."""
     sim = sglcore_sim.current()
-    return f"simulated device: {sim.devices} of {sim.kind.name} {sim.kind.arch}, {sim.memory >> 20} MiB each" if sim else None
+    return (
+        f"simulated device: {sim.devices} of {sim.kind.name} {sim.kind.arch}, {sim.memory >> 20} MiB each"
+        if sim
+        else None
+    )
 
 
 def size(text: str) -> int:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType, ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -17,19 +15,9 @@ from torch.utils import backend_registration
 
 from sglcore_sim import cuda_bindings, host
 from sglcore_sim.faults import Caught, Fault, FaultLog
+from sglcore_sim.kinds import kind_of
+from sglcore_sim.machine import lay_out
 from sglcore_sim.native import native
-
-
-@dataclass(frozen=True, slots=True)
-class PlainKind:
-    """What `install` needs to know of a kind; `sglcore_sim.kinds.Kind` has the same fields."""
-
-    name: str
-    torch_name: str
-    arch: str = ""
-    properties: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    face: str | None = None
-
 
 Touched = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -155,64 +143,12 @@ class Simulator:
         self._log.seen.clear()
 
 
-def find_kind(kind: Any, arch: str | None) -> Any:
-    """The Kind record of a name, from `sglcore_sim.kinds`."""
-    if not isinstance(kind, str):
-        return kind
-    if importlib.util.find_spec("sglcore_sim.kinds") is None:
-        return PlainKind(kind, "cuda" if kind == "hip" else kind, arch or "")
-    return importlib.import_module("sglcore_sim.kinds").kind_of(kind, arch)
-
-
-def plant_private(kind: Any) -> None:
-    backend_registration.rename_privateuse1_backend(kind.torch_name)
-
-
 def plant_face(sim: Simulator) -> None:
     """The vendor's Python module; a plain one over torch.accelerator where the kind has no face."""
-    kind = sim.kind
-    if kind.face:
-        module, function = kind.face.split(":")
+    face = sim.kind.face or ("" if sim.kind.torch_name == "cuda" else "sglcore_sim.faces.generic:plant")
+    if face:
+        module, function = face.split(":")
         getattr(importlib.import_module(module), function)(sim)
-    elif kind.torch_name != "cuda":
-        torch._register_device_module(kind.torch_name, plain_module(sim))
-        backend_registration.generate_methods_for_privateuse1_backend(for_module=False, for_storage=False)
-
-
-def plain_module(sim: Simulator) -> ModuleType:
-    """`torch.<name>` of a device without a vendor: what torch itself asks for."""
-    accelerator = torch.accelerator
-    module = ModuleType(f"torch.{sim.kind.torch_name}")
-    names = SimpleNamespace(
-        is_available=lambda: True,
-        device_count=lambda: sim.devices,
-        current_device=accelerator.current_device_index,
-        set_device=accelerator.set_device_index,
-        synchronize=accelerator.synchronize,
-        current_stream=accelerator.current_stream,
-        set_stream=accelerator.set_stream,
-        Stream=torch.Stream,
-        Event=torch.Event,
-        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
-        manual_seed_all=lambda seed: None,
-        manual_seed=lambda seed: None,
-        device=lambda device: accelerator.device_index(
-            torch.device(device).index if isinstance(device, (str, torch.device)) else device
-        ),
-        is_initialized=lambda: True,
-        _is_in_bad_fork=lambda: False,
-        _lazy_init=lambda: None,
-        mem_get_info=accelerator.get_memory_info,
-        empty_cache=accelerator.empty_cache,
-    )
-    vars(module).update(vars(names))
-    return module
-
-
-def lay_out_machine(kind: Any, devices: int) -> None:
-    if importlib.util.find_spec("sglcore_sim.machine") is not None:
-        root = importlib.import_module("sglcore_sim.machine").lay_out(kind, devices)
-        os.environ["SGLCORE_SYSTEM_ROOT"] = str(root)
 
 
 _installed: list[Simulator] = []
@@ -228,12 +164,12 @@ def install(kind: Any, devices: int = 1, memory: int = 8 << 30, arch: str | None
             f"found the simulated device {_installed[0].kind.name!r} in this process, wanted none: one kind per process"
         )
     os.environ["TRITON_INTERPRET"] = "1"
-    record = find_kind(kind, arch)
+    record = kind_of(kind, arch)
     core, log = native(), FaultLog()
     cuda = record.torch_name == "cuda"
     hip = record.name == "hip"
     if not cuda:
-        plant_private(record)
+        backend_registration.rename_privateuse1_backend(record.torch_name)
     here = Path(__file__).resolve().parent
     folders = [
         str(Path(torch.__file__).resolve().parent) + "/",
@@ -248,7 +184,7 @@ def install(kind: Any, devices: int = 1, memory: int = 8 << 30, arch: str | None
         cuda_bindings.plant(core, devices, table, hip, record.arch or "")
     host.plant(core, record.torch_name, log)
     plant_face(sim)
-    lay_out_machine(record, devices)
+    os.environ["SGLCORE_SYSTEM_ROOT"] = str(lay_out(record, devices))
     return sim
 
 

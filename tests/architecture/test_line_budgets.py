@@ -8,7 +8,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTRACT, PACKAGE = 300, 650
-STREAM_DEVICES = sorted(path.parent.name for path in ROOT.glob("devices/*/sglcore_*/graphs.py") if "cpu" not in path.parent.name)
+STREAM_DEVICES = sorted(
+    path.parent.name for path in ROOT.glob("devices/*/sglcore_*/graphs.py") if "cpu" not in path.parent.name
+)
 
 
 def lines(*paths: Path) -> int:

@@ -106,7 +106,15 @@ def test_narrow_floats_are_added_up_wide(dtype: torch.dtype, decode: bool) -> No
     assert_equals_dense(as_dtype(case_of(rows, Heads(8, 2, 64, window=20), 16, decode), dtype), dtype)
 
 
-EDGES = ([(0, 1)], [(15, 1)], [(16, 1)], [(31, 17)], [(0, 16), (0, 17)], [(CONTEXT - 1, 1), (0, CONTEXT)], [(4, 2), (3, 1)])
+EDGES = (
+    [(0, 1)],
+    [(15, 1)],
+    [(16, 1)],
+    [(31, 17)],
+    [(0, 16), (0, 17)],
+    [(CONTEXT - 1, 1), (0, CONTEXT)],
+    [(4, 2), (3, 1)],
+)
 
 
 @pytest.mark.parametrize("rows", EDGES, ids=str)
@@ -140,14 +148,17 @@ def test_no_rows_and_no_tokens_give_nothing(decode: bool) -> None:
     assert case_of([], decode=decode).run(q, k, k).shape == (0, 32)
 
 
-def pad(case: Case, more: int) -> tuple[Tensor, ...]:
+def pad(case: Case, more: int) -> tuple[Tensor, Tensor, Tensor]:
     """Rows as a registry pads them; their q, k and v are NaN. The inputs of all rows."""
     batch = case.batch
     filled = {"req_pool_indices": 0, "seq_lens": 1, "out_cache_loc": 0}
     for name, value in filled.items():
-        setattr(batch, name, torch.cat([getattr(batch, name), torch.full((more,), value, dtype=getattr(batch, name).dtype)]))
+        setattr(
+            batch, name, torch.cat([getattr(batch, name), torch.full((more,), value, dtype=getattr(batch, name).dtype)])
+        )
     batch.batch_size, batch.num_tokens = batch.batch_size + more, batch.num_tokens + more
-    return tuple(torch.cat([part, torch.full((more, part.shape[1]), torch.nan)]) for part in case.inputs)
+    q, k, v = (torch.cat([part, torch.full((more, part.shape[1]), torch.nan)]) for part in case.inputs)
+    return q, k, v
 
 
 def test_padding_rows_of_a_captured_decode_change_nothing() -> None:
@@ -206,7 +217,9 @@ def test_new_keys_go_through_the_tables_store() -> None:
     case = case_of(SINGLES, decode=True)
     stored: list[Tensor] = []
     kernels = case.backend.kernels
-    case.backend.kernels = kernels.replace(store_kv=lambda key, *rest: (stored.append(key), kernels.store_kv(key, *rest))[1])
+    case.backend.kernels = kernels.replace(
+        store_kv=lambda key, *rest: (stored.append(key), kernels.store_kv(key, *rest))[1]
+    )
     case.run()
     assert torch.equal(stored[0], torch.cat([keys[-1:] for keys in case.keys]))
 

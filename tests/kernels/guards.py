@@ -50,16 +50,18 @@ class Guards:
         """Every guard is as it was."""
         for whole, before in self._whole:
             for part in (slice(0, GUARD), slice(len(whole) - GUARD, None)):
-                assert torch.equal(whole[part].view(torch.uint8), before[part].view(torch.uint8)), "a guard was overwritten"
+                assert torch.equal(whole[part].view(torch.uint8), before[part].view(torch.uint8)), (
+                    "a guard was overwritten"
+                )
 
     def _new_empty(self, like: Tensor, *shape: Any, **how: Any) -> Tensor:
         # The interpreter asks for empty tensors of its own, by device.
-        return self._plain(like, *shape, **how) if "device" in how else self.empty(*shape, **{"dtype": like.dtype} | how)
+        return (
+            self._plain(like, *shape, **how) if "device" in how else self.empty(*shape, **{"dtype": like.dtype} | how)
+        )
 
 
-def mutated(
-    module: ModuleType, folder: Path, old: str, new: str, also: Sequence[tuple[str, str]] = ()
-) -> ModuleType:
+def mutated(module: ModuleType, folder: Path, old: str, new: str, also: Sequence[tuple[str, str]] = ()) -> ModuleType:
     """The module with a defect: every `old` in its source is `new`. `also` are changes that are no defect."""
     assert module.__file__ is not None
     source = Path(module.__file__).read_text(encoding="utf-8")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -69,7 +71,7 @@ def test_padding_rows_change_nothing() -> None:
         torch.cat([weights, torch.full((more, 2), torch.nan)]),
         torch.cat([ids, torch.full((more, 2), -1)]),
     )
-    found = experts.moe(*padded, w13, w2, SMALL)
+    found = experts.moe(padded[0], padded[1], padded[2], w13, w2, SMALL)
     close(found[:5], experts.moe(hidden, weights, ids, w13, w2, SMALL))
     assert torch.equal(found[5:], torch.zeros_like(found[5:]))
 
@@ -89,9 +91,9 @@ def test_nobody_may_be_chosen_at_all(is_any: bool) -> None:
 
 
 def test_to_a_compiler_the_experts_are_one_operation() -> None:
-    values = parts(5, 2)
-    compiled = torch.compile(lambda *given: experts.moe(*given, SMALL), fullgraph=True, backend="eager")
-    assert torch.equal(compiled(*values), experts.moe(*values, SMALL))
+    run: Callable[..., Tensor] = partial(experts.moe, tuning=SMALL)
+    compiled, values = torch.compile(run, fullgraph=True, backend="eager"), parts(5, 2)
+    assert torch.equal(compiled(*values), run(*values))
 
 
 def top_k(module: ModuleType, guards: Guards, dtype: torch.dtype) -> None:

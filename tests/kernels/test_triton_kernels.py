@@ -78,8 +78,8 @@ def store_kv(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtyp
     for index_dtype in (torch.int32, torch.int64):
         found = [guards.place(torch.full((12, 2, 3), 5.0, dtype=torch.bfloat16)) for _ in range(2)]
         wanted = [part.clone() for part in found]
-        kernels.store_kv(key, value, *found, guards.place(where.to(index_dtype)), SMALL)
-        reference.store_kv(key, value, *wanted, where)
+        kernels.store_kv(key, value, found[0], found[1], guards.place(where.to(index_dtype)), SMALL)
+        reference.store_kv(key, value, wanted[0], wanted[1], where)
         assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
 
 
@@ -134,7 +134,9 @@ MUTANTS: tuple[tuple[ModuleType, Law, str, str], ...] = (
 )
 
 
-@pytest.mark.parametrize(("module", "law", "old", "new"), MUTANTS, ids=lambda value: str(getattr(value, "__name__", value)))
+@pytest.mark.parametrize(
+    ("module", "law", "old", "new"), MUTANTS, ids=lambda value: str(getattr(value, "__name__", value))
+)
 def test_a_defect_is_caught(
     module: ModuleType, law: Law, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,8 +23,11 @@ from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 
 TOLERANCE = 2e-4
-BUCKETS = (2, 4, 6)
-"""Decode graphs of the engines: a batch of one and one of three are padded."""
+BUCKETS = (2, 6)
+"""Decode graphs of the engines: batches of one, three, four and five are padded."""
+
+TOKEN_BUCKETS = (6, 40)
+"""Prefill graphs: some prompts find none that is small enough, and run eagerly."""
 
 
 def environ() -> dict[str, str]:
@@ -71,6 +74,9 @@ class TokenEngine:
     def __init__(self, folder: Path, *, scramble_pages: int | None = None, **settings: Any) -> None:
         defaults = {"dtype": "float32", "threads": 1, "max_requests": 6, "page_size": 4, "kv_cache_memory": 8 << 20}
         defaults |= {"device": os.environ["LANE_DEVICE"], "graph_buckets": BUCKETS, "max_batch_tokens": 128}
+        defaults |= {"graph_token_buckets": TOKEN_BUCKETS}
+        if defaults["device"] != "cpu":
+            defaults |= {"attention_backend": "gathered", "kernels": "reference"}
         config = resolve_config({**defaults, **settings, "model": str(folder)}, environ())
         worker = start(config).worker
         assert isinstance(worker, TpModelWorker)

@@ -80,18 +80,18 @@ def test_chunks_of_any_size_give_what_each_request_gives_alone(kind: str, poison
 
 
 @KINDS
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32])
-def test_every_bucket_full_and_padded(kind: str, count: int) -> None:
+def test_every_bucket_full_and_padded(kind: str) -> None:
     made = make_graph_site(kind, poison=True)
-    assert not differs(made, ({1: 32}, {2: count}, {3: 32}, {4: count}))
-    found = prompts(made, ({5: count},))
-    bucket = next(size for size in (4, 6, 8, 12, 16, 24, 32) if size >= count)
-    assert found[0][1] == f"{kind}:{bucket}"
+    for count in (2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32):
+        assert not differs(made, ({1: 32}, {2: count}, {3: 32}, {4: count}))
+        found = prompts(made, ({5: count},))
+        bucket = next(size for size in (4, 6, 8, 12, 16, 24, 32) if size >= count)
+        assert found[0][1] == f"{kind}:{bucket}"
 
 
 @KINDS
 def test_decodes_and_prompts_of_a_mixed_step_share_a_bucket(kind: str) -> None:
-    made, desk = make_graph_site(kind, poison=True), Desk(4)
+    made, desk = make_graph_site(kind, poison=True, tokens=(8, 16)), Desk(4)
     first, second, new = random_tokens(1, 5), random_tokens(2, 6), random_tokens(3, 3)
     made.run(desk.extend({1: first, 2: second[:2]}))
     made.site.tokens.last[1] = new[0]
@@ -104,7 +104,7 @@ def test_decodes_and_prompts_of_a_mixed_step_share_a_bucket(kind: str) -> None:
 
 @KINDS
 def test_decode_steps_between_prompts_are_full_graphs(kind: str) -> None:
-    made, desk = make_graph_site(kind), Desk(4)
+    made, desk = make_graph_site(kind, tokens=(12,)), Desk(4)
     prompt = random_tokens(1, 9)
     made.run(desk.extend({1: prompt}))
     made.site.tokens.last[1] = 7
@@ -149,7 +149,7 @@ class Watching(GatheredAttention):
 
 @KINDS
 def test_attention_sees_the_real_tokens_only_under_one_scope(kind: str) -> None:
-    made = make_graph_site(kind, attention=Watching, buckets=())
+    made = make_graph_site(kind, attention=Watching, buckets=(), tokens=(8,))
     backend = made.site.attention
     assert isinstance(backend, Watching)
     assert backend.seen == ()
@@ -167,7 +167,7 @@ def test_a_forward_is_one_segment_more_than_it_has_breaks(kind: str) -> None:
 
 @KINDS
 def test_steps_that_prompts_do_not_bring_run_eagerly(kind: str) -> None:
-    made, desk = make_graph_site(kind), Desk()
+    made, desk = make_graph_site(kind, tokens=(8,)), Desk()
     batch = made.site.runner.init_batch(desk.extend({1: random_tokens(1, 5)}))
     assert made.graphs.can_run(batch)
     batch.input_embeds = torch.zeros(5, 8)
@@ -207,7 +207,7 @@ def foreign_context(made: GraphSite) -> None:
 @KINDS
 @pytest.mark.parametrize("plant", [skips_calls, next_bucket, rebind, foreign_context])
 def test_a_broken_runner_is_caught(kind: str, plant: Callable[[GraphSite], None]) -> None:
-    made = make_graph_site(kind)
+    made = make_graph_site(kind, tokens=(4, 12, 32))
     plant(made)
     try:
         assert differs(made)
@@ -238,7 +238,7 @@ def test_a_broken_registry_is_caught_where_tokens_see_each_other(mutant: Any) ->
 
 @KINDS
 def test_a_moved_pool_is_refused_until_everything_is_captured_again(kind: str) -> None:
-    made = make_graph_site(kind)
+    made = make_graph_site(kind, tokens=(4, 6, 12, 24, 32))
     made.site.cells.replace_storage()
     with pytest.raises(StalePlanError, match=r"bucket 12 tokens was captured over generation 0"):
         prompts(made)

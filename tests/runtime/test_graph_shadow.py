@@ -30,9 +30,8 @@ def test_prompts_are_compared_too() -> None:
 @pytest.mark.parametrize("kind", ["full", "breakable", "piecewise"])
 def test_a_comparison_changes_no_bit_of_what_follows(kind: str) -> None:
     with_it, without = make_graph_site(kind, shadow=1, poison=True), make_graph_site(kind, poison=True)
-    steps = decode if kind == "full" else prompts
-    arguments = (SIZES,) if kind == "full" else ()
-    for (one, path), (other, _) in zip(steps(with_it, *arguments), steps(without, *arguments), strict=True):
+    found = [decode(made, SIZES) if kind == "full" else prompts(made) for made in (with_it, without)]
+    for (one, path), (other, _) in zip(*found, strict=True):
         assert path.startswith(kind)
         assert torch.equal(one, other)
     for layer in range(2):

@@ -23,7 +23,7 @@ from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.outbox import Letter, Outbox
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
-from sglcore.runtime.staging import HostBlock, PinnedBuffer, PinnedRing
+from sglcore.runtime.staging import HostBlock, PinnedRing
 from sglcore.runtime.streams import Streams, make_streams
 from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import Pending, TpModelWorker
@@ -69,9 +69,7 @@ class Bench:
 
     def __init__(self, sim: Any, worker: type[TpModelWorker] = TpModelWorker, streams: type[Streams] = Streams) -> None:
         device = str(sim.device())
-        self.facts = Facts(
-            tensor_device=device, has_streams=True, has_pinned_memory=True, cache_loc_dtype="int32"
-        )
+        self.facts = Facts(tensor_device=device, has_streams=True, has_pinned_memory=True, cache_loc_dtype="int32")
         self.oracle, self.model, self.desk = TinyModel(), on_device(device), Desk(4)
         made = make_streams(self.facts)
         layers = ((KV_HEADS, HEAD_DIM),) * len(self.model.windows)
@@ -139,7 +137,9 @@ def wanted(bench: Bench, count: int) -> dict[int, list[int]]:
     return {slot: bench.oracle.continuation(prompt, count) for slot, prompt in PROMPTS.items()}
 
 
-PENALISED = [(SamplingParams(temperature=0.9, top_p=0.8, repetition_penalty=1.3), 7, 0, len(p)) for p in PROMPTS.values()]
+PENALISED = [
+    (SamplingParams(temperature=0.9, top_p=0.8, repetition_penalty=1.3), 7, 0, len(p)) for p in PROMPTS.values()
+]
 HISTORY: dict[str, Any] = {
     "history_offsets": offsets([len(prompt) for prompt in PROMPTS.values()]),
     "history_ids": ints([token for prompt in PROMPTS.values() for token in prompt]),
@@ -253,6 +253,7 @@ def test_what_the_device_uses_is_kept_until_collect_and_no_longer(sim: Any) -> N
     held = {}
     for _ in range(12):
         bench.collected(bench.desk.decode(*PROMPTS, composition=1))
+        bench.model.seen.clear()
         gc.collect()
         held[len(held)] = sim.stats()["allocated"]
     assert len(set(list(held.values())[6:])) == 1
@@ -351,11 +352,19 @@ class OneBuffer(PinnedRing):
         return lease
 
 
-class NeverTakesOver(TpModelWorker):
-    """The forward stream starts without waiting for what was made on the schedule stream."""
+class TakesOver(TpModelWorker):
+    """Something is still being made on the schedule stream when the worker is."""
 
     def _take_over(self) -> None:
-        pass
+        self.runner.token_table.last.zero_()
+        super()._take_over()
+
+
+class NeverTakesOver(TpModelWorker):
+    """The forward stream starts without waiting for it."""
+
+    def _take_over(self) -> None:
+        self.runner.token_table.last.zero_()
 
 
 def break_outbox(bench: Bench, kind: type[Outbox]) -> None:
@@ -381,28 +390,28 @@ def test_results_read_before_their_event_are_caught(sim: Any) -> None:
 def test_results_freed_while_they_are_copied_are_caught(sim: Any) -> None:
     bench = Bench(sim)
     break_outbox(bench, Unrecorded)
-    with sim.expect("race"):
+    with sim.expect("use_after_free"):
         bench.start()
         for _ in range(2):
             bench.worker.submit(bench.desk.decode(*PROMPTS, composition=1))
 
 
 def test_a_worker_that_does_not_wait_for_the_weights_is_caught(sim: Any) -> None:
+    good = Bench(sim, worker=TakesOver)
+    good.worker.collect(good.start())
+    bad = Bench(sim, worker=NeverTakesOver)
     with sim.expect("race"):
-        Bench(sim, worker=NeverTakesOver).start()
+        bad.start()
 
 
 def test_a_step_on_another_stream_than_the_one_before_is_caught(sim: Any) -> None:
     bench = Bench(sim)
-    bench.start()
-    bench.worker._streams = OtherStream(bench.runner.streams.schedule, bench.runner.streams.forward)
+    bench.worker.collect(bench.start())
+    right = bench.runner.streams
     with sim.expect("race"):
-        bench.worker.submit(bench.desk.decode(*PROMPTS, composition=1))
-
-
-def never_waits(buffer: PinnedBuffer) -> bool:
-    """A pinned buffer is taken for free at once."""
-    return False
+        for streams in (OtherStream(right.schedule, right.forward), right):
+            bench.worker._streams = streams
+            bench.worker.submit(bench.desk.decode(*PROMPTS, composition=1))
 
 
 def test_a_pinned_buffer_that_is_refilled_under_a_copy_is_caught(sim: Any) -> None:

@@ -17,8 +17,7 @@ from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts,
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.paged import padded_lengths, page_rows, store_rows
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore_npu.tasks import HostLengths, Task, record
-from sglcore_npu.vendor import npu
+from sglcore_npu.tasks import HostLengths, Task, npu, record
 
 OPERATOR = "npu_fused_infer_attention_score"
 PAGE_SIZES = (128, 256, 384, 512)

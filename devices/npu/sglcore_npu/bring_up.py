@@ -36,13 +36,7 @@ def extension(ledger: DecisionLedger) -> str:
 
 def kernel_choices(load_weights: Any, ledger: DecisionLedger) -> tuple[Row, ...]:
     """Say in the ledger which implementation serves this model where that depends on it."""
-    rows = tuple(kernel_rows(load_weights))
-    ledger.record(*rows)
-    return rows
-
-
-def kernel_rows(model: Any) -> list[Row]:
-    """Rows for the entries whose implementation depends on the model, or on what this torch_npu registers."""
+    model = load_weights
     layers = model.weights.linears
     packed = sum(takes_nz(layer.weight) for layer in layers) if offers("npu_format_cast") else 0
     what = f"{packed} of {len(layers)} weights in blocks"
@@ -59,7 +53,8 @@ def kernel_rows(model: Any) -> list[Row]:
     if not model.config.is_encoder and model.cos_sin.shape[1] != model.config.head_dim:
         reason = f"{model.cos_sin.shape[1]} of {model.config.head_dim} elements of a head are rotated"
         rows.append(Row("rotary", "auto", "reference", reason, "none on this device"))
-    return rows
+    ledger.record(*rows)
+    return tuple(rows)
 
 
 BRING_UP: BringUp = (

@@ -13,8 +13,7 @@ from sglcore.runtime.graphs.backend import GraphBackend
 from sglcore.runtime.graphs.breakable import BreakableGraphs
 from sglcore.runtime.graphs.full import FullGraphs
 from sglcore.runtime.streams import Streams
-from sglcore_npu.tasks import HostLengths
-from sglcore_npu.vendor import npu
+from sglcore_npu.tasks import HostLengths, npu
 
 
 class NpuSegment:

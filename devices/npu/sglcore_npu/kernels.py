@@ -61,33 +61,14 @@ def pack_linear(weight: Tensor) -> Tensor:
     return torch.ops.npu.npu_format_cast(weight, FRACTAL_NZ) if takes_nz(weight) else weight
 
 
-class Rotary:
-    """The vendor's x * cos + swapped(x) * sin; heads that are rotated in part go to the reference.
-
-    Keeps, for each cos/sin cache and dtype, both halves written out: rows of [cos, cos] and [sin, sin].
-    """
-
-    def __init__(self) -> None:
-        self._tables: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
-
-    def __call__(
-        self, q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int
-    ) -> tuple[Tensor, Tensor]:
-        """As the table's entry `rotary` says."""
-        tokens = q.shape[0]
-        if cos_sin_cache.shape[1] != head_dim or not tokens:
-            return reference_rotary(q, k, positions, cos_sin_cache, head_dim)
-        rows = self._table(cos_sin_cache, q.dtype).index_select(0, positions).view(1, tokens, 1, 2 * head_dim)
-        cos, sin = (half.contiguous() for half in rows.split(head_dim, dim=-1))
-        return _rotated(q, cos, sin, head_dim), _rotated(k, cos, sin, head_dim)
-
-    def _table(self, cache: Tensor, dtype: torch.dtype) -> Tensor:
-        """The written-out table; it keeps `cache` alive, so that its id stays its own."""
-        key = (id(cache), dtype)
-        if key not in self._tables:
-            cos, sin = cache.chunk(2, dim=-1)
-            self._tables[key] = (cache, torch.cat([cos, cos, sin, sin], dim=-1).to(dtype))
-        return self._tables[key][1]
+def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """The vendor's x * cos + swapped(x) * sin; heads that are rotated in part go to the reference."""
+    tokens = q.shape[0]
+    if cos_sin_cache.shape[1] != head_dim or not tokens:
+        return reference_rotary(q, k, positions, cos_sin_cache, head_dim)
+    rows = cos_sin_cache.index_select(0, positions).to(q.dtype).view(1, tokens, 1, head_dim)
+    cos, sin = (torch.cat((half, half), dim=-1) for half in rows.chunk(2, dim=-1))
+    return _rotated(q, cos, sin, head_dim), _rotated(k, cos, sin, head_dim)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tensor:
@@ -101,6 +82,7 @@ OPERATORS: Mapping[str, tuple[str, Kernel]] = MappingProxyType(
         "rms_norm": ("npu_rms_norm", rms_norm),
         "add_rms_norm": ("npu_add_rms_norm", add_rms_norm),
         "silu_and_mul": ("npu_swiglu", silu_and_mul),
+        "rotary": ("npu_rotary_mul", rotary),
         "store_kv": ("npu_scatter_pa_kv_cache", store_kv),
         "pack_linear": ("npu_format_cast", pack_linear),
     }
@@ -111,8 +93,6 @@ OPERATORS: Mapping[str, tuple[str, Kernel]] = MappingProxyType(
 def kernels() -> KernelTable:
     """The table this device runs; an operator that this torch_npu does not register leaves its entry to the reference."""
     entries = {entry: kernel for entry, (operator, kernel) in OPERATORS.items() if offers(operator)}
-    if offers("npu_rotary_mul"):
-        entries["rotary"] = Rotary()
     return reference_kernels().replace(**entries)
 
 

@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
-from sglcore_npu.vendor import npu
+
+def npu() -> Any:
+    """`torch.npu`, which exists once torch_npu is imported."""
+    return torch.get_device_module("npu")
 
 
 @dataclass(frozen=True, slots=True)

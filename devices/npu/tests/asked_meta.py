@@ -64,7 +64,7 @@ CALLS: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("silu_and_mul", lambda: kernels.silu_and_mul(empty(5, 64))),
     (
         "rotary",
-        lambda: kernels.Rotary()(
+        lambda: kernels.rotary(
             empty(5, HEADS * DIM),
             empty(5, KV_HEADS * DIM),
             empty(5, dtype=torch.int32),

@@ -15,7 +15,7 @@ from sglcore.runtime.attention.contract import Bucket
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore_npu.attention_fused import FusedAttention, FusedPlan
 from sglcore_npu.graphs import NpuCapture, NpuSegment
-from sglcore_npu.tasks import HostLengths, Task
+from sglcore_npu.tasks import HostLengths, Task, npu
 from tests.attention.on_device import Placed, place
 from tests.attention.rows import Heads
 
@@ -44,7 +44,11 @@ class Decode:
             out_cache_loc=torch.zeros(SIZE, dtype=torch.int32, device=DEVICE),
         )
         self.batch.mark_forward_metadata_ready(self.plan)
-        step = lambda: self.outs.append(self.backend.forward(*self.inputs, layer, self.batch))  # noqa: E731
+
+        def step() -> None:
+            q, k, v = self.inputs
+            self.outs.append(self.backend.forward(q, k, v, layer, self.batch))
+
         step()
         torch.accelerator.synchronize()
         capture = NpuCapture()
@@ -162,8 +166,9 @@ def test_an_update_that_fails_is_raised_and_lets_no_later_run_pass_on_its_events
     graph = Decode(first)
     update = graph.refresh(first)
     (task,) = update.tasks
-    with pytest.raises(RuntimeError, match="npu_swiglu"):
-        graph.replay(HostLengths([task, Misnamed(task.handle, task.event, task.call)], update.lengths))
+    broken = Task(task.handle, npu().ExternalEvent(), {**task.call, "unknown": 1})
+    with pytest.raises(RuntimeError, match="unknown"):
+        graph.replay(HostLengths([task, broken], update.lengths))
     with graph.stream:
         graph.segment.replay(None)
     with sim.expect("stuck_graph"):

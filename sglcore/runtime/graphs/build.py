@@ -64,7 +64,7 @@ def _reason_against(facts: Facts, attn_backend: AttentionBackend) -> str:
     return ""
 
 
-def _prompt_forward(backend: GraphBackend, runner: ModelRunner) -> PromptForward | None:
+def _prompt_forward(config: EngineConfig, backend: GraphBackend, runner: ModelRunner) -> PromptForward | None:
     """What prompts are captured of, if the mechanism captures them. Raises ConfigError for a model that can not be walked."""
     if not isinstance(backend, PromptBackend):
         return None
@@ -74,7 +74,9 @@ def _prompt_forward(backend: GraphBackend, runner: ModelRunner) -> PromptForward
             f"{type(model).__name__} can not be captured in pieces: it has no walk(batch)",
             remedy="--graph full captures its decode steps, --graph off nothing",
         )
-    return PromptForward(model, registry, token_buckets(registry.max_num_tokens))
+    most = registry.max_num_tokens
+    asked = tuple(sorted(size for size in set(config.graph_token_buckets) if 0 < size <= most))
+    return PromptForward(model, registry, asked or token_buckets(most))
 
 
 def _within_limit(
@@ -101,7 +103,7 @@ def capture(
     progress: Callable[[int, int], None],
 ) -> GraphRunner:
     """Capture every bucket and say in the ledger what replays from now on. Waits for the device."""
-    buckets, prompts = _within_limit(config, facts, runner, _prompt_forward(backend, runner), ledger)
+    buckets, prompts = _within_limit(config, facts, runner, _prompt_forward(config, backend, runner), ledger)
     captured = GraphRunner(
         backend,
         runner.decode_registry,

@@ -247,7 +247,14 @@ def seeds() -> dict[str, Any]:
 def plant(sim: Any) -> None:
     """Make `import torch_musa` give the face, register `torch.musa`, and plant the libraries of the chip."""
     made = streams()
-    names = {**module.torch_names(sim), **made, **graphs(sim._core, made["Stream"]), **devices(sim), **memory(), **seeds()}
+    names = {
+        **module.torch_names(sim),
+        **made,
+        **graphs(sim._core, made["Stream"]),
+        **devices(sim),
+        **memory(),
+        **seeds(),
+    }
     package = ModuleType("torch_musa")
     package.__spec__ = ModuleSpec("torch_musa", None, is_package=True)
     vars(package).update(names, __version__=torch.__version__.partition("+")[0], __path__=[])

@@ -179,7 +179,9 @@ def graphs(face: Face) -> dict[str, Any]:
             return self._native.pool()
 
         def update(self, cpu_update_input):
-            raise RuntimeError("The current graph configuration does not support update: auto_dispatch_capture is not simulated")
+            raise RuntimeError(
+                "The current graph configuration does not support update: auto_dispatch_capture is not simulated"
+            )
 
         def debug_dump(self, debug_path):
             with open(debug_path, "w") as file:
@@ -188,7 +190,9 @@ def graphs(face: Face) -> dict[str, Any]:
     class graph:
         default_capture_stream = None
 
-        def __init__(self, npu_graph, pool=None, stream=None, auto_dispatch_capture=False, capture_error_mode: str = "global"):
+        def __init__(
+            self, npu_graph, pool=None, stream=None, auto_dispatch_capture=False, capture_error_mode: str = "global"
+        ):
             if auto_dispatch_capture:
                 raise NotImplementedError("auto_dispatch_capture is not simulated: use graph_task_group_begin")
             if stream is None and graph.default_capture_stream is None:
@@ -287,7 +291,16 @@ def devices(face: Face) -> dict[str, Any]:
     def is_bf16_supported(including_emulation: bool = False):
         return not properties.name.startswith("Ascend310P")
 
-    functions = (synchronize, set_device, current_device, device_count, is_available, is_initialized, init, get_device_name)
+    functions = (
+        synchronize,
+        set_device,
+        current_device,
+        device_count,
+        is_available,
+        is_initialized,
+        init,
+        get_device_name,
+    )
     functions += (get_device_properties, get_device_capability, manual_seed, manual_seed_all, is_bf16_supported)
     options = SimpleNamespace(allow_internal_format=False)
     return {"device": module.Device, "config": options, **{function.__name__: function for function in functions}}

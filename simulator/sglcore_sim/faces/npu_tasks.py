@@ -60,7 +60,9 @@ class Recording(TorchDispatchMode):
         call = Call(func, args, dict(kwargs or {}))
         out = call.kwargs.get("out")
         if out is None:
-            raise NotImplementedError(f"{func} in a task group: only variants over buffers of the caller (.out) are simulated")
+            raise NotImplementedError(
+                f"{func} in a task group: only variants over buffers of the caller (.out) are simulated"
+            )
         writes = [out] if isinstance(out, torch.Tensor) else list(out)
         given = [*args, *(value for name, value in call.kwargs.items() if name != "out")]
         reads = [value for value in given if isinstance(value, torch.Tensor)]
@@ -82,7 +84,8 @@ class Rewriting(TorchDispatchMode):
         if func.namespace != "npu":
             return func(*args, **(kwargs or {}))
         if self.taken >= len(self.handle.calls) or self.handle.calls[self.taken].func is not func:
-            wanted = [str(call.func) for call in self.handle.calls[self.taken :]]
+            place, self.taken = self.taken, -1
+            wanted = [str(call.func) for call in self.handle.calls[place:]]
             raise RuntimeError(f"found {func} in the update of a task group, wanted {wanted or 'no more'}")
         call = self.handle.calls[self.taken]
         call.args, call.kwargs = args, dict(kwargs or {})
@@ -128,6 +131,10 @@ class Tasks:
             raise RuntimeError("graph_task_update_end without graph_task_update_begin")
         rewriting = self._rewriting.pop()
         rewriting.__exit__(None, None, None)
+        if rewriting.taken not in (len(rewriting.handle.calls), -1):
+            raise RuntimeError(
+                f"found {rewriting.taken} of {len(rewriting.handle.calls)} operators of the task group in its update"
+            )
         with stream, self._uncounted():
             self._sim.access(rewriting.handle.marker, write=True, op="graph_task_update")
 

@@ -86,7 +86,7 @@ def _run(
     if any(t.dtype != torch.int32 for t in (page_table, lengths, starts)):
         raise RuntimeError("page_table, cache_seqlens and cu_seqlens_q must be int32")
     out, page_size = torch.empty_like(q), k_cache.shape[1]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
 
     def kernel() -> None:
         begin, pages = sim.host_view(starts).tolist(), sim.host_view(page_table)
@@ -97,7 +97,7 @@ def _run(
             (begin[i], ends[i], cells_of(pages[i], lens[i], page_size)) for i in range(len(lens)) if ends[i] > begin[i]
         ]
         caches = flat(sim.host_view(k_cache)), flat(sim.host_view(v_cache))
-        attend(sim.host_view(out), sim.host_view(q), rows, *caches, scale, causal, window[0])
+        attend(sim.host_view(out), sim.host_view(q), rows, *caches, factor, causal, window[0])
 
     reads = [q, k_cache, v_cache, page_table, lengths, starts]
     sim.launch("flash_attn_with_kvcache", kernel, reads=reads, writes=[out])

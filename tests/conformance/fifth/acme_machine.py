@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from pathlib import Path
+from types import MappingProxyType
 
 import sglcore_sim
+from sglcore_sim.kinds import Kind
 
+FILES = MappingProxyType({"dev/acme{i}": "", "usr/lib/libacme.so.1": ""})
+"""The files by which acme's driver shows."""
 
-def lay_out(root: Path) -> Path:
-    """The files by which acme's driver shows."""
-    for name in ("dev/acme0", "usr/lib/libacme.so.1"):
-        file = root / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-    return root
-
-
-def acme_kind() -> object:
-    """A kind that no package and no simulator knows."""
-    from sglcore_sim.simulator import PlainKind
-
-    return PlainKind("acme", "acme")
-
-
-simulator = sglcore_sim.install(acme_kind())
-os.environ["SGLCORE_SYSTEM_ROOT"] = str(lay_out(Path(tempfile.mkdtemp(prefix="acme-machine-"))))
+simulator = sglcore_sim.install(Kind("acme", "acme", files=FILES))

@@ -1,0 +1,56 @@
+"""The package's stream capture: replays what was recorded, keeps the step's own error, and captures again after one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglcore_musa.graphs import MusaCapture
+
+DEVICE = torch.device("musa:0")
+
+
+def test_a_segment_replays_on_what_its_buffers_hold() -> None:
+    capture, stream = MusaCapture(), torch.Stream(DEVICE)
+    given, made = torch.zeros(4, device=DEVICE), torch.zeros(4, device=DEVICE)
+    torch.accelerator.synchronize()
+    segment = capture.capture(lambda: made.copy_(given * 2), stream, capture.make_pool())  # pyright: ignore[reportArgumentType]
+    for value in (1.0, 5.0):
+        with stream:
+            given.fill_(value)
+            segment.replay()
+        stream.synchronize()
+        assert made.tolist() == [2 * value] * 4
+    segment.reset()
+
+
+def test_two_segments_of_one_pool_run_in_order() -> None:
+    capture, stream = MusaCapture(), torch.Stream(DEVICE)
+    pool, total = capture.make_pool(), torch.zeros(3, device=DEVICE)
+    torch.accelerator.synchronize()
+    one = capture.capture(lambda: total.add_(1), stream, pool)  # pyright: ignore[reportArgumentType]
+    two = capture.capture(lambda: total.mul_(10), stream, pool)  # pyright: ignore[reportArgumentType]
+    with stream:
+        one.replay()
+        two.replay()
+        one.replay()
+    stream.synchronize()
+    assert total.tolist() == [11.0] * 3
+
+
+def test_an_error_of_the_step_is_the_one_that_is_raised_and_the_stream_can_capture_again() -> None:
+    capture, stream = MusaCapture(), torch.Stream(DEVICE)
+    total = torch.zeros(3, device=DEVICE)
+    torch.accelerator.synchronize()
+
+    def broken() -> None:
+        total.add_(1)
+        raise LookupError("in the step")
+
+    with pytest.raises(LookupError, match="in the step"):
+        capture.capture(broken, stream, capture.make_pool())
+    segment = capture.capture(lambda: total.fill_(7), stream, capture.make_pool())  # pyright: ignore[reportArgumentType]
+    with stream:
+        segment.replay()
+    stream.synchronize()
+    assert total.tolist() == [7.0] * 3

@@ -1,0 +1,290 @@
+"""Triton kernels in the interpreter: on device memory directly, with every lane's address checked.
+
+The interpreter copies arguments to the host and back. Here a kernel over simulated tensors runs on their bytes as one
+piece of work of its stream, and what its lanes really read and wrote goes to the race checker; in a capture it is a node
+with the bytes that its captured run touched. Addresses are held against all tensor arguments together, because the
+interpreter does not know from which of them a pointer came. Arithmetic that the interpreter gets wrong in silence
+(bfloat16 without an upcast) is a fault of kind wrong_arithmetic.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglcore_sim.faults import Fault
+
+RANGES = 64
+"""Byte ranges of one argument that are told apart; more are taken as one that covers them."""
+NAMED = 8
+"""Lanes that a message names."""
+UPCAST = "the interpreter computes on the bits of bfloat16 as integers; upcast with .to(tl.float32) first"
+
+
+@dataclass(slots=True)
+class Run:
+    """One launch of a kernel: where its tensors lie, and what its lanes touched."""
+
+    kernel: str
+    starts: np.ndarray
+    ends: np.ndarray
+    arguments: Sequence[str]
+    make: Callable[[str, str], Fault]
+    touched: dict[bool, list[np.ndarray]] = field(default_factory=lambda: {False: [], True: []})
+
+    def check(self, what: str, program: Any, pointers: np.ndarray, mask: Any, size: int, write: bool) -> None:
+        """A fault if a lane that is not masked off lies outside of every argument."""
+        active = np.broadcast_to(np.ones((), bool) if mask is None else mask, pointers.shape).astype(bool)
+        addresses = pointers[active].reshape(-1).astype(np.uint64)
+        if not addresses.size:
+            return
+        index = np.searchsorted(self.starts, addresses, side="right").astype(np.int64) - 1
+        outside = (index < 0) | (addresses + np.uint64(size) > self.ends[np.maximum(index, 0)])
+        if outside.any():
+            lanes = [tuple(int(i) for i in lane) for lane in np.argwhere(active)[outside][:NAMED]]
+            raise self.make(
+                "out_of_bounds", self._text(what, program, lanes, int(outside.sum()), int(addresses[outside][0]), size)
+            )
+        self.touched[write].append(np.unique(np.stack((addresses, addresses + np.uint64(size)), 1), axis=0))
+
+    def _text(self, what: str, program: Any, lanes: list[tuple[int, ...]], count: int, address: int, size: int) -> str:
+        near = int(
+            np.argmin(
+                np.minimum(np.abs(self.starts.astype(float) - address), np.abs(self.ends.astype(float) - address))
+            )
+        )
+        start, end = int(self.starts[near]), int(self.ends[near])
+        place = f"{address - end} bytes past the end" if address >= end else f"{start - address} bytes before the start"
+        if start <= address < end:
+            place = "across the end"
+        named = ", ".join(map(str, lanes)) + (", ..." if count > len(lanes) else "")
+        return (
+            f"{what} in kernel {self.kernel}, program {tuple(program)}, {count} lanes ({named}): {size} bytes at {place} of "
+            f"{self.arguments[near]} ({end - start} bytes); mask these lanes off"
+        )
+
+    def ranges(self, write: bool) -> list[tuple[int, int]]:
+        """Merged byte ranges that were read or written."""
+        return merged(self.touched[write])
+
+
+class Here(threading.local):
+    """The run of this thread, and whether plain CPU tensors are checked too."""
+
+    run: Run | None = None
+    checking: int = 0
+
+
+HERE = Here()
+
+
+def merged(pieces: list[np.ndarray]) -> list[tuple[int, int]]:
+    """Sorted, joined ranges."""
+    if not pieces:
+        return []
+    every = np.unique(np.concatenate(pieces), axis=0)
+    starts, ends = every[:, 0], np.maximum.accumulate(every[:, 1])
+    breaks = np.flatnonzero(starts[1:] > ends[:-1]) + 1
+    first, last = np.concatenate(([0], breaks)), np.concatenate((breaks - 1, [len(every) - 1]))
+    return [(int(starts[a]), int(ends[b])) for a, b in zip(first, last, strict=True)]
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte of a tensor and the first past it."""
+    start, size = tensor.data_ptr(), tensor.element_size()
+    if not tensor.numel():
+        return start, start
+    return start, start + size * (
+        1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    )
+
+
+def make_run(kernel: str, tensors: dict[str, torch.Tensor], make: Callable[[str, str], Fault]) -> Run:
+    """Arguments by address; those that overlap or touch are one, named together."""
+    rows: list[tuple[int, int, str]] = []
+    for start, end, name in sorted((*span(tensor), name) for name, tensor in tensors.items()):
+        if rows and start < rows[-1][1]:
+            rows[-1] = (rows[-1][0], max(end, rows[-1][1]), f"{rows[-1][2]}, {name}")
+        elif end > start:
+            rows.append((start, end, name))
+    starts, ends = (np.array([row[i] for row in rows] or [0], dtype=np.uint64) for i in (0, 1))
+    return Run(kernel, starts, ends, [row[2] for row in rows] or ["no argument"], make)
+
+
+@contextmanager
+def running(run: Run) -> Iterator[Run]:
+    """The interpreter's accesses of this thread belong to `run`."""
+    before, HERE.run = HERE.run, run
+    try:
+        yield run
+    finally:
+        HERE.run = before
+
+
+@contextmanager
+def check_lanes() -> Iterator[None]:
+    """Check kernels over plain CPU tensors too, on this thread; without a simulated device as well."""
+    patch()
+    HERE.checking += 1
+    try:
+        yield
+    finally:
+        HERE.checking -= 1
+
+
+@functools.cache
+def patch() -> bool:
+    """Take over the interpreter's launches, memory operations and arithmetic, once. False where Triton is missing."""
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return False
+    builder = interpreter.InterpreterBuilder
+    _guard_memory(builder)
+    _guard_arithmetic(builder, interpreter)
+    original = interpreter.GridExecutor.__call__
+
+    @functools.wraps(original)
+    def call(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        return launch(interpreter, functools.partial(original, executor), executor, args, kwargs)
+
+    interpreter.GridExecutor.__call__ = call  # foreign: the only way to run on the caller's memory
+    return True
+
+
+def _guard_memory(builder: Any) -> None:
+    def guarded(name: str, place: int | None, write: bool) -> None:
+        original = getattr(builder, name)
+
+        @functools.wraps(original)
+        def method(self: Any, *args: Any) -> Any:
+            if HERE.run is not None:
+                pointers = args[1] if name == "create_atomic_rmw" else args[0]
+                size = pointers.get_element_ty().primitive_bitwidth // 8 or 1
+                mask = None if place is None else args[place].data
+                HERE.run.check(name.removeprefix("create_"), self.grid_idx, pointers.data, mask, size, write)
+            return original(self, *args)
+
+        setattr(builder, name, method)  # foreign: the only place that knows the lanes
+
+    guarded("create_masked_load", 1, False)
+    guarded("create_masked_store", 2, True)
+    guarded("create_atomic_rmw", 3, True)
+    guarded("create_atomic_cas", None, True)
+
+
+def _guard_arithmetic(builder: Any, interpreter: Any) -> None:
+    import triton.language as tl
+
+    bits = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift, np.invert)
+
+    def refuse(what: str, *handles: Any) -> None:
+        if HERE.run is not None and any(handle.dtype.scalar == tl.bfloat16 for handle in handles):
+            raise HERE.run.make("wrong_arithmetic", f"{what} on bfloat16 in kernel {HERE.run.kernel}: {UPCAST}")
+
+    def guarded(name: str, count: int, exempt: Sequence[Any] = ()) -> None:
+        original = getattr(builder, name)
+
+        @functools.wraps(original)
+        def method(self: Any, *args: Any) -> Any:
+            if not (len(args) > count and args[count] in exempt):
+                refuse(args[count].__name__ if name.endswith("ary_op") else name.removeprefix("create_"), *args[:count])
+            return original(self, *args)
+
+        setattr(builder, name, method)  # foreign: wrong numbers would pass in silence
+
+    guarded("binary_op", 2, bits)
+    guarded("unary_op", 1, bits)
+    guarded("create_dot", 2)
+    guarded("create_fma", 3)
+    check = interpreter.ReduceScanOpInterface.check_tensor
+
+    def check_tensor(self: Any, given: Any) -> Any:
+        refuse("a reduction", *(part.handle for part in given))
+        return check(self, given)
+
+    interpreter.ReduceScanOpInterface.check_tensor = check_tensor  # foreign: wrong numbers would pass in silence
+
+
+def launch(interpreter: Any, run_kernel: Callable[..., Any], executor: Any, args: Any, kwargs: Any) -> Any:
+    """One launch: on the device as its work, on the CPU checked if asked for."""
+    from sglcore_sim.simulator import current
+
+    sim, name = current(), executor.fn.__name__
+    tensors = dict(tensor_arguments(executor.arg_names, args, kwargs))
+    kind = sim.kind.torch_name if sim is not None else None
+    on_device = {name: tensor for name, tensor in tensors.items() if tensor.device.type == kind}
+    if not on_device and not HERE.checking:
+        return run_kernel(*args, **kwargs)
+    make = sim._log.make if sim is not None and on_device else Fault
+
+    def run(over: Callable[[Any], Any]) -> Run:
+        plain = {name: over(tensor) for name, tensor in tensors.items()}
+        with running(make_run(name, plain, make)) as made:
+            try:
+                run_kernel(*(over(value) for value in args), **{key: over(value) for key, value in kwargs.items()})
+            except interpreter.InterpreterError as error:
+                raise (error.__cause__ if isinstance(error.__cause__, Fault) else error) from error.__cause__
+        return made
+
+    if sim is None or not on_device:
+        run(lambda value: value)
+        return None
+    return _on_device(sim, name, list(on_device.values()), run)
+
+
+def _on_device(sim: Any, name: str, tensors: list[torch.Tensor], run: Callable[..., Run]) -> None:
+    kind = sim.kind.torch_name
+
+    def over(value: Any) -> Any:
+        return sim.host_view(value) if isinstance(value, torch.Tensor) and value.device.type == kind else value
+
+    views = [sim.host_view(tensor) for tensor in tensors]
+    capturing = sim._core.is_capturing()
+    with sim.untracked():
+        before = [_whole(view).clone() for view in views] if capturing else []
+        try:
+            made = run(over)
+        finally:
+            for view, kept in zip(views, before, strict=False):
+                _whole(view).copy_(kept)
+        reads, writes = (_pieces(tensors, made.ranges(write)) for write in (False, True))
+    if capturing:
+        sim.launch(name, lambda: run(over), reads=reads, writes=writes)
+    else:
+        sim.launch(name, lambda: None, reads=reads, writes=writes)
+
+
+def _whole(view: torch.Tensor) -> torch.Tensor:
+    """The bytes from a tensor's first to its last."""
+    start, end = span(view)
+    offset = start - view.untyped_storage().data_ptr()
+    return torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage(), offset, (end - start,))  # pyright: ignore[reportArgumentType]
+
+
+def _pieces(tensors: list[torch.Tensor], ranges: list[tuple[int, int]]) -> list[torch.Tensor]:
+    """Byte ranges as device tensors over the arguments that hold them."""
+    pieces: list[torch.Tensor] = []
+    for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values():
+        storage = tensor.untyped_storage()
+        low, high = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        own = [(max(a, low), min(b, high)) for a, b in ranges if a < high and b > low]
+        if len(own) > RANGES:
+            own = [(own[0][0], own[-1][1])]
+        empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        pieces += [empty.new_empty(0).set_(storage, a - low, (b - a,)) for a, b in own]  # pyright: ignore[reportArgumentType]
+    return pieces
+
+
+def tensor_arguments(names: Sequence[str], args: Any, kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values of the arguments that are tensors."""
+    for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+        if isinstance(value, torch.Tensor):
+            yield name, value

@@ -1,0 +1,87 @@
+"""Signatures of a vendor's Python sources, read without importing them, and those of a face, in one form.
+
+`python -m sglcore_sim.signatures WHEEL` writes what is stored of torch_npu.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import sys
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+Parameters = list[list[str]]
+"""Of every parameter its kind and name, and its default as source ("" without one)."""
+SOURCES = ("__init__", "graphs", "memory", "random", "streams", "utils")
+STORED = Path(str(files("sglcore_sim"))) / "data"
+
+
+def of_source(text: str) -> dict[str, Parameters]:
+    """Functions, classes (by their constructor) and methods ("Class.method") of a module's source."""
+    found: dict[str, Parameters] = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = _of_arguments(node.args)
+        if isinstance(node, ast.ClassDef):
+            methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
+            found |= {f"{node.name}.{method.name}": _of_arguments(method.args) for method in methods}
+    return found
+
+
+def _of_arguments(arguments: ast.arguments) -> Parameters:
+    plain = [*arguments.posonlyargs, *arguments.args]
+    defaults = [None] * (len(plain) - len(arguments.defaults)) + list(arguments.defaults)
+    rows = [["positional", a.arg, _source(d)] for a, d in zip(plain, defaults, strict=True)]
+    rows += [["rest", arguments.vararg.arg, ""]] if arguments.vararg else []
+    rows += [["named", a.arg, _source(d)] for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    return rows + ([["others", arguments.kwarg.arg, ""]] if arguments.kwarg else [])
+
+
+def _source(default: ast.expr | None) -> str:
+    return "" if default is None else ast.unparse(default)
+
+
+def of_callable(function: Callable[..., Any]) -> Parameters:
+    """The parameters of a Python function."""
+    kinds = {"POSITIONAL_ONLY": "positional", "POSITIONAL_OR_KEYWORD": "positional", "VAR_POSITIONAL": "rest"}
+    kinds |= {"KEYWORD_ONLY": "named", "VAR_KEYWORD": "others"}
+    rows = inspect.signature(function).parameters.values()
+    return [[kinds[row.kind.name], row.name, "" if row.default is row.empty else repr(row.default)] for row in rows]
+
+
+def of_face(names: Mapping[str, Any]) -> Iterator[tuple[str, Parameters]]:
+    """What a face offers under public names: functions, and the public and constructing methods of its classes."""
+    for name, value in names.items():
+        if name.startswith("_") or not callable(value):
+            continue
+        if not inspect.isclass(value):
+            yield name, of_callable(value)
+            continue
+        for method, function in vars(value).items():
+            if inspect.isfunction(function) and (not method.startswith("_") or method in ("__new__", "__init__")):
+                yield f"{name}.{method}", of_callable(function)
+
+
+def of_wheel(wheel: Path) -> dict[str, Any]:
+    """Version and signatures of `torch_npu.npu` in a wheel of torch_npu."""
+    found: dict[str, Parameters] = {}
+    with zipfile.ZipFile(wheel) as archive:
+        for name in SOURCES:
+            found |= of_source(archive.read(f"torch_npu/npu/{name}.py").decode())
+    public = {name: rows for name, rows in found.items() if not name.startswith("_")}
+    return {"version": wheel.name.split("-")[1], "signatures": dict(sorted(public.items()))}
+
+
+def stored(name: str) -> dict[str, Any]:
+    """What is stored of a vendor's module: its "version" and "signatures"."""
+    return json.loads((STORED / f"{name}_signatures.json").read_text())
+
+
+if __name__ == "__main__":
+    text = json.dumps(of_wheel(Path(sys.argv[1])), separators=(",", ":"))
+    (STORED / "torch_npu_signatures.json").write_text(text.replace('],"', '],\n"') + "\n")

@@ -1,0 +1,81 @@
+"""Every Triton kernel compiles for every chip, and costs what is stored: no register, byte or spill more or less."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs the library triton")
+
+from tools.kernel_budgets import BUDGETS, LIMITS, RECORD, ROOT, Figures, differences, measure
+
+STORED: Figures = json.loads(BUDGETS.read_text(encoding="utf-8"))
+SOURCES = ("sglcore/runtime/kernels/triton/*.py", "sglcore/runtime/attention/triton_*.py")
+
+
+def test_every_kernel_compiles_for_every_chip_within_its_budget() -> None:
+    lines = differences(STORED, measure())
+    assert not lines, "\n".join(lines)
+
+
+def launched_kernels() -> set[str]:
+    """Functions of our sources that are launched, as `name[grid](...)`."""
+    calls = (
+        node.func.value.id
+        for pattern in SOURCES
+        for path in ROOT.glob(pattern)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name)
+    )
+    return {name for name in calls if name.endswith("_kernel")}
+
+
+def test_no_kernel_is_left_out() -> None:
+    measured = {label.partition(": ")[2].split(" ")[0] for label in STORED}
+    assert launched_kernels() == measured
+    assert len(measured) > 10
+
+
+def test_each_kernel_has_figures_for_each_chip() -> None:
+    for label, targets in STORED.items():
+        assert targets.keys() == LIMITS.keys(), label
+        for target, figures in targets.items():
+            assert figures.keys() >= {"registers", "shared", "stack"}, (label, target)
+            assert figures["registers"] > 0 and figures["shared"] <= LIMITS[target][3]
+
+
+@pytest.mark.parametrize("target", LIMITS)
+@pytest.mark.parametrize("figure", ["registers", "shared", "stack"])
+def test_a_rise_is_a_regression_and_a_fall_asks_to_be_recorded(target: str, figure: str) -> None:
+    label = sorted(STORED)[0]
+    now = STORED[label][target][figure]
+    doctored = copy.deepcopy(STORED)
+    doctored[label][target][figure] = now - 1
+    assert differences(doctored, STORED) == [f"regression: {label} on {target}: {figure} rose from {now - 1} to {now}"]
+    doctored[label][target][figure] = now + 1
+    (line,) = differences(doctored, STORED)
+    assert line == f"improvement: {label} on {target}: {figure} fell from {now + 1} to {now}; record it: {RECORD}"
+
+
+def test_a_kernel_that_came_or_went_is_named() -> None:
+    label = sorted(STORED)[0]
+    without = {name: figures for name, figures in STORED.items() if name != label}
+    assert all(f"{label} on" in line and "is new" in line for line in differences(without, STORED))
+    assert all("is no longer compiled" in line for line in differences(STORED, without))
+    assert len(differences(without, STORED)) == len(differences(STORED, without)) == len(LIMITS)
+
+
+def test_a_new_spill_is_a_regression_even_where_none_was_stored() -> None:
+    label = sorted(STORED)[0]
+    worse = copy.deepcopy(STORED)
+    worse[label]["hip:gfx942"]["spills"] = 12
+    (line,) = differences(STORED, worse)
+    assert line == f"regression: {label} on hip:gfx942: spills rose from 0 to 12"
+
+
+def test_the_budgets_are_one_line_for_each_kernel() -> None:
+    assert len(Path(BUDGETS).read_text(encoding="utf-8").splitlines()) == len(STORED) + 2
