@@ -37,6 +37,7 @@ def names_of_wheel(wheel: Path) -> dict[str, list[str]]:
     for module in list(found):
         parent, _, child = module.rpartition(".")
         found.get(parent, set()).add(child)
+    found["torch"] |= found["torch.functional"]  # torch takes all of them in with a star
     for kind in CLASSES:
         found[f"torch.{kind}"] = {name for tree in trees.values() for name in _members(tree, kind)}
     return {"version": [version], **{module: sorted(names) for module, names in sorted(found.items()) if names}}
@@ -100,6 +101,8 @@ def _newer_members(modules: Mapping[str, frozenset[str]]) -> frozenset[str]:
 def _uses(tree: ast.AST, newer: frozenset[str]) -> Iterator[tuple[int, str]]:
     """Dotted names that start at torch, in expressions and imports, and members that only a newer torch has."""
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    imported = (alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names)
+    start = "torch." if any(name.split(".")[0] == "torch" for name in imported) else "no name of torch is bound here"
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
@@ -107,7 +110,7 @@ def _uses(tree: ast.AST, newer: frozenset[str]) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "torch")
         elif isinstance(node, ast.Attribute):
             dotted = _dotted(node)
-            if dotted.startswith("torch.") and id(node) not in inner:
+            if dotted.startswith(start) and id(node) not in inner:
                 yield node.lineno, dotted
             elif node.attr in newer and not dotted.startswith("torch."):
                 yield node.lineno, f"torch.Tensor.{node.attr}"

@@ -170,6 +170,19 @@ class KeepsOldPages(Changed):
         batch.new_pages = pages
 
 
+class ForgetsOutputs(Changed):
+    """A request that is computed again begins with its prompt (of at most 30 tokens, as the laws have them) and then what
+    it had emitted is lost."""
+
+    def change(self, batch: ScheduleBatch) -> None:
+        ids = batch.input_ids.copy()
+        for row in range(batch.batch_size) if not batch.forward_mode.is_decode else ():
+            start, end = batch.token_offsets[row : row + 2].tolist()
+            if end - start > 1:
+                ids[start + max(30 - int(batch.prefix_lens[row]), 0) : end] = 3
+        batch.input_ids = ids
+
+
 class LosesSharedPages(Changed):
     """The first page that a new request shares with another is taken to be page 0."""
 
@@ -233,6 +246,7 @@ KEEPS_ROW_ORDER = _worker("order of rows", KeepsRowOrder)
 REUSES_RESULTS = _worker("result buffer reused", ReusesResults)
 SEEDS_BY_ROW = _worker("seeds by row", SeedsByRow)
 KEEPS_OLD_PAGES = _worker("slot keeps old pages", KeepsOldPages)
+FORGETS_OUTPUTS = _worker("outputs forgotten", ForgetsOutputs)
 LOSES_SHARED_PAGES = _worker("shared page lost", LosesSharedPages)
 SWAPS_ROWS = _worker("rows swapped", SwapsRows)
 FLATTERS = _worker("flattering log-probabilities", Flatters)

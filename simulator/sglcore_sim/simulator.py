@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from sglcore_sim import cuda_bindings, host
+from sglcore_sim import collectives, cuda_bindings, host, lanes
 from sglcore_sim.faults import Caught, Fault, FaultLog
 from sglcore_sim.kinds import kind_of
 from sglcore_sim.machine import lay_out
@@ -35,9 +35,15 @@ class Simulator:
         self.memory = memory
         self._core = core
         self._log = log
+        self.watch(lambda: None, lambda: None)
+
+    def watch(self, unfinished: Callable[[], None], forget: Callable[[], None]) -> None:
+        """A face whose work can wait for the host says how to fault where some still does, and how to drop it."""
+        self._unfinished, self._forget = unfinished, forget
 
     def unfinished(self) -> None:
-        """Faults where work still waits for the host that will never be done; a face with such waits replaces it."""
+        """Faults (stuck_graph) where work still waits for the host."""
+        self._unfinished()
 
     @property
     def faults(self) -> list[Fault]:
@@ -139,6 +145,7 @@ class Simulator:
 
     def reset(self) -> None:
         """Forgets accesses, copies in flight, counters and faults, as after a device synchronize."""
+        self._forget()
         self._core.reset()
         self._log.seen.clear()
 
@@ -183,6 +190,8 @@ def install(kind: Any, devices: int = 1, memory: int = 8 << 30, arch: str | None
         table = {**record.properties, "total_memory": memory}
         cuda_bindings.plant(core, devices, table, hip, record.arch or "")
     host.plant(core, record.torch_name, log)
+    lanes.patch()
+    collectives.plant(sim)
     plant_face(sim)
     os.environ["SGLCORE_SYSTEM_ROOT"] = str(lay_out(record, devices))
     return sim

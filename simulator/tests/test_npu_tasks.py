@@ -86,6 +86,7 @@ def test_an_update_that_does_not_wait_for_the_replay_before_is_a_race(sim) -> No
     with sim.expect("race"):
         case.replay()
         case.update([4])
+    case.event.record(case.updates)
 
 
 def test_a_graph_that_does_not_wait_for_its_update_races_with_it(sim) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -65,8 +67,8 @@ def test_the_table_shows_every_test_and_names_what_ran_nowhere(tmp_path: Path) -
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_a_lane_can_not_run_is_left_out_and_recorded(tmp_path: Path, workers: int) -> None:
-    folder = ROOT / "build" / f"planted_{tmp_path.name}"
-    folder.mkdir(parents=True)
+    (ROOT / "build").mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="planted_", dir=ROOT / "build"))
     source = (
         "import pytest\n"
         "def test_plain(): pass\n"
@@ -81,7 +83,7 @@ def test_what_a_lane_can_not_run_is_left_out_and_recorded(tmp_path: Path, worker
     try:
         ran = subprocess.run((*words, str(folder)), cwd=ROOT, capture_output=True, text=True, check=False)
     finally:
-        (folder / "test_planted.py").unlink()
+        shutil.rmtree(folder)
     assert ran.returncode == 1, ran.stdout
     values = json.loads(out.read_text())
     outcomes = {name.rpartition("::")[2]: known["outcome"] for name, known in values["tests"].items()}

@@ -7,6 +7,7 @@ that can be rewritten, behind an event of which the graph waits until the host h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +44,11 @@ class HostLengths:
             for place, task in enumerate(self.tasks):
                 try:
                     npu().graph_task_update_begin(stream, task.handle)
-                    try:
-                        run(task.call, self.lengths)
-                    finally:
-                        npu().graph_task_update_end(stream)
+                    run(task.call, self.lengths)
+                    npu().graph_task_update_end(stream)
                 except BaseException:
+                    with suppress(RuntimeError):
+                        npu().graph_task_update_end(stream)
                     for rewritten in self.tasks[:place]:
                         rewritten.event.reset(stream)
                     raise

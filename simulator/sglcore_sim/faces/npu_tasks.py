@@ -144,6 +144,13 @@ class Tasks:
             self._recording.pop().__exit__(None, None, None)
         self.capturing = None
 
+    def forget(self) -> None:
+        """Drop everything under way."""
+        self.waiting.clear()
+        self.abandon()
+        while self._rewriting:
+            self._rewriting.pop().__exit__(None, None, None)
+
     def replay(self, graph: Any, run: Callable[[], None]) -> None:
         """Run the graph, or hold it back until the host has recorded the events that it waits for."""
         self.refuse("another replay is queued")

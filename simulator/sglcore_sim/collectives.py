@@ -1,0 +1,166 @@
+"""Collectives of the simulated device: gloo between processes, with the order of streams that the vendor's library has.
+
+A collective reads and writes its tensors on the stream that is current when it is called, as one piece of work there, so
+tensors of another stream race with it unless it waits. It finishes before it returns: what `wait()` on its work orders is
+there already, and `async_op=True` takes no stream of its own. Nothing runs in a capture: that is a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+NAMES = {"npu": "hccl", "cuda": "nccl", "hip": "nccl", "musa": "mccl"}
+"""The vendor's library by kind; a made-up device has "simccl"."""
+OTHER = "simccl"
+
+
+def backend_of(kind: Any) -> str:
+    """What `init_process_group` takes for this kind."""
+    return NAMES.get(kind.name, OTHER)
+
+
+class Done(dist._Work):
+    """A collective that has happened; `result` is what it gave."""
+
+    def __init__(self, tensors: list[Any]) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._future: Any = torch.futures.Future()
+        self._future.set_result(tensors)
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Nothing is left to wait for."""
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def result(self) -> list[Any]:
+        return self._tensors
+
+    def get_future(self) -> Any:
+        return self._future
+
+
+class Group(dist.ProcessGroup):
+    """One process group over gloo, for tensors of the simulated device."""
+
+    def __init__(self, sim: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)
+        self._sim = sim
+        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("simulated", store), rank, size, timeout)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return backend_of(self._sim.kind)
+
+    def _run(self, name: str, fn: Callable[[Any], Any], reads: Sequence[Any], writes: Sequence[Any], result: list[Any]) -> Done:
+        if self._sim._core.is_capturing():
+            text = f"{name} at {self._sim._core.site()} in a capture: collectives of processes are not simulated there"
+            raise self._sim._log.make("wrong_capture", text)
+        over = self._sim.host_view
+        self._sim.launch(name, lambda: fn(over).wait(), reads=list(reads), writes=list(writes))
+        return Done(result)
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Done:
+        """Every tensor becomes the reduction over all ranks."""
+        options = opts or dist.AllreduceOptions()
+        return self._run("all_reduce", lambda over: self._gloo.allreduce([over(t) for t in tensors], options), tensors, tensors, tensors)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Done:
+        """Every tensor becomes that of the root."""
+        options = opts or dist.BroadcastOptions()
+        root = options.rootRank == self.rank()
+        touched = (tensors, ()) if root else ((), tensors)
+        return self._run("broadcast", lambda over: self._gloo.broadcast([over(t) for t in tensors], options), *touched, tensors)
+
+    def reduce(self, tensors: Any, opts: Any) -> Done:
+        """The root's tensor becomes the reduction."""
+        return self._run("reduce", lambda over: self._gloo.reduce([over(t) for t in tensors], opts), tensors, tensors, tensors)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
+        """Lists of every rank's tensor."""
+        flat = [t for row in outputs for t in row]
+
+        def gather(over: Any) -> Any:
+            return self._gloo.allgather([[over(t) for t in row] for row in outputs], [over(t) for t in inputs])
+
+        return self._run("all_gather", gather, inputs, flat, outputs)
+
+    def _allgather_base(self, output: Any, given: Any, opts: Any = None) -> Done:
+        """One tensor that holds every rank's, by rank."""
+
+        def gather(over: Any) -> Any:
+            parts = list(over(output).view(self.size(), *given.shape).unbind(0))
+            return self._gloo.allgather([parts], [over(given)])
+
+        return self._run("all_gather_into_tensor", gather, [given], [output], [output])
+
+    def _reduce_scatter_base(self, output: Any, given: Any, opts: Any = None) -> Done:
+        """This rank's part of the reduction."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = (opts or dist.ReduceScatterOptions()).reduceOp
+
+        def scatter(over: Any) -> Any:
+            whole = over(given).clone()
+            work = self._gloo.allreduce([whole], options)
+            work.wait()
+            over(output).copy_(whole.view(self.size(), *output.shape)[self.rank()])
+            return work
+
+        return self._run("reduce_scatter_tensor", scatter, [given], [output], [output])
+
+    def alltoall_base(self, output: Any, given: Any, output_sizes: Any, input_sizes: Any, opts: Any = None) -> Done:
+        """Rows to and from every rank."""
+
+        def exchange(over: Any) -> Any:
+            return self._gloo.alltoall_base(over(output), over(given), output_sizes, input_sizes, opts or dist.AllToAllOptions())
+
+        return self._run("all_to_all_single", exchange, [given], [output], [output])
+
+    def send(self, tensors: Any, destination: int, tag: int = 0) -> Done:
+        """To one rank."""
+        return self._run("send", lambda over: self._gloo.send([over(t) for t in tensors], destination, tag), tensors, (), tensors)
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> Done:
+        """From one rank."""
+        return self._run("recv", lambda over: self._gloo.recv([over(t) for t in tensors], source, tag), (), tensors, tensors)
+
+    def barrier(self, opts: Any = None) -> Done:
+        """Every rank has come this far."""
+        self._gloo.barrier(opts or dist.BarrierOptions()).wait()
+        return Done([])
+
+
+def plant(sim: Any) -> None:
+    """Register the vendor's name for the device. "nccl" is one that torch makes itself, by a class that CPU builds lack."""
+    name, kind = backend_of(sim.kind), sim.kind.torch_name
+    if name == "nccl":
+        _plant_nccl(sim)
+        return
+
+    def create(store: Any, rank: int, size: int, timeout: Any) -> Group:
+        return Group(sim, store, rank, size, timeout)
+
+    dist.Backend.register_backend(name, create, devices=[kind])
+
+
+def _plant_nccl(sim: Any) -> None:
+    class Options:
+        _timeout: Any = None
+        is_high_priority_stream = False
+
+    class ProcessGroupNCCL(Group):
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            super().__init__(sim, store, rank, size, options._timeout)
+
+        def _set_sequence_number_for_group(self) -> None:
+            """Gloo counts its own."""
+
+    ProcessGroupNCCL.Options = Options  # pyright: ignore[reportAttributeAccessIssue]
+    distributed_c10d.ProcessGroupNCCL = ProcessGroupNCCL  # foreign: the class that a build with NCCL has
+    distributed_c10d._NCCL_AVAILABLE = True  # foreign: set where that class is imported

@@ -1,0 +1,85 @@
+"""Collectives between two processes, each with its own simulated device: right, ordered by streams, refused in a capture."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = '''
+import sys
+import sglcore_sim
+kind, rank, file = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+sim = sglcore_sim.install(kind, memory=256 << 20)
+import torch
+import torch.distributed as dist
+from sglcore_sim.collectives import backend_of
+dist.init_process_group(backend_of(sim.kind), init_method="file://" + file, rank=rank, world_size=2)
+assert dist.get_backend() == backend_of(sim.kind)
+dev, side = sim.device(), torch.Stream(sim.device())
+x = torch.full((4,), float(rank + 1), device=dev)
+dist.all_reduce(x)
+assert x.tolist() == [3.0] * 4
+gathered = torch.empty(8, device=dev)
+dist.all_gather_into_tensor(gathered, torch.full((4,), float(rank), device=dev))
+assert gathered.tolist() == [0.0] * 4 + [1.0] * 4
+parts = [torch.empty(2, device=dev) for _ in range(2)]
+dist.all_gather(parts, torch.full((2,), float(rank), device=dev))
+assert [p.tolist() for p in parts] == [[0.0, 0.0], [1.0, 1.0]]
+mine = torch.empty(2, device=dev)
+dist.reduce_scatter_tensor(mine, torch.arange(4.0, device=dev))
+assert mine.tolist() == [4.0 * rank, 4.0 * rank + 2]
+said = torch.full((3,), float(rank), device=dev)
+dist.broadcast(said, 1)
+assert said.tolist() == [1.0] * 3
+swapped = torch.empty(2, device=dev)
+dist.all_to_all_single(swapped, torch.tensor([10.0 * rank, 10.0 * rank + 1], device=dev))
+assert swapped.tolist() == [float(rank), 10.0 + rank]
+dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+work = dist.all_reduce(x, op=dist.ReduceOp.MAX, async_op=True)
+assert work.wait() and x.tolist() == [3.0] * 4
+dist.barrier()
+
+# Bad: written on one stream, reduced on another that did not wait. Good: the same after a wait.
+side.wait_stream(torch.accelerator.current_stream())
+x.fill_(1)
+with sim.expect("race") as caught:
+    with side:
+        dist.all_reduce(x)
+assert "all_reduce" in caught.text
+dist.barrier()
+side.wait_stream(torch.accelerator.current_stream())
+with side:
+    dist.all_reduce(x)
+with sim.expect("race"):
+    x.add_(1)
+torch.accelerator.current_stream().wait_stream(side)
+assert x.tolist() == [2.0] * 4
+assert not sim.faults
+dist.destroy_process_group()
+print("good")
+'''
+
+
+def test_two_processes_agree_and_a_collective_on_an_unordered_stream_is_a_race(sim, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WORKER, sim.kind.name]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    places = [[*command, str(rank), str(tmp_path / "store")] for rank in range(2)]
+    running = [subprocess.Popen(place, env=environ, stdout=-1, stderr=-1, text=True) for place in places]
+    try:
+        answers = [process.communicate(timeout=60) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    for process, (out, err) in zip(running, answers, strict=True):
+        assert process.returncode == 0 and "good" in out, err[-3000:]
+
+
+def test_the_vendor_s_name_is_registered_for_the_device(sim) -> None:
+    dist = pytest.importorskip("torch.distributed")
+    from sglcore_sim.collectives import backend_of
+
+    assert dist.Backend.default_device_backend_map[sim.kind.torch_name] == backend_of(sim.kind)
