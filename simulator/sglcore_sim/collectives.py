@@ -58,7 +58,9 @@ class Group(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802
         return backend_of(self._sim.kind)
 
-    def _run(self, name: str, fn: Callable[[Any], Any], reads: Sequence[Any], writes: Sequence[Any], result: list[Any]) -> Done:
+    def _run(
+        self, name: str, fn: Callable[[Any], Any], reads: Sequence[Any], writes: Sequence[Any], result: list[Any]
+    ) -> Done:
         if self._sim._core.is_capturing():
             text = f"{name} at {self._sim._core.site()} in a capture: collectives of processes are not simulated there"
             raise self._sim._log.make("wrong_capture", text)
@@ -69,18 +71,28 @@ class Group(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> Done:
         """Every tensor becomes the reduction over all ranks."""
         options = opts or dist.AllreduceOptions()
-        return self._run("all_reduce", lambda over: self._gloo.allreduce([over(t) for t in tensors], options), tensors, tensors, tensors)
+        return self._run(
+            "all_reduce",
+            lambda over: self._gloo.allreduce([over(t) for t in tensors], options),
+            tensors,
+            tensors,
+            tensors,
+        )
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Done:
         """Every tensor becomes that of the root."""
         options = opts or dist.BroadcastOptions()
         root = options.rootRank == self.rank()
         touched = (tensors, ()) if root else ((), tensors)
-        return self._run("broadcast", lambda over: self._gloo.broadcast([over(t) for t in tensors], options), *touched, tensors)
+        return self._run(
+            "broadcast", lambda over: self._gloo.broadcast([over(t) for t in tensors], options), *touched, tensors
+        )
 
     def reduce(self, tensors: Any, opts: Any) -> Done:
         """The root's tensor becomes the reduction."""
-        return self._run("reduce", lambda over: self._gloo.reduce([over(t) for t in tensors], opts), tensors, tensors, tensors)
+        return self._run(
+            "reduce", lambda over: self._gloo.reduce([over(t) for t in tensors], opts), tensors, tensors, tensors
+        )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
         """Lists of every rank's tensor."""
@@ -118,17 +130,27 @@ class Group(dist.ProcessGroup):
         """Rows to and from every rank."""
 
         def exchange(over: Any) -> Any:
-            return self._gloo.alltoall_base(over(output), over(given), output_sizes, input_sizes, opts or dist.AllToAllOptions())
+            return self._gloo.alltoall_base(
+                over(output), over(given), output_sizes, input_sizes, opts or dist.AllToAllOptions()
+            )
 
         return self._run("all_to_all_single", exchange, [given], [output], [output])
 
+    all_gather_single = allgather_into_tensor = _allgather_base
+    reduce_scatter_single = reduce_scatter_tensor = _reduce_scatter_base
+    all_to_all_single = alltoall_base
+
     def send(self, tensors: Any, destination: int, tag: int = 0) -> Done:
         """To one rank."""
-        return self._run("send", lambda over: self._gloo.send([over(t) for t in tensors], destination, tag), tensors, (), tensors)
+        return self._run(
+            "send", lambda over: self._gloo.send([over(t) for t in tensors], destination, tag), tensors, (), tensors
+        )
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Done:
         """From one rank."""
-        return self._run("recv", lambda over: self._gloo.recv([over(t) for t in tensors], source, tag), (), tensors, tensors)
+        return self._run(
+            "recv", lambda over: self._gloo.recv([over(t) for t in tensors], source, tag), (), tensors, tensors
+        )
 
     def barrier(self, opts: Any = None) -> Done:
         """Every rank has come this far."""
@@ -163,4 +185,6 @@ def _plant_nccl(sim: Any) -> None:
 
     ProcessGroupNCCL.Options = Options  # pyright: ignore[reportAttributeAccessIssue]
     distributed_c10d.ProcessGroupNCCL = ProcessGroupNCCL  # foreign: the class that a build with NCCL has
+    torch._C._nccl_version = lambda: (2 << 32) | (28 << 16) | 9  # foreign: the binding that a build with NCCL has
+    torch._C._nccl_version_suffix = lambda: b""  # foreign: the binding that a build with NCCL has
     distributed_c10d._NCCL_AVAILABLE = True  # foreign: set where that class is imported

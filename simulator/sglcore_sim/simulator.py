@@ -147,6 +147,8 @@ class Simulator:
         """Forgets accesses, copies in flight, counters and faults, as after a device synchronize."""
         self._forget()
         self._core.reset()
+        for index in range(self.devices):
+            self._core.set_stream(index, 0)  # a capture that failed leaves its stream current, as on hardware
         self._log.seen.clear()
 
 

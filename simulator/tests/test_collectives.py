@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-WORKER = '''
+WORKER = """
 import sys
 import sglcore_sim
 kind, rank, file = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -61,7 +61,7 @@ assert x.tolist() == [2.0] * 4
 assert not sim.faults
 dist.destroy_process_group()
 print("good")
-'''
+"""
 
 
 def test_two_processes_agree_and_a_collective_on_an_unordered_stream_is_a_race(sim, tmp_path: Path) -> None:

@@ -104,7 +104,10 @@ def attend_rows(
     """
     rows, kv_heads, dim = slots.shape[0], k_cache.shape[1], k_cache.shape[2]
     group, block = q.shape[1] // dim // kv_heads, max(power_of_two(dim), NARROWEST_DOT)
-    queries = max(min(tuning.extend_queries, power_of_two(longest * group)), power_of_two(group), NARROWEST_DOT)
+    # Products of float32 take no matrix unit and twice the registers.
+    share = max(1, k_cache.itemsize // 2)
+    most = min(tuning.extend_queries // share, power_of_two(longest * group))
+    queries = max(most, power_of_two(group), NARROWEST_DOT)
     extend_kernel[(tiles(longest, queries // group), kv_heads, rows)](
         q,
         k_cache,
@@ -125,7 +128,7 @@ def attend_rows(
         DIM=dim,
         BLOCK_D=block,
         QUERIES=queries,
-        TOKENS=tuning.fitting(tuning.extend_tokens, block * k_cache.itemsize),
+        TOKENS=tuning.fitting(tuning.extend_tokens // share, block * k_cache.itemsize),
         WINDOW=window or 0,
         **tuning.options(tuning.extend),
     )

@@ -30,7 +30,7 @@ class MoeTile:
 MOE_TILES = (
     MoeTile(8, 16, 64, 128, LaunchConfig(128, 3)),
     MoeTile(64, 64, 64, 128, LaunchConfig(128, 3)),
-    MoeTile(1 << 31, 128, 128, 64, LaunchConfig(256, 3)),
+    MoeTile(1 << 31, 128, 64, 64, LaunchConfig(256, 3)),
 )
 
 
