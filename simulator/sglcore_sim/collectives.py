@@ -5,6 +5,10 @@ tensors of another stream race with it unless it waits. It finishes before it re
 there already, and `async_op=True` takes no stream of its own. Nothing runs in a capture: that is a fault.
 """
 
+# The type stubs of torch.distributed lack what its Python subclasses override.
+# pyright: reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false, reportPrivateImportUsage=false
+# pyright: reportAssignmentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -55,7 +59,7 @@ class Group(dist.ProcessGroup):
         self._sim = sim
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("simulated", store), rank, size, timeout)
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return backend_of(self._sim.kind)
 
     def _run(

@@ -42,7 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if kind and sglcore_sim.current() is None:
         os.environ["TRITON_INTERPRET"] = "1"
         sglcore_sim.install(
-            kind, devices=int(config.getoption("--sim-devices")), memory=size(str(config.getoption("--sim-memory")))
+            kind,
+            devices=int(str(config.getoption("--sim-devices"))),
+            memory=size(str(config.getoption("--sim-memory"))),
         )
 
 

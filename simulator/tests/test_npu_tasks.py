@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,8 +16,8 @@ class Attention:
     """One captured attention call over one page, with lengths from the host."""
 
     def __init__(self, sim, waits=True) -> None:
-        self.npu = torch.npu
         device = sim.device()
+        self.npu: Any = torch.get_device_module(device)
         torch.manual_seed(0)
         made = torch.randn(1, 1, HEADS, DIM).half(), torch.randn(2, 1, PAGE, HEADS * DIM).half()
         self.q, (self.k, self.v) = made[0].to(device), made[1].to(device)

@@ -13,7 +13,7 @@ import torch
 from sglcore.device.package import resolve
 from sglcore.runtime.attention.contract import AttentionBackend, Bucket, Unavailable
 from sglcore_cuda import package
-from sglcore_cuda.graphs import CudaCapture
+from sglcore_cuda.graphs import make_capture
 from tests.attention.on_device import Captured, Placed, place
 from tests.attention.rows import Heads
 
@@ -37,7 +37,7 @@ def backend(name: str) -> type[AttentionBackend]:
 
 def capture(step: Callable[[], None]) -> Callable[[], None]:
     """On a stream of its own, as a runner does."""
-    stream, mechanism = torch.Stream(torch.device(DEVICE)), CudaCapture()
+    stream, mechanism = torch.Stream(torch.device(DEVICE)), make_capture()
     torch.accelerator.synchronize()
     segment = mechanism.capture(step, stream, mechanism.make_pool())
     return segment.replay

@@ -11,7 +11,7 @@ import torch
 from sglcore.device.package import resolve
 from sglcore.runtime.attention.contract import AttentionBackend, Bucket, Unavailable
 from sglcore_hip import package
-from sglcore_hip.graphs import HipCapture
+from sglcore_hip.graphs import make_capture
 from tests.attention.on_device import Captured, Placed, place
 from tests.attention.rows import Heads
 
@@ -35,7 +35,7 @@ def backend(name: str) -> type[AttentionBackend]:
 
 def capture(step: Callable[[], None]) -> Callable[[], None]:
     """On a stream of its own, as a runner does."""
-    stream, mechanism = torch.Stream(torch.device(DEVICE)), HipCapture()
+    stream, mechanism = torch.Stream(torch.device(DEVICE)), make_capture()
     torch.accelerator.synchronize()
     segment = mechanism.capture(step, stream, mechanism.make_pool())
     return segment.replay

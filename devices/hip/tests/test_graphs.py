@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglcore_hip.graphs import HipCapture
+from sglcore_hip.graphs import make_capture
 
 DEVICE = torch.device("cuda:0")
 
 
 def test_a_segment_replays_on_what_its_buffers_hold() -> None:
-    capture, stream = HipCapture(), torch.Stream(DEVICE)
+    capture, stream = make_capture(), torch.Stream(DEVICE)
     given, made = torch.zeros(4, device=DEVICE), torch.zeros(4, device=DEVICE)
     torch.accelerator.synchronize()
     segment = capture.capture(lambda: made.copy_(given * 2), stream, capture.make_pool())  # pyright: ignore[reportArgumentType]
@@ -25,7 +25,7 @@ def test_a_segment_replays_on_what_its_buffers_hold() -> None:
 
 
 def test_two_segments_of_one_pool_run_in_order() -> None:
-    capture, stream = HipCapture(), torch.Stream(DEVICE)
+    capture, stream = make_capture(), torch.Stream(DEVICE)
     pool, total = capture.make_pool(), torch.zeros(3, device=DEVICE)
     torch.accelerator.synchronize()
     one = capture.capture(lambda: total.add_(1), stream, pool)  # pyright: ignore[reportArgumentType]
@@ -39,7 +39,7 @@ def test_two_segments_of_one_pool_run_in_order() -> None:
 
 
 def test_an_error_of_the_step_is_the_one_that_is_raised_and_the_stream_can_capture_again() -> None:
-    capture, stream = HipCapture(), torch.Stream(DEVICE)
+    capture, stream = make_capture(), torch.Stream(DEVICE)
     total = torch.zeros(3, device=DEVICE)
     torch.accelerator.synchronize()
 

@@ -15,7 +15,11 @@ package = DevicePackage(
         "gathered": "sglcore.runtime.attention.gathered:GatheredAttention",
         "reference": "sglcore.runtime.attention.reference:ReferenceAttention",
     },
-    graphs={"full": "sglcore_musa.graphs:full", "breakable": "sglcore_musa.graphs:breakable"},
+    graphs={
+        "full": "sglcore_musa.graphs:full",
+        "breakable": "sglcore_musa.graphs:breakable",
+        "piecewise": "sglcore_musa.graphs:piecewise",
+    },
     kernels="sglcore_musa.kernels:kernels",
     bring_up="sglcore_musa.bring_up:BRING_UP",
     pci_vendors=frozenset({0x1ED5}),

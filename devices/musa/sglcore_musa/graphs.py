@@ -1,65 +1,32 @@
-"""MUSA graphs: the stream capture that the core's graph backends drive."""
+"""MUSA graphs."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
-
-import torch
 
 from sglcore.device.facts import Facts
 from sglcore.runtime.graphs.backend import GraphBackend
 from sglcore.runtime.graphs.breakable import BreakableGraphs
 from sglcore.runtime.graphs.full import FullGraphs
+from sglcore.runtime.graphs.piecewise import PiecewiseGraphs, as_traced
+from sglcore.runtime.graphs.torch_capture import TorchCapture
 from sglcore.runtime.streams import Streams
 from sglcore_musa.vendor import musa
 
 
-class MusaSegment:
-    """One captured graph."""
-
-    def __init__(self, graph: Any) -> None:
-        self._graph = graph
-
-    def replay(self, update: object | None = None) -> None:
-        """Queue it on the current stream. This graph takes no update."""
-        assert update is None
-        self._graph.replay()
-
-    def reset(self) -> None:
-        """Free it; its memory goes back to the pool."""
-        self._graph.reset()
-
-
-class MusaCapture:
-    """Captures what a step queues on a stream; other threads may go on using the device."""
-
-    def make_pool(self) -> object:
-        """A pool of the extension's allocator that graphs share."""
-        return musa().graph_pool_handle()
-
-    def capture(self, step: Callable[[], None], stream: torch.Stream, pool: Any) -> MusaSegment:
-        """Record the work that `step` queues; raises what the step or the driver raised."""
-        graph = musa().MUSAGraph()
-        with stream:
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                step()
-            except BaseException:
-                # The driver gave up the capture too; what the step raised says why.
-                with suppress(RuntimeError):
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        return MusaSegment(graph)
+def make_capture() -> TorchCapture:
+    """Through the extension's names."""
+    return TorchCapture(musa().MUSAGraph, musa().graph_pool_handle)
 
 
 def full(facts: Facts, streams: Streams) -> GraphBackend:
     """Decode graphs."""
-    return FullGraphs(MusaCapture(), streams)
+    return FullGraphs(make_capture(), streams)
 
 
 def breakable(facts: Facts, streams: Streams) -> GraphBackend:
     """Decode graphs, and prefill graphs between which attention runs eagerly."""
-    return BreakableGraphs(MusaCapture(), streams)
+    return BreakableGraphs(make_capture(), streams)
+
+
+def piecewise(facts: Facts, streams: Streams) -> GraphBackend:
+    """Decode graphs, and prefill traced as one graph and split at attention. No compiler for this device ships with torch."""
+    return PiecewiseGraphs(make_capture(), streams, as_traced)

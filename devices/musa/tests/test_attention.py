@@ -13,7 +13,7 @@ import torch
 from sglcore.device.package import resolve
 from sglcore.runtime.attention.contract import Unavailable
 from sglcore_musa import package
-from sglcore_musa.graphs import MusaCapture
+from sglcore_musa.graphs import make_capture
 from tests.attention.on_device import Captured, Placed, place
 from tests.attention.rows import Heads
 
@@ -32,7 +32,7 @@ def backend(name: str) -> Any:
 
 def capture(step: Callable[[], None]) -> Callable[[], None]:
     """On a stream of its own, as a runner does."""
-    stream, mechanism = torch.Stream(torch.device(DEVICE)), MusaCapture()
+    stream, mechanism = torch.Stream(torch.device(DEVICE)), make_capture()
     torch.accelerator.synchronize()
     return mechanism.capture(step, stream, mechanism.make_pool()).replay
 

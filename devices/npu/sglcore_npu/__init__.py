@@ -14,7 +14,11 @@ package = DevicePackage(
         "gathered": "sglcore.runtime.attention.gathered:GatheredAttention",
         "reference": "sglcore.runtime.attention.reference:ReferenceAttention",
     },
-    graphs={"full": "sglcore_npu.graphs:full", "breakable": "sglcore_npu.graphs:breakable"},
+    graphs={
+        "full": "sglcore_npu.graphs:full",
+        "breakable": "sglcore_npu.graphs:breakable",
+        "piecewise": "sglcore_npu.graphs:piecewise",
+    },
     kernels="sglcore_npu.kernels:kernels",
     bring_up="sglcore_npu.bring_up:BRING_UP",
     pci_vendors=frozenset({0x19E5}),

@@ -1,17 +1,15 @@
-"""NPU graphs: the stream capture that the core's graph backends drive, and the host's update of attention at replay."""
+"""NPU graphs, and the host's update of attention at replay."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
-
-import torch
 
 from sglcore.device.facts import Facts
 from sglcore.runtime.graphs.backend import GraphBackend
 from sglcore.runtime.graphs.breakable import BreakableGraphs
 from sglcore.runtime.graphs.full import FullGraphs
+from sglcore.runtime.graphs.piecewise import PiecewiseGraphs, as_traced
+from sglcore.runtime.graphs.torch_capture import TorchCapture
 from sglcore.runtime.streams import Streams
 from sglcore_npu.tasks import HostLengths, npu
 
@@ -43,37 +41,22 @@ class NpuSegment:
         self._graph.reset()
 
 
-class NpuCapture:
-    """Captures what a step queues on a stream; other threads may go on using the device."""
-
-    def __init__(self) -> None:
-        self._updates = npu().Stream()
-
-    def make_pool(self) -> object:
-        """A pool of the extension's allocator that graphs share."""
-        return npu().graph_pool_handle()
-
-    def capture(self, step: Callable[[], None], stream: torch.Stream, pool: Any) -> NpuSegment:
-        """Record the work that `step` queues; raises what the step or the driver raised."""
-        graph = npu().NPUGraph()
-        with stream:
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                step()
-            except BaseException:
-                # The driver gave up the capture too; what the step raised says why.
-                with suppress(RuntimeError):
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        return NpuSegment(graph, self._updates)
+def make_capture() -> TorchCapture:
+    """Through the extension's names, with a stream for updates."""
+    updates = npu().Stream()
+    return TorchCapture(npu().NPUGraph, npu().graph_pool_handle, lambda graph: NpuSegment(graph, updates))
 
 
 def full(facts: Facts, streams: Streams) -> GraphBackend:
     """Decode graphs."""
-    return FullGraphs(NpuCapture(), streams)
+    return FullGraphs(make_capture(), streams)
 
 
 def breakable(facts: Facts, streams: Streams) -> GraphBackend:
     """Decode graphs, and prefill graphs between which attention runs eagerly."""
-    return BreakableGraphs(NpuCapture(), streams)
+    return BreakableGraphs(make_capture(), streams)
+
+
+def piecewise(facts: Facts, streams: Streams) -> GraphBackend:
+    """Decode graphs, and prefill traced as one graph and split at attention. No compiler for this device ships with torch."""
+    return PiecewiseGraphs(make_capture(), streams, as_traced)

@@ -14,7 +14,7 @@ from sglcore.device.batch import ForwardMode
 from sglcore.runtime.attention.contract import Bucket
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore_npu.attention_fused import FusedAttention, FusedPlan
-from sglcore_npu.graphs import NpuCapture, NpuSegment
+from sglcore_npu.graphs import NpuSegment, make_capture
 from sglcore_npu.tasks import HostLengths, Task, npu
 from tests.attention.on_device import Placed, place
 from tests.attention.rows import Heads
@@ -51,7 +51,7 @@ class Decode:
 
         step()
         torch.accelerator.synchronize()
-        capture = NpuCapture()
+        capture = make_capture()
         self.segment: NpuSegment = capture.capture(step, self.stream, capture.make_pool())
 
     def refresh(self, placed: Placed) -> HostLengths:
@@ -179,7 +179,7 @@ def test_an_update_that_fails_is_raised_and_lets_no_later_run_pass_on_its_events
 
 def captured(step: Callable[[], object], stream: torch.Stream) -> NpuSegment:
     """One segment in a pool of its own."""
-    capture = NpuCapture()
+    capture = make_capture()
     torch.accelerator.synchronize()
     return capture.capture(step, stream, capture.make_pool())  # pyright: ignore[reportArgumentType]
 

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils import backend_registration
 
 from sglcore_sim.faces import module
 
@@ -36,4 +37,4 @@ def plant(sim: Any) -> None:
     )
     torch._register_device_module(sim.kind.torch_name, made)
     sys.modules[made.__name__] = made
-    torch.utils.generate_methods_for_privateuse1_backend(for_module=False, for_storage=False)
+    backend_registration.generate_methods_for_privateuse1_backend(for_module=False, for_storage=False)

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils import backend_registration
 
 from sglcore_sim import vendors
 from sglcore_sim.faces import module
@@ -46,7 +47,7 @@ def streams() -> dict[str, Any]:
 
         @property
         def musa_stream(self):
-            return self.native_handle or 0
+            return self.native_handle or 0  # pyright: ignore[reportAttributeAccessIssue]
 
         def __eq__(self, o):
             return super().__eq__(o) if isinstance(o, Stream) else False
@@ -261,5 +262,5 @@ def plant(sim: Any) -> None:
     sys.modules["torch_musa"] = package
     torch._register_device_module("musa", package)
     sys.modules["torch.musa"] = package
-    torch.utils.generate_methods_for_privateuse1_backend(for_module=False, for_storage=False)
+    backend_registration.generate_methods_for_privateuse1_backend(for_module=False, for_storage=False)
     vendors.plant(sim)

@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils import backend_registration
 
 from sglcore_sim import vendors
 from sglcore_sim.faces import module
@@ -59,7 +60,7 @@ def streams(face: Face) -> dict[str, Any]:
 
         @property
         def npu_stream(self):
-            return self.native_handle or 0
+            return self.native_handle or 0  # pyright: ignore[reportAttributeAccessIssue]
 
         def __eq__(self, other):
             return super().__eq__(other) if isinstance(other, Stream) else False
@@ -350,7 +351,7 @@ def plant(sim: Any) -> None:
     sys.modules.update({"torch_npu": package, "torch_npu.npu": npu})
     torch._register_device_module("npu", npu)
     sys.modules["torch.npu"] = npu
-    torch.utils.generate_methods_for_privateuse1_backend(for_module=False, for_storage=False)
+    backend_registration.generate_methods_for_privateuse1_backend(for_module=False, for_storage=False)
     vendors.plant(sim)
     operators = {name: getattr(torch.ops.npu, name) for name in vendors.operators("npu")}
     vars(package).update(operators)

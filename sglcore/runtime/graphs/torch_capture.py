@@ -1,0 +1,59 @@
+"""Stream capture through a graph object with the names that torch gives its own: `capture_begin`, `capture_end`, `replay`,
+`reset`. A device whose torch module has such a class brings the class and the pool's handle, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from sglcore.runtime.attention.contract import HostUpdate
+from sglcore.runtime.graphs.capture import Segment
+
+
+class GraphSegment:
+    """One captured graph that takes no update."""
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+
+    def replay(self, update: HostUpdate | None = None) -> None:
+        """Queue it on the current stream."""
+        assert update is None, "this graph takes no update"
+        self._graph.replay()
+
+    def reset(self) -> None:
+        """Free it; its memory goes back to the pool."""
+        self._graph.reset()
+
+
+class TorchCapture:
+    """Captures what a step queues on a stream; other threads may go on using the device."""
+
+    def __init__(
+        self,
+        make_graph: Callable[[], Any],
+        make_pool: Callable[[], object],
+        make_segment: Callable[[Any], Segment] = GraphSegment,
+    ) -> None:
+        self._make_graph = make_graph
+        self.make_pool = make_pool
+        self._make_segment = make_segment
+
+    def capture(self, step: Callable[[], None], stream: torch.Stream, pool: Any) -> Segment:
+        """Record the work that `step` queues; raises what the step or the driver raised."""
+        graph = self._make_graph()
+        with stream:
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                step()
+            except BaseException:
+                # The driver gave up the capture too; what the step raised says why.
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return self._make_segment(graph)
