@@ -9,7 +9,17 @@ from types import ModuleType
 import torch
 
 from sglcore.runtime.attention import triton_decode, triton_extend
-from sglcore.runtime.kernels.triton import activation, cells, drawing, experts, norm, race, rotation, routing
+from sglcore.runtime.kernels.triton import (
+    activation,
+    cells,
+    drawing,
+    experts,
+    norm,
+    race,
+    rotated_store,
+    rotation,
+    routing,
+)
 from sglcore.runtime.kernels.triton.tuning import Tuning
 from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
@@ -17,7 +27,7 @@ from sglcore.sampling.race import make_race_tables
 from sglcore.sampling.sampler import make_state
 
 KERNELS: tuple[ModuleType, ...] = (
-    *(activation, cells, drawing, experts, norm, race, rotation, routing),
+    *(activation, cells, drawing, experts, norm, race, rotated_store, rotation, routing),
     *(triton_decode, triton_extend),
 )
 """Where the kernels are."""
@@ -59,10 +69,10 @@ def cases(lanes: int) -> Cases:
 def _elementwise(dtype: torch.dtype, tuning: Tuning) -> Cases:
     x, wide = torch.empty(TOKENS, 4096, dtype=dtype), torch.empty(TOKENS, 28672, dtype=dtype)
     heads, gain = torch.empty(TOKENS, 32, 128, dtype=dtype), torch.empty(4096, dtype=dtype)
-    q, k = torch.empty(TOKENS, 6144, dtype=dtype)[:, :5120].split([4096, 1024], dim=1)
+    q, k, v = torch.empty(TOKENS, 6144, dtype=dtype).split([4096, 1024, 1024], dim=1)
     cache, where = torch.empty(CELLS, 8, 128, dtype=dtype), torch.empty(TOKENS, dtype=torch.int64)
     ints, angles = torch.empty(TOKENS, dtype=torch.int32), torch.empty(256, 128)
-    kv = torch.empty(TOKENS, 8, 128, dtype=dtype)
+    kv, caches = torch.empty(TOKENS, 8, 128, dtype=dtype), (cache, cache)
     return {
         "norm": lambda: norm.rms_norm(x, gain, 1e-5, tuning),
         "head norm": lambda: norm.rms_norm(heads, gain[:128], 1e-5, tuning),
@@ -70,6 +80,10 @@ def _elementwise(dtype: torch.dtype, tuning: Tuning) -> Cases:
         "activation": lambda: activation.silu_and_mul(wide, tuning),
         "rotary": lambda: rotation.rotary(q, k, ints, angles, 128, tuning),
         "partial rotary": lambda: rotation.rotary(q, k, ints, angles[:, :64].contiguous(), 128, tuning),
+        "rotary and store": lambda: rotated_store.rotary_and_store(q, k, v, ints, angles, 128, *caches, where, tuning),
+        "partial rotary and store": lambda: rotated_store.rotary_and_store(
+            q, k, v, ints, angles[:, :64].contiguous(), 128, *caches, where, tuning
+        ),
         "routing": lambda: routing.top_k_routing(x[:, :128], 8, True, tuning),
         "plain routing": lambda: routing.top_k_routing(x[:, :128], 8, False, tuning),
         "store": lambda: cells.store_kv(kv, kv, cache, cache, where, tuning),

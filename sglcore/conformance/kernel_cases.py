@@ -133,6 +133,15 @@ def _store_kv(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...
     yield key, value, draw.values(80, 2, dim), draw.values(80, 2, dim), cells
 
 
+def _rotary_and_store(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
+    """One padding row names cell 0; the caches' other cells are distinct."""
+    for q, k, positions, cache, dim in _rotary(draw, tokens, strided):
+        cells = draw.permutation(71)[:tokens] + 1
+        cells[tokens // 2 : tokens // 2 + 1] = 0
+        caches = draw.values(80, 2, dim), draw.values(80, 2, dim)
+        yield q, k, draw.rows(tokens, 2 * dim, strided), positions, cache, dim, *caches, cells
+
+
 def _cache_locations(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
     for page_size in (1, 3, 16):
         table = draw.ints(0, 90, 7, 12)
@@ -176,11 +185,14 @@ _MAKERS: Mapping[str, Make] = MappingProxyType(
         "store_kv": _store_kv,
         "cache_locations": _cache_locations,
         "draw": _draw,
+        "rotary_and_store": _rotary_and_store,
     }
 )
 _WRITES: Mapping[str, tuple[int, ...]] = MappingProxyType(
-    {"add_rms_norm": (0, 1), "store_kv": (2, 3), "cache_locations": (4,)}
+    {"add_rms_norm": (0, 1), "store_kv": (2, 3), "cache_locations": (4,), "rotary_and_store": (6, 7)}
 )
+CELLS: Mapping[str, int] = MappingProxyType({"store_kv": 4, "cache_locations": 4, "rotary_and_store": 8})
+"""Entries whose results are, beside what they return, what they write: where their cell indices are."""
 _ONE_DTYPE = frozenset({"cache_locations", "draw"})
 
 

@@ -38,7 +38,9 @@ def one_case(target: Target) -> tuple[str, ...]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
     """`check(trial)` raises LawBroken, or NotApplicable; what else it raises is a broken law too. `needs` are names from
-    `Target.capabilities`. `tolerance` is by dtype of the model that runs. `cases` are its variants on a device."""
+    `Target.capabilities`. `tolerance` is by dtype of the model that runs. `cases` are its variants on a device.
+    `interpreted` are the cases that run the device's own kernels even where those are interpreted; None: all. The others
+    are about the order of work, and take the reference's kernels there, because an interpreted step takes a second."""
 
     name: str
     level: str
@@ -48,6 +50,7 @@ class Law:
     needs: frozenset[str] = frozenset()
     tolerance: Mapping[str, float] = field(default_factory=lambda: EXACT)
     cases: Callable[[Target], tuple[str, ...]] = one_case
+    interpreted: frozenset[str] | None = None
 
     def missing(self, capabilities: frozenset[str]) -> str:
         """The capabilities that this law needs and a device lacks, as text; empty if it lacks none."""

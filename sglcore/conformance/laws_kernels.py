@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from sglcore.conformance import mutants_kernels
-from sglcore.conformance.kernel_cases import Built, KernelCase, kernel_cases
-from sglcore.conformance.law import Law, LawBroken
+from sglcore.conformance.kernel_cases import CELLS, Built, KernelCase, kernel_cases
+from sglcore.conformance.law import Law, LawBroken, NotApplicable
 from sglcore.conformance.target import Target
 from sglcore.conformance.trial import Trial
-from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.reference import reference_kernels, rotary_and_store
 from sglcore.runtime.kernels.table import KernelTable, entry_names
 
 GUARD = 8
@@ -64,23 +64,26 @@ def kernel_is_reference(trial: Trial) -> None:
     bench = trial.kit.bench("dense")
     table: KernelTable = bench.running.built["kernels"]
     device, cells = bench.facts.tensor_device, getattr(torch, bench.facts.cache_loc_dtype)
+    if getattr(table, trial.case) is None:
+        raise NotApplicable(f"the kernel table has no {trial.case}")
     for case in kernel_cases(trial.case):
         args = _with_cell_dtype(trial.case, case, cells)
         _check_call(trial, table, args, case, device)
 
 
 def _with_cell_dtype(entry: str, case: KernelCase, cells: torch.dtype) -> tuple[Any, ...]:
-    """Cell indices in the dtype that the device's facts name: those of `store_kv`, and the result of `cache_locations`."""
-    if entry not in ("store_kv", "cache_locations"):
+    """Cell indices, given or written, in the dtype that the device's facts name."""
+    if entry not in CELLS:
         return case.args
-    return (*case.args[:4], case.args[4].to(cells))
+    place = CELLS[entry]
+    return (*case.args[:place], case.args[place].to(cells), *case.args[place + 1 :])
 
 
 @torch.inference_mode()
 def _check_call(trial: Trial, table: KernelTable, args: tuple[Any, ...], case: KernelCase, device: str) -> None:
     entry = trial.case
     wanted_args = tuple(arg.clone() if isinstance(arg, Tensor) else _built(arg, "cpu") for arg in args)
-    wanted = _call(reference_kernels(), entry, wanted_args)
+    wanted = _call(reference_kernels().replace(rotary_and_store=rotary_and_store), entry, wanted_args)
     guarded = {place: Guarded(arg, device, -3) for place, arg in enumerate(args) if isinstance(arg, Tensor)}
     given = tuple(guarded[place].tensor if place in guarded else _built(arg, device) for place, arg in enumerate(args))
     found = _call(table, entry, given)
@@ -89,8 +92,11 @@ def _check_call(trial: Trial, table: KernelTable, args: tuple[Any, ...], case: K
             raise LawBroken(f"{entry}, {case.text}: argument {place} was written")
         if not guard.guards_hold():
             raise LawBroken(f"{entry}, {case.text}: memory beside argument {place} was written")
-    if entry in ("store_kv", "cache_locations"):
-        found, wanted = (tuple(arguments[place] for place in case.writes) for arguments in (given, wanted_args))
+    if entry in CELLS:
+        found, wanted = (
+            (*result, *(arguments[place] for place in case.writes))
+            for result, arguments in ((found, given), (wanted, wanted_args))
+        )
     _compare(trial, case, found, wanted)
 
 
@@ -108,6 +114,8 @@ def _call(table: KernelTable, entry: str, args: tuple[Any, ...]) -> tuple[Tensor
         found: Any = table.linear(x, packed, bias)
     else:
         found = getattr(table, entry)(*args)
+    if found is None:
+        return ()
     return found if isinstance(found, tuple) else (found,)
 
 

@@ -273,7 +273,8 @@ def replay_cases(target: Target) -> tuple[str, ...]:
 
 
 def _c2(name: str, says: str, check: Callable[[Trial], None], *mutants: object, **more: object) -> Law:
-    return Law(name=name, level="C2", says=says, check=check, mutants=mutants, tolerance=LOGPROBS, **more)  # pyright: ignore[reportArgumentType]
+    given = {"interpreted": frozenset[str](), **more}
+    return Law(name=name, level="C2", says=says, check=check, mutants=mutants, tolerance=LOGPROBS, **given)  # pyright: ignore[reportArgumentType]
 
 
 TORCH = frozenset({"torch_runtime"})
@@ -326,6 +327,7 @@ LAWS: tuple[Law, ...] = (
         runtime.STAGES_ONCE,
         cases=padding_cases,
         needs=TORCH,
+        interpreted=frozenset({"full"}),
     ),
     _c2(
         "overlap_is_sequential",
@@ -342,6 +344,7 @@ LAWS: tuple[Law, ...] = (
         runtime.PADS_NOTHING,
         cases=replay_cases,
         needs=TORCH | {"graphs"},
+        interpreted=frozenset({"full/moe"}),
     ),
     _c2(
         "sampling_repeats",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sglcore.conformance.mutant import Mutant
+from sglcore.runtime.kernels import reference
 from sglcore.runtime.kernels.table import KernelTable, entry_names
 
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -48,6 +49,18 @@ def next_cell(real: Callable[..., Any]) -> Callable[..., Any]:
     def broken(*args: Any) -> None:
         real(*args)
         args[-1].add_(1)
+
+    return broken
+
+
+def stores_plain_keys(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Keys are stored as they were before the rotation."""
+
+    def broken(*args: Any) -> Tensor:
+        q = real(*args)
+        k, k_cache, cells = args[1], args[6], args[8]
+        k_cache.index_copy_(0, cells.long(), k.reshape(-1, *k_cache.shape[1:]).to(k_cache.dtype))
+        return q
 
     return broken
 
@@ -109,7 +122,8 @@ def sums_every_expert(real: Callable[..., Any]) -> Callable[..., Any]:
 
 def _mutant(entry: str, how: Change) -> Mutant:
     def change(table: KernelTable) -> KernelTable:
-        return table.replace(**{entry: how(getattr(table, entry))})
+        real = getattr(table, entry)
+        return table.replace(**{entry: how(getattr(reference, entry) if real is None else real)})
 
     words = getattr(how, "__name__").replace("_", " ")  # noqa: B009
     return Mutant(
@@ -122,6 +136,7 @@ _OWN: MappingProxyType[str, Change] = MappingProxyType(
 )
 MUTANTS: tuple[Mutant, ...] = (
     *(_mutant(entry, _OWN.get(entry, last_row_is_first)) for entry in entry_names()),
+    _mutant("rotary_and_store", stores_plain_keys),
     _mutant("rms_norm", ignores_strides),
     _mutant("silu_and_mul", refuses_zero_rows),
     _mutant("gelu", writes_input),

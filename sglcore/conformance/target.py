@@ -30,6 +30,10 @@ TORCH_STEPS = frozenset({"kernels", "memory_pools", "attention", "graphs"})
 """Steps of the bring-up of a device that runs on the torch runtime, which some laws look into."""
 
 
+TRITON_ATTENTION = "sglcore.runtime.attention.triton"
+TRITON_KERNELS = "sglcore.runtime.kernels.triton"
+
+
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """What the kit's models are given so that a backend takes them."""
@@ -90,6 +94,22 @@ class Target:
             "streams": facts.has_streams,
         }
         return frozenset(name for name, holds in offered.items() if holds)
+
+    def has_triton_kernels(self) -> bool:
+        """Entries of its kernel table are the core's Triton kernels. Raises what making the table raises."""
+        table = resolve(self.package.kernels, self.name)()
+        return any(origin.startswith(TRITON_KERNELS) for origin in table.origin.values())
+
+    def attention_without_triton(self, dtype: str) -> Mapping[str, str]:
+        """The setting that names the first backend after the core's Triton attention, if that is the first to take a
+        dtype; nothing if another one is."""
+        takes = [
+            (name, any(TRITON_ATTENTION in item.__module__ for item in kind.__mro__))
+            for name, kind in self.importable_attention().items()
+            if kind.facts.dtypes is None or dtype in kind.facts.dtypes
+        ]
+        other = next((name for name, is_triton in takes if not is_triton), "")
+        return {"attention_backend": other} if takes and takes[0][1] and other else {}
 
     def importable_attention(self) -> Mapping[str, Any]:
         """The attention backends whose libraries are installed, the preferred first."""

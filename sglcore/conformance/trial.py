@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,9 +55,25 @@ class Kit:
         self.target = target
         self.folder = folder
         self.settings = MappingProxyType({**DEFAULTS, **settings})
+        self._for_case: Mapping[str, Any] = MappingProxyType({})
+        self._is_interpreted: bool | None = None
         self._benches: dict[tuple[object, ...], Bench] = {}
         self._references: dict[tuple[str, int, int], Bench] = {}
         self._oracles: dict[tuple[str, int], Oracle] = {}
+
+    def take_case(self, law: Law, case: str) -> None:
+        """Start devices as a case wants them from now on: with the reference's kernels, and the attention after Triton's,
+        where Triton is interpreted and the case is not about kernels. A caller's own choice of kernels stands."""
+        is_slow = law.interpreted is not None and case not in law.interpreted and self._interprets_kernels()
+        chosen = {"kernels": "reference"} if is_slow and "kernels" not in self.settings else {}
+        self._for_case = MappingProxyType(chosen)
+
+    def _interprets_kernels(self) -> bool:
+        """Kernels of the device's table are Triton's and run in its interpreter, as they do where no hardware is."""
+        if self._is_interpreted is None:
+            is_on = os.environ.get("TRITON_INTERPRET") == "1" and "torch_runtime" in self.target.capabilities()
+            self._is_interpreted = is_on and self.target.has_triton_kernels()
+        return self._is_interpreted
 
     def checkpoint(self, model: str, head_dim: int) -> Path:
         """The folder of one of the kit's models, written when it is first asked for."""
@@ -81,13 +98,21 @@ class Kit:
     def open(self, model: str, **settings: Any) -> Bench:
         """Start the device on a model; the caller closes it. Settings are those of EngineConfig."""
         geometry = self.target.geometry(settings.get("attention_backend"))
-        given = {"page_size": geometry.page_size, "dtype": geometry.dtype, **self.settings, **settings}
+        given = {
+            "page_size": geometry.page_size,
+            "dtype": geometry.dtype,
+            **self.settings,
+            **self._for_case,
+            **settings,
+        }
+        if self._for_case and "attention_backend" not in given:
+            given |= self.target.attention_without_triton(str(given["dtype"]))
         model = model if given["dtype"] == "float32" else SMOOTH.get(model, model)
         return self._start(self.target, model, geometry, geometry.head_dim, given)
 
     def bench(self, model: str, **settings: Any) -> Bench:
         """A started device that laws share: whoever asks for the same gets the same."""
-        key = (model, *sorted(settings.items()))
+        key = (model, *sorted({**self._for_case, **settings}.items()))
         if key not in self._benches:
             self._benches[key] = self.open(model, **settings)
         return self._benches[key]
@@ -158,6 +183,7 @@ class Trial:
 def run_case(kit: Kit, law: Law, case: str) -> Outcome:
     """Check one case. What is raised is the outcome, and the shared devices are started anew after a failure."""
     trial = Trial(kit, law, case)
+    kit.take_case(law, case)
     begin = time.perf_counter()
     verdict, text = _verdict(trial)
     if verdict == "failed":

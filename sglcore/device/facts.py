@@ -12,8 +12,7 @@ from dataclasses import dataclass
 class Facts:
     """What the runtime must know about a device, as plain host data.
 
-    `tensor_device` is the device string a tensor library allocates on. `graph_kinds` are the capture mechanisms offered,
-    best first; eager execution is always there and is not listed. `page_size` is the preferred number of cells in a
+    `tensor_device` is the device string a tensor library allocates on. `page_size` is the preferred number of cells in a
     page. `shares_host_memory` says that a host array and a device tensor may be the same bytes. `default_graph` is the graph
     kind taken when none is asked for, or "off". `most_graph_segments` bounds the captured pieces that may exist at a time;
     None: only memory does.

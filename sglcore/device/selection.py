@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from sglcore.device.choice import ChosenDevice
@@ -81,13 +82,16 @@ def select(
     installed: Sequence[Installed],
     requested: Requested,
     unclaimed: Sequence[PciDevice] | None = None,
-    probe: Probe = run_probe,
+    probe: Probe | None = None,
+    system: System | None = None,
 ) -> Choice:
     """Choose by the rules at the top of this file; raises `DeviceError`, or whatever a package or its probe raised.
 
-    `unclaimed` are accelerators that no package answers for; by default the PCI bus is read. `probe` is called as
-    `probe(package, named)`; a caller that has probed already gives its own.
+    `unclaimed` are accelerators that no package answers for; by default the PCI bus of `system` is read (None:
+    `host_system()`). `probe` is called as `probe(package, named)`; a caller that has probed already gives its own.
     """
+    system = system or host_system()
+    probe = probe or partial(run_probe, system=system)
     if requested.name:
         return _named(installed, requested, probe)
     candidates = tuple(_candidate(item, probe, named=False) for item in installed)
@@ -105,7 +109,7 @@ def select(
     if accelerators:
         raise _unusable(accelerators[0], f"{_SETTING} chooses another device")
     if unclaimed is None:
-        unclaimed = unclaimed_devices(claimed_vendors(installed), host_system().path(PCI_DEVICES))
+        unclaimed = unclaimed_devices(claimed_vendors(installed), system.path(PCI_DEVICES))
     return _host(candidates, requested, unclaimed)
 
 

@@ -96,9 +96,9 @@ class System:
         return tuple(line.strip() for text in texts for line in text.splitlines())
 
 
-def host_system(environ: Mapping[str, str] = os.environ) -> System:
-    """This machine, or what `SGLCORE_SYSTEM_ROOT` names in its place."""
-    return System(Path(environ.get(VARIABLE) or "/"), MappingProxyType(dict(environ)))
+def host_system(environ: Mapping[str, str] = os.environ, root: str | None = None) -> System:
+    """This machine, or the one below `root`, or else below what `SGLCORE_SYSTEM_ROOT` names."""
+    return System(Path(root or environ.get(VARIABLE) or "/"), MappingProxyType(dict(environ)))
 
 
 def _findable(name: str) -> bool:

@@ -17,6 +17,7 @@ from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import resolve
 from sglcore.device.selection import Choice, Requested, select
+from sglcore.device.system import host_system
 from sglcore.device.worker import Limits, ModelWorker
 
 Progress = Callable[[str, int, int], None]
@@ -62,7 +63,7 @@ def choose(config: EngineConfig, ledger: DecisionLedger) -> Choice:
     requested = (
         Requested(config.device, "--device" if source == "argument" else source) if config.device else Requested()
     )
-    choice = select(discover(), requested)
+    choice = select(discover(), requested, system=host_system(root=config.system_root))
     ledger.record(*choice.rows)
     return choice
 

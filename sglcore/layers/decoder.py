@@ -30,7 +30,17 @@ QKV = ("q", "k", "v")
 class SelfAttention:
     """Projections, optional norms of each query and key head, rotary embedding, attention."""
 
-    __slots__ = ("_head_dim", "_rotary", "_sizes", "attention", "k_norm", "o_proj", "q_norm", "qkv_proj")
+    __slots__ = (
+        "_head_dim",
+        "_rotary",
+        "_rotary_and_store",
+        "_sizes",
+        "attention",
+        "k_norm",
+        "o_proj",
+        "q_norm",
+        "qkv_proj",
+    )
 
     def __init__(
         self, build: Build, layer_id: int, qkv_bias: bool = False, output_bias: bool = False, qk_norm: bool = False
@@ -45,6 +55,7 @@ class SelfAttention:
         self.o_proj = Linear(build.at("o_proj"), heads * size, config.hidden_size, output_bias)
         self.attention = Attention(layer_id, heads, kv_heads, size, sliding_window=config.sliding_windows[layer_id])
         self._rotary = build.kernels.rotary
+        self._rotary_and_store = build.kernels.rotary_and_store
         self._head_dim = size
 
     def operations(self) -> tuple[Operation, ...]:
@@ -55,11 +66,17 @@ class SelfAttention:
             Operation("attention_output", self.o_proj, takes=("attended",), gives=("hidden",)),
         )
 
-    def project(self, hidden: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of hidden [T, H] at positions int [T], each [T, heads * head_dim]."""
+    def project(
+        self, hidden: Tensor, positions: Tensor, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Queries, keys and values of hidden [T, H] at positions int [T], each [T, heads * head_dim]; keys and values are
+        None if they are stored."""
         q, k, v = self.qkv_proj(hidden).split(self._sizes, dim=-1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._norm(self.q_norm, q), self._norm(self.k_norm, k)
+        cells = None if self._rotary_and_store is None else self.attention.cells()
+        if self._rotary_and_store is not None and cells is not None:
+            return self._rotary_and_store(q, k, v, positions, cos_sin, self._head_dim, *cells), None, None
         q, k = self._rotary(q, k, positions, cos_sin, self._head_dim)
         return q, k, v
 

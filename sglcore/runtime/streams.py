@@ -22,6 +22,12 @@ class Streams:
         return nullcontext() if self.forward is None else self.forward
 
 
+def entered(stream: torch.Stream) -> AbstractContextManager[object]:
+    """A context in which `stream` is current. One that already is stays so: torch before 2.12 refuses to enter a stream twice."""
+    is_current = torch.accelerator.current_stream(stream.device) == stream
+    return nullcontext() if is_current else stream
+
+
 def make_streams(facts: Facts) -> Streams:
     """The streams of the facts' device, or none."""
     if not facts.has_streams:

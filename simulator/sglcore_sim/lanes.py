@@ -37,22 +37,29 @@ class Run:
     ends: np.ndarray
     arguments: Sequence[str]
     make: Callable[[str, str], Fault]
+    is_rehearsal: bool = False
     touched: dict[bool, list[np.ndarray]] = field(default_factory=lambda: {False: [], True: []})
 
-    def check(self, what: str, program: Any, pointers: np.ndarray, mask: Any, size: int, write: bool) -> None:
-        """A fault if a lane that is not masked off lies outside of every argument."""
+    def check(self, what: str, program: Any, pointers: np.ndarray, mask: Any, size: int, write: bool) -> Any:
+        """The lanes that run. A fault if one that is not masked off lies outside of every argument; at rehearsal, where
+        nothing that the kernel reads has been computed yet, such a lane is left out."""
         active = np.broadcast_to(np.ones((), bool) if mask is None else mask, pointers.shape).astype(bool)
         addresses = pointers[active].reshape(-1).astype(np.uint64)
         if not addresses.size:
-            return
+            return active
         index = np.searchsorted(self.starts, addresses, side="right").astype(np.int64) - 1
         outside = (index < 0) | (addresses + np.uint64(size) > self.ends[np.maximum(index, 0)])
-        if outside.any():
+        if outside.any() and self.is_rehearsal:
+            active[active] = ~outside
+            addresses = addresses[~outside]
+        elif outside.any():
             lanes = [tuple(int(i) for i in lane) for lane in np.argwhere(active)[outside][:NAMED]]
             raise self.make(
                 "out_of_bounds", self._text(what, program, lanes, int(outside.sum()), int(addresses[outside][0]), size)
             )
-        self.touched[write].append(np.unique(np.stack((addresses, addresses + np.uint64(size)), 1), axis=0))
+        if addresses.size:
+            self.touched[write].append(np.unique(np.stack((addresses, addresses + np.uint64(size)), 1), axis=0))
+        return active
 
     def _text(self, what: str, program: Any, lanes: list[tuple[int, ...]], count: int, address: int, size: int) -> str:
         near = int(
@@ -169,7 +176,9 @@ def _guard_memory(builder: Any) -> None:
                 pointers = args[1] if name == "create_atomic_rmw" else args[0]
                 size = pointers.get_element_ty().primitive_bitwidth // 8 or 1
                 mask = None if place is None else args[place].data
-                HERE.run.check(name.removeprefix("create_"), self.grid_idx, pointers.data, mask, size, write)
+                lanes = HERE.run.check(name.removeprefix("create_"), self.grid_idx, pointers.data, mask, size, write)
+                if HERE.run.is_rehearsal and place is not None:
+                    args = (*args[:place], type(args[place])(lanes, args[place].dtype), *args[place + 1 :])
             return original(self, *args)
 
         setattr(builder, name, method)  # foreign: the only place that knows the lanes
@@ -225,9 +234,10 @@ def launch(interpreter: Any, run_kernel: Callable[..., Any], executor: Any, args
         return run_kernel(*args, **kwargs)
     make = sim._log.make if sim is not None and on_device else Fault
 
-    def run(over: Callable[[Any], Any]) -> Run:
+    def run(over: Callable[[Any], Any], is_rehearsal: bool = False) -> Run:
         plain = {name: over(tensor) for name, tensor in tensors.items()}
         with running(make_run(name, plain, make)) as made:
+            made.is_rehearsal = is_rehearsal
             try:
                 run_kernel(*(over(value) for value in args), **{key: over(value) for key, value in kwargs.items()})
             except interpreter.InterpreterError as error:
@@ -251,7 +261,7 @@ def _on_device(sim: Any, name: str, tensors: list[torch.Tensor], run: Callable[.
     with sim.untracked():
         before = [_whole(view).clone() for view in views] if capturing else []
         try:
-            made = run(over)
+            made = run(over, capturing)
         finally:
             for view, kept in zip(views, before, strict=False):
                 _whole(view).copy_(kept)

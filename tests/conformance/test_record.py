@@ -18,6 +18,7 @@ from sglcore.conformance.trial import Kit, record_run, replay_run
 from sglcore.device.batch import CaptureHiddenMode
 from sglcore.device.errors import ConfigError
 from sglcore.engine.core import Engine
+from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
 
 
@@ -48,6 +49,7 @@ def test_what_was_written_is_read(record: Record, tmp_path: Path) -> None:
             other.forward_mode,
             other.composition,
         )
+        assert isinstance(batch.sampling, SamplingBatch) and isinstance(other.sampling, SamplingBatch)
         np.testing.assert_array_equal(batch.sampling.seed_words, other.sampling.seed_words)
         np.testing.assert_array_equal(result.token_ids, wanted.token_ids)
         assert result.path == wanted.path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -49,3 +50,11 @@ def test_the_environment_is_read_with_the_configuration_and_never_again(monkeypa
     assert started.choice.chosen.name == "cpu"
     with pytest.raises(DeviceError, match="'nowhere', from SGLCORE_DEVICE"):
         start(resolve_config({"max_requests": 1}))
+
+
+def test_the_device_is_looked_for_below_the_root_that_was_given(tmp_path: Path) -> None:
+    node = tmp_path / "dev" / "nvidia0"
+    node.parent.mkdir()
+    node.touch()
+    with pytest.raises(DeviceError, match="'cuda' is present but not usable: driver: there is no libcuda"):
+        start(EngineConfig(max_requests=1, threads=1, system_root=str(tmp_path)))

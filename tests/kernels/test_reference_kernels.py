@@ -12,13 +12,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
-from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.reference import reference_kernels, rotary_and_store
 from sglcore.runtime.kernels.table import entry_names
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.sampler import Sampler
 from tests.sampling.rows import staged
 
-TABLE = reference_kernels()
+TABLE = reference_kernels().replace(rotary_and_store=rotary_and_store)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 TOKENS = pytest.mark.parametrize("tokens", [0, 1, 7])
 
@@ -166,6 +166,26 @@ def test_store_kv_writes_its_cells_and_no_others(tokens: int, index_dtype) -> No
         for cache_of, rows_of in zip(caches, (key, value), strict=True):
             want = rows_of[rows[0]].bfloat16() if rows else torch.full((2, 3), 5.0).bfloat16()
             assert torch.equal(cache_of[cell], want)
+
+
+@DTYPES
+@TOKENS
+def test_rotary_and_store_stores_what_rotary_gives_and_returns_its_queries(dtype, tokens: int) -> None:
+    q, k, v = random(tokens, 8 * 12, dtype=dtype).split([48, 24, 24], dim=-1)
+    positions = torch.tensor([3, 0, 9, 9, 1, 2, 30][:tokens], dtype=torch.int32)
+    caches = [torch.full((12, 2, 12), 5.0, dtype=torch.bfloat16) for _ in range(2)]
+    cells = torch.tensor([11, 4, 0, 0, 7, 2, 1][:tokens], dtype=torch.int64)
+    table = cache(32, 8)
+    assert TABLE.rotary_and_store is not None
+    got = TABLE.rotary_and_store(q, k, v, positions, table, 12, caches[0], caches[1], cells)
+    want, keys = TABLE.rotary(q, k, positions, table, 12)
+    assert torch.equal(got, want)
+    for row, cell in enumerate(cells.tolist()):
+        if cell:
+            assert torch.equal(caches[0][cell], keys[row].view(2, 12).bfloat16())
+            assert torch.equal(caches[1][cell], v[row].view(2, 12).bfloat16())
+    untouched = [cell for cell in range(1, 12) if cell not in cells.tolist()]
+    assert all((cache_of[untouched] == 5).all() for cache_of in caches)
 
 
 def test_cache_locations_follow_the_page_table() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglcore.device.errors import ConfigError
-from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.reference import reference_kernels, rotary_and_store
 from sglcore.runtime.kernels.table import entry_names
 
 
@@ -27,7 +27,7 @@ class Silu:
 
 def test_the_origin_names_the_implementation_of_every_entry() -> None:
     origin = reference_kernels().origin
-    assert tuple(origin) == entry_names()
+    assert tuple(origin) == tuple(name for name in entry_names() if name != "rotary_and_store")
     assert origin["rms_norm"] == "sglcore.runtime.kernels.reference:rms_norm"
 
 
@@ -39,6 +39,18 @@ def test_a_replaced_entry_runs_and_says_where_it_is_from() -> None:
     assert table.origin["linear"] == first.origin["linear"]
     assert first.origin["gelu"] == "sglcore.runtime.kernels.reference:gelu"
     assert not torch.equal(table.gelu(torch.ones(1, 1)), first.gelu(torch.ones(1, 1)))
+
+
+def test_an_optional_entry_goes_when_what_it_does_the_work_of_is_replaced() -> None:
+    plain = reference_kernels()
+    assert plain.rotary_and_store is None
+    table = plain.replace(rotary_and_store=rotary_and_store)
+    assert table.origin["rotary_and_store"] == "sglcore.runtime.kernels.reference:rotary_and_store"
+    assert table.replace(gelu=fast_gelu).rotary_and_store is rotary_and_store
+    for name in ("rotary", "store_kv"):
+        entry = getattr(plain, name)
+        assert table.replace(**{name: entry}).rotary_and_store is None
+        assert table.replace(**{name: entry}, rotary_and_store=rotary_and_store).rotary_and_store is rotary_and_store
 
 
 def test_an_entry_that_does_not_exist_is_an_error() -> None:

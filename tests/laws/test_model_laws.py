@@ -83,19 +83,20 @@ def test_random_chunks_and_ragged_arrivals_change_nothing(case: Case, graph: str
     rng = np.random.default_rng(seed)
     chunk, stagger = int(rng.integers(2, 9)), int(rng.integers(1, 4))
     print(f"seed {seed}: chunks of {chunk}, an arrival every {stagger} steps")
-    engine = TokenEngine(case.folder, graph=graph, max_batch_tokens=chunk)
+    engine = TokenEngine(case.folder, graph=graph, max_batch_tokens=chunk, graph_token_buckets=(chunk,))
     results = engine.run(random_prompts(seed, LENGTHS), 12, score_prompts=True, stagger=stagger)
     check_logprobs(results, case.oracle)
+    check_paths(engine, graph)
 
 
 def test_overlap_changes_nothing(case: Case, graph: str) -> None:
     prompts = random_prompts(3, LENGTHS)
-    runs = [
-        TokenEngine(case.folder, graph=graph, overlap=overlap, max_batch_tokens=16).run(
-            prompts, 16, temperature=0.9, seed=7, stagger=2
-        )
-        for overlap in (True, False)
-    ]
+    settings = {"graph": graph, "max_batch_tokens": 16, "graph_token_buckets": (16,)}
+    runs = []
+    for overlap in (True, False):
+        engine = TokenEngine(case.folder, overlap=overlap, **settings)
+        runs.append(engine.run(prompts, 16, temperature=0.9, seed=7, stagger=2))
+        check_paths(engine, graph)
     assert [result.tokens for result in runs[0]] == [result.tokens for result in runs[1]]
     for results in runs:
         check_logprobs(results, case.oracle)
@@ -103,8 +104,10 @@ def test_overlap_changes_nothing(case: Case, graph: str) -> None:
 
 def test_any_page_order_and_size_changes_nothing(case: Case, graph: str) -> None:
     for page_size, seed in ((1, 4), (3, 5), (8, 6)) if graph == "off" else ((3, 5),):
-        engine = TokenEngine(case.folder, graph=graph, page_size=page_size, scramble_pages=seed)
+        settings = {"graph": graph, "page_size": page_size, "graph_token_buckets": (64,)}
+        engine = TokenEngine(case.folder, scramble_pages=seed, **settings)
         check_logprobs(engine.run(random_prompts(seed, LENGTHS), 10), case.oracle)
+        check_paths(engine, graph)
 
 
 def test_prefix_hits_change_nothing(case: Case, graph: str) -> None:
@@ -114,20 +117,24 @@ def test_prefix_hits_change_nothing(case: Case, graph: str) -> None:
     others = [base[:21] + tail for tail in random_prompts(9, (3, 1, 6))]
     check_logprobs(engine.run([base, *others], 8), case.oracle)
     assert engine.scheduler.stats()["hit_tokens"] >= 32 + 3 * 20
+    check_paths(engine, graph)
 
 
 def test_retraction_and_recompute_change_nothing(case: Case, graph: str) -> None:
     pages = CONTEXT // 4 + 2
-    engine = TokenEngine(case.folder, graph=graph, kv_cache_memory=pages * case.page_bytes(4), max_requests=4)
+    settings = {"graph": graph, "graph_token_buckets": (32,), "max_requests": 4}
+    engine = TokenEngine(case.folder, kv_cache_memory=pages * case.page_bytes(4), **settings)
     assert engine.worker.limits.num_pages == pages
     results = engine.run(random_prompts(10, (20, 24, 28, 22)), 30, stagger=1)
     assert engine.scheduler.stats()["retractions"] > 0
     check_logprobs(results, case.oracle)
+    check_paths(engine, graph)
 
 
 def test_stale_buffers_are_never_read(case: Case, graph: str) -> None:
-    engine = TokenEngine(case.folder, graph=graph, poison=True, max_batch_tokens=12)
+    engine = TokenEngine(case.folder, graph=graph, poison=True, max_batch_tokens=12, graph_token_buckets=(12,))
     check_logprobs(engine.run(random_prompts(11, LENGTHS), 10, stagger=2, score_prompts=True), case.oracle)
+    check_paths(engine, graph)
 
 
 @pytest.mark.needs("graphs.compiled")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -174,6 +176,43 @@ def test_steps_that_prompts_do_not_bring_run_eagerly(kind: str) -> None:
     assert not made.graphs.can_run(batch)
     batch.input_embeds, batch.forward_mode = None, ForwardMode.EMBED
     assert not made.graphs.can_run(batch)
+
+
+@KINDS
+def test_pieces_of_every_layer_and_size_share_the_memory_between_them(kind: str) -> None:
+    made = make_graph_site(kind, buckets=(), tokens=(8, 16))
+    assert made.graphs.prompts is not None
+    captured = [made.graphs.prompts._captured[size].step for size in (8, 16)]
+    calls = [part for step in captured for part in step.parts if isinstance(part, EagerCall)]
+    assert len(calls) == 2 * 2
+    places = {tuple(value.data_ptr() for value in (*call.found.inputs, call.output)) for call in calls}
+    assert len(places) == 1 and len(set(places.pop())) == 4
+
+
+@KINDS
+def test_a_walk_keeps_no_value_that_nothing_takes_any_more(kind: str) -> None:
+    site = make_site()
+    batch = site.runner.init_batch(Desk().extend({1: random_tokens(1, 6)}))
+    with torch.inference_mode(), forward_context(ForwardContext(site.attention, batch, site.model.attention_layers)):
+        walk = site.model.walk(batch) if kind == "breakable" else trace(lambda: site.model(batch)).walk()
+        query = weakref.ref(next(walk).inputs[0].untyped_storage())
+        walk.send(torch.zeros(6, site.model.attention_layers[0].num_heads * site.model.attention_layers[0].head_dim))
+    assert query() is None
+
+
+def test_a_trace_is_gone_with_its_last_user() -> None:
+    site = make_site()
+    batch = site.runner.init_batch(Desk().extend({1: random_tokens(1, 6)}))
+    with torch.inference_mode(), forward_context(ForwardContext(site.attention, batch, site.model.attention_layers)):
+        module = weakref.ref(trace(lambda: site.model(batch)).module)
+    gc.collect()
+    assert module() is None
+
+
+def test_more_sizes_than_torch_recompiles_one_function_are_traced() -> None:
+    sizes = tuple(range(4, 4 + 2 * torch._dynamo.config.recompile_limit, 2))
+    made = make_graph_site("piecewise", buckets=(), tokens=(*sizes, 32))
+    assert made.graphs.prompts is not None and len(made.graphs.prompts.sizes) == len(sizes) + 1
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ class FlashAttention(PageRowsAttention):
         head_dims=(64, 96, 128, 192, 256),
         dtypes=("float16", "bfloat16"),
         features=frozenset({"sliding_window", "mixed", "capture"}),
+        takes_stored=True,
     )
 
     def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:

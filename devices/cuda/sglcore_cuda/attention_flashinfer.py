@@ -23,7 +23,7 @@ from sglcore.runtime.attention.paged import (
     as_pages,
     offsets,
     page_lists,
-    store_rows,
+    pinned,
     window_left,
     with_padding,
 )
@@ -75,6 +75,7 @@ class FlashInferAttention(AttentionBackend):
         head_dims=(64, 128, 256),
         dtypes=("float16", "bfloat16"),
         features=frozenset({"sliding_window", "mixed", "capture"}),
+        takes_stored=True,
     )
 
     def __init__(self, *given: Any, **named: Any) -> None:
@@ -102,7 +103,7 @@ class FlashInferAttention(AttentionBackend):
             plan.wrappers, plan.num_tokens = self._decode[self._turn % 2], count
             self._plan_decode(plan.wrappers, lists)
         else:
-            starts = offsets(batch.extend_seq_lens_cpu)
+            starts = pinned(offsets(batch.extend_seq_lens_cpu), lists.pages)
             plan.wrappers, plan.num_tokens = self._prefill[self._turn % 2], int(starts[-1])
             self._plan_prefill(plan.wrappers, starts, lists)
         return plan
@@ -146,12 +147,14 @@ class FlashInferAttention(AttentionBackend):
                 global_override_indptr_cpu=lists.host_starts,
             )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, batch: ForwardBatch | None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
+    ) -> Tensor:
         """Store, then attend; rows beyond the real ones come out as zero."""
         assert batch is not None and batch.plan_record is not None
         plan = batch.plan_record.plan
         assert isinstance(plan, FlashInferPlan)
-        store_rows(self, k, v, layer, batch)
+        self.store(k, v, layer, batch)
         if not plan.wrappers:
             return torch.zeros_like(q)
         wrapper = plan.wrappers[layer.num_kv_heads, layer.head_dim, layer.sliding_window]

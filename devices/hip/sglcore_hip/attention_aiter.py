@@ -19,7 +19,6 @@ from sglcore.runtime.attention.paged import (
     cell_list,
     device_offsets,
     page_rows,
-    store_rows,
     window_left,
     with_padding,
 )
@@ -84,6 +83,7 @@ class AiterAttention(AttentionBackend):
         head_dims=(64, 128),
         dtypes=("float16", "bfloat16"),
         features=frozenset({"mixed", "capture"} | ({"sliding_window"} if DECODES_WINDOWS else set())),
+        takes_stored=True,
     )
 
     def __init__(self, *given: Any, **named: Any) -> None:
@@ -122,12 +122,14 @@ class AiterAttention(AttentionBackend):
         page_rows(self.req_to_token_pool, batch.req_pool_indices, out=plan.rows.pages)
         plan.rows.seq_lens.copy_(batch.seq_lens)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, batch: ForwardBatch | None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
+    ) -> Tensor:
         """Store, then attend; rows beyond the real ones come out as zero."""
         assert batch is not None and batch.plan_record is not None
         plan = batch.plan_record.plan
         assert isinstance(plan, AiterPlan)
-        store_rows(self, k, v, layer, batch)
+        self.store(k, v, layer, batch)
         if not plan.num_tokens:
             return torch.zeros_like(q)
         queries = q.view(-1, layer.num_heads, layer.head_dim)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket, Unavailable
 from sglcore.runtime.attention.layer import Attention
-from sglcore.runtime.attention.paged import as_pages, device_offsets, page_rows, store_rows, window_left
+from sglcore.runtime.attention.paged import as_pages, device_offsets, page_rows, window_left
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore_musa.vendor import musa
 
@@ -69,6 +69,7 @@ class FlashAttention(AttentionBackend):
         head_dims=(64, 128, 256),
         dtypes=("float16", "bfloat16"),
         features=frozenset({"sliding_window", "mixed", "capture"}),
+        takes_stored=True,
     )
 
     def plan(self, batch: ForwardBatch) -> FlashPlan:
@@ -95,12 +96,14 @@ class FlashAttention(AttentionBackend):
         if batch.extend_seq_lens_cpu is not None:
             plan.starts, plan.longest, plan.num_tokens = _queries(batch, len(plan.pages))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, batch: ForwardBatch | None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
+    ) -> Tensor:
         """Store, then attend; rows beyond the real ones come out as zero."""
         assert batch is not None and batch.plan_record is not None
         plan = batch.plan_record.plan
         assert isinstance(plan, FlashPlan)
-        store_rows(self, k, v, layer, batch)
+        self.store(k, v, layer, batch)
         if not plan.num_tokens:
             return torch.zeros_like(q)
         k_cache, v_cache = self.token_to_kv_pool.kv(layer.layer_id)

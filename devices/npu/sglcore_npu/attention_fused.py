@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket, Unavailable
 from sglcore.runtime.attention.layer import Attention
-from sglcore.runtime.attention.paged import padded_lengths, page_rows, store_rows
+from sglcore.runtime.attention.paged import padded_lengths, page_rows
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore_npu.tasks import HostLengths, Task, npu, record
 
@@ -58,6 +58,7 @@ class FusedAttention(AttentionBackend):
         head_dims=HEAD_DIMS,
         dtypes=("float16", "bfloat16"),
         features=frozenset({"mixed", "capture"}),
+        takes_stored=True,
     )
 
     def __init__(self, *given: Any) -> None:
@@ -88,12 +89,14 @@ class FusedAttention(AttentionBackend):
         plan.lengths = padded_lengths(batch, rows).tolist()
         return HostLengths(plan.tasks, plan.lengths)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, batch: ForwardBatch | None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
+    ) -> Tensor:
         """Store, then attend; rows beyond the real ones come out as zero."""
         assert batch is not None and batch.plan_record is not None
         plan = batch.plan_record.plan
         assert isinstance(plan, FusedPlan)
-        store_rows(self, k, v, layer, batch)
+        self.store(k, v, layer, batch)
         queries = q.view(-1, layer.num_heads, layer.head_dim)
         if plan.ends is not None:
             return self._extend(queries, plan, plan.ends, layer).view(q.shape)

@@ -51,8 +51,7 @@ class Decode:
 
         step()
         torch.accelerator.synchronize()
-        capture = make_capture()
-        self.segment: NpuSegment = capture.capture(step, self.stream, capture.make_pool())
+        self.segment = captured(step, self.stream)
 
     def refresh(self, placed: Placed) -> HostLengths:
         """Fill the buffers with a case over the same pools and refresh the plan, on the stream that replays."""
@@ -181,7 +180,9 @@ def captured(step: Callable[[], object], stream: torch.Stream) -> NpuSegment:
     """One segment in a pool of its own."""
     capture = make_capture()
     torch.accelerator.synchronize()
-    return capture.capture(step, stream, capture.make_pool())  # pyright: ignore[reportArgumentType]
+    segment = capture.capture(step, stream, capture.make_pool())  # pyright: ignore[reportArgumentType]
+    assert isinstance(segment, NpuSegment)
+    return segment
 
 
 def test_an_error_of_the_step_is_the_one_that_is_raised_and_the_stream_can_capture_again() -> None:

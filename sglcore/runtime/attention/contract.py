@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, final
 
 from torch import Tensor
 
@@ -26,7 +26,10 @@ class Unavailable(ImportError):
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
     """What a backend can do, read by selection. None means any; `padding_len` is the
-    sequence length that a padding row must show; `features` name what it serves beyond causal attention over pages."""
+    sequence length that a padding row must show; `features` name what it serves beyond causal attention over pages.
+
+    `takes_stored`: it reads new keys and values from their cells alone, so `forward` works where k and v are None.
+    """
 
     index_dtype: str | None = None
     page_sizes: tuple[int, ...] | None = None
@@ -34,6 +37,7 @@ class AttentionFacts:
     dtypes: tuple[str, ...] | None = None
     padding_len: int = 1
     features: frozenset[str] = frozenset()
+    takes_stored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,19 @@ class AttentionBackend(ABC):
         """Bring a captured plan up to date in place before replay; returns what the graph itself must be told."""
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, batch: ForwardBatch | None) -> Tensor:
-        """Store k, v [T, kv_heads * head_dim] at `batch.out_cache_loc` and attend q [T, heads * head_dim]; returns q's
-        shape. Padding rows may hold anything and change nothing. No host reads."""
+    def forward(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
+    ) -> Tensor:
+        """`store` k, v [T, kv_heads * head_dim] and attend q [T, heads * head_dim]; returns q's shape. Padding rows may
+        hold anything and change nothing. No host reads."""
+
+    @final
+    def store(self, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch) -> None:
+        """Store k, v [T, kv_heads * head_dim] at the batch's cells; both are None where the layer has done so."""
+        if k is None or v is None:
+            assert k is v and self.facts.takes_stored
+            return
+        assert batch.out_cache_loc is not None
+        shape = (k.shape[0], layer.num_kv_heads, layer.head_dim)
+        k_cache, v_cache = self.token_to_kv_pool.kv(layer.layer_id)
+        self.kernels.store_kv(k.view(shape), v.view(shape), k_cache, v_cache, batch.out_cache_loc)

@@ -36,7 +36,7 @@ class GatheredPlan(ReferencePlan):
 class GatheredAttention(ReferenceAttention):
     """Serves every shape, page size and window, in graphs of every stream device."""
 
-    facts = AttentionFacts(features=frozenset({"sliding_window", "encoder", "mixed", "capture"}))
+    facts = AttentionFacts(features=frozenset({"sliding_window", "encoder", "mixed", "capture"}), takes_stored=True)
 
     def capture_plan(self, bucket: Bucket) -> GatheredPlan:
         """Only sizes, and what follows from them: everything else is read on the device when the graph runs."""
@@ -53,19 +53,18 @@ class GatheredAttention(ReferenceAttention):
     def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> None:
         """Nothing: slots and lengths are read where the batch's buffers are."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, batch: ForwardBatch | None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
+    ) -> Tensor:
         """Store, then attend. Rows of padding requests hold what page 0 gives."""
         assert batch is not None and batch.plan_record is not None
         plan = batch.plan_record.plan
         if not isinstance(plan, GatheredPlan):
             return super().forward(q, k, v, layer, batch)
-        assert batch.out_cache_loc is not None
-        k_cache, v_cache = self.token_to_kv_pool.kv(layer.layer_id)
-        shape = (q.shape[0], layer.num_kv_heads, layer.head_dim)
-        self.kernels.store_kv(k.view(shape), v.view(shape), k_cache, v_cache, batch.out_cache_loc)
+        self.store(k, v, layer, batch)
         groups = layer.num_heads // layer.num_kv_heads
         queries = q.view(plan.batch_size, len(plan.offsets), layer.num_kv_heads, groups, layer.head_dim)
-        caches = k_cache, v_cache
+        caches = self.token_to_kv_pool.kv(layer.layer_id)
         return self._attend(queries.float() * layer.scaling, caches, plan, layer, batch).to(q.dtype).view(q.shape)
 
     def _attend(

@@ -37,9 +37,23 @@ class Attention:
         self.causal = causal
         self.cached = cached
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, heads * head_dim], k and v [T, kv_heads * head_dim] to [T, heads * head_dim]; stores k and v."""
+    def cells(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The caches [cells, kv_heads, head_dim] of keys and values and the cells int[T] of this forward's tokens, if the
+        caller may store there and then call with k and v None. Not where a compiler traces or the backend wants k and v.
+        """
+        if torch.compiler.is_compiling() or not self.cached:
+            return None
+        context = get_forward_context()
+        backend, batch = context.attn_backend, context.batch
+        if not backend.facts.takes_stored or batch is None or batch.out_cache_loc is None:
+            return None
+        return *backend.token_to_kv_pool.kv(self.layer_id), batch.out_cache_loc
+
+    def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        """q [T, heads * head_dim], k and v [T, kv_heads * head_dim] to [T, heads * head_dim]; stores k and v. Both are None
+        if they are in the layer's `cells` already."""
         if torch.compiler.is_compiling():
+            assert k is not None and v is not None
             return torch.ops.sglcore.attention(q, k, v, self.layer_id)
         context = get_forward_context()
         return context.attn_backend.forward(q, k, v, self, context.batch)

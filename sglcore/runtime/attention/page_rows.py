@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionPlan, Bucket
 from sglcore.runtime.attention.layer import Attention
-from sglcore.runtime.attention.paged import as_pages, device_offsets, page_rows, store_rows, with_padding
+from sglcore.runtime.attention.paged import as_pages, device_offsets, page_rows, with_padding
 from sglcore.runtime.forward_batch import ForwardBatch
 
 
@@ -61,12 +61,14 @@ class PageRowsAttention(AttentionBackend):
         page_rows(self.req_to_token_pool, batch.req_pool_indices, out=plan.pages)
         plan.seq_lens.copy_(batch.seq_lens)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, batch: ForwardBatch | None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
+    ) -> Tensor:
         """Store, then attend; rows beyond the real ones come out as zero."""
         assert batch is not None and batch.plan_record is not None
         plan = batch.plan_record.plan
         assert isinstance(plan, RowsPlan)
-        store_rows(self, k, v, layer, batch)
+        self.store(k, v, layer, batch)
         if not plan.num_tokens:
             return torch.zeros_like(q)
         k_pages, v_pages = (

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sglcore.runtime.attention.contract import AttentionBackend
-    from sglcore.runtime.attention.layer import Attention
     from sglcore.runtime.forward_batch import ForwardBatch
     from sglcore.runtime.memory.pools import ReqToTokenPool
 
@@ -106,14 +104,6 @@ def page_rows(pool: ReqToTokenPool, slots: Tensor, out: Tensor | None = None) ->
 def as_pages(cells: Tensor, page_size: int) -> Tensor:
     """Cells [cells, kv_heads, dim] as pages [pages, page_size, kv_heads, dim]; a view."""
     return cells.view(-1, page_size, cells.shape[1], cells.shape[2])
-
-
-def store_rows(backend: AttentionBackend, k: Tensor, v: Tensor, layer: Attention, batch: ForwardBatch) -> None:
-    """Store k, v [T, kv_heads * dim] of a layer at the batch's cells."""
-    assert batch.out_cache_loc is not None
-    shape = (k.shape[0], layer.num_kv_heads, layer.head_dim)
-    k_cache, v_cache = backend.token_to_kv_pool.kv(layer.layer_id)
-    backend.kernels.store_kv(k.view(shape), v.view(shape), k_cache, v_cache, batch.out_cache_loc)
 
 
 def with_padding(out: Tensor, q: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class ReferencePlan(AttentionPlan):
 class ReferenceAttention(AttentionBackend):
     """Serves every shape, page size and window; encoder attention too."""
 
-    facts = AttentionFacts(features=frozenset({"sliding_window", "encoder", "mixed"}))
+    facts = AttentionFacts(features=frozenset({"sliding_window", "encoder", "mixed"}), takes_stored=True)
 
     def plan(self, batch: ForwardBatch) -> ReferencePlan:
         """Gather indices for every row of the batch."""
@@ -146,20 +146,22 @@ class ReferenceAttention(AttentionBackend):
         pages = pool.page_table[slots[:, None], positions // pool.page_size].to(torch.int64)
         return pages * pool.page_size + positions % pool.page_size
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, batch: ForwardBatch | None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
+    ) -> Tensor:
         """Store, then attend; rows beyond the real ones come out as zero."""
         assert batch is not None and batch.plan_record is not None
         plan = batch.plan_record.plan
         assert isinstance(plan, ReferencePlan)
         kv_heads, dim = layer.num_kv_heads, layer.head_dim
         tokens = q.shape[0]
-        k, v = k.view(tokens, kv_heads, dim), v.view(tokens, kv_heads, dim)
         grouped = q.view(tokens, kv_heads, layer.num_heads // kv_heads, dim)
         if not layer.cached:
-            return self._encode(grouped, k, v, plan, layer).view(q.shape)
-        assert batch.out_cache_loc is not None
+            assert k is not None and v is not None
+            shape = (tokens, kv_heads, dim)
+            return self._encode(grouped, k.view(shape), v.view(shape), plan, layer).view(q.shape)
+        self.store(k, v, layer, batch)
         k_cache, v_cache = self.token_to_kv_pool.kv(layer.layer_id)
-        self.kernels.store_kv(k, v, k_cache, v_cache, batch.out_cache_loc)
         singles = plan.singles
         if singles is not None and singles.count == tokens:
             return self._attend_singles(grouped, k_cache, v_cache, singles, layer).reshape(q.shape)

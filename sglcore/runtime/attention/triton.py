@@ -40,7 +40,9 @@ class TritonAttention(AttentionBackend):
     """Paged attention over a table of pages: split decode, and extend with a prefix."""
 
     facts = AttentionFacts(
-        dtypes=("float32", "float16", "bfloat16"), features=frozenset({"sliding_window", "mixed", "capture"})
+        dtypes=("float32", "float16", "bfloat16"),
+        features=frozenset({"sliding_window", "mixed", "capture"}),
+        takes_stored=True,
     )
     tuning: ClassVar[kernels.Tuning] = kernels.Tuning()
 
@@ -70,14 +72,14 @@ class TritonAttention(AttentionBackend):
         plan.longest = int(lengths.max(initial=0))
         plan.tokens = int(lengths.sum())
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, batch: ForwardBatch | None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
+    ) -> Tensor:
         """Store, then attend; lines of an extend batch beyond the real ones come out as zero."""
-        assert batch is not None and batch.plan_record is not None and batch.out_cache_loc is not None
+        assert batch is not None and batch.plan_record is not None
         plan = batch.plan_record.plan
         assert isinstance(plan, TritonPlan)
-        shape = (q.shape[0], layer.num_kv_heads, layer.head_dim)
-        k_cache, v_cache = self.token_to_kv_pool.kv(layer.layer_id)
-        self.kernels.store_kv(k.view(shape), v.view(shape), k_cache, v_cache, batch.out_cache_loc)
+        self.store(k, v, layer, batch)
         is_covered = plan.singles is None or plan.tokens == q.shape[0]
         out = (torch.empty if is_covered else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
         singles = q.shape[0] if plan.singles is None else plan.singles

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from sglcore.runtime.attention.contract import HostUpdate
 from sglcore.runtime.streams import Streams
@@ -43,7 +44,7 @@ class StreamCapture(Protocol):
 
 
 class Recorder:
-    """Records segments on the forward stream, into one pool, and owns them."""
+    """Records segments on the forward stream, into one pool, and owns them and the memory between them."""
 
     def __init__(self, capture: StreamCapture, streams: Streams) -> None:
         if streams.forward is None:
@@ -52,6 +53,16 @@ class Recorder:
         self._stream = streams.forward
         self._pool: object | None = None
         self._segments: list[Segment] = []
+        self._between: dict[tuple[object, ...], Tensor] = {}
+
+    def between(self, name: object, like: Tensor) -> Tensor:
+        """Memory outside the pool for a tensor [rows, ...] that leaves or enters a segment, the same for every segment:
+        only until the next one of this name. Zeros at first. The largest must come first, and not under capture."""
+        key = (name, like.dtype, like.shape[1:])
+        found = self._between.get(key)
+        if found is None or len(found) < len(like):
+            found = self._between[key] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+        return found[: len(like)]
 
     def record(self, step: Callable[[], None]) -> Segment:
         """Run `step` once under capture; raises CaptureError if it queued no work on the forward stream."""
@@ -81,6 +92,7 @@ class Recorder:
         for segment in reversed(self._segments):
             segment.reset()
         self._segments.clear()
+        self._between.clear()
         self._pool = None
 
 

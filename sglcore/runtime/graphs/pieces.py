@@ -15,7 +15,8 @@ from sglcore.runtime.graphs.capture import Recorder, Segment
 
 @dataclass(frozen=True, slots=True)
 class EagerCall:
-    """A break with the static memory around it: inputs that a segment wrote, and the output that the next one reads."""
+    """A break with the memory around it: inputs that a segment wrote, and the output that the next one reads. All breaks
+    share it."""
 
     found: Break
     output: Tensor
@@ -45,16 +46,19 @@ class Pieces:
         return self.output
 
 
-def walk_once(walk: Walk) -> None:
-    """Run a walk without capture, every break giving zeros: what is lazy gets ready, and no cell is written."""
+def walk_once(recorder: Recorder, walk: Walk) -> None:
+    """Run a walk without capture, every break giving zeros: what is lazy gets ready, the memory between segments too, and
+    no cell of a request is written."""
     found = _advance(walk, None)
     while isinstance(found, Break):
-        found = _advance(walk, torch.zeros_like(found.inputs[0]))
+        inputs = _left(recorder, found).inputs
+        recorder.between("result", inputs[0])
+        found = _advance(walk, torch.zeros_like(inputs[0]))
 
 
 def record_pieces(recorder: Recorder, make_walk: Callable[[], Walk]) -> Pieces:
     """Walk once to warm up, then walk under capture, one segment up to each break and one after the last."""
-    walk_once(make_walk())
+    walk_once(recorder, make_walk())
     walk = make_walk()
     pieces = Pieces(keeps=walk)
     given: Tensor | None = None
@@ -64,15 +68,30 @@ def record_pieces(recorder: Recorder, make_walk: Callable[[], Walk]) -> Pieces:
         if isinstance(found, Tensor):
             pieces.output = found
             break
-        given = torch.zeros_like(found.inputs[0])
+        given = recorder.between("result", found.inputs[0])
         pieces.parts.append(EagerCall(found, given))
     return pieces
 
 
 def _record(recorder: Recorder, walk: Walk, given: Tensor | None) -> tuple[Break | Tensor, Segment]:
     found: list[Break | Tensor] = []
-    segment = recorder.record(lambda: found.append(_advance(walk, given)))
+
+    def step() -> None:
+        # Copied on both sides, so that the pool is free to reuse what only this segment needs.
+        result = _advance(walk, None if given is None else given.clone())
+        found.append(_left(recorder, result) if isinstance(result, Break) else result)
+
+    segment = recorder.record(step)
     return found[0], segment
+
+
+def _left(recorder: Recorder, found: Break) -> Break:
+    """The break with its tensors copied to memory that the next break of any walk uses again."""
+    inputs = (
+        recorder.between(place, value).copy_(value) if isinstance(value, Tensor) else value
+        for place, value in enumerate(found.inputs)
+    )
+    return Break(found.call, tuple(inputs))
 
 
 def _advance(walk: Walk, given: Tensor | None) -> Break | Tensor:

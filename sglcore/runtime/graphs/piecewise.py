@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -44,17 +45,22 @@ class SplitForward:
     arguments: tuple[Any, ...] = ()
 
     def walk(self) -> Walk:
-        """Run the pieces in order, stopping at every attention call. Compiles a piece when it is first reached."""
+        """Run the pieces in order, stopping at every attention call, and keep no value beyond its last use. Compiles a
+        piece when it is first reached."""
         values: dict[fx.Node, Any] = {}
         arguments = iter(self.arguments)
+        last = _last_uses(self.module.graph)
         for node in self.module.graph.nodes:
-            inputs = map_arg(node.args, values.__getitem__)
+            inputs, named = map_arg(node.args, values.__getitem__), map_arg(node.kwargs, values.__getitem__)
+            for passed in node.all_input_nodes:
+                if last[passed] is node:
+                    del values[passed]
             if node.op == "placeholder":
                 values[node] = next(arguments)
             elif node.op == "get_attr":
                 values[node] = _attribute(self.module, node.target)
             elif node.op == "call_function":
-                values[node] = node.target(*inputs, **map_arg(node.kwargs, values.__getitem__))
+                values[node] = node.target(*inputs, **named)
             elif node.op == "output":
                 return _hidden(inputs[0])
             elif _attention_in(_attribute(self.module, node.target)) is not None:
@@ -103,13 +109,18 @@ def trace(step: Callable[[], Tensor], compiler: PieceCompiler = as_traced) -> Sp
         return remember
 
     # A bucket has one shape and its buffers never move: nothing needs a guard.
-    compiled = torch.compile(  # pyright: ignore[reportCallIssue]  the overloads lack isolate_recompiles
-        step, fullgraph=True, dynamic=False, isolate_recompiles=True, backend=backend
-    )
-    compiled()
+    torch.compile(_alone(step), fullgraph=True, dynamic=False, backend=backend)()
     if len(found) != 1:
         raise CaptureError(f"the forward was traced as {len(found)} graphs; it must be one")
-    return found[0]
+    # Torch keeps every backend that it was given: what this one found must not be kept with it.
+    return found.pop()
+
+
+def _alone(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The same function with code of its own: torch keeps what it compiled, and bounds how often, by the code object."""
+    assert isinstance(step, FunctionType)
+    code = step.__code__.replace()
+    return FunctionType(code, step.__globals__, step.__name__, step.__defaults__, step.__closure__)
 
 
 def split_at_attention(module: fx.GraphModule) -> fx.GraphModule:
@@ -135,6 +146,11 @@ def _is_attention(node: fx.Node) -> bool:
 def _attention_in(module: Any) -> fx.Node | None:
     nodes = module.graph.nodes if isinstance(module, fx.GraphModule) else ()
     return next((node for node in nodes if _is_attention(node)), None)
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The last node that takes each node's value."""
+    return {passed: node for node in graph.nodes for passed in node.all_input_nodes}
 
 
 def _attribute(module: Any, path: str) -> Any:

@@ -12,6 +12,7 @@ import torch
 
 from sglcore.runtime.attention.contract import HostUpdate
 from sglcore.runtime.graphs.capture import Segment
+from sglcore.runtime.streams import entered
 
 
 class GraphSegment:
@@ -46,7 +47,7 @@ class TorchCapture:
     def capture(self, step: Callable[[], None], stream: torch.Stream, pool: Any) -> Segment:
         """Record the work that `step` queues; raises what the step or the driver raised."""
         graph = self._make_graph()
-        with stream:
+        with entered(stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 step()

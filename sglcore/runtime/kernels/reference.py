@@ -100,6 +100,24 @@ def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_c
     v_cache[out_cache_loc] = value.to(v_cache.dtype)
 
 
+def rotary_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    head_dim: int,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out_cache_loc: Tensor,
+) -> Tensor:
+    """One after the other. Not in the table: it would stand in the way of a device's own two."""
+    q, k = rotary(q, k, positions, cos_sin_cache, head_dim)
+    shape = (k.shape[0], *k_cache.shape[1:])
+    store_kv(k.view(shape), v.view(shape), k_cache, v_cache, out_cache_loc)
+    return q
+
+
 def cache_locations(page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int, out: Tensor) -> None:
     """The cell of each token, by its slot's page table."""
     pages = (positions // page_size).add_(slots, alpha=page_table.shape[1])
@@ -113,7 +131,7 @@ def draw(logits: Tensor, state: SamplingState, tables: RaceTables) -> tuple[Tens
 
 
 def reference_kernels() -> KernelTable:
-    """The table in which every entry is the reference."""
+    """The table in which every entry is the reference; an optional one is None."""
     return KernelTable(
         linear=linear,
         pack_linear=pack_linear,

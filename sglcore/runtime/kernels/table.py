@@ -95,20 +95,33 @@ class KernelTable:
     `tables` are those of the vocabulary. Logits are not changed. A bad row holds NaN, +inf or nothing but -inf; its
     token is 0. A greedy row's token is its first largest logit. Older packages do not give it.
     """
+    rotary_and_store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor, Tensor, Tensor], Tensor] | None = (
+        None
+    )
+    """`rotary_and_store(q, k, v [T, kv_heads * D], positions, cos_sin_cache, D, k_cache, v_cache, out_cache_loc) -> q`.
+
+    `rotary` of q and k, then `store_kv` of that k and of v, in one pass. None: a layer calls the two.
+    """
     origin: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Which implementation each entry is, as `module:name`; filled in, not given."""
+    """Which implementation each entry that is there is, as `module:name`; filled in, not given."""
 
     def __post_init__(self) -> None:
-        origin = {name: origin_of(getattr(self, name)) for name in entry_names()}
+        entries = {name: getattr(self, name) for name in entry_names()}
+        origin = {name: origin_of(entry) for name, entry in entries.items() if entry is not None}
         object.__setattr__(self, "origin", MappingProxyType(origin))
 
     def replace(self, **entries: Kernel) -> KernelTable:
-        """A new table with some entries replaced; raises `ConfigError` for a name that is not an entry."""
+        """A new table with some entries replaced; raises `ConfigError` for a name that is not an entry.
+
+        An entry that does the work of a replaced one goes, unless it is replaced too.
+        """
         unknown = sorted(entries.keys() - set(entry_names()))
         if unknown:
             raise ConfigError(
                 f"the kernel table has no entry {', '.join(unknown)}", wanted=f"one of {', '.join(entry_names())}"
             )
+        if not entries.keys().isdisjoint(("rotary", "store_kv")):
+            entries.setdefault("rotary_and_store", None)  # pyright: ignore[reportArgumentType]
         return dataclasses.replace(self, **entries)  # pyright: ignore[reportArgumentType]
 
 

@@ -198,6 +198,8 @@ REFERENCES: Mapping[str, Callable[..., Any]] = MappingProxyType(
     }
 )
 """References by the operator's name in the namespace `npu`."""
+SHAPED = ("npu_rms_norm", "npu_add_rms_norm", "npu_swiglu", "npu_rotary_mul", "npu_scatter_pa_kv_cache")
+"""Operators for which the extension brings a Meta kernel too, so that they can be traced; their references read no value."""
 
 
 def plant(sim: Any) -> None:
@@ -214,6 +216,8 @@ def library() -> torch.library.Library:
         made.define(schema)
     for name, reference in REFERENCES.items():
         made.impl(name, reference, "CPU")
+    for name in SHAPED:
+        made.impl(name, REFERENCES[name], "Meta")
     return made
 
 

@@ -22,6 +22,7 @@ from sglcore.runtime.kernels.triton.cells import cache_locations, store_kv
 from sglcore.runtime.kernels.triton.drawing import draw
 from sglcore.runtime.kernels.triton.experts import moe
 from sglcore.runtime.kernels.triton.norm import add_rms_norm, rms_norm
+from sglcore.runtime.kernels.triton.rotated_store import rotary_and_store
 from sglcore.runtime.kernels.triton.rotation import rotary
 from sglcore.runtime.kernels.triton.routing import top_k_routing
 from sglcore.runtime.kernels.triton.tuning import LaunchConfig, Tuning
@@ -41,5 +42,6 @@ def triton_kernels(tuning: Tuning = Tuning()) -> KernelTable:
         "store_kv": store_kv,
         "cache_locations": cache_locations,
         "draw": draw,
+        "rotary_and_store": rotary_and_store,
     }
     return reference_kernels().replace(**{name: partial(entry, tuning=tuning) for name, entry in entries.items()})

@@ -16,9 +16,19 @@ from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 
 @triton.jit
+def row_of(token, cells, tokens):
+    """Where a token goes: its cell, or without cells its own row. int64."""
+    row = token
+    if cells is not None:
+        row = tl.load(cells + token, mask=token < tokens, other=0).to(tl.int64)
+    return row
+
+
+@triton.jit
 def rotate_heads(
     x,
     out,
+    cells,
     positions,
     cos_sin,
     flat,
@@ -30,16 +40,17 @@ def rotate_heads(
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """Rows `flat` of (token, head) of x [tokens, HEADS * DIM] into out; `out_stride` lies between tokens.
+    """Rows `flat` of (token, head) of x [tokens, HEADS * DIM] into out; `out_stride` lies between tokens, or between cells
+    where `cells` says which one is a token's (None: its own row).
 
-    Products are rounded to the dtype before they are added, as the reference does.
+    Products are rounded to x's dtype before they are added, as the reference does, and so is their sum.
     """
     token, head = (flat // HEADS).to(tl.int64), flat % HEADS
     column = tl.arange(0, BLOCK)
     inside = (token < tokens)[:, None] & (column < HALF)[None, :]
     position = tl.load(positions + token, mask=token < tokens, other=0).to(tl.int64)
     angle = cos_sin + position[:, None] * (2 * HALF) + column[None, :]
-    dtype = out.dtype.element_ty
+    dtype = x.dtype.element_ty
     cos = rounded(tl.load(angle, mask=inside, other=0.0), dtype)
     sin = rounded(tl.load(angle + HALF, mask=inside, other=0.0), dtype)
     place = x + (token * x_stride + head * DIM)[:, None] + column[None, :]
@@ -47,21 +58,26 @@ def rotate_heads(
     second = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
     left = rounded(first * cos, dtype) - rounded(second * sin, dtype)
     right = rounded(second * cos, dtype) + rounded(first * sin, dtype)
-    place = out + (token * out_stride + head * DIM)[:, None] + column[None, :]
-    tl.store(place, narrow(left, dtype), mask=inside)
-    tl.store(place + HALF, narrow(right, dtype), mask=inside)
+    if out.dtype.element_ty != dtype:
+        left, right = rounded(left, dtype), rounded(right, dtype)
+    place = out + (row_of(token, cells, tokens) * out_stride + head * DIM)[:, None] + column[None, :]
+    tl.store(place, narrow(left, out.dtype.element_ty), mask=inside)
+    tl.store(place + HALF, narrow(right, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def copy_rest(
-    x, out, flat, tokens, x_stride, out_stride, HEADS, FROM: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr
+    x, out, cells, flat, tokens, x_stride, out_stride, HEADS, FROM: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr
 ):
     """The elements [FROM, DIM) of each head, which are not rotated."""
     token, head = (flat // HEADS).to(tl.int64), flat % HEADS
     column = FROM + tl.arange(0, REST)
     inside = (token < tokens)[:, None] & (column < DIM)[None, :]
     values = tl.load(x + (token * x_stride + head * DIM)[:, None] + column[None, :], mask=inside, other=0.0)
-    tl.store(out + (token * out_stride + head * DIM)[:, None] + column[None, :], values, mask=inside)
+    if out.dtype.element_ty != x.dtype.element_ty:
+        values = narrow(values.to(tl.float32), out.dtype.element_ty)
+    place = out + (row_of(token, cells, tokens) * out_stride + head * DIM)[:, None] + column[None, :]
+    tl.store(place, values, mask=inside)
 
 
 @triton.jit
@@ -86,13 +102,17 @@ def rotary_kernel(
     """Programs (rows of (token, head), q or k). Floor: q and k read and written once."""
     flat = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if tl.program_id(1) == 0:
-        rotate_heads(q, q_out, positions, cos_sin, flat, tokens, q_stride, Q_HEADS * DIM, Q_HEADS, HALF, BLOCK, DIM)
+        rotate_heads(
+            q, q_out, None, positions, cos_sin, flat, tokens, q_stride, Q_HEADS * DIM, Q_HEADS, HALF, BLOCK, DIM
+        )
         if REST > 0:
-            copy_rest(q, q_out, flat, tokens, q_stride, Q_HEADS * DIM, Q_HEADS, 2 * HALF, DIM, REST)
+            copy_rest(q, q_out, None, flat, tokens, q_stride, Q_HEADS * DIM, Q_HEADS, 2 * HALF, DIM, REST)
     else:
-        rotate_heads(k, k_out, positions, cos_sin, flat, tokens, k_stride, K_HEADS * DIM, K_HEADS, HALF, BLOCK, DIM)
+        rotate_heads(
+            k, k_out, None, positions, cos_sin, flat, tokens, k_stride, K_HEADS * DIM, K_HEADS, HALF, BLOCK, DIM
+        )
         if REST > 0:
-            copy_rest(k, k_out, flat, tokens, k_stride, K_HEADS * DIM, K_HEADS, 2 * HALF, DIM, REST)
+            copy_rest(k, k_out, None, flat, tokens, k_stride, K_HEADS * DIM, K_HEADS, 2 * HALF, DIM, REST)
 
 
 def rotary(

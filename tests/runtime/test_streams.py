@@ -1,0 +1,60 @@
+"""The context of a stream: entered once, whoever asks again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sglcore.runtime.graphs.torch_capture import TorchCapture
+from sglcore.runtime.streams import entered
+
+
+class Narrow:
+    """A stream as older releases of torch have it: its context may not be entered inside itself."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.is_entered = False
+
+    def __enter__(self) -> None:
+        if self.is_entered:
+            raise RuntimeError("Stream's context should not be initialized.")
+        self.is_entered = True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_entered = False
+
+
+class Graph:
+    """A graph that records nothing."""
+
+    def capture_begin(self, **_: Any) -> None:
+        """Begins."""
+
+    def capture_end(self) -> None:
+        """Ends."""
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A narrow stream, which is current while it is entered."""
+    made = Narrow()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: made if made.is_entered else None)
+    return made
+
+
+def test_a_stream_that_is_current_is_not_entered_again(stream: Any) -> None:
+    with entered(stream), entered(stream):
+        assert stream.is_entered
+    assert not stream.is_entered
+
+
+def test_a_capture_runs_on_its_stream_whether_or_not_that_is_current(stream: Any) -> None:
+    seen: list[bool] = []
+    capture = TorchCapture(Graph, object)
+    capture.capture(lambda: seen.append(stream.is_entered), stream, None)
+    with stream:
+        capture.capture(lambda: seen.append(stream.is_entered), stream, None)
+    assert seen == [True, True] and not stream.is_entered
