@@ -389,3 +389,47 @@ def test_a_runner_inside_the_scope_of_another_uses_its_own_backend(
     monkeypatch.setattr(model_runner, "forward_context", Leaks)
     with contexts.forward_context(contexts.ForwardContext(backend)), pytest.raises((AssertionError, RuntimeError)):
         serve(inner, oracle)
+
+
+@pytest.fixture
+def group(sim: Any, tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone, of the device's own kind."""
+    from sglcore_sim.collectives import backend_of
+
+    torch.distributed.init_process_group(
+        backend_of(sim.kind), init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.sim_faults("race")
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_a_collective_beside_the_forward_stream_must_wait_for_it(
+    checkpoint: tuple[Path, Any], sim: Any, group: None, monkeypatch: Patch, is_ordered: bool
+) -> None:
+    """The last hidden states are reduced over the ranks on a stream of collectives, with its waits and without them."""
+    from sglcore.layers.decoder import CausalLM
+
+    folder, oracle = checkpoint
+    real, side = CausalLM.finish, torch.Stream(sim.device())
+
+    def finish(self: CausalLM, state: Any) -> Any:
+        hidden, forward = real(self, state), torch.accelerator.current_stream()
+        if is_ordered:
+            side.wait_stream(forward)
+        with side:
+            torch.distributed.all_reduce(hidden)
+        if is_ordered:
+            forward.wait_stream(side)
+            hidden.record_stream(side)
+        return hidden
+
+    monkeypatch.setattr(CausalLM, "finish", finish)
+    made = engine(folder, graph="off")
+    if is_ordered:
+        serve(made, oracle)
+        assert not sim.faults
+        return
+    with pytest.raises(RuntimeError, match=r"\[race\].*all_reduce"):
+        serve(made, oracle)

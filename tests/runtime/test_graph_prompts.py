@@ -21,7 +21,7 @@ from sglcore.runtime.forward_context import ForwardContext, forward_context, get
 from sglcore.runtime.graph_runner import GraphRunner
 from sglcore.runtime.graphs.backend import Break, Walk
 from sglcore.runtime.graphs.capture import CaptureError
-from sglcore.runtime.graphs.pieces import EagerCall
+from sglcore.runtime.graphs.pieces import EagerCall, Pieces
 from sglcore.runtime.graphs.piecewise import inductor, trace
 from sglcore.runtime.graphs.prompts import MOST_PADDING, SMALLEST, PromptForward, token_buckets
 from tests.runtime.recording import GraphSite, make_graph_site
@@ -183,7 +183,8 @@ def test_pieces_of_every_layer_and_size_share_the_memory_between_them(kind: str)
     made = make_graph_site(kind, buckets=(), tokens=(8, 16))
     assert made.graphs.prompts is not None
     captured = [made.graphs.prompts._captured[size].step for size in (8, 16)]
-    calls = [part for step in captured for part in step.parts if isinstance(part, EagerCall)]
+    parts = [part for step in captured if isinstance(step, Pieces) for part in step.parts]
+    calls = [part for part in parts if isinstance(part, EagerCall)]
     assert len(calls) == 2 * 2
     places = {tuple(value.data_ptr() for value in (*call.found.inputs, call.output)) for call in calls}
     assert len(places) == 1 and len(set(places.pop())) == 4

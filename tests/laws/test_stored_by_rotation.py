@@ -1,0 +1,165 @@
+"""Keys and values that the rotation stores itself: the same numbers as when attention stores them, and defects that show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from sglcore.runtime import bring_up
+from sglcore.runtime.attention.reference import ReferenceAttention
+from sglcore.runtime.buffer_registry import FillContext, Slot
+from sglcore.runtime.kernels import reference
+from tests.checkpoints import qwen3, save
+from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
+from tests.laws.test_mutants import replace_attention
+
+Entry = Callable[..., Tensor]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
+    oracle = qwen3(max_position_embeddings=96)
+    yield save(oracle, tmp_path_factory.mktemp("stored")), oracle
+
+
+class Counted:
+    """An entry or a kernel that counts its calls."""
+
+    def __init__(self, real: Callable[..., Any]) -> None:
+        self.real, self.calls = real, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        return self.real(*args)
+
+
+def with_entries(patch: pytest.MonkeyPatch, **entries: Any) -> None:
+    """Every table that a bring-up makes from here on has these entries."""
+    real = bring_up.resolve
+
+    def other(ref: str, package: str = "") -> Any:
+        found = real(ref, package)
+        if not ref.endswith((":kernels", ":reference_kernels")):
+            return found
+        return lambda: found().replace(**entries)
+
+    patch.setattr(bring_up, "resolve", other)
+
+
+def triton_entry() -> Entry:
+    """The kernel, on the lane's device or in the interpreter."""
+    pytest.importorskip("triton", reason="needs the library triton")
+    from sglcore.runtime.kernels.triton.rotated_store import rotary_and_store
+
+    return rotary_and_store
+
+
+def run(folder: Path, oracle: Any, graph: str) -> tuple[TokenEngine, list[float]]:
+    """Chunks, late arrivals, padded buckets of both kinds: every log-probability, held against the oracle."""
+    engine = TokenEngine(folder, graph=graph, max_batch_tokens=40)
+    results = engine.run(random_prompts(21, (40, 25, 5, 30)), 12, stagger=2, score_prompts=True)
+    check_logprobs(results, oracle)
+    return engine, [value for result in results for value in (*result.prompt_logprobs, *result.logprobs)]
+
+
+@pytest.mark.parametrize("entry", ["plain", "triton"])
+def test_log_probabilities_are_those_of_an_engine_in_which_attention_stores(
+    checkpoint: tuple[Path, Any], graph: str, entry: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, wanted = run(*checkpoint, graph)
+    fused = Counted(triton_entry() if entry == "triton" else reference.rotary_and_store)
+    store = Counted(reference.store_kv)
+    with_entries(monkeypatch, store_kv=store, rotary_and_store=fused)
+    engine, found = run(*checkpoint, graph)
+    np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=0)
+    assert fused.calls > 0
+    if graph == "piecewise":
+        assert store.calls > 0, "what a compiler traced stores in attention"
+    else:
+        assert store.calls == 0
+    assert (graph == "off") or any(path.startswith(graph) for path in engine.paths)
+
+
+def plain_keys(*args: Any) -> Tensor:
+    """Stores keys that are not rotated."""
+    q = reference.rotary_and_store(*args)
+    k, k_cache, cells = args[1], args[6], args[8]
+    k_cache.index_copy_(0, cells.long(), k.reshape(-1, *k_cache.shape[1:]))
+    return q
+
+
+def nothing_stored(*args: Any) -> Tensor:
+    """Rotates, and leaves the cells as they are."""
+    return reference.rotary(*args[:2], *args[3:6])[0]
+
+
+def the_cell_before(*args: Any) -> Tensor:
+    """Stores one cell too low."""
+    return reference.rotary_and_store(*args[:8], (args[8] - 1).clamp(min=0))
+
+
+@pytest.mark.parametrize("defect", [plain_keys, nothing_stored, the_cell_before])
+def test_a_wrong_store_is_caught(
+    defect: Entry, checkpoint: tuple[Path, Any], graph: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_entries(monkeypatch, rotary_and_store=defect)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        run(*checkpoint, graph)
+
+
+class KeepsItsTail(Slot):
+    """Cells beyond the real tokens stay those of an earlier step."""
+
+    def pad(self, ctx: FillContext) -> None:
+        pass
+
+
+@pytest.mark.needs("graphs.breakable")
+@pytest.mark.parametrize("honest", [True, False])
+def test_padding_that_names_cells_of_another_step_is_caught(
+    honest: bool, checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured segment stores all rows of its bucket, padding too."""
+    folder, oracle = checkpoint
+    with_entries(monkeypatch, rotary_and_store=reference.rotary_and_store)
+    engine = TokenEngine(folder, graph="breakable", max_batch_tokens=40)
+    if not honest:
+        engine.worker.runner.prefill_registry.slot("out_cache_loc").__class__ = KeepsItsTail
+    prompts = random_prompts(4, (40, 25))
+    if honest:
+        check_logprobs(engine.run(prompts, 12, stagger=2), oracle)
+        assert "breakable:40" in engine.paths
+        return
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        check_logprobs(engine.run(prompts, 12, stagger=2), oracle)
+
+
+class WantsThem(ReferenceAttention):
+    """A backend that says nothing of stored keys, as one that was written before there were any."""
+
+    facts = replace(ReferenceAttention.facts, takes_stored=False)
+
+    def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, batch: Any) -> Tensor:
+        """With k and v."""
+        assert k is not None and v is not None
+        return super().forward(q, k, v, layer, batch)
+
+
+@pytest.mark.parametrize(("kind", "stores"), [(ReferenceAttention, False), (WantsThem, True)])
+def test_a_backend_that_wants_keys_and_values_is_given_them(
+    kind: type[ReferenceAttention], stores: bool, checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, oracle = checkpoint
+    fused, store = Counted(reference.rotary_and_store), Counted(reference.store_kv)
+    with_entries(monkeypatch, store_kv=store, rotary_and_store=fused)
+    engine = TokenEngine(folder, max_batch_tokens=8)
+    replace_attention(kind)(engine)
+    fused.calls = store.calls = 0
+    check_logprobs(engine.run(random_prompts(3, (5, 17)), 6, stagger=2), oracle)
+    assert (fused.calls == 0, store.calls > 0) == (stores, stores)
