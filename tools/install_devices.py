@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = "constraints.txt"
 SIMULATOR = "simulator"
+WHEELS = "build/wheels"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("+", " ".join(command[2:]), flush=True)
         if not options.dry_run:
             subprocess.run(command, cwd=options.root, check=True)
+    if options.all and not options.dry_run:
+        fetch_wheels(options.root, wanted)
     return 0
 
 
@@ -116,6 +119,17 @@ def pip_commands(
     core = f".[{extra}]" if extra else "."
     checkouts = tuple(word for folder in folders for word in ("-e", str(folder.relative_to(root))))
     return ((*pip, *index, *torch), (*pip, "-e", core, *checkouts))
+
+
+def fetch_wheels(root: Path, folders: Sequence[Path]) -> None:
+    """Vendors' wheels that tests read but never install, as a package's `[tool.sglcore] test-wheels` names them. Without
+    one, the tests that need it are skipped, and a run of all lanes says so."""
+    for folder in folders:
+        declared = tomllib.loads((folder / "pyproject.toml").read_text()).get("tool", {}).get("sglcore", {})
+        for wheel in declared.get("test-wheels", ()):
+            pip = (sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps")
+            ran = subprocess.run((*pip, "-d", str(root / WHEELS), wheel), cwd=root, check=False)
+            print(f"{wheel}: {'fetched for the tests' if ran.returncode == 0 else 'could not be fetched'}", flush=True)
 
 
 def other_torch(root: Path, version: str) -> str:

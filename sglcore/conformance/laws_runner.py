@@ -327,7 +327,6 @@ LAWS: tuple[Law, ...] = (
         runtime.STAGES_ONCE,
         cases=padding_cases,
         needs=TORCH,
-        interpreted=frozenset({"full"}),
     ),
     _c2(
         "overlap_is_sequential",

@@ -1,7 +1,7 @@
 """The simulated devices: what each chip says of itself, and the files by which its machine shows.
 
-Figures are the vendors' own, from data sheets and from what their tools print; memory is what a driver reports, which is
-seldom a round number. A figure that no vendor publishes is left out, never guessed.
+Figures follow what vendors publish; memory is near what a driver reports, which is seldom a round number. They were
+written down without a machine to read them from, and give tests realistic shapes and budgets: nothing measures by them.
 """
 
 from __future__ import annotations

@@ -116,6 +116,8 @@ def test_a_wrong_store_is_caught(
 class KeepsItsTail(Slot):
     """Cells beyond the real tokens stay those of an earlier step."""
 
+    __slots__ = ()
+
     def pad(self, ctx: FillContext) -> None:
         pass
 

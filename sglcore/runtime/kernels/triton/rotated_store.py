@@ -88,7 +88,7 @@ def rotary_and_store(
         return q_out
     q_heads, k_heads = q.shape[1] // head_dim, k.shape[1] // head_dim
     half = cos_sin_cache.shape[1] // 2
-    held = tuning.rows(power_of_two(half), tokens * q_heads)
+    held = tuning.rows(max(1, power_of_two(head_dim) // 2), tokens * q_heads)
     q_programs, k_programs = tiles(tokens * q_heads, held), tiles(tokens * k_heads, held)
     rotary_and_store_kernel[(q_programs + 2 * k_programs,)](
         q,
