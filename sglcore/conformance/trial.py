@@ -64,11 +64,11 @@ class Kit:
     def take_case(self, law: Law, case: str) -> None:
         """Start devices as a case wants them from now on: with the reference's kernels, and the attention after Triton's,
         where Triton is interpreted and the case is not about kernels. A caller's own choice of kernels stands."""
-        is_slow = law.interpreted is not None and case not in law.interpreted and self._interprets_kernels()
+        is_slow = law.interpreted is not None and case not in law.interpreted and self.interprets_kernels()
         chosen = {"kernels": "reference"} if is_slow and "kernels" not in self.settings else {}
         self._for_case = MappingProxyType(chosen)
 
-    def _interprets_kernels(self) -> bool:
+    def interprets_kernels(self) -> bool:
         """Kernels of the device's table are Triton's and run in its interpreter, as they do where no hardware is."""
         if self._is_interpreted is None:
             is_on = os.environ.get("TRITON_INTERPRET") == "1" and "torch_runtime" in self.target.capabilities()
@@ -152,6 +152,11 @@ class Trial:
         self.case = case
         self.max_error: float | None = None
         self.remarks: list[str] = []
+
+    @property
+    def is_interpreted(self) -> bool:
+        """This case runs the device's own kernels in an interpreter, a second a step: choose less."""
+        return self.law.interpreted is not None and self.case in self.law.interpreted and self.kit.interprets_kernels()
 
     def remember(self, remark: str) -> None:
         """Keep what a skip should tell."""

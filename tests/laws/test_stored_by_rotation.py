@@ -20,6 +20,7 @@ from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
 from tests.laws.test_mutants import replace_attention
 
 Entry = Callable[..., Tensor]
+STORED: Entry = reference.rotary_and_store
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +102,8 @@ def nothing_stored(*args: Any) -> Tensor:
 
 def the_cell_before(*args: Any) -> Tensor:
     """Stores one cell too low."""
-    return reference.rotary_and_store(*args[:8], (args[8] - 1).clamp(min=0))
+    *given, cells = args
+    return STORED(*given, (cells - 1).clamp(min=0))
 
 
 @pytest.mark.parametrize("defect", [plain_keys, nothing_stored, the_cell_before])

@@ -107,7 +107,10 @@ class Tasks:
         """Calls from here on are one group; the stream must be capturing."""
         if not self._sim._core.is_capturing():
             raise RuntimeError("graph_task_group_begin wants a stream that is being captured")
-        recording = Recording(self._sim, Handle(torch.empty(1, dtype=torch.uint8, device=stream.device)))
+        # Beside the captured stream, so that the marker is no memory of the pool, which other graphs write too.
+        with torch.Stream(stream.device):
+            marker = torch.empty(1, dtype=torch.uint8, device=stream.device)
+        recording = Recording(self._sim, Handle(marker))
         recording.__enter__()
         self._recording.append(recording)
 
