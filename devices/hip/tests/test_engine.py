@@ -15,9 +15,14 @@ from tests.laws import half
 NAMES = [name for name in package.attention if name != "reference"]
 
 
-@pytest.fixture(scope="module", params=[None, 7], ids=["full", "window"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
-    yield half.checkpoint(tmp_path_factory.mktemp("model"), request.param)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
+    yield half.checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
+    yield half.checkpoint(tmp_path_factory.mktemp("windowed"), 7)
 
 
 def run(model: tuple[Any, Path], attention: str, graph: str, **settings: Any) -> set[str]:
@@ -41,3 +46,11 @@ def test_eager(model: tuple[Any, Path], attention: str, overlap: bool) -> None:
 def test_graphs(model: tuple[Any, Path], attention: str, graph: str) -> None:
     kinds = {path.partition(":")[0] for path in run(model, attention, graph)}
     assert {"full", graph} <= kinds
+
+
+@pytest.mark.parametrize("attention", NAMES)
+def test_a_model_with_windows_is_served_by_decode_and_prefill_graphs(
+    windowed: tuple[Any, Path], attention: str
+) -> None:
+    kinds = {path.partition(":")[0] for path in run(windowed, attention, "breakable")}
+    assert {"full", "breakable"} <= kinds
