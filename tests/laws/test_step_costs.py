@@ -1,0 +1,62 @@
+"""What a decode step may cost on a device with streams, with that device's own preferred attention and graphs: no wait but
+for the ticket's event, and at most two copies to the device."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci.lanes import Lane
+from sglcore.device.batch import ScheduleBatch
+from tests.checkpoints import llama, save
+from tests.laws.engine import TokenEngine, random_prompts
+
+MOST_COPIES = 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads that every vendor's library takes."""
+    oracle = llama(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256)
+    return save(oracle, tmp_path_factory.mktemp("step_costs"))
+
+
+@pytest.mark.needs("streams", "simulator", "graphs.full")
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_replayed_decode_step_waits_for_nothing_and_copies_at_most_twice(
+    folder: Path, lane: Lane, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    sim: Any = sys.modules["sglcore_sim"].current()
+    engine = TokenEngine(
+        folder,
+        dtype="float16",
+        graph="full",
+        overlap=overlap,
+        attention_backend=None,
+        kernels="reference",
+        page_size=None,
+        kv_cache_memory=64 << 20,
+    )
+    real, copies = engine.worker.submit, []
+
+    def submit(batch: ScheduleBatch) -> Any:
+        before = sim.stats()
+        with sim.no_sync():
+            ticket = real(batch)
+        after = sim.stats()
+        if batch.forward_mode.is_decode:
+            copies.append(after["h2d_copies"] - before["h2d_copies"])
+            assert after["pageable_h2d"] == before["pageable_h2d"]
+            assert after["host_syncs"] == before["host_syncs"]
+        return ticket
+
+    monkeypatch.setattr(engine.worker, "submit", submit)
+    engine.run(random_prompts(5, (3, 20, 9)), 40, stagger=3)
+    print(
+        f"{type(engine.worker.runner.attn_backend).__name__}: copies of {len(copies)} decode steps: {sorted(set(copies))}"
+    )
+    assert len(copies) > 30 and max(copies) <= MOST_COPIES
+    assert any(path.startswith("full:") for path in engine.paths)
