@@ -31,8 +31,8 @@ def sources() -> tuple[Path, ...]:
 
 
 def cache_folder() -> Path:
-    """`SGLCORE_SIM_CACHE`, or the user's cache folder."""
-    named = os.environ.get("SGLCORE_SIM_CACHE")
+    """`SGLSIM_CACHE`, or the user's cache folder."""
+    named = os.environ.get("SGLSIM_CACHE")
     if named:
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglcore-sim"

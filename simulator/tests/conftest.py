@@ -16,12 +16,12 @@ from sglcore_sim import Simulator
 
 @pytest.fixture(scope="session")
 def device_of_process() -> Simulator:
-    """Installed by `pytest --sim=KIND`, or here from SGLCORE_SIM."""
+    """Installed by `pytest --sim=KIND`, or here from SGLSIM."""
     gc.freeze()  # what pytest and torch loaded is no garbage of a test
     present = sglcore_sim.current()
     if present:
         return present
-    kind = os.environ.get("SGLCORE_SIM")
+    kind = os.environ.get("SGLSIM")
     if not kind:
         pytest.skip("needs a simulated device: run with --sim=KIND")
     return sglcore_sim.install(kind, devices=2, memory=1 << 30)

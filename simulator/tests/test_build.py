@@ -14,7 +14,7 @@ from sglcore_sim import KINDS, Fault, build
 def made_up_sources(tmp_path, monkeypatch):
     source = tmp_path / "core.cpp"
     source.write_text("int core;")
-    monkeypatch.setenv("SGLCORE_SIM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SGLSIM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "sources", lambda: (source,))
     return source
 
