@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import tomllib
 from collections import defaultdict
@@ -12,6 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ci.lanes import ROOT
+
+
+_KIT = re.compile(r"^devices/[^/]+/tests/test_conformance\.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +60,15 @@ def read(records: Sequence[Path], root: Path = ROOT) -> Table:
         lane, at = values["lane"], values["at"]
         names.append(lane)
         for test, known in values["tests"].items():
-            tests[test][lane] = Cell(known["outcome"], at, known.get("reason", ""))
+            tests[shared(test)][lane] = Cell(known["outcome"], at, known.get("reason", ""))
         for test, missing in values["left_out"].items():
-            tests[test][lane] = Cell("left out", at, f"needs {', '.join(missing)}")
+            tests[shared(test)][lane] = Cell("left out", at, f"needs {', '.join(missing)}")
     return Table(tuple(names), dict(tests), gaps(root))
+
+
+def shared(test: str) -> str:
+    """The conformance kit is one suite, whichever package's file runs it: each of its laws is one row."""
+    return _KIT.sub("devices/*/tests/test_conformance.py", test)
 
 
 def gaps(root: Path) -> dict[str, tuple[str, ...]]:

@@ -65,6 +65,22 @@ def test_the_table_shows_every_test_and_names_what_ran_nowhere(tmp_path: Path) -
     assert "1970-01-01" in text and "t.py" in summary(table)
 
 
+def test_a_law_of_the_kit_is_one_test_whichever_package_runs_it(tmp_path: Path) -> None:
+    passed, skip = (
+        {"outcome": "passed", "seconds": 1.0},
+        {"outcome": "skipped", "seconds": 0.0, "reason": "large pages"},
+    )
+    file = "tests/test_conformance.py::test_law[C2-retraction]"
+    one = record(tmp_path, "one", {f"devices/one/{file}": passed, "devices/one/tests/test_x.py::a": passed}, {})
+    two = record(tmp_path, "two", {f"devices/two/{file}": skip, "devices/two/tests/test_x.py::a": skip}, {})
+    table = read([one, two], tmp_path)
+    assert table.never_ran == ("devices/two/tests/test_x.py::a",)
+    assert {lane: cell.outcome for lane, cell in table.tests[f"devices/*/{file}"].items()} == {
+        "one": "passed",
+        "two": "skipped",
+    }
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_a_lane_can_not_run_is_left_out_and_recorded(tmp_path: Path, workers: int) -> None:
     (ROOT / "build").mkdir(exist_ok=True)
