@@ -14,7 +14,6 @@ from types import MappingProxyType
 
 from ci.lanes import ROOT
 
-
 _KIT = re.compile(r"^devices/[^/]+/tests/test_conformance\.py")
 
 
