@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from sglcore.checkpoint.config import ModelConfig
 from sglcore.layers.attention import Attention
-from sglcore.models.config import ModelConfig
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.table import KernelTable
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from sglcore.checkpoint.config import MoeConfig
 from sglcore.layers.build import Build
 from sglcore.layers.linear import Linear
 from sglcore.layers.program import Operation, Stage
-from sglcore.models.config import MoeConfig
 
 ROUTED = ("rows", "row_weights", "row_experts")
 """What reaches the experts: hidden rows, the weight of each choice, and the experts chosen."""

@@ -14,8 +14,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from sglcore.checkpoint.config import ModelConfig, RopeConfig
 from sglcore.device.errors import ConfigError
-from sglcore.models.config import ModelConfig, RopeConfig
 
 Frequencies = tuple[Tensor, float]
 

@@ -16,9 +16,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from sglcore.checkpoint.config import EMPTY, ModelConfig
 from sglcore.device.errors import CheckpointError
 from sglcore.layers.build import Build, Model, Weights
-from sglcore.models.config import EMPTY, ModelConfig
 from sglcore.models.registry import model_class
 from sglcore.models.safetensors_file import DTYPES, Entry, SafetensorsFile
 from sglcore.runtime.kernels.table import KernelTable

@@ -7,7 +7,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
-from sglcore.device.errors import ConfigError
+from sglcore.checkpoint.config import check_architecture
 
 if TYPE_CHECKING:
     from sglcore.layers.build import ModelClass
@@ -25,19 +25,11 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 )
 """The architectures of this package, by the name in `config.json`."""
 
-ENCODERS = frozenset({"BertModel", "BertForMaskedLM"})
-"""Architectures that give hidden states and no logits."""
-
 
 def model_ref(architecture: str, extra: Mapping[str, str] = MappingProxyType({})) -> str:
     """The `module:Class` of an architecture; `extra` adds to the built-in ones and wins. Raises `ConfigError`."""
     known = {**ARCHITECTURES, **extra}
-    if architecture not in known:
-        raise ConfigError(
-            f"the architecture {architecture!r} is not supported",
-            wanted=f"one of {', '.join(sorted(known))}",
-            remedy="choose another model, or map its name to a class of yours",
-        )
+    check_architecture(architecture, known)
     return known[architecture]
 
 

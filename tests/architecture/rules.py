@@ -13,23 +13,24 @@ ARROWS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "": frozenset({"engine", "sampling"}),
         "device": frozenset(),
+        "checkpoint": frozenset({"device"}),
         "sampling": frozenset({"device"}),
         "schedule": frozenset({"device", "sampling"}),
         "runtime": frozenset({"device", "sampling"}),
-        "layers": frozenset({"device", "runtime", "models"}),
-        "models": frozenset({"device", "runtime", "layers"}),
+        "layers": frozenset({"device", "checkpoint", "runtime"}),
+        "models": frozenset({"device", "checkpoint", "runtime", "layers"}),
         "engine": frozenset({"device", "sampling", "schedule"}),
         "serving": frozenset({"device", "sampling", "schedule", "engine"}),
         "cli": frozenset({"device", "sampling", "schedule", "engine", "serving", "conformance"}),
         "conformance": frozenset(
-            {"device", "sampling", "schedule", "runtime", "layers", "models", "engine", "serving"}
+            {"device", "checkpoint", "sampling", "schedule", "runtime", "layers", "models", "engine", "serving"}
         ),
     }
 )
 """What each part of `sglcore` may import besides itself; "" is `sglcore/__init__.py`."""
 
-DEVICE_ARROWS = frozenset({"device", "runtime"})
-"""What a device package may import of the core."""
+DEVICE_ARROWS = frozenset({"device", "checkpoint", "sampling", "runtime"})
+"""What a device package may import of the core; a package without torch stays with files that do not load it."""
 
 ANYWHERE = ("cuda", "rocm", "nvidia")
 WHOLE = ("hip", "musa", "npu", "ascend", "mlx", "xpu", "amd")

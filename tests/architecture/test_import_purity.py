@@ -30,8 +30,8 @@ def test_importing_sglcore_takes_less_than_a_tenth_of_a_second() -> None:
     assert min(imported(ROOT, ["sglcore"]).seconds for _ in range(5)) < 0.1
 
 
-@pytest.mark.parametrize("package", ["sglcore.device", "sglcore.schedule"])
-def test_the_seam_and_the_scheduler_load_no_tensor_library(package: str) -> None:
+@pytest.mark.parametrize("package", ["sglcore.device", "sglcore.checkpoint", "sglcore.schedule", "sglcore.engine"])
+def test_the_seam_the_scheduler_and_the_engine_load_no_tensor_library(package: str) -> None:
     modules = modules_of(ROOT, package)
     if not modules:
         pytest.skip(f"this tree has no {package}")

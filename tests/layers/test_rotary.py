@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from sglcore.checkpoint.config import ModelConfig, RopeConfig, read_config
 from sglcore.device.errors import ConfigError
 from sglcore.layers.rotary import cos_sin_cache
-from sglcore.models.config import ModelConfig, RopeConfig, read_config
 from tests.checkpoints import LLAMA3, LONG, llama, rope, save
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sglcore.checkpoint.config import read_config
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.facts import Facts
 from sglcore.layers.build import Model
-from sglcore.models.config import read_config
 from sglcore.models.loader import load_model
 from sglcore.runtime.attention.contract import AttentionShape
 from sglcore.runtime.attention.reference import ReferenceAttention

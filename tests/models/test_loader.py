@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglcore.checkpoint.dtype import choose_dtype
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
-from sglcore.models.checkpoint import choose_dtype, load_checkpoint
+from sglcore.models.checkpoint import load_checkpoint
 from sglcore.runtime.kernels.reference import reference_kernels
 from tests.checkpoints import llama, qwen3_moe, save
 from tests.models.steps import load

@@ -26,7 +26,7 @@ SIZES = {
 LOAD_AND_MEASURE = """
 import sys, torch
 from sglcore.models import loader, safetensors_file
-from sglcore.models.config import read_config
+from sglcore.checkpoint.config import read_config
 from sglcore.models.llama import LlamaForCausalLM
 from sglcore.runtime.kernels.reference import reference_kernels
 

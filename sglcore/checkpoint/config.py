@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from sglcore.device.errors import ConfigError
-from sglcore.models.registry import ENCODERS, model_ref
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+ENCODERS = frozenset({"BertModel", "BertForMaskedLM"})
+"""Architectures that give hidden states and no logits."""
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -89,8 +91,9 @@ class ModelConfig:
     raw: Mapping[str, Any]
 
 
-def read_config(path: str | Path, architectures: Mapping[str, str] = EMPTY) -> ModelConfig:
-    """Read a checkpoint folder's configuration; raises `ConfigError`. `architectures` adds `name -> "module:Class"`."""
+def read_config(path: str | Path, known: Collection[str] = ()) -> ModelConfig:
+    """Read a checkpoint folder's configuration; raises `ConfigError`. `known` are the architectures that can be run (none
+    given: any)."""
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"there is no model at {str(path)!r}", wanted="a checkpoint folder", remedy="check the path")
@@ -98,9 +101,19 @@ def read_config(path: str | Path, architectures: Mapping[str, str] = EMPTY) -> M
     names = raw.get("architectures") or []
     if not names:
         raise ConfigError(f"{folder / 'config.json'} names no architecture", wanted='"architectures": ["..."]')
-    model_ref(names[0], architectures)
+    check_architecture(names[0], known)
     generation = folder / "generation_config.json"
     return _parse(folder, names[0], raw, _read_json(generation, "") if generation.is_file() else {})
+
+
+def check_architecture(name: str, known: Collection[str]) -> None:
+    """Raise `ConfigError` for an architecture that is not among those that can be run (none given: any can)."""
+    if known and name not in known:
+        raise ConfigError(
+            f"the architecture {name!r} is not supported",
+            wanted=f"one of {', '.join(sorted(known))}",
+            remedy="choose another model, or map its name to a class of yours",
+        )
 
 
 def _read_json(file: Path, remedy: str) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from sglcore.checkpoint.config import ModelConfig, read_config
 from sglcore.device.errors import ConfigError
-from sglcore.models.config import ModelConfig, read_config
-from sglcore.models.registry import model_class
+from sglcore.models.registry import ARCHITECTURES, model_class
 from tests.checkpoints import CAUSAL
 
 BASE = {
@@ -28,7 +28,7 @@ def read(folder: Path, changes: dict, generation: dict | None = None) -> ModelCo
     (folder / "config.json").write_text(json.dumps({**BASE, **changes}))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    return read_config(folder)
+    return read_config(folder, ARCHITECTURES)
 
 
 @pytest.mark.parametrize("name", CAUSAL)
