@@ -1,0 +1,20 @@
+"""Apple silicon by MLX, a lazy array library: a worker of its own, without torch. Only the declaration is imported."""
+
+from sglcore.device.package import DevicePackage
+
+package = DevicePackage(
+    name="mlx",
+    api=2,
+    summary="Apple silicon (Metal); by name also other builds of MLX",
+    probe="sglcore_mlx.probe:probe",
+    facts="sglcore_mlx.facts:facts",
+    worker="sglcore_mlx.worker:MlxWorker",
+    attention={
+        "metal": "sglcore_mlx.attention.paged:MetalAttention",
+        "gathered": "sglcore_mlx.attention.gathered:GatheredAttention",
+    },
+    graphs={},
+    kernels="sglcore_mlx.kernels:kernels",
+    bring_up="sglcore_mlx.bring_up:BRING_UP",
+)
+"""What `sglcore devices` and the core read."""

@@ -1,0 +1,1 @@
+"""Attention over the paged cells: what a backend is, and the backends."""

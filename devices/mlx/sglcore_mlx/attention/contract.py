@@ -1,0 +1,49 @@
+"""What an attention backend of this package is. It serves rows of one query; whole prompts are `prompt.py`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import mlx.core as mx
+
+from sglcore_mlx.models.contract import LayerShape
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionFacts:
+    """What a backend takes; None: anything. `needs_metal`: it runs on Apple GPUs only."""
+
+    dtypes: tuple[str, ...] | None = None
+    head_dims: tuple[int, ...] | None = None
+    page_sizes: tuple[int, ...] | None = None
+    needs_metal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """B rows of one query each: `page_table` int32 [B, n], `seq_lens` int32 [B] with the query's own token counted."""
+
+    page_table: mx.array
+    seq_lens: mx.array
+
+
+class AttentionPlan(Protocol):
+    """What a backend worked out of some rows, once for all layers."""
+
+    def forward(self, q: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
+        """[B, heads, D] of q [B, heads, D] over the cells kv [cells, 2, kv_heads, D], in q's dtype. Queues only."""
+        ...
+
+
+class DecodeAttention(Protocol):
+    """A backend. It holds constants only, and works under `mx.compile`."""
+
+    facts: ClassVar[AttentionFacts]
+
+    def __init__(self, layers: Sequence[LayerShape], page_size: int) -> None: ...
+
+    def plan(self, rows: DecodeRows) -> AttentionPlan:
+        """What `forward` needs of these rows. Queues only."""
+        ...

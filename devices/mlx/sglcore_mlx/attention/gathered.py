@@ -1,0 +1,58 @@
+"""Attention over gathered cells, by `mx.fast`: any device, any shape. The reference of faster backends.
+
+A column beyond a row's end repeats the row's last cell, so that nothing another request left there, not even a NaN,
+can reach a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import mlx.core as mx
+
+from sglcore_mlx.attention.contract import AttentionFacts, DecodeRows
+from sglcore_mlx.models.contract import LayerShape
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredPlan:
+    """`cells` int32 [B, S]; `masks` by sliding window, bool [B, 1, 1, S]."""
+
+    cells: mx.array
+    masks: Mapping[int | None, mx.array]
+
+    def forward(self, q: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
+        """[B, heads, D] of q [B, heads, D] over kv [cells, 2, kv_heads, D]."""
+        found = kv[self.cells]
+        keys, values = found[:, :, 0].swapaxes(1, 2), found[:, :, 1].swapaxes(1, 2)
+        mask = self.masks[layer.sliding_window]
+        mixed = mx.fast.scaled_dot_product_attention(q[:, :, None], keys, values, scale=layer.scale, mask=mask)
+        return mixed[:, :, 0]
+
+
+class GatheredAttention:
+    """Gathers each row's cells, then attends: as many bytes moved again as attention itself reads."""
+
+    facts: ClassVar[AttentionFacts] = AttentionFacts()
+
+    def __init__(self, layers: Sequence[LayerShape], page_size: int) -> None:
+        self._windows = tuple(dict.fromkeys(layer.sliding_window for layer in layers))
+        self._page_size = page_size
+
+    def plan(self, rows: DecodeRows) -> GatheredPlan:
+        """The cells of every row, up to the width of its page table, and which of them count."""
+        size, lens = self._page_size, rows.seq_lens[:, None]
+        columns = mx.arange(rows.page_table.shape[1] * size, dtype=mx.int32)[None]
+        places = mx.minimum(columns, lens - 1)
+        pages = mx.take_along_axis(rows.page_table, places // size, axis=1)
+        return GatheredPlan(pages * size + places % size, {w: _mask(columns, lens, w) for w in self._windows})
+
+
+def _mask(columns: mx.array, lens: mx.array, window: int | None) -> mx.array:
+    """bool [B, 1, 1, S]: the columns of int32 [1, S] that a query at the end of lens int32 [B, 1] sees."""
+    seen = columns < lens
+    if window is not None:
+        seen = seen & (columns >= lens - window)
+    return seen[:, None, None]

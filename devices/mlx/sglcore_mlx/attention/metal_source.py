@@ -1,0 +1,184 @@
+"""The Metal text of paged decode attention: bodies of kernels, to which MLX adds the signature.
+
+Names in capitals are template arguments: HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW (0: none), QUERIES (query heads
+of one threadgroup), SIMDGROUPS, BLOCK (positions that a simdgroup takes at once), PART (positions of one threadgroup),
+and the types T (result) and KV (cells). Online softmax: Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867,
+in base 2: `scale` comes multiplied by log2(e). Text and numbers only; `metal.py` launches it.
+"""
+
+from __future__ import annotations
+
+HEADER = """
+#define UNROLLED(i, n) _Pragma("clang loop unroll(full)") for (int i = 0; i < (n); ++i)
+"""
+"""What stands before the function. Arrays that a thread keeps stay in registers only if loops over them are unrolled."""
+
+_SPAN = """
+    const int length = seq_lens[row];
+    const int oldest = WINDOW > 0 && length > WINDOW ? length - WINDOW : 0;
+    const int origin = oldest / PART * PART;
+"""
+"""The row's positions: [oldest, length) count, and parts are cut from `origin` on, so that cuts depend on the row only."""
+
+_WALK = (
+    """
+    constexpr int PER_LANE = HEAD_DIM / 32;
+    constexpr int CELL = 2 * KV_HEADS * HEAD_DIM;
+    constexpr float LOWEST = -3.0e38f;
+    threadgroup float tops[SIMDGROUPS * QUERIES];
+    threadgroup float sums[SIMDGROUPS * QUERIES];
+    threadgroup float shares[SIMDGROUPS * HEAD_DIM];
+
+    const int lane = int(thread_index_in_simdgroup);
+    const int simdgroup = int(simdgroup_index_in_threadgroup);
+    const int part = int(threadgroup_position_in_grid.x);
+    const int first_head = int(threadgroup_position_in_grid.y) * QUERIES;
+    const int row = int(threadgroup_position_in_grid.z);
+    const int kv_head = first_head / (HEADS / KV_HEADS);
+"""
+    + _SPAN
+    + """
+    const int begin = metal::max(oldest, origin + part * PART);
+    const int end = metal::min(length, origin + (part + 1) * PART);
+    // The same for the whole threadgroup, which therefore reaches no barrier.
+    if (begin >= end) {
+        return;
+    }
+
+    float query[QUERIES][PER_LANE];
+    float values[QUERIES][PER_LANE];
+    float top[QUERIES];
+    float sum[QUERIES];
+    UNROLLED(j, QUERIES) {
+        top[j] = LOWEST;
+        sum[j] = 0.0f;
+        UNROLLED(i, PER_LANE) {
+            const int at = (row * HEADS + first_head + j) * HEAD_DIM + lane * PER_LANE + i;
+            query[j][i] = float(queries[at]) * scale;
+            values[j][i] = 0.0f;
+        }
+    }
+
+    // BLOCK divides PAGE_SIZE and blocks begin at its multiples: a block lies in one page.
+    for (int block = begin / BLOCK * BLOCK + simdgroup * BLOCK; block < end; block += SIMDGROUPS * BLOCK) {
+        const int page = page_table[row * page_table_shape[1] + block / PAGE_SIZE];
+        const device KV* cell = kv + (int64_t(page) * PAGE_SIZE + block % PAGE_SIZE) * CELL
+            + kv_head * HEAD_DIM + lane * PER_LANE;
+        float scores[BLOCK][QUERIES];
+        UNROLLED(t, BLOCK) {
+            const bool counts = block + t >= begin && block + t < end;
+            float key[PER_LANE];
+            UNROLLED(i, PER_LANE) {
+                key[i] = counts ? float(cell[t * CELL + i]) : 0.0f;
+            }
+            UNROLLED(j, QUERIES) {
+                float dot = 0.0f;
+                UNROLLED(i, PER_LANE) {
+                    dot += query[j][i] * key[i];
+                }
+                dot = metal::simd_sum(dot);
+                scores[t][j] = counts ? dot : LOWEST;
+            }
+        }
+        UNROLLED(j, QUERIES) {
+            float highest = top[j];
+            UNROLLED(t, BLOCK) {
+                highest = metal::max(highest, scores[t][j]);
+            }
+            const float fade = metal::exp2(top[j] - highest);
+            top[j] = highest;
+            sum[j] *= fade;
+            UNROLLED(i, PER_LANE) {
+                values[j][i] *= fade;
+            }
+            UNROLLED(t, BLOCK) {
+                scores[t][j] = metal::exp2(scores[t][j] - highest);
+                sum[j] += scores[t][j];
+            }
+        }
+        UNROLLED(t, BLOCK) {
+            const bool counts = block + t >= begin && block + t < end;
+            UNROLLED(i, PER_LANE) {
+                const float value = counts ? float(cell[t * CELL + KV_HEADS * HEAD_DIM + i]) : 0.0f;
+                UNROLLED(j, QUERIES) {
+                    values[j][i] += scores[t][j] * value;
+                }
+            }
+        }
+    }
+
+    if (lane == 0) {
+        UNROLLED(j, QUERIES) {
+            tops[simdgroup * QUERIES + j] = top[j];
+            sums[simdgroup * QUERIES + j] = sum[j];
+        }
+    }
+    metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+    UNROLLED(j, QUERIES) {
+        const int head = first_head + j;
+        float highest = LOWEST;
+        UNROLLED(s, SIMDGROUPS) {
+            highest = metal::max(highest, tops[s * QUERIES + j]);
+        }
+        float total = 0.0f;
+        UNROLLED(s, SIMDGROUPS) {
+            total += sums[s * QUERIES + j] * metal::exp2(tops[s * QUERIES + j] - highest);
+        }
+        const float fade = metal::exp2(top[j] - highest);
+        UNROLLED(i, PER_LANE) {
+            shares[simdgroup * HEAD_DIM + lane * PER_LANE + i] = values[j][i] * fade;
+        }
+        metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+        for (int d = simdgroup * 32 + lane; d < HEAD_DIM; d += SIMDGROUPS * 32) {
+            float value = 0.0f;
+            UNROLLED(s, SIMDGROUPS) {
+                value += shares[s * HEAD_DIM + d];
+            }
+            %WRITE%
+        }
+        // `shares` is written again for the next query.
+        metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+    }
+"""
+)
+
+DECODE = _WALK.replace("%WRITE%", "out[(row * HEADS + head) * HEAD_DIM + d] = T(value / total);")
+"""Rows of one part. In: queries [B, HEADS, HEAD_DIM], kv, page_table, seq_lens, scale. Out: out [B, HEADS, HEAD_DIM]."""
+
+PARTS = _WALK.replace(
+    "%WRITE%",
+    """const int64_t at = int64_t(row * HEADS + head) * threadgroups_per_grid.x + part;
+            part_values[at * HEAD_DIM + d] = value;
+            if (d == 0) {
+                part_tops[at] = highest;
+                part_sums[at] = total;
+            }""",
+)
+"""As DECODE, a part of a row in each threadgroup. Out, float32: part_values [B, HEADS, parts, HEAD_DIM] (not divided),
+part_tops and part_sums [B, HEADS, parts]; parts that the row does not reach are not written."""
+
+COMBINE = (
+    """
+    const int d = int(thread_position_in_grid.x);
+    const int head = int(thread_position_in_grid.y);
+    const int row = int(thread_position_in_grid.z);
+"""
+    + _SPAN
+    + """
+    const int parts = (length - origin + PART - 1) / PART;
+    const int64_t first = int64_t(row * HEADS + head) * part_tops_shape[2];
+    float highest = part_tops[first];
+    for (int p = 1; p < parts; ++p) {
+        highest = metal::max(highest, part_tops[first + p]);
+    }
+    float value = 0.0f;
+    float total = 0.0f;
+    for (int p = 0; p < parts; ++p) {
+        const float weight = metal::exp2(part_tops[first + p] - highest);
+        value += weight * part_values[(first + p) * HEAD_DIM + d];
+        total += weight * part_sums[first + p];
+    }
+    out[(row * HEADS + head) * HEAD_DIM + d] = T(value / total);
+"""
+)
+"""The parts of each row added up, a thread for each element. In: what PARTS wrote, and seq_lens. Out: as DECODE."""

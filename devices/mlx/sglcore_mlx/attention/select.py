@@ -1,0 +1,50 @@
+"""Which attention backend runs: the first that can, or strictly the one that was asked for; each refusal has a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sglcore.device.errors import ConfigError
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.device.package import Ref, resolve
+from sglcore_mlx.attention.contract import AttentionFacts, DecodeAttention
+
+
+def select_attention(
+    candidates: Mapping[str, Ref],
+    asked: str | None,
+    *,
+    dtype: str,
+    head_dims: tuple[int, ...],
+    page_size: int,
+    has_metal: bool,
+    ledger: DecisionLedger,
+) -> type[DecodeAttention]:
+    """The backend's class; the decision goes to the ledger. Raises ConfigError if none can, or the one asked for can not."""
+    if asked is not None and asked not in candidates:
+        raise ConfigError(f"there is no attention backend {asked!r}", wanted=f"one of {', '.join(candidates)}")
+    refused: list[str] = []
+    for name in candidates if asked is None else (asked,):
+        kind: type[DecodeAttention] = resolve(candidates[name], "mlx")
+        reason = refusal(kind.facts, dtype, head_dims, page_size, has_metal)
+        if not reason:
+            why = "asked for" if asked else "; ".join(refused) or "the first that serves this model"
+            ledger.record(Row("attention", asked or "auto", name, why, "--attention-backend"))
+            return kind
+        refused.append(f"{name}: {reason}")
+    remedy = "leave --attention-backend out" if asked else "choose another dtype or page size"
+    raise ConfigError(f"no attention backend serves this model here: {'; '.join(refused)}", remedy=remedy)
+
+
+def refusal(facts: AttentionFacts, dtype: str, head_dims: tuple[int, ...], page_size: int, has_metal: bool) -> str:
+    """Why a backend can not serve; empty if it can."""
+    if facts.needs_metal and not has_metal:
+        return "needs a Metal device"
+    if facts.dtypes is not None and dtype not in facts.dtypes:
+        return f"takes {', '.join(facts.dtypes)}, not {dtype}"
+    unfit = [size for size in head_dims if facts.head_dims is not None and size not in facts.head_dims]
+    if unfit:
+        return f"does not take heads of {unfit[0]}"
+    if facts.page_sizes is not None and page_size not in facts.page_sizes:
+        return f"takes pages of {', '.join(map(str, facts.page_sizes))}, not {page_size}"
+    return ""

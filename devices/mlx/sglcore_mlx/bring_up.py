@@ -1,0 +1,219 @@
+"""The order of a start on MLX: a thread of its own, weights, memory, attention, and the worker over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from sglcore.checkpoint.config import ModelConfig, read_config
+from sglcore.checkpoint.dtype import choose_dtype
+from sglcore.device.bring_up import BringUp
+from sglcore.device.config import EngineConfig
+from sglcore.device.errors import ConfigError
+from sglcore.device.facts import Facts
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.device.package import DevicePackage, resolve
+from sglcore.device.worker import Limits
+from sglcore.runtime.memory.sizing import MemorySizes, size_pools
+from sglcore_mlx.attention.contract import DecodeAttention
+from sglcore_mlx.attention.select import select_attention
+from sglcore_mlx.hardware import Hardware, open_hardware, split_streams
+from sglcore_mlx.layers.linear import LinearParts
+from sglcore_mlx.load import load_model
+from sglcore_mlx.memory import device_memory
+from sglcore_mlx.models.contract import Model
+from sglcore_mlx.models.registry import ARCHITECTURES
+from sglcore_mlx.pool import DeviceState, cell_bytes, make_cells
+from sglcore_mlx.stepper import Stepper
+from sglcore_mlx.thread import StreamThread
+from sglcore_mlx.worker import MlxWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """How steps run: `compiles` the decode step, or queues each operation by itself."""
+
+    compiles: bool
+
+
+def stream_thread() -> StreamThread:
+    """The thread on which all arrays are made."""
+    return StreamThread()
+
+
+def hardware(stream_thread: StreamThread, config: EngineConfig, ledger: DecisionLedger) -> Hardware:
+    """What MLX computes on here, and on how many of the processor's cores where it is the processor."""
+    found = stream_thread.call(open_hardware, config.threads)
+    ledger.record(*found.rows)
+    return found
+
+
+def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger) -> Any:
+    """The names of what runs each operation. There is one implementation of each."""
+    table = resolve(package.kernels, package.name)()
+    if config.kernels not in ("auto", "reference"):
+        raise ConfigError(f"kernels is {config.kernels!r}", wanted="auto or reference")
+    what = ", ".join(sorted({origin.partition(":")[0].partition(".")[0] for origin in table.origin.values()}))
+    ledger.record(Row("kernels", config.kernels, what, "this device has one implementation of each operation"))
+    return table
+
+
+def computing(config: EngineConfig, hardware: Hardware, ledger: DecisionLedger) -> Computing:
+    """Whether the decode step is compiled, a graph for each size; nothing is captured here."""
+    known = ("auto", "compiled", "off")
+    if config.graph not in known:
+        raise ConfigError(
+            f"there are no {config.graph!r} graphs on this device",
+            wanted=f"one of {', '.join(known)}",
+            remedy="its steps are lazy graphs already; leave --graph out",
+        )
+    compiles = hardware.compiles if config.graph == "auto" else config.graph == "compiled"
+    reason = hardware.compile_reason if config.graph == "auto" else "asked for"
+    ledger.record(Row("graph", config.graph, "compiled" if compiles else "off", reason, "--graph compiled or off"))
+    if config.shadow:
+        why = "nothing is captured, so there is no replay to compare"
+        ledger.record(Row("shadow", str(config.shadow), "off", why, "leave shadow out", downgrade=True))
+    return Computing(compiles)
+
+
+def load_weights(
+    stream_thread: StreamThread,
+    hardware: Hardware,
+    kernels: Any,
+    config: EngineConfig,
+    facts: Facts,
+    model_path: Path,
+    ledger: DecisionLedger,
+    progress: Any,
+) -> Model:
+    """The model with its weights in memory."""
+    model_config = read_config(model_path, ARCHITECTURES)
+    _check_length(config, model_config)
+    dtype = choose_dtype(config.dtype, model_config.dtype, facts.preferred_dtype)
+    ledger.record(dtype)
+
+    def load() -> Model:
+        return load_model(
+            model_path,
+            model_config,
+            dtype=getattr(mx, dtype.effective),
+            max_positions=config.max_model_len or model_config.context_length,
+            parts=LinearParts(split_streams(hardware), fused_rotary=hardware.kind != "cpu"),
+            progress=lambda done, total: progress("loading weights", done, total),
+        )
+
+    model = stream_thread.call(load)
+    if model.quantization != "none":
+        ledger.record(Row("weights", "auto", model.quantization, "the checkpoint's own", "another checkpoint"))
+    return model
+
+
+def _check_length(config: EngineConfig, model: ModelConfig) -> None:
+    if config.max_model_len is not None and config.max_model_len > model.context_length:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, the checkpoint's context is {model.context_length}",
+            remedy=f"set max_model_len to at most {model.context_length}",
+        )
+
+
+def size_memory(
+    config: EngineConfig, facts: Facts, load_weights: Model, device_memory: Any, ledger: DecisionLedger
+) -> MemorySizes:
+    """Pages and context, from what the device has left beside the weights."""
+    model = load_weights
+    return size_pools(
+        config,
+        context_len=model.config.context_length,
+        bytes_per_cell=0 if model.config.is_encoder else cell_bytes(model.layers, model.dtype),
+        page_size=config.page_size or facts.page_size,
+        budget=device_memory,
+        ledger=ledger,
+    )
+
+
+def memory_pools(
+    stream_thread: StreamThread, config: EngineConfig, load_weights: Model, size_memory: MemorySizes
+) -> DeviceState:
+    """The cells of every layer, and the tokens of every slot. Poisoned cells show whoever reads what nobody wrote."""
+    model, sizes = load_weights, size_memory
+    fill = float("nan") if config.poison else 0.0
+
+    def make() -> DeviceState:
+        num_cells = (sizes.num_pages + 1) * sizes.page_size
+        cells = [] if model.config.is_encoder else make_cells(model.layers, model.dtype, num_cells, fill)
+        state = DeviceState(cells, mx.zeros((sizes.max_requests + 1,), mx.int32))
+        mx.eval(state.arrays())
+        return state
+
+    return stream_thread.call(make)
+
+
+def attention(
+    config: EngineConfig,
+    package: DevicePackage,
+    hardware: Hardware,
+    load_weights: Model,
+    size_memory: MemorySizes,
+    ledger: DecisionLedger,
+) -> DecodeAttention:
+    """The backend of rows that bring one token; prompts have `mx.fast` attention everywhere."""
+    model, page_size = load_weights, size_memory.page_size
+    kind = select_attention(
+        package.attention,
+        config.attention_backend,
+        dtype=str(model.dtype).removeprefix("mlx.core."),
+        head_dims=tuple(dict.fromkeys(layer.head_dim for layer in model.layers)),
+        page_size=page_size,
+        has_metal=hardware.has_metal,
+        ledger=ledger,
+    )
+    return kind(model.layers, page_size)
+
+
+def worker(
+    stream_thread: StreamThread,
+    config: EngineConfig,
+    package: DevicePackage,
+    load_weights: Model,
+    size_memory: MemorySizes,
+    memory_pools: DeviceState,
+    attention: DecodeAttention,
+    computing: Computing,
+) -> MlxWorker:
+    """The worker that the scheduler submits to."""
+    model, sizes = load_weights, size_memory
+    limits = Limits(
+        max_model_len=sizes.max_model_len,
+        max_requests=sizes.max_requests,
+        page_size=sizes.page_size,
+        num_pages=sizes.num_pages,
+        max_batch_tokens=config.max_batch_tokens,
+        vocab_size=model.config.vocab_size,
+        runs_ahead=True,
+        generates=not model.config.is_encoder,
+    )
+
+    def make() -> Stepper:
+        compiles, buckets = computing.compiles, config.graph_buckets
+        return Stepper(model, attention, memory_pools, sizes, compiles=compiles, row_buckets=buckets)
+
+    return resolve(package.worker, package.name)(stream_thread.call(make), stream_thread, limits)
+
+
+BRING_UP = BringUp(
+    (
+        stream_thread,
+        hardware,
+        kernels,
+        computing,
+        load_weights,
+        device_memory,
+        size_memory,
+        memory_pools,
+        attention,
+        worker,
+    )
+)

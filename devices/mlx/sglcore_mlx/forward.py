@@ -1,0 +1,104 @@
+"""One forward as a lazy graph: tokens to hidden states, over cells that it hands back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore_mlx.attention.contract import AttentionPlan, DecodeAttention, DecodeRows
+from sglcore_mlx.attention.prompt import PromptRow
+from sglcore_mlx.inputs import SingleRows, parts_of, token_places
+from sglcore_mlx.models.contract import LayerShape, Model
+from sglcore_mlx.pool import DeviceState, PageTable, store
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeForward:
+    """Rows of one token, all of them their slot's last. A pure function of arrays, so that it can be compiled."""
+
+    model: Model
+    attention: DecodeAttention
+
+    def __call__(
+        self,
+        slots: mx.array,
+        seq_lens: mx.array,
+        out_cache_loc: mx.array,
+        page_table: mx.array,
+        last: mx.array,
+        cells: list[mx.array],
+    ) -> tuple[mx.array, list[mx.array]]:
+        """Logits float32 [B, V], and the cells with the new keys and values; B rows, as `DecodeInputs`."""
+        plan = self.attention.plan(DecodeRows(page_table, seq_lens))
+        attend = _Decoding(plan, out_cache_loc, self.model.layers, list(cells))
+        hidden = self.model(last[slots], seq_lens - 1, attend)
+        return self.model.logits(hidden), attend.cells
+
+
+@dataclass(slots=True)
+class _Decoding:
+    plan: AttentionPlan
+    out_cache_loc: mx.array
+    layers: Sequence[LayerShape]
+    cells: list[mx.array]
+
+    def __call__(self, layer_id: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        self.cells[layer_id] = store(self.cells[layer_id], self.out_cache_loc, k, v)
+        return self.plan.forward(q, self.cells[layer_id], self.layers[layer_id])
+
+
+def extend_forward(
+    model: Model, attention: DecodeAttention, batch: ScheduleBatch, table: PageTable, state: DeviceState
+) -> mx.array:
+    """Hidden states [T, H] of any batch that writes to cells; `state.cells` become those with the new keys and values."""
+    positions, out_cache_loc = token_places(batch, table)
+    parts: list[_Singles | PromptRow] = []
+    for part in parts_of(batch, table):
+        parts.append(part if isinstance(part, PromptRow) else _singles(part, attention, batch, table))
+    attend = _Extending(parts, mx.array(out_cache_loc), model.layers, state.cells)
+    return model(resolve_ids(batch, state.last), mx.array(positions), attend)
+
+
+def resolve_ids(batch: ScheduleBatch, last: mx.array) -> mx.array:
+    """int32 [T]: a negative id -s becomes the last token of slot s, whatever has become of the step that samples it."""
+    ids = mx.array(batch.input_ids)
+    if not (batch.input_ids < 0).any():
+        return ids
+    return mx.where(ids < 0, last[mx.array(np.maximum(-batch.input_ids, 0))], ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Singles:
+    """Tokens [start, end), each a row of its own."""
+
+    start: int
+    end: int
+    plan: AttentionPlan
+
+    def forward(self, q: mx.array, k: mx.array, v: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
+        return self.plan.forward(q[self.start : self.end], kv, layer)
+
+
+def _singles(part: SingleRows, attention: DecodeAttention, batch: ScheduleBatch, table: PageTable) -> _Singles:
+    rows = slice(part.first, part.last)
+    lens = batch.seq_lens[rows]
+    pages = -(-int(lens.max()) // table.page_size)
+    rows_of = DecodeRows(mx.array(table.rows[batch.slots[rows], :pages]), mx.array(lens))
+    return _Singles(part.start, part.end, attention.plan(rows_of))
+
+
+@dataclass(slots=True)
+class _Extending:
+    parts: Sequence[_Singles | PromptRow]
+    out_cache_loc: mx.array
+    layers: Sequence[LayerShape]
+    cells: list[mx.array]
+
+    def __call__(self, layer_id: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        kv = self.cells[layer_id] = store(self.cells[layer_id], self.out_cache_loc, k, v)
+        mixed = [part.forward(q, k, v, kv, self.layers[layer_id]) for part in self.parts]
+        return mixed[0] if len(mixed) == 1 else mx.concatenate(mixed)

@@ -1,0 +1,61 @@
+"""What this build of MLX computes on: Apple's GPU, another GPU, or the processor."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import mlx.core as mx
+
+from sglcore.device.ledger import Row
+
+PROCESSOR_STREAMS = 2
+"""A linear layer of a processor is split over this many streams, each of which is a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """`kind` is "metal", "gpu" or "cpu". `threads` is how many streams share a linear layer; `compiles`: decode steps are
+    compiled unless it is asked otherwise. `rows` go to the ledger."""
+
+    kind: str
+    threads: int
+    compiles: bool
+    compile_reason: str
+    rows: tuple[Row, ...]
+
+    @property
+    def has_metal(self) -> bool:
+        """Apple's GPU is there."""
+        return self.kind == "metal"
+
+
+def open_hardware(threads: int | None) -> Hardware:
+    """Ask MLX what it computes on; belongs on the stream's thread. `threads`: what was asked for."""
+    kind = "metal" if mx.metal.is_available() else mx.default_device().type.name
+    name = str(mx.device_info().get("device_name", platform.machine()))
+    row = Row("compute", "auto", f"{kind}: {name}", f"what MLX {version('mlx')} has here", "another build of MLX")
+    if kind != "cpu":
+        return Hardware(kind, 1, True, "one graph for each size of a decode step", (row,))
+    cores = len(os.sched_getaffinity(0)) if platform.system() == "Linux" else os.cpu_count() or 1
+    used = min(threads or cores, PROCESSOR_STREAMS)
+    asked = str(threads) if threads else "auto"
+    reason = f"{cores} cores; at most {PROCESSOR_STREAMS} streams share a linear layer"
+    rows = (row, Row("threads", asked, str(used), reason, "--threads", downgrade=used < (threads or 0)))
+    return Hardware(kind, used, *_can_compile(), rows)
+
+
+def _can_compile() -> tuple[bool, str]:
+    """A processor's compiled graphs are C++ that is compiled when they first run."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        return False, "there is no g++, with which MLX compiles for a processor"
+    return True, "one graph for each size of a decode step"
+
+
+def split_streams(hardware: Hardware) -> tuple[mx.Stream, ...]:
+    """The streams that share a linear layer; none where one stream is all. Belongs on the stream's thread."""
+    return tuple(mx.new_stream(mx.cpu) for _ in range(hardware.threads)) if hardware.threads > 1 else ()

@@ -1,0 +1,117 @@
+"""The host's part of a step: which rows emit, where tokens go, and the shapes that compiled steps are padded to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore_mlx.attention.prompt import PromptRow
+from sglcore_mlx.pool import PageTable
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """Which rows emit (None: all B), and the results' `token_offsets` int32 [B + 1]."""
+
+    batch_size: int
+    emitting: NDArray[np.int64] | None
+    token_offsets: Ints
+
+    def scatter_bad(self, bad: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """bool [B] from the flags bool [N] of the emitting rows."""
+        if self.emitting is None:
+            return bad
+        every = np.zeros(self.batch_size, dtype=bool)
+        every[self.emitting] = bad
+        return every
+
+
+def plan_rows(batch: ScheduleBatch) -> RowPlan:
+    """Read off a batch which rows emit."""
+    if batch.forward_mode.is_decode:
+        return RowPlan(batch.batch_size, None, batch.token_offsets)
+    offsets = np.zeros(batch.batch_size + 1, dtype=np.int32)
+    np.cumsum(batch.emits, out=offsets[1:])
+    return RowPlan(batch.batch_size, np.flatnonzero(batch.emits), offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """B rows of one token, padded with rows of slot 0: `slots`, `seq_lens`, `out_cache_loc` int32 [B], `page_table` int32
+    [B, n]."""
+
+    slots: Ints
+    seq_lens: Ints
+    out_cache_loc: Ints
+    page_table: Ints
+
+
+def decode_inputs(slots: Ints, seq_lens: Ints, table: PageTable, rows: int, pages: int) -> DecodeInputs:
+    """Rows that bring their last token, padded to `rows` rows and `pages` columns of the page table."""
+    extra = rows - len(slots)
+    slots = np.concatenate([slots, np.zeros(extra, np.int32)])
+    seq_lens = np.concatenate([seq_lens, np.ones(extra, np.int32)])
+    return DecodeInputs(slots, seq_lens, table.cells(slots, seq_lens - np.int32(1)), table.rows[slots, :pages])
+
+
+@dataclass(frozen=True, slots=True)
+class SingleRows:
+    """Neighbouring rows [first, last) of one token each, tokens [start, end) of the step."""
+
+    first: int
+    last: int
+    start: int
+    end: int
+
+
+def parts_of(batch: ScheduleBatch, table: PageTable) -> list[SingleRows | PromptRow]:
+    """The batch's rows in order of their tokens: runs of rows with one token, and rows with several, each by itself."""
+    counts = np.diff(batch.token_offsets)
+    parts: list[SingleRows | PromptRow] = []
+    row = 0
+    while row < batch.batch_size:
+        start = int(batch.token_offsets[row])
+        if counts[row] > 1:
+            prefix, count = int(batch.prefix_lens[row]), int(counts[row])
+            positions = np.arange(prefix + count, dtype=np.int32)
+            cells = table.cells(np.broadcast_to(batch.slots[row], positions.shape), positions)
+            parts.append(PromptRow(start, start + count, prefix, cells))
+            row += 1
+            continue
+        last = row + 1
+        while last < batch.batch_size and counts[last] == 1:
+            last += 1
+        parts.append(SingleRows(row, last, start, int(batch.token_offsets[last])))
+        row = last
+    return parts
+
+
+def token_places(batch: ScheduleBatch, table: PageTable) -> tuple[Ints, Ints]:
+    """Position and cell of every token, int32 [T] each."""
+    counts = np.diff(batch.token_offsets)
+    within = np.arange(batch.num_tokens, dtype=np.int32) - np.repeat(batch.token_offsets[:-1], counts)
+    positions = np.repeat(batch.prefix_lens, counts) + within
+    return positions, table.cells(np.repeat(batch.slots, counts), positions)
+
+
+def bucket(count: int, most: int) -> int:
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that holds `count`, at most `most`: at most half of it is padding,
+    and few sizes are compiled."""
+    size = 1
+    while size < count:
+        middle = size + size // 2
+        if size > 1 and middle >= count:
+            size = middle
+            break
+        size *= 2
+    return min(size, most)
+
+
+def row_bucket(count: int, buckets: tuple[int, ...], most: int) -> int:
+    """The smallest of the configured sizes that holds `count` rows, or else the next of `bucket`."""
+    return next((size for size in sorted(buckets) if size >= count), bucket(count, max(most, count)))

@@ -1,0 +1,32 @@
+"""Which function does what on this device, as the ledger shows it. Models and samplers of this package call them directly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+OWN: Mapping[str, str] = MappingProxyType(
+    {
+        "linear": "sglcore_mlx.layers.linear:Linear",
+        "rms_norm": "mlx.core.fast:rms_norm",
+        "layer_norm": "mlx.core.fast:layer_norm",
+        "rotary": "mlx.core.fast:rope",
+        "moe": "mlx.core:gather_mm",
+        "attention of prompts": "mlx.core.fast:scaled_dot_product_attention",
+        "store_kv": "sglcore_mlx.pool:store",
+        "draw": "sglcore_mlx.sampling.sampler:Sampler",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelNames:
+    """Names only: nothing outside this package calls these functions, which take arrays of its own."""
+
+    origin: Mapping[str, str] = field(default_factory=lambda: OWN)
+
+
+def kernels() -> KernelNames:
+    """What runs each operation, as `module:name`."""
+    return KernelNames()

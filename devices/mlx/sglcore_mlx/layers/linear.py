@@ -1,0 +1,143 @@
+"""Linear layers over plain and quantised weights, and the embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+
+from sglcore_mlx.layers.quantization import Form
+
+MIN_SPLIT = 128
+"""Outputs below which a linear layer is not worth two streams."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearParts:
+    """How this device likes its products and rotations.
+
+    With two or more `streams`, a plain linear layer computes an equal share of its outputs on each; without, it is one
+    product on the default stream. `fused_rotary` says whether `mx.fast.rope` is a kernel of its own, rather than a
+    composition of small operations.
+    """
+
+    streams: tuple[mx.Stream, ...] = ()
+    fused_rotary: bool = True
+
+
+class Linear(Protocol):
+    """y = x W^T + b."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[T, in] to [T, out]."""
+        ...
+
+
+class PlainLinear:
+    """One product with a weight [out, in]; `bias` is [out]."""
+
+    __slots__ = ("_bias", "_turned")
+
+    def __init__(self, turned: mx.array, bias: mx.array | None) -> None:
+        """`turned` is the weight as a view [in, out]."""
+        self._turned = turned
+        self._bias = bias
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[T, in] to [T, out]."""
+        if self._bias is None:
+            return x @ self._turned
+        return mx.addmm(self._bias, x, self._turned)
+
+
+class SplitLinear:
+    """The same product as shares of its outputs, each on a stream of its own; one row is one product, where a split does
+    not pay."""
+
+    __slots__ = ("_shares", "_streams", "_whole")
+
+    def __init__(self, whole: PlainLinear, shares: Sequence[PlainLinear], streams: Sequence[mx.Stream]) -> None:
+        self._whole = whole
+        self._shares = tuple(shares)
+        self._streams = tuple(streams)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[T, in] to [T, out]."""
+        if x.shape[0] == 1:
+            return self._whole(x)
+        outputs: list[mx.array] = []
+        for share, stream in zip(self._shares, self._streams, strict=True):
+            with mx.stream(stream):
+                outputs.append(share(x))
+        return mx.concatenate(outputs, axis=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A quantised weight: uint32 [..., out, in * bits / 32], scales and (affine only) biases [..., out, in / group]."""
+
+    weight: mx.array
+    scales: mx.array
+    biases: mx.array | None
+    form: Form
+
+    def product(self, x: mx.array) -> mx.array:
+        """x [T, in] to [T, out]."""
+        form = self.form
+        return mx.quantized_matmul(
+            x, self.weight, self.scales, self.biases, group_size=form.group_size, bits=form.bits, mode=form.mode
+        )
+
+    def rows(self, ids: mx.array, dtype: mx.Dtype) -> mx.array:
+        """Rows int [T], unpacked, [T, in]."""
+        form, biases = self.form, None if self.biases is None else self.biases[ids]
+        rows = mx.dequantize(
+            self.weight[ids], self.scales[ids], biases, group_size=form.group_size, bits=form.bits, mode=form.mode
+        )
+        return rows.astype(dtype)
+
+
+class QuantisedLinear:
+    """One product with a packed weight."""
+
+    __slots__ = ("_bias", "_packed")
+
+    def __init__(self, packed: Packed, bias: mx.array | None) -> None:
+        self._packed = packed
+        self._bias = bias
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[T, in] to [T, out]."""
+        y = self._packed.product(x)
+        return y if self._bias is None else y + self._bias
+
+
+class SideBySide:
+    """Linear layers of one input whose weights can not be one array, because they are packed differently."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        self._parts = tuple(parts)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[T, in] to [T, sum of out], the parts side by side."""
+        return mx.concatenate([part(x) for part in self._parts], axis=-1)
+
+
+class Embedding:
+    """A row of a plain weight [rows, size] or a packed one for each id."""
+
+    __slots__ = ("_dtype", "_weight")
+
+    def __init__(self, weight: mx.array | Packed, dtype: mx.Dtype) -> None:
+        self._weight = weight
+        self._dtype = dtype
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        """int [T] to [T, size]."""
+        if isinstance(self._weight, Packed):
+            return self._weight.rows(ids, self._dtype)
+        return self._weight[ids]

@@ -1,0 +1,52 @@
+"""Normalisation layers."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from sglcore_mlx.layers.build import Build
+
+
+class RMSNorm:
+    """Root mean square norm with a weight [size] (Zhang and Sennrich 2019)."""
+
+    __slots__ = ("_eps", "_weight")
+
+    def __init__(self, build: Build, size: int, eps: float) -> None:
+        self._weight = build.parameter("weight", size)
+        self._eps = eps
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Over the last dimension of [..., size]."""
+        return mx.fast.rms_norm(x, self._weight, self._eps)
+
+
+class HeadNorm:
+    """The norms of query and key heads, each with a weight of its own, over both at once."""
+
+    __slots__ = ("_eps", "_weight")
+
+    def __init__(self, build: Build) -> None:
+        config, weights = build.config, build.weights
+        q, k = (weights.take(f"{build.prefix}{name}.weight", config.head_dim) for name in ("q_norm", "k_norm"))
+        self._weight = weights.keep(mx.stack([q] * config.num_attention_heads + [k] * config.num_key_value_heads))
+        self._eps = config.rms_norm_eps
+
+    def __call__(self, heads: mx.array) -> mx.array:
+        """Queries and keys [T, heads + kv_heads, D], normalised."""
+        return mx.fast.rms_norm(heads, None, self._eps) * self._weight
+
+
+class LayerNorm:
+    """Layer norm with weight and bias [size] (Ba et al. 2016)."""
+
+    __slots__ = ("_bias", "_eps", "_weight")
+
+    def __init__(self, build: Build, size: int, eps: float) -> None:
+        self._weight = build.parameter("weight", size)
+        self._bias = build.parameter("bias", size)
+        self._eps = eps
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Over the last dimension of [T, size]."""
+        return mx.fast.layer_norm(x, self._weight, self._bias, self._eps)

@@ -1,0 +1,89 @@
+"""How a checkpoint of the mlx-community form says that its weights are quantised.
+
+`config.json` has "quantization": the form of every quantised module, and below it, by a module's name, another form, or
+false for a module that is not quantised. A module is quantised if the checkpoint has its scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from sglcore.device.errors import ConfigError
+
+AFFINE_BITS = (2, 3, 4, 5, 6, 8)
+AFFINE_GROUPS = (32, 64, 128)
+FIXED: Mapping[str, tuple[int, int]] = MappingProxyType({"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)})
+"""The modes with one form each: bits and group size. Their scales are bytes and they have no biases."""
+
+REMEDY = "use the unquantised version of this model, or one that mlx_lm.convert made"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How one weight is packed: `bits` an element, a scale for each `group_size` of a row; `mode` as MLX names it."""
+
+    group_size: int
+    bits: int
+    mode: str
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether groups have a bias besides their scale."""
+        return self.mode == "affine"
+
+    def __str__(self) -> str:
+        """For people: "4-bit, groups of 64"."""
+        kind = f"{self.bits}-bit" if self.is_affine else self.mode
+        return f"{kind}, groups of {self.group_size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The form of each quantised module: `default`, except for those in `modules` (None there: not quantised)."""
+
+    default: Form
+    modules: Mapping[str, Form | None]
+
+    def form_of(self, module: str) -> Form | None:
+        """The form of a module, by its name in the checkpoint."""
+        return self.modules.get(module, self.default)
+
+
+def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
+    """What `config.json` says, None for a plain checkpoint; raises `ConfigError` for a form that can not be run."""
+    given = raw.get("quantization")
+    if given is None:
+        foreign = raw.get("quantization_config")
+        if foreign is not None:
+            method = foreign.get("quant_method", "unnamed") if isinstance(foreign, Mapping) else foreign
+            raise ConfigError(f"the checkpoint is quantised by {method!r}", wanted="plain weights", remedy=REMEDY)
+        return None
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"config.json gives quantization as {given!r}", wanted="group_size and bits", remedy=REMEDY)
+    default = _form("quantization", given)
+    modules = {
+        name: None if value is False else default if value is True else _form(f"quantization of {name!r}", value)
+        for name, value in given.items()
+        if isinstance(value, (Mapping, bool))
+    }
+    return Quantization(default, modules)
+
+
+def _form(where: str, given: Mapping[str, Any]) -> Form:
+    mode = given.get("mode", "affine")
+    bits, group_size = (FIXED.get(mode, (None, None))[i] for i in range(2))
+    form = Form(given.get("group_size", group_size), given.get("bits", bits), mode)
+    if mode == "affine":
+        is_known = form.bits in AFFINE_BITS and form.group_size in AFFINE_GROUPS
+    else:
+        is_known = FIXED.get(mode) == (form.bits, form.group_size)
+    if not is_known:
+        raise ConfigError(
+            f"config.json gives the {where} the mode {mode!r} with {form.bits} bits and groups of {form.group_size}",
+            wanted=f"affine with bits {AFFINE_BITS} and groups {AFFINE_GROUPS}, or one of {', '.join(FIXED)}",
+            remedy=REMEDY,
+        )
+    return form

@@ -1,0 +1,69 @@
+"""Rotary position embedding of the heads of a step, queries and keys in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import mlx.core as mx
+import numpy as np
+
+from sglcore.checkpoint.config import ModelConfig
+from sglcore.checkpoint.rotary import rotary_dim, rotary_frequencies
+
+Rotate: TypeAlias = Callable[[mx.array], mx.array]
+"""Heads [T, N, D] of the tokens of a step to the same heads, rotated."""
+
+
+class Rotary:
+    """The rotation of a model that is opened for `max_positions`; the first part of each head is rotated in halves.
+
+    `is_fused` chooses `mx.fast.rope`; otherwise the angles are worked out once a step and every layer uses them.
+    Raises what `rotary_frequencies` raises.
+    """
+
+    __slots__ = ("_dtype", "_factor", "_frequencies", "_head_dim", "_is_fused", "_periods", "_size")
+
+    def __init__(self, config: ModelConfig, max_positions: int, dtype: mx.Dtype, is_fused: bool) -> None:
+        frequencies, factor = rotary_frequencies(config, max_positions)
+        self._size, self._head_dim = rotary_dim(config), config.head_dim
+        self._dtype = dtype
+        self._is_fused = is_fused
+        self._frequencies = mx.array(frequencies)
+        self._periods = mx.array(np.float32(1.0) / frequencies)  # what mx.fast.rope calls freqs
+        rest = self._head_dim - self._size
+        self._factor = None if factor == 1.0 else mx.array([factor] * self._size + [1.0] * rest).astype(dtype)
+        mx.eval(self._frequencies, self._periods, *(() if self._factor is None else (self._factor,)))
+
+    def at(self, positions: mx.array) -> Rotate:
+        """The rotation of tokens at positions int32 [T]."""
+        rotate = self._fused(positions) if self._is_fused else self._composed(positions)
+        factor = self._factor
+        return rotate if factor is None else lambda heads: rotate(heads * factor)
+
+    def _fused(self, positions: mx.array) -> Rotate:
+        def rotate(heads: mx.array) -> mx.array:
+            tokens, count, size = heads.shape
+            apart = heads.reshape(tokens, count, 1, size)
+            turned = mx.fast.rope(
+                apart, self._size, traditional=False, base=None, scale=1.0, offset=positions, freqs=self._periods
+            )
+            return turned.reshape(tokens, count, size)
+
+        return rotate
+
+    def _composed(self, positions: mx.array) -> Rotate:
+        angles = positions.astype(mx.float32)[:, None] * self._frequencies
+        cos = mx.cos(angles)[:, None, None, :].astype(self._dtype)
+        sin = mx.sin(angles)
+        signed = mx.stack([-sin, sin], axis=1)[:, None].astype(self._dtype)
+        size, half = self._size, self._size // 2
+
+        def rotate(heads: mx.array) -> mx.array:
+            tokens, count, full = heads.shape
+            part = heads if size == full else heads[..., :size]
+            halves = part.reshape(tokens, count, 2, half)
+            turned = (halves * cos + halves[:, :, ::-1] * signed).reshape(tokens, count, size)
+            return turned if size == full else mx.concatenate([turned, heads[..., size:]], axis=-1)
+
+        return rotate

@@ -1,0 +1,122 @@
+"""The weights of a model while it is built: taken from the checkpoint by name, still unread, and then read in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import mlx.core as mx
+
+from sglcore.device.errors import CheckpointError
+from sglcore_mlx.layers.quantization import Quantization
+from sglcore_mlx.models.files import Entry
+
+FLOATS = ("F32", "F16", "BF16")
+
+
+class Weights:
+    """The tensors of a checkpoint, each taken once, cast to `dtype` and kept. Nothing is read before `read`.
+
+    A tensor that is not there is noted, and `check` names all of them.
+    """
+
+    __slots__ = ("_arrays", "_entries", "_forms", "_kept", "_missing", "_views", "dtype", "quantization")
+
+    def __init__(
+        self,
+        entries: Mapping[str, Entry],
+        arrays: Mapping[str, mx.array],
+        dtype: mx.Dtype,
+        quantization: Quantization | None,
+    ) -> None:
+        self.dtype = dtype
+        self.quantization = quantization
+        self._entries = dict(entries)
+        self._arrays = dict(arrays)
+        self._kept: list[mx.array] = []
+        self._views: list[mx.array] = []
+        self._missing: list[str] = []
+        self._forms: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor that was not taken yet."""
+        return name in self._entries
+
+    def take(self, name: str, *shape: int) -> mx.array:
+        """A weight of floating elements, in the model's dtype. Raises `CheckpointError` for another shape or type."""
+        return self._take(name, shape, FLOATS).astype(self.dtype)
+
+    def take_raw(self, name: str, dtype: str, *shape: int) -> mx.array:
+        """A tensor as it is stored, of the type that the file names `dtype`. Raises `CheckpointError` as `take` does."""
+        return self._take(name, shape, (dtype,))
+
+    def keep(self, array: mx.array) -> mx.array:
+        """Make an array a weight of the model: `read` fills it, `num_bytes` counts it. Returns it."""
+        self._kept.append(array)
+        return array
+
+    def view(self, array: mx.array) -> mx.array:
+        """Note a view of kept weights, so that `read` makes it too; it takes no memory. Returns it."""
+        self._views.append(array)
+        return array
+
+    def note_form(self, form: str) -> None:
+        """Note that some weight is quantised in this form."""
+        self._forms.add(form)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all weights that are kept."""
+        return sum(array.nbytes for array in self._kept)
+
+    @property
+    def forms(self) -> str:
+        """The forms of quantisation among the weights, for people; "none" without any."""
+        return "; ".join(sorted(self._forms)) or "none"
+
+    def check(self, is_harmless: Callable[[str], object]) -> None:
+        """Raise `CheckpointError` for tensors that were wanted and are not there, then for those that nothing wants."""
+        if self._missing:
+            raise CheckpointError(
+                f"{_some(self._missing)} not in the checkpoint", remedy="check config.json, or download it again"
+            )
+        unknown = [entry.name for name, entry in self._entries.items() if not is_harmless(name)]
+        if unknown:
+            raise CheckpointError(
+                f"the checkpoint has {_some(unknown)}, which this architecture does not use",
+                remedy="check that config.json belongs to these weights",
+            )
+
+    def read(self, progress: Callable[[int, int], None]) -> None:
+        """Read every weight in turn, waiting for each, so that no more than one is in memory twice. `progress` is called
+        with the bytes of weights that are there, and of all of them."""
+        self._arrays.clear()
+        total, done = self.num_bytes, 0
+        for array in self._kept:
+            mx.eval(array)
+            done += array.nbytes
+            progress(done, total)
+        mx.eval(self._views)
+
+    def _take(self, name: str, shape: Sequence[int], dtypes: Iterable[str]) -> mx.array:
+        entry, array = self._entries.pop(name, None), self._arrays.pop(name, None)
+        if entry is None or array is None:
+            self._missing.append(name)
+            return mx.zeros(shape)
+        if entry.dtype not in dtypes:
+            raise CheckpointError(
+                f"{entry.name!r} in {entry.file.name} has the type {entry.dtype}",
+                wanted=f"one of {', '.join(dtypes)}",
+                remedy="use the unquantised version of this model, or one that mlx_lm.convert made",
+            )
+        if entry.shape != tuple(shape):
+            raise CheckpointError(
+                f"{entry.name!r} in {entry.file.name} has the shape {list(entry.shape)}",
+                wanted=f"{list(shape)} as config.json implies",
+                remedy="check that config.json belongs to these weights",
+            )
+        return array
+
+
+def _some(names: Sequence[str], shown: int = 8) -> str:
+    listed = ", ".join(repr(name) for name in names[:shown])
+    return listed if len(names) <= shown else f"{listed} and {len(names) - shown} more"

@@ -1,0 +1,74 @@
+"""From a checkpoint folder to a model: the files say what there is, the model says what it wants, every difference is an
+error, and then the weights are read one at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+
+from sglcore.checkpoint.config import ModelConfig
+from sglcore.device.errors import CheckpointError
+from sglcore_mlx.layers.build import Build
+from sglcore_mlx.layers.linear import LinearParts
+from sglcore_mlx.layers.quantization import read_quantization
+from sglcore_mlx.layers.weights import Weights
+from sglcore_mlx.models.contract import Model
+from sglcore_mlx.models.files import Entry, checkpoint_files, map_file, read_entries
+from sglcore_mlx.models.registry import ModelClass, model_class
+
+HARMLESS = (r".*rotary_emb\.inv_freq", r".*position_ids", r".*\.masked_bias")
+"""Names in old checkpoints that carry nothing a model needs."""
+
+TIED_HEAD = r"lm_head\.(weight|scales|biases)"
+
+
+def load_model(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    dtype: mx.Dtype,
+    max_positions: int,
+    parts: LinearParts,
+    progress: Callable[[int, int], None],
+) -> Model:
+    """The model of a checkpoint folder in `dtype`, for positions below `max_positions`; waits until every weight is read.
+
+    `progress` is called with the bytes of weights that are there and of all. Memory beyond the weights is that of the
+    largest one. Raises `CheckpointError` for files that are missing, damaged, or not this model's, `ConfigError` for a
+    model or a quantisation that is not supported.
+    """
+    model_type = model_class(config.architecture)
+    quantization = read_quantization(config.raw)
+    entries, arrays = _tensors(checkpoint_files(folder), model_type.stripped)
+    weights = Weights(entries, arrays, dtype, quantization)
+    arrays.clear()  # a tensor that something else holds stays in memory once it is read
+    model = model_type(Build(config, weights, parts, max_positions))
+    weights.check(re.compile("|".join(f"(?:{pattern})" for pattern in _harmless(model_type, config))).fullmatch)
+    weights.read(progress)
+    return model
+
+
+def _harmless(model_type: ModelClass, config: ModelConfig) -> tuple[str, ...]:
+    return (*HARMLESS, *model_type.ignored, *((TIED_HEAD,) if config.tie_word_embeddings else ()))
+
+
+def _tensors(files: tuple[Path, ...], stripped: str) -> tuple[dict[str, Entry], dict[str, mx.array]]:
+    """The tensors of all files by the model's names; raises `CheckpointError` for one that is in two files."""
+    entries: dict[str, Entry] = {}
+    arrays: dict[str, mx.array] = {}
+    for file in files:
+        found = read_entries(file)
+        mapped = map_file(file)
+        for entry in found:
+            name = entry.name.removeprefix(stripped)
+            if name in entries:
+                raise CheckpointError(
+                    f"{entry.name!r} is in both {entries[name].file.name} and {file.name}",
+                    wanted="it once",
+                    remedy="download the checkpoint again",
+                )
+            entries[name], arrays[name] = entry, mapped[entry.name]
+    return entries, arrays

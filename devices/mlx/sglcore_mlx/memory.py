@@ -1,0 +1,109 @@
+"""How much memory KV cells may take where the GPU and the system share it, and where MLX runs on the processor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import mlx.core as mx
+
+from sglcore.device.system import System, host_system
+from sglcore.runtime.memory.sizing import MemoryBudget, size_text
+from sglcore_mlx import sysctl
+
+SHARED = 0.8
+"""The share of a GPU's memory for cells: the rest is for activations, which the allocator keeps for the next step."""
+PROCESSOR_SHARE = 0.5
+"""The share of a processor's: everything else on the machine takes from the same memory."""
+
+
+def device_memory(load_weights: object) -> MemoryBudget:
+    """A bring-up step: what is left for cells once the weights are in. Weights that were not evaluated do not count yet.
+
+    Memory that MLX keeps cached for later arrays is released first, so that it counts as free.
+    """
+    mx.clear_cache()
+    return budget(mx.device_info(), mx.get_active_memory(), host_system())
+
+
+def budget(info: Mapping[str, str | int], active: int, system: System) -> MemoryBudget:
+    """From what MLX says of its device and the bytes of its living arrays: a GPU's share of unified memory, a GPU's own
+    memory, or the processor's."""
+    recommended = int(info.get("max_recommended_working_set_size", 0))
+    if recommended:
+        return unified(int(info["memory_size"]), recommended, active, system)
+    if "free_memory" in info:
+        total, free = int(info["total_memory"]), int(info["free_memory"])
+        return MemoryBudget(total, free, f"{size_text(free)} of {size_text(total)} free on the GPU", SHARED)
+    available, evidence = available_memory(system)
+    return MemoryBudget(total_memory(system), available, evidence, PROCESSOR_SHARE)
+
+
+def unified(physical: int, recommended: int, active: int, system: System) -> MemoryBudget:
+    """Bytes that the GPU may keep resident, less what living arrays hold, and never more than the system has free.
+
+    Metal slows down, and macOS may swap, beyond `recommended`. The system's own share of free memory is in percent.
+    """
+    usable = max(recommended - active, 0)
+    parts = [f"{size_text(physical)} physical", f"{size_text(usable)} usable by the GPU"]
+    percent = sysctl.number(system, "kern.memorystatus_level")
+    if percent is None:
+        return MemoryBudget(recommended, usable, ", ".join((*parts, "free unknown")), SHARED)
+    free = physical * percent // 100
+    evidence = ", ".join((*parts, f"{size_text(free)} free"))
+    return MemoryBudget(recommended, min(usable, free), evidence, SHARED)
+
+
+def total_memory(system: System) -> int:
+    """Bytes this process may use in all: the machine's, or the smallest limit of its control groups."""
+    physical = _field(system.read("/proc/meminfo"), "MemTotal:")
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if physical is None else physical * 1024
+    return min((physical, *(limit for limit, _, _ in _groups(system))))
+
+
+def available_memory(system: System) -> tuple[int, str]:
+    """Bytes that may still be taken, and the evidence: what the machine has available, or what the tightest control group
+    leaves. A machine that does not say is taken to have half of its memory available."""
+    known = _field(system.read("/proc/meminfo"), "MemAvailable:")
+    free = total_memory(system) // 2 if known is None else known * 1024
+    found = [(max(limit - used, 0), limit, group) for limit, used, group in _groups(system)]
+    left, limit, group = min(found, default=(free, 0, ""))
+    if left < free:
+        return left, f"{size_text(left)} left of the {size_text(limit)} that the control group {group} allows"
+    return free, f"{size_text(free)} of memory available"
+
+
+def _groups(system: System) -> Iterator[tuple[int, int, str]]:
+    """(limit, bytes that can not be dropped, folder) of every control group above this process that has a limit."""
+    for folder in _group_folders(system.read("/proc/self/cgroup") or ""):
+        limit = _number(system, f"{folder}/memory.max", f"{folder}/memory.limit_in_bytes")
+        if limit is None or limit >= 1 << 60:
+            continue
+        used = _number(system, f"{folder}/memory.current", f"{folder}/memory.usage_in_bytes") or 0
+        stat = system.read(f"{folder}/memory.stat")
+        cached = _field(stat, "inactive_file") or _field(stat, "total_inactive_file") or 0
+        yield limit, max(used - cached, 0), folder
+
+
+def _group_folders(text: str) -> Iterator[str]:
+    """The folders of this process's control groups, versions 2 and 1, the innermost first."""
+    for line in text.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = Path("/sys/fs/cgroup") / ("memory" if controllers else "")
+        group = top / path.lstrip("/")
+        yield from (str(folder) for folder in (group, *group.parents) if folder.is_relative_to(top))
+
+
+def _number(system: System, *paths: str) -> int | None:
+    """The number in the first of these files that holds one."""
+    texts = ((system.read(path) or "").strip() for path in paths)
+    return next((int(text) for text in texts if text.isdigit()), None)
+
+
+def _field(text: str | None, name: str) -> int | None:
+    """The number after `name` at the beginning of a line."""
+    words = (line.split() for line in (text or "").splitlines())
+    return next((int(parts[1]) for parts in words if len(parts) > 1 and parts[0] == name), None)

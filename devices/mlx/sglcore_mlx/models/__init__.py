@@ -1,0 +1,1 @@
+"""One file for each architecture, in the published checkpoint's own names, and what reads their checkpoints."""

@@ -1,0 +1,60 @@
+"""What a worker sees of a model: pure functions of arrays, and the geometry of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import mlx.core as mx
+
+from sglcore.checkpoint.config import ModelConfig
+
+Attend: TypeAlias = Callable[[int, mx.array, mx.array, mx.array], mx.array]
+"""`attend(layer_id, q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, D])` gives [T, heads, D]; q and k come rotated."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The attention of one layer: `scale` multiplies the scores; `sliding_window` counts the token itself (None: all)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int | None
+    scale: float
+
+
+class Model(Protocol):
+    """A model that a worker drives. Nothing here evaluates or reads on the host, so all of it can be compiled.
+
+    `num_bytes` is the size of all weights; `quantization` says their form ("none", "4-bit, groups of 64", ...).
+    """
+
+    config: ModelConfig
+    dtype: mx.Dtype
+    layers: tuple[LayerShape, ...]
+    num_bytes: int
+    quantization: str
+
+    def __call__(self, ids: mx.array, positions: mx.array, attend: Attend) -> mx.array:
+        """Token ids int32 [T] at positions int32 [T] to hidden states [T, H] after the last norm."""
+        ...
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Hidden states [N, H] to float32 [N, V]; an encoder raises `ConfigError`."""
+        ...
+
+
+def layer_shapes(config: ModelConfig) -> tuple[LayerShape, ...]:
+    """The attention of each layer as the configuration says."""
+    return tuple(
+        LayerShape(
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            sliding_window=window,
+            scale=config.head_dim**-0.5,
+        )
+        for window in config.sliding_windows
+    )

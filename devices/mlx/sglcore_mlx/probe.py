@@ -1,0 +1,180 @@
+"""What the system says about MLX: Apple silicon under macOS, or by name a build of MLX for Linux. Nothing is imported."""
+
+from __future__ import annotations
+
+import plistlib
+import re
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from xml.parsers.expat import ExpatError
+
+from sglcore.device.probe import Fact, ProbeReport, installed_fact
+from sglcore.device.system import System
+from sglcore_mlx import sysctl
+
+SYSTEM_VERSION = "/System/Library/CoreServices/SystemVersion.plist"
+CPUINFO = "/proc/cpuinfo"
+CUDA_NODES = "/dev/nvidia[0-9]*"
+CUDA_LIBRARY = "libcuda.so.1"
+OLDEST_MACOS = (14, 0)
+"""From this version on there are wheels of MLX."""
+OLDEST_MLX = (0, 31)
+BACKENDS = ("mlx-metal", "mlx-cuda-13", "mlx-cuda-12", "mlx-cpu")
+"""The distributions that bring MLX's library, one for each kind of device."""
+APPLE = "use a Mac with Apple silicon"
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """The installed MLX: its version ("" if unknown), the distribution that brings its library, and that one's version.
+
+    The backend is "source" for a library that none of BACKENDS brought, and "" if there is none.
+    """
+
+    version: str
+    backend: str
+    backend_version: str
+
+    @property
+    def is_cuda(self) -> bool:
+        """It was built for CUDA."""
+        return self.backend.startswith("mlx-cuda")
+
+
+def probe(named: bool, system: System) -> ProbeReport:
+    """Answer from what is seen through `system`. Other machines than Macs count only if the device was named."""
+    macos, build = macos_version(system), mlx_build(system)
+    if macos is not None:
+        hardware, driver = _apple_silicon(system), _macos(macos)
+    elif build is not None and build.is_cuda:
+        hardware, driver = _cuda(named, system)
+    else:
+        hardware, driver = _processor(named, system)
+    return ProbeReport(
+        hardware=hardware,
+        driver=driver,
+        package=installed_fact("sglcore_mlx", "sglcore-mlx", "pip install sglcore-mlx"),
+        runtime=_runtime(system, build, macos is not None),
+        details={
+            "chip": sysctl.text(system, "machdep.cpu.brand_string") or "",
+            "macos": macos or "",
+            "mlx": build.version if build else "",
+            "build": build.backend if build else "",
+        },
+    )
+
+
+def macos_version(system: System) -> str | None:
+    """The version of macOS, such as "15.1"; None on another system."""
+    found = system.read(SYSTEM_VERSION)
+    if found is None:
+        return None
+    try:
+        return str(plistlib.loads(found.encode()).get("ProductVersion", "of unknown version"))
+    except (plistlib.InvalidFileException, ExpatError):
+        return "of unknown version"
+
+
+def mlx_build(system: System) -> Build | None:
+    """The installed MLX, from the metadata of its distributions; None if there is no module `mlx`."""
+    folders = _folders(system)
+    if not folders:
+        return None
+    found = _distribution(system, "mlx") or ""
+    for backend in BACKENDS:
+        backend_version = _distribution(system, backend)
+        if backend_version is not None:
+            return Build(found, backend, backend_version)
+    has_library = any(path for folder in folders for path in folder.glob("lib/libmlx.*"))
+    return Build(found, "source" if has_library else "", found)
+
+
+def _folders(system: System) -> tuple[Path, ...]:
+    """Where the module `mlx` lies; a namespace may be several folders."""
+    if not system.is_this_machine:
+        return tuple(system.path(folder) for folder in system.glob("/site-packages/mlx"))
+    spec = find_spec("mlx")
+    return tuple(Path(folder) for folder in (spec.submodule_search_locations or ())) if spec is not None else ()
+
+
+def _distribution(system: System, name: str) -> str | None:
+    """The version of an installed distribution; None if it is not installed."""
+    if not system.is_this_machine:
+        folder = "/site-packages/" + name.replace("-", "_")
+        found = system.glob(f"{folder}-*.dist-info")
+        return found[0].removeprefix(f"{folder}-").removesuffix(".dist-info") if found else None
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _apple_silicon(system: System) -> Fact:
+    chip = sysctl.text(system, "machdep.cpu.brand_string") or "a processor without a name"
+    if sysctl.number(system, "hw.optional.arm64") == 1:
+        return Fact(True, f"{chip}, whose GPU runs Metal")
+    return Fact(False, f"{chip} under macOS, not Apple silicon", APPLE)
+
+
+def _macos(found: str) -> Fact:
+    wanted = ".".join(map(str, OLDEST_MACOS))
+    if _numbers(found) < OLDEST_MACOS:
+        return Fact(False, f"macOS {found}, too old for MLX", f"update to macOS {wanted} or newer")
+    return Fact(True, f"macOS {found}, which brings Metal")
+
+
+def _cuda(named: bool, system: System) -> tuple[Fact, Fact]:
+    nodes, library = system.glob(CUDA_NODES), system.library(CUDA_LIBRARY)
+    driver = Fact(True, library) if library else Fact(False, f"there is no {CUDA_LIBRARY}", "install NVIDIA's driver")
+    if not named:
+        return _not_named("MLX is built for CUDA here"), driver
+    if not nodes:
+        return Fact(False, f"no node {CUDA_NODES}, for which MLX is built", "pip install 'mlx[cpu]'"), driver
+    return Fact(True, f"{', '.join(nodes)}, asked for by name"), driver
+
+
+def _processor(named: bool, system: System) -> tuple[Fact, Fact]:
+    name = processor_name(system)
+    if name is None:
+        return Fact(False, f"neither macOS nor a processor that {CPUINFO} names", APPLE), Fact(False, "no Metal", APPLE)
+    driver = Fact(True, "a processor needs no driver")
+    return (Fact(True, f"{name}, asked for by name") if named else _not_named("no macOS, so no Metal")), driver
+
+
+def _not_named(why: str) -> Fact:
+    return Fact(False, f"{why}; on other systems MLX runs when it is asked for by name", f"--device mlx, or {APPLE}")
+
+
+def processor_name(system: System) -> str | None:
+    """What Linux calls the processor; None where it does not say that there is one."""
+    found = system.read(CPUINFO)
+    if not found:
+        return None
+    named = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", found, re.MULTILINE)
+    return named.group(1).strip() if named else "a processor"
+
+
+def _runtime(system: System, build: Build | None, is_mac: bool) -> Fact:
+    command = "pip install mlx" if is_mac else "pip install 'mlx[cpu]' (or 'mlx[cuda13]' where there is an NVIDIA GPU)"
+    if sysctl.number(system, "sysctl.proc_translated") == 1:
+        return Fact(False, "this Python is built for x86_64 and runs translated", "use a Python built for arm64")
+    if build is None:
+        return Fact(False, "there is no module 'mlx'", command)
+    if build.version and _numbers(build.version) < OLDEST_MLX:
+        wanted = ".".join(map(str, OLDEST_MLX))
+        return Fact(False, f"mlx {build.version}", f"pip install --upgrade 'mlx>={wanted}'")
+    if not build.backend:
+        return Fact(False, f"mlx {build.version} without the library of any backend", command)
+    if build.backend_version != build.version:
+        found = f"mlx {build.version} with {build.backend} {build.backend_version}; they must be of one version"
+        return Fact(False, found, f"pip install {build.backend}=={build.version}")
+    what = "built from source" if build.backend == "source" else f"{build.backend} {build.backend_version}"
+    return Fact(True, f"mlx {build.version or 'of unknown version'}, {what}")
+
+
+def _numbers(found: str) -> tuple[int, int]:
+    """The first two numbers of a version; of one that names none, the largest, because nothing speaks against it."""
+    numbers = re.match(r"(\d+)(?:\.(\d+))?", found)
+    return (int(numbers.group(1)), int(numbers.group(2) or 0)) if numbers else (1 << 30, 0)

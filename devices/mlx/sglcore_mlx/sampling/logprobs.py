@@ -1,0 +1,57 @@
+"""Log-probabilities of raw logits: the chosen token's, its rank, and the best alternatives. float32."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from sglcore_mlx.sampling.race import ID_BITS
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of N rows. Ranks and lists order by (logprob descending, id ascending), so entry i of a list has rank i + 1."""
+
+    chosen: mx.array
+    """float32[N]"""
+    ranks: mx.array
+    """int32[N], 1 = the most likely token."""
+    top_ids: mx.array
+    """int32[N, K]"""
+    top: mx.array
+    """float32[N, K]"""
+
+
+def logprobs_of(logits: mx.array, targets: mx.array, top_n: int) -> Logprobs:
+    """Of targets int32[N] under logits float[N, V], with the min(top_n, V) best. Targets outside the vocabulary are read
+    as its nearest end. Nothing is evaluated; zero rows are allowed."""
+    vocab_size = logits.shape[1]
+    logits = logits.astype(mx.float32)
+    targets = mx.clip(targets.astype(mx.int32), 0, vocab_size - 1)[:, None]
+    ids = mx.arange(vocab_size, dtype=mx.int32)
+    norm = mx.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(logits, targets, axis=-1)
+    ahead = (logits > chosen) | ((logits == chosen) & (ids < targets))
+    top_ids = _top_ids(logits, ids, min(top_n, vocab_size))
+    return Logprobs(
+        (chosen - norm)[:, 0],
+        mx.sum(ahead, axis=-1).astype(mx.int32) + 1,
+        top_ids,
+        mx.take_along_axis(logits, top_ids, axis=-1) - norm,
+    )
+
+
+def _top_ids(logits: mx.array, ids: mx.array, count: int) -> mx.array:
+    """int32[N, K]. Value and inverted id form one integer key without ties, because `topk` orders nothing."""
+    if not count:
+        return mx.zeros((logits.shape[0], 0), mx.int32)
+    last = (1 << ID_BITS) - 1
+    keys = (ordered_bits(logits).astype(mx.int64) << ID_BITS) | (last - ids)
+    best = -mx.sort(-mx.topk(keys, count, axis=-1), axis=-1)
+    return (last - (best & last)).astype(mx.int32)
+
+
+def ordered_bits(values: mx.array) -> mx.array:
+    """int32 that compare as the float32 values do, both zeros alike; NaN lies beyond the infinities."""
+    bits = values.view(mx.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return ordered - (ordered >> 31)

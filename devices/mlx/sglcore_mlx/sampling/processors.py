@@ -1,0 +1,89 @@
+"""What changes logits before the draw: penalties, bias with early bans, and masks. Pure functions of arrays.
+
+Penalties are counted anew from the history, so nothing accumulates and running twice changes nothing.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Penalties of the B rows of a batch, in order. Rows with neutral parameters are left bit for bit as they are."""
+
+    history: mx.array
+    """int32[B, L]: each row's prompt and output; cells at or beyond the row's position may hold anything."""
+    starts: mx.array
+    """int32[B]: where the output begins."""
+    repetition: mx.array
+    """float32[B], as are the next two."""
+    presence: mx.array
+    frequency: mx.array
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """Additions to single logits, E entries. One counts while the position to be drawn is below its `until`; a padding
+    entry has row 0, id 0 and `until` 0."""
+
+    rows: mx.array
+    """int32[E]"""
+    ids: mx.array
+    """int32[E]"""
+    values: mx.array
+    """float32[E]"""
+    until: mx.array
+    """int32[E]"""
+
+
+def token_counts(history: mx.array, lengths: mx.array, starts: mx.array, vocab_size: int) -> tuple[mx.array, mx.array]:
+    """Occurrences int32[B, V] in the prompt (positions below starts) and in the output (from there, below lengths) of
+    history int32[B, L]; starts, lengths int32[B]. Ids outside the vocabulary (placeholders) are not counted."""
+    rows, columns = history.shape
+    positions = mx.arange(columns, dtype=mx.int32)
+    inside = (positions < lengths[:, None]) & (history >= 0) & (history < vocab_size)
+    # One scatter for both: the output's counts lie behind the prompt's.
+    places = mx.clip(history, 0, vocab_size - 1) + vocab_size * (positions >= starts[:, None]).astype(mx.int32)
+    places = places + 2 * vocab_size * mx.arange(rows, dtype=mx.int32)[:, None]
+    counts = mx.zeros(rows * 2 * vocab_size, mx.int32).at[places.reshape(-1)].add(inside.astype(mx.int32).reshape(-1))
+    counts = counts.reshape(rows, 2, vocab_size)
+    return counts[:, 0], counts[:, 1]
+
+
+def apply_penalties(logits: mx.array, state: Penalties, lengths: mx.array) -> mx.array:
+    """Logits float32[B, V] with penalties at lengths int32[B]: repetition divides positive and multiplies other logits
+    of tokens seen; then frequency per occurrence and presence once are subtracted for output tokens."""
+    prompt, output = token_counts(state.history, lengths, state.starts, logits.shape[1])
+    factor = state.repetition[:, None]
+    changed = mx.where(logits > 0, logits / factor, logits * factor)
+    result = mx.where(prompt + output > 0, changed, logits)
+    result = result - _rounded(output.astype(mx.float32) * state.frequency[:, None])
+    return result - (output > 0).astype(mx.float32) * state.presence[:, None]
+
+
+def apply_bias(logits: mx.array, state: Bias, positions: mx.array) -> mx.array:
+    """Logits float32[B, V] with the entries that count at positions int32[B] added."""
+    active = mx.take(positions, state.rows) < state.until
+    values = mx.where(active, state.values, 0.0)
+    places = state.rows * logits.shape[1] + state.ids
+    return logits.reshape(-1).at[places].add(values).reshape(logits.shape)
+
+
+def apply_mask(logits: mx.array, allowed: mx.array) -> mx.array:
+    """Logits [B, V] with -inf where a token is not allowed: bool[B, V], or bits as `unpack_bitmask` takes them."""
+    if allowed.dtype != mx.bool_:
+        allowed = unpack_bitmask(allowed, logits.shape[1])
+    return mx.where(allowed, logits, -float("inf"))
+
+
+def unpack_bitmask(words: mx.array, vocab_size: int) -> mx.array:
+    """bool[B, V] from int32 or uint32[B, ceil(V / 32)], lowest bit first, 1 = allowed (the layout of grammar libraries)."""
+    bits = (words.view(mx.uint32)[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    return bits.reshape(words.shape[0], -1)[:, :vocab_size] != 0
+
+
+def _rounded(product: mx.array) -> mx.array:
+    """The product as memory holds it. Reading its bits ends the fused loop: in one loop with the subtraction a compiler
+    may round only once (a fused multiply-add), and other devices round twice."""
+    return product.view(mx.int32).view(mx.float32)

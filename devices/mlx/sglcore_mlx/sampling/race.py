@@ -1,0 +1,118 @@
+"""The integer race on MLX: fixed-point gaps, keyed noise, and the draw. Pure functions of arrays; nothing is evaluated.
+
+The same integers as `sglcore/sampling/race.py`; `sglcore/sampling/reference.py` defines them. Hashing is in uint32, whose
+products wrap and whose shifts bring in zeros.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from sglcore.device.errors import ConfigError
+from sglcore.sampling import noise
+from sglcore.sampling.noise import FOLD, GUMBEL_SIZE, INTERPOLATION_BITS, LIMIT
+
+ID_BITS = 22
+MAX_VOCAB = (1 << ID_BITS) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RaceTables:
+    """Constants of one vocabulary. An entry of the first two holds the value in its upper and the step in its lower 32
+    bits, so that one gather fetches both: gathers are what a draw costs."""
+
+    gumbel: mx.array
+    """int64[16384]"""
+    weight: mx.array
+    """int64[8193]"""
+    ids: mx.array
+    """int32[V]"""
+    hashed_ids: mx.array
+    """uint32[V]"""
+
+
+def make_race_tables(vocab_size: int) -> RaceTables:
+    """The tables of a vocabulary, on the default device. Raises ConfigError beyond 2**22 - 1 tokens."""
+    if not 0 < vocab_size <= MAX_VOCAB:
+        raise ConfigError(f"a vocabulary of {vocab_size} tokens", wanted=f"1..{MAX_VOCAB}", remedy="check vocab_size")
+    tables = noise.noise_tables()
+    return RaceTables(
+        _packed(tables.gumbel),
+        _packed(tables.weight),
+        mx.arange(vocab_size, dtype=mx.int32),
+        mx.array(noise.hashed_ids(vocab_size).view(np.uint32)),
+    )
+
+
+def row_keys(seed_words: mx.array, positions: mx.array) -> mx.array:
+    """Key words uint32[B, 2] of one draw per row, from seed words int32[B, 2] and positions int32[B]."""
+    words = seed_words.view(mx.uint32)
+    first = _mix32(positions.astype(mx.uint32) * noise.POSITION_FACTOR + words[:, 0])
+    second = _mix32(words[:, 1] + first) | 1
+    return mx.stack([first, second], axis=1)
+
+
+def gaps_below_best(logits: mx.array, best: mx.array, scale: mx.array) -> mx.array:
+    """int32[B, V] in 2**-16 nat, LIMIT where a token is no candidate; logits float32[B, V], best and scale float32[B].
+
+    One subtraction, then one multiplication, then rounding to even: each rounds by itself, and a difference that is
+    multiplied cannot become a fused multiply-add, so a compiler may fuse the loop without changing an integer.
+    Rows whose best is not finite hold any integers in 0..LIMIT: what a NaN becomes as an integer is the device's choice.
+    """
+    gaps = mx.round((best[:, None] - logits) * scale[:, None])
+    return mx.maximum(mx.minimum(gaps, float(LIMIT)).astype(mx.int32), 0)
+
+
+def gumbel_noise(keys: mx.array, hashed_ids: mx.array, table: mx.array) -> mx.array:
+    """Keyed Gumbel noise int32[B, V] in 2**-16 nat; keys uint32[B, 2], hashed_ids uint32[V] or uint32[B, V]."""
+    words = _fold(hashed_ids ^ keys[:, :1], 16) * keys[:, 1:]
+    words = _fold(_fold(words, 15) * noise.MIX_2, 16) | 1
+    # As a signed number the word counts from the nearer end of (0, 1): its float exponent is the octave of the tail.
+    # Negative words move 32 octaves down, so that exponent and mantissa alone are the index.
+    numbers = words.view(mx.int32).astype(mx.float32)
+    bits = mx.maximum(numbers, numbers * -FOLD).view(mx.uint32)
+    index = (bits >> INTERPOLATION_BITS) & (GUMBEL_SIZE - 1)
+    fraction = (bits & ((1 << INTERPOLATION_BITS) - 1)).astype(mx.int32)
+    value, step = table_entries(table, index)
+    return value + ((step * fraction) >> INTERPOLATION_BITS)
+
+
+def table_entries(table: mx.array, index: mx.array) -> tuple[mx.array, mx.array]:
+    """Value and step, int32 each, of the entries of a packed table at `index` uint32 of any shape, within the table.
+
+    A gather along an axis, because on the processor it is six times as fast as `take`.
+    """
+    entries = mx.take_along_axis(table, index.reshape(-1), axis=0).reshape(index.shape)
+    return (entries >> 32).astype(mx.int32), entries.astype(mx.int32)
+
+
+def race_scores(gaps: mx.array, keys: mx.array, hashed_ids: mx.array, table: mx.array) -> mx.array:
+    """noise - gap, int32[B, V]."""
+    return gumbel_noise(keys, hashed_ids, table) - gaps
+
+
+def first_argmax(scores: mx.array) -> mx.array:
+    """int32[B]: the first maximum of [B, V]. MLX's argmax gives ties to the lowest index on the processor and on Metal:
+    its reduction compares indices where values are equal."""
+    return mx.argmax(scores, axis=-1).astype(mx.int32)
+
+
+def draw_race(gaps: mx.array, keys: mx.array, tables: RaceTables) -> mx.array:
+    """The drawn token int32[B] of rows of gaps int32[B, V] under keys uint32[B, 2]."""
+    return first_argmax(race_scores(gaps, keys, tables.hashed_ids, tables.gumbel))
+
+
+def _packed(table: np.ndarray) -> mx.array:
+    """int64[N] from int32[2, N]."""
+    value, step = table.astype(np.int64)
+    return mx.array((value << 32) | (step & noise.WORD))
+
+
+def _fold(words: mx.array, shift: int) -> mx.array:
+    return words ^ (words >> shift)
+
+
+def _mix32(words: mx.array) -> mx.array:
+    """The avalanche `noise.mix32` of uint32 words."""
+    return _fold(_fold(_fold(words, 16) * noise.MIX_1, 15) * noise.MIX_2, 16)

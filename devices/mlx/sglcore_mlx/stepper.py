@@ -1,0 +1,123 @@
+"""Builds each step as a lazy graph while the one before it runs, and starts it when that one has ended.
+
+A graph is started only when nothing reads the cells any more: MLX writes into an array's own memory only if no queued work
+holds it, and would copy a whole pool otherwise. Until then the next step, which takes the token of the step before as a
+lazy array, is built and waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.runtime.memory.sizing import MemorySizes
+from sglcore_mlx.attention.contract import DecodeAttention
+from sglcore_mlx.attention.encoder import EncoderRows
+from sglcore_mlx.forward import DecodeForward, extend_forward
+from sglcore_mlx.inputs import RowPlan, bucket, decode_inputs, row_bucket
+from sglcore_mlx.models.contract import Model
+from sglcore_mlx.pool import DeviceState, PageTable
+from sglcore_mlx.sample_step import Sampled, SampleStep
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that was started: what it sampled, or `embeddings` float32 [B, H]; lazy."""
+
+    path: str
+    sampled: Sampled | None = None
+    embeddings: mx.array | None = None
+
+    def arrays(self) -> list[mx.array]:
+        """Everything that the host will read."""
+        found = [] if self.sampled is None else self.sampled.arrays()
+        return found if self.embeddings is None else [*found, self.embeddings]
+
+
+class Stepper:
+    """One model with its cells and tokens. Belongs to one thread, on which all its work is queued."""
+
+    def __init__(
+        self,
+        model: Model,
+        attention: DecodeAttention,
+        state: DeviceState,
+        sizes: MemorySizes,
+        *,
+        compiles: bool,
+        row_buckets: tuple[int, ...] = (),
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._state = state
+        self._table = PageTable(sizes)
+        self._sampling = SampleStep(model, sizes)
+        self._max_requests = sizes.max_requests
+        self._row_buckets = row_buckets
+        decode = DecodeForward(model, attention)
+        self._decode: Callable[..., tuple[mx.array, list[mx.array]]] = mx.compile(decode) if compiles else decode
+        self._compiles = compiles
+        self._failure: BaseException | None = None
+
+    def launch(self, batch: ScheduleBatch, rows: RowPlan) -> Launched:
+        """Build a step, wait until the one before has ended, and start it. Raises what building raises; other steps go on.
+
+        Raises RuntimeError once starting a step has failed: what the cells hold is unknown then.
+        """
+        if self._failure is not None:
+            raise RuntimeError(f"an earlier step failed on the device: {self._failure}; start another worker")
+        launched = self._embed(batch) if batch.forward_mode is ForwardMode.EMBED else self._generate(batch, rows)
+        try:
+            mx.synchronize()
+            mx.async_eval(launched.arrays(), self._state.arrays())
+        except BaseException as error:
+            self._failure = error
+            raise
+        return launched
+
+    def _generate(self, batch: ScheduleBatch, rows: RowPlan) -> Launched:
+        self._table.append(batch)
+        self._sampling.admit(batch, self._state)
+        if batch.forward_mode.is_decode:
+            logits, path = self._decode_logits(batch)
+            return Launched(path, self._sampling.run(batch, rows, logits, self._state, {}))
+        hidden = extend_forward(self._model, self._attention, batch, self._table, self._state)
+        prompt = dict(self._sampling.score_prompts(batch, hidden))
+        last = batch.token_offsets[1:][rows.emitting] - np.int32(1)
+        logits = self._model.logits(hidden[mx.array(last)]) if len(last) else mx.zeros((0, self._vocab_size))
+        return Launched("eager", self._sampling.run(batch, rows, logits, self._state, prompt))
+
+    def _decode_logits(self, batch: ScheduleBatch) -> tuple[mx.array, str]:
+        """float32 [B, V], and what ran."""
+        count, state = batch.batch_size, self._state
+        most = self._table.rows.shape[1]
+        pages = -(-int(batch.seq_lens.max()) // self._table.page_size)
+        size = row_bucket(count, self._row_buckets, self._max_requests) if self._compiles else count
+        given = decode_inputs(batch.slots, batch.seq_lens, self._table, size, bucket(pages, most))
+        arrays = (given.slots, given.seq_lens, given.out_cache_loc, given.page_table)
+        logits, state.cells = self._decode(*(mx.array(x) for x in arrays), state.last, state.cells)
+        return logits[:count], f"compiled[{size}]" if self._compiles else "eager"
+
+    def _embed(self, batch: ScheduleBatch) -> Launched:
+        """Whole sequences; each row's embedding is the mean of its hidden states, of length 1."""
+        counts = np.diff(batch.token_offsets)
+        within = np.arange(batch.num_tokens, dtype=np.int32) - np.repeat(batch.token_offsets[:-1], counts)
+        rows = EncoderRows(batch.token_offsets, self._model.layers)
+        hidden = self._model(mx.array(batch.input_ids), mx.array(within), rows.attend)
+        owners = mx.array(np.repeat(np.arange(batch.batch_size, dtype=np.int32), counts))
+        sums = mx.zeros((batch.batch_size, hidden.shape[1]), mx.float32).at[owners].add(hidden.astype(mx.float32))
+        means = sums / mx.array(counts.astype(np.float32))[:, None]
+        length = mx.maximum(mx.linalg.norm(means, axis=-1, keepdims=True), 1e-12)
+        return Launched("eager", embeddings=means / length)
+
+    @property
+    def _vocab_size(self) -> int:
+        return self._model.config.vocab_size
+
+    def close(self) -> None:
+        """Wait for what was started."""
+        mx.synchronize()

@@ -1,0 +1,53 @@
+"""The one thread that queues work: MLX binds streams to threads, and on a processor queueing waits for running."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+class StreamThread:
+    """Runs calls one after the other, in the order in which they were posted."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="sglcore-mlx", daemon=True)
+        self._closed = False
+        self._thread.start()
+
+    def post(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Queue a call and return without waiting. Raises RuntimeError once closed."""
+        if self._closed:
+            raise RuntimeError("the stream's thread is closed")
+        future: Future[R] = Future()
+        self._jobs.put((future, call, args, kwargs))
+        return future
+
+    def call(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a call there and wait for its result; what it raises is raised here."""
+        return self.post(call, *args, **kwargs).result()
+
+    def close(self) -> None:
+        """Finish what was posted and end. Idempotent; waits."""
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
+            self._thread.join()
+
+
+def _serve(jobs: SimpleQueue[Job | None]) -> None:
+    """Until None comes. What a call raises goes to its future; the frame keeps nothing of a call that has ended."""
+    while (job := jobs.get()) is not None:
+        future, call, args, kwargs = job
+        try:
+            future.set_result(call(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+        del job, future, call, args, kwargs

@@ -1,0 +1,142 @@
+"""Cases of paged decode attention, and what is right for them: scattered pages, and NaN in every cell that does not count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import numpy as np
+
+NO_PAGE = 1_000_000
+"""What a page table holds where no page of the row is; far outside the cells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The sizes of one call, and the seed of its numbers. `strength` multiplies the queries; `pages` is the table's width."""
+
+    lengths: tuple[int, ...]
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    page_size: int = 16
+    pages: int = 0
+    window: int | None = None
+    dtype: mx.Dtype = mx.float32
+    kv_dtype: mx.Dtype = mx.float32
+    strength: float = 1.0
+    seed: int = 0
+
+    @property
+    def width(self) -> int:
+        """Columns of the page table: as asked, or as many as the longest row needs."""
+        return max(self.pages, -(-max(self.lengths) // self.page_size))
+
+    @property
+    def scale(self) -> float:
+        """The usual scale of heads of this size."""
+        return self.head_dim**-0.5
+
+    def visible(self, row: int) -> np.ndarray:
+        """The positions to which a row attends."""
+        length = self.lengths[row]
+        return np.arange(max(0, length - (self.window or length)), length)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The arrays of a call of `paged_decode`, in its order."""
+
+    q: mx.array
+    kv: mx.array
+    page_table: mx.array
+    seq_lens: mx.array
+
+    @property
+    def all(self) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """For a call by position."""
+        return self.q, self.kv, self.page_table, self.seq_lens
+
+
+def drawn(seed: int) -> Case:
+    """A case drawn from a seed: sizes, lengths, a window or none, types."""
+    rng = np.random.default_rng(seed)
+    kv_heads = int(rng.choice([1, 2, 3]))
+    types = (mx.float32, mx.float16, mx.bfloat16)
+    dtype = types[int(rng.integers(3))]
+    lengths = tuple(int(n) for n in np.where(rng.random(3) < 0.5, rng.integers(1, 20, 3), rng.integers(1, 301, 3)))
+    return Case(
+        lengths=lengths[: int(rng.integers(1, 4))],
+        heads=kv_heads * int(rng.integers(1, 9)),
+        kv_heads=kv_heads,
+        head_dim=32 * int(rng.choice([1, 2, 3, 4, 5, 8])),
+        page_size=int(rng.choice([8, 16, 32])),
+        pages=int(rng.integers(0, 40)),
+        window=None if rng.random() < 0.5 else int(rng.integers(1, 301)),
+        dtype=dtype,
+        kv_dtype=dtype if rng.random() < 0.7 else mx.bfloat16,
+        seed=seed,
+    )
+
+
+def row_of(case: Case, row: int, pages: int = 0) -> Case:
+    """The same sizes with one row only; for its numbers take `one_row`."""
+    return replace(case, lengths=case.lengths[row : row + 1], pages=pages)
+
+
+def one_row(inputs: Inputs, row: int, width: int) -> Inputs:
+    """One row of a call, in a batch of its own, with a page table of `width` columns."""
+    at = slice(row, row + 1)
+    return Inputs(inputs.q[at], inputs.kv, mx.contiguous(inputs.page_table[at, :width]), inputs.seq_lens[at])
+
+
+def made(case: Case) -> Inputs:
+    """The case's arrays. Pages lie in a drawn order; cells and pages that do not count hold NaN and NO_PAGE."""
+    rng = np.random.default_rng([case.seed, 1])
+    rows, width, size = len(case.lengths), case.width, case.page_size
+    pages = 1 + rng.permutation(rows * width).reshape(rows, width).astype(np.int32)
+    kv = np.full(((rows * width + 1) * size, 2, case.kv_heads, case.head_dim), np.nan, np.float32)
+    table = np.full((rows, width), NO_PAGE, np.int32)
+    for row in range(rows):
+        positions = case.visible(row)
+        table[row, positions // size] = pages[row, positions // size]
+        cells = pages[row, positions // size] * size + positions % size
+        kv[cells] = rng.standard_normal((len(cells), *kv.shape[1:]))
+    q = rng.standard_normal((rows, case.heads, case.head_dim)) * case.strength
+    return Inputs(
+        mx.array(q.astype(np.float32)).astype(case.dtype),
+        mx.array(kv).astype(case.kv_dtype),
+        mx.array(table),
+        mx.array(np.array(case.lengths, np.int32)),
+    )
+
+
+def expected(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
+    """What is right, in float64 [B, heads, D], and by how much float32 and the result's type may miss it."""
+    q, kv = _float64(inputs.q), _float64(inputs.kv)
+    table = np.array(inputs.page_table)
+    right, bound = np.empty_like(q), np.empty_like(q)
+    for row in range(len(case.lengths)):
+        positions = case.visible(row)
+        cells = table[row, positions // case.page_size] * case.page_size + positions % case.page_size
+        for head in range(case.heads):
+            keys, values = np.moveaxis(kv[cells, :, head // (case.heads // case.kv_heads)], 1, 0)
+            scores = keys @ q[row, head] * case.scale
+            weights = np.exp(scores - scores.max())
+            right[row, head] = weights @ values / weights.sum()
+            bound[row, head] = 2.0**-21 * (2 + np.abs(scores).max()) * np.abs(values).max()
+    digits = {mx.float32: 24, mx.float16: 11, mx.bfloat16: 8}[case.dtype]
+    return right, bound + 2.0**-digits * np.abs(right)
+
+
+def assert_right(case: Case, inputs: Inputs, got: mx.array) -> None:
+    """Hold a result against `expected`; AssertionError with the case and the place of the worst element."""
+    right, bound = expected(case, inputs)
+    assert got.dtype == case.dtype and got.shape == right.shape, (got.dtype, got.shape, case)
+    excess = np.nan_to_num(np.abs(_float64(got) - right), nan=np.inf) - bound
+    worst = np.unravel_index(excess.argmax(), excess.shape)
+    assert excess.max() <= 0, f"off by {excess[worst]:.3g} more than allowed at {worst}, seed {case.seed}: {case}"
+
+
+def _float64(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32)).astype(np.float64)

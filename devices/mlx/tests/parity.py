@@ -1,0 +1,226 @@
+"""Engines for this package's laws: tokens in and out of a started device, tiny checkpoints, and comparisons. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from sglcore.conformance.tape import Tape
+from sglcore.device.config import resolve_config
+from sglcore.device.worker import Limits, ModelWorker
+from sglcore.engine.start import start
+from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.loop import Loop
+from sglcore.schedule.request import Request
+from sglcore.schedule.scheduler import Scheduler
+
+VOCAB = 97
+CONTEXT = 128
+FIRST_TOKEN = 3
+SPOILED = 1
+"""The token whose embedding is not a number, in a checkpoint written with `spoiled=True`."""
+
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {"threads": 1, "dtype": "float32", "max_requests": 6, "page_size": 4, "max_batch_tokens": 64, "graph": "off"}
+)
+TINY: Mapping[str, Any] = MappingProxyType(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+)
+
+
+def write_tiny(folder: Path, seed: int = 0, *, spoiled: bool = False) -> Path:
+    """Write a random decoder of two layers as a float32 checkpoint, by numpy alone; returns the folder."""
+    rng = np.random.default_rng(seed)
+    weights: dict[str, np.ndarray] = {}
+    for name, shape in _shapes().items():
+        drawn = rng.standard_normal(shape).astype(np.float32)
+        scale = 1.0 if "embed" in name else 1.2 * shape[-1] ** -0.5
+        weights[name] = 1 + np.float32(0.2) * drawn if "norm" in name else drawn * np.float32(scale)
+    if spoiled:
+        weights["model.embed_tokens.weight"][SPOILED] = np.nan
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dict(TINY), indent=1))
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def _shapes() -> dict[str, tuple[int, ...]]:
+    hidden, inner, vocab = TINY["hidden_size"], TINY["intermediate_size"], TINY["vocab_size"]
+    queries, keys = TINY["num_attention_heads"] * TINY["head_dim"], TINY["num_key_value_heads"] * TINY["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    for layer in range(TINY["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        shapes |= {f"{prefix}.{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
+        shapes |= {f"{prefix}.self_attn.{name}_proj.weight": (keys, hidden) for name in ("k", "v")}
+        shapes |= {f"{prefix}.self_attn.q_proj.weight": (queries, hidden)}
+        shapes |= {f"{prefix}.self_attn.o_proj.weight": (hidden, queries)}
+        shapes |= {f"{prefix}.mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+        shapes |= {f"{prefix}.mlp.down_proj.weight": (hidden, inner)}
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One request's end: its tokens, the log-probability of each, those of its prompt where it was scored."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    prompt_logprobs: list[float]
+    finish: str
+    cached: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drive:
+    """How requests are run. `stagger`: one joins every so many steps (0: all at once). `chunk`: tokens of a step. `pages`:
+    fewer than there are. `scramble`: the seed of the order in which pages are handed out."""
+
+    overlap: bool = True
+    stagger: int = 0
+    chunk: int | None = None
+    pages: int | None = None
+    scramble: int | None = None
+    prefix_cache: bool = True
+
+
+class Session:
+    """One scheduler over a worker that serves one after another; further prompts see the pages of the earlier ones."""
+
+    def __init__(self, tape: Tape, drive: Drive) -> None:
+        tape.next_scheduler()
+        self.scheduler = Scheduler(narrowed(tape.limits, drive), prefix_cache=drive.prefix_cache)
+        if drive.scramble is not None:
+            scramble_pages(self.scheduler, drive.scramble)
+        self.loop = Loop(self.scheduler, tape, overlap=drive.overlap)
+        self._drive = drive
+        self._count = 0
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        *,
+        score_prompts: bool = False,
+        before_step: Callable[[Scheduler, int], None] | None = None,
+        **sampling: Any,
+    ) -> list[Result]:
+        """Run prompts to their end; greedy unless said. Waits."""
+        values = {"temperature": 0.0, "logprobs": 0, "ignore_eos": True, **sampling}
+        params = SamplingParams(**values, max_tokens=max_tokens, prompt_logprobs=0 if score_prompts else None)
+        requests = [self._request(prompt, params) for prompt in prompts]
+        waiting, step = list(requests), 0
+        while waiting or self.loop.has_work:
+            if not step % max(self._drive.stagger, 1):
+                for request in waiting[: 1 if self._drive.stagger else None]:
+                    self.scheduler.add(request)
+                    waiting.remove(request)
+            if before_step is not None:
+                before_step(self.scheduler, step)
+            if self.loop.has_work:
+                self.loop.step()
+            step += 1
+        self.scheduler.audit()
+        return [result_of(request) for request in requests]
+
+    def _request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+        self._count += 1
+        return Request(f"r{self._count}", np.array(prompt, np.int32), params, seed=params.seed or 0)
+
+
+class TokenEngine:
+    """A started device over a checkpoint, without text. Also a context manager; `close` frees the device."""
+
+    def __init__(self, folder: Path, device: str = "mlx", **settings: Any) -> None:
+        config = resolve_config({**DEFAULTS, **settings, "device": device, "model": str(folder)}, {})
+        self.started = start(config)
+        self.worker: ModelWorker = self.started.worker
+        self.tape = Tape(self.worker)
+
+    def session(self, **how: Any) -> Session:
+        """A fresh scheduler, driven as `Drive` says."""
+        return Session(self.tape, Drive(**how))
+
+    def close(self) -> None:
+        """Close the worker."""
+        self.tape.close()
+
+    def __enter__(self) -> TokenEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def narrowed(limits: Limits, drive: Drive) -> Limits:
+    """The limits of a worker that has fewer pages, or takes smaller steps."""
+    pages = min(drive.pages or limits.num_pages, limits.num_pages)
+    return replace(limits, num_pages=pages, max_batch_tokens=min(drive.chunk or 1 << 30, limits.max_batch_tokens))
+
+
+def scramble_pages(scheduler: Scheduler, seed: int) -> None:
+    """Hand out pages in a random order."""
+    pool = scheduler._running.memory.pool
+    taken = pool.take(pool.free)
+    np.random.default_rng(seed).shuffle(taken)
+    pool.give(taken)
+
+
+def result_of(request: Request) -> Result:
+    """What a request that has ended produced."""
+    return Result(
+        request.prompt_ids.tolist(),
+        list(request.output_ids),
+        [float(found.chosen[0]) for found in request.logprobs],
+        [float(value) for found in request.prompt_logprobs for value in found.chosen],
+        request.finish_reason or "",
+        max(request.cached_tokens, 0),
+    )
+
+
+def random_prompts(seed: int, lengths: Sequence[int], vocab_size: int = VOCAB) -> list[list[int]]:
+    """Random token ids, 3 and above."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(FIRST_TOKEN, vocab_size, size=length).tolist() for length in lengths]
+
+
+def check_same(found: Sequence[Result], wanted: Sequence[Result], tolerance: float) -> None:
+    """Equal tokens, and log-probabilities within the tolerance, request by request."""
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert one.tokens == other.tokens, f"request {number}: {first_difference(one, other)}"
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=tolerance, rtol=0, err_msg=f"request {number}")
+        np.testing.assert_allclose(one.prompt_logprobs, other.prompt_logprobs, atol=tolerance, rtol=0)
+
+
+def first_difference(one: Result, other: Result) -> str:
+    """Where two token sequences part, and how likely each went on."""
+    place = next(
+        (i for i, pair in enumerate(zip(one.tokens, other.tokens, strict=False)) if pair[0] != pair[1]),
+        min(len(one.tokens), len(other.tokens)),
+    )
+    mine, theirs = (list(zip(r.tokens, r.logprobs, strict=False))[place : place + 1] for r in (one, other))
+    return f"token {place} is {mine}, the other's {theirs}; {len(one.tokens)} and {len(other.tokens)} tokens"

@@ -1,0 +1,129 @@
+"""Attention over gathered cells, of prompts and of encoders, against sums written out in numpy."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from sglcore.device.errors import ConfigError
+from sglcore.device.ledger import DecisionLedger
+from sglcore_mlx.attention.contract import AttentionFacts, DecodeRows
+from sglcore_mlx.attention.encoder import EncoderRows
+from sglcore_mlx.attention.gathered import GatheredAttention
+from sglcore_mlx.attention.prompt import PromptRow
+from sglcore_mlx.attention.select import refusal, select_attention
+from sglcore_mlx.models.contract import LayerShape
+from sglcore_mlx.pool import store
+
+SIZE, PAGES = 4, 40
+
+
+def shape(window: int | None = None, heads: int = 6, kv_heads: int = 2, dim: int = 8) -> LayerShape:
+    return LayerShape(heads, kv_heads, dim, window, dim**-0.5)
+
+
+def by_hand(q: np.ndarray, k: np.ndarray, v: np.ndarray, layer: LayerShape, places: np.ndarray) -> np.ndarray:
+    """[L, heads, D] of queries at `places` over keys at 0, 1, ...: causal, in float64."""
+    rows = []
+    for query, place in zip(q.astype(np.float64), places, strict=True):
+        first = 0 if layer.sliding_window is None else max(place + 1 - layer.sliding_window, 0)
+        heads = []
+        for head in range(layer.num_heads):
+            own = head // (layer.num_heads // layer.num_kv_heads)
+            scores = k[first : place + 1, own] @ query[head] * layer.scale
+            weights = np.exp(scores - scores.max())
+            heads.append(weights @ v[first : place + 1, own] / weights.sum())
+        rows.append(heads)
+    return np.array(rows)
+
+
+class Paged:
+    """Random keys and values of some rows, in scattered pages between cells that hold NaN."""
+
+    def __init__(self, rng: np.random.Generator, lens: list[int], layer: LayerShape) -> None:
+        pages = rng.permutation(np.arange(1, PAGES))
+        count = -(-max(lens) // SIZE)
+        self.table = np.zeros((len(lens), count), np.int32)
+        cells = np.full((PAGES * SIZE, 2, layer.num_kv_heads, layer.head_dim), np.nan, np.float32)
+        self.keys, self.values, self.cells_of = [], [], []
+        for row, length in enumerate(lens):
+            own, pages = np.split(pages, [-(-length // SIZE)])
+            self.table[row, : len(own)] = own
+            places = (own[:, None] * SIZE + np.arange(SIZE)).reshape(-1)[:length].astype(np.int32)
+            both = rng.standard_normal((length, 2, layer.num_kv_heads, layer.head_dim), np.float32)
+            cells[places] = both
+            self.keys.append(both[:, 0])
+            self.values.append(both[:, 1])
+            self.cells_of.append(places)
+        self.kv = mx.array(cells)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 7])
+@pytest.mark.parametrize("lens", [[1], [9, 1, 4, 16], [33, 2]])
+def test_a_row_of_one_query_sees_its_own_cells_up_to_its_length(lens: list[int], window: int | None) -> None:
+    rng, layer = np.random.default_rng(len(lens)), shape(window)
+    paged = Paged(rng, lens, layer)
+    q = rng.standard_normal((len(lens), 6, 8), np.float32)
+    plan = GatheredAttention([layer], SIZE).plan(DecodeRows(mx.array(paged.table), mx.array(np.array(lens, np.int32))))
+    found = np.array(plan.forward(mx.array(q), paged.kv, layer))
+    for row, length in enumerate(lens):
+        wanted = by_hand(q[row : row + 1], paged.keys[row], paged.values[row], layer, np.array([length - 1]))
+        np.testing.assert_allclose(found[row : row + 1], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
+@pytest.mark.parametrize("prefix, count", [(0, 5), (0, 2), (6, 4), (13, 9), (1, 1)])
+def test_a_row_of_several_queries_sees_its_prefix_and_itself(prefix: int, count: int, window: int | None) -> None:
+    rng, layer = np.random.default_rng(prefix + count), shape(window)
+    paged = Paged(rng, [prefix + count], layer)
+    q = rng.standard_normal((count + 2, 6, 8), np.float32)
+    k, v = (mx.array(np.pad(x[0][prefix:], ((2, 0), (0, 0), (0, 0)))) for x in (paged.keys, paged.values))
+    row = PromptRow(2, 2 + count, prefix, paged.cells_of[0])
+    found = np.array(row.forward(mx.array(q), k, v, paged.kv, layer))
+    wanted = by_hand(q[2:], paged.keys[0], paged.values[0], layer, np.arange(prefix, prefix + count))
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_every_token_of_an_encoder_sees_its_own_row_and_no_other() -> None:
+    rng, layer = np.random.default_rng(3), shape(heads=4, kv_heads=4)
+    offsets = np.array([0, 5, 6, 9], np.int32)
+    q, k, v = (rng.standard_normal((9, 4, 8), np.float32) for _ in range(3))
+    found = np.array(EncoderRows(offsets, (layer,)).attend(0, mx.array(q), mx.array(k), mx.array(v)))
+    for start, end in pairwise(offsets.tolist()):
+        last = np.full(end - start, end - start - 1)
+        np.testing.assert_allclose(
+            found[start:end], by_hand(q[start:end], k[start:end], v[start:end], layer, last), atol=1e-5
+        )
+
+
+def test_storing_writes_the_named_cells_and_no_others() -> None:
+    cells = mx.zeros((12, 2, 2, 4))
+    k, v = mx.ones((3, 2, 4)), mx.full((3, 2, 4), 2.0)
+    after = np.array(store(cells, mx.array(np.array([7, 2, 11], np.int32)), k, v))
+    assert (after[[7, 2, 11], 0] == 1).all() and (after[[7, 2, 11], 1] == 2).all()
+    assert not np.delete(after, [7, 2, 11], axis=0).any()
+
+
+def test_a_candidate_is_refused_with_its_reason_and_a_named_one_is_strict() -> None:
+    own = "sglcore_mlx.attention.gathered:GatheredAttention"
+    candidates = {"metal": "sglcore_mlx.attention.paged:MetalAttention", "gathered": own}
+    given = {"dtype": "float32", "head_dims": (64,), "page_size": 16, "has_metal": False}
+    ledger = DecisionLedger()
+    assert select_attention(candidates, None, ledger=ledger, **given) is GatheredAttention
+    assert ledger.rows[0].effective == "gathered" and "metal: needs a Metal device" in ledger.rows[0].reason
+    with pytest.raises(ConfigError, match="needs a Metal device"):
+        select_attention(candidates, "metal", ledger=ledger, **given)
+    with pytest.raises(ConfigError, match="no attention backend 'flash'; wanted one of metal, gathered"):
+        select_attention(candidates, "flash", ledger=ledger, **given)
+
+
+def test_each_fact_of_a_backend_can_refuse() -> None:
+    facts = AttentionFacts(dtypes=("float16",), head_dims=(64,), page_sizes=(16,), needs_metal=True)
+    assert refusal(facts, "float16", (64,), 16, True) == ""
+    assert "Metal" in refusal(facts, "float16", (64,), 16, False)
+    assert "not float32" in refusal(facts, "float32", (64,), 16, True)
+    assert "heads of 80" in refusal(facts, "float16", (64, 80), 16, True)
+    assert "pages of 16, not 8" in refusal(facts, "float16", (64,), 8, True)

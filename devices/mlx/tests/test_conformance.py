@@ -1,0 +1,10 @@
+"""The conformance kit on this package's device. The kit's reference is torch's, so without torch there are no laws here."""
+
+from importlib.util import find_spec
+
+import pytest
+
+pytestmark = pytest.mark.needs("torch")
+
+if find_spec("torch") is not None:
+    from sglcore.conformance.suite import *  # noqa: F403
