@@ -20,7 +20,7 @@ from sglcore.device.worker import Limits
 from sglcore.runtime.memory.sizing import MemorySizes, size_pools
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.attention.select import select_attention
-from sglcore_mlx.hardware import Hardware, open_hardware, split_streams
+from sglcore_mlx.hardware import Hardware, open_hardware
 from sglcore_mlx.layers.linear import LinearParts
 from sglcore_mlx.load import load_model
 from sglcore_mlx.memory import device_memory
@@ -101,7 +101,7 @@ def load_weights(
             model_config,
             dtype=getattr(mx, dtype.effective),
             max_positions=config.max_model_len or model_config.context_length,
-            parts=LinearParts(split_streams(hardware), fused_rotary=hardware.kind != "cpu"),
+            parts=LinearParts(hardware.streams, fused_rotary=hardware.kind != "cpu"),
             progress=lambda done, total: progress("loading weights", done, total),
         )
 
@@ -170,7 +170,7 @@ def attention(
         has_metal=hardware.has_metal,
         ledger=ledger,
     )
-    return kind(model.layers, page_size)
+    return kind(model.layers, page_size, hardware.streams)
 
 
 def worker(

@@ -13,16 +13,16 @@ import mlx.core as mx
 from sglcore.device.ledger import Row
 
 PROCESSOR_STREAMS = 2
-"""A linear layer of a processor is split over this many streams, each of which is a thread."""
+"""Linear layers and attention of a processor are split over this many streams, each of which is a thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """`kind` is "metal", "gpu" or "cpu". `threads` is how many streams share a linear layer; `compiles`: decode steps are
-    compiled unless it is asked otherwise. `rows` go to the ledger."""
+    """`kind` is "metal", "gpu" or "cpu". `streams` share the work of a processor (none: one stream does it all);
+    `compiles`: decode steps are compiled unless it is asked otherwise. `rows` go to the ledger."""
 
     kind: str
-    threads: int
+    streams: tuple[mx.Stream, ...]
     compiles: bool
     compile_reason: str
     rows: tuple[Row, ...]
@@ -39,13 +39,14 @@ def open_hardware(threads: int | None) -> Hardware:
     name = str(mx.device_info().get("device_name", platform.machine()))
     row = Row("compute", "auto", f"{kind}: {name}", f"what MLX {version('mlx')} has here", "another build of MLX")
     if kind != "cpu":
-        return Hardware(kind, 1, True, "one graph for each size of a decode step", (row,))
+        return Hardware(kind, (), True, "one graph for each size of a decode step", (row,))
     cores = len(os.sched_getaffinity(0)) if platform.system() == "Linux" else os.cpu_count() or 1
     used = min(threads or cores, PROCESSOR_STREAMS)
     asked = str(threads) if threads else "auto"
-    reason = f"{cores} cores; at most {PROCESSOR_STREAMS} streams share a linear layer"
+    reason = f"{cores} cores; at most {PROCESSOR_STREAMS} streams share the work"
     rows = (row, Row("threads", asked, str(used), reason, "--threads", downgrade=used < (threads or 0)))
-    return Hardware(kind, used, *_can_compile(), rows)
+    streams = tuple(mx.new_stream(mx.cpu) for _ in range(used)) if used > 1 else ()
+    return Hardware(kind, streams, *_can_compile(), rows)
 
 
 def _can_compile() -> tuple[bool, str]:
@@ -54,8 +55,3 @@ def _can_compile() -> tuple[bool, str]:
     if compiler is None:
         return False, "there is no g++, with which MLX compiles for a processor"
     return True, "one graph for each size of a decode step"
-
-
-def split_streams(hardware: Hardware) -> tuple[mx.Stream, ...]:
-    """The streams that share a linear layer; none where one stream is all. Belongs on the stream's thread."""
-    return tuple(mx.new_stream(mx.cpu) for _ in range(hardware.threads)) if hardware.threads > 1 else ()

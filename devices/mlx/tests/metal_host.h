@@ -5,6 +5,7 @@
 #pragma once
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -227,6 +228,7 @@ inline UNSEEN char *next_array(FILE *file, int64_t *size) {
 }  // namespace host
 
 namespace metal {
+using std::clamp;
 using std::exp2;
 using std::max;
 using std::min;

@@ -42,7 +42,7 @@ class DecodeAttention(Protocol):
 
     facts: ClassVar[AttentionFacts]
 
-    def __init__(self, layers: Sequence[LayerShape], page_size: int) -> None: ...
+    def __init__(self, layers: Sequence[LayerShape], page_size: int, streams: tuple[mx.Stream, ...] = ()) -> None: ...
 
     def plan(self, rows: DecodeRows) -> AttentionPlan:
         """What `forward` needs of these rows. Queues only."""

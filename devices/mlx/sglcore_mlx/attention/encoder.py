@@ -19,7 +19,7 @@ class EncoderRows:
         inside = columns < lengths[:, None]
         self._layers = layers
         self._padded = mx.array(np.where(inside, offsets[:-1, None] + columns, offsets[:-1, None]))
-        self._mask = mx.array(inside[:, None, None])
+        self._mask = mx.array(inside[:, None, None].astype(np.int8)).astype(mx.bool_)
         self._flat = mx.array(np.flatnonzero(inside.reshape(-1)).astype(np.int32))
 
     def attend(self, layer_id: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:

@@ -127,9 +127,9 @@ class Shape:
 
     @property
     def parts(self) -> int:
-        """Threadgroups along one row: enough for a row that fills its pages, or for any place of a window."""
-        whole = -(-self.pages * self.page_size // PART)
-        return whole if self.window is None else min(whole, -(-(self.window + PART - 1) // PART))
+        """Threadgroups along one row: enough for a row that fills its pages, or its window."""
+        longest = self.pages * self.page_size
+        return -(-min(longest, self.window or longest) // PART)
 
     @property
     def threadgroup_bytes(self) -> int:

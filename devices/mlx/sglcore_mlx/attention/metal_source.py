@@ -16,9 +16,8 @@ HEADER = """
 _SPAN = """
     const int length = seq_lens[row];
     const int oldest = WINDOW > 0 && length > WINDOW ? length - WINDOW : 0;
-    const int origin = oldest / PART * PART;
 """
-"""The row's positions: [oldest, length) count, and parts are cut from `origin` on, so that cuts depend on the row only."""
+"""The row's positions: [oldest, length) count, in parts from `oldest` on: cuts depend on the row's own length only."""
 
 _WALK = (
     """
@@ -38,8 +37,8 @@ _WALK = (
 """
     + _SPAN
     + """
-    const int begin = metal::max(oldest, origin + part * PART);
-    const int end = metal::min(length, origin + (part + 1) * PART);
+    const int begin = oldest + part * PART;
+    const int end = metal::min(length, begin + PART);
     // The same for the whole threadgroup, which therefore reaches no barrier.
     if (begin >= end) {
         return;
@@ -66,10 +65,12 @@ _WALK = (
             + kv_head * HEAD_DIM + lane * PER_LANE;
         float scores[BLOCK][QUERIES];
         UNROLLED(t, BLOCK) {
-            const bool counts = block + t >= begin && block + t < end;
+            // A position that does not count reads the nearest that does: no branch, and nothing that is not the row's.
+            const int near = metal::clamp(block + t, begin, end - 1) - block;
+            const bool counts = near == t;
             float key[PER_LANE];
             UNROLLED(i, PER_LANE) {
-                key[i] = counts ? float(cell[t * CELL + i]) : 0.0f;
+                key[i] = float(cell[near * CELL + i]);
             }
             UNROLLED(j, QUERIES) {
                 float dot = 0.0f;
@@ -97,9 +98,9 @@ _WALK = (
             }
         }
         UNROLLED(t, BLOCK) {
-            const bool counts = block + t >= begin && block + t < end;
+            const int near = metal::clamp(block + t, begin, end - 1) - block;
             UNROLLED(i, PER_LANE) {
-                const float value = counts ? float(cell[t * CELL + KV_HEADS * HEAD_DIM + i]) : 0.0f;
+                const float value = float(cell[near * CELL + KV_HEADS * HEAD_DIM + i]);
                 UNROLLED(j, QUERIES) {
                     values[j][i] += scores[t][j] * value;
                 }
@@ -165,7 +166,7 @@ COMBINE = (
 """
     + _SPAN
     + """
-    const int parts = (length - origin + PART - 1) / PART;
+    const int parts = (length - oldest + PART - 1) / PART;
     const int64_t first = int64_t(row * HEADS + head) * part_tops_shape[2];
     float highest = part_tops[first];
     for (int p = 1; p < parts; ++p) {

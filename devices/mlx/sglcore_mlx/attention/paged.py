@@ -42,8 +42,14 @@ class MetalAttention:
         dtypes=("float32", "float16", "bfloat16"), head_dims=tuple(range(32, 513, 32)), needs_metal=True
     )
 
-    def __init__(self, layers: Sequence[LayerShape], page_size: int, launcher: Launcher = launch_on_metal) -> None:
-        """`launcher` runs the kernel; its default is the GPU."""
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        page_size: int,
+        streams: tuple[mx.Stream, ...] = (),
+        launcher: Launcher = launch_on_metal,
+    ) -> None:
+        """`launcher` runs the kernel; its default is the GPU, which needs no further `streams`."""
         self._page_size = page_size
         self._launcher = launcher
 

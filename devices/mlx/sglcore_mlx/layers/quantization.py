@@ -73,17 +73,14 @@ def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
 
 
 def _form(where: str, given: Mapping[str, Any]) -> Form:
-    mode = given.get("mode", "affine")
-    bits, group_size = (FIXED.get(mode, (None, None))[i] for i in range(2))
-    form = Form(given.get("group_size", group_size), given.get("bits", bits), mode)
-    if mode == "affine":
-        is_known = form.bits in AFFINE_BITS and form.group_size in AFFINE_GROUPS
-    else:
-        is_known = FIXED.get(mode) == (form.bits, form.group_size)
+    mode = str(given.get("mode", "affine"))
+    fixed = FIXED.get(mode)
+    bits, group_size = given.get("bits", fixed and fixed[0]), given.get("group_size", fixed and fixed[1])
+    is_known = bits in AFFINE_BITS and group_size in AFFINE_GROUPS if mode == "affine" else fixed == (bits, group_size)
     if not is_known:
         raise ConfigError(
-            f"config.json gives the {where} the mode {mode!r} with {form.bits} bits and groups of {form.group_size}",
+            f"config.json gives the {where} the mode {mode!r} with {bits} bits and groups of {group_size}",
             wanted=f"affine with bits {AFFINE_BITS} and groups {AFFINE_GROUPS}, or one of {', '.join(FIXED)}",
             remedy=REMEDY,
         )
-    return form
+    return Form(group_size, bits, mode)

@@ -25,13 +25,16 @@ def logprobs_of(logits: mx.array, targets: mx.array, top_n: int) -> Logprobs:
     """Of targets int32[N] under logits float[N, V], with the min(top_n, V) best. Targets outside the vocabulary are read
     as its nearest end. Nothing is evaluated; zero rows are allowed."""
     vocab_size = logits.shape[1]
+    count = min(top_n, vocab_size)
+    if not logits.shape[0]:
+        return Logprobs(mx.zeros(0), mx.zeros(0, mx.int32), mx.zeros((0, count), mx.int32), mx.zeros((0, count)))
     logits = logits.astype(mx.float32)
     targets = mx.clip(targets.astype(mx.int32), 0, vocab_size - 1)[:, None]
     ids = mx.arange(vocab_size, dtype=mx.int32)
     norm = mx.logsumexp(logits, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(logits, targets, axis=-1)
     ahead = (logits > chosen) | ((logits == chosen) & (ids < targets))
-    top_ids = _top_ids(logits, ids, min(top_n, vocab_size))
+    top_ids = _top_ids(logits, ids, count)
     return Logprobs(
         (chosen - norm)[:, 0],
         mx.sum(ahead, axis=-1).astype(mx.int32) + 1,

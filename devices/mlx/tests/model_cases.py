@@ -1,0 +1,74 @@
+"""What the tests of models share: a model loaded from a folder, and its log-probabilities under attention of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from sglcore.checkpoint.config import read_config
+from sglcore_mlx.layers.linear import LinearParts
+from sglcore_mlx.load import load_model
+from sglcore_mlx.models.contract import Attend, Model
+
+TWO_STREAMS = 2
+
+
+def ignore(done: int, total: int) -> None:
+    """No progress is shown."""
+
+
+def load(
+    folder: Path,
+    dtype: mx.Dtype = mx.float32,
+    parts: LinearParts | None = None,
+    max_positions: int | None = None,
+    progress: Callable[[int, int], None] = ignore,
+) -> Model:
+    """The model of a folder; opened for its whole context unless `max_positions` says less."""
+    config = read_config(folder)
+    positions = max_positions or config.context_length
+    return load_model(
+        folder, config, dtype=dtype, max_positions=positions, parts=parts or LinearParts(), progress=progress
+    )
+
+
+def split_parts() -> LinearParts:
+    """Products on two streams, rotations composed."""
+    streams = tuple(mx.new_stream(mx.default_device()) for _ in range(TWO_STREAMS))
+    return replace(LinearParts(), streams=streams, fused_rotary=False)
+
+
+def causal(model: Model) -> Attend:
+    """Every token attends to those before it, inside its layer's window."""
+
+    def attend(layer_id: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        shape, at = model.layers[layer_id], mx.arange(q.shape[0])
+        distance = at[:, None] - at[None, :]
+        seen = (distance >= 0) & (distance < (shape.sliding_window or q.shape[0]))
+        heads_first = [x.transpose(1, 0, 2)[None] for x in (q, k, v)]
+        return mx.fast.scaled_dot_product_attention(*heads_first, scale=shape.scale, mask=seen)[0].transpose(1, 0, 2)
+
+    return attend
+
+
+def full(model: Model) -> Attend:
+    """Every token attends to all."""
+
+    def attend(layer_id: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        heads_first = [x.transpose(1, 0, 2)[None] for x in (q, k, v)]
+        out = mx.fast.scaled_dot_product_attention(*heads_first, scale=model.layers[layer_id].scale)
+        return out[0].transpose(1, 0, 2)
+
+    return attend
+
+
+def logprobs(model: Model, ids: Sequence[int]) -> np.ndarray:
+    """float32 [len(ids), vocab]: log-probabilities after each token of a sequence."""
+    tokens = mx.array(list(ids), dtype=mx.int32)
+    logits = model.logits(model(tokens, mx.arange(len(ids), dtype=mx.int32), causal(model)))
+    assert logits.dtype == mx.float32
+    return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))

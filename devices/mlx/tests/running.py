@@ -1,0 +1,37 @@
+"""A started worker on the embedded model or another folder, as the engine would start it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sglcore.device.config import EngineConfig
+from sglcore.device.ledger import DecisionLedger
+from sglcore.device.package import resolve
+from sglcore.engine.start import embedded_model, no_progress
+from sglcore_mlx import package
+
+
+def bring_up(folder: Path | None = None, ledger: DecisionLedger | None = None, **settings: Any) -> Mapping[str, Any]:
+    """What every step of the package's order built; the worker is to be closed."""
+    given = {
+        "config": EngineConfig(**{"max_requests": 8, "device": "mlx", **settings}),
+        "package": package,
+        "facts": resolve(package.facts)(),
+        "ledger": ledger or DecisionLedger(),
+        "progress": no_progress,
+        "model_path": folder or embedded_model(),
+    }
+    return resolve(package.bring_up).run(given)
+
+
+@contextmanager
+def running(folder: Path | None = None, ledger: DecisionLedger | None = None, **settings: Any):
+    """The same, closed at the end."""
+    built = bring_up(folder, ledger, **settings)
+    try:
+        yield built
+    finally:
+        built["worker"].close()

@@ -1,0 +1,77 @@
+"""Short ways to draw in tests of the sampler, random batches, and copies of a module with a planted defect."""
+
+import inspect
+import random
+from collections.abc import Sequence
+from types import ModuleType
+
+import mlx.core as mx
+import numpy as np
+
+from sglcore.sampling.batch import SamplingBatch
+from sglcore.sampling.params import SamplingParams
+from sglcore_mlx.sampling.sampler import SampledTokens, Sampler
+from sglcore_mlx.sampling.state import SamplingState, make_state
+
+
+def staged(rows: Sequence[tuple], positions: Sequence[int], **parts) -> SamplingState:
+    """The state of rows (params, seed[, sample_index[, prompt_len[, banned_early]]]) at these positions."""
+    return make_state(SamplingBatch.from_params(rows), mx.array(positions, mx.int32), **parts)
+
+
+def drawn(logits, rows: Sequence[tuple], positions: Sequence[int], **parts) -> SampledTokens:
+    """One draw per row of logits (anything that becomes float32[B, V])."""
+    logits = mx.array(np.asarray(logits, np.float32))
+    return Sampler(logits.shape[1]).sample(logits, staged(rows, positions, **parts))
+
+
+def candidate_sets(logits, params: Sequence[SamplingParams]) -> list[list[int]]:
+    """Sorted candidate ids of every row."""
+    logits = mx.array(np.asarray(logits, np.float32))
+    state = staged([(each, 0) for each in params], [0] * len(params))
+    gaps = np.array(Sampler(logits.shape[1]).candidate_gaps(logits, mx.max(logits, axis=-1), state))
+    return [np.flatnonzero(row < 1 << 21).tolist() for row in gaps]
+
+
+def random_params(rng: random.Random, vocab_size: int = 0) -> SamplingParams:
+    """Any mixture of temperature and cut-offs; with a vocabulary, of penalties, biases and bans as well."""
+    extra = {} if not vocab_size else random_extras(rng, vocab_size)
+    return SamplingParams(
+        temperature=rng.choice((0.0, 0.3, 1.0, 1.0, 1.7)),
+        top_k=rng.choice((0, 0, 1, 3, 40, 10**6)),
+        top_p=rng.choice((1.0, 1.0, 0.95, 0.5, 1e-6)),
+        min_p=rng.choice((0.0, 0.0, 0.02, 0.5)),
+        **extra,
+    )
+
+
+def random_extras(rng: random.Random, vocab_size: int) -> dict:
+    """Penalties, a bias, a minimum of tokens and a wish for logprobs, each in some rows."""
+    return {
+        "repetition_penalty": rng.choice((1.0, 0.8, 1.5)),
+        "frequency_penalty": rng.choice((0.0, 0.7, -1.1)),
+        "presence_penalty": rng.choice((0.0, 1.1, -0.3)),
+        "logit_bias": {rng.randrange(vocab_size): rng.choice((2.5, -3.3))} if rng.random() < 0.5 else {},
+        "min_tokens": rng.choice((0, 4)),
+        "logprobs": rng.choice((None, 0, 4)),
+    }
+
+
+def random_logits(rng: random.Random, rows: int, vocab_size: int) -> np.ndarray:
+    """float32[rows, vocab_size]: normal numbers, or coarse ones with many ties; some tokens are -inf."""
+    normal = np.random.default_rng(rng.randrange(2**32)).normal(0.0, 3.0, (rows, vocab_size))
+    coarse = np.array([rng.random() < 0.5 for _ in range(rows)])
+    logits = np.where(coarse[:, None], np.round(normal * 2) / 2, normal).astype(np.float32)
+    holes = np.random.default_rng(rng.randrange(2**32)).random((rows, vocab_size)) < 0.1
+    holes[:, rng.randrange(vocab_size)] = False
+    logits[holes] = -np.inf
+    return logits
+
+
+def planted(module: ModuleType, sound: str, defect: str) -> ModuleType:
+    """A copy of a module in which the one occurrence of `sound` reads `defect`; the module itself stays as it is."""
+    source = inspect.getsource(module)
+    assert source.count(sound) == 1, f"found {source.count(sound)} times {sound!r} in {module.__name__}, wanted 1"
+    copy = ModuleType(module.__name__)
+    exec(compile(source.replace(sound, defect), module.__name__, "exec"), copy.__dict__)
+    return copy

@@ -1,0 +1,60 @@
+"""A step writes its keys and values into the cells' own memory, also while the next one waits: no pool is ever copied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from devices.mlx.tests.running import running
+from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.loop import Loop
+from sglcore.schedule.request import Request
+from sglcore.schedule.scheduler import Scheduler
+from sglcore_mlx.stepper import Stepper
+
+CELLS = 96 << 20
+"""Bytes of all cells: those of one layer are far more than any activation of this model."""
+
+
+def bytes_beside(built: Mapping[str, Any], prompts: int) -> int:
+    """The most bytes that were alive beside those before the first step, while prompts ran to their end, overlapped."""
+    scheduler = Scheduler(built["worker"].limits)
+    rng = np.random.default_rng(5)
+    for number in range(prompts):
+        params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+        scheduler.add(Request(f"r{number}", rng.integers(5, 2000, 9 + 20 * number).astype(np.int32), params, seed=0))
+    loop = Loop(scheduler, built["worker"], overlap=True)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    while loop.has_work:
+        loop.step()
+    return mx.get_peak_memory() - before
+
+
+@pytest.mark.parametrize("graph", ["off", "compiled"])
+def test_steps_in_flight_never_copy_the_cells_of_a_layer(graph: str) -> None:
+    with running(kv_cache_memory=CELLS, max_requests=64, graph=graph, dtype="float32") as built:
+        layer = built["memory_pools"].cells[0].nbytes
+        assert layer > 14 << 20
+        assert bytes_beside(built, prompts=3) < layer
+
+
+class _Holding(Stepper):
+    """Keeps the cells of the step before, as whoever reads them from another queue would."""
+
+    def launch(self, *args: Any) -> Any:
+        self._held = [cells.reshape(-1) for cells in self._state.cells]
+        mx.eval(self._held)
+        return super().launch(*args)
+
+
+def test_cells_that_something_else_holds_are_seen_to_be_copied() -> None:
+    with running(kv_cache_memory=CELLS, max_requests=64, graph="off", dtype="float32") as built:
+        layer = built["memory_pools"].cells[0].nbytes
+        built["worker"]._stepper.__class__ = _Holding
+        assert bytes_beside(built, prompts=1) > layer

@@ -1,0 +1,113 @@
+"""Defects planted in the kernels' text are caught by running it: what `test_metal_kernel.py` proves is worth that much."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from devices.mlx.tests.metal_cases import Case, assert_right, made
+from devices.mlx.tests.metal_on_host import Host
+from sglcore_mlx.attention.metal import PART, paged_decode
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads as fibres need Linux and g++")
+
+SHORT = Case(lengths=(1, 37, 70), heads=6, kv_heads=2, head_dim=64, page_size=8)
+WINDOW = replace(SHORT, window=33)
+LONG = Case(lengths=(PART + 9, 5, 2 * PART - 1), heads=4, kv_heads=1)
+STRONG = replace(SHORT, strength=60.0)
+BARRIER = "metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """`old` becomes `new` at its `place`-th occurrence (counted from 0) in every kernel that has it."""
+
+    old: str
+    new: str
+    case: Case = SHORT
+    sanitizer: str = ""
+    place: int = 0
+
+    def edit(self, text: str) -> str:
+        """The text with the defect, or as it was where it has no such place."""
+        parts = text.split(self.old)
+        if len(parts) <= self.place + 1:
+            return text
+        return self.old.join(parts[: self.place + 1]) + self.new + self.old.join(parts[self.place + 1 :])
+
+
+DEFECTS = (
+    ("no barrier before the simdgroups' sums are read", Defect(BARRIER, "")),
+    ("no barrier before the shares are read", Defect(BARRIER, "", place=1)),
+    ("no barrier before the shares are written again", Defect(BARRIER, "", place=2)),
+    (
+        "a barrier that does not order memory",
+        Defect("mem_flags::mem_threadgroup", "mem_flags::mem_none", SHORT, "thread"),
+    ),
+    ("no barrier, one query, seen by the sanitizer", Defect(BARRIER, "", LONG, "thread", 1)),
+    ("a barrier that some threads miss", Defect("if (begin >= end)", "if (begin + lane >= end)")),
+    ("a sum that some lanes miss", Defect("if (begin >= end)", "if (begin + lane >= end)", Case(lengths=(20,)))),
+    ("one position too few", Defect("seq_lens[row]", "seq_lens[row] - 1")),
+    ("one position too many", Defect("seq_lens[row]", "seq_lens[row] + 1")),
+    ("one position before the window", Defect("length - WINDOW :", "length - WINDOW - 1 :", WINDOW)),
+    ("one position of the window lost", Defect("length - WINDOW :", "length - WINDOW + 1 :", WINDOW)),
+    ("the window is forgotten", Defect("WINDOW > 0 && length > WINDOW", "false", WINDOW)),
+    (
+        "heads dealt out to KV heads in turn",
+        Defect("first_head / (HEADS / KV_HEADS)", "first_head % KV_HEADS", replace(SHORT, heads=8)),
+    ),
+    ("keys in the place of values", Defect("+ KV_HEADS * HEAD_DIM + i]", "+ i]")),
+    (
+        "values of positions that do not count",
+        Defect("counts ? float(cell[t * CELL + KV_HEADS", "true ? float(cell[t * CELL + KV_HEADS"),
+    ),
+    ("scores of positions that do not count", Defect("counts ? dot : LOWEST", "dot")),
+    ("another row's page table", Defect("row * page_table_shape[1]", "row * page_table_shape[0]")),
+    ("the first page for all", Defect("+ block / PAGE_SIZE", "")),
+    ("cells of a page in the wrong order", Defect("block % PAGE_SIZE", "0")),
+    (
+        "the largest score is not taken off",
+        Defect("highest = metal::max(highest, scores[t][j]);", "highest = 0.0f;", STRONG),
+    ),
+    ("the sum is not rescaled", Defect("sum[j] *= fade;", "")),
+    ("the values are not rescaled", Defect("values[j][i] *= fade;", "")),
+    ("simdgroups added without their weights", Defect("values[j][i] * fade;", "values[j][i];")),
+    ("blocks of one simdgroup only", Defect("block += SIMDGROUPS * BLOCK", "block += 2 * SIMDGROUPS * BLOCK")),
+    ("one element past the head", Defect("d < HEAD_DIM; d", "d <= HEAD_DIM; d")),
+    ("the scale is forgotten", Defect("float(queries[at]) * scale", "float(queries[at])")),
+    ("parts that overlap", Defect("begin + PART)", "begin + PART + 1)", LONG)),
+    ("parts that the row does not have", Defect("(length - oldest + PART - 1) / PART", "part_tops_shape[2]", LONG)),
+    ("the last part left out", Defect("(length - oldest + PART - 1) / PART", "(length - oldest) / PART", LONG)),
+    ("parts added without their weights", Defect("weight * part_values", "part_values", LONG)),
+    ("parts' sums added without their weights", Defect("weight * part_sums", "part_sums", LONG)),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where what is built is kept for this file's tests."""
+    return tmp_path_factory.mktemp("metal_defects")
+
+
+def run(defect: Defect, host: Host) -> None:
+    """The defect's case on a host."""
+    case, inputs = defect.case, made(defect.case)
+    got = paged_decode(
+        *inputs.all, page_size=case.page_size, scale=case.scale, window=case.window, launcher=host.launch
+    )
+    assert_right(case, inputs, got)
+
+
+@pytest.mark.parametrize("defect", [pytest.param(defect, id=name) for name, defect in DEFECTS])
+def test_a_planted_defect_is_caught(defect: Defect, folder: Path) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run(defect, Host(folder, sanitizer=defect.sanitizer, edit=defect.edit))
+    assert "does not compile" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", [SHORT, WINDOW, LONG, STRONG], ids=["short", "window", "long", "strong"])
+def test_without_a_defect_their_cases_pass(case: Case, folder: Path) -> None:
+    run(Defect("", "", case), Host(folder))

@@ -1,0 +1,162 @@
+"""Whole batches on MLX against the torch sampler, bit for bit, as they are and inside `mx.compile`; and defects that the
+comparison catches."""
+
+import random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from devices.mlx.tests.sampling_rows import planted, random_logits, random_params
+from sglcore.sampling.batch import SamplingBatch
+from sglcore_mlx.sampling import sampler as sampler_module
+from sglcore_mlx.sampling import state as state_module
+
+pytestmark = pytest.mark.needs("torch")
+
+BANNED = (3, 4)
+
+
+class Case:
+    """A random batch with every kind of processor: what both samplers are given, as numpy arrays."""
+
+    def __init__(self, seed, vocab_size=120, plain=False):
+        rng = random.Random(seed)
+        count = rng.randrange(1, 9)
+        self.logits = random_logits(rng, count, vocab_size)
+        if rng.random() < 0.3:
+            self.logits[rng.randrange(count), rng.randrange(vocab_size)] = rng.choice((np.nan, np.inf))
+        starts = [rng.randrange(1, 5) for _ in range(count)]
+        self.rows = [
+            (random_params(rng, 0 if plain else vocab_size), rng.randrange(2**64), rng.randrange(3), start, BANNED)
+            for start in starts
+        ]
+        history = np.random.default_rng(seed).integers(-2, vocab_size + 2, (count, 12))
+        self.history = history.astype(np.int32)
+        self.positions = np.array([start + rng.randrange(6) for start in starts], np.int32)
+        self.allowed = np.random.default_rng(seed).random((count, vocab_size)) < 0.7 if rng.random() < 0.5 else None
+        self.host = SamplingBatch.from_params(self.rows)
+
+
+def by_torch(case):
+    """(tokens, bad rows, logprobs or None) of the torch sampler, as numpy arrays."""
+    import torch
+
+    from sglcore.sampling.processors import make_penalties
+    from sglcore.sampling.sampler import Sampler, make_state
+
+    positions, history = torch.tensor(case.positions), torch.tensor(case.history)
+    penalties = None
+    if case.host.needs.any_penalty:
+        penalties = make_penalties(case.host, history, positions, case.logits.shape[1], all_rows=True)
+    allowed = None if case.allowed is None else torch.tensor(case.allowed)
+    state = make_state(case.host, positions, penalties, allowed)
+    found = Sampler(case.logits.shape[1], "cpu").sample(torch.tensor(case.logits), state)
+    lists = found.logprobs
+    parts = None if lists is None else (lists.chosen, lists.rank, lists.top_ids, lists.top)
+    return found.token_ids.numpy(), found.bad_rows.numpy(), parts and [part.numpy() for part in parts]
+
+
+def by_mlx(case, compiled=False, module=sampler_module):
+    """The same of a sampler module on MLX."""
+    sampler, needs = module.Sampler(case.logits.shape[1]), case.host.needs
+
+    def draw(logits, positions, parts, more):
+        state = state_module.place_state(needs, positions, parts, **more)
+        found = sampler.sample(logits, state)
+        lists = found.logprobs
+        parts = [] if lists is None else [lists.chosen, lists.ranks, lists.top_ids, lists.top]
+        return found.token_ids, found.bad_rows, parts
+
+    arrays = state_module.state_arrays(case.host, needs, len(case.rows))
+    more = {"history": mx.array(case.history)}
+    if case.allowed is not None:
+        more["allowed"] = mx.array(case.allowed)
+    function = mx.compile(draw) if compiled else draw
+    inputs = {name: mx.array(part) for name, part in arrays.items()}
+    tokens, bad, lists = function(mx.array(case.logits), mx.array(case.positions), inputs, more)
+    return np.array(tokens), np.array(bad), [np.array(part) for part in lists] or None
+
+
+def differences(found, wanted):
+    """What differs between two results: tokens, bad rows, ranks and ids in any bit; logprobs by more than 1e-5."""
+    (tokens, bad, lists), (torch_tokens, torch_bad, torch_lists) = found, wanted
+    names = [] if np.array_equal(tokens, torch_tokens) else ["tokens"]
+    names += [] if np.array_equal(bad, torch_bad) else ["bad rows"]
+    if lists is None or torch_lists is None:
+        return names if lists is torch_lists else [*names, "logprobs"]
+    good = ~torch_bad
+    for name, part, other in zip(("chosen", "ranks", "top ids", "top"), lists, torch_lists, strict=True):
+        exact = part.dtype == np.int32 and np.array_equal(part[good], other[good])
+        close = part.dtype == np.float32 and np.allclose(part[good], other[good], atol=1e-5, rtol=0)
+        names += [] if part.dtype == other.dtype and (exact or close) else [name]
+    return names
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_batch_with_every_processor_is_torchs_bit_for_bit(seed):
+    case = Case(seed)
+    assert differences(by_mlx(case), by_torch(case)) == []
+
+
+@pytest.mark.parametrize("seed", range(60, 72))
+def test_inside_a_compiled_function_a_batch_is_torchs_bit_for_bit(seed):
+    case = Case(seed, vocab_size=random.Random(seed).choice((31, 257, 2147)), plain=seed % 2 == 0)
+    wanted = by_torch(case)
+    assert differences(by_mlx(case, compiled=True), wanted) == [] and differences(by_mlx(case), wanted) == []
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_processed_logits_are_torchs_bit_for_bit(compiled):
+    import torch
+
+    from sglcore.sampling.processors import make_penalties
+    from sglcore.sampling.sampler import Sampler, make_state
+
+    for seed in range(4 if compiled else 20):
+        case = Case(seed)
+        needs, positions = case.host.needs, torch.tensor(case.positions)
+        penalties = make_penalties(case.host, torch.tensor(case.history), positions, 120, all_rows=True)
+        wanted = Sampler(120, "cpu").process(torch.tensor(case.logits), make_state(case.host, positions, penalties))
+        state = state_module.make_state(case.host, mx.array(case.positions), history=mx.array(case.history))
+        sampler = sampler_module.Sampler(120)
+
+        def process(logits, sampler=sampler, state=state):
+            return sampler.process(logits, state)
+
+        found = np.array((mx.compile(process) if compiled else process)(mx.array(case.logits)))
+        finite = np.isfinite(case.logits)
+        assert needs.any_penalty and np.array_equal(found[finite], wanted.numpy()[finite]), seed
+
+
+def test_positions_beyond_the_batch_are_padding_that_changes_nothing():
+    case = Case(3)
+    count = len(case.rows)
+    history = np.pad(case.history, ((0, 4), (0, 0)))
+    positions = mx.array(np.pad(case.positions, (0, 4)))
+    allowed = None if case.allowed is None else mx.array(np.pad(case.allowed, ((0, 4), (0, 0)), constant_values=True))
+    state = state_module.make_state(case.host, positions, history=mx.array(history), allowed=allowed)
+    found = sampler_module.Sampler(120).sample(mx.array(np.pad(case.logits, ((0, 4), (0, 0)))), state)
+    assert found.token_ids.tolist()[:count] == by_torch(case)[0].tolist()
+    assert found.token_ids.tolist()[count:] == [0] * 4 and found.bad_rows.tolist()[count:] == [False] * 4
+
+
+@pytest.mark.parametrize(
+    ("sound", "defect"),
+    [
+        ("== EXPONENT", "== 0"),
+        ("mx.where(bad, 0, drawn)", "drawn"),
+        ("if state.bias is not None:", "if False:"),
+        ("if state.penalties is not None:", "if False:"),
+        ("if state.allowed is not None:", "if False:"),
+        ("if state.min_p is not None:", "if False:"),
+        ("if state.top_k is not None or state.top_p is not None:", "if state.top_k is not None:"),
+        ("mx.where(state.greedy, first_argmax(logits), drawn)", "drawn"),
+        ("row_keys(state.seed_words, state.positions)", "row_keys(state.seed_words, state.positions + 1)"),
+        ("logprobs_of(logits, tokens, top_n)", "logprobs_of(processed, tokens, top_n)"),
+    ],
+)
+def test_a_planted_defect_of_the_sampler_is_caught(sound, defect):
+    module = planted(sampler_module, sound, defect)
+    cases = [Case(seed, plain=seed % 3 == 0) for seed in range(24)]
+    assert any(differences(by_mlx(case, module=module), by_torch(case)) for case in cases)

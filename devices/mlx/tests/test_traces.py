@@ -1,0 +1,360 @@
+"""Random lives of a started device: arrivals, aborts, stops, shared beginnings, too few pages. Whatever happens, a request
+gets the tokens and the log-probabilities that it gets alone, and every page and slot comes back. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from devices.mlx.tests.parity import (
+    FIRST_TOKEN,
+    SPOILED,
+    VOCAB,
+    Drive,
+    Result,
+    TokenEngine,
+    check_same,
+    narrowed,
+    random_prompts,
+    result_of,
+    write_tiny,
+)
+from sglcore.conformance.mutants_worker import (
+    Changed,
+    KeepsOldPages,
+    LosesSharedPages,
+    NeighbouringPages,
+    OneLengthForAll,
+    OnePositionLate,
+    RestartsChunks,
+    SeedsByRow,
+    SwapsRows,
+)
+from sglcore.conformance.tape import Tape
+from sglcore.device.batch import ScheduleBatch
+from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.loop import Loop
+from sglcore.schedule.request import Request
+from sglcore.schedule.scheduler import Scheduler
+
+CONTEXT = 48
+PAGE_SIZE = 4
+TOLERANCE = 1e-4
+"""Nats between two shapes of the same sums in float32."""
+
+SEEDS = range(24)
+MOST_TICKS = 1500
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request to come at a tick. `leader`: the place of a sibling with the same prompt, or None."""
+
+    tick: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    sample_index: int
+    stop_ids: frozenset[int]
+    leader: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What happens when: `ends` are (tick, place of the request, "abort" or "stop")."""
+
+    drive: Drive
+    asks: tuple[Ask, ...]
+    ends: tuple[tuple[int, int, str], ...]
+
+
+@dataclass(slots=True)
+class Lived:
+    """What came of a life, request by request, and the scheduler's counts at its end."""
+
+    results: list[Result]
+    stats: dict[str, int]
+
+
+def draw_life(rnd: Random) -> Life:
+    """A small life; everything that could interact is small enough to collide."""
+    pages = CONTEXT // PAGE_SIZE + rnd.choice([0, 1, 2, 5, 20])
+    drive = Drive(chunk=rnd.choice([1, 2, 5, 16, 64]), pages=pages, prefix_cache=rnd.random() < 0.7)
+    common = [rnd.randrange(FIRST_TOKEN, VOCAB) for _ in range(CONTEXT)]
+    asks: list[Ask] = []
+    for _ in range(rnd.randint(2, 5)):
+        asks += _draw_siblings(rnd, common, len(asks))
+    ends = [(rnd.randint(0, 25), place, rnd.choice(["abort", "stop"])) for place in range(len(asks))]
+    return Life(drive, tuple(asks), tuple(end for end in ends if rnd.random() < 0.2))
+
+
+def _draw_siblings(rnd: Random, common: Sequence[int], place: int) -> list[Ask]:
+    own = [rnd.randrange(FIRST_TOKEN, VOCAB) for _ in range(rnd.randint(1, 4))]
+    prompt = (*common[: rnd.choice([0, 3, 8, 17, 26])], *own)
+    tick, params, seed = rnd.randint(0, 12), _draw_params(rnd), rnd.randrange(2**64)
+    stops = frozenset(rnd.randrange(VOCAB) for _ in range(rnd.choice([0, 0, 6])))
+    return [
+        Ask(tick, prompt, params, seed, index, stops, place if index else None)
+        for index in range(rnd.choice([1, 1, 1, 2]))
+    ]
+
+
+def _draw_params(rnd: Random) -> SamplingParams:
+    kinds: tuple[dict[str, Any], ...] = (
+        {"temperature": 0.0},
+        {"temperature": 0.0, "repetition_penalty": 1.4},
+        {"temperature": 0.9},
+        {"temperature": 1.2, "top_k": 9, "top_p": 0.9},
+        {"temperature": 1.0, "min_p": 0.05, "presence_penalty": 0.8, "frequency_penalty": 0.3},
+        {"temperature": 0.8, "logit_bias": {5: 3.0, 6: -50.0}, "min_tokens": 4},
+    )
+    scored = {"logprobs": rnd.choice([0, 0, 3]), "prompt_logprobs": rnd.choice([None, None, 0])}
+    return SamplingParams(max_tokens=rnd.choice([4, 9, 14, None]), **rnd.choice(kinds), **scored)
+
+
+def make_request(place: int, ask: Ask, leader: Request | None = None) -> Request:
+    """The scheduler's request."""
+    prompt = np.array(ask.prompt, np.int32)
+    return Request(f"r{place}", prompt, ask.params, ask.seed, ask.sample_index, ask.stop_ids, leader=leader)
+
+
+def play(tape: Tape, life: Life, *, overlap: bool) -> Lived:
+    """Live it to its end; every page and slot is counted after every step."""
+    tape.next_scheduler()
+    scheduler = Scheduler(narrowed(tape.limits, life.drive), prefix_cache=life.drive.prefix_cache)
+    loop = Loop(scheduler, tape, overlap=overlap)
+    requests: list[Request] = []
+    for place, ask in enumerate(life.asks):
+        requests.append(make_request(place, ask, None if ask.leader is None else requests[ask.leader]))
+    last = max([ask.tick for ask in life.asks] + [tick for tick, *_ in life.ends])
+    tick = 0
+    while tick <= last or loop.has_work:
+        _happen(scheduler, life, requests, tick)
+        if loop.has_work:
+            loop.step()
+        scheduler.audit()
+        tick += 1
+        assert tick < MOST_TICKS, f"no end in sight: {scheduler.stats()}"
+    stats = scheduler.stats()
+    assert stats["free_pages"] + stats["cached_pages"] == stats["num_pages"], stats
+    return Lived([result_of(request) for request in requests], stats)
+
+
+def _happen(scheduler: Scheduler, life: Life, requests: Sequence[Request], tick: int) -> None:
+    for ask, request in zip(life.asks, requests, strict=True):
+        if ask.tick == tick:
+            scheduler.add(request)
+    for when, place, how in life.ends:
+        if when == tick and requests[place].arrival >= 0:
+            rid = requests[place].rid
+            scheduler.abort(rid) if how == "abort" else scheduler.stop(rid, "text")
+
+
+class Truth:
+    """What each request gets alone: whole prompts, all pages, one step at a time; kept, because lives ask again."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._known: dict[Ask, Result] = {}
+
+    def __call__(self, ask: Ask) -> Result:
+        """The result of a life with this request only."""
+        if ask not in self._known:
+            alone = Life(Drive(prefix_cache=False), (replace(ask, tick=0, leader=None),), ())
+            self._known[ask] = play(self._tape, alone, overlap=False).results[0]
+        return self._known[ask]
+
+
+def check_life(life: Life, lived: Lived, truth: Callable[[Ask], Result]) -> None:
+    """Everybody's tokens and scores are those of a run alone, up to where a request was ended from outside."""
+    ended = {place for _, place, _ in life.ends}
+    for place, (ask, found) in enumerate(zip(life.asks, lived.results, strict=True)):
+        wanted = truth(ask)
+        if place not in ended:
+            assert found.finish == wanted.finish, f"request {place} ended by {found.finish}, alone by {wanted.finish}"
+        count = len(found.tokens)
+        if found.finish == wanted.finish and place not in ended:
+            assert count == len(wanted.tokens), f"request {place} has {count} tokens, alone {len(wanted.tokens)}"
+        assert found.tokens == wanted.tokens[:count], f"request {place}: {found.tokens}, alone {wanted.tokens}"
+        np.testing.assert_allclose(found.logprobs, wanted.logprobs[:count], atol=TOLERANCE, rtol=0)
+        scored = len(found.prompt_logprobs)
+        np.testing.assert_allclose(found.prompt_logprobs, wanted.prompt_logprobs[:scored], atol=TOLERANCE, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def open_engine(folder: Path, **settings: Any) -> TokenEngine:
+    """A device on a checkpoint, with a short context."""
+    return TokenEngine(folder, max_model_len=CONTEXT, max_requests=4, page_size=PAGE_SIZE, poison=True, **settings)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[TokenEngine]:
+    with open_engine(folder) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def truth(engine: TokenEngine) -> Truth:
+    return Truth(engine.tape)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_life_gives_each_request_what_it_gets_alone_with_overlap_and_without(
+    engine: TokenEngine, truth: Truth, seed: int
+) -> None:
+    print("seed", seed)
+    life = draw_life(Random(seed))
+    both = [play(engine.tape, life, overlap=overlap) for overlap in (True, False)]
+    for lived in both:
+        check_life(life, lived, truth)
+    ended = {place for _, place, _ in life.ends}
+    kept = [place for place in range(len(life.asks)) if place not in ended]
+    overlapped, serial = ([lived.results[place] for place in kept] for lived in both)
+    check_same(overlapped, serial, TOLERANCE)
+
+
+def test_the_lives_reach_what_they_are_meant_to_reach(engine: TokenEngine) -> None:
+    seen: dict[str, int] = dict.fromkeys(("retractions", "hit_tokens", "evicted_pages", "length", "stop", "abort"), 0)
+    for seed in SEEDS[:16]:
+        lived = play(engine.tape, draw_life(Random(seed)), overlap=True)
+        for name in ("retractions", "hit_tokens", "evicted_pages"):
+            seen[name] += lived.stats[name] > 0
+        for result in lived.results:
+            seen[result.finish] += 1
+    assert min(seen.values()) >= 2, seen
+
+
+def test_two_laps_of_one_life_give_the_same_to_the_last_bit(engine: TokenEngine) -> None:
+    for seed in SEEDS[:6]:
+        life = draw_life(Random(seed))
+        first, second = (play(engine.tape, life, overlap=True) for _ in range(2))
+        assert first.results == second.results and first.stats == second.stats
+
+
+def test_who_else_is_in_the_batch_and_in_which_row_changes_nothing(engine: TokenEngine) -> None:
+    prompts = random_prompts(3, (5, 17, 1, 9))
+    kinds: tuple[dict[str, Any], ...] = (
+        {},
+        {"temperature": 1.0, "seed": 4, "top_k": 20},
+        {"temperature": 0.9, "repetition_penalty": 1.2},
+    )
+    for sampling in kinds:
+        alone = [engine.session().run([prompt], 10, **sampling)[0] for prompt in prompts]
+        for order in ((0, 1, 2, 3), (3, 1, 0, 2), (2, 3)):
+            for stagger in (0, 2):
+                found = engine.session(stagger=stagger).run([prompts[place] for place in order], 10, **sampling)
+                check_same(found, [alone[place] for place in order], TOLERANCE)
+
+
+def test_a_prompt_in_chunks_of_one_token_is_not_taken_for_decoding(engine: TokenEngine) -> None:
+    check_one_token_chunks(engine.tape, engine)
+
+
+def check_one_token_chunks(tape: Tape, whole: TokenEngine) -> None:
+    """Two prompts token by token, beside each other, after another request ran in the same slots."""
+    life = Life(Drive(prefix_cache=False), tuple(_plain_ask(0, prompt) for prompt in random_prompts(5, (9, 6))), ())
+    wanted = play(whole.tape, life, overlap=False)
+    for chunk in (1, 2):
+        narrow = Life(Drive(chunk=chunk, prefix_cache=False), life.asks, ())
+        for overlap in (False, True):
+            check_same(play(tape, narrow, overlap=overlap).results, wanted.results, TOLERANCE)
+
+
+def _plain_ask(tick: int, prompt: Sequence[int], **sampling: Any) -> Ask:
+    values = {"temperature": 0.0, "logprobs": 0, "max_tokens": 6, **sampling}
+    return Ask(tick, tuple(prompt), SamplingParams(**values), 0, 0, frozenset())
+
+
+class TakesOneTokenForDecode(Changed):
+    """A row with one token is taken to bring its slot's last sampled token."""
+
+    def change(self, batch: ScheduleBatch) -> None:
+        counts = np.diff(batch.token_offsets)
+        single = np.flatnonzero(counts == 1)
+        batch.input_ids = batch.input_ids.copy()
+        batch.input_ids[batch.token_offsets[single]] = -batch.slots[single]
+
+
+class KeepsSamplingState(Changed):
+    """All batches are taken to have one composition."""
+
+    def change(self, batch: ScheduleBatch) -> None:
+        batch.composition = 1
+
+
+class ForgetsHistory(Changed):
+    """A row enters its slot without the tokens before."""
+
+    def change(self, batch: ScheduleBatch) -> None:
+        batch.history_ids = batch.history_offsets = None
+
+
+class DropsNewPages(Changed):
+    """Pages that come while a request decodes are forgotten."""
+
+    def change(self, batch: ScheduleBatch) -> None:
+        if batch.forward_mode.is_decode:
+            batch.new_pages = batch.new_pages[:0]
+            batch.new_page_offsets = batch.new_page_offsets * 0
+
+
+def test_a_worker_that_takes_one_token_for_decoding_is_caught(folder: Path, engine: TokenEngine) -> None:
+    with open_engine(folder) as broken, pytest.raises(AssertionError):
+        check_one_token_chunks(Tape(TakesOneTokenForDecode(broken.worker)), engine)
+
+
+DEFECTS = (
+    TakesOneTokenForDecode,
+    KeepsSamplingState,
+    ForgetsHistory,
+    DropsNewPages,
+    KeepsOldPages,
+    LosesSharedPages,
+    NeighbouringPages,
+    OneLengthForAll,
+    OnePositionLate,
+    RestartsChunks,
+    SeedsByRow,
+    SwapsRows,
+)
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_planted_defect_is_caught_by_some_life(defect: type[Changed], folder: Path, truth: Truth) -> None:
+    for seed in SEEDS:
+        life = draw_life(Random(seed))
+        with open_engine(folder) as broken:
+            try:
+                check_life(life, play(Tape(defect(broken.worker)), life, overlap=False), truth)
+            except Exception as error:
+                print(f"caught by seed {seed}: {type(error).__name__}: {error}")
+                return
+    pytest.fail(f"no life of seeds {SEEDS} noticed")
+
+
+def test_a_prompt_whose_numbers_are_none_ends_alone_and_leaves_no_trace(tmp_path: Path) -> None:
+    """Token 1 of this checkpoint has no number as embedding: its request ends with an error, in whatever company."""
+    never = {"logit_bias": {SPOILED: -1e9}, "temperature": 0.8}
+    good = [_plain_ask(tick, prompt, **never) for tick, prompt in enumerate(random_prompts(6, (5, 11, 3, 8)))]
+    bad = [_plain_ask(tick, (7, SPOILED, 9), **never) for tick in (0, 2, 3)]
+    asks = (bad[0], good[0], good[1], bad[1], good[2], good[3], bad[2])
+    with open_engine(write_tiny(tmp_path, spoiled=True)) as spoiled:
+        truth = Truth(spoiled.tape)
+        for overlap in (False, True):
+            for drive in (Drive(), Drive(chunk=3, pages=CONTEXT // PAGE_SIZE)):
+                lived = play(spoiled.tape, Life(drive, asks, ()), overlap=overlap)
+                ends = [result.finish for result in lived.results]
+                assert ends == ["error", "length", "length", "error", "length", "length", "error"]
+                fine = [result for result in lived.results if result.finish == "length"]
+                check_same(fine, [truth(ask) for ask in good], TOLERANCE)
