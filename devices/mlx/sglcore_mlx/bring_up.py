@@ -27,6 +27,7 @@ from sglcore_mlx.memory import device_memory
 from sglcore_mlx.models.contract import Model
 from sglcore_mlx.models.registry import ARCHITECTURES
 from sglcore_mlx.pool import DeviceState, cell_bytes, make_cells
+from sglcore_mlx.residency import Residency
 from sglcore_mlx.stepper import Stepper
 from sglcore_mlx.thread import StreamThread
 from sglcore_mlx.worker import MlxWorker
@@ -49,6 +50,14 @@ def hardware(stream_thread: StreamThread, config: EngineConfig, ledger: Decision
     found = stream_thread.call(open_hardware, config.threads)
     ledger.record(*found.rows)
     return found
+
+
+def residency(hardware: Hardware, ledger: DecisionLedger) -> Residency:
+    """What an Apple GPU keeps in memory between steps."""
+    kept = Residency(mx.device_info() if hardware.has_metal else {})
+    if kept.row is not None:
+        ledger.record(kept.row)
+    return kept
 
 
 def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger) -> Any:
@@ -182,6 +191,7 @@ def worker(
     memory_pools: DeviceState,
     attention: DecodeAttention,
     computing: Computing,
+    residency: Residency,
 ) -> MlxWorker:
     """The worker that the scheduler submits to."""
     model, sizes = load_weights, size_memory
@@ -200,13 +210,14 @@ def worker(
         compiles, buckets = computing.compiles, config.graph_buckets
         return Stepper(model, attention, memory_pools, sizes, compiles=compiles, row_buckets=buckets)
 
-    return resolve(package.worker, package.name)(stream_thread.call(make), stream_thread, limits)
+    return resolve(package.worker, package.name)(stream_thread.call(make), stream_thread, limits, residency.close)
 
 
 BRING_UP = BringUp(
     (
         stream_thread,
         hardware,
+        residency,
         kernels,
         computing,
         load_weights,

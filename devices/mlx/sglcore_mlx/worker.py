@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -27,7 +28,11 @@ class Pending:
 class MlxWorker:
     """Generation and embedding on one stepper, all of whose work is queued on one thread. One scheduler owns it."""
 
-    def __init__(self, stepper: Stepper, thread: StreamThread, limits: Limits) -> None:
+    def __init__(
+        self, stepper: Stepper, thread: StreamThread, limits: Limits, at_close: Callable[[], None] = lambda: None
+    ) -> None:
+        """`at_close` is called once, when everything has ended."""
+        self._at_close = at_close
         self._stepper: Stepper | None = stepper
         self._thread = thread
         self._limits = limits
@@ -80,6 +85,7 @@ class MlxWorker:
             del stepper
             self._thread.close()
             mx.clear_cache()
+            self._at_close()
 
 
 def _embedded(step: int, rows: RowPlan, launched: Launched) -> BatchResult:

@@ -18,6 +18,9 @@ AFFINE_GROUPS = (32, 64, 128)
 FIXED: Mapping[str, tuple[int, int]] = MappingProxyType({"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)})
 """The modes with one form each: bits and group size. Their scales are bytes and they have no biases."""
 
+KEYS = frozenset({"group_size", "bits", "mode"})
+"""What a form is given by. Anything else that is set would change the numbers."""
+
 REMEDY = "use the unquantised version of this model, or one that mlx_lm.convert made"
 
 
@@ -63,11 +66,13 @@ def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
         return None
     if not isinstance(given, Mapping):
         raise ConfigError(f"config.json gives quantization as {given!r}", wanted="group_size and bits", remedy=REMEDY)
-    default = _form("quantization", given)
+    if raw.get("quantize_activations"):
+        raise ConfigError("the checkpoint is for quantised activations", wanted="quantised weights", remedy=REMEDY)
+    default = _form("quantization", {name: value for name, value in given.items() if "." not in name})
     modules = {
         name: None if value is False else default if value is True else _form(f"quantization of {name!r}", value)
         for name, value in given.items()
-        if isinstance(value, (Mapping, bool))
+        if "." in name
     }
     return Quantization(default, modules)
 
@@ -76,6 +81,9 @@ def _form(where: str, given: Mapping[str, Any]) -> Form:
     mode = str(given.get("mode", "affine"))
     fixed = FIXED.get(mode)
     bits, group_size = given.get("bits", fixed and fixed[0]), given.get("group_size", fixed and fixed[1])
+    others = [name for name, value in given.items() if name not in KEYS and value]
+    if others:
+        raise ConfigError(f"config.json gives the {where} {', '.join(others)}", wanted="none of it", remedy=REMEDY)
     is_known = bits in AFFINE_BITS and group_size in AFFINE_GROUPS if mode == "affine" else fixed == (bits, group_size)
     if not is_known:
         raise ConfigError(

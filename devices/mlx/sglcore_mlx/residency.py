@@ -1,0 +1,42 @@
+"""Keeps an Apple GPU's memory resident: macOS would otherwise page weights out between steps that come far apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import mlx.core as mx
+
+from sglcore.device.ledger import Row
+from sglcore.runtime.memory.sizing import size_text
+
+CACHE_SHARE = 16
+"""MLX may keep one part in so many of the GPU's memory for arrays to come: prompts of many lengths would fill it all."""
+
+SetLimit = Callable[[int], int]
+"""Sets a limit of the whole process, and gives the one before."""
+
+
+class Residency:
+    """Limits of the whole process, taken at a start and given back at its end."""
+
+    def __init__(
+        self,
+        info: Mapping[str, str | int],
+        set_wired: SetLimit = mx.set_wired_limit,
+        set_cache: SetLimit = mx.set_cache_limit,
+    ) -> None:
+        """`info` is what MLX says of its device; without a recommended working set (no Apple GPU) nothing is changed."""
+        recommended = int(info.get("max_recommended_working_set_size", 0))
+        self.row: Row | None = None
+        self._undo: list[Callable[[], int]] = []
+        if recommended:
+            wired, cached = set_wired(recommended), set_cache(recommended // CACHE_SHARE)
+            self._undo = [lambda: set_wired(wired), lambda: set_cache(cached)]
+            what = f"up to {size_text(recommended)} wired, {size_text(recommended // CACHE_SHARE)} cached"
+            self.row = Row("residency", "auto", what, "the system pages out what is not wired")
+
+    def close(self) -> None:
+        """Put the limits back. Idempotent."""
+        undo, self._undo = self._undo, []
+        for restore in undo:
+            restore()
