@@ -207,7 +207,8 @@ def worker(
     )
 
     def make() -> Stepper:
-        compiles, buckets = computing.compiles, config.graph_buckets
+        compiles = computing.compiles
+        buckets = config.graph_buckets if "graph_buckets" in config.sources else ()
         return Stepper(model, attention, memory_pools, sizes, compiles=compiles, row_buckets=buckets)
 
     return resolve(package.worker, package.name)(stream_thread.call(make), stream_thread, limits, residency.close)

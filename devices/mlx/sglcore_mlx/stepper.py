@@ -51,6 +51,7 @@ class Stepper:
         compiles: bool,
         row_buckets: tuple[int, ...] = (),
     ) -> None:
+        """`compiles` the decode step, once for each number of rows (of `row_buckets` first) and of pages."""
         self._model = model
         self._attention = attention
         self._state = state

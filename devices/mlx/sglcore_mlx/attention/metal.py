@@ -231,9 +231,10 @@ def shape_of(
     q: mx.array, kv: mx.array, page_table: mx.array, seq_lens: mx.array, *, page_size: int, window: int | None
 ) -> Shape:
     """The sizes of a call of `paged_decode`; ConfigError where the arrays do not belong together."""
+    if q.ndim != 3:
+        raise _unfit(f"q of shape {tuple(q.shape)}", "rows, heads and elements")
     rows, kv_heads = q.shape[0], kv.shape[2] if kv.ndim == 4 else 0
     wanted = {
-        "q": (q.shape, (rows, *q.shape[1:3])),
         "kv": (kv.shape, (*kv.shape[:1], 2, kv_heads, q.shape[-1])),
         "page_table": (page_table.shape, (rows, *page_table.shape[1:2])),
         "seq_lens": (seq_lens.shape, (rows,)),

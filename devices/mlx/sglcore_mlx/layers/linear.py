@@ -20,11 +20,12 @@ class LinearParts:
 
     With two or more `streams`, a plain linear layer computes an equal share of its outputs on each; without, it is one
     product on the default stream. `fused_rotary` says whether `mx.fast.rope` is a kernel of its own, rather than a
-    composition of small operations.
+    composition of small operations; `narrow_experts` whether `mx.gather_mm` takes 16-bit elements, or float32 only.
     """
 
     streams: tuple[mx.Stream, ...] = ()
     fused_rotary: bool = True
+    narrow_experts: bool = True
 
 
 class Linear(Protocol):

@@ -25,16 +25,21 @@ class ExpertLinear(Protocol):
 
 
 class PlainExperts:
-    """A weight [experts, out, in], as a view [experts, in, out]."""
+    """A weight [experts, out, in], as a view [experts, in, out]; `is_wide` has the product made in float32, of a copy
+    that lives no longer than the product."""
 
-    __slots__ = ("_turned",)
+    __slots__ = ("_is_wide", "_turned")
 
-    def __init__(self, turned: mx.array) -> None:
+    def __init__(self, turned: mx.array, is_wide: bool) -> None:
         self._turned = turned
+        self._is_wide = is_wide and turned.dtype != mx.float32
 
     def __call__(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
         """See `ExpertLinear`."""
-        return mx.gather_mm(x, self._turned, rhs_indices=experts, sorted_indices=is_sorted)
+        if not self._is_wide:
+            return mx.gather_mm(x, self._turned, rhs_indices=experts, sorted_indices=is_sorted)
+        wide, turned = x.astype(mx.float32), self._turned.astype(mx.float32)
+        return mx.gather_mm(wide, turned, rhs_indices=experts, sorted_indices=is_sorted).astype(x.dtype)
 
 
 class QuantisedExperts:
@@ -152,4 +157,4 @@ def _separate(build: Build, moe: MoeConfig) -> tuple[ExpertLinear, ExpertLinear]
 
 
 def _plain(build: Build, weight: mx.array) -> ExpertLinear:
-    return PlainExperts(build.weights.view(build.weights.keep(weight).swapaxes(-1, -2)))
+    return PlainExperts(build.weights.view(build.weights.keep(weight).swapaxes(-1, -2)), not build.parts.narrow_experts)

@@ -68,22 +68,22 @@ def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
         raise ConfigError(f"config.json gives quantization as {given!r}", wanted="group_size and bits", remedy=REMEDY)
     if raw.get("quantize_activations"):
         raise ConfigError("the checkpoint is for quantised activations", wanted="quantised weights", remedy=REMEDY)
-    default = _form("quantization", {name: value for name, value in given.items() if "." not in name})
+    named = {name: value for name, value in given.items() if isinstance(value, (Mapping, bool))}
+    default = _form("quantization", {name: value for name, value in given.items() if name not in named})
     modules = {
-        name: None if value is False else default if value is True else _form(f"quantization of {name!r}", value)
-        for name, value in given.items()
-        if "." in name
+        name: default if value is True else _form(f"quantization of {name!r}", value) if value else None
+        for name, value in named.items()
     }
     return Quantization(default, modules)
 
 
 def _form(where: str, given: Mapping[str, Any]) -> Form:
-    mode = str(given.get("mode", "affine"))
-    fixed = FIXED.get(mode)
-    bits, group_size = given.get("bits", fixed and fixed[0]), given.get("group_size", fixed and fixed[1])
     others = [name for name, value in given.items() if name not in KEYS and value]
     if others:
         raise ConfigError(f"config.json gives the {where} {', '.join(others)}", wanted="none of it", remedy=REMEDY)
+    mode = str(given.get("mode", "affine"))
+    fixed = FIXED.get(mode)
+    bits, group_size = given.get("bits", fixed and fixed[0]), given.get("group_size", fixed and fixed[1])
     is_known = bits in AFFINE_BITS and group_size in AFFINE_GROUPS if mode == "affine" else fixed == (bits, group_size)
     if not is_known:
         raise ConfigError(

@@ -33,14 +33,15 @@ class RaceTables:
 
 
 def make_race_tables(vocab_size: int) -> RaceTables:
-    """The tables of a vocabulary, on the default device. Raises ConfigError beyond 2**22 - 1 tokens."""
+    """The tables of a vocabulary, made by the host, so that any thread may use them. Raises ConfigError beyond 2**22 - 1
+    tokens."""
     if not 0 < vocab_size <= MAX_VOCAB:
         raise ConfigError(f"a vocabulary of {vocab_size} tokens", wanted=f"1..{MAX_VOCAB}", remedy="check vocab_size")
     tables = noise.noise_tables()
     return RaceTables(
         _packed(tables.gumbel),
         _packed(tables.weight),
-        mx.arange(vocab_size, dtype=mx.int32),
+        mx.array(np.arange(vocab_size, dtype=np.int32)),
         mx.array(noise.hashed_ids(vocab_size).view(np.uint32)),
     )
 
