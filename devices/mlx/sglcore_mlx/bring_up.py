@@ -35,9 +35,10 @@ from sglcore_mlx.worker import MlxWorker
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """How steps run: `compiles` the decode step, or queues each operation by itself."""
+    """How steps run: `compiles` the decode step, or queues each operation by itself; `compiles_draw`: the draw too."""
 
     compiles: bool
+    compiles_draw: bool
 
 
 def stream_thread() -> StreamThread:
@@ -85,7 +86,8 @@ def computing(config: EngineConfig, hardware: Hardware, ledger: DecisionLedger) 
     if config.shadow:
         why = "nothing is captured, so there is no replay to compare"
         ledger.record(Row("shadow", str(config.shadow), "off", why, "leave shadow out", downgrade=True))
-    return Computing(compiles)
+    # A processor's draw is compiled by its C++ compiler, for seconds, at the first request of each kind.
+    return Computing(compiles, compiles and hardware.kind != "cpu")
 
 
 def load_weights(
@@ -207,9 +209,15 @@ def worker(
     )
 
     def make() -> Stepper:
-        compiles = computing.compiles
-        buckets = config.graph_buckets if "graph_buckets" in config.sources else ()
-        return Stepper(model, attention, memory_pools, sizes, compiles=compiles, row_buckets=buckets)
+        return Stepper(
+            model,
+            attention,
+            memory_pools,
+            sizes,
+            compiles=computing.compiles,
+            compiles_draw=computing.compiles_draw,
+            row_buckets=config.graph_buckets if "graph_buckets" in config.sources else (),
+        )
 
     return resolve(package.worker, package.name)(stream_thread.call(make), stream_thread, limits, residency.close)
 

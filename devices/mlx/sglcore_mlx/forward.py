@@ -10,7 +10,7 @@ import numpy as np
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore_mlx.attention.contract import AttentionPlan, DecodeAttention, DecodeRows
-from sglcore_mlx.attention.prompt import PromptRow
+from sglcore_mlx.attention.prompt import PromptPlan, PromptRow
 from sglcore_mlx.inputs import SingleRows, parts_of, token_places
 from sglcore_mlx.models.contract import LayerShape, Model
 from sglcore_mlx.pool import DeviceState, PageTable, store
@@ -56,9 +56,10 @@ def extend_forward(
 ) -> mx.array:
     """Hidden states [T, H] of any batch that writes to cells; `state.cells` become those with the new keys and values."""
     positions, out_cache_loc = token_places(batch, table)
-    parts: list[_Singles | PromptRow] = []
+    parts: list[_Singles | PromptPlan] = []
     for part in parts_of(batch, table):
-        parts.append(part if isinstance(part, PromptRow) else _singles(part, attention, batch, table))
+        is_prompt = isinstance(part, PromptRow)
+        parts.append(part.plan(model.layers) if is_prompt else _singles(part, attention, batch, table))
     attend = _Extending(parts, mx.array(out_cache_loc), model.layers, state.cells)
     return model(resolve_ids(batch, state.last), mx.array(positions), attend)
 
@@ -93,7 +94,7 @@ def _singles(part: SingleRows, attention: DecodeAttention, batch: ScheduleBatch,
 
 @dataclass(slots=True)
 class _Extending:
-    parts: Sequence[_Singles | PromptRow]
+    parts: Sequence[_Singles | PromptPlan]
     out_cache_loc: mx.array
     layers: Sequence[LayerShape]
     cells: list[mx.array]

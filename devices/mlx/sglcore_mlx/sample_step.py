@@ -60,10 +60,11 @@ class Composition:
 class SampleStep:
     """The draw and its bookkeeping for one model. Keeps the state of the last composition."""
 
-    def __init__(self, model: Model, sizes: MemorySizes) -> None:
+    def __init__(self, model: Model, sizes: MemorySizes, compiles: bool = False) -> None:
+        """`compiles` the draw, once for each kind of batch."""
         self._model = model
         self._history_shape = (sizes.max_requests + 1, sizes.max_model_len + 1)
-        self._sampler = Sampler(model.config.vocab_size)
+        self._sampler = Sampler(model.config.vocab_size, compiled=compiles)
         self._composition: Composition | None = None
 
     def admit(self, batch: ScheduleBatch, state: DeviceState) -> None:

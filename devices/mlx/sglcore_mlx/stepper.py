@@ -49,14 +49,16 @@ class Stepper:
         sizes: MemorySizes,
         *,
         compiles: bool,
+        compiles_draw: bool = False,
         row_buckets: tuple[int, ...] = (),
     ) -> None:
-        """`compiles` the decode step, once for each number of rows (of `row_buckets` first) and of pages."""
+        """`compiles` the decode step, once for each number of rows (of `row_buckets` first) and of pages, and
+        `compiles_draw` the draw, once for each kind of sampling."""
         self._model = model
         self._attention = attention
         self._state = state
         self._table = PageTable(sizes)
-        self._sampling = SampleStep(model, sizes)
+        self._sampling = SampleStep(model, sizes, compiles_draw)
         self._max_requests = sizes.max_requests
         self._row_buckets = row_buckets
         decode = DecodeForward(model, attention)

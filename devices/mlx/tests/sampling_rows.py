@@ -11,18 +11,35 @@ import numpy as np
 from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
 from sglcore_mlx.sampling.sampler import SampledTokens, Sampler
-from sglcore_mlx.sampling.state import SamplingState, make_state
+from sglcore_mlx.sampling.state import SamplingState, make_state, place_state, state_arrays
 
 
 def staged(rows: Sequence[tuple], positions: Sequence[int], **parts) -> SamplingState:
     """The state of rows (params, seed[, sample_index[, prompt_len[, banned_early]]]) at these positions."""
-    return make_state(SamplingBatch.from_params(rows), mx.array(positions, mx.int32), **parts)
+    return make_state(SamplingBatch.from_params(rows), mx.array(list(positions), mx.int32), **parts)
 
 
 def drawn(logits, rows: Sequence[tuple], positions: Sequence[int], **parts) -> SampledTokens:
     """One draw per row of logits (anything that becomes float32[B, V])."""
     logits = mx.array(np.asarray(logits, np.float32))
     return Sampler(logits.shape[1]).sample(logits, staged(rows, positions, **parts))
+
+
+def tokens_of(found: SampledTokens) -> list[int]:
+    """The tokens of a draw; waits for them."""
+    return np.array(found.token_ids).tolist()
+
+
+def compiled_draw(logits: np.ndarray, rows: Sequence[tuple], positions: Sequence[int]) -> list[int]:
+    """The tokens of a draw inside `mx.compile`; its inputs are arrays."""
+    batch, sampler = SamplingBatch.from_params(rows), Sampler(logits.shape[1])
+
+    def draw(logits: mx.array, positions: mx.array, parts: dict[str, mx.array]) -> mx.array:
+        return sampler.sample(logits, place_state(batch.needs, positions, parts)).token_ids
+
+    parts = {name: mx.array(part) for name, part in state_arrays(batch, batch.needs, len(rows)).items()}
+    found = mx.compile(draw)(mx.array(logits), mx.array(list(positions), mx.int32), parts)
+    return np.array(found).tolist()
 
 
 def candidate_sets(logits, params: Sequence[SamplingParams]) -> list[list[int]]:

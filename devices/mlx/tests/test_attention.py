@@ -81,7 +81,7 @@ def test_a_row_of_several_queries_sees_its_prefix_and_itself(prefix: int, count:
     paged = Paged(rng, [prefix + count], layer)
     q = rng.standard_normal((count + 2, 6, 8), np.float32)
     k, v = (mx.array(np.pad(x[0][prefix:], ((2, 0), (0, 0), (0, 0)))) for x in (paged.keys, paged.values))
-    row = PromptRow(2, 2 + count, prefix, paged.cells_of[0])
+    row = PromptRow(2, 2 + count, prefix, paged.cells_of[0]).plan([layer])
     found = np.array(row.forward(mx.array(q), k, v, paged.kv, layer))
     wanted = by_hand(q[2:], paged.keys[0], paged.values[0], layer, np.arange(prefix, prefix + count))
     np.testing.assert_allclose(found, wanted, atol=1e-5)

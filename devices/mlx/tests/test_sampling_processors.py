@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from devices.mlx.tests.sampling_rows import drawn, planted, random_extras, staged
+from devices.mlx.tests.sampling_rows import drawn, planted, random_extras, staged, tokens_of
 from sglcore.device.errors import ConfigError
 from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
@@ -110,6 +110,18 @@ def test_wider_needs_never_change_a_token():
     assert wide.logprobs is not None and wide.logprobs.top.shape == (2, 3)
 
 
+def test_a_batch_without_rows_draws_nothing_whatever_is_needed():
+    narrow = SamplingBatch.from_params([(SamplingParams(), 1)]).needs
+    greedy = SamplingBatch.from_params([(SamplingParams(temperature=0.0), 1)]).needs
+    wide = SamplingBatch.from_params(
+        [(SamplingParams(top_p=0.5, min_p=0.1, top_k=7, presence_penalty=1.0, logit_bias={1: 1.0}, logprobs=3), 1)]
+    ).needs
+    for needs in (narrow, greedy, wide, wide.wider(greedy)):
+        found = drawn(np.zeros((0, VOCAB)), [], [], needs=needs, history=mx.zeros((0, 4), mx.int32))
+        assert tokens_of(found) == [] and found.token_ids.dtype == mx.int32 and found.bad_rows.shape == (0,)
+        assert found.logprobs is None or found.logprobs.top_ids.shape == (0, 3)
+
+
 def test_stop_ids_are_banned_until_min_tokens_are_drawn():
     logits = np.zeros((1, VOCAB))
     logits[0, 9] = 50.0
@@ -123,10 +135,11 @@ def test_a_mask_is_the_same_as_flags_and_as_bits():
     allowed[4] = False
     bits = np.packbits(np.pad(allowed, ((0, 0), (0, 26))), axis=-1, bitorder="little").view(np.uint32)
     rows = [(SamplingParams(temperature=t), 3) for t in (0.0, 1.0, 5.0, 1.0, 1.0)]
-    results = [drawn(logits, rows, [0] * 5, allowed=mx.array(mask)) for mask in (allowed, bits, bits.view(np.int32))]
-    tokens = results[0].token_ids.tolist()
+    masks = [mx.array(allowed.tolist()), mx.array(bits), mx.array(bits.view(np.int32))]
+    results = [drawn(logits, rows, [0] * 5, allowed=mask) for mask in masks]
+    tokens = tokens_of(results[0])
     assert all(allowed[i, tokens[i]] for i in range(4)) and results[0].bad_rows.tolist() == [False] * 4 + [True]
-    assert all(result.token_ids.tolist() == tokens for result in results)
+    assert all(tokens_of(result) == tokens for result in results)
     assert np.array_equal(np.array(processors.unpack_bitmask(mx.array(bits), 70)), allowed)
 
 

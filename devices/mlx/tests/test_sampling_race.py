@@ -9,12 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devices.mlx.tests.sampling_rows import drawn, planted, random_logits, random_params
+from devices.mlx.tests.sampling_rows import (
+    compiled_draw,
+    drawn,
+    planted,
+    random_logits,
+    random_params,
+    staged,
+    tokens_of,
+)
 from sglcore.device.errors import ConfigError
 from sglcore.sampling import noise, reference
 from sglcore.sampling.noise import LIMIT
 from sglcore.sampling.params import SamplingParams
 from sglcore_mlx.sampling import race
+from sglcore_mlx.sampling.sampler import Sampler
 
 EDGES = (0, 1, 2**24 + 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32 - 2**25 - 3, 12345)
 HALVES = [0.0] + [-(step + 0.5) / 65536 for step in range(40)]
@@ -131,7 +140,7 @@ def test_greedy_takes_the_first_of_equal_logits_and_says_nothing_of_the_seed():
         rows = [(SamplingParams(temperature=0.0), seed)] * 2
         assert drawn(logits, rows, [seed, 7]).token_ids.tolist() == [1, 0]
         mixed = [*rows, (SamplingParams(), seed)]
-        assert drawn([*logits, logits[0]], mixed, [seed, 7, 1]).token_ids.tolist()[:2] == [1, 0]
+        assert tokens_of(drawn([*logits, logits[0]], mixed, [seed, 7, 1]))[:2] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -153,11 +162,23 @@ def test_a_row_draws_alone_what_it_draws_in_a_batch():
     rng = random.Random(11)
     logits = random_logits(rng, 9, 500)
     rows = [(random_params(rng), rng.randrange(2**64), i % 3) for i in range(9)]
-    together = drawn(logits, rows, list(range(9))).token_ids.tolist()
+    together = tokens_of(drawn(logits, rows, list(range(9))))
     assert together == [drawn(logits[i : i + 1], [rows[i]], [i]).token_ids.item() for i in range(9)]
     order = rng.sample(range(9), 9)
     shuffled = drawn(logits[order], [rows[i] for i in order], order).token_ids.tolist()
     assert shuffled == [together[i] for i in order]
+
+
+def test_a_compiled_function_draws_the_same_tokens():
+    rng = random.Random(12)
+    logits = random_logits(rng, 8, 300)
+    rows = [(random_params(rng), rng.randrange(2**64)) for _ in range(8)]
+    sampler = Sampler(300, compiled=True)
+    for start, end in ((0, 8), (0, 1), (3, 6), (0, 8)):
+        some, positions = rows[start:end], list(range(start, end))
+        found = tokens_of(drawn(logits[start:end], some, positions))
+        assert compiled_draw(logits[start:end], some, positions) == found
+        assert tokens_of(sampler.sample(mx.array(logits[start:end]), staged(some, positions))) == found
 
 
 def test_a_vocabulary_whose_ids_do_not_fit_is_refused():

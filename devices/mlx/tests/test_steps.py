@@ -50,8 +50,8 @@ def run(sampling: dict[str, Any], overlap: bool = True, **settings: Any) -> tupl
 def assert_same(found: list[Request], wanted: list[Request], atol: float = 1e-5) -> None:
     for one, other in zip(found, wanted, strict=True):
         assert one.output_ids == other.output_ids
-        scores = [np.concatenate([part.top_logprobs.ravel() for part in x.logprobs]) for x in (one, other)]
-        np.testing.assert_allclose(*scores, atol=atol)
+        first, second = (np.concatenate([part.top_logprobs.ravel() for part in x.logprobs]) for x in (one, other))
+        np.testing.assert_allclose(first, second, atol=atol)
 
 
 SAMPLING = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -20,29 +21,51 @@ class PromptRow:
     prefix: int
     cells: NDArray[np.int32]
 
+    def plan(self, layers: Sequence[LayerShape]) -> PromptPlan:
+        """What every layer needs of this row, made once for each sliding window."""
+        windows = dict.fromkeys(layer.sliding_window for layer in layers)
+        return PromptPlan(self.start, self.end, {window: self._seen(window) for window in windows})
+
+    def _seen(self, window: int | None) -> Seen:
+        first = 0 if window is None else max(self.prefix - window + 1, 0)
+        cells = mx.array(self.cells[first:]) if self.prefix else None
+        end = self.prefix + self.end - self.start
+        if window is None or end <= window:
+            return Seen(cells, "causal")
+        places = mx.arange(self.prefix, end, dtype=mx.int32)[:, None]
+        columns = mx.arange(first, end, dtype=mx.int32)[None]
+        return Seen(cells, (columns <= places) & (columns > places - window))
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The keys that a row's queries may see: `cells` int32 [S] (None: those of the step itself), of which `mask` bool
+    [L, S] says which each query does; "causal" ends at the last key."""
+
+    cells: mx.array | None
+    mask: mx.array | str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """One row's tokens [start, end) of the step, and what they see, by sliding window."""
+
+    start: int
+    end: int
+    seen: Mapping[int | None, Seen]
+
     def forward(self, q: mx.array, k: mx.array, v: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
         """[L, heads, D] of the row's tokens in q [T, heads, D] and k, v [T, kv_heads, D]; kv has them already."""
-        own = slice(self.start, self.end)
-        count = self.end - self.start
-        first = 0 if layer.sliding_window is None else max(self.prefix - layer.sliding_window + 1, 0)
-        if self.prefix:
-            found = kv[mx.array(self.cells[first:])]
-            keys, values = found[:, 0], found[:, 1]
-        else:
+        own, seen = slice(self.start, self.end), self.seen[layer.sliding_window]
+        if seen.cells is None:
             keys, values = k[own], v[own]
-        mask = self._mask(count, first, layer.sliding_window)
+        else:
+            found = kv[seen.cells]
+            keys, values = found[:, 0], found[:, 1]
         mixed = mx.fast.scaled_dot_product_attention(
-            _heads_first(q[own]), _heads_first(keys), _heads_first(values), scale=layer.scale, mask=mask
+            _heads_first(q[own]), _heads_first(keys), _heads_first(values), scale=layer.scale, mask=seen.mask
         )
         return mixed[0].swapaxes(0, 1)
-
-    def _mask(self, count: int, first: int, window: int | None) -> mx.array | str:
-        """ "causal" ends at the last key; with a window, bool [L, S]."""
-        if window is None or self.prefix + count <= window:
-            return "causal"
-        places = mx.arange(self.prefix, self.prefix + count, dtype=mx.int32)[:, None]
-        columns = mx.arange(first, self.prefix + count, dtype=mx.int32)[None]
-        return (columns <= places) & (columns > places - window)
 
 
 def _heads_first(x: mx.array) -> mx.array:

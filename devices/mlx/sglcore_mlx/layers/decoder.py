@@ -40,9 +40,9 @@ class SelfAttention:
         """[T, H] to [T, H]."""
         (heads, kv_heads), tokens = self._counts, hidden.shape[0]
         qkv = self.qkv_proj(hidden).reshape(tokens, heads + 2 * kv_heads, self._head_dim)
-        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-        qk = rotate(qk if self._norm is None else self._norm(qk))
-        attended = attend(self._layer_id, qk[:, :heads], qk[:, heads:], v)
+        rotated = heads + kv_heads
+        qk = rotate(qkv if self._norm is None else self._norm(qkv[:, :rotated]), rotated)
+        attended = attend(self._layer_id, qk[:, :heads], qk[:, heads:], qkv[:, rotated:])
         return self.o_proj(attended.reshape(tokens, heads * self._head_dim))
 
 

@@ -14,13 +14,19 @@ from sglcore_mlx.layers.mlp import silu_and_mul
 MIN_SORTED = 64
 """Choices (tokens times experts of each) from which rows are sorted by expert, so that each is read once."""
 
+MAX_SORTED = 32768
+SORTED_MULTIPLE = 64
+"""MLX is told that rows are sorted if there are at most so many or a multiple of 64, and for packed weights only if a row's
+elements are a multiple of 64. Metal's kernels for sorted rows give wrong numbers for others up to MLX 0.32.2; this can go
+when no such version is supported."""
+
 
 class ExpertLinear(Protocol):
     """y = x W^T with the weight of each row's expert."""
 
     def __call__(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
         """[..., 1, in] and experts uint32 [..., K] to [..., K, 1, out], where x's dimensions before the last two
-        broadcast against those of `experts`; `is_sorted` says that experts never decrease."""
+        broadcast against those of `experts`; `is_sorted` says that experts never decrease, which MLX may be told."""
         ...
 
 
@@ -52,7 +58,7 @@ class QuantisedExperts:
 
     def __call__(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
         """See `ExpertLinear`."""
-        packed, form = self._packed, self._packed.form
+        packed, form, is_whole = self._packed, self._packed.form, x.shape[-1] % SORTED_MULTIPLE == 0
         return mx.gather_qmm(
             x,
             packed.weight,
@@ -62,7 +68,7 @@ class QuantisedExperts:
             group_size=form.group_size,
             bits=form.bits,
             mode=form.mode,
-            sorted_indices=is_sorted,
+            sorted_indices=is_sorted and is_whole,
         )
 
 
@@ -110,8 +116,11 @@ class SparseMoe:
     def _mix_sorted(self, hidden: mx.array, experts: mx.array) -> mx.array:
         flat = experts.flatten()
         order = mx.argsort(flat)
-        rows = self._mix(hidden[order // self._top_k][:, None, :], flat[order], is_sorted=True)
-        return rows[mx.argsort(order)].reshape(*experts.shape, 1, -1)
+        # A dimension that is inserted after the gather leads Metal's sorted kernel to wrong rows, in MLX 0.31 and 0.32.0.
+        rows = hidden[:, None, :][order // self._top_k]
+        is_told = flat.size <= MAX_SORTED or flat.size % SORTED_MULTIPLE == 0
+        mixed = self._mix(rows, flat[order], is_told)
+        return mixed[mx.argsort(order)].reshape(*experts.shape, 1, -1)
 
 
 def top_k_routing(logits: mx.array, k: int, normalize: bool) -> tuple[mx.array, mx.array]:

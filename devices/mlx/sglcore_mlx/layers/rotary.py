@@ -11,8 +11,8 @@ import numpy as np
 from sglcore.checkpoint.config import ModelConfig
 from sglcore.checkpoint.rotary import rotary_dim, rotary_frequencies
 
-Rotate: TypeAlias = Callable[[mx.array], mx.array]
-"""Heads [T, N, D] of the tokens of a step to the same heads, rotated."""
+Rotate: TypeAlias = Callable[[mx.array, int], mx.array]
+"""`rotate(heads [T, N, D], count)` gives the first `count` heads of the tokens of a step, rotated, [T, count, D]."""
 
 
 class Rotary:
@@ -39,16 +39,16 @@ class Rotary:
         """The rotation of tokens at positions int32 [T]."""
         rotate = self._fused(positions) if self._is_fused else self._composed(positions)
         factor = self._factor
-        return rotate if factor is None else lambda heads: rotate(heads * factor)
+        return rotate if factor is None else lambda heads, count: rotate(heads * factor, count)
 
     def _fused(self, positions: mx.array) -> Rotate:
-        def rotate(heads: mx.array) -> mx.array:
-            tokens, count, size = heads.shape
-            apart = heads.reshape(tokens, count, 1, size)
+        def rotate(heads: mx.array, count: int) -> mx.array:
+            tokens, every, size = heads.shape
+            apart = heads.reshape(tokens, every, 1, size)  # all heads: the kernel would copy a part of them first
             turned = mx.fast.rope(
                 apart, self._size, traditional=False, base=None, scale=1.0, offset=positions, freqs=self._periods
             )
-            return turned.reshape(tokens, count, size)
+            return turned.reshape(tokens, every, size)[:, :count]
 
         return rotate
 
@@ -59,11 +59,10 @@ class Rotary:
         signed = mx.stack([-sin, sin], axis=1)[:, None].astype(self._dtype)
         size, half = self._size, self._size // 2
 
-        def rotate(heads: mx.array) -> mx.array:
-            tokens, count, full = heads.shape
-            part = heads if size == full else heads[..., :size]
-            halves = part.reshape(tokens, count, 2, half)
+        def rotate(heads: mx.array, count: int) -> mx.array:
+            tokens, _, full = heads.shape
+            halves = heads[:, :count, :size].reshape(tokens, count, 2, half)
             turned = (halves * cos + halves[:, :, ::-1] * signed).reshape(tokens, count, size)
-            return turned if size == full else mx.concatenate([turned, heads[..., size:]], axis=-1)
+            return turned if size == full else mx.concatenate([turned, heads[:, :count, size:]], axis=-1)
 
         return rotate

@@ -53,7 +53,7 @@ def _reaching(ordered: mx.array, kept: mx.array, top_p: mx.array, tables: RaceTa
     weights = weights * (tables.ids < kept[:, None])
     running = running_sums(weights)
     wanted = _share(running[:, -1], top_p.astype(mx.int64))
-    return mx.sum((running - weights) < wanted[:, None], axis=-1).astype(mx.int32)
+    return mx.maximum(mx.sum((running - weights) < wanted[:, None], axis=-1).astype(mx.int32), 1)
 
 
 def _share(total: mx.array, top_p: mx.array) -> mx.array:

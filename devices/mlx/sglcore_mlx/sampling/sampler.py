@@ -3,18 +3,25 @@
 Host flags decide which code runs, never values of arrays: nothing is evaluated, so all of it can be compiled.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import mlx.core as mx
 
+from sglcore.sampling.batch import SamplingNeeds
 from sglcore_mlx.sampling.cutoffs import keep_min_p, keep_prefix
 from sglcore_mlx.sampling.logprobs import Logprobs, logprobs_of
 from sglcore_mlx.sampling.processors import apply_bias, apply_mask, apply_penalties
 from sglcore_mlx.sampling.race import RaceTables, draw_race, first_argmax, gaps_below_best, make_race_tables, row_keys
-from sglcore_mlx.sampling.state import SamplingState
+from sglcore_mlx.sampling.state import SamplingState, place_state
 
 EXPONENT = 0x7F800000
 """The exponent bits of a float32: all ones in NaN and the infinities."""
+
+
+Draw = Callable[[mx.array, dict[str, mx.array]], tuple[mx.array, mx.array]]
+"""`draw(logits float32[B, V], rows) -> (tokens int32[B], bad rows bool[B])`, as `draw_rows` with its first two given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +34,22 @@ class SampledTokens:
 
 
 class Sampler:
-    """Draws tokens for one vocabulary. Holds constants only, so one serves any number of batches."""
+    """Draws tokens for one vocabulary, for any number of batches. Beyond constants it holds only compiled functions."""
 
-    def __init__(self, vocab_size: int) -> None:
-        """Makes the tables of a vocabulary, 1..2**22 - 1 tokens. Raises ConfigError beyond."""
+    def __init__(self, vocab_size: int, *, compiled: bool = False) -> None:
+        """Makes the tables of a vocabulary, 1..2**22 - 1 tokens. Raises ConfigError beyond.
+
+        With `compiled` the draw of sampled rows runs as few fused kernels, traced once for each kind of batch and number of
+        rows; on the processor MLX calls a C++ compiler for that, which takes seconds. It never changes a token.
+        """
         self.vocab_size = vocab_size
         self.tables = make_race_tables(vocab_size)
+        self._compiled: dict[SamplingNeeds, Draw] | None = {} if compiled else None
 
     def sample(self, logits: mx.array, state: SamplingState) -> SampledTokens:
-        """Draw one token per row of logits float[B, V]. Nothing is evaluated; works inside `mx.compile`."""
-        processed = self.process(logits, state)
-        best = mx.max(processed, axis=-1)
-        drawn = self._draw(processed, best, state)
-        bad = (best.view(mx.int32) & EXPONENT) == EXPONENT
-        tokens = mx.where(bad, 0, drawn)
+        """Draw one token per row of logits float[B, V]; B may be 0. Nothing is evaluated; works inside `mx.compile`."""
+        # MLX refuses to reduce an array without elements, and a step of which no row emits is an ordinary step.
+        tokens, bad = self._draw(logits, state) if logits.shape[0] else (mx.zeros(0, mx.int32), mx.zeros(0, mx.bool_))
         top_n = state.needs.top_logprobs
         return SampledTokens(tokens, bad, None if top_n is None else logprobs_of(logits, tokens, top_n))
 
@@ -59,13 +68,39 @@ class Sampler:
         """As the function of this name, with this sampler's tables."""
         return candidate_gaps(logits, best, state, self.tables)
 
-    def _draw(self, logits: mx.array, best: mx.array, state: SamplingState) -> mx.array:
-        """int32[B]; any token in bad rows."""
-        if state.needs.all_greedy:
-            return first_argmax(logits)
-        keys = row_keys(state.seed_words, state.positions)
-        drawn = draw_race(self.candidate_gaps(logits, best, state), keys, self.tables)
-        return mx.where(state.greedy, first_argmax(logits), drawn) if state.needs.any_greedy else drawn
+    def _draw(self, logits: mx.array, state: SamplingState) -> tuple[mx.array, mx.array]:
+        processed = self.process(logits, state)
+        return self._draw_of(state.needs)(processed, state.row_arrays())
+
+    def _draw_of(self, needs: SamplingNeeds) -> Draw:
+        """What draws a batch of these needs. Processors stay outside: a history grows with every token, and each of its
+        shapes would be compiled anew."""
+        needs = replace(needs, any_penalty=False, any_bias=False, top_logprobs=None)
+        draw = partial(draw_rows, needs, self.tables)
+        if self._compiled is None or needs.all_greedy:
+            return draw
+        if needs not in self._compiled:
+            self._compiled[needs] = mx.compile(draw)
+        return self._compiled[needs]
+
+
+def draw_rows(
+    needs: SamplingNeeds, tables: RaceTables, logits: mx.array, rows: dict[str, mx.array]
+) -> tuple[mx.array, mx.array]:
+    """Tokens int32[B] and bad rows bool[B] of processed logits float32[B, V], B at least 1; rows as of
+    `SamplingState.row_arrays`, a dictionary because a compiled function takes no state; `needs` without processors."""
+    state = place_state(needs, rows["positions"], rows)
+    best = mx.max(logits, axis=-1)
+    bad = (best.view(mx.int32) & EXPONENT) == EXPONENT
+    drawn = first_argmax(logits) if needs.all_greedy else _race(logits, best, state, tables)
+    return mx.where(bad, 0, drawn), bad
+
+
+def _race(logits: mx.array, best: mx.array, state: SamplingState, tables: RaceTables) -> mx.array:
+    """int32[B]: the token of sampled and greedy rows; any token in bad rows."""
+    keys = row_keys(state.seed_words, state.positions)
+    raced = draw_race(candidate_gaps(logits, best, state, tables), keys, tables)
+    return mx.where(state.greedy, first_argmax(logits), raced) if state.needs.any_greedy else raced
 
 
 def candidate_gaps(logits: mx.array, best: mx.array, state: SamplingState, tables: RaceTables) -> mx.array:

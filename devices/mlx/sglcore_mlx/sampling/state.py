@@ -10,6 +10,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.sampling.batch import SamplingBatch, SamplingNeeds
 from sglcore_mlx.sampling.processors import Bias, Penalties
 
+ROW_FIELDS = ("positions", "seed_words", "scale", "greedy", "top_k", "top_p", "min_p")
 SMALLEST_BIAS = 8
 """Bias entries are padded to this many, or to the next power of two, so that few shapes are compiled."""
 
@@ -37,6 +38,11 @@ class SamplingState:
     bias: Bias | None = None
     allowed: mx.array | None = None
     """What a grammar allows: bool[B, V], or int32 or uint32[B, ceil(V / 32)] bits, lowest first."""
+
+    def row_arrays(self) -> dict[str, mx.array]:
+        """The fields, by name, that hold one entry per row and that the draw itself reads."""
+        parts = {name: getattr(self, name) for name in ROW_FIELDS}
+        return {name: part for name, part in parts.items() if part is not None}
 
 
 def make_state(
