@@ -39,8 +39,10 @@ def _do(options: argparse.Namespace) -> int:
     if options.command == "table":
         return _table(complete=True)
     found = lanes()
-    chosen = [lane_named(name, found) for name in options.lane] or [lane for lane in found if not lane.needs_hardware]
-    runs = [run.run(lane, options.workers, options.tests.split()) for lane in chosen]
+    words = options.tests.split()
+    here = [lane for lane in found if not lane.needs_hardware and (not words or any(map(lane.takes, words)))]
+    chosen = [lane_named(name, found) for name in options.lane] or here
+    runs = [run.run(lane, options.workers, [word for word in words if lane.takes(word)]) for lane in chosen]
     status = _table(complete=not options.lane and not options.tests)
     print(run.report(runs))
     return 1 if any(ran.failure for ran in runs) else status
@@ -53,7 +55,8 @@ def _list(as_json: bool) -> int:
         return 0
     for lane in lanes():
         where = "hardware: " + ", ".join(lane.runner) if lane.needs_hardware else "any machine"
-        print(f"{lane.name:<16} {lane.device:<8} {where:<32} torch {', '.join(lane.torch)}")
+        what = "own: " + ", ".join(lane.environment) if lane.environment else "torch " + ", ".join(lane.torch)
+        print(f"{lane.name:<16} {lane.device:<8} {where:<36} {what}")
     return 0
 
 

@@ -13,6 +13,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "host"
 """The capability of the lane that runs what needs no device at all."""
+TORCH = "torch"
+"""The capability of every lane in the project's own environment, where torch is installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +22,9 @@ class Lane:
     """One row of a package's `ci.toml`, `[[lane]]`.
 
     `simulator` is what `--sim` takes ("" on a real device); `runner` the labels of a machine that has the hardware (empty:
-    any machine will do); `torch` the versions it is run with, the first here; `image` a container to run in.
+    any machine will do); `torch` the versions it is run with, the first here; `image` a container to run in. `environment`
+    are the requirements of an environment of its own, in which nothing else is installed (empty: the project's);
+    `folders` the tests it runs (empty: all that it may), `ignore` files among them that it can not even collect.
     """
 
     name: str
@@ -31,6 +35,9 @@ class Lane:
     image: str = ""
     torch: tuple[str, ...] = ()
     setup: str = ""
+    environment: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
 
     @property
     def needs_hardware(self) -> bool:
@@ -40,8 +47,15 @@ class Lane:
     @property
     def tests(self) -> tuple[str, ...]:
         """The folders whose tests may run here."""
+        if self.folders:
+            return self.folders
         own = (f"devices/{self.device}/tests",)
         return ("tests", *own, "simulator/tests") if self.simulator else ("tests", *own)
+
+    def takes(self, word: str) -> bool:
+        """Whether a file or folder that a person asks for is one of those that it runs; all are, unless it lists them."""
+        path = Path(word.partition("::")[0])
+        return not self.folders or any(path.is_relative_to(folder) for folder in self.folders)
 
 
 class LaneError(Exception):
@@ -73,13 +87,13 @@ def read(path: Path) -> tuple[Lane, ...]:
 
 
 def _lane(path: Path, device: str, row: dict[str, Any], shared: list[str]) -> Lane:
-    known = {"name", "capabilities", "simulator", "runner", "image", "torch", "setup"}
+    known = {"name", "capabilities", "simulator", "runner", "image", "torch", "setup", "environment", "tests", "ignore"}
     unknown = sorted(row.keys() - known)
     if unknown or "name" not in row:
         what = f"unknown {', '.join(unknown)}" if unknown else "a lane without a name"
         raise LaneError(f"{path}: {what}; a lane has {', '.join(sorted(known))}")
-    simulator = row.get("simulator", "")
-    own = {"device", f"package.{device}", *(("simulator",) if simulator else ())}
+    simulator, environment = row.get("simulator", ""), tuple(row.get("environment", ()))
+    own = {"device", f"package.{device}", *(("simulator",) if simulator else ()), *(() if environment else (TORCH,))}
     return Lane(
         name=row["name"],
         device=device,
@@ -89,6 +103,9 @@ def _lane(path: Path, device: str, row: dict[str, Any], shared: list[str]) -> La
         image=row.get("image", ""),
         torch=tuple(row.get("torch", ())),
         setup=row.get("setup", ""),
+        environment=environment,
+        folders=tuple(row.get("tests", ())),
+        ignore=tuple(row.get("ignore", ())),
     )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from ci.environments import prepare, python_of
 from ci.lanes import ROOT, Lane
 
 RECORDS = ROOT / "build" / "lanes"
@@ -66,22 +66,27 @@ def command(lane: Lane, workers: int, words: Sequence[str] = ()) -> tuple[str, .
     simulated = (f"--sim={lane.simulator}",) if lane.simulator else ()
     record = (f"--lane-record={record_of(lane)}",)
     return (
-        sys.executable,
+        str(python_of(lane)),
         "-m",
         "pytest",
         f"-n{workers}",
         f"--lane={lane.name}",
         *simulated,
         *record,
+        *(f"--ignore={file}" for file in lane.ignore),
         *(words or lane.tests),
     )
 
 
 def run(lane: Lane, workers: int, words: Sequence[str] = ()) -> Ran:
-    """Run one lane here, its output as it comes; waits."""
+    """Run one lane here, its output as it comes; waits. An environment of its own is made first."""
     print(f"\n== lane {lane.name} ==", flush=True)
     record_of(lane).unlink(missing_ok=True)
     start = time.monotonic()
+    try:
+        prepare(lane)
+    except subprocess.CalledProcessError as error:
+        return Ran(lane, error.returncode, time.monotonic() - start, Failure.IMAGE)
     environ = {"OMP_NUM_THREADS": "1", **os.environ}
     with subprocess.Popen(
         command(lane, workers, words),

@@ -19,7 +19,7 @@ on:
       lane: {required: true, type: string}
       runner: {required: true, type: string}
       image: {required: false, type: string, default: ""}
-      torch: {required: true, type: string}
+      torch: {required: false, type: string, default: ""}
       setup: {required: false, type: string, default: ""}
 jobs:
   lane:
@@ -32,7 +32,9 @@ jobs:
         run: |
           if [ -n "${{ inputs.setup }}" ]; then ${{ inputs.setup }}; fi
           python3 -m venv .venv
-          .venv/bin/python tools/install_devices.py --extra test --all --torch "${{ inputs.torch }}"
+          if [ -n "${{ inputs.torch }}" ]; then
+            .venv/bin/python tools/install_devices.py --extra test --all --torch "${{ inputs.torch }}"
+          fi
       - name: product
         run: .venv/bin/python -m ci run "${{ inputs.lane }}"
       - uses: actions/upload-artifact@v4
@@ -59,16 +61,15 @@ def _device(device: str, found: list[Lane]) -> str:
 def _job(lane: Lane) -> str:
     runner = "[" + ", ".join(f'"{label}"' for label in lane.runner or ("ubuntu-latest",)) + "]"
     versions = ", ".join(f'"{version}"' for version in lane.torch)
+    matrix = ["    strategy:", "      fail-fast: false", f"      matrix: {{torch: [{versions}]}}"]
     lines = [
         f"  {lane.name}:",
-        "    strategy:",
-        "      fail-fast: false",
-        f"      matrix: {{torch: [{versions}]}}",
+        *(matrix if versions else ()),
         "    uses: ./.github/workflows/lane.yml",
         "    with:",
         f"      lane: {lane.name}",
         f"      runner: '{runner}'",
-        "      torch: ${{ matrix.torch }}",
+        *(("      torch: ${{ matrix.torch }}",) if versions else ()),
     ]
     lines += [f"      image: {lane.image}"] if lane.image else []
     lines += [f'      setup: "{lane.setup}"'] if lane.setup else []

@@ -69,7 +69,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description="Install sglcore and the device packages that this machine needs.")
     parser.add_argument("--dry-run", action="store_true", help="print the facts and the commands only")
-    parser.add_argument("--extra", default="", help="an extra of sglcore to install too, such as test")
+    parser.add_argument("--extra", default="", help="an extra to install of sglcore and of each package that has it")
     parser.add_argument("--all", action="store_true", help="every package, and the simulator: what the tests need")
     parser.add_argument("--torch", default="", help="a version of torch other than that of constraints.txt")
     parser.add_argument("--torch-index", default="", help="the package index to take torch from")
@@ -116,9 +116,15 @@ def pip_commands(
     lines = (root / constraints).read_text().splitlines()
     torch = tuple(line.strip() for line in lines if line.startswith("torch=="))
     index = ("--index-url", torch_index) if torch_index else ()
-    core = f".[{extra}]" if extra else "."
-    checkouts = tuple(word for folder in folders for word in ("-e", str(folder.relative_to(root))))
-    return ((*pip, *index, *torch), (*pip, "-e", core, *checkouts))
+    checkouts = tuple(word for folder in folders for word in ("-e", with_extra(root, folder, extra)))
+    return ((*pip, *index, *torch), (*pip, "-e", f".[{extra}]" if extra else ".", *checkouts))
+
+
+def with_extra(root: Path, folder: Path, extra: str) -> str:
+    """A package's folder as pip takes it, with an extra if it declares that."""
+    declared = tomllib.loads((folder / "pyproject.toml").read_text()).get("project", {})
+    offers = extra in declared.get("optional-dependencies", {})
+    return f"{folder.relative_to(root)}[{extra}]" if offers else str(folder.relative_to(root))
 
 
 def fetch_wheels(root: Path, folders: Sequence[Path]) -> None:

@@ -9,13 +9,14 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from types import MappingProxyType
 
@@ -105,16 +106,16 @@ def check_distributions() -> Iterable[Check]:
 
 def check_devices() -> Iterable[Check]:
     """Every device package with the four facts of its probe, the choice, and unclaimed accelerators."""
-    found = discover()
+    found, requested = discover(), requested_device(None)
     if not found:
         yield Check("devices", "bad", "no device package is installed", "pip install sglcore-cpu")
     for item in found:
-        yield from _check_device(item)
+        yield from _check_device(item, named=item.name == requested.name)
     unclaimed = unclaimed_devices(claimed_vendors(found), host_system().path(PCI_DEVICES))
     for device in unclaimed:
         yield Check("accelerator", "note", f"no installed package answers for {device}", "install its vendor's package")
     try:
-        chosen = select(found, requested_device(None), unclaimed).chosen
+        chosen = select(found, requested, unclaimed).chosen
         yield Check("choice", "ok", f"{chosen.name}, because {chosen.reason}")
     except SglcoreError as error:
         yield Check("choice", "bad", str(error), error.remedy)
@@ -122,10 +123,10 @@ def check_devices() -> Iterable[Check]:
         yield _raised("choice", error)
 
 
-def _check_device(item: Installed) -> Iterable[Check]:
+def _check_device(item: Installed, named: bool) -> Iterable[Check]:
     topic = f"device {item.name}"
     try:
-        report = run_probe(item.loaded(), False)
+        report = run_probe(item.loaded(), named)
     except SglcoreError as error:
         yield Check(topic, "bad", str(error), error.remedy)
         return
@@ -172,12 +173,31 @@ def check_torch() -> Iterable[Check]:
         return
     answer, complaint = ran.stdout.strip(), ran.stderr.strip().splitlines()
     if ran.returncode == 0 and answer == "absent":
-        yield Check("torch", "note", "not installed", "pip install torch==2.13.0, unless your device does not use it")
+        yield _absent_torch(discover())
     elif ran.returncode == 0 and answer:
         yield Check("torch", "ok", answer)
     else:
         last = complaint[-1] if complaint else "no message"
         yield Check("torch", "bad", f"import torch ended with {ran.returncode}: {last}", "reinstall torch==2.13.0")
+
+
+def _absent_torch(found: Sequence[Installed]) -> Check:
+    """Whether that matters, by what the installed device packages require."""
+    asking = [item.distribution for item in found if item.distribution and _requires_torch(item.distribution)]
+    if asking:
+        return Check("torch", "note", f"not installed; needed by {', '.join(asking)}", "pip install torch==2.13.0")
+    if found:
+        return Check("torch", "note", "not installed, and no installed device package needs it")
+    return Check("torch", "note", "not installed", "pip install torch==2.13.0, unless your device does not use it")
+
+
+def _requires_torch(distribution: str) -> bool:
+    """A distribution requires torch, and not only for one of its extras."""
+    try:
+        wanted = requires(distribution) or ()
+    except PackageNotFoundError:
+        return False
+    return any(re.match(r"torch\b(?!-)", text) and "extra ==" not in text for text in wanted)
 
 
 def check_environment() -> Iterable[Check]:

@@ -209,13 +209,14 @@ def _settings(config: pytest.Config) -> dict[str, Any]:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """A line for each device, and the result file."""
+    """A line for each device on which laws ran, and the result file."""
+    ran = [run for run in config.stash[RUNS].values() if run.outcomes]
+    if not ran:
+        return
     from sglcore.conformance.result import make_result, verdict, write_result
 
     file: Path | None = _option(config, "--conform-result")
-    for run in config.stash[RUNS].values():
-        if not run.outcomes:
-            continue
+    for run in ran:
         counts = {
             word: sum(outcome.verdict == word for outcome in run.outcomes) for word in ("passed", "failed", "skipped")
         }

@@ -142,7 +142,7 @@ def _host(candidates: Sequence[Candidate], requested: Requested, unclaimed: Sequ
     if not hosts:
         raise DeviceError(
             f"found no accelerator among {_names(candidates) or 'no installed device packages'}, and no host device",
-            remedy="pip install sglcore-cpu",
+            remedy=f"pip install sglcore-cpu, or name a device: {_SETTING}",
         )
     host, *others = hosts
     if others:

@@ -11,6 +11,15 @@ from tests.architecture.imports import imported, modules_of
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = frozenset({"torch", "numpy", "mlx", "transformers", "tokenizers", "triton", "typer", "rich"})
 TENSORS = frozenset({"torch", "mlx", "triton", "transformers"})
+WITHOUT_TENSORS = (
+    "sglcore.sampling.params",
+    "sglcore.sampling.batch",
+    "sglcore.sampling.noise",
+    "sglcore.sampling.reference",
+    "sglcore.runtime.memory.sizing",
+    "sglcore.conformance.plugin",
+)
+"""Modules of packages that are otherwise torch's, on which a device without torch builds, or which pytest loads there."""
 
 
 def tree(root: Path, text: str) -> Path:
@@ -36,6 +45,16 @@ def test_the_seam_the_scheduler_and_the_engine_load_no_tensor_library(package: s
     if not modules:
         pytest.skip(f"this tree has no {package}")
     assert not imported(ROOT, modules).modules & TENSORS
+
+
+def test_what_a_device_without_torch_builds_on_loads_no_tensor_library() -> None:
+    assert not imported(ROOT, WITHOUT_TENSORS).modules & TENSORS
+
+
+def test_the_declarations_of_all_device_packages_load_nothing_heavy() -> None:
+    declarations = [path.parent.name for path in sorted(ROOT.glob("devices/*/sglcore_*/__init__.py"))]
+    seen = imported(ROOT, declarations)
+    assert declarations and not seen.modules & HEAVY and seen.opened == ()
 
 
 def test_reading_the_command_line_loads_no_tensor_library_and_no_numpy() -> None:

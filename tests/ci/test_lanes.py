@@ -33,8 +33,8 @@ def test_lanes_come_from_the_packages_the_hosts_first_and_hardware_last(tmp_path
     found = lanes(plant(tmp_path, a=SIM_TOML, z=HOST_TOML))
     assert [lane.name for lane in found] == ["one", "two-sim", "two-card"]
     assert [lane.needs_hardware for lane in found] == [False, False, True]
-    assert found[1].capabilities == {"streams", "graphs.full", "device", "package.a", "simulator"}
-    assert found[2].capabilities == {"streams", "device", "package.a"}
+    assert found[1].capabilities == {"streams", "graphs.full", "device", "package.a", "simulator", "torch"}
+    assert found[2].capabilities == {"streams", "device", "package.a", "torch"}
     assert found[1].tests == ("tests", "devices/a/tests", "simulator/tests")
 
 
@@ -51,6 +51,23 @@ def test_a_declaration_that_can_not_be_used_is_refused(tmp_path: Path, text: str
     root = plant(tmp_path, a=text)
     with pytest.raises(LaneError, match=said):
         read(root / "devices" / "a" / "ci.toml")
+
+
+def test_a_lane_of_an_environment_of_its_own_has_no_torch_unless_it_says_so(tmp_path: Path) -> None:
+    text = '[[lane]]\nname = "x"\nenvironment = ["numpy"]\ncapabilities = [{}]\n'
+    one, two = lanes(plant(tmp_path, a=text.format(""), b=text.replace("x", "y").format('"torch"')))
+    assert one.capabilities == {"device", "package.a"} and one.environment == ("numpy",)
+    assert "torch" in two.capabilities
+
+
+def test_a_lane_that_lists_its_tests_runs_those_and_takes_no_others(tmp_path: Path) -> None:
+    text = '[[lane]]\nname = "x"\ntests = ["devices/a/tests"]\nignore = ["devices/a/tests/test_y.py"]\n'
+    (lane,) = lanes(plant(tmp_path, a=text))
+    assert lane.tests == ("devices/a/tests",)
+    assert lane.takes("devices/a/tests/test_x.py::test_y") and lane.takes("devices/a/tests")
+    assert not lane.takes("devices/a") and not lane.takes("tests/laws") and not lane.takes("devices/a/tests2")
+    (everything,) = lanes(plant(tmp_path / "other", z=HOST_TOML))
+    assert everything.takes("tests/laws")
 
 
 def test_two_lanes_of_one_name_and_unknown_names_are_refused(tmp_path: Path) -> None:
@@ -73,3 +90,13 @@ def test_every_package_of_the_project_has_a_lane_that_needs_no_hardware() -> Non
     assert sum(HOST in lane.capabilities for lane in found) == 1
     packages = {path.parent.name for path in Path("devices").glob("*/pyproject.toml")}
     assert {lane.device for lane in found if not lane.needs_hardware} == packages
+
+
+def test_what_the_lanes_of_the_project_list_is_there() -> None:
+    for lane in lanes():
+        missing = [name for name in (*lane.tests, *lane.ignore) if not Path(name).exists()]
+        assert not missing, f"{lane.name} lists {', '.join(missing)}"
+
+
+def test_no_folder_of_a_packages_tests_is_a_package_that_would_hide_the_projects_tests() -> None:
+    assert not [str(path) for path in Path("devices").glob("*/tests/__init__.py")]

@@ -35,9 +35,11 @@ def test_a_failure_has_a_class(status: int, output: str, failure: Failure | None
     assert classify(status, output) is failure
 
 
-def test_a_lane_is_run_with_its_name_its_simulator_and_its_record() -> None:
+def test_a_lane_is_run_by_its_interpreter_with_its_name_its_simulator_and_its_record() -> None:
     for lane in lanes():
         words = command(lane, 3)
+        assert (words[0] == sys.executable) != bool(lane.environment)
+        assert [word for word in words if word.startswith("--ignore")] == [f"--ignore={file}" for file in lane.ignore]
         assert f"--lane={lane.name}" in words and "-n3" in words
         assert (f"--sim={lane.simulator}" in words) == bool(lane.simulator)
 

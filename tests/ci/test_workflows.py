@@ -24,6 +24,12 @@ def test_a_changed_lane_would_be_seen(tmp_path: Path) -> None:
     assert workflows.differences(tmp_path) == ["one.yml"]
 
 
+def test_a_lane_of_an_environment_of_its_own_is_run_once_and_without_torch() -> None:
+    lane = Lane(name="x-alone", device="x", capabilities=frozenset(), environment=("numpy",))
+    text = workflows.texts((lane,))["x.yml"]
+    assert "torch" not in text and "matrix" not in text and "lane: x-alone" in text
+
+
 def test_hardware_runs_on_its_own_machines_and_only_where_there_are_some() -> None:
     lane = Lane(name="x-card", device="x", capabilities=frozenset(), runner=("self-hosted", "x"), torch=("2.13.0",))
     text = workflows.texts((lane,))["x.yml"]

@@ -95,6 +95,32 @@ def test_an_absent_accelerator_is_a_note_and_an_unusable_one_is_bad(site: Site) 
     assert checks["choice"]["verdict"] == "bad"
 
 
+def test_a_device_that_was_asked_for_by_name_is_probed_as_such(site: Site) -> None:
+    site.add("one", hardware=False, offered=True)
+    unnamed = report(with_torch(site))
+    assert unnamed["device one: hardware"]["verdict"] == "note" and unnamed["choice"]["found"].startswith("cpu")
+    named = report(with_torch(site, SGLCORE_DEVICE="one"))
+    assert named["device one: hardware"]["verdict"] == "ok" and named["choice"]["found"].startswith("one")
+
+
+@pytest.mark.parametrize(
+    ("requirement", "said", "remedy"),
+    [
+        ("torch>=2.11,<2.14", "not installed; needed by sglcore-one", "pip install torch==2.13.0"),
+        ("torch-one==1", "not installed, and no installed device package needs it", ""),
+        ("torch>=2; extra == 'more'", "not installed, and no installed device package needs it", ""),
+    ],
+)
+def test_an_absent_torch_matters_if_an_installed_device_package_requires_it(
+    bare: Site, requirement: str, said: str, remedy: str
+) -> None:
+    bare.add("one")
+    metadata = next(bare.path.glob("*one*.dist-info")) / "METADATA"
+    metadata.write_text(metadata.read_text().rstrip() + f"\nRequires-Dist: {requirement}\n")
+    check = report(bare.run("-S", "-m", "sglcore.cli.doctor", "--json"))["torch"]
+    assert (check["verdict"], check["found"], check["remedy"]) == ("note", said, remedy)
+
+
 def test_a_variable_that_nobody_reads_is_noted(site: Site) -> None:
     checks = report(with_torch(site, SGLCORE_DEVICE="cpu", SGLCORE_DEVISE="cpu"))
     assert checks["SGLCORE_DEVICE"]["remedy"] == ""

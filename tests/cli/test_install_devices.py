@@ -63,6 +63,15 @@ def test_an_extra_and_an_index_for_torch_are_passed_on(tmp_path: Path) -> None:
     assert commands(ran) == ["--index-url https://example.org/whl torch==1.2.3", "-e .[test] -e devices/host"]
 
 
+def test_an_extra_is_taken_from_the_packages_that_declare_it_too(tmp_path: Path) -> None:
+    checkout(tmp_path, "host", is_host=True)
+    checkout(tmp_path, "one")
+    declared = tmp_path / "devices" / "one" / "pyproject.toml"
+    declared.write_text('[project.optional-dependencies]\ntest = ["an-oracle"]\n' + declared.read_text())
+    assert commands(dry_run(tmp_path, "--extra", "test"))[1] == "-e .[test] -e devices/host -e devices/one[test]"
+    assert commands(dry_run(tmp_path))[1] == "-e . -e devices/host -e devices/one"
+
+
 def test_a_probe_that_raises_stops_the_installation_with_its_traceback(tmp_path: Path) -> None:
     checkout(tmp_path, "host", is_host=True)
     checkout(tmp_path, "one", body="raise RuntimeError('the node is locked')")
@@ -77,3 +86,13 @@ def test_this_checkout_installs_the_processor_with_the_pinned_torch() -> None:
     assert ran.returncode == 0, ran.stderr
     assert commands(ran)[0].startswith("torch==2.13.0")
     assert "-e devices/cpu" in commands(ran)[1]
+
+
+def test_this_checkouts_tests_get_every_package_and_what_their_oracles_need() -> None:
+    ran = dry_run(ROOT, "--extra", "test", "--all")
+    words = commands(ran)[1].split()
+    folders = {path.parent.name for path in (ROOT / "devices").glob("*/pyproject.toml")}
+    assert {word.partition("[")[0] for word in words if word.startswith("devices/")} == {
+        f"devices/{x}" for x in folders
+    }
+    assert "devices/mlx[test]" in words

@@ -152,7 +152,7 @@ def test_without_a_host_package_the_remedy_is_to_install_it(site: Site) -> None:
     site.add("one", hardware=False)
     with pytest.raises(
         DeviceError,
-        match="found no accelerator among one, and no host device; pip install sglcore-cpu",
+        match="found no accelerator among one, and no host device; pip install sglcore-cpu, or name a device",
     ):
         choose(site)
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "sglcore_mlx"
-FOREIGN = ("torch", "transformers", "mlx_lm", "triton", "sglcore_cpu", "sglcore_sim")
+FOREIGN = ("torch", "transformers", "mlx_lm", "triton")
 """What neither this package nor the core beneath it may load."""
 PROMPT = "Once upon a time"
 
