@@ -24,7 +24,8 @@ class Lane:
     `simulator` is what `--sim` takes ("" on a real device); `runner` the labels of a machine that has the hardware (empty:
     any machine will do); `torch` the versions it is run with, the first here; `image` a container to run in. `environment`
     are the requirements of an environment of its own, in which nothing else is installed (empty: the project's);
-    `folders` the tests it runs (empty: all that it may), `ignore` files among them that it can not even collect.
+    `folders` the tests it runs (empty: all that it may), `ignore` files among them that it can not even collect. `only`: it
+    leaves out tests that need none of these capabilities, because another lane runs them (empty: it leaves out none).
     """
 
     name: str
@@ -38,6 +39,7 @@ class Lane:
     environment: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
+    only: frozenset[str] = frozenset()
 
     @property
     def needs_hardware(self) -> bool:
@@ -51,6 +53,11 @@ class Lane:
             return self.folders
         own = (f"devices/{self.device}/tests",)
         return ("tests", *own, "simulator/tests") if self.simulator else ("tests", *own)
+
+    def missing(self, needs: frozenset[str]) -> list[str]:
+        """What keeps a test that needs these capabilities from running here, in order; nothing if it runs."""
+        lacking = sorted(needs - self.capabilities)
+        return lacking or ([] if not self.only or needs & self.only else [f"a need of {', '.join(sorted(self.only))}"])
 
     def takes(self, word: str) -> bool:
         """Whether a file or folder that a person asks for is one of those that it runs; all are, unless it lists them."""
@@ -87,7 +94,8 @@ def read(path: Path) -> tuple[Lane, ...]:
 
 
 def _lane(path: Path, device: str, row: dict[str, Any], shared: list[str]) -> Lane:
-    known = {"name", "capabilities", "simulator", "runner", "image", "torch", "setup", "environment", "tests", "ignore"}
+    known = {"name", "capabilities", "simulator", "runner", "image", "torch", "setup", "environment", "tests"}
+    known |= {"ignore", "only"}
     unknown = sorted(row.keys() - known)
     if unknown or "name" not in row:
         what = f"unknown {', '.join(unknown)}" if unknown else "a lane without a name"
@@ -106,6 +114,7 @@ def _lane(path: Path, device: str, row: dict[str, Any], shared: list[str]) -> La
         environment=environment,
         folders=tuple(row.get("tests", ())),
         ignore=tuple(row.get("ignore", ())),
+        only=frozenset(row.get("only", ())),
     )
 
 

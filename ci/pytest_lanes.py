@@ -41,7 +41,7 @@ class LaneRun:
         for item in items:
             marks = [str(name) for mark in item.iter_markers("needs") for name in mark.args]
             needs = needs_of(item.path.relative_to(ROOT), frozenset(marks))
-            missing = sorted(needs - self.lane.capabilities)
+            missing = self.lane.missing(needs)
             (left if missing else kept).append(item)
             if missing:
                 self._left_out[item.nodeid] = missing

@@ -70,6 +70,14 @@ def test_a_lane_that_lists_its_tests_runs_those_and_takes_no_others(tmp_path: Pa
     assert everything.takes("tests/laws")
 
 
+def test_a_lane_may_leave_to_another_what_needs_none_of_its_capabilities(tmp_path: Path) -> None:
+    text = '[[lane]]\nname = "x"\nonly = ["torch"]\n'
+    (lane,) = lanes(plant(tmp_path, a=text))
+    assert lane.missing(frozenset({"torch", "package.a"})) == []
+    assert lane.missing(frozenset({"package.a"})) == ["a need of torch"]
+    assert lane.missing(frozenset({"torch", "streams"})) == ["streams"]
+
+
 def test_two_lanes_of_one_name_and_unknown_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LaneError, match="two packages declare the lane one"):
         lanes(plant(tmp_path, a=HOST_TOML, b=HOST_TOML))
