@@ -1,0 +1,45 @@
+"""The Metal kernels inside the engine: their text, built for the processor, serves whole requests as the gather path does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from devices.mlx.tests.metal_on_host import RUNS_HERE, Host
+from devices.mlx.tests.running import running
+from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.loop import Loop
+from sglcore.schedule.request import Request
+from sglcore.schedule.scheduler import Scheduler
+from sglcore_mlx.attention.paged import MetalAttention
+from sglcore_mlx.stepper import Stepper
+
+
+def run(host: Host | None) -> list[Request]:
+    """Three prompts, one of which is cut into chunks, to six tokens each."""
+    with running(dtype="float32", graph="off", page_size=8, max_batch_tokens=24) as built:
+        worker = built["worker"]
+        if host is not None:
+            model, sizes = built["load_weights"], built["size_memory"]
+            attention = MetalAttention(model.layers, sizes.page_size, launcher=host.launch)
+            make = lambda: Stepper(model, attention, built["memory_pools"], sizes, compiles=False)  # noqa: E731
+            worker._stepper = built["stream_thread"].call(make)
+        scheduler = Scheduler(worker.limits)
+        rng, requests = np.random.default_rng(2), []
+        for number, length in enumerate((5, 40, 17)):
+            params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3)
+            requests.append(Request(f"r{number}", rng.integers(5, 2000, length).astype(np.int32), params, seed=0))
+            scheduler.add(requests[-1])
+        loop = Loop(scheduler, worker)
+        while loop.has_work:
+            loop.step()
+        return requests
+
+
+@RUNS_HERE
+def test_requests_served_by_the_kernels_text_are_those_of_the_gather_path(tmp_path: Path) -> None:
+    for found, wanted in zip(run(Host(tmp_path)), run(None), strict=True):
+        assert found.output_ids == wanted.output_ids
+        for one, other in zip(found.logprobs, wanted.logprobs, strict=True):
+            np.testing.assert_allclose(one.top_logprobs, other.top_logprobs, atol=1e-4)
