@@ -112,7 +112,9 @@ def load_weights(
             model_config,
             dtype=getattr(mx, dtype.effective),
             max_positions=config.max_model_len or model_config.context_length,
-            parts=LinearParts(hardware.streams, fused_rotary=hardware.kind != "cpu"),
+            parts=LinearParts(
+                hardware.streams, fused_rotary=hardware.kind != "cpu", narrow_experts=hardware.kind != "cpu"
+            ),
             progress=lambda done, total: progress("loading weights", done, total),
         )
 

@@ -37,9 +37,9 @@ def load(
 
 
 def split_parts() -> LinearParts:
-    """Products on two streams, rotations composed."""
+    """Products on two streams, rotations composed, experts in float32: what a processor likes."""
     streams = tuple(mx.new_stream(mx.default_device()) for _ in range(TWO_STREAMS))
-    return replace(LinearParts(), streams=streams, fused_rotary=False)
+    return replace(LinearParts(), streams=streams, fused_rotary=False, narrow_experts=False)
 
 
 def causal(model: Model) -> Attend:

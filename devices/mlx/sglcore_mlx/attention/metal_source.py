@@ -29,7 +29,7 @@ _WALK = (
     threadgroup float shares[SIMDGROUPS * HEAD_DIM];
 
     const int lane = int(thread_index_in_simdgroup);
-    const int simdgroup = int(simdgroup_index_in_threadgroup);
+    const int walker = int(simdgroup_index_in_threadgroup);
     const int part = int(threadgroup_position_in_grid.x);
     const int first_head = int(threadgroup_position_in_grid.y) * QUERIES;
     const int row = int(threadgroup_position_in_grid.z);
@@ -59,7 +59,7 @@ _WALK = (
     }
 
     // BLOCK divides PAGE_SIZE and blocks begin at its multiples: a block lies in one page.
-    for (int block = begin / BLOCK * BLOCK + simdgroup * BLOCK; block < end; block += SIMDGROUPS * BLOCK) {
+    for (int block = begin / BLOCK * BLOCK + walker * BLOCK; block < end; block += SIMDGROUPS * BLOCK) {
         const int page = page_table[row * page_table_shape[1] + block / PAGE_SIZE];
         const device KV* cell = kv + (int64_t(page) * PAGE_SIZE + block % PAGE_SIZE) * CELL
             + kv_head * HEAD_DIM + lane * PER_LANE;
@@ -110,8 +110,8 @@ _WALK = (
 
     if (lane == 0) {
         UNROLLED(j, QUERIES) {
-            tops[simdgroup * QUERIES + j] = top[j];
-            sums[simdgroup * QUERIES + j] = sum[j];
+            tops[walker * QUERIES + j] = top[j];
+            sums[walker * QUERIES + j] = sum[j];
         }
     }
     metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
@@ -127,10 +127,10 @@ _WALK = (
         }
         const float fade = metal::exp2(top[j] - highest);
         UNROLLED(i, PER_LANE) {
-            shares[simdgroup * HEAD_DIM + lane * PER_LANE + i] = values[j][i] * fade;
+            shares[walker * HEAD_DIM + lane * PER_LANE + i] = values[j][i] * fade;
         }
         metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-        for (int d = simdgroup * 32 + lane; d < HEAD_DIM; d += SIMDGROUPS * 32) {
+        for (int d = walker * 32 + lane; d < HEAD_DIM; d += SIMDGROUPS * 32) {
             float value = 0.0f;
             UNROLLED(s, SIMDGROUPS) {
                 value += shares[s * HEAD_DIM + d];

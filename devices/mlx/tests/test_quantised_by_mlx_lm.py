@@ -1,0 +1,103 @@
+"""Checkpoints that mlx_lm wrote, quantised and stacked, against mlx_lm's own forward."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from devices.mlx.tests.model_cases import load, logprobs
+
+pytestmark = pytest.mark.needs("torch")
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+IDS = tuple(int(token) for token in np.random.default_rng(8).integers(3, 97, 40))
+
+
+def oracle(name: str) -> Any:
+    """A transformers model whose rows can be cut into groups of 32."""
+    from tests import checkpoints
+
+    made = {
+        "llama": lambda: checkpoints.llama(**SIZES),
+        "llama-tied-biases": lambda: checkpoints.llama(**SIZES, tie_word_embeddings=True, attention_bias=True),
+        "qwen2": lambda: checkpoints.qwen2(**SIZES),
+        "qwen3": lambda: checkpoints.qwen3(**SIZES, head_dim=32),
+        "qwen3-moe": lambda: checkpoints.qwen3_moe(**SIZES, head_dim=32, moe_intermediate_size=32, num_experts=6),
+    }
+    return made[name]()
+
+
+def converted(name: str, folder: Path, **form: Any) -> Any:
+    """What mlx_lm makes of the oracle: its checkpoint in `folder`, quantised if a form is given, and its model."""
+    from mlx_lm import utils
+
+    from tests import checkpoints
+
+    plain = checkpoints.save(oracle(name), folder / "plain")
+    name_as_published(plain / "config.json")
+    model, config = utils.load_model(plain)
+    if form:
+        model, config = utils.quantize_model(model, config, **form)
+    utils.save_model(folder / "made", model)
+    utils.save_config(config, folder / "made" / "config.json")
+    return model
+
+
+def name_as_published(file: Path) -> None:
+    """Give the numbers that transformers renamed the names that checkpoints were published with, which mlx_lm reads."""
+    config = json.loads(file.read_text())
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    if "num_local_experts" in config:
+        config["num_experts"] = config.pop("num_local_experts")
+    file.write_text(json.dumps(config))
+
+
+def wanted(model: Any) -> np.ndarray:
+    """The log-probabilities of mlx_lm's model."""
+    logits = model(mx.array([IDS]))[0].astype(mx.float32)
+    return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+
+
+def by_name(path: str, module: Any) -> bool | dict[str, Any]:
+    """Eight bits for values and what goes down, plain gates of experts, four bits for all else."""
+    if path.endswith(("v_proj", "down_proj")):
+        return {"group_size": 32, "bits": 8}
+    return not path.endswith("mlp.gate")
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied-biases", "qwen2", "qwen3", "qwen3-moe"])
+def test_a_checkpoint_of_four_bits_gives_mlx_lms_numbers(tmp_path: Path, name: str) -> None:
+    theirs = converted(name, tmp_path, group_size=32, bits=4)
+    ours = load(tmp_path / "made")
+    assert "4-bit, groups of 32" in ours.quantization
+    np.testing.assert_allclose(logprobs(ours, IDS), wanted(theirs), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_forms_by_module_give_mlx_lms_numbers(tmp_path: Path, name: str) -> None:
+    theirs = converted(name, tmp_path, group_size=32, bits=4, quant_predicate=by_name)
+    given = json.loads((tmp_path / "made" / "config.json").read_text())["quantization"]
+    assert any(path.endswith("v_proj") for path in given)
+    ours = load(tmp_path / "made")
+    assert ours.quantization == "4-bit, groups of 32; 8-bit, groups of 32"
+    np.testing.assert_allclose(logprobs(ours, IDS), wanted(theirs), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "mxfp8"])
+def test_the_other_modes_give_mlx_lms_numbers(tmp_path: Path, mode: str) -> None:
+    theirs = converted("qwen3", tmp_path, group_size=None, bits=None, mode=mode)
+    np.testing.assert_allclose(logprobs(load(tmp_path / "made"), IDS), wanted(theirs), rtol=0, atol=1e-3)
+
+
+def test_plain_experts_in_one_tensor_are_those_of_transformers(tmp_path: Path) -> None:
+    from tests import checkpoints
+
+    converted("qwen3-moe", tmp_path)
+    want = checkpoints.oracle_logprobs(oracle("qwen3-moe"), list(IDS)).numpy()
+    np.testing.assert_allclose(logprobs(load(tmp_path / "made"), IDS), want, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(logprobs(load(tmp_path / "plain"), IDS), want, rtol=0, atol=1e-4)

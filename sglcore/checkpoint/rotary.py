@@ -1,0 +1,129 @@
+"""Rotary position embedding: the frequencies that a checkpoint's configuration means, as host numbers.
+
+The kinds are those of the transformers library. Frequencies never depend on the batch, because keys in the cache were
+rotated once and for all: `dynamic` is therefore the unscaled embedding, with the context limited to the length it was
+trained for, and `longrope` uses its long factors exactly when the model is opened for more than its original length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TypeAlias
+
+import numpy as np
+
+from sglcore.checkpoint.config import ModelConfig, RopeConfig
+from sglcore.device.errors import ConfigError
+
+Frequencies: TypeAlias = tuple[np.ndarray, float]
+"""float32 [R / 2] angles a position in radians, and the factor of the rotated part (of cosines and sines alike)."""
+
+
+def rotary_frequencies(config: ModelConfig, max_positions: int) -> Frequencies:
+    """The frequencies of a model that is opened for `max_positions`; R is the rotated part of a head. Raises `ConfigError`
+    for a kind that is not known and for numbers that it lacks."""
+    kind = config.rope.kind
+    if kind not in KINDS:
+        raise ConfigError(f"rope_type {kind!r} is not supported", wanted=f"one of {', '.join(KINDS)}")
+    try:
+        return KINDS[kind](config, max_positions)
+    except KeyError as error:
+        raise ConfigError(f"the rope parameters of {kind!r} have no {error.args[0]!r}", wanted="a number") from None
+
+
+def rotary_dim(config: ModelConfig) -> int:
+    """How many elements of a head are rotated."""
+    return int(config.head_dim * config.rope.partial)
+
+
+def _exponents(config: ModelConfig) -> np.ndarray:
+    size = rotary_dim(config)
+    return np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+
+
+def _wavelengths(config: ModelConfig) -> np.ndarray:
+    """float32 [R / 2] of the unscaled embedding: positions a radian. Powers of float64, rounded once: float32 powers are
+    off by a unit in the last place, which shows in the angles of long contexts."""
+    return (config.rope.theta ** _exponents(config).astype(np.float64)).astype(np.float32)
+
+
+def _default(config: ModelConfig, max_positions: int) -> Frequencies:
+    return np.float32(1.0) / _wavelengths(config), 1.0
+
+
+def _linear(config: ModelConfig, max_positions: int) -> Frequencies:
+    return _default(config, max_positions)[0] / np.float32(config.rope.scaling["factor"]), 1.0
+
+
+def _yarn(config: ModelConfig, max_positions: int) -> Frequencies:
+    """YaRN (Peng et al. 2023, sections 3.2, 3.4): high frequencies stay, low ones are divided, between them a ramp."""
+    rope, size = config.rope, rotary_dim(config)
+    factor = rope.scaling.get("factor") or config.max_position_embeddings / rope.original_max
+
+    def turning_at(rotations: float) -> float:
+        return size * math.log(rope.original_max / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = turning_at(rope.scaling.get("beta_fast") or 32)
+    high = turning_at(rope.scaling.get("beta_slow") or 1)
+    if rope.scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    width = high - low or 0.001
+    ramp = (np.arange(size // 2, dtype=np.float32) - np.float32(low)) / np.float32(width)
+    kept = np.float32(1.0) - ramp.clip(0, 1)
+    wavelengths = _wavelengths(config)
+    divided = np.float32(1.0) / (np.float32(factor) * wavelengths)
+    frequencies = divided * (np.float32(1.0) - kept) + (np.float32(1.0) / wavelengths) * kept
+    return frequencies, _yarn_attention_factor(rope, factor)
+
+
+def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
+    given = rope.scaling.get("attention_factor")
+    if given is not None:
+        return float(given)
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    weight, weight_all = rope.scaling.get("mscale"), rope.scaling.get("mscale_all_dim")
+    return scale(weight) / scale(weight_all) if weight and weight_all else scale(1)
+
+
+def _llama3(config: ModelConfig, max_positions: int) -> Frequencies:
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones stay, a smooth step between them."""
+    rope = config.rope
+    factor, low, high = (float(rope.scaling[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    frequencies = _default(config, max_positions)[0]
+    turns = np.float32(2 * math.pi) / frequencies
+    smooth = (np.float32(rope.original_max) / turns - np.float32(low)) / np.float32(high - low)
+    divided = frequencies / np.float32(factor)
+    between = (np.float32(1.0) - smooth) * divided + smooth * frequencies
+    is_long, is_short = turns > rope.original_max / low, turns < rope.original_max / high
+    return np.where(is_long, divided, np.where(is_short, frequencies, between)), 1.0
+
+
+def _longrope(config: ModelConfig, max_positions: int) -> Frequencies:
+    """LongRoPE (Ding et al. 2024): one factor for each frequency, from one of two lists."""
+    rope = config.rope
+    name = "long_factor" if max_positions > rope.original_max else "short_factor"
+    factors = np.array(rope.scaling[name], dtype=np.float32)
+    frequencies = np.float32(1.0) / (factors * _wavelengths(config))
+    given = rope.scaling.get("attention_factor")
+    if given is not None:
+        return frequencies, float(given)
+    factor = rope.scaling.get("factor") or config.max_position_embeddings / rope.original_max
+    return frequencies, math.sqrt(1 + math.log(factor) / math.log(rope.original_max)) if factor > 1 else 1.0
+
+
+KINDS: Mapping[str, Callable[[ModelConfig, int], Frequencies]] = MappingProxyType(
+    {
+        "default": _default,
+        "dynamic": _default,
+        "linear": _linear,
+        "llama3": _llama3,
+        "longrope": _longrope,
+        "yarn": _yarn,
+    }
+)
