@@ -11,10 +11,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <numeric>
-#include <random>
-#include <string>
 #include <vector>
 
 #if defined(__SANITIZE_THREAD__)
@@ -82,27 +78,44 @@ enum class Wait { Nothing, Sum, Barrier, End };
 
 struct Fibre {
     ucontext_t context;
-    std::vector<char> stack;
+    char *stack = nullptr;
     void *sanitizer = nullptr;
     Wait wait = Wait::Nothing;
     float given = 0, taken = 0;
-    uint index = 0;
+    uint index = 0, barriers = 0;
 };
+
+// One thread's run of the kernel, in one threadgroup.
+typedef void (*Body)(uint thread, uint3 place);
 
 struct Group {
     std::vector<Fibre> fibres;
     ucontext_t scheduler;
     void *sanitizer = nullptr;
     Fibre *running = nullptr;
-    std::function<void(uint)> body;
-    std::mt19937 random;
-    char order;  // what barriers acquire and release
+    Body body = nullptr;
+    uint3 place;
+    uint64_t random;
+    // What barriers release and acquire, two in turn, and the end: a fibre that is late at one must not acquire what
+    // others did after it.
+    char order[2], end;
 };
 inline Group group;
 
-inline UNSEEN void fail(const std::string &why) {
-    fprintf(stderr, "%s\n", why.c_str());
+inline UNSEEN void fail(const char *why) {
+    fprintf(stderr, "%s\n", why);
     _Exit(3);
+}
+
+// 0 to count - 1 in an order drawn from the seed (Fisher and Yates; numbers of a linear congruential generator).
+inline UNSEEN std::vector<uint> drawn_order(uint count) {
+    std::vector<uint> order(count);
+    for (uint i = 0; i < count; ++i) order[i] = i;
+    for (uint left = count; left > 1; --left) {
+        group.random = group.random * 6364136223846793005u + 1442695040888963407u;
+        std::swap(order[left - 1], order[(group.random >> 33) % left]);
+    }
+    return order;
 }
 
 inline UNSEEN void enter(void *fibre) {
@@ -111,9 +124,15 @@ inline UNSEEN void enter(void *fibre) {
 #endif
 }
 
-inline UNSEEN void pass_barrier(bool arrives) {
+inline UNSEEN void arrive(char *at) {
 #if defined(__SANITIZE_THREAD__)
-    arrives ? __tsan_release(&group.order) : __tsan_acquire(&group.order);
+    __tsan_release(at);
+#endif
+}
+
+inline UNSEEN void leave(char *at) {
+#if defined(__SANITIZE_THREAD__)
+    __tsan_acquire(at);
 #endif
 }
 
@@ -126,9 +145,9 @@ inline UNSEEN void yield(Wait wait) {
 
 inline UNSEEN void start() {
     Fibre *self = group.running;
-    pass_barrier(false);
-    group.body(self->index);
-    pass_barrier(true);
+    leave(group.order);
+    group.body(self->index, group.place);
+    arrive(&group.end);
     self->wait = Wait::End;
     enter(group.sanitizer);
     setcontext(&group.scheduler);
@@ -172,47 +191,41 @@ inline UNSEEN bool release() {
 }
 
 inline UNSEEN void run_group(uint threads) {
-    std::vector<uint> turns(threads);
-    std::iota(turns.begin(), turns.end(), 0);
-    pass_barrier(true);
+    arrive(group.order);
     for (auto &fibre : group.fibres) {
         getcontext(&fibre.context);
-        fibre.context.uc_stack = {fibre.stack.data(), 0, fibre.stack.size()};
-        fibre.wait = Wait::Nothing;
+        fibre.context.uc_stack = {fibre.stack, 0, STACK};
+        fibre.wait = Wait::Nothing, fibre.barriers = 0;
         makecontext(&fibre.context, start, 0);
     }
     do {
-        std::shuffle(turns.begin(), turns.end(), group.random);
-        for (uint turn : turns) {
+        for (uint turn : drawn_order(threads)) {
             group.running = &group.fibres[turn];
             if (group.running->wait != Wait::Nothing) continue;
             enter(group.running->sanitizer);
             swapcontext(&group.scheduler, &group.running->context);
         }
     } while (release());
-    pass_barrier(false);
+    leave(&group.end);
 }
 
-// Runs `body(thread, threadgroup)` for each threadgroup of a grid, the threadgroups in a drawn order.
-inline UNSEEN void run_grid(uint3 groups, uint threads, uint seed, std::function<void(uint, uint3)> body) {
+// Runs `body` for each thread of each threadgroup of a grid, the threadgroups in a drawn order.
+inline UNSEEN void run_grid(uint3 groups, uint threads, uint seed, Body body) {
     if (threads % LANES) fail("a threadgroup that is not made of whole simdgroups");
-    group.random.seed(seed);
+    group.random = seed;
+    group.body = body;
     group.fibres.resize(threads);
 #if defined(__SANITIZE_THREAD__)
     group.sanitizer = __tsan_get_current_fiber();
 #endif
     for (uint i = 0; i < threads; ++i) {
-        group.fibres[i].index = i, group.fibres[i].stack.resize(STACK);
+        group.fibres[i].index = i, group.fibres[i].stack = static_cast<char *>(malloc(STACK));
 #if defined(__SANITIZE_THREAD__)
         group.fibres[i].sanitizer = __tsan_create_fiber(0);
 #endif
     }
-    std::vector<uint> order(groups.x * groups.y * groups.z);
-    std::iota(order.begin(), order.end(), 0);
-    std::shuffle(order.begin(), order.end(), group.random);
-    for (uint at : order) {
-        const uint3 place = {at % groups.x, at / groups.x % groups.y, at / groups.x / groups.y};
-        group.body = [&](uint thread) { body(thread, place); };
+    for (uint at : drawn_order(groups.x * groups.y * groups.z)) {
+        group.place = {at % groups.x, at / groups.x % groups.y, at / groups.x / groups.y};
         run_group(threads);
     }
 }
@@ -238,8 +251,9 @@ inline float simd_sum(float value) { return host::simd_sum(value); }
 
 inline UNSEEN void threadgroup_barrier(mem_flags flags) {
     const bool orders = flags == mem_flags::mem_threadgroup;
-    if (orders) host::pass_barrier(true);
+    char *barrier = host::group.order + ++host::group.running->barriers % 2;
+    if (orders) host::arrive(barrier);
     host::yield(host::Wait::Barrier);
-    if (orders) host::pass_barrier(false);
+    if (orders) host::leave(barrier);
 }
 }  // namespace metal

@@ -21,6 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
 from sglcore_mlx.attention.metal import Launch
 
@@ -140,17 +141,18 @@ def main_program(made: Generated, guard: int) -> str:
     )
     return f"""#include "metal_host.h"
 {made.text}
+static uint3 groups;
+static uint threads;
+static char *data[{len(buffers)}];
+static void body(uint thread, uint3 place) {{ {made.instance}({call}); }}
 int main(int, char **given) {{
-    const uint3 groups = {{uint(atoi(given[3])), uint(atoi(given[4])), uint(atoi(given[5]))}};
-    const uint threads = atoi(given[6]);
+    groups = {{uint(atoi(given[3])), uint(atoi(given[4])), uint(atoi(given[5]))}};
+    threads = atoi(given[6]);
     int64_t size[{len(buffers)}];
-    char *data[{len(buffers)}];
     FILE *file = fopen(given[1], "rb");
     for (int i = 0; i < {len(buffers)}; ++i) data[i] = host::next_array(file, size + i);
     fclose(file);
-    host::run_grid(groups, threads, atoi(given[7]), [&](uint thread, uint3 place) {{
-        {made.instance}({call});
-    }});
+    host::run_grid(groups, threads, atoi(given[7]), body);
     file = fopen(given[2], "wb");
 {written}    return fclose(file);
 }}
@@ -229,6 +231,12 @@ class Host:
             words = np.frombuffer(whole[self.guard : self.guard + size], np.uint32 if dtype.size == 4 else np.uint16)
             outputs.append(mx.array(words).view(dtype).reshape(shape))
         return outputs
+
+
+RUNS_HERE = pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("g++") is None, reason="threads as fibres need Linux and g++"
+)
+"""For tests that run kernels by `Host`."""
 
 
 def compiler() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,10 +9,10 @@ import numpy as np
 import pytest
 
 from devices.mlx.tests.metal_cases import Case, Inputs, assert_right, drawn, made, one_row
-from devices.mlx.tests.metal_on_host import Host
+from devices.mlx.tests.metal_on_host import RUNS_HERE, Host
 from sglcore_mlx.attention.metal import PART, paged_decode
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads as fibres need Linux and g++")
+pytestmark = RUNS_HERE
 
 MIXED = Case(lengths=(1, 37, 70), heads=6, kv_heads=2, head_dim=64, page_size=8, window=33)
 LONG = Case(lengths=(PART + 9, 5, 2 * PART), pages=2 * PART // 16 + 3)
