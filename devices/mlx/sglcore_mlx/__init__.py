@@ -11,6 +11,7 @@ package = DevicePackage(
     worker="sglcore_mlx.worker:MlxWorker",
     attention={
         "metal": "sglcore_mlx.attention.paged:MetalAttention",
+        "processor": "sglcore_mlx.attention.processor:ProcessorAttention",
         "gathered": "sglcore_mlx.attention.gathered:GatheredAttention",
     },
     graphs={},

@@ -180,7 +180,7 @@ def attention(
         dtype=str(model.dtype).removeprefix("mlx.core."),
         head_dims=tuple(dict.fromkeys(layer.head_dim for layer in model.layers)),
         page_size=page_size,
-        has_metal=hardware.has_metal,
+        compute=hardware.kind,
         ledger=ledger,
     )
     return kind(model.layers, page_size, hardware.streams)

@@ -10,9 +10,10 @@ import pytest
 
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger
-from sglcore_mlx.attention.contract import AttentionFacts, DecodeRows
+from sglcore_mlx.attention.contract import AttentionFacts, DecodeAttention, DecodeRows
 from sglcore_mlx.attention.encoder import EncoderRows
 from sglcore_mlx.attention.gathered import GatheredAttention
+from sglcore_mlx.attention.processor import ProcessorAttention
 from sglcore_mlx.attention.prompt import PromptRow
 from sglcore_mlx.attention.select import refusal, select_attention
 from sglcore_mlx.models.contract import LayerShape
@@ -61,13 +62,17 @@ class Paged:
         self.kv = mx.array(cells)
 
 
+@pytest.mark.parametrize("kind", [GatheredAttention, ProcessorAttention])
 @pytest.mark.parametrize("window", [None, 1, 3, 7])
 @pytest.mark.parametrize("lens", [[1], [9, 1, 4, 16], [33, 2]])
-def test_a_row_of_one_query_sees_its_own_cells_up_to_its_length(lens: list[int], window: int | None) -> None:
+def test_a_row_of_one_query_sees_its_own_cells_up_to_its_length(
+    lens: list[int], window: int | None, kind: type[DecodeAttention]
+) -> None:
     rng, layer = np.random.default_rng(len(lens)), shape(window)
     paged = Paged(rng, lens, layer)
     q = rng.standard_normal((len(lens), 6, 8), np.float32)
-    plan = GatheredAttention([layer], SIZE).plan(DecodeRows(mx.array(paged.table), mx.array(np.array(lens, np.int32))))
+    streams = (mx.new_stream(mx.cpu), mx.new_stream(mx.cpu)) if len(lens) > 2 else ()
+    plan = kind([layer], SIZE, streams).plan(DecodeRows(mx.array(paged.table), mx.array(np.array(lens, np.int32))))
     found = np.array(plan.forward(mx.array(q), paged.kv, layer))
     for row, length in enumerate(lens):
         wanted = by_hand(q[row : row + 1], paged.keys[row], paged.values[row], layer, np.array([length - 1]))
@@ -110,20 +115,20 @@ def test_storing_writes_the_named_cells_and_no_others() -> None:
 def test_a_candidate_is_refused_with_its_reason_and_a_named_one_is_strict() -> None:
     own = "sglcore_mlx.attention.gathered:GatheredAttention"
     candidates = {"metal": "sglcore_mlx.attention.paged:MetalAttention", "gathered": own}
-    given = {"dtype": "float32", "head_dims": (64,), "page_size": 16, "has_metal": False}
+    given = {"dtype": "float32", "head_dims": (64,), "page_size": 16, "compute": "gpu"}
     ledger = DecisionLedger()
     assert select_attention(candidates, None, ledger=ledger, **given) is GatheredAttention
-    assert ledger.rows[0].effective == "gathered" and "metal: needs a Metal device" in ledger.rows[0].reason
-    with pytest.raises(ConfigError, match="needs a Metal device"):
+    assert ledger.rows[0].effective == "gathered" and "metal: runs on metal, not gpu" in ledger.rows[0].reason
+    with pytest.raises(ConfigError, match="runs on metal, not gpu"):
         select_attention(candidates, "metal", ledger=ledger, **given)
     with pytest.raises(ConfigError, match="no attention backend 'flash'; wanted one of metal, gathered"):
         select_attention(candidates, "flash", ledger=ledger, **given)
 
 
 def test_each_fact_of_a_backend_can_refuse() -> None:
-    facts = AttentionFacts(dtypes=("float16",), head_dims=(64,), page_sizes=(16,), needs_metal=True)
-    assert refusal(facts, "float16", (64,), 16, True) == ""
-    assert "Metal" in refusal(facts, "float16", (64,), 16, False)
-    assert "not float32" in refusal(facts, "float32", (64,), 16, True)
-    assert "heads of 80" in refusal(facts, "float16", (64, 80), 16, True)
-    assert "pages of 16, not 8" in refusal(facts, "float16", (64,), 8, True)
+    facts = AttentionFacts(dtypes=("float16",), head_dims=(64,), page_sizes=(16,), compute=("metal",))
+    assert refusal(facts, "float16", (64,), 16, "metal") == ""
+    assert "runs on metal, not cpu" in refusal(facts, "float16", (64,), 16, "cpu")
+    assert "not float32" in refusal(facts, "float32", (64,), 16, "metal")
+    assert "heads of 80" in refusal(facts, "float16", (64, 80), 16, "metal")
+    assert "pages of 16, not 8" in refusal(facts, "float16", (64,), 8, "metal")

@@ -13,12 +13,12 @@ from sglcore_mlx.models.contract import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """What a backend takes; None: anything. `needs_metal`: it runs on Apple GPUs only."""
+    """What a backend takes; None: anything. `compute` are the kinds of hardware it runs on, as `Hardware.kind` has them."""
 
     dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None
     page_sizes: tuple[int, ...] | None = None
-    needs_metal: bool = False
+    compute: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

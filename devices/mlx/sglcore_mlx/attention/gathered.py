@@ -18,29 +18,16 @@ from sglcore_mlx.models.contract import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class GatheredPlan:
-    """`cells` int32 [B, S]; `masks` by sliding window, bool [B, 1, 1, S]; `streams` each take a share of the rows."""
+    """`cells` int32 [B, S]; `masks` by sliding window, bool [B, 1, 1, S]."""
 
     cells: mx.array
     masks: Mapping[int | None, mx.array]
-    streams: tuple[mx.Stream, ...] = ()
 
     def forward(self, q: mx.array, kv: mx.array, layer: LayerShape) -> mx.array:
         """[B, heads, D] of q [B, heads, D] over kv [cells, 2, kv_heads, D]."""
-        rows = q.shape[0]
-        if rows < 2 * len(self.streams) or not self.streams:
-            return self._attend(q, kv, layer, slice(0, rows))
-        mixed: list[mx.array] = []
-        for number, stream in enumerate(self.streams):
-            share = slice(number * rows // len(self.streams), (number + 1) * rows // len(self.streams))
-            with mx.stream(stream):
-                mixed.append(self._attend(q[share], kv, layer, share))
-        return mx.concatenate(mixed)
-
-    def _attend(self, q: mx.array, kv: mx.array, layer: LayerShape, rows: slice) -> mx.array:
-        """The queries of some rows."""
-        found = kv[self.cells[rows]]
+        found = kv[self.cells]
         keys, values = found[:, :, 0].swapaxes(1, 2), found[:, :, 1].swapaxes(1, 2)
-        mask = self.masks[layer.sliding_window][rows]
+        mask = self.masks[layer.sliding_window]
         mixed = mx.fast.scaled_dot_product_attention(q[:, :, None], keys, values, scale=layer.scale, mask=mask)
         return mixed[:, :, 0]
 
@@ -51,10 +38,9 @@ class GatheredAttention:
     facts: ClassVar[AttentionFacts] = AttentionFacts()
 
     def __init__(self, layers: Sequence[LayerShape], page_size: int, streams: tuple[mx.Stream, ...] = ()) -> None:
-        """`streams`: those of a processor, each of which takes a share of the rows."""
+        """`streams` are not used: a GPU's own is all."""
         self._windows = tuple(dict.fromkeys(layer.sliding_window for layer in layers))
         self._page_size = page_size
-        self._streams = streams
 
     def plan(self, rows: DecodeRows) -> GatheredPlan:
         """The cells of every row, up to the width of its page table, and which of them count."""
@@ -63,7 +49,7 @@ class GatheredAttention:
         places = mx.minimum(columns, lens - 1)
         pages = mx.take_along_axis(rows.page_table, places // size, axis=1)
         masks = {window: _mask(columns, lens, window) for window in self._windows}
-        return GatheredPlan(pages * size + places % size, masks, self._streams)
+        return GatheredPlan(pages * size + places % size, masks)
 
 
 def _mask(columns: mx.array, lens: mx.array, window: int | None) -> mx.array:

@@ -39,7 +39,7 @@ class MetalAttention:
     """One or two launches a layer; `GatheredAttention` is its reference."""
 
     facts: ClassVar[AttentionFacts] = AttentionFacts(
-        dtypes=("float32", "float16", "bfloat16"), head_dims=tuple(range(32, 513, 32)), needs_metal=True
+        dtypes=("float32", "float16", "bfloat16"), head_dims=tuple(range(32, 513, 32)), compute=("metal",)
     )
 
     def __init__(

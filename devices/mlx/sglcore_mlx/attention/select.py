@@ -17,7 +17,7 @@ def select_attention(
     dtype: str,
     head_dims: tuple[int, ...],
     page_size: int,
-    has_metal: bool,
+    compute: str,
     ledger: DecisionLedger,
 ) -> type[DecodeAttention]:
     """The backend's class; the decision goes to the ledger. Raises ConfigError if none can, or the one asked for can not."""
@@ -26,7 +26,7 @@ def select_attention(
     refused: list[str] = []
     for name in candidates if asked is None else (asked,):
         kind: type[DecodeAttention] = resolve(candidates[name], "mlx")
-        reason = refusal(kind.facts, dtype, head_dims, page_size, has_metal)
+        reason = refusal(kind.facts, dtype, head_dims, page_size, compute)
         if not reason:
             why = "asked for" if asked else "; ".join(refused) or "the first that serves this model"
             ledger.record(Row("attention", asked or "auto", name, why, "--attention-backend"))
@@ -36,10 +36,10 @@ def select_attention(
     raise ConfigError(f"no attention backend serves this model here: {'; '.join(refused)}", remedy=remedy)
 
 
-def refusal(facts: AttentionFacts, dtype: str, head_dims: tuple[int, ...], page_size: int, has_metal: bool) -> str:
+def refusal(facts: AttentionFacts, dtype: str, head_dims: tuple[int, ...], page_size: int, compute: str) -> str:
     """Why a backend can not serve; empty if it can."""
-    if facts.needs_metal and not has_metal:
-        return "needs a Metal device"
+    if facts.compute is not None and compute not in facts.compute:
+        return f"runs on {', '.join(facts.compute)}, not {compute}"
     if facts.dtypes is not None and dtype not in facts.dtypes:
         return f"takes {', '.join(facts.dtypes)}, not {dtype}"
     unfit = [size for size in head_dims if facts.head_dims is not None and size not in facts.head_dims]
