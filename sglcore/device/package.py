@@ -48,7 +48,8 @@ class DevicePackage:
     """Graph backends by kind, each `factory(facts, streams) -> GraphBackend`; empty when the device needs none. (API 1:
     `factory()`.)"""
     kernels: Ref
-    """`kernels() -> KernelTable`: the functions that this device replaces, over the reference."""
+    """`kernels() -> KernelTable`: the functions that this device replaces, over the reference. A device with a runtime of
+    its own gives a record whose `origin` says by name what runs each operation."""
     bring_up: Ref
     """The `BringUp` order of its start."""
     communication: Ref | None = None

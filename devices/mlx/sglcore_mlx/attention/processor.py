@@ -39,7 +39,7 @@ class ProcessorPlan:
         count, heads, size = q.shape
         shared = q.reshape(count, layer.num_kv_heads, heads // layer.num_kv_heads, size)
         scores = (shared * layer.scale) @ found[:, :, 0].transpose(0, 2, 3, 1)
-        weights = mx.softmax(mx.where(mask, scores, -mx.inf), axis=-1, precise=True)
+        weights = mx.softmax(mx.where(mask, scores.astype(mx.float32), -mx.inf), axis=-1).astype(q.dtype)
         return (weights @ found[:, :, 1].swapaxes(1, 2)).reshape(count, heads, size)
 
 
