@@ -18,6 +18,7 @@ from torch import Tensor
 VOCAB = 97
 CONTEXT = 256
 LAYERS = 2
+KV_HEADS = 2
 FIRST_TOKEN = 3
 """Token ids below this have a meaning in some models; the kit draws none of them."""
 
@@ -27,7 +28,7 @@ _SIZES: Mapping[str, Any] = MappingProxyType(
         "intermediate_size": 96,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": KV_HEADS,
         "vocab_size": VOCAB,
         "max_position_embeddings": CONTEXT,
         "rms_norm_eps": 1e-5,

@@ -105,7 +105,9 @@ def _page_sizes(target: Target, backend: str) -> tuple[int, ...]:
 
 
 def attention_cases(target: Target) -> tuple[str, ...]:
-    """Each backend in each mode, with a window too where it says that it serves one."""
+    """Each backend of the runtime in each mode, with a window too where it says that it serves one."""
+    if "torch_runtime" not in target.capabilities():
+        return ()
     found: list[str] = []
     classes = target.importable_attention()
     for name in target.package.attention:

@@ -151,8 +151,9 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 
 
 def entries(target: Target) -> tuple[str, ...]:
-    """Every entry that the device's table has; all where it can not be made, or where a defect may bring one."""
-    if target.mutant is not None:
+    """Every entry that the device's table has; all where it can not be made, where a defect may bring one, or where the
+    device has a table of another kind."""
+    if target.mutant is not None or "torch_runtime" not in target.capabilities():
         return entry_names()
     try:
         return tuple(resolve(target.package.kernels, target.name)().origin)

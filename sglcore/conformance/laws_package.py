@@ -148,8 +148,9 @@ def _contradictions(target: Target, facts: Facts) -> Iterator[tuple[bool, str]]:
     )
     yield own == "cpu" and not facts.shares_host_memory, "the host's tensors lie in host memory"
     taken = [cls.facts for cls in target.importable_attention().values()]
-    takes = any(f.index_dtype in (None, facts.cache_loc_dtype) for f in taken)
-    yield bool(taken) and not takes, f"no attention backend takes cell indices of {facts.cache_loc_dtype}"
+    if "torch_runtime" in target.capabilities():
+        takes = any(f.index_dtype in (None, facts.cache_loc_dtype) for f in taken)
+        yield bool(taken) and not takes, f"no attention backend takes cell indices of {facts.cache_loc_dtype}"
     fits = any(f.page_sizes is None or facts.page_size in f.page_sizes for f in taken)
     yield bool(taken) and not fits, f"no attention backend takes pages of {facts.page_size} tokens"
 
@@ -165,8 +166,9 @@ def api_holds(trial: Trial) -> None:
     _callable_with(package.kernels, 0)
     for ref in package.graphs.values():
         _callable_with(ref, arguments)
+    implements = _implements_attention if "torch_runtime" in trial.target.capabilities() else _states_sizes
     for name, backend in trial.target.importable_attention().items():
-        _implements_attention(name, backend)
+        implements(name, backend)
 
 
 def _callable_with(ref: str, count: int) -> None:
@@ -194,6 +196,16 @@ def _implements_attention(name: str, backend: Any) -> None:
     for method in (*AttentionBackend.__abstractmethods__, "__init__"):
         wanted = len(inspect.signature(getattr(AttentionBackend, method)).parameters)
         _binds(f"{name}.{method}", getattr(backend, method), wanted)
+
+
+def _states_sizes(name: str, backend: Any) -> None:
+    """A backend of a device with a runtime of its own says what it takes, so that the kit can choose sizes."""
+    try:
+        sizes = (backend.facts.head_dims, backend.facts.page_sizes, backend.facts.dtypes)
+    except AttributeError as error:
+        raise LawBroken(f"attention {name!r} does not say what it takes: {error}") from error
+    if not all(values is None or isinstance(values, tuple) for values in sizes):
+        raise LawBroken(f"attention {name!r} says that it takes {sizes}; wanted tuples, or None for any")
 
 
 def _c0(name: str, says: str, check: Callable[[Trial], None], *mutants: object) -> Law:

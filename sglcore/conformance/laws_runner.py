@@ -11,6 +11,7 @@ from sglcore.conformance import mutants_runtime as runtime
 from sglcore.conformance import mutants_worker as worker
 from sglcore.conformance.bench import Bench, Result, random_prompts
 from sglcore.conformance.checkpoint import CONTEXT
+from sglcore.conformance.held import counter
 from sglcore.conformance.law import LOGPROBS, Law, LawBroken, NotApplicable
 from sglcore.conformance.mutants_attention import FORGETS_LENGTHS
 from sglcore.conformance.target import Target
@@ -63,10 +64,12 @@ def joins_and_leaves(trial: Trial) -> None:
 
 
 def padding_is_inert(trial: Trial) -> None:
-    """Input buffers overwritten before every step; token 0, which padding rows hold, and page 0 are not numbers."""
+    """Input buffers overwritten before every step; token 0, which padding rows hold, is no number, and neither is page 0
+    where the kit can reach it."""
     never_token_0 = {"logit_bias": {0: -FLAT}, "temperature": 0.8, "seed": 5}
     with trial.opened("spoiled", poison=True, graph=trial.case, graph_buckets=(4, 6)) as bench:
-        _spoil_page_zero(bench)
+        if "torch_runtime" in trial.target.capabilities():
+            _spoil_page_zero(bench)
         for lengths in ((1, 5, 9), (4, 2), (7,), (3, 8, 2, 6, 1, 4), (2, 3, 9)):
             trial.compare(bench, bench.run(random_prompts(len(lengths), lengths), 5, sampling=never_token_0))
 
@@ -146,26 +149,19 @@ def sampling_repeats(trial: Trial) -> None:
 
 
 def opens_and_closes(trial: Trial) -> None:
-    """Ten times: what is held at the end is what was held after the first few."""
+    """Ten times: what is held at the end is what was held after the first few; bytes where torch counts them, else what
+    the bring-ups built."""
     held: list[int] = []
+    count = counter(trial.target)
     for _ in range(10):
         with trial.opened("dense") as bench:
             bench.run(random_prompts(2, (5, 9)), 3)
+            count.watch(bench.running.built.values())
         del bench
         gc.collect()
-        held.append(held_bytes(trial.target))
+        held.append(count.held())
     if held[-1] > held[2]:
-        raise LawBroken(f"after each of ten closes so many bytes were held: {held}")
-
-
-def held_bytes(target: Target) -> int:
-    """Bytes of the device's memory that this process holds; where host memory is device memory, those of its tensors."""
-    if torch.device(target.facts().tensor_device).type != "cpu":
-        torch.accelerator.synchronize()
-        return int(torch.accelerator.memory_allocated())
-    tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor and not thing.is_mkldnn]
-    storages = {thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes() for thing in tensors}
-    return sum(storages.values())
+        raise LawBroken(f"after each of ten closes so many {count.what} were held: {held}")
 
 
 def two_runners(trial: Trial) -> None:
@@ -183,7 +179,9 @@ def two_runners(trial: Trial) -> None:
 
 
 def _other_backend(trial: Trial, backends: tuple[str, ...]) -> dict[str, str]:
-    """A second backend that takes the sizes of the first and serves windows, if there is one."""
+    """A second backend of the runtime that takes the sizes of the first and serves windows, if there is one."""
+    if "torch_runtime" not in trial.target.capabilities():
+        return {}
     first = trial.target.geometry()
     for name in backends[1:]:
         facts = trial.target.importable_attention()[name].facts
@@ -281,8 +279,6 @@ def _c2(name: str, says: str, check: Callable[[Trial], None], *mutants: object, 
     return Law(name=name, level="C2", says=says, check=check, mutants=mutants, tolerance=LOGPROBS, **given)  # pyright: ignore[reportArgumentType]
 
 
-TORCH = frozenset({"torch_runtime"})
-
 LAWS: tuple[Law, ...] = (
     Law(
         name="tiny",
@@ -330,7 +326,6 @@ LAWS: tuple[Law, ...] = (
         runtime.PADS_NOTHING,
         runtime.STAGES_ONCE,
         cases=padding_cases,
-        needs=TORCH,
     ),
     _c2(
         "overlap_is_sequential",
@@ -346,7 +341,7 @@ LAWS: tuple[Law, ...] = (
         FORGETS_LENGTHS,
         runtime.PADS_NOTHING,
         cases=replay_cases,
-        needs=TORCH | {"graphs"},
+        needs=runtime.TORCH | {"graphs"},
         interpreted=frozenset({"full/moe"}),
     ),
     _c2(
@@ -365,8 +360,8 @@ LAWS: tuple[Law, ...] = (
         "two_runners",
         "Two runners with different models and backends in one process do not meet.",
         two_runners,
+        worker.LATEST_WORKER,
         runtime.SHARES_POOLS,
-        needs=TORCH,
     ),
     _c2(
         "aborts_leak_no_page",

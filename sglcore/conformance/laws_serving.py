@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from sglcore.conformance import mutants_worker as worker
 from sglcore.conformance.bench import Bench
+from sglcore.conformance.checkpoint import CONTEXT, KV_HEADS, LAYERS
 from sglcore.conformance.law import LOGPROBS, Law, LawBroken
 from sglcore.conformance.trial import Trial
 from sglcore.device.errors import SglcoreError
@@ -15,6 +17,8 @@ from sglcore.sampling.params import SamplingParams
 
 PROMPTS = ("Once upon a time", "The river was wide, and", "A", "Nobody knew why the old clock", "Seven birds sat")
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
+
+DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 
 
 def make_engine(trial: Trial, bench: Bench) -> Engine:
@@ -127,11 +131,26 @@ def stats_are_true(trial: Trial) -> None:
         raise LawBroken(f"after the last request: {busy}")
     if stats["free_pages"] + stats["cached_pages"] != stats["num_pages"]:
         raise LawBroken(f"pages do not add up: {stats}")
-    pools = bench.running.built.get("memory_pools")
-    if pools is not None and bench.limits.capacity > pools.token_to_kv.num_cells - bench.limits.page_size:
-        raise LawBroken(
-            f"the limits say {bench.limits.capacity} tokens, the pool has {pools.token_to_kv.num_cells} cells"
-        )
+    if "torch_runtime" in trial.target.capabilities():
+        _check_cells(bench)
+    _check_promise(trial, bench.limits.page_size)
+
+
+def _check_cells(bench: Bench) -> None:
+    """The pool has the cells."""
+    cells = bench.running.built["memory_pools"].token_to_kv.num_cells
+    if bench.limits.capacity > cells - bench.limits.page_size:
+        raise LawBroken(f"the limits say {bench.limits.capacity} tokens, the pool has {cells} cells")
+
+
+def _check_promise(trial: Trial, page_size: int) -> None:
+    """Started with memory for a few pages, the limits promise no more of them."""
+    geometry = trial.target.geometry()
+    cell = LAYERS * 2 * KV_HEADS * geometry.head_dim * DTYPE_BYTES[geometry.dtype]
+    pages = CONTEXT // page_size + 2
+    with trial.opened("text", page_size=page_size, kv_cache_memory=pages * page_size * cell) as bench:
+        if bench.limits.num_pages > pages:
+            raise LawBroken(f"given memory for {pages} pages of {page_size}, the limits say {bench.limits.num_pages}")
 
 
 def _c4(name: str, says: str, check: Callable[[Trial], None], *mutants: object) -> Law:

@@ -31,13 +31,14 @@ def _same(package: DevicePackage) -> DevicePackage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
     """`package` changes the declaration; `steps` change what the named steps of the bring-up build; `order` changes the
-    order itself."""
+    order itself. `needs` are the capabilities of devices in which it can be planted, as laws name them."""
 
     name: str
     says: str
     package: Callable[[DevicePackage], DevicePackage] = _same
     steps: Mapping[str, Change] = field(default_factory=lambda: MappingProxyType({}))
     order: Callable[[BringUp], BringUp] | None = None
+    needs: frozenset[str] = frozenset()
 
 
 def wrap_steps(order: BringUp, changes: Mapping[str, Change]) -> BringUp:

@@ -92,19 +92,29 @@ def _steps(**changes: Callable[[Any], Any]) -> MappingProxyType[str, Callable[[A
     return MappingProxyType(changes)
 
 
+TORCH = frozenset({"torch_runtime"})
+
 PADS_NOTHING = Mutant(
     name="padding not filled",
     says="Padding rows keep what an older batch left in them.",
     steps=_steps(graphs=broken_registries(pads_nothing)),
+    needs=TORCH,
 )
 STAGES_ONCE = Mutant(
     name="inputs staged once",
     says="A field of the first batch is taken for that of every batch.",
     steps=_steps(graphs=broken_registries(stages_once)),
+    needs=TORCH,
 )
-ROWS_MIX = Mutant(name="rows mix", says="Garbage in a padding row reaches the others.", steps=_steps(kernels=rows_mix))
+ROWS_MIX = Mutant(
+    name="rows mix",
+    says="Garbage in a padding row reaches the others.",
+    steps=_steps(kernels=rows_mix),
+    needs=TORCH,
+)
 SHARES_POOLS = Mutant(
     name="latest pools",
     says="Every runner of the process uses the pools of the one that was made last.",
     steps=_steps(attention=sharing()),
+    needs=TORCH,
 )

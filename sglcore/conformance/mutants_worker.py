@@ -52,6 +52,7 @@ class OnePositionLate(Changed):
     def change(self, batch: ScheduleBatch) -> None:
         if batch.forward_mode.is_decode:
             batch.seq_lens = batch.seq_lens - 1
+            batch.prefix_lens = batch.prefix_lens - 1
 
 
 class RestartsChunks(Changed):
@@ -69,6 +70,7 @@ class OneLengthForAll(Changed):
     def change(self, batch: ScheduleBatch) -> None:
         if batch.forward_mode.is_decode:
             batch.seq_lens = np.full_like(batch.seq_lens, batch.seq_lens.max())
+            batch.prefix_lens = batch.seq_lens - 1
 
 
 class NeighbouringPages(Changed):
@@ -229,9 +231,29 @@ def hoarding() -> Callable[[ModelWorker], ModelWorker]:
         """Closes nothing."""
 
         def close(self) -> None:
-            kept.append(self.worker)
+            kept.append(self)
 
     return Hoarded
+
+
+def latest() -> Callable[[ModelWorker], ModelWorker]:
+    """A change after which every worker of the process hands its steps to the one that was made last."""
+    made: list[ModelWorker] = []
+
+    class Latest(Changed):
+        """Every worker of the process hands its steps to the one that was made last."""
+
+        def __init__(self, worker: ModelWorker) -> None:
+            super().__init__(worker)
+            made.append(worker)
+
+        def submit(self, batch: ScheduleBatch) -> Ticket:
+            return made[-1].submit(batch)
+
+        def collect(self, ticket: Ticket) -> BatchResult:
+            return made[-1].collect(ticket)
+
+    return Latest
 
 
 def _worker(name: str, kind: Callable[[ModelWorker], Any]) -> Mutant:
@@ -251,6 +273,7 @@ LOSES_SHARED_PAGES = _worker("shared page lost", LosesSharedPages)
 SWAPS_ROWS = _worker("rows swapped", SwapsRows)
 FLATTERS = _worker("flattering log-probabilities", Flatters)
 OVERSTATES = _worker("limits overstated", Overstates)
+LATEST_WORKER = _worker("latest worker", latest())
 NEVER_CLOSES = Mutant(
     name="never closes", says="Closing frees nothing.", steps=MappingProxyType({"worker": hoarding()})
 )

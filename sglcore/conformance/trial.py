@@ -214,6 +214,9 @@ def _verdict(trial: Trial) -> tuple[Verdict, str]:
 
 def catches(kit: Kit, law: Law, mutant: Mutant) -> tuple[bool | None, str]:
     """Whether a law fails on a broken kind of the device, on any of its cases, and how; None where it can not run."""
+    missing = ", ".join(sorted(mutant.needs - kit.target.capabilities())) if mutant.needs else ""
+    if missing:
+        return None, f"{mutant.name} can not be planted: the device has no {missing}"
     broken = Kit(kit.target.broken_by(mutant), kit.folder, kit.settings)
     try:
         outcomes: list[Outcome] = []

@@ -12,8 +12,10 @@ from sglcore.device.system import System, host_system
 from sglcore.runtime.memory.sizing import MemoryBudget, size_text
 from sglcore_mlx import sysctl
 
-SHARED = 0.8
-"""The share of a GPU's memory for cells: the rest is for activations, which the allocator keeps for the next step."""
+OWN_SHARE = 0.8
+"""The share of a GPU's own memory for cells: the rest is for activations, which the allocator keeps for the next step."""
+UNIFIED_SHARE = 0.6
+"""The share of memory that a GPU has in common with the system: people work on these machines while they serve."""
 PROCESSOR_SHARE = 0.5
 """The share of a processor's: everything else on the machine takes from the same memory."""
 
@@ -35,7 +37,7 @@ def budget(info: Mapping[str, str | int], active: int, system: System) -> Memory
         return unified(int(info["memory_size"]), recommended, active, system)
     if "free_memory" in info:
         total, free = int(info["total_memory"]), int(info["free_memory"])
-        return MemoryBudget(total, free, f"{size_text(free)} of {size_text(total)} free on the GPU", SHARED)
+        return MemoryBudget(total, free, f"{size_text(free)} of {size_text(total)} free on the GPU", OWN_SHARE)
     available, evidence = available_memory(system)
     return MemoryBudget(total_memory(system), available, evidence, PROCESSOR_SHARE)
 
@@ -49,10 +51,10 @@ def unified(physical: int, recommended: int, active: int, system: System) -> Mem
     parts = [f"{size_text(physical)} physical", f"{size_text(usable)} usable by the GPU"]
     percent = sysctl.number(system, "kern.memorystatus_level")
     if percent is None:
-        return MemoryBudget(recommended, usable, ", ".join((*parts, "free unknown")), SHARED)
+        return MemoryBudget(recommended, usable, ", ".join((*parts, "free unknown")), UNIFIED_SHARE)
     free = physical * percent // 100
     evidence = ", ".join((*parts, f"{size_text(free)} free"))
-    return MemoryBudget(recommended, min(usable, free), evidence, SHARED)
+    return MemoryBudget(recommended, min(usable, free), evidence, UNIFIED_SHARE)
 
 
 def total_memory(system: System) -> int:

@@ -103,7 +103,7 @@ class Stepper:
         given = decode_inputs(batch.slots, batch.seq_lens, self._table, size, bucket(pages, most))
         arrays = (given.slots, given.seq_lens, given.out_cache_loc, given.page_table)
         logits, state.cells = self._decode(*(mx.array(x) for x in arrays), state.last, state.cells)
-        return logits[:count], f"compiled[{size}]" if self._compiles else "eager"
+        return logits[:count], f"compiled:{size}" if self._compiles else "eager"
 
     def _embed(self, batch: ScheduleBatch) -> Launched:
         """Whole sequences; each row's embedding is the mean of its hidden states, of length 1."""

@@ -24,8 +24,8 @@ from sglcore.schedule.scheduler import Scheduler
 VOCAB = 97
 CONTEXT = 128
 FIRST_TOKEN = 3
-SPOILED = 1
-"""The token whose embedding is not a number, in a checkpoint written with `spoiled=True`."""
+SPOILED = (0, 1)
+"""Tokens whose embeddings are not numbers, in a checkpoint written with `spoiled=True`; padding rows hold the first."""
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {"threads": 1, "dtype": "float32", "max_requests": 6, "page_size": 4, "max_batch_tokens": 64, "graph": "off"}
@@ -59,7 +59,7 @@ def write_tiny(folder: Path, seed: int = 0, *, spoiled: bool = False) -> Path:
         scale = 1.0 if "embed" in name else 1.2 * shape[-1] ** -0.5
         weights[name] = 1 + np.float32(0.2) * drawn if "norm" in name else drawn * np.float32(scale)
     if spoiled:
-        weights["model.embed_tokens.weight"][SPOILED] = np.nan
+        weights["model.embed_tokens.weight"][list(SPOILED)] = np.nan
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(TINY), indent=1))
     save_file(weights, folder / "model.safetensors")

@@ -8,7 +8,14 @@ import mlx.core as mx
 import pytest
 
 from sglcore.device.system import System
-from sglcore_mlx.memory import PROCESSOR_SHARE, SHARED, available_memory, budget, device_memory, total_memory
+from sglcore_mlx.memory import (
+    PROCESSOR_SHARE,
+    UNIFIED_SHARE,
+    available_memory,
+    budget,
+    device_memory,
+    total_memory,
+)
 from tests.device.machines import Files, machine
 
 GIB = 1 << 30
@@ -28,7 +35,7 @@ def free(percent: int) -> Files:
 
 def test_a_mac_may_use_its_recommended_working_set_less_what_lives_in_it(tmp_path: Path) -> None:
     found = budget(MAC, 2 * GIB, machine(tmp_path, free(90)))
-    assert (found.total, found.available, found.default_share) == (27 * GIB, 25 * GIB, SHARED)
+    assert (found.total, found.available, found.default_share) == (27 * GIB, 25 * GIB, UNIFIED_SHARE)
     assert found.evidence == "36.00 GiB physical, 25.00 GiB usable by the GPU, 32.40 GiB free"
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -129,6 +130,18 @@ def test_any_page_size_in_any_order_changes_nothing(case: Case, page_size: int) 
         check_same(mixed, wanted, TO_DEVICE)
 
 
+@pytest.mark.parametrize("backend", ["gathered", "processor"])
+def test_any_attention_backend_and_two_threads_change_nothing(case: Case, backend: str) -> None:
+    if backend == "processor" and mx.default_device().type != mx.cpu:
+        pytest.skip("this build of MLX does not compute on the processor")
+    prompts = random_prompts(11, LENGTHS)
+    how = {"chunk": 6, "stagger": 1}
+    wanted = case.host.session(**how).run(prompts, 14, score_prompts=True)
+    with TokenEngine(case.folder, attention_backend=backend, threads=2, poison=True) as engine:
+        check_same(engine.session(**how).run(prompts, 14, score_prompts=True), wanted, TO_DEVICE)
+        check_same(engine.session().run(prompts, 14, score_prompts=True), wanted, TO_DEVICE)
+
+
 def test_prefix_hits_change_nothing(case: Case) -> None:
     base = random_prompts(8, (33,))[0]
     others = [base, *(base[:21] + tail for tail in random_prompts(9, (3, 1, 6)))]
@@ -150,7 +163,7 @@ def test_retraction_and_recompute_change_nothing(case: Case, overlap: bool) -> N
 
 @pytest.fixture(scope="module")
 def embedded() -> Iterator[tuple[LLM, LLM]]:
-    settings: dict[str, Any] = {"dtype": "float32", "threads": 1, "graph": "off"}
+    settings: dict[str, Any] = {"dtype": "float32", "threads": 1, "graph": "off", "max_requests": 8}
     with LLM(device="mlx", **settings) as mlx, LLM(device="cpu", **settings) as host:
         yield mlx, host
 
@@ -180,7 +193,7 @@ def test_in_16_bits_texts_part_only_where_two_tokens_are_nearly_equal() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, logprobs=4)
     texts: list[list[list[TokenLogprob]]] = []
     for device in ("mlx", "cpu"):
-        with LLM(device=device, dtype="bfloat16", threads=1, graph="off") as llm:
+        with LLM(device=device, dtype="bfloat16", threads=1, graph="off", max_requests=4) as llm:
             outputs = llm.generate(list(record.PROMPTS), params)
             texts.append([list(output.outputs[0].logprobs or ()) for output in outputs])
     for prompt, mine, theirs in zip(record.PROMPTS, *texts, strict=True):

@@ -15,7 +15,7 @@ TOLERANCE = 1e-3
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(device="mlx", dtype="float32", graph="off") as made:
+    with LLM(device="mlx", dtype="float32", graph="off", max_requests=8) as made:
         yield made
 
 

@@ -65,7 +65,7 @@ def test_a_compiled_step_gives_what_its_operations_give_one_by_one(kind: str) ->
     wanted, paths = run(SAMPLING[kind], graph="off")
     assert paths == {"eager"}
     found, paths = run(SAMPLING[kind], graph="compiled")
-    assert {"compiled[1]", "compiled[2]", "compiled[4]"} <= paths
+    assert {"compiled:1", "compiled:2", "compiled:4"} <= paths
     assert_same(found, wanted)
 
 
@@ -75,7 +75,7 @@ def test_steps_that_are_padded_to_configured_sizes_give_the_same() -> None:
 
     sizes = resolve_config({"graph_buckets": (8,)}, {})
     found, paths = run(SAMPLING["greedy"], graph="compiled", graph_buckets=(8,), sources=sizes.sources)
-    assert "compiled[8]" in paths and "compiled[4]" not in paths
+    assert "compiled:8" in paths and "compiled:4" not in paths
     assert_same(found, wanted)
 
 

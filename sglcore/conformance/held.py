@@ -1,0 +1,74 @@
+"""What closed devices still hold: bytes where torch counts them, else the parts of their starts that are still there."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from sglcore.conformance.target import Target
+
+
+class Counter(Protocol):
+    """Told what each start built; `held` is a number that closing brings back to what it was. `what`: of which things."""
+
+    what: str
+
+    def watch(self, parts: Iterable[object]) -> None:
+        """A device was started, and these are its parts."""
+        ...
+
+    def held(self) -> int:
+        """How much is held now. Waits for the device."""
+        ...
+
+
+def counter(target: Target) -> Counter:
+    """The counter for a device."""
+    return Bytes(target.facts().tensor_device) if "torch_runtime" in target.capabilities() else Parts()
+
+
+class Bytes:
+    """Bytes of the device's memory that this process holds; where host memory is device memory, those of its tensors."""
+
+    what = "bytes"
+
+    def __init__(self, tensor_device: str) -> None:
+        self._is_host = torch.device(tensor_device).type == "cpu"
+
+    def watch(self, parts: Iterable[object]) -> None:
+        """Bytes need no watching."""
+
+    def held(self) -> int:
+        """How many now."""
+        if not self._is_host:
+            torch.accelerator.synchronize()
+            return int(torch.accelerator.memory_allocated())
+        tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor and not thing.is_mkldnn]
+        storages = {thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes() for thing in tensors}
+        return sum(storages.values())
+
+
+class Parts:
+    """Different objects that bring-ups built and that are still there: model, memory, worker, whatever takes a weak
+    reference."""
+
+    what = "parts of what was built"
+
+    def __init__(self) -> None:
+        self._parts: list[weakref.ref[object]] = []
+
+    def watch(self, parts: Iterable[object]) -> None:
+        """Remember them weakly."""
+        for part in parts:
+            try:
+                self._parts.append(weakref.ref(part))
+            except TypeError:
+                continue
+
+    def held(self) -> int:
+        """How many now."""
+        return len({id(part) for ref in self._parts if (part := ref()) is not None})
