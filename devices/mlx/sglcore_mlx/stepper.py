@@ -38,6 +38,22 @@ class Launched:
         return found if self.embeddings is None else [*found, self.embeddings]
 
 
+class Health:
+    """Whether every step so far did what it should: after one that failed on the device, what the cells hold is unknown."""
+
+    def __init__(self) -> None:
+        self._failure: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """A step failed on the device; the first one is remembered."""
+        self._failure = self._failure or error
+
+    def check(self) -> None:
+        """Raises RuntimeError once a step has failed."""
+        if self._failure is not None:
+            raise RuntimeError(f"an earlier step failed on the device: {self._failure}; start another worker")
+
+
 class Stepper:
     """One model with its cells and tokens. Belongs to one thread, on which all its work is queued."""
 
@@ -64,21 +80,20 @@ class Stepper:
         decode = DecodeForward(model, attention)
         self._decode: Callable[..., tuple[mx.array, list[mx.array]]] = mx.compile(decode) if compiles else decode
         self._compiles = compiles
-        self._failure: BaseException | None = None
+        self.health = Health()
 
     def launch(self, batch: ScheduleBatch, rows: RowPlan) -> Launched:
         """Build a step, wait until the one before has ended, and start it. Raises what building raises; other steps go on.
 
         Raises RuntimeError once starting a step has failed: what the cells hold is unknown then.
         """
-        if self._failure is not None:
-            raise RuntimeError(f"an earlier step failed on the device: {self._failure}; start another worker")
+        self.health.check()
         launched = self._embed(batch) if batch.forward_mode is ForwardMode.EMBED else self._generate(batch, rows)
         try:
             mx.synchronize()
             mx.async_eval(launched.arrays(), self._state.arrays())
         except BaseException as error:
-            self._failure = error
+            self.health.fail(error)
             raise
         return launched
 

@@ -34,6 +34,7 @@ class MlxWorker:
         """`at_close` is called once, when everything has ended."""
         self._at_close = at_close
         self._stepper: Stepper | None = stepper
+        self._health = stepper.health
         self._thread = thread
         self._limits = limits
 
@@ -62,7 +63,12 @@ class MlxWorker:
             raise ValueError(f"step {ticket.step} was collected before; a ticket is collected once")
         ticket.payload = None
         launched = pending.launched.result()
-        mx.eval(launched.arrays())
+        self._health.check()
+        try:
+            mx.eval(launched.arrays())
+        except Exception as error:
+            self._health.fail(error)
+            raise
         rows = pending.rows
         if launched.sampled is None:
             return _embedded(ticket.step, rows, launched)
