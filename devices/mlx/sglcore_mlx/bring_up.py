@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,12 @@ def load_weights(
     _check_length(config, model_config)
     dtype = choose_dtype(config.dtype, model_config.dtype, facts.preferred_dtype)
     ledger.record(dtype)
+    stopped = threading.Event()
+
+    def told(done: int, total: int) -> None:
+        if stopped.is_set():
+            raise InterruptedError("the start was given up")
+        progress("loading weights", done, total)
 
     def load() -> Model:
         return load_model(
@@ -115,10 +122,14 @@ def load_weights(
             parts=LinearParts(
                 hardware.streams, fused_rotary=hardware.kind != "cpu", narrow_experts=hardware.kind != "cpu"
             ),
-            progress=lambda done, total: progress("loading weights", done, total),
+            progress=told,
         )
 
-    model = stream_thread.call(load)
+    try:
+        model = stream_thread.call(load)
+    except BaseException:
+        stopped.set()
+        raise
     if model.quantization != "none":
         ledger.record(Row("weights", "auto", model.quantization, "the checkpoint's own", "another checkpoint"))
     return model

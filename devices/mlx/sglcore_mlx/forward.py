@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore_mlx.attention.contract import AttentionPlan, DecodeAttention, DecodeRows
@@ -61,15 +62,15 @@ def extend_forward(
         is_prompt = isinstance(part, PromptRow)
         parts.append(part.plan(model.layers) if is_prompt else _singles(part, attention, batch, table))
     attend = _Extending(parts, mx.array(out_cache_loc), model.layers, state.cells)
-    return model(resolve_ids(batch, state.last), mx.array(positions), attend)
+    return model(resolve_ids(batch.input_ids, state.last), mx.array(positions), attend)
 
 
-def resolve_ids(batch: ScheduleBatch, last: mx.array) -> mx.array:
+def resolve_ids(input_ids: NDArray[np.int32], last: mx.array) -> mx.array:
     """int32 [T]: a negative id -s becomes the last token of slot s, whatever has become of the step that samples it."""
-    ids = mx.array(batch.input_ids)
-    if not (batch.input_ids < 0).any():
+    ids = mx.array(input_ids)
+    if not (input_ids < 0).any():
         return ids
-    return mx.where(ids < 0, last[mx.array(np.maximum(-batch.input_ids, 0))], ids)
+    return mx.where(ids < 0, last[mx.array(np.maximum(-input_ids, 0))], ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,11 +35,14 @@ class Hardware:
 
 def open_hardware(threads: int | None) -> Hardware:
     """Ask MLX what it computes on; belongs on the stream's thread. `threads`: what was asked for."""
-    kind = "metal" if mx.metal.is_available() else mx.default_device().type.name
+    kind = mx.default_device().type.name
+    if kind == "gpu" and mx.metal.is_available():
+        kind = "metal"
     name = str(mx.device_info().get("device_name", platform.machine()))
     row = Row("compute", "auto", f"{kind}: {name}", f"what MLX {version('mlx')} has here", "another build of MLX")
     if kind != "cpu":
-        return Hardware(kind, (), True, "one graph for each size of a decode step", (row,))
+        rows = (row,) if threads is None else (row, _unused_threads(threads))
+        return Hardware(kind, (), True, "one graph for each size of a decode step", rows)
     cores = len(os.sched_getaffinity(0)) if platform.system() == "Linux" else os.cpu_count() or 1
     used = min(threads or cores, PROCESSOR_STREAMS)
     asked = str(threads) if threads else "auto"
@@ -47,6 +50,11 @@ def open_hardware(threads: int | None) -> Hardware:
     rows = (row, Row("threads", asked, str(used), reason, "--threads", downgrade=used < (threads or 0)))
     streams = tuple(mx.new_stream(mx.cpu) for _ in range(used)) if used > 1 else ()
     return Hardware(kind, streams, *_can_compile(), rows)
+
+
+def _unused_threads(asked: int) -> Row:
+    reason = "a GPU computes, fed by one thread"
+    return Row("threads", str(asked), "1", reason, "leave --threads out", downgrade=asked > 1)
 
 
 def _can_compile() -> tuple[bool, str]:

@@ -20,7 +20,7 @@ CUDA_NODES = "/dev/nvidia[0-9]*"
 CUDA_LIBRARY = "libcuda.so.1"
 OLDEST_MACOS = (14, 0)
 """From this version on there are wheels of MLX."""
-OLDEST_MLX = (0, 31)
+OLDEST_MLX = (0, 32)
 BACKENDS = ("mlx-metal", "mlx-cuda-13", "mlx-cuda-12", "mlx-cpu")
 """The distributions that bring MLX's library, one for each kind of device."""
 APPLE = "use a Mac with Apple silicon"

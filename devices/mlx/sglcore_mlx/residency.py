@@ -17,7 +17,8 @@ SetLimit = Callable[[int], int]
 
 
 class Residency:
-    """Limits of the whole process, taken at a start and given back at its end."""
+    """Limits of the whole process, taken at a start and given back at its end. Of several workers in one process the first
+    that ends gives back what it took; memory stays correct without, only slower."""
 
     def __init__(
         self,
@@ -31,7 +32,8 @@ class Residency:
         self._undo: list[Callable[[], int]] = []
         if recommended:
             wired, cached = set_wired(recommended), set_cache(recommended // CACHE_SHARE)
-            self._undo = [lambda: set_wired(wired), lambda: set_cache(cached)]
+            if wired != recommended:
+                self._undo = [lambda: set_wired(wired), lambda: set_cache(cached)]
             what = f"up to {size_text(recommended)} wired, {size_text(recommended // CACHE_SHARE)} cached"
             self.row = Row("residency", "auto", what, "the system pages out what is not wired")
 

@@ -13,6 +13,7 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import TokenLogprobs
 from sglcore.runtime.memory.sizing import MemorySizes
 from sglcore.sampling.batch import SamplingBatch
+from sglcore_mlx.forward import resolve_ids
 from sglcore_mlx.inputs import RowPlan
 from sglcore_mlx.models.contract import Model
 from sglcore_mlx.pool import DeviceState
@@ -85,8 +86,6 @@ class SampleStep:
         sampled = self._sampler.sample(logits, sampling)
         if len(lens):
             state.last[composition.device_slots] = sampled.token_ids
-            if sampling.needs.any_penalty:
-                self._history(state)[composition.device_slots, mx.array(lens)] = sampled.token_ids
         return Sampled(sampled, prompt)
 
     def _state(
@@ -99,7 +98,7 @@ class SampleStep:
             return known, known.state
         penalties = known.state.penalties
         if penalties is not None:
-            penalties = replace(penalties, history=self._history_of(known.slots, lens, state))
+            penalties = replace(penalties, history=self._history_of(known.slots, batch, rows, lens, state))
         return known, replace(known.state, positions=positions, penalties=penalties)
 
     def _compose(
@@ -108,7 +107,7 @@ class SampleStep:
         assert isinstance(batch.sampling, SamplingBatch)
         host = batch.sampling if rows.emitting is None else batch.sampling.select(rows.emitting)
         slots = batch.slots if rows.emitting is None else batch.slots[rows.emitting]
-        history = self._history_of(slots, lens, state) if host.needs.any_penalty else None
+        history = self._history_of(slots, batch, rows, lens, state) if host.needs.any_penalty else None
         made = make_state(host, positions, history=history)
         return Composition(batch.composition, host, slots, mx.array(slots), made)
 
@@ -117,9 +116,18 @@ class SampleStep:
             state.history = mx.zeros(self._history_shape, mx.int32)
         return state.history
 
-    def _history_of(self, slots: NDArray[np.int32], lens: NDArray[np.int32], state: DeviceState) -> mx.array:
-        """int32 [N, longest]: the tokens so far, counted anew each step, so that nothing can be counted twice."""
-        return self._history(state)[mx.array(slots), : int(lens.max(initial=1))]
+    def _history_of(
+        self, slots: NDArray[np.int32], batch: ScheduleBatch, rows: RowPlan, lens: NDArray[np.int32], state: DeviceState
+    ) -> mx.array:
+        """int32 [N, longest]: the tokens so far, counted anew each step, so that nothing can be counted twice.
+
+        A row's newest token, which this step brought, is written first: nothing reads the table after that, so that the
+        next step writes to it in place.
+        """
+        history, device_slots = self._history(state), mx.array(slots)
+        ends = batch.token_offsets[1:] if rows.emitting is None else batch.token_offsets[1:][rows.emitting]
+        history[device_slots, mx.array(lens - np.int32(1))] = resolve_ids(batch.input_ids[ends - 1], state.last)
+        return history[device_slots, : int(lens.max(initial=1))]
 
     def score_prompts(self, batch: ScheduleBatch, hidden: mx.array) -> Iterator[tuple[int, Logprobs]]:
         """Each asking row's chunk of hidden [T, H]: token j predicts the prompt token after it; a sampled token is not

@@ -42,15 +42,15 @@ class Health:
     """Whether every step so far did what it should: after one that failed on the device, what the cells hold is unknown."""
 
     def __init__(self) -> None:
-        self._failure: BaseException | None = None
+        self._failure = ""
 
     def fail(self, error: BaseException) -> None:
-        """A step failed on the device; the first one is remembered."""
-        self._failure = self._failure or error
+        """A step failed on the device; the first one is remembered, as text, because an error holds whatever it passed."""
+        self._failure = self._failure or repr(error)
 
     def check(self) -> None:
         """Raises RuntimeError once a step has failed."""
-        if self._failure is not None:
+        if self._failure:
             raise RuntimeError(f"an earlier step failed on the device: {self._failure}; start another worker")
 
 
@@ -137,5 +137,6 @@ class Stepper:
         return self._model.config.vocab_size
 
     def close(self) -> None:
-        """Wait for what was started."""
+        """Wait for what was started, and drop what was compiled: MLX keeps it by thread, and the thread ends next."""
         mx.synchronize()
+        del self._decode, self._sampling

@@ -22,10 +22,15 @@ class StreamThread:
         self._closed = False
         self._thread.start()
 
+    @property
+    def is_running(self) -> bool:
+        """Calls can be posted: it is not closed, and this is not a forked child, in which threads do not go on."""
+        return not self._closed and self._thread.is_alive()
+
     def post(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Queue a call and return without waiting. Raises RuntimeError once closed."""
-        if self._closed:
-            raise RuntimeError("the stream's thread is closed")
+        """Queue a call and return without waiting. Raises RuntimeError if it is not running."""
+        if not self.is_running:
+            raise RuntimeError("the stream's thread is closed, or this is a fork of its process; start in each process")
         future: Future[R] = Future()
         self._jobs.put((future, call, args, kwargs))
         return future
@@ -36,7 +41,7 @@ class StreamThread:
 
     def close(self) -> None:
         """Finish what was posted and end. Idempotent; waits."""
-        if not self._closed:
+        if self.is_running:
             self._closed = True
             self._jobs.put(None)
             self._thread.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -31,8 +32,9 @@ class MlxWorker:
     def __init__(
         self, stepper: Stepper, thread: StreamThread, limits: Limits, at_close: Callable[[], None] = lambda: None
     ) -> None:
-        """`at_close` is called once, when everything has ended."""
-        self._at_close = at_close
+        """`at_close` is called once, when everything has ended. A worker that is dropped, or alive when the interpreter
+        ends, is closed then: MLX must not be at work while Python goes away."""
+        self._end = weakref.finalize(self, _end, stepper, thread, at_close)
         self._stepper: Stepper | None = stepper
         self._health = stepper.health
         self._thread = thread
@@ -85,13 +87,19 @@ class MlxWorker:
 
     def close(self) -> None:
         """Wait for the device, and let go of weights and cells. Idempotent."""
-        if self._stepper is not None:
-            stepper, self._stepper = self._stepper, None
-            self._thread.post(stepper.close)
-            del stepper
-            self._thread.close()
-            mx.clear_cache()
-            self._at_close()
+        self._stepper = None
+        self._end()
+
+
+def _end(stepper: Stepper, thread: StreamThread, at_close: Callable[[], None]) -> None:
+    try:
+        if thread.is_running:
+            thread.post(stepper.close)
+        del stepper
+        thread.close()
+        mx.clear_cache()
+    finally:
+        at_close()
 
 
 def _embedded(step: int, rows: RowPlan, launched: Launched) -> BatchResult:

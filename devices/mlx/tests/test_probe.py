@@ -97,7 +97,7 @@ def test_a_python_that_runs_translated_is_told_to_be_another(tmp_path: Path) -> 
     [
         ({}, "no module 'mlx'", "pip install mlx"),
         (mlx("0.32.4"), "without the library", "pip install mlx"),
-        (mlx("0.20.1", "mlx-metal"), "mlx 0.20.1", "mlx>=0.31"),
+        (mlx("0.20.1", "mlx-metal"), "mlx 0.20.1", "mlx>=0.32"),
         (mlx("0.32.4", "mlx-metal", "0.32.1"), "mlx-metal 0.32.1; they must be of one version", "mlx-metal==0.32.4"),
     ],
 )

@@ -26,6 +26,15 @@ def test_the_recommended_working_set_is_wired_and_given_back() -> None:
     assert (wired.value, cache.value) == (0, 77)
 
 
+def test_two_workers_leave_nothing_behind_whichever_ends_first() -> None:
+    for first in (0, 1):
+        wired, cache = Limit(0), Limit(77)
+        both = [Residency({"max_recommended_working_set_size": 1600}, wired, cache) for _ in range(2)]
+        both[first].close()
+        both[1 - first].close()
+        assert (wired.value, cache.value) == (0, 77)
+
+
 def test_without_an_apple_gpu_nothing_is_changed() -> None:
     wired, cache = Limit(0), Limit(77)
     residency = Residency({"device_name": "a processor"}, wired, cache)
