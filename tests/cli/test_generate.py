@@ -166,6 +166,11 @@ def test_a_missing_tokenizer_is_one_line(checkpoint: Path) -> None:
     refused(run("generate", "-q", str(checkpoint), "--prompt", "Hi"), "tokenizer.json")
 
 
+def _heed_interrupts() -> None:
+    """Whoever runs the tests in the background ignores interrupts, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_interrupting_ends_at_once_without_a_traceback() -> None:
     process = subprocess.Popen(
         [
@@ -184,6 +189,7 @@ def test_interrupting_ends_at_once_without_a_traceback() -> None:
         stderr=subprocess.PIPE,
         text=True,
         env=ENVIRONMENT,
+        preexec_fn=_heed_interrupts,
     )
     assert process.stdout is not None
     process.stdout.read(8)

@@ -61,6 +61,7 @@ def test_a_load_that_is_interrupted_ends_at_the_next_weight() -> None:
 import os, signal, threading, time
 from sglcore_mlx.layers import weights
 from sglcore import LLM
+signal.signal(signal.SIGINT, signal.default_int_handler)
 slow = weights.mx.eval
 def slower(*arrays):
     time.sleep(0.5)
