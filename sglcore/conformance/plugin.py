@@ -30,6 +30,7 @@ class Run:
 
     target: Target
     gaps: tuple[Gap, ...]
+    asked: set[str] = field(default_factory=set)
     outcomes: list[Outcome] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     obstacle: str | None = None
@@ -42,6 +43,11 @@ class Run:
         if self.obstacle is None:
             self.obstacle = self.target.obstacle()
         return self.obstacle
+
+    @property
+    def not_run(self) -> list[str]:
+        """Cases that were asked for and have no outcome, in order: the run was cut short, or left some out."""
+        return sorted(self.asked - {outcome.name for outcome in self.outcomes})
 
 
 _DEFAULTS = MappingProxyType(
@@ -87,6 +93,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "law_case" in metafunc.fixturenames:
         run = _run_for(metafunc.config, metafunc.definition.path)
         found = [] if _records(metafunc.config) else list(_law_cases(metafunc.config, run))
+        run.asked.update(case.run_name for case in found if case.mutant is None)
         metafunc.parametrize("law_case", [pytest.param(case, id=case.name) for case in found], scope="session")
     for name, wanted in (("gap_run", not _records(metafunc.config)), ("run_to_record", _records(metafunc.config))):
         if name in metafunc.fixturenames:
@@ -124,10 +131,15 @@ class LawCase:
     @property
     def name(self) -> str:
         """As results name it."""
+        planted = "" if self.mutant is None else f" against {self.law.mutants[self.mutant].name}"
+        return f"{self.law.level}-{self.run_name}{planted}"
+
+    @property
+    def run_name(self) -> str:
+        """As gaps name it."""
         from sglcore.conformance.law import run_name
 
-        planted = "" if self.mutant is None else f" against {self.law.mutants[self.mutant].name}"
-        return f"{self.law.level}-{run_name(self.law, self.case)}{planted}"
+        return run_name(self.law, self.case)
 
 
 def _law_cases(config: pytest.Config, run: Run) -> Iterator[LawCase]:
@@ -221,7 +233,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             word: sum(outcome.verdict == word for outcome in run.outcomes) for word in ("passed", "failed", "skipped")
         }
         what = ", ".join(f"{count} {word}" for word, count in counts.items())
-        terminalreporter.write_line(f"{run.target.name}: {verdict(run.outcomes, run.gaps, run.problems)} ({what})")
+        terminalreporter.write_line(
+            f"{run.target.name}: {verdict(run.outcomes, run.gaps, run.problems, run.not_run)} ({what})"
+        )
         if file is not None:
             values = make_result(
                 run.target,
@@ -230,6 +244,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
                 level=_option(config, "--conform-level"),
                 hardware=_option(config, "--conform-hardware"),
                 problems=run.problems,
+                not_run=run.not_run,
             )
             write_result(file, values)
             terminalreporter.write_line(f"written: {file}")

@@ -29,13 +29,15 @@ def make_result(
     level: str,
     hardware: str,
     problems: Sequence[str],
+    not_run: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The record of one run. `hardware`: what it ran on, SIMULATED where that was no hardware. `problems`: of the gaps."""
+    """The record of one run. `hardware`: what it ran on, SIMULATED where that was no hardware. `problems`: of the gaps.
+    `not_run`: cases that were asked for and have no outcome."""
     values: dict[str, Any] = {
         "device": target.name,
         "hardware": hardware,
         "level": level,
-        "verdict": verdict(outcomes, gaps, problems),
+        "verdict": verdict(outcomes, gaps, problems, not_run),
         "versions": {
             target.distribution or target.name: target.version,
             **{name: _version(name) for name in ("sglcore", "torch", "numpy")},
@@ -45,16 +47,21 @@ def make_result(
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "gaps": [{**asdict(gap), "expiry": gap.expiry.isoformat()} for gap in gaps],
         "problems": list(problems),
+        **({"not_run": list(not_run)} if not_run else {}),
         "laws": [_law_values(outcome, gaps) for outcome in outcomes],
     }
     return {**values, "digest": digest(values)}
 
 
-def verdict(outcomes: Sequence[Outcome], gaps: Sequence[Gap], problems: Sequence[str]) -> str:
-    """ "passed", "failed", or "gaps" where all that failed is known."""
+def verdict(
+    outcomes: Sequence[Outcome], gaps: Sequence[Gap], problems: Sequence[str], not_run: Sequence[str] = ()
+) -> str:
+    """ "failed"; else "incomplete" where something did not run; else "passed", or "gaps" where all that failed is known."""
     failed = [outcome for outcome in outcomes if outcome.verdict == "failed"]
     if problems or any(gap_for(gaps, outcome.name) is None for outcome in failed):
         return "failed"
+    if not_run:
+        return "incomplete"
     return "gaps" if failed else "passed"
 
 

@@ -38,6 +38,12 @@ def test_it_passes_c0_as_it_is(site: Site) -> None:
     assert {law["verdict"] for law in result["laws"]} == {"passed"} and len(result["laws"]) == 7
 
 
+def test_a_run_that_leaves_cases_out_is_incomplete_and_names_them(site: Site) -> None:
+    ran = site.sglcore("conform", "acme", "--level", "C0", "--json", "--", "-k", "not order_checks")
+    result = json.loads(ran.stdout)
+    assert (result["verdict"], result["not_run"]) == ("incomplete", ["order_checks"])
+
+
 def test_its_own_test_file_runs_the_kit_and_skips_what_needs_the_device(site: Site) -> None:
     ran = site.run("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(site.path / "acme" / "tests"))
     assert ran.returncode == 0, ran.stdout + ran.stderr
