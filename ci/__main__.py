@@ -69,6 +69,8 @@ def _table(complete: bool) -> int:
     out.write_text(table.markdown(made))
     print(table.summary(made))
     print(f"\nevery test and its lanes: {out.relative_to(run.ROOT)}")
+    for lane, count in made.waiting.items():
+        print(f"never ran, and waits for a machine of lane {lane}: {count} tests")
     if complete and made.never_ran:
         print("\nRED: tests that ran on no lane")
         for test in made.never_ran:

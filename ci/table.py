@@ -1,4 +1,5 @@
-"""The table of tests and lanes: what ran where, when, why not, and which gap is known. A test that ran nowhere is red."""
+"""The table of tests and lanes: what ran where, when, why not, and which gap is known. A test that ran nowhere is
+red, unless a lane with hardware could run it: then it waits for that, and is counted."""
 
 from __future__ import annotations
 
@@ -6,13 +7,13 @@ import json
 import re
 import time
 import tomllib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from ci.lanes import ROOT
+from ci.lanes import ROOT, Lane, lanes
 
 _KIT = re.compile(r"^devices/[^/]+/tests/test_conformance\.py")
 
@@ -20,30 +21,52 @@ _KIT = re.compile(r"^devices/[^/]+/tests/test_conformance\.py")
 @dataclass(frozen=True, slots=True)
 class Cell:
     """What happened to one test on one lane: "passed", "failed", "skipped" with its reason, or "left out" with what the
-    lane lacks; `at` is when, in seconds since 1970."""
+    lane lacks, by name in `missing`; `at` is when, in seconds since 1970."""
 
     outcome: str
     at: int
     reason: str = ""
+    missing: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Tests by lane. `gaps` are the laws that a lane's package declares it does not hold."""
+    """Tests by lane. `gaps` are the laws that a lane's package declares it does not hold; `declared` are all lanes."""
 
     lanes: tuple[str, ...]
     tests: Mapping[str, Mapping[str, Cell]]
     gaps: Mapping[str, tuple[str, ...]]
+    declared: tuple[Lane, ...] = ()
 
     @property
     def never_ran(self) -> tuple[str, ...]:
-        """Tests that no lane ran."""
+        """Tests that no lane ran, and that no lane with hardware could run."""
+        return tuple(test for test in self._idle if not self.waits_for(test))
+
+    @property
+    def waiting(self) -> Mapping[str, int]:
+        """How many tests wait for each lane with hardware."""
+        found = Counter(self.waits_for(test) for test in self._idle)
+        return {lane: count for lane, count in sorted(found.items()) if lane}
+
+    @property
+    def _idle(self) -> list[str]:
         ran = ("passed", "failed")
-        return tuple(
+        return [
             test
             for test, cells in sorted(self.tests.items())
             if not any(cell.outcome in ran for cell in cells.values())
-        )
+        ]
+
+    def waits_for(self, test: str) -> str:
+        """The lane with hardware, of the same device as one that left the test out, that has all which that one lacks."""
+        devices = {lane.name: lane.device for lane in self.declared}
+        for name, cell in self.tests[test].items():
+            for lane in self.declared:
+                is_twin = lane.needs_hardware and lane.name not in self.lanes and lane.device == devices.get(name)
+                if is_twin and cell.missing and cell.missing <= lane.capabilities:
+                    return lane.name
+        return ""
 
     def why_not(self, test: str) -> str:
         """Each lane's reason for not running a test."""
@@ -61,8 +84,8 @@ def read(records: Sequence[Path], root: Path = ROOT) -> Table:
         for test, known in values["tests"].items():
             tests[shared(test)][lane] = Cell(known["outcome"], at, known.get("reason", ""))
         for test, missing in values["left_out"].items():
-            tests[shared(test)][lane] = Cell("left out", at, f"needs {', '.join(missing)}")
-    return Table(tuple(names), dict(tests), gaps(root))
+            tests[shared(test)][lane] = Cell("left out", at, f"needs {', '.join(missing)}", frozenset(missing))
+    return Table(tuple(names), dict(tests), gaps(root), lanes(root))
 
 
 def shared(test: str) -> str:

@@ -67,6 +67,20 @@ def test_the_table_shows_every_test_and_names_what_ran_nowhere(tmp_path: Path) -
     assert "1970-01-01" in text and "t.py" in summary(table)
 
 
+def test_what_only_hardware_can_run_waits_for_it_and_what_nothing_can_run_is_red(tmp_path: Path) -> None:
+    folder = tmp_path / "devices" / "one"
+    folder.mkdir(parents=True)
+    lanes = '[[lane]]\nname = "one"\n[[lane]]\nname = "one-card"\ncapabilities = ["card"]\nrunner = ["x"]\n'
+    (folder / "ci.toml").write_text(lanes)
+    left_out = {"t.py::card": ["card"], "t.py::wings": ["wings"], "t.py::both": ["card", "wings"]}
+    ran = record(tmp_path, "one", {"t.py::a": {"outcome": "passed", "seconds": 1.0}}, left_out)
+    table = read([ran], tmp_path)
+    assert table.waiting == {"one-card": 1} and table.waits_for("t.py::card") == "one-card"
+    assert table.never_ran == ("t.py::both", "t.py::wings")
+    card = record(tmp_path, "one-card", {}, {"t.py::card": ["wings"]})
+    assert "t.py::card" in read([ran, card], tmp_path).never_ran
+
+
 def test_a_law_of_the_kit_is_one_test_whichever_package_runs_it(tmp_path: Path) -> None:
     passed, skip = (
         {"outcome": "passed", "seconds": 1.0},
