@@ -64,7 +64,7 @@ from sglcore import LLM
 signal.signal(signal.SIGINT, signal.default_int_handler)
 slow = weights.mx.eval
 def slower(*arrays):
-    time.sleep(0.5)
+    time.sleep(1)
     return slow(*arrays)
 weights.mx.eval = slower
 threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -76,4 +76,4 @@ except KeyboardInterrupt:
 """
     ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False)
     assert "interrupted after" in ran.stdout, ran.stderr
-    assert float(ran.stdout.split()[-1]) < 6
+    assert float(ran.stdout.split()[-1]) < 20  # of about forty
