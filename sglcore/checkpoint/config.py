@@ -116,6 +116,15 @@ def check_architecture(name: str, known: Collection[str]) -> None:
         )
 
 
+def check_context(asked: int | None, config: ModelConfig) -> None:
+    """Raise `ConfigError` where more tokens a request are asked for than the checkpoint's positions are defined for."""
+    if asked is not None and asked > config.context_length:
+        raise ConfigError(
+            f"max_model_len is {asked}, the checkpoint's context is {config.context_length}",
+            remedy=f"set max_model_len to at most {config.context_length}",
+        )
+
+
 def _read_json(file: Path, remedy: str) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))

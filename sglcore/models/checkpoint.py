@@ -8,10 +8,9 @@ from types import MappingProxyType
 
 import torch
 
-from sglcore.checkpoint.config import read_config
+from sglcore.checkpoint.config import check_context, read_config
 from sglcore.checkpoint.dtype import choose_dtype
 from sglcore.device.config import EngineConfig
-from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.layers.build import Model
@@ -37,11 +36,7 @@ def load_checkpoint(
     ledger. Raises ConfigError and what `load_model` raises; waits.
     """
     model_config = read_config(folder, ARCHITECTURES)
-    if config.max_model_len is not None and config.max_model_len > model_config.context_length:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}, the checkpoint's context is {model_config.context_length}",
-            remedy=f"set max_model_len to at most {model_config.context_length}",
-        )
+    check_context(config.max_model_len, model_config)
     dtype = choose_dtype(config.dtype, model_config.dtype, facts.preferred_dtype)
     ledger.record(dtype)
     return load_model(

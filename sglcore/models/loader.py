@@ -5,7 +5,6 @@ The model says which tensors it wants and where they go; the files say what ther
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sglcore.checkpoint.config import EMPTY, ModelConfig
+from sglcore.checkpoint.files import HARMLESS, checkpoint_files
 from sglcore.device.errors import CheckpointError
 from sglcore.layers.build import Build, Model, Weights
 from sglcore.models.registry import model_class
@@ -25,11 +25,6 @@ from sglcore.runtime.kernels.table import KernelTable
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with the bytes read so far and in all."""
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-HARMLESS = (r".*rotary_emb\.inv_freq", r".*position_ids", r".*\.masked_bias")
-"""Names in old checkpoints that carry nothing a model needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,31 +64,6 @@ def load_model(
     weights.targets.clear()
     weights.pack(kernels)
     return model
-
-
-def checkpoint_files(folder: Path) -> tuple[Path, ...]:
-    """The weight files of a checkpoint, in order; raises `CheckpointError` if one is missing."""
-    index = folder / INDEX
-    if not index.is_file():
-        if not (folder / SINGLE).is_file():
-            others = ", ".join(sorted(file.name for file in folder.glob("*.bin"))) or "none"
-            raise CheckpointError(
-                f"{folder} has neither {SINGLE} nor {INDEX} (other weight files: {others})",
-                remedy="download the safetensors version of this model",
-            )
-        return (folder / SINGLE,)
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(
-            f"{index} is damaged", wanted="JSON with a weight_map", remedy="download it again"
-        ) from None
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise CheckpointError(
-            f"{folder} lacks {', '.join(missing)}", wanted=f"the {len(names)} files of {INDEX}", remedy="download them"
-        )
-    return tuple(folder / name for name in names)
 
 
 def _match(

@@ -14,6 +14,7 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import TokenLogprobs as HostLogprobs
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.rows import RowPlan
 from sglcore.runtime.staging import Parcel
 from sglcore.runtime.token_table import TokenTable
 from sglcore.sampling.batch import SamplingBatch, SamplingNeeds
@@ -24,32 +25,6 @@ from sglcore.sampling.sampler import SampledTokens, Sampler, SamplingState, plac
 PROMPT_LOGITS_ELEMENTS = 1 << 24
 """Prompt log-probabilities are worked on this many logits at a time, so that long prompts need no vocabulary-sized
 memory for every token."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowPlan:
-    """Which rows emit: `emitting` int64[N] (None: all B), and the results' `token_offsets` int32[B + 1]."""
-
-    batch_size: int
-    emitting: NDArray[np.int64] | None
-    token_offsets: NDArray[np.int32]
-
-    def scatter_bad(self, bad: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """bool[B] from the flags bool[N] of the emitting rows."""
-        if self.emitting is None:
-            return bad
-        every = np.zeros(self.batch_size, dtype=bool)
-        every[self.emitting] = bad
-        return every
-
-
-def plan_rows(batch: ScheduleBatch) -> RowPlan:
-    """Host work only."""
-    if batch.forward_mode.is_decode:
-        return RowPlan(batch.batch_size, None, batch.token_offsets)
-    offsets = np.zeros(batch.batch_size + 1, dtype=np.int32)
-    np.cumsum(batch.emits, out=offsets[1:])
-    return RowPlan(batch.batch_size, np.flatnonzero(batch.emits), offsets)
 
 
 Results = tuple[NDArray[np.int32], NDArray[np.bool_], HostLogprobs | None, dict[int, HostLogprobs]]

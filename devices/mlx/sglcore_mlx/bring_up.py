@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from sglcore.checkpoint.config import ModelConfig, read_config
+from sglcore.checkpoint.config import check_context, read_config
 from sglcore.checkpoint.dtype import choose_dtype
 from sglcore.device.bring_up import BringUp
 from sglcore.device.config import EngineConfig
@@ -103,7 +103,7 @@ def load_weights(
 ) -> Model:
     """The model with its weights in memory."""
     model_config = read_config(model_path, ARCHITECTURES)
-    _check_length(config, model_config)
+    check_context(config.max_model_len, model_config)
     dtype = choose_dtype(config.dtype, model_config.dtype, facts.preferred_dtype)
     ledger.record(dtype)
     stopped = threading.Event()
@@ -133,14 +133,6 @@ def load_weights(
     if model.quantization != "none":
         ledger.record(Row("weights", "auto", model.quantization, "the checkpoint's own", "another checkpoint"))
     return model
-
-
-def _check_length(config: EngineConfig, model: ModelConfig) -> None:
-    if config.max_model_len is not None and config.max_model_len > model.context_length:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}, the checkpoint's context is {model.context_length}",
-            remedy=f"set max_model_len to at most {model.context_length}",
-        )
 
 
 def size_memory(

@@ -1,4 +1,4 @@
-"""The host's part of a step: which rows emit, where tokens go, and the shapes that compiled steps are padded to."""
+"""The host's part of a step: where tokens go, and the shapes that compiled steps are padded to."""
 
 from __future__ import annotations
 
@@ -12,32 +12,6 @@ from sglcore_mlx.attention.prompt import PromptRow
 from sglcore_mlx.pool import PageTable
 
 Ints = NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class RowPlan:
-    """Which rows emit (None: all B), and the results' `token_offsets` int32 [B + 1]."""
-
-    batch_size: int
-    emitting: NDArray[np.int64] | None
-    token_offsets: Ints
-
-    def scatter_bad(self, bad: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """bool [B] from the flags bool [N] of the emitting rows."""
-        if self.emitting is None:
-            return bad
-        every = np.zeros(self.batch_size, dtype=bool)
-        every[self.emitting] = bad
-        return every
-
-
-def plan_rows(batch: ScheduleBatch) -> RowPlan:
-    """Read off a batch which rows emit."""
-    if batch.forward_mode.is_decode:
-        return RowPlan(batch.batch_size, None, batch.token_offsets)
-    offsets = np.zeros(batch.batch_size + 1, dtype=np.int32)
-    np.cumsum(batch.emits, out=offsets[1:])
-    return RowPlan(batch.batch_size, np.flatnonzero(batch.emits), offsets)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,17 +10,15 @@ from pathlib import Path
 import mlx.core as mx
 
 from sglcore.checkpoint.config import ModelConfig
+from sglcore.checkpoint.files import HARMLESS, checkpoint_files
 from sglcore.device.errors import CheckpointError
 from sglcore_mlx.layers.build import Build
 from sglcore_mlx.layers.linear import LinearParts
 from sglcore_mlx.layers.quantization import read_quantization
 from sglcore_mlx.layers.weights import Weights
 from sglcore_mlx.models.contract import Model
-from sglcore_mlx.models.files import Entry, checkpoint_files, map_file, read_entries
+from sglcore_mlx.models.files import Entry, map_file, read_entries
 from sglcore_mlx.models.registry import ModelClass, model_class
-
-HARMLESS = (r".*rotary_emb\.inv_freq", r".*position_ids", r".*\.masked_bias")
-"""Names in old checkpoints that carry nothing a model needs."""
 
 TIED_HEAD = r"lm_head\.(weight|scales|biases)"
 

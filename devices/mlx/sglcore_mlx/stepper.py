@@ -15,10 +15,11 @@ import numpy as np
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.runtime.memory.sizing import MemorySizes
+from sglcore.runtime.rows import RowPlan
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.attention.encoder import EncoderRows
 from sglcore_mlx.forward import DecodeForward, extend_forward
-from sglcore_mlx.inputs import RowPlan, bucket, decode_inputs, row_bucket
+from sglcore_mlx.inputs import bucket, decode_inputs, row_bucket
 from sglcore_mlx.models.contract import Model
 from sglcore_mlx.pool import DeviceState, PageTable
 from sglcore_mlx.sample_step import Sampled, SampleStep

@@ -7,8 +7,9 @@ import pytest
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.runtime.memory.sizing import MemorySizes
+from sglcore.runtime.rows import plan_rows
 from sglcore_mlx.attention.prompt import PromptRow
-from sglcore_mlx.inputs import SingleRows, bucket, decode_inputs, parts_of, plan_rows, row_bucket, token_places
+from sglcore_mlx.inputs import SingleRows, bucket, decode_inputs, parts_of, row_bucket, token_places
 from sglcore_mlx.pool import PageTable
 
 SIZES = MemorySizes(page_size=4, num_pages=64, max_model_len=32, max_requests=8)

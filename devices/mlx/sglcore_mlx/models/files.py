@@ -1,4 +1,4 @@
-"""The files of a checkpoint: which there are, and what their headers say, checked before MLX maps them.
+"""The files of a checkpoint: what their headers say, checked before MLX maps them.
 
 A safetensors file is 8 bytes little-endian header length, a JSON header, then the data that the header's offsets point
 into.
@@ -18,9 +18,6 @@ import mlx.core as mx
 
 from sglcore.device.errors import CheckpointError
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-
 WIDTHS: Mapping[str, int] = MappingProxyType(
     {"F32": 4, "F16": 2, "BF16": 2, "U32": 4, "U8": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U16": 2, "BOOL": 1}
 )
@@ -36,31 +33,6 @@ class Entry:
     shape: tuple[int, ...]
     num_bytes: int
     file: Path
-
-
-def checkpoint_files(folder: Path) -> tuple[Path, ...]:
-    """The weight files of a checkpoint, in order; raises `CheckpointError` if one is missing."""
-    index = folder / INDEX
-    if not index.is_file():
-        if not (folder / SINGLE).is_file():
-            others = ", ".join(sorted(file.name for file in folder.glob("*.bin"))) or "none"
-            raise CheckpointError(
-                f"{folder} has neither {SINGLE} nor {INDEX} (other weight files: {others})",
-                remedy="download the safetensors version of this model",
-            )
-        return (folder / SINGLE,)
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(
-            f"{index} is damaged", wanted="JSON with a weight_map", remedy="download it again"
-        ) from None
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise CheckpointError(
-            f"{folder} lacks {', '.join(missing)}", wanted=f"the {len(names)} files of {INDEX}", remedy="download them"
-        )
-    return tuple(folder / name for name in names)
 
 
 def read_entries(path: Path) -> tuple[Entry, ...]:

@@ -1,0 +1,38 @@
+"""Which files a checkpoint has, and which tensors in them carry nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from sglcore.device.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+HARMLESS = (r".*rotary_emb\.inv_freq", r".*position_ids", r".*\.masked_bias")
+"""Names in old checkpoints that carry nothing a model needs."""
+
+
+def checkpoint_files(folder: Path) -> tuple[Path, ...]:
+    """The weight files of a checkpoint, in order; raises `CheckpointError` if one is missing."""
+    index = folder / INDEX
+    if not index.is_file():
+        if not (folder / SINGLE).is_file():
+            others = ", ".join(sorted(file.name for file in folder.glob("*.bin"))) or "none"
+            raise CheckpointError(
+                f"{folder} has neither {SINGLE} nor {INDEX} (other weight files: {others})",
+                remedy="download the safetensors version of this model",
+            )
+        return (folder / SINGLE,)
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(
+            f"{index} is damaged", wanted="JSON with a weight_map", remedy="download it again"
+        ) from None
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {', '.join(missing)}", wanted=f"the {len(names)} files of {INDEX}", remedy="download them"
+        )
+    return tuple(folder / name for name in names)
