@@ -56,13 +56,26 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """News of one completion while it grows: text that is final, tokens, and why it ended if it did."""
+    """News of one completion while it grows: text that is final, tokens, and why it ended if it did. `logprobs` runs along
+    `token_ids` (None: not asked for)."""
 
     request_id: str
     index: int
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """How far a prompt is: of `total` tokens, `processed` are done or on the device, `cached` of them by the cache."""
+
+    request_id: str
+    total: int
+    cached: int
+    processed: int
 
 
 def token_logprobs(ids: list[int], found: TokenLogprobs, wanted: int) -> list[TokenLogprob]:

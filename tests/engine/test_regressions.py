@@ -191,12 +191,12 @@ def test_a_numpy_prompt_is_token_ids(llm: LLM) -> None:
 def test_a_text_that_can_not_be_made_ends_its_request_and_no_other(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = texts(llm, [B])[0]
     outputs = [llm.engine.add(A, GREEDY), llm.engine.add(B, GREEDY)]
-    group = llm.engine._groups[outputs[0].request_id]
+    victim = llm.engine._texts[outputs[0].request_id]._texts[0]
 
     def broken(ids: list[int]) -> str:
         raise UnicodeError("planted")
 
-    monkeypatch.setattr(group.texts[0].__class__, "push", _only_for(group.texts[0], broken))
+    monkeypatch.setattr(victim.__class__, "push", _only_for(victim, broken))
     while not all(output.finished for output in outputs):
         llm.engine.step()
     while llm.engine.has_work:
