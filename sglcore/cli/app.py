@@ -10,7 +10,7 @@ from sglcore.cli.doctor import doctor
 from sglcore.cli.explain import explain
 from sglcore.cli.generate import generate
 from sglcore.cli.new_device import new_device
-from sglcore.cli.serve import serve
+from sglcore.cli.serve import serve_command
 
 
 def make_app() -> typer.Typer:
@@ -19,12 +19,12 @@ def make_app() -> typer.Typer:
         help="One LLM inference engine; every accelerator is a package.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        add_completion=False,
+        add_completion=True,
         rich_markup_mode=None,
     )
     app.callback()(options)
     app.command()(generate)
-    app.command()(serve)
+    app.command("serve")(serve_command())
     app.command()(devices)
     app.command()(explain)
     app.command()(doctor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sglcore.device.ledger import Row
@@ -13,23 +13,28 @@ if TYPE_CHECKING:
 
 def show_banner(started: Started) -> None:
     """Print the version, the device with its evidence, and the ledger."""
+    chosen = started.choice.chosen
+    brought_by = f"{chosen.distribution} {chosen.version}"
+    show_start(chosen.name, brought_by, started.choice.report.hardware.evidence, started.ledger.rows, started.seconds)
+
+
+def show_start(device: str, brought_by: str, evidence: str, rows: Sequence[Row], seconds: Mapping[str, float]) -> None:
+    """The same from plain values; `seconds` of each step of the bring-up, "total" among them."""
     from rich.console import Console
     from rich.text import Text
 
     from sglcore import __version__
 
-    chosen = started.choice.chosen
     console = Console(stderr=True, highlight=False)
     head = Text.assemble(
         ("sglcore ", "bold"),
         f"{__version__} on ",
-        (chosen.name, "bold green"),
-        f" ({chosen.distribution} {chosen.version})",
+        (device, "bold green"),
+        f" ({brought_by})",
     )
     console.print(head)
-    console.print(Text(f"  {started.choice.report.hardware.evidence}", style="dim"))
-    console.print(ledger_table(started.ledger.rows))
-    seconds = started.seconds
+    console.print(Text(f"  {evidence}", style="dim"))
+    console.print(ledger_table(rows))
     slowest = max((name for name in seconds if name != "total"), key=lambda name: seconds[name])
     console.print(
         Text(f"  ready in {seconds['total']:.2f} s ({slowest} {seconds[slowest]:.2f} s)\n", style="dim"), soft_wrap=True

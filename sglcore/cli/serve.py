@@ -1,13 +1,111 @@
-"""`sglcore serve`: not part of this release; it says so instead of pretending."""
+"""`sglcore serve`: a model over HTTP, until Ctrl-C."""
 
 from __future__ import annotations
 
-from sglcore.device.errors import SglcoreError
+import asyncio
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sglcore.cli.aliases import EAGER_FLAGS, graph_name
+from sglcore.cli.settings import flag_names, split_settings, with_settings
+from sglcore.device.config import EngineConfig, resolve_config, resolve_server_config
+from sglcore.device.errors import ConfigError
+from sglcore.device.server_config import ServerConfig
+
+if TYPE_CHECKING:
+    from sglcore.serving.front import Front
+
+ENDPOINTS = "/v1/chat/completions /v1/completions /v1/responses /v1/messages /v1/embeddings /metrics"
+POLL_SECONDS = 0.05
 
 
-def serve() -> None:
-    """Serve a model over HTTP (not part of this release)."""
-    raise SglcoreError(
-        "serving over HTTP is not part of this release",
-        remedy="use `sglcore generate`, or the Python API `from sglcore import LLM`",
-    )
+def serve_command() -> Callable[..., None]:
+    """The command with a flag for every setting of the engine and of the server."""
+    return with_settings(serve, EngineConfig, ServerConfig)
+
+
+def serve(
+    model: Annotated[str | None, typer.Argument(help="A checkpoint folder; left out, the embedded model.")] = None,
+    model_path: Annotated[
+        str | None, typer.Option(*flag_names("model")[1:], help="The same, as a flag. [SGLCORE_MODEL]")
+    ] = None,
+    eager: Annotated[bool, typer.Option(*EAGER_FLAGS, help="The same as --graph off.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the address and nothing else.")] = False,
+    settings: dict[str, Any] | None = None,
+) -> None:
+    """Serve a model over HTTP by the protocols of OpenAI and Anthropic, with a page at /.
+
+    Every flag is also a variable, whose name stands in brackets; a flag wins.
+    """
+    given = settings or {}
+    if model is not None and model_path is not None and model != model_path:
+        raise ConfigError(f"two models are named: {model!r} and {model_path!r}", remedy="name one")
+    engine = {"model": model or model_path, **split_settings(given, EngineConfig), **_graph(given.get("graph"), eager)}
+    config = resolve_config(engine)
+    server = resolve_server_config(split_settings(given, ServerConfig))
+    raise typer.Exit(_run(config, server, quiet=quiet))
+
+
+def _graph(asked: str | None, eager: bool) -> dict[str, str]:
+    if eager and asked not in (None, "off"):
+        raise ConfigError(f"--graph {asked} and {EAGER_FLAGS[0]} contradict each other", remedy="leave one out")
+    if eager:
+        return {"graph": "off"}
+    return {} if asked is None else {"graph": graph_name(asked)}
+
+
+def _run(config: EngineConfig, server: ServerConfig, *, quiet: bool) -> int:
+    import uvloop
+
+    from sglcore.serving.server import serve as serve_model
+
+    chosen = "" if server.ray is not None else _choose(config)
+    watches: set[asyncio.Task[None]] = set()
+
+    def on_listening(front: Front, url: str) -> None:
+        watches.add(asyncio.ensure_future(_show(front, url, quiet=quiet)))
+
+    return uvloop.run(serve_model(config, server, chosen=chosen, on_listening=on_listening))
+
+
+def _choose(config: EngineConfig) -> str:
+    """The device, as a value for the engine processes: a wrong one is an error before anything listens."""
+    from sglcore.device.ledger import DecisionLedger
+    from sglcore.engine.start import choose, model_folder
+
+    model_folder(config)
+    return choose(config, DecisionLedger()).chosen.encode()
+
+
+async def _show(front: Front, url: str, *, quiet: bool) -> None:
+    """Bars while the model loads, then what was decided, and where the server is."""
+    from sglcore.engine.progress import Progress
+
+    progress = Progress(enabled=not quiet and sys.stderr.isatty())
+    with progress:
+        while not front.health.ready and front.health.live:
+            known = front.health.snapshot()
+            if isinstance(known["total"], int) and isinstance(known["done"], int) and known["total"]:
+                progress.phase(str(known["phase"]), known["done"], known["total"])
+            await asyncio.sleep(POLL_SECONDS)
+    if not front.health.ready:
+        print(f"error: {front.health.reason}", file=sys.stderr)
+        return
+    if not quiet:
+        _banner(front)
+    print(f"serving {', '.join(front.names)} at {url}", flush=True)
+    if not quiet:
+        print(f"  the page: {url}/\n  endpoints: {ENDPOINTS}\n  Ctrl-C drains, then stops", flush=True)
+
+
+def _banner(front: Front) -> None:
+    from sglcore.cli.banner import show_start
+    from sglcore.device.ledger import Row
+
+    info = front.info
+    assert info is not None
+    rows = [*(Row(**row) for row in info.ledger), *front.format.rows]
+    show_start(info.device, f"{info.distribution} {info.version}", info.device_evidence, rows, info.seconds)

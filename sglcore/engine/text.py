@@ -9,7 +9,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from sglcore.device.errors import ConfigError, SglcoreError
+from sglcore.device.errors import ConfigError
+from sglcore.engine.chat_template import ChatTemplate, TextError
+
+__all__ = ["GrowingText", "TextCodec", "TextError", "eos_token_ids"]
 
 CONTEXT = 8
 """Tokens of the prompt that are decoded with the first new ones."""
@@ -18,14 +21,11 @@ UNKNOWN = "\ufffd"
 """What an incomplete character decodes to."""
 
 
-class TextError(SglcoreError, ValueError):
-    """Text that this checkpoint can not take."""
-
-
 class TextCodec:
     """A checkpoint's tokenizer with its special tokens and chat template."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, chat_template: str | None = None) -> None:
+        """`chat_template` is a template's text, instead of the checkpoint's. Raises ConfigError."""
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(
@@ -40,7 +40,8 @@ class TextCodec:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.settings = _json(folder / "tokenizer_config.json")
-        self._chat_template = _chat_template(folder, self.settings)
+        own = ChatTemplate.load(folder, self.settings)
+        self.template = own if chat_template is None else own.replaced(chat_template)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text; `special` adds what the checkpoint puts around a prompt (such as BOS)."""
@@ -57,23 +58,9 @@ class TextCodec:
         """One token as its own text, special tokens included."""
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **extra: Any) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The prompt of a conversation by the checkpoint's template; raises TextError if it has none or refuses."""
-        if self._chat_template is None:
-            raise TextError(
-                "this checkpoint has no chat template", remedy="give a prompt instead of messages, or add the template"
-            )
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse
-        special = {name: _token_text(self.settings.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
-        try:
-            template = environment.from_string(self._chat_template)
-            return template.render(messages=list(messages), add_generation_prompt=True, **special, **extra)
-        except TemplateError as error:
-            raise TextError(f"the chat template refuses these messages: {error}") from None
+        return self.template.render(messages, variables=variables)
 
 
 class GrowingText:
@@ -160,16 +147,6 @@ def eos_token_ids(folder: Path) -> frozenset[int]:
     return frozenset()
 
 
-def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
-    return template
-
-
 def _json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
@@ -177,11 +154,3 @@ def _json(file: Path) -> dict[str, Any]:
         return json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{file} can not be read: {error}", wanted="JSON", remedy="download it again") from None
-
-
-def _token_text(token: Any) -> str:
-    return token["content"] if isinstance(token, dict) else token or ""
-
-
-def _refuse(message: str) -> None:
-    raise TextError(f"the chat template refuses these messages: {message}")

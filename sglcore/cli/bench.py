@@ -1,0 +1,240 @@
+"""`sglcore bench`: load for a server, or for the engine alone, from one generator; a table, JSON, and a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sglcore.cli import options
+from sglcore.device.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sglcore.bench.address import Address
+    from sglcore.bench.figures import Figures
+    from sglcore.bench.record import Record
+    from sglcore.bench.workload import Job, Workload
+
+NumPrompts = Annotated[int, typer.Option(help="Requests in all.")]
+InputLen = Annotated[str, typer.Option(help="Tokens of each prompt: a number, or a span such as 32..256.")]
+OutputLen = Annotated[str, typer.Option(help="Tokens of each answer: a number, or a span.")]
+SharedPrefix = Annotated[int, typer.Option(help="Tokens with which every prompt begins, besides its own.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same prompts, lengths and arrivals.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the figures and every request to this file.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw the load to this PNG file; needs matplotlib.")]
+Goodput = Annotated[
+    list[str] | None,
+    typer.Option(help="A goal in milliseconds, such as ttft:200, tpot:50 or e2e:5000; may be given several times."),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
+
+
+def serve(
+    url: Annotated[str, typer.Option(help="The server, such as http://127.0.0.1:8000.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str, typer.Option(help="The server's key.", envvar="SGLCORE_API_KEY", show_envvar=True)] = "",
+    model_name: Annotated[str | None, typer.Option(help="As the server names it; left out, its first.")] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(help="Prompts are of token ids below this; left out, /server_info is asked.")
+    ] = None,
+    num_prompts: NumPrompts = 100,
+    request_rate: Annotated[
+        str, typer.Option(help="Requests per second, arriving at random (Poisson); inf: all at once.")
+    ] = "inf",
+    max_concurrency: Annotated[int | None, typer.Option(help="Requests in flight at most; others wait here.")] = None,
+    random_input_len: InputLen = "32..128",
+    random_output_len: OutputLen = "32..64",
+    shared_prefix: SharedPrefix = 0,
+    seed: Seed = 0,
+    temperature: Temperature = 0.0,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a request has failed.")] = 600.0,
+    goodput: Goodput = None,
+    json_file: Json = None,
+    plot: Plot = None,
+    quiet: Quiet = False,
+) -> None:
+    """Offer a load to a running server, by streaming /v1/completions.
+
+    With a finite --request-rate the load is open: requests arrive at times of their own, whether or not the server keeps
+    up, and latency counts from the time a request was due. A wait in this client, or for --max-concurrency, is part of
+    it; counting from the sending would hide exactly the waits that a slow server causes. "lag" says how late requests
+    were sent. With inf there are no such times, and latency counts from the sending.
+    """
+    from sglcore.bench import workload
+    from sglcore.bench.address import address, served_model
+    from sglcore.bench.figures import goals_of
+    from sglcore.bench.load import Offer, run_load
+
+    load = _workload(num_prompts, random_input_len, random_output_len, shared_prefix, seed, request_rate)
+    goals = goals_of(goodput or ())
+    _check_outputs(json_file, plot)
+    if max_concurrency is not None and max_concurrency < 1:
+        raise ConfigError(f"max-concurrency is {max_concurrency}", wanted="at least 1")
+    where = address(url, api_key)
+    name = model_name or served_model(where)
+    vocabulary, longest = (vocab_size, None) if vocab_size else _limits(where)
+    jobs = workload.make_jobs(load, vocabulary, longest)
+    offer = Offer(
+        where=where,
+        model=name,
+        is_open=load.is_open,
+        max_concurrency=max_concurrency,
+        timeout=timeout,
+        temperature=temperature,
+    )
+    records = _with_bar(lambda done: run_load(offer, jobs, done), jobs, quiet=quiet)
+    about = {"kind": "serve", "url": str(where), "model": name, "max_concurrency": max_concurrency}
+    _report(about, load, records, goals, json_file, plot)
+
+
+def offline(
+    model: options.Model = None,
+    num_prompts: NumPrompts = 100,
+    random_input_len: InputLen = "32..128",
+    random_output_len: OutputLen = "32..64",
+    shared_prefix: SharedPrefix = 0,
+    seed: Seed = 0,
+    temperature: Temperature = 0.0,
+    goodput: Goodput = None,
+    json_file: Json = None,
+    plot: Plot = None,
+    max_requests: Annotated[int | None, typer.Option(help="Requests that run together at most.")] = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+    graph: options.Graph = None,
+    attention_backend: options.Attention = None,
+    max_model_len: options.MaxModelLen = None,
+    kv_cache_memory: options.KVMemory = None,
+    strict: options.Strict = None,
+    quiet: Quiet = False,
+) -> None:
+    """Measure the engine alone, in this process, on the load that `bench serve` would offer all at once."""
+    from sglcore.bench import workload
+    from sglcore.bench.figures import goals_of
+    from sglcore.bench.offline import run_offline
+    from sglcore.cli.banner import show_banner
+    from sglcore.engine.llm import LLM
+
+    load = _workload(num_prompts, random_input_len, random_output_len, shared_prefix, seed, "inf")
+    goals = goals_of(goodput or ())
+    _check_outputs(json_file, plot)
+    settings = {
+        "device": device,
+        "dtype": dtype,
+        "threads": threads,
+        "graph": graph,
+        "attention_backend": attention_backend,
+        "max_model_len": max_model_len,
+        "kv_cache_memory": kv_cache_memory,
+        "strict": strict,
+        "max_requests": max_requests,
+    }
+    with LLM(model, show_progress=not quiet, **settings) as llm:
+        if not quiet:
+            show_banner(llm.started)
+        limits = llm.engine.worker.limits
+        jobs = workload.make_jobs(load, limits.vocab_size, limits.max_model_len)
+        records = _with_bar(lambda done: run_offline(llm, jobs, done, temperature=temperature), jobs, quiet=quiet)
+        about = {"kind": "offline", "model": str(llm.started.model_path), "device": llm.started.choice.chosen.name}
+    _report(about, load, records, goals, json_file, plot)
+
+
+def make_bench() -> typer.Typer:
+    """The commands below `sglcore bench`."""
+    app = typer.Typer(help="Measure a server, or the engine alone.", no_args_is_help=True, rich_markup_mode=None)
+    app.command()(serve)
+    app.command()(offline)
+    return app
+
+
+def _workload(count: int, inputs: str, outputs: str, shared: int, seed: int, rate: str) -> Workload:
+    from sglcore.bench import workload
+
+    return workload.Workload(
+        num_prompts=count,
+        input_len=workload.span("random-input-len", inputs),
+        output_len=workload.span("random-output-len", outputs),
+        shared_prefix=shared,
+        request_rate=workload.rate(rate),
+        seed=seed,
+    )
+
+
+def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
+    """What would fail after the load fails before it."""
+    for path in (json_file, plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"there is no folder {str(path.absolute().parent)!r}", remedy="make it, or name another")
+    if plot is not None:
+        from sglcore.bench.plot import require_matplotlib
+
+        require_matplotlib()
+
+
+def _limits(where: Address) -> tuple[int, int]:
+    """Vocabulary size and context of the model that the server runs, as it says itself."""
+    from sglcore.bench.address import ServerError, ask
+
+    try:
+        info = ask(where, "/server_info")
+        return int(info["limits"]["vocab_size"]), int(info["max_model_len"])
+    except (ServerError, KeyError, TypeError) as error:
+        found = f"{where}/server_info does not say the vocabulary's size: {error}"
+        raise ServerError(found, remedy="give --vocab-size") from None
+
+
+def _with_bar(run: Callable[..., list[Record]], jobs: Sequence[Job], *, quiet: bool) -> list[Record]:
+    from sglcore.engine.progress import Progress
+
+    ended: list[int] = []
+
+    def done(record: Record) -> None:
+        ended.append(record.number)
+        progress.phase("requests", len(ended), len(jobs))
+
+    with Progress(enabled=not quiet) as progress:
+        progress.phase("requests", 0, len(jobs))
+        return run(done)
+
+
+def _report(
+    about: dict[str, object],
+    load: Workload,
+    records: Sequence[Record],
+    goals: dict[str, float],
+    json_file: Path | None,
+    plot: Path | None,
+) -> None:
+    from sglcore import __version__
+    from sglcore.bench.figures import figures
+
+    found = figures(records, goals)
+    if json_file is not None:
+        about = {"sglcore": __version__, **about, "workload": load.as_json()}
+        rows = [record.as_json() for record in records]
+        json_file.write_text(json.dumps({**about, "figures": found.as_json(), "requests": rows}, indent=1) + "\n")
+    if plot is not None:
+        from sglcore.bench.plot import save_plot
+
+        save_plot(plot, records, found, f"sglcore bench {about['kind']}")
+    _show(found)
+    if found.whole < found.requests:
+        raise typer.Exit(1)
+
+
+def _show(found: Figures) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from sglcore.cli.bench_table import latency_table, totals_table
+
+    console = Console(highlight=False)
+    console.print(totals_table(found))
+    console.print(latency_table(found))
+    for kind, failures in found.failures.items():
+        line = f"{failures.count} failed: {kind}; the first said: {failures.first}"
+        console.print(Text(line, style="red"), soft_wrap=True)

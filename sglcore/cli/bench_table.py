@@ -1,0 +1,41 @@
+"""The figures of a load as tables for a terminal."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.table import Table
+
+from sglcore.bench.figures import LATENCIES, Figures, Spread
+
+
+def totals_table(found: Figures) -> Table:
+    """Counts and rates."""
+    table = Table("", "total", "per second", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.columns[1].justify = table.columns[2].justify = "right"
+    table.add_row("requests", f"{found.whole} of {found.requests}", f"{found.requests_per_s:.2f}")
+    table.add_row("input tokens", f"{found.input_tokens:,}", f"{found.input_per_s:,.1f}")
+    if found.cached_tokens:
+        table.add_row("  from the prefix cache", f"{found.cached_tokens:,}", "")
+    table.add_row("output tokens", f"{found.output_tokens:,}", f"{found.output_per_s:,.1f}")
+    if found.goodput is not None:
+        goals = ", ".join(f"{name} at most {limit:g} ms" for name, limit in found.goals.items())
+        table.add_row(f"goodput ({goals})", "", f"{found.goodput:.2f}")
+    table.add_row("seconds", f"{found.seconds:.2f}", "")
+    return table
+
+
+def latency_table(found: Figures) -> Table:
+    """Percentiles, in milliseconds."""
+    names = ("mean", "p50", "p90", "p99", "max")
+    table = Table("ms", *names, box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, spread in found.latency.items():
+        table.add_row(f"{name.upper()} ({LATENCIES[name]})", *_cells(spread))
+    if found.lag is not None:
+        table.add_row("lag (sent later than due)", *_cells(found.lag))
+    return table
+
+
+def _cells(spread: Spread) -> tuple[str, ...]:
+    return tuple(f"{value:.2f}" for value in (spread.mean, spread.p50, spread.p90, spread.p99, spread.max))

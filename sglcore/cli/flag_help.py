@@ -1,0 +1,63 @@
+"""One line of help for each setting; a test holds that none is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+HELP: Mapping[str, str] = MappingProxyType(
+    {
+        "device": "The device to run on; left out, the one that is found.",
+        "dtype": "auto, float32, bfloat16 or float16.",
+        "max_model_len": "Tokens of context; left out, the checkpoint's own.",
+        "max_requests": "Requests that may run at once.",
+        "max_batch_tokens": "Tokens of one step; longer prompts are cut into chunks of it.",
+        "page_size": "Tokens of a page of the KV cache.",
+        "kv_cache_memory": "Memory for the KV cache, such as 512M or 4G.",
+        "attention_backend": "An attention backend of the device.",
+        "graph": "A graph kind of the device: full, breakable, piecewise, compiled, off or auto.",
+        "graph_buckets": "Batch sizes of decode graphs; may be given several times.",
+        "graph_token_buckets": "Token counts of prefill graphs; may be given several times.",
+        "overlap": "Plan a step while the one before is still running.",
+        "prefix_cache": "Share the pages of prompts with a common beginning.",
+        "strict": "Refuse to start with anything less than was asked for.",
+        "threads": "Threads of the processor device.",
+        "poison": "Overwrite the input buffers before every step, to prove that nothing reads old data.",
+        "eager_input_no_copy": "Run batches that are on the device already as they are.",
+        "kernels": '"reference" computes with the reference\'s functions, to compare numbers.',
+        "shadow": "Run every Nth replay of a graph eagerly as well and compare; 0 is never.",
+        "system_root": "Where probes look for the machine's files.",
+        "host": "The address to listen on; 0.0.0.0 for every one of this machine.",
+        "port": "The port to listen on; 0 takes a free one.",
+        "served_model_name": "The name that requests use; may be given several times.",
+        "api_key": "A key of which a request must bring one; may be given several times.",
+        "api_key_file": "A file with keys, one a line.",
+        "allowed_hosts": "Another name under which a server on loopback answers; may be given several times.",
+        "cors_origins": "An origin whose pages may use the server; may be given several times, * is any.",
+        "max_request_bytes": "Bytes of a request's body at most.",
+        "max_header_bytes": "Bytes of a request's head at most.",
+        "max_connections": "Connections at most.",
+        "max_concurrent_requests": "Requests that are answered at once at most; more get 429.",
+        "max_queued_requests": "Requests that may wait for a place in a step; more get 429.",
+        "max_prompts": "Prompts of one request at most.",
+        "max_n": "Samples of each prompt (n) at most.",
+        "max_logprobs": "Alternatives per token at most.",
+        "max_prompt_tokens": "Tokens of a prompt at most; left out, what the context holds.",
+        "max_stored_responses": "Answers of /v1/responses that are kept for later reference.",
+        "header_timeout": "Seconds that a client has to send a request's head.",
+        "body_timeout": "Seconds that a client has to send a request's body.",
+        "write_timeout": "Seconds that a client has to take anything of an answer that is ready.",
+        "keep_alive": "Seconds that an idle connection stays open.",
+        "drain_timeout": "Seconds that requests in flight have when the server is told to stop.",
+        "restart": "Start an engine process again that died.",
+        "replicas": "Engine processes behind this endpoint.",
+        "replica_env": "A variable for each replica, NAME={index}; may be given several times.",
+        "ray": "Place the replicas by Ray: the address of a cluster, auto, or local.",
+        "grammar_backend": "What compiles grammars: auto, llguidance or xgrammar.",
+        "tool_parser": "How tool calls are read; auto finds it in the chat template, off turns them off.",
+        "reasoning_parser": "How reasoning is told from the answer; auto finds it in the chat template.",
+        "chat_template": "A file with a chat template instead of the checkpoint's.",
+        "log_file": "Where to log; left out, the error stream.",
+        "log_level": "debug, info, warning or error.",
+    }
+)

@@ -1,0 +1,67 @@
+"""Flags made from the configuration's own records: each field of EngineConfig and ServerConfig is one, under its own name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from sglcore.cli.aliases import FLAGS
+from sglcore.cli.flag_help import HELP
+from sglcore.device.settings import setting_kinds, variable_of
+
+_TYPES = (("bool", bool), ("int", int), ("float", float), ("str", str))
+
+
+def with_settings(function: Callable[..., None], *records: type[Any]) -> Callable[..., None]:
+    """The function with a flag for each field of the records added to its own options. It receives them, those that were
+    not given left out, as `settings: dict`; the records' own resolve reads the variables."""
+    own = [item for item in inspect.signature(function).parameters.values() if item.name != "settings"]
+    kinds = {name: kind for record in records for name, kind in setting_kinds(record).items() if name != "model"}
+    made = {name: _flag(name, kind) for name, kind in kinds.items()}
+
+    def run(**given: Any) -> None:
+        settings = {name: given.pop(name) for name in made}
+        function(**given, settings={name: value for name, value in settings.items() if value not in (None, [])})
+
+    parameters = [
+        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=a) for n, a in made.items()
+    ]
+    run.__name__, run.__doc__ = function.__name__, function.__doc__
+    run.__annotations__ = {**inspect.get_annotations(function, eval_str=True), **made}
+    run.__annotations__.pop("settings", None)
+    named = [
+        item.replace(annotation=run.__annotations__[item.name], kind=inspect.Parameter.KEYWORD_ONLY) for item in own
+    ]
+    run.__signature__ = inspect.Signature([*named, *parameters])  # pyright: ignore[reportFunctionMemberAccess]
+    return run
+
+
+def split_settings(settings: Mapping[str, Any], record: type[Any]) -> dict[str, Any]:
+    """Those of one record, lists as the record's tuples."""
+    known = setting_kinds(record)
+    return {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items() if n in known}
+
+
+def flag_names(name: str) -> tuple[str, ...]:
+    """How a setting is written on the command line, its own name first."""
+    return (f"--{name.replace('_', '-')}", *FLAGS.get(name, ()))
+
+
+def _flag(name: str, kind: str) -> Any:
+    names = flag_names(name)
+    if kind.startswith("bool"):
+        names = tuple(f"{each}/--no-{each.removeprefix('--')}" for each in names)
+    text = f"{HELP.get(name, '')} [{variable_of(name)}]".strip()
+    return Annotated[_type_of(name, kind), typer.Option(*names, help=text, show_default=False)]
+
+
+def _type_of(name: str, kind: str) -> Any:
+    if name == "kv_cache_memory":
+        return str | None
+    is_list = kind.startswith("tuple[")
+    word = kind.removeprefix("tuple[")
+    found = next(value for start, value in _TYPES if word.startswith(start))
+    return list[found] | None if is_list else found | None

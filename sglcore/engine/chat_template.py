@@ -1,0 +1,127 @@
+"""A checkpoint's chat templates: which there are, and a conversation as text by one of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sglcore.device.errors import ConfigError, SglcoreError
+
+RESERVED = frozenset(
+    {"messages", "tools", "add_generation_prompt", "chat_template", "raise_exception", "strftime_now", "tokenize"}
+)
+"""What callers can not set as a variable of the template."""
+
+
+class TextError(SglcoreError, ValueError):
+    """Text that this checkpoint can not take."""
+
+
+class ChatTemplate:
+    """The templates of one checkpoint by name; "default" for conversations, "tool_use" where tools have their own."""
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        self.sources = dict(sources)
+        self.special_tokens = dict(special_tokens)
+
+    @classmethod
+    def load(cls, folder: Path, settings: Mapping[str, Any]) -> ChatTemplate:
+        """The templates of a folder: its .jinja files before those of tokenizer_config.json."""
+        return cls(_sources(folder, settings), _special_tokens(settings))
+
+    def replaced(self, text: str) -> ChatTemplate:
+        """The same special tokens under one other template."""
+        return ChatTemplate({"default": text}, self.special_tokens)
+
+    def source(self, *, tools: bool = False) -> str | None:
+        """The template's text, of the one for tools where there is one."""
+        return self.sources.get("tool_use" if tools and "tool_use" in self.sources else "default")
+
+    def variables(self, *, tools: bool = False) -> frozenset[str]:
+        """The names that a template reads and does not set."""
+        from jinja2 import meta
+
+        return frozenset(meta.find_undeclared_variables(self._sandbox.parse(self.source(tools=tools) or "")))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as text; raises TextError if there is no template, or it refuses or does too much."""
+        source = self.source(tools=bool(tools))
+        if source is None:
+            raise TextError(
+                "this checkpoint has no chat template", remedy="give a prompt instead of messages, or add the template"
+            )
+        from jinja2 import TemplateError
+
+        given = {**self.special_tokens, "documents": None, **self._checked(variables or {})}
+        given |= {"messages": list(messages), "tools": list(tools) if tools else None}
+        given["add_generation_prompt"] = add_generation_prompt
+        try:
+            return self._sandbox.render(self._compiled(source), given)
+        except TemplateError as error:
+            raise TextError(f"the chat template refuses these messages: {error}") from None
+
+    @cached_property
+    def _sandbox(self) -> Any:
+        from sglcore.engine.template_sandbox import Sandbox
+
+        return Sandbox()
+
+    @cached_property
+    def _templates(self) -> dict[str, Any]:
+        return {}
+
+    def _compiled(self, source: str) -> Any:
+        if source not in self._templates:
+            self._templates[source] = self._sandbox.compiled(source)
+        return self._templates[source]
+
+    @staticmethod
+    def _checked(variables: Mapping[str, Any]) -> Mapping[str, Any]:
+        taken = sorted(RESERVED & variables.keys())
+        if taken:
+            raise TextError(f"chat_template_kwargs sets {', '.join(taken)}", remedy="leave it to the server")
+        return variables
+
+
+def _sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    setting = settings.get("chat_template")
+    if isinstance(setting, str):
+        found["default"] = setting
+    elif isinstance(setting, list):
+        found |= {entry["name"]: entry["template"] for entry in setting}
+    saved = folder / "chat_template.json"
+    if not found and saved.is_file():
+        found["default"] = json.loads(saved.read_text(encoding="utf-8"))["chat_template"]
+    found |= {file.stem: _text(file) for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        found["default"] = _text(folder / "chat_template.jinja")
+    return found
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} can not be read: {error}", wanted="UTF-8", remedy="download it again") from None
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and the like, as text; a template sees those that are not set as undefined, which is empty."""
+    names = (name for name in settings if name.endswith("_token"))
+    return {name: text for name in names if (text := _token_text(settings[name]))}
+
+
+def _token_text(token: Any) -> str:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""

@@ -1,0 +1,185 @@
+"""Grammars of requests: compiled in the background, kept, and started as one matcher for each sample.
+
+It knows the libraries that compile by name only (`llguidance`, `xgrammar`); each is one file beside this one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+from sglcore.device.errors import ConfigError
+from sglcore.device.ledger import Row
+from sglcore.sampling.grammar import Grammar, GrammarError
+from sglcore.schedule.request import Matcher
+
+BACKENDS = ("llguidance", "xgrammar")
+KEPT_GRAMMARS = 256
+COMPILE_SECONDS = 20.0
+COMPILE_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a mask is about: the tokenizer's tokens, `size` logits (ids beyond the tokenizer's are never allowed), and the
+    ids that end an output."""
+
+    tokenizer: Tokenizer
+    size: int
+    eos_ids: tuple[int, ...]
+
+
+class CompiledGrammar(Protocol):
+    """A grammar ready to be followed, by any number of samples."""
+
+    def start(self) -> Matcher:
+        """A matcher at the beginning, independent of all others."""
+        ...
+
+
+class GrammarBackend(Protocol):
+    """A library that compiles grammars for one vocabulary."""
+
+    @property
+    def name(self) -> str:
+        """As it is asked for."""
+        ...
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Waits, on any thread. Raises GrammarError if it can not be read or not be enforced as it stands."""
+        ...
+
+
+class Compiling:
+    """A grammar on its way. Asked for `seconds` at most; what takes longer ends as an error, though its thread goes on."""
+
+    def __init__(self, future: Future[CompiledGrammar], seconds: float) -> None:
+        self._future = future
+        self._seconds = seconds
+        self._until = time.monotonic() + seconds
+
+    @property
+    def is_done(self) -> bool:
+        """`start` answers at once."""
+        return self._future.done() or time.monotonic() >= self._until
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Have `call` called, on another thread or now, once the compiler is done; not when it takes too long."""
+        self._future.add_done_callback(lambda _: call())
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until it is done, or so long; whether it is done."""
+        left = max(self._until - time.monotonic(), 0.0)
+        try:
+            self._future.exception(left if seconds is None else min(seconds, left))
+        except TimeoutError:
+            pass
+        return self.is_done
+
+    def start(self) -> Matcher:
+        """A matcher for one sample. Waits until it is done; raises GrammarError."""
+        if not self._future.done() and self.wait() and not self._future.done():
+            raise GrammarError(
+                f"compiling the grammar took longer than {self._seconds:g} s",
+                wanted="a smaller one",
+                remedy="take out repetitions with large counts",
+            )
+        return self._future.result().start()
+
+
+class Grammars:
+    """Compiles on threads of its own; the newest `kept` grammars are kept, those that failed as well."""
+
+    def __init__(self, backend: GrammarBackend, *, kept: int = KEPT_GRAMMARS, seconds: float = COMPILE_SECONDS) -> None:
+        self.backend = backend
+        self._kept, self._seconds = kept, seconds
+        self._known: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
+        self._lock = Lock()
+        self._jobs: SimpleQueue[tuple[Grammar, Future[CompiledGrammar]] | None] = SimpleQueue()
+        self._threads: list[Thread] = []
+
+    def ask(self, grammar: Grammar) -> Compiling:
+        """Start compiling, or join what was asked before; does not wait. Any thread may call it."""
+        with self._lock:
+            future = self._known.get(grammar)
+            if future is None:
+                future = self._known[grammar] = Future()
+                self._queue(grammar, future)
+            self._known.move_to_end(grammar)
+            while len(self._known) > self._kept:
+                self._known.popitem(last=False)
+        return Compiling(future, self._seconds)
+
+    def close(self) -> None:
+        """Compile nothing more. Idempotent; does not wait."""
+        with self._lock:
+            for _ in self._threads:
+                self._jobs.put(None)
+            self._threads.clear()
+
+    def _queue(self, grammar: Grammar, future: Future[CompiledGrammar]) -> None:
+        self._jobs.put((grammar, future))
+        if len(self._threads) < COMPILE_THREADS:
+            # The interpreter does not wait for a daemon when it ends; a compiler can not be interrupted.
+            thread = Thread(target=self._work, name="grammar", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            grammar, future = job
+            try:
+                future.set_result(self.backend.compile(grammar))
+            except GrammarError as error:
+                future.set_exception(error)
+            except BaseException as error:
+                text = f"{self.backend.name} failed on this {grammar.kind}: {type(error).__name__}: {error}"
+                future.set_exception(GrammarError(text, wanted="a grammar that it can read"))
+
+
+def open_grammars(name: str, vocabulary: Vocabulary) -> tuple[Grammars | None, Row]:
+    """The grammars of an engine by the backend asked for ("auto", "off", "llguidance" or "xgrammar"), and the decision.
+
+    None: grammars are off, and the row says why. Raises ConfigError if a backend asked for by name can not be had.
+    """
+    remedy = "SGLCORE_GRAMMAR_BACKEND=llguidance, xgrammar or off"
+    if name not in ("auto", "off", *BACKENDS):
+        raise ConfigError(f"unknown grammar_backend {name!r}", wanted=f"auto, off or one of {', '.join(BACKENDS)}")
+    if name == "off":
+        return None, Row("grammar", name, "off", "asked for", remedy)
+    try:
+        backend = _open_backend(BACKENDS[0] if name == "auto" else name, vocabulary)
+    except ConfigError as error:
+        if name != "auto":
+            raise
+        return None, Row("grammar", name, "off", error.found, error.remedy)
+    reason = "asked for" if name != "auto" else "the same text on every device, and it needs no tensor library"
+    return Grammars(backend), Row("grammar", name, backend.name, reason, remedy)
+
+
+def _open_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:
+    if not vocabulary.eos_ids:
+        raise ConfigError(
+            "this checkpoint names no end-of-sequence token, so no output could end by its grammar",
+            remedy="name eos_token_id in its generation_config.json",
+        )
+    try:
+        if name == "llguidance":
+            from sglcore.engine.grammar_llguidance import Llguidance
+
+            return Llguidance(vocabulary)
+        from sglcore.engine.grammar_xgrammar import Xgrammar
+
+        return Xgrammar(vocabulary)
+    except ImportError as error:
+        raise ConfigError(
+            f"the grammar backend {name} can not be imported: {error}", remedy=f"pip install {error.name or name}"
+        ) from None

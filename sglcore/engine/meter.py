@@ -1,0 +1,44 @@
+"""A worker that counts: where a step's time goes on the host, and which path each step took."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore.device.worker import BatchResult, Limits, ModelWorker, Ticket
+
+
+class Meter:
+    """A ModelWorker around another. `paths` counts steps by what ran; `submit_seconds` and `wait_seconds` are sums."""
+
+    def __init__(self, worker: ModelWorker) -> None:
+        self._worker = worker
+        self.limits: Limits = worker.limits
+        self.paths: Counter[str] = Counter()
+        self.submit_seconds = 0.0
+        self.wait_seconds = 0.0
+
+    @property
+    def device_seconds(self) -> float:
+        """Seconds that the host was not free: it waited, or it was itself the device."""
+        return self.wait_seconds if self.limits.runs_ahead else self.wait_seconds + self.submit_seconds
+
+    def submit(self, batch: ScheduleBatch) -> Ticket:
+        """As the worker's, with its time."""
+        begin = time.perf_counter()
+        ticket = self._worker.submit(batch)
+        self.submit_seconds += time.perf_counter() - begin
+        return ticket
+
+    def collect(self, ticket: Ticket) -> BatchResult:
+        """As the worker's, with its time; waits."""
+        begin = time.perf_counter()
+        result = self._worker.collect(ticket)
+        self.wait_seconds += time.perf_counter() - begin
+        self.paths[result.path] += 1
+        return result
+
+    def close(self) -> None:
+        """As the worker's."""
+        self._worker.close()

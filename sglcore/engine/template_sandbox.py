@@ -1,0 +1,206 @@
+"""The sandbox that a checkpoint's chat template runs in: no code, no attributes of Python, and a bound on all it does.
+
+A template counts its steps (turns of loops, calls, filters) and the characters it makes; past a bound it ends with a
+TemplateLimit that says the number. The counts belong to the thread that renders.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from functools import wraps
+from typing import Any, ClassVar
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.runtime import LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+MAX_STEPS = 250_000
+"""Turns of loops, calls and filters of one rendering."""
+MAX_MADE = 64_000_000
+"""Characters that one rendering may make, intermediate ones included."""
+MAX_OUTPUT = 16_000_000
+"""Characters of a rendered prompt."""
+MAX_WIDTH = 100_000
+"""Of anything that is padded or repeated at once."""
+MAX_BITS = 4096
+"""Of a whole number that a template computes."""
+
+_WIDE_FORMAT = re.compile(r"\d{6,}")
+_WIDTH_FROM_VALUE = re.compile(r":[^{}]*\{|%[^%a-zA-Z]*\*")
+_PADS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs", "indent", "wordwrap"})
+
+
+class TemplateLimit(TemplateError):
+    """A template that does too much; the text says how much it may do."""
+
+
+class TemplateRefusal(TemplateError):
+    """The template itself refused, by `raise_exception`."""
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with the functions that chat templates use, and with bounds."""
+
+    intercepted_binops: ClassVar[frozenset[str]] = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"])
+        self._spent = threading.local()
+        self.finalize = self.made
+        self.filters = {name: self._bounded(name, function) for name, function in self.filters.items()}
+        self.filters["tojson"] = self._bounded("tojson", to_json)
+        self.globals.pop("lipsum", None)
+        self.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+
+    def compiled(self, source: str) -> Any:
+        """A template whose loops and joins are counted; raises jinja2.TemplateError."""
+        tree = _Counting().visit(self.parse(source))
+        return self.from_string(tree.set_environment(self))
+
+    def render(self, template: Any, variables: dict[str, Any]) -> str:
+        """The template's text; raises jinja2.TemplateError, also for what its expressions raise."""
+        self._spent.steps = self._spent.made = 0
+        parts: list[str] = []
+        size = 0
+        try:
+            for part in template.generate(variables):
+                parts.append(part)
+                size += len(part)
+                if size > MAX_OUTPUT:
+                    raise TemplateLimit(f"it makes more than {MAX_OUTPUT} characters")
+        except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise TemplateError(f"{type(error).__name__}: {error}") from None
+        return "".join(parts)
+
+    def turns(self, items: Iterable[Any]) -> Iterator[Any]:
+        """The items of a loop, each counted."""
+        for item in items:
+            self._step()
+            yield item
+
+    def joined(self, *parts: Any) -> str:
+        """What `~` makes."""
+        return self.made("".join(map(str, parts)))
+
+    def made(self, value: Any) -> Any:
+        """The value, its characters or items counted."""
+        if isinstance(value, str | list | tuple):
+            self._spent.made += len(value)
+            if self._spent.made > MAX_MADE:
+                raise TemplateLimit(f"it makes more than {MAX_MADE} characters on the way")
+        return value
+
+    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """A call of the template's: counted, its result too."""
+        self._step()
+        name = obj.__name__ if callable(obj) and not isinstance(obj, LoopContext) and _named(obj) else ""
+        if name in _PADS:
+            _check_width((*args, *kwargs.values()))
+        if isinstance(obj, LoopContext) and args:
+            args = (self.turns(args[0]), *args[1:])
+        return self.made(super().call(context, obj, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """`str.format`, without widths that would fill the memory."""
+        inner = super().wrap_str_format(value)
+        if inner is not None:
+            _check_format(value.__self__)
+        return inner
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """`+`, `*`, `**` and `%`, each checked before it is done."""
+        self._step()
+        numbers: list[int] = [value for value in (left, right) if isinstance(value, int)]
+        sized = [value for value in (left, right) if isinstance(value, str | list | tuple)]
+        if operator == "*" and sized and numbers and len(sized[0]) * max(numbers[0], 0) > MAX_WIDTH:
+            raise TemplateLimit(f"it repeats to more than {MAX_WIDTH} characters")
+        if operator == "%" and isinstance(left, str):
+            _check_format(left)
+        bits = sum(value.bit_length() for value in numbers) if operator == "*" else 0
+        if operator == "**" and len(numbers) == 2:
+            bits = numbers[0].bit_length() * max(numbers[1], 0)
+        if bits > MAX_BITS:
+            raise TemplateLimit(f"it computes a number of more than {MAX_BITS} bits")
+        return self.made(super().call_binop(context, operator, left, right))
+
+    def _step(self) -> None:
+        self._spent.steps += 1
+        if self._spent.steps > MAX_STEPS:
+            raise TemplateLimit(f"it takes more than {MAX_STEPS} steps (turns of loops, calls, filters)")
+
+    def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            self._step()
+            if name in _PADS:
+                _check_width((*args, *kwargs.values()))
+            if name == "format":
+                _check_format(str(args[0]))
+            return self.made(function(*args, **kwargs))
+
+        return bounded
+
+
+class GenerationBlock(Extension):
+    """`{% generation %}` marks what the assistant wrote, for training; here it is only its content."""
+
+    tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]
+
+    def parse(self, parser: Any) -> Any:
+        """The nodes between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Counting(NodeTransformer):
+    """Sends the items of loops, and what `~` joins, through the environment, which counts them."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = _counted("turns", [node.iter])
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _counted("joined", node.nodes)
+
+
+def _counted(method: str, args: list[Any]) -> nodes.Expr:
+    return nodes.Call(nodes.EnvironmentAttribute(method), args, [], None, None)
+
+
+def _named(value: Any) -> bool:
+    return bool(getattr(value, "__name__", ""))  # foreign: any callable of Python or Jinja
+
+
+def _check_width(values: Iterable[Any]) -> None:
+    wide = [value for value in values if isinstance(value, int) and abs(value) > MAX_WIDTH]
+    if wide:
+        raise TemplateLimit(f"it pads to {wide[0]} characters, of {MAX_WIDTH}")
+
+
+def _check_format(form: str) -> None:
+    if _WIDE_FORMAT.search(form) or _WIDTH_FROM_VALUE.search(form):
+        raise TemplateLimit(f"its format {form!r:.40} may be wider than {MAX_WIDTH} characters")
+
+
+def to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """The filter `tojson`: characters stay what they are, and nothing is escaped for HTML."""
+    indent = None if indent is None else min(indent, 16)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateRefusal(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)

@@ -1,0 +1,86 @@
+"""The channel between the front and an engine process: one pair of sockets, messages as msgpack.
+
+On one machine it is a socket file in a folder that only its owner may enter; between machines it is TCP under CURVE keys,
+so that nobody without them is heard.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from sglcore.serving.messages import Address, Order, Report
+
+LINGER_MS = 2000
+"""How long a closing socket goes on with what is queued."""
+
+
+class EngineChannel:
+    """An engine's end. Not thread-safe, except that it may be made in one thread and used in another."""
+
+    def __init__(self, address: Address) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.PAIR)
+        _unbounded(self._socket)
+        if address.secret:
+            self._socket.curve_serverkey = address.front.encode()
+            self._socket.curve_publickey = address.public.encode()
+            self._socket.curve_secretkey = address.secret.encode()
+        self._socket.connect(address.endpoint)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Order)
+
+    def send(self, report: Report) -> None:
+        """Queue a report; does not wait."""
+        self._socket.send(self._encoder.encode(report), copy=True)
+
+    def receive(self, timeout_ms: int) -> list[Order]:
+        """The orders that have come; waits up to `timeout_ms` for the first."""
+        if not self._socket.poll(timeout_ms):
+            return []
+        orders: list[Order] = []
+        try:
+            while True:
+                orders.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            return orders
+
+    def close(self) -> None:
+        """Send what is queued, then close."""
+        self._socket.close(LINGER_MS)
+        self._context.term()
+
+
+class FrontChannel:
+    """The front's end of one engine's channel, on the running event loop."""
+
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str, keys: tuple[bytes, bytes] | None = None) -> None:
+        """`endpoint` to bind (a TCP port of 0 takes a free one); `keys`, public and secret, turn CURVE on."""
+        self._socket = context.socket(zmq.PAIR)
+        _unbounded(self._socket)
+        if keys is not None:
+            self._socket.curve_server = True
+            self._socket.curve_publickey, self._socket.curve_secretkey = keys
+        self._socket.bind(endpoint)
+        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Report)
+
+    def send(self, order: Order) -> None:
+        """Queue an order; does not wait. What is sent to a process that is gone is lost with it."""
+        self._socket.send(self._encoder.encode(order))
+
+    async def receive(self) -> Report:
+        """The next report."""
+        return self._decoder.decode(await self._socket.recv())
+
+    def close(self) -> None:
+        """Close at once."""
+        self._socket.close(0)
+
+
+def _unbounded(socket: zmq.Socket) -> None:
+    """Nothing is ever dropped: what may be in flight is bounded by the requests that were let in."""
+    socket.sndhwm = 0
+    socket.rcvhwm = 0

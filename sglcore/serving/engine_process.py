@@ -1,0 +1,149 @@
+"""An engine process: orders from the front in, reports out, the device's steps between. It tokenises nothing.
+
+Started as `python -m sglcore.serving.engine_process`, with an EngineSpec as one line of JSON on its standard input; when
+that closes, the parent is gone and so is this process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from sglcore.device.choice import adopt
+from sglcore.device.config import EngineConfig
+from sglcore.device.discovery import discover
+from sglcore.device.errors import SglcoreError
+from sglcore.engine.meter import Meter
+from sglcore.engine.start import Started, start
+from sglcore.engine.text import eos_token_ids
+from sglcore.engine.tokens import TokenEngine
+from sglcore.serving.channel import EngineChannel
+from sglcore.serving.engine_service import EngineService
+from sglcore.serving.messages import EngineSpec, Failed, ModelInfo, Phase, Ready
+from sglcore.serving.warm_up import warm_up
+
+PARENT_GONE = 3
+"""The exit code of a process whose parent ended without a word."""
+REPORT_EVERY = 0.1
+"""Seconds between two reports of the same phase."""
+
+
+def main() -> int:
+    """Run until the front says to leave; the exit code says why it ended."""
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)  # the front is told, drains, and then tells this process
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSpec)
+    logging.basicConfig(level=logging.INFO, format=f"%(levelname)s engine {spec.replica}: %(message)s")
+    threading.Thread(target=_follow_parent, name="parent", daemon=True).start()
+    channel = EngineChannel(spec.address)
+    try:
+        service = _start(spec, channel)
+        code = service.run()
+    except SglcoreError as error:
+        channel.send(Failed(str(error), error.exit_code))
+        code = error.exit_code
+    except Exception as error:
+        logging.error("%s", traceback.format_exc())
+        channel.send(Failed(f"{type(error).__name__}: {error}", 1))
+        code = 1
+    channel.close()
+    return code
+
+
+def _follow_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(PARENT_GONE)
+
+
+def _start(spec: EngineSpec, channel: EngineChannel) -> EngineService:
+    """Bring the model up, draw a real token by the path that will serve, and say so."""
+    config = engine_config(spec.config)
+    if spec.chosen:
+        adopt(spec.chosen, config.device, discover())
+    started = start(config, PhaseReports(channel))
+    meter = Meter(started.worker)
+    engine = TokenEngine(
+        meter, eos_token_ids(started.model_path), overlap=started.overlap, prefix_cache=config.prefix_cache
+    )
+    service = EngineService(engine, meter, channel)
+    channel.send(Phase("warm-up", 0, 1))
+    begin = time.perf_counter()
+    warm_up(engine)
+    seconds = {**started.seconds, "warm-up": time.perf_counter() - begin}
+    channel.send(Ready(model_info(started, engine, seconds)))
+    return service
+
+
+class PhaseReports:
+    """A start's progress as reports: each phase's first and last state, and in between not too many."""
+
+    def __init__(self, channel: EngineChannel) -> None:
+        self._channel = channel
+        self._phase = ""
+        self._next = 0.0
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        """Report a phase's state."""
+        now = time.monotonic()
+        if phase == self._phase and done != total and now < self._next:
+            return
+        self._phase, self._next = phase, now + REPORT_EVERY
+        self._channel.send(Phase(phase, done, total))
+
+
+def engine_config(values: dict[str, Any]) -> EngineConfig:
+    """The configuration that the parent resolved; no variable is read again."""
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    sources = MappingProxyType(dict(values["sources"]))
+    return EngineConfig(**{**values, **lists, "sources": sources})
+
+
+def plain_config(config: EngineConfig) -> dict[str, object]:
+    """The fields of a configuration as JSON has them."""
+    values = {item.name: getattr(config, item.name) for item in fields(config)}
+    return {**values, "sources": dict(config.sources)}
+
+
+def model_info(started: Started, engine: TokenEngine, seconds: dict[str, float]) -> ModelInfo:
+    """What was started, as plain values."""
+    chosen, ledger = started.choice.chosen, started.ledger.as_json()
+    return ModelInfo(
+        device=chosen.name,
+        device_evidence=started.choice.report.hardware.evidence,
+        distribution=chosen.distribution,
+        version=chosen.version,
+        ledger=tuple(ledger),
+        limits=asdict(engine.limits),
+        max_model_len=engine.limits.max_model_len,
+        generates=engine.limits.generates,
+        eos_ids=tuple(sorted(engine.eos_ids)),
+        seconds=seconds,
+        fingerprint=fingerprint(started.model_path, chosen.encode(), ledger),
+    )
+
+
+def fingerprint(folder: Path, device: str, ledger: list[dict[str, object]]) -> str:
+    """`fp_` and 12 hexadecimal digits of what may change a number: version, device, checkpoint, decisions."""
+    from sglcore import __version__
+
+    files = [f"{file.name} {file.stat().st_size}" for file in sorted(folder.iterdir()) if file.is_file()]
+    config = (folder / "config.json").read_text(encoding="utf-8")
+    chosen = [f"{row['topic']}={row['effective']}" for row in ledger if row["topic"] != "kv cache"]
+    text = "\n".join([__version__, device, config, *files, *chosen])
+    return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""One prompt on its way through the server: news of tokens come in as they are made, pieces of text go out as they are taken.
+
+What nobody has taken yet is joined into one piece, so a slow reader holds up nobody and keeps no more than its own text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol
+
+from sglcore.engine.assembly import Assembly
+from sglcore.engine.news import TokenNews
+from sglcore.engine.outputs import Piece, PromptProgress, RequestOutput
+from sglcore.serving.messages import Abort, Ask, Order, Stop
+
+
+class Clock(Protocol):
+    """What a generation tells about its times."""
+
+    def on_first_token(self) -> None:
+        """The first token is there."""
+        ...
+
+    def on_tokens(self, count: int, seconds: float) -> None:
+        """`count` tokens arrived `seconds` after the ones before."""
+        ...
+
+    def on_end(self, reason: str) -> None:
+        """It has ended."""
+        ...
+
+
+class Generation:
+    """Async iterator of Piece and PromptProgress, and async context manager: leaving it ends what has not ended.
+
+    Iterating raises what ended it from outside (EngineDied, or a refusal of the engine). One consumer at a time.
+    """
+
+    def __init__(self, ask: Ask, assembly: Assembly, clock: Clock) -> None:
+        self.ask = ask
+        self.request_id = ask.request_id
+        self.output: RequestOutput = assembly.output
+        self.prompt_tokens = len(assembly.output.prompt_token_ids)
+        self.is_closed = False
+        self.has_started = False
+        """A token has arrived, so it can not be started again elsewhere without repeating text."""
+        self._assembly = assembly
+        self._clock = clock
+        self._pending: dict[int, Piece] = {}
+        self._progress: PromptProgress | None = None
+        self._failure: Exception | None = None
+        self._woken = asyncio.Event()
+        self._last_token = 0.0
+        self._send: Callable[[Order], None] = _to_nobody
+        self._on_close: Callable[[Generation], None] = _nobody_waits
+        self._told: list[Callable[[], None]] = []
+
+    def bind(self, send: Callable[[Order], None], on_close: Callable[[Generation], None]) -> None:
+        """The engine that runs it: where its orders go, and who wants to know when it needs nothing more."""
+        self._send, self._on_close = send, on_close
+
+    def when_closed(self, told: Callable[[], None]) -> None:
+        """Who counts the requests that are on their way."""
+        self._told.append(told)
+
+    @property
+    def is_over(self) -> bool:
+        """No news of it can come any more."""
+        return self._failure is not None or self.output.finished
+
+    def deliver(self, news: TokenNews) -> None:
+        """Take in news from the engine; never raises."""
+        if self.is_closed:
+            return
+        if news.is_progress:
+            self._progress = PromptProgress(self.request_id, self.prompt_tokens, news.cached_tokens, news.processed)
+            self._woken.set()
+            return
+        piece = self._assembly.take(news)
+        if piece is None:
+            return
+        self._time_tokens(len(piece.token_ids))
+        known = self._pending.get(piece.index)
+        self._pending[piece.index] = piece if known is None else join(known, piece)
+        if piece.finish_reason is not None and news.finish_reason is None:
+            self._end_sample(piece.index)
+        if self.output.finished:
+            self._close(self._reason())
+        self._woken.set()
+
+    def fail(self, error: Exception) -> None:
+        """It was ended from outside: whoever iterates gets the error after what has arrived."""
+        if not self.is_over:
+            self._failure = error
+            self._close(type(error).__name__)
+        self._woken.set()
+
+    def abort(self) -> None:
+        """End what has not ended, and free its place on the device. Idempotent; does not wait."""
+        if self.is_closed:
+            return
+        self._send(Abort(self.request_id))
+        for completion in self.output.outputs:
+            completion.finish_reason = completion.finish_reason or "abort"
+        self._close("abort")
+        self._woken.set()
+
+    async def wait(self) -> RequestOutput:
+        """The whole output; waits until every sample has ended. Raises as iterating does."""
+        async for _ in self:
+            pass
+        return self.output
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Piece | PromptProgress:
+        while True:
+            if self._progress is not None:
+                progress, self._progress = self._progress, None
+                return progress
+            if self._pending:
+                return self._pending.pop(next(iter(self._pending)))
+            if self._failure is not None:
+                raise self._failure
+            if self.is_closed or self.output.finished:
+                raise StopAsyncIteration
+            self._woken.clear()
+            await self._woken.wait()
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def _time_tokens(self, count: int) -> None:
+        if not count:
+            return
+        now = time.perf_counter()
+        if self.has_started:
+            self._clock.on_tokens(count, now - self._last_token)
+        else:
+            self.has_started = True
+            self._clock.on_first_token()
+        self._last_token = now
+
+    def _end_sample(self, index: int) -> None:
+        """Its text has ended before its tokens did."""
+        cause = self.output.outputs[index].stop_cause
+        is_stop = isinstance(cause, str)
+        self._send(Stop(self.request_id, index, cause) if is_stop else Abort(self.request_id, index))
+
+    def _close(self, reason: str) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self._clock.on_end(reason)
+            self._on_close(self)
+            for told in self._told:
+                told()
+
+    def _reason(self) -> str:
+        reasons = [completion.finish_reason or "" for completion in self.output.outputs]
+        return next((reason for reason in ("error", "abort") if reason in reasons), reasons[0])
+
+
+def join(first: Piece, second: Piece) -> Piece:
+    """Two pieces of one sample, one after the other, as one."""
+    logprobs = first.logprobs
+    if second.logprobs is not None:
+        logprobs = (*(first.logprobs or ()), *second.logprobs)
+    return Piece(
+        first.request_id,
+        first.index,
+        first.text + second.text,
+        first.token_ids + second.token_ids,
+        second.finish_reason,
+        logprobs,
+        second.error,
+    )
+
+
+def _to_nobody(order: Order) -> None:
+    """It has not been given to an engine."""
+
+
+def _nobody_waits(generation: Generation) -> None:
+    """Nobody keeps it."""

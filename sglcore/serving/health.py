@@ -1,0 +1,65 @@
+"""What probes are told: alive, ready, and how far a start is."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+Drift = Literal["starting", "ready", "draining", "dead"]
+
+
+class Health:
+    """The server's state. `phase` is a step of the start, or "ready", "draining", "dead"."""
+
+    def __init__(self) -> None:
+        self.phase = "starting"
+        self.reason = ""
+        self._done = self._total = 0
+        self._begin = time.monotonic()
+        self._started_s: float | None = None
+
+    @property
+    def live(self) -> bool:
+        """The process answers and is not about to end by an error."""
+        return self.phase != "dead"
+
+    @property
+    def ready(self) -> bool:
+        """Requests will be answered."""
+        return self.phase == "ready"
+
+    @property
+    def started(self) -> bool:
+        """It has been ready once."""
+        return self._started_s is not None
+
+    def begin(self, phase: str, done: int = 0, total: int = 0) -> None:
+        """A phase of the start; no change while the server drains or is dead."""
+        if self.phase not in ("draining", "dead"):
+            self.phase, self._done, self._total, self.reason = phase, done, total, ""
+
+    def become_ready(self) -> None:
+        """A token came out of the path that serves."""
+        self.begin("ready", 1, 1)
+        if self._started_s is None and self.ready:
+            self._started_s = time.monotonic() - self._begin
+
+    def drain(self) -> None:
+        """No more requests are taken."""
+        if self.phase != "dead":
+            self.phase = "draining"
+
+    def die(self, reason: str) -> None:
+        """Nothing will be answered any more."""
+        self.phase, self.reason = "dead", reason
+
+    def snapshot(self) -> dict[str, object]:
+        """phase, done, total, elapsed_s since the process began (or that the start took), and the reason of an end."""
+        elapsed = self._started_s if self._started_s is not None else time.monotonic() - self._begin
+        found: dict[str, object] = {
+            "phase": self.phase,
+            "done": self._done,
+            "total": self._total,
+            "elapsed_s": round(elapsed, 3),
+        }
+        return {**found, "reason": self.reason} if self.reason else found

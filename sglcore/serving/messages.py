@@ -1,0 +1,224 @@
+"""What the front and an engine process say to each other: typed records as msgpack. Nothing here is ever unpickled.
+
+The front sends `Order`s, an engine sends `Report`s; every record of a side has a tag of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sglcore.engine.news import TokenNews
+from sglcore.sampling.grammar import Grammar
+from sglcore.sampling.params import SamplingParams
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where the front listens for one engine. `public` and `secret` are the engine's CURVE keys, `front` the front's public
+    key; empty on a socket file."""
+
+    endpoint: str
+    front: str = ""
+    public: str = ""
+    secret: str = ""
+
+
+class Ask(msgspec.Struct, array_like=True, tag=1, gc=False):
+    """Run a prompt: `prompt` is int32 in little-endian bytes, `params` what differs from the defaults."""
+
+    request_id: str
+    prompt: bytes
+    params: dict[str, Any]
+    seed: int
+    progress: bool = False
+
+
+class Abort(msgspec.Struct, array_like=True, tag=2, gc=False):
+    """End a request, or one sample of it (`index` of -1: all)."""
+
+    request_id: str
+    index: int = -1
+
+
+class Stop(msgspec.Struct, array_like=True, tag=3, gc=False):
+    """A sample's text has reached a stop string."""
+
+    request_id: str
+    index: int
+    cause: str
+
+
+class Embed(msgspec.Struct, array_like=True, tag=4, gc=False):
+    """Embed one prompt, int32 in little-endian bytes."""
+
+    request_id: str
+    prompt: bytes
+
+
+class Audit(msgspec.Struct, array_like=True, tag=5, gc=False):
+    """Look for pages and slots that are lost or held twice."""
+
+    request_id: str
+
+
+class Leave(msgspec.Struct, array_like=True, tag=6, gc=False):
+    """End the process; what still runs is dropped."""
+
+
+Order = Ask | Abort | Stop | Embed | Audit | Leave
+
+
+class Phase(msgspec.Struct, array_like=True, tag=1, gc=False):
+    """How far the start is: a step of the bring-up, with `done` of `total` parts."""
+
+    name: str
+    done: int
+    total: int
+
+
+class ModelInfo(msgspec.Struct, frozen=True, tag="info"):
+    """What a started engine runs: device and decisions, limits, and how long each step of the bring-up took (seconds).
+
+    `ledger`: rows as plain values. `limits`: the fields of `device.worker.Limits`. `fingerprint` changes with anything
+    that may change a number: versions, device, model, decisions.
+    """
+
+    device: str
+    device_evidence: str
+    distribution: str
+    version: str
+    ledger: tuple[dict[str, Any], ...]
+    limits: dict[str, Any]
+    max_model_len: int
+    generates: bool
+    eos_ids: tuple[int, ...]
+    seconds: dict[str, float]
+    fingerprint: str
+
+
+class EngineSpec(msgspec.Struct, frozen=True):
+    """How an engine process starts. `config`: the fields of EngineConfig, already resolved. `chosen`: the device that the
+    parent chose, as `ChosenDevice.encode` writes it (empty: the process chooses, on another machine)."""
+
+    address: Address
+    config: dict[str, Any]
+    replica: int = 0
+    chosen: str = ""
+    grammar_backend: str = "auto"
+
+
+class Ready(msgspec.Struct, array_like=True, tag=2):
+    """A token came out of the chosen path; requests may come."""
+
+    info: ModelInfo
+
+
+class News(msgspec.Struct, array_like=True, tag=3, gc=False):
+    """What one step brought."""
+
+    items: list[TokenNews]
+
+
+class Refused(msgspec.Struct, array_like=True, tag=4, gc=False):
+    """A request that this engine does not take, and why; `status` as HTTP has it: the caller's fault (400) or ours."""
+
+    request_id: str
+    error: str
+    status: int = 400
+
+
+class Embedded(msgspec.Struct, array_like=True, tag=5, gc=False):
+    """An embedding, float32 in little-endian bytes, or why there is none."""
+
+    request_id: str
+    vector: bytes
+    error: str = ""
+
+
+class EngineStats(msgspec.Struct, array_like=True, tag=6, gc=False):
+    """Counters of one engine since its start; `running`, `waiting` and the pages are of this moment, times are seconds.
+
+    `hit_tokens` of `looked_up_tokens`: prompt tokens that the prefix cache had. `computed_prompt_tokens`: those that the
+    device worked on, again after a retraction. `paths` counts steps by what ran. `host_seconds`: the part of
+    `step_seconds`, over `host_steps`, in which the host neither waited for the device nor was itself the device.
+    """
+
+    time: float = 0.0
+    waiting: int = 0
+    running: int = 0
+    compiling: int = 0
+    num_pages: int = 0
+    free_pages: int = 0
+    cached_pages: int = 0
+    unused_cached_pages: int = 0
+    hit_tokens: int = 0
+    looked_up_tokens: int = 0
+    retractions: int = 0
+    steps: int = 0
+    failed_steps: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    generation_tokens: int = 0
+    host_seconds: float = 0.0
+    host_steps: int = 0
+    step_seconds: float = 0.0
+    paths: dict[str, int] = {}
+
+
+class Audited(msgspec.Struct, array_like=True, tag=7, gc=False):
+    """What an audit found; nothing if all is well."""
+
+    request_id: str
+    problems: list[str]
+
+
+class Failed(msgspec.Struct, array_like=True, tag=8, gc=False):
+    """The engine can not go on; its process ends with `exit_code`."""
+
+    error: str
+    exit_code: int
+
+
+Report = Phase | Ready | News | Refused | Embedded | EngineStats | Audited | Failed
+
+_DEFAULTS = MappingProxyType({item.name: getattr(SamplingParams(), item.name) for item in fields(SamplingParams)})
+
+
+def pack_params(params: SamplingParams) -> dict[str, Any]:
+    """What differs from the defaults, as plain values."""
+    packed: dict[str, Any] = {}
+    for name, default in _DEFAULTS.items():
+        value = getattr(params, name)
+        if value != default:
+            packed[name] = _plain(value)
+    return packed
+
+
+def unpack_params(packed: Mapping[str, Any]) -> SamplingParams:
+    """The parameters that `pack_params` wrote; raises SamplingError like any."""
+    values = dict(packed)
+    if "grammar" in values:
+        values["grammar"] = Grammar(*values["grammar"])
+    return SamplingParams(**values)
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """int32, little-endian."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def unpack_ids(packed: bytes) -> np.ndarray:
+    """int32 of what `pack_ids` wrote; read-only."""
+    return np.frombuffer(packed, dtype="<i4")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return (value.kind, value.text) if isinstance(value, Grammar) else value

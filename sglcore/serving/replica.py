@@ -1,0 +1,194 @@
+"""One engine process as the front sees it: its channel, its state, and the requests that it has."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Literal, Protocol
+
+from sglcore.serving.channel import FrontChannel
+from sglcore.serving.errors import EngineDied, InvalidRequest
+from sglcore.serving.generation import Generation
+from sglcore.serving.launch import EngineProcess
+from sglcore.serving.messages import (
+    Abort,
+    Audit,
+    Audited,
+    Embed,
+    Embedded,
+    EngineStats,
+    Failed,
+    Leave,
+    ModelInfo,
+    News,
+    Phase,
+    Ready,
+    Refused,
+    Report,
+    pack_ids,
+)
+
+State = Literal["starting", "ready", "draining", "dead"]
+LEAVE_SECONDS = 10.0
+"""How long a process may take to free its device before it is killed."""
+
+LAST_WORDS_SECONDS = 0.05
+"""What a process that has ended may still have said is on its way for no longer."""
+
+log = logging.getLogger("sglcore.serving")
+
+
+class Owner(Protocol):
+    """Who has replicas and hears of their lives."""
+
+    def on_phase(self, replica: Replica, phase: Phase) -> None:
+        """Its start went on."""
+        ...
+
+    def on_ready(self, replica: Replica) -> None:
+        """It takes requests."""
+        ...
+
+    def on_death(self, replica: Replica, reason: str, exit_code: int) -> None:
+        """Its process has ended without being told; what it had is in `generations` still."""
+        ...
+
+
+class Replica:
+    """A running engine process. Everything here belongs to the event loop."""
+
+    def __init__(self, number: int, channel: FrontChannel, process: EngineProcess, owner: Owner) -> None:
+        self.number = number
+        self.state: State = "starting"
+        self.info: ModelInfo | None = None
+        self.stats = EngineStats()
+        self.generations: dict[str, Generation] = {}
+        self.process = process
+        self._channel = channel
+        self._owner = owner
+        self._error, self._exit_code = "", 0
+        self._answers: dict[str, asyncio.Future[Embedded | Audited]] = {}
+        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
+
+    @property
+    def load(self) -> int:
+        """Prompts that it was given and has not answered."""
+        return len(self.generations) + len(self._answers)
+
+    def run(self, generation: Generation) -> None:
+        """Give it a request; does not wait."""
+        self.generations[generation.request_id] = generation
+        generation.bind(self._channel.send, self._forget)
+        self._channel.send(generation.ask)
+
+    async def embed(self, request_id: str, ids: list[int]) -> bytes:
+        """The embedding of a prompt, float32; waits. Raises what refused it, and EngineDied."""
+        answer = await self._answer(request_id, Embed(request_id, pack_ids(ids)), abort=True)
+        assert isinstance(answer, Embedded)
+        if answer.error:
+            raise EngineDied(f"this embedding failed: {answer.error}", remedy="send it again")
+        return answer.vector
+
+    async def audit(self, request_id: str) -> list[str]:
+        """Pages and slots that are lost or held twice; waits."""
+        answer = await self._answer(request_id, Audit(request_id), abort=False)
+        assert isinstance(answer, Audited)
+        return answer.problems
+
+    async def leave(self) -> None:
+        """Tell the process to end, wait until it has, and kill it if it does not."""
+        if self.state != "dead":
+            self.state = "draining"
+            self._channel.send(Leave())
+            try:
+                await asyncio.wait_for(asyncio.shield(self._tasks[1]), LEAVE_SECONDS)
+            except TimeoutError:
+                log.warning("engine %d did not leave in %.0f s and is killed", self.number, LEAVE_SECONDS)
+                self.process.kill()
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop listening. The process is killed if it lives."""
+        self.process.kill()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._channel.close()
+
+    def take_generations(self) -> list[Generation]:
+        """What it had, which is not its own any more."""
+        taken, self.generations = list(self.generations.values()), {}
+        return taken
+
+    async def _answer(self, request_id: str, order: Embed | Audit, *, abort: bool) -> Embedded | Audited:
+        future: asyncio.Future[Embedded | Audited] = asyncio.get_running_loop().create_future()
+        self._answers[request_id] = future
+        self._channel.send(order)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if abort:
+                self._channel.send(Abort(request_id))
+            raise
+        finally:
+            self._answers.pop(request_id, None)
+
+    async def _listen(self) -> None:
+        while True:
+            try:
+                self._take(await self._channel.receive())
+            except asyncio.CancelledError:
+                raise
+            except Exception:
+                log.exception("a report of engine %d could not be read", self.number)
+
+    def _take(self, report: Report) -> None:
+        if isinstance(report, News):
+            for news in report.items:
+                generation = self.generations.get(news.request_id)
+                if generation is not None:
+                    generation.deliver(news)
+        elif isinstance(report, EngineStats):
+            self.stats = report
+        elif isinstance(report, Embedded | Audited):
+            self._settle(report.request_id, report)
+        elif isinstance(report, Refused):
+            self._refuse(report)
+        elif isinstance(report, Phase):
+            self._owner.on_phase(self, report)
+        elif isinstance(report, Ready):
+            self.info, self.state = report.info, "ready"
+            self._owner.on_ready(self)
+        elif isinstance(report, Failed):
+            self._error, self._exit_code = report.error, report.exit_code
+
+    def _settle(self, request_id: str, answer: Embedded | Audited) -> None:
+        future = self._answers.get(request_id)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    def _refuse(self, report: Refused) -> None:
+        error = InvalidRequest(report.error, status=report.status)
+        generation, future = self.generations.get(report.request_id), self._answers.get(report.request_id)
+        if generation is not None:
+            generation.fail(error)
+        if future is not None and not future.done():
+            future.set_exception(error)
+
+    async def _watch(self) -> None:
+        code = await self.process.wait()
+        await asyncio.sleep(LAST_WORDS_SECONDS)
+        told, self.state = self.state == "draining", "dead"
+        reason = self._error or f"the engine {self.process.name} ended with {_cause(code)}"
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(EngineDied(reason))
+        if not told:
+            self._owner.on_death(self, reason, self._exit_code or 1)
+
+    def _forget(self, generation: Generation) -> None:
+        self.generations.pop(generation.request_id, None)
+
+
+def _cause(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
