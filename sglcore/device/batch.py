@@ -99,6 +99,8 @@ class ScheduleBatch:
     `history_offsets` int32[B + 1], `history_ids`: all tokens known of a row whose sampling needs its history, sent when
     the row enters a slot. `next_ids` int32[B]: the prompt token after the chunk (-1: to be sampled), and
     `prompt_logprobs` int32[B] (-1: none, else how many alternatives), when a row asks for prompt log-probabilities.
+    `mask_rows` int32[M] and `masks` int32[M, ceil(V / 32)]: rows that emit under a grammar, ascending, and the tokens that
+    each may draw (lowest bit first, 1 = allowed). They belong to this step alone, whatever the composition.
     `mrope_positions` int32[3, T]; `ngram_starts`, `ngram_lens` int32[B]: inputs of n-gram embeddings.
     """
 
@@ -119,6 +121,8 @@ class ScheduleBatch:
     history_ids: Ints | None = None
     next_ids: Ints | None = None
     prompt_logprobs: Ints | None = None
+    mask_rows: Ints | None = None
+    masks: Ints | None = None
     mrope_positions: Ints | None = None
     ngram_starts: Ints | None = None
     ngram_lens: Ints | None = None

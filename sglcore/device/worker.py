@@ -23,7 +23,7 @@ class Limits:
     the usable slots 1..max_requests (slot 0 belongs to padding rows). One request of `max_model_len` tokens always fits.
     `lookahead` is how many following tokens a page's contents depend on. `runs_ahead`: submit returns before the step has
     run, so that planning the next one meanwhile saves time. `can_overlap`: submit may be called before the
-    previous ticket was collected.
+    previous ticket was collected. `takes_masks`: sampling keeps to the batch's `masks`, so requests may have a grammar.
     """
 
     max_model_len: int
@@ -37,6 +37,7 @@ class Limits:
     runs_ahead: bool = False
     lookahead: int = 0
     generates: bool = True
+    takes_masks: bool = False
 
     @property
     def capacity(self) -> int:

@@ -26,6 +26,7 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         self.sources = dict(sources)
         self.special_tokens = dict(special_tokens)
+        self._templates: dict[str, Any] = {}
 
     @classmethod
     def load(cls, folder: Path, settings: Mapping[str, Any]) -> ChatTemplate:
@@ -41,10 +42,14 @@ class ChatTemplate:
         return self.sources.get("tool_use" if tools and "tool_use" in self.sources else "default")
 
     def variables(self, *, tools: bool = False) -> frozenset[str]:
-        """The names that a template reads and does not set."""
-        from jinja2 import meta
+        """The names that a template reads."""
+        source = self.source(tools=tools)
+        return self._read(source).names if source else frozenset()
 
-        return frozenset(meta.find_undeclared_variables(self._sandbox.parse(self.source(tools=tools) or "")))
+    def literals(self, *, tools: bool = False) -> str:
+        """All text that a template itself writes or compares with, a line for each piece."""
+        source = self.source(tools=tools)
+        return self._read(source).literals if source else ""
 
     def render(
         self,
@@ -66,7 +71,7 @@ class ChatTemplate:
         given |= {"messages": list(messages), "tools": list(tools) if tools else None}
         given["add_generation_prompt"] = add_generation_prompt
         try:
-            return self._sandbox.render(self._compiled(source), given)
+            return self._sandbox.render(self._read(source), given)
         except TemplateError as error:
             raise TextError(f"the chat template refuses these messages: {error}") from None
 
@@ -76,13 +81,14 @@ class ChatTemplate:
 
         return Sandbox()
 
-    @cached_property
-    def _templates(self) -> dict[str, Any]:
-        return {}
-
-    def _compiled(self, source: str) -> Any:
+    def _read(self, source: str) -> Any:
         if source not in self._templates:
-            self._templates[source] = self._sandbox.compiled(source)
+            from jinja2 import TemplateError
+
+            try:
+                self._templates[source] = self._sandbox.compiled(source)
+            except TemplateError as error:
+                raise TextError(f"the chat template can not be read: {error}") from None
         return self._templates[source]
 
     @staticmethod

@@ -6,14 +6,16 @@ Not thread-safe: one owner calls `add`, `abort` and `step`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 
+from sglcore.device.ledger import Row
 from sglcore.device.worker import ModelWorker
 from sglcore.engine.assembly import Assembly
+from sglcore.engine.grammar import Grammars, Vocabulary, open_grammars
 from sglcore.engine.news import TokenNews
 from sglcore.engine.outputs import Piece, RequestOutput
 from sglcore.engine.text import TextCodec, TextError, eos_token_ids
@@ -29,12 +31,27 @@ class Engine:
     """Scheduler, worker and text in one place."""
 
     def __init__(
-        self, worker: ModelWorker, model_path: Path, *, overlap: bool = True, prefix_cache: bool = True
+        self,
+        worker: ModelWorker,
+        model_path: Path,
+        *,
+        overlap: bool = True,
+        prefix_cache: bool = True,
+        grammar_backend: str = "auto",
+        record: Callable[[Row], None] | None = None,
     ) -> None:
+        """`record` takes the decision about grammars, made when the first request asks for one."""
         self.worker = worker
         self.codec = TextCodec(model_path)
         self.vocab_size = worker.limits.vocab_size
-        self.tokens = TokenEngine(worker, eos_token_ids(model_path), overlap=overlap, prefix_cache=prefix_cache)
+        self._grammar_backend, self._record = grammar_backend, record
+        self.tokens = TokenEngine(
+            worker,
+            eos_token_ids(model_path),
+            overlap=overlap,
+            prefix_cache=prefix_cache,
+            open_grammars=self._open_grammars,
+        )
         self.scheduler, self.loop, self.eos_ids = self.tokens.scheduler, self.tokens.loop, self.tokens.eos_ids
         self._texts: dict[str, Assembly] = {}
         self._numbers = count()
@@ -97,6 +114,13 @@ class Engine:
     def close(self) -> None:
         """Drop what is in flight and free the worker. Idempotent."""
         self.tokens.close()
+
+    def _open_grammars(self) -> Grammars | None:
+        vocabulary = Vocabulary(self.codec.tokenizer, self.vocab_size, tuple(sorted(self.eos_ids)))
+        grammars, row = open_grammars(self._grammar_backend, vocabulary)
+        if self._record is not None:
+            self._record(row)
+        return grammars
 
     def _free_name(self) -> str:
         names = (f"request-{number}" for number in self._numbers)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import llguidance
@@ -11,13 +13,17 @@ from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from sglcore.engine.grammar import Vocabulary
-from sglcore.engine.grammar_schema import refuse_keywords
+from sglcore.engine.grammar_schema import refuse_keywords, schemas
 from sglcore.sampling.grammar import Grammar, GrammarError, read_schema
 from sglcore.schedule.request import Matcher
 
 WHITESPACE = r"( |\n[ \t]{0,32})?"
 """Between JSON's tokens: nothing, a space, or a line break with its indentation. Without a bound a model may write blanks
 until its tokens are used up."""
+
+BOUNDS = frozenset({"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"})
+MERGED = frozenset({"$ref", "anyOf", "oneOf"})
+"""What is merged with the keywords beside it."""
 
 UNENFORCED = frozenset({"x-guidance", "$anchor", "$dynamicAnchor"})
 """What it reads in silence: the first switches its own checks off."""
@@ -30,12 +36,14 @@ class Llguidance:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
+        # It takes no fewer tokens than the tokenizer has; a model may have fewer.
+        self._size = max(vocabulary.size, vocabulary.tokenizer.get_vocab_size(with_added_tokens=True))
 
     @cached_property
     def _tokenizer(self) -> Any:
         given = self._vocabulary
         try:
-            return llguidance.LLTokenizer(given.tokenizer.to_str(), n_vocab=given.size, eos_token=sorted(given.eos_ids))
+            return llguidance.LLTokenizer(given.tokenizer.to_str(), n_vocab=self._size, eos_token=sorted(given.eos_ids))
         except (ValueError, RuntimeError) as error:
             raise GrammarError(f"llguidance can not read this tokenizer: {error}", wanted="a byte-level one") from None
 
@@ -48,28 +56,29 @@ class Llguidance:
         if warnings:
             raise GrammarError(f"this {grammar.kind} can not be enforced wholly: {'; '.join(warnings)}")
         # The first mask builds most of the lexer, which all copies share.
-        LlguidanceMatcher(matcher.deep_copy()).fill(np.empty(-(-self._vocabulary.size // 32), dtype=np.int32))
-        return CompiledByLlguidance(matcher)
+        compiled = CompiledByLlguidance(matcher, -(-self._size // 32))
+        compiled.start().fill(np.empty(-(-self._vocabulary.size // 32), dtype=np.int32))
+        return compiled
 
 
 class CompiledByLlguidance:
     """A matcher at the beginning, to be copied."""
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, num_words: int) -> None:
+        self._matcher, self._num_words = matcher, num_words
 
     def start(self) -> Matcher:
         """As `CompiledGrammar.start`."""
-        return LlguidanceMatcher(self._matcher.deep_copy())
+        return LlguidanceMatcher(self._matcher.deep_copy(), self._num_words)
 
 
 class LlguidanceMatcher:
     """One sample's way through a grammar."""
 
-    __slots__ = ("_matcher", "error")
+    __slots__ = ("_matcher", "_num_words", "error")
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, num_words: int) -> None:
+        self._matcher, self._num_words = matcher, num_words
         self.error = ""
 
     def accept(self, token_id: int) -> bool:
@@ -78,7 +87,10 @@ class LlguidanceMatcher:
 
     def fill(self, words: NDArray[np.int32]) -> None:
         """As `Matcher.fill`."""
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        whole = words if len(words) == self._num_words else np.empty(self._num_words, dtype=np.int32)
+        self._matcher.unsafe_compute_mask_ptr(whole.ctypes.data, whole.nbytes)
+        if whole is not words:
+            words[:] = whole[: len(words)]
         if self._matcher.is_error():
             words[:] = 0
             self.error = self.error or _one_line(self._matcher.get_error())
@@ -95,6 +107,7 @@ def _source(grammar: Grammar) -> str:
         return library.grammar_from_lark(_lark_of(grammar.text))
     schema = {"type": "object"} if grammar.kind == "json_object" else read_schema(grammar.text)
     refuse_keywords(schema, UNENFORCED, Llguidance.name)
+    _refuse_narrow_bounds(schema)
     text = '{"type": "object"}' if grammar.kind == "json_object" else grammar.text
     if schema is True:
         text = "{}"
@@ -109,6 +122,30 @@ def _source(grammar: Grammar) -> str:
             "coerce_one_of": False,
         },
     )
+
+
+def _refuse_narrow_bounds(schema: Any) -> None:
+    """It takes an excluded whole number nearest to 0 for a number, if the other bound is less than 1 away."""
+    nodes = [node for _, node in schemas(schema) if node.get("type") != "integer"]
+    merges = any("allOf" in node or (MERGED & set(node) and BOUNDS & set(node)) for node in nodes)
+    for group in [nodes] if merges else [[node] for node in nodes]:
+        lows, highs = (_bounds(group, name) for name in ("minimum", "maximum"))
+        for low, high in product(lows, highs):
+            below = low[1] and low[0] >= 0 and low[0] == int(low[0])
+            above = high[1] and high[0] <= 0 and high[0] == int(high[0])
+            if (below or above) and 0 <= high[0] - low[0] < 1:
+                raise GrammarError(
+                    f"the schema wants a number between {low[0]} and {high[0]} that excludes a whole one, which the grammar"
+                    " backend llguidance does not enforce",
+                    wanted="an inclusive bound, or one with decimals",
+                )
+
+
+def _bounds(nodes: Sequence[dict[str, Any]], name: str) -> list[tuple[float, bool]]:
+    """Lower or upper bounds, and whether each is exclusive."""
+    names = {name: False, f"exclusive{name.capitalize()}": True}
+    found = [(node.get(each), is_open) for node in nodes for each, is_open in names.items()]
+    return [(value, is_open) for value, is_open in found if type(value) in (int, float)]
 
 
 def _lark_of(text: str) -> str:

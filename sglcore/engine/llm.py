@@ -40,6 +40,8 @@ class LLM:
                 self.started.model_path,
                 overlap=self.started.overlap,
                 prefix_cache=self.config.prefix_cache,
+                grammar_backend=self.config.grammar_backend,
+                record=self.started.ledger.record,
             )
         except BaseException:
             self.started.worker.close()

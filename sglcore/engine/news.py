@@ -17,6 +17,7 @@ class TokenNews(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     `logprobs` runs along `token_ids` (None: not asked for). `stop_cause`: the stop token's id, counted in `token_ids`, or
     the stop string. `cached_tokens` (-1: not said) and `prompt_logprobs`, of prompt tokens 1 and on, come with the first
     token. `processed` (-1: not said): prompt tokens that were handed to the device, for requests that ask for progress.
+    `refused`: the request could never run, by the caller's fault that `error` names.
     """
 
     request_id: str
@@ -29,6 +30,7 @@ class TokenNews(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     cached_tokens: int = -1
     prompt_logprobs: list[TokenLogprob] | None = None
     processed: int = -1
+    refused: bool = False
 
     @property
     def is_progress(self) -> bool:

@@ -10,11 +10,12 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from functools import wraps
 from typing import Any, ClassVar
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -44,6 +45,15 @@ class TemplateRefusal(TemplateError):
     """The template itself refused, by `raise_exception`."""
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledTemplate:
+    """A template, the names that it reads, and all its own text, a line for each piece."""
+
+    code: Template
+    names: frozenset[str]
+    literals: str
+
+
 class Sandbox(ImmutableSandboxedEnvironment):
     """Jinja's sandbox with the functions that chat templates use, and with bounds."""
 
@@ -58,18 +68,22 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals.pop("lipsum", None)
         self.globals |= {"raise_exception": _refuse, "strftime_now": _now}
 
-    def compiled(self, source: str) -> Any:
+    def compiled(self, source: str) -> CompiledTemplate:
         """A template whose loops and joins are counted; raises jinja2.TemplateError."""
-        tree = _Counting().visit(self.parse(source))
-        return self.from_string(tree.set_environment(self))
+        tree = self.parse(source)
+        names = frozenset(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load")
+        texts = [node.data for node in tree.find_all(nodes.TemplateData)]
+        texts += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+        counting = _Counting().visit(tree).set_environment(self)
+        return CompiledTemplate(self.from_string(counting), names, "\n".join(texts))
 
-    def render(self, template: Any, variables: dict[str, Any]) -> str:
+    def render(self, template: CompiledTemplate, variables: dict[str, Any]) -> str:
         """The template's text; raises jinja2.TemplateError, also for what its expressions raise."""
         self._spent.steps = self._spent.made = 0
         parts: list[str] = []
         size = 0
         try:
-            for part in template.generate(variables):
+            for part in template.code.generate(variables):
                 parts.append(part)
                 size += len(part)
                 if size > MAX_OUTPUT:

@@ -5,29 +5,35 @@ Not thread-safe: one owner calls `add`, `abort`, `stop` and `step`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from sglcore.device.worker import ModelWorker
-from sglcore.engine.news import TokenNews
+from sglcore.engine.grammar import Compiling, Grammars
+from sglcore.engine.news import FinishReason, TokenNews
 from sglcore.engine.outputs import TokenLogprob, token_logprobs
+from sglcore.sampling.grammar import Grammar, GrammarError
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.loop import Loop
-from sglcore.schedule.request import Request, State, Update
+from sglcore.schedule.request import Request, RequestError, State, Update
 from sglcore.schedule.results import check_request
 from sglcore.schedule.scheduler import Scheduler
+
+COMPILE_WAIT = 0.002
+"""Seconds that a step waits for a compiler when there is nothing else to do."""
 
 
 @dataclass(slots=True)
 class Asked:
-    """A request on its way: its samples, and how far its prompt was when that was last told."""
+    """A request on its way: its samples, how far its prompt was when that was last told, and the grammar that it still
+    waits for."""
 
     params: SamplingParams
     requests: list[Request]
-    wants_progress: bool = False
     told: int = -1
+    compiling: Compiling | None = None
 
 
 class TokenEngine:
@@ -40,7 +46,10 @@ class TokenEngine:
         *,
         overlap: bool = True,
         prefix_cache: bool = True,
+        open_grammars: Callable[[], Grammars | None] = lambda: None,
     ) -> None:
+        """`open_grammars` gives what compiles the grammars of requests, and is called when the first asks for one; None:
+        such requests are refused."""
         self.worker = worker
         self.limits = worker.limits
         self.eos_ids = frozenset(token_id for token_id in eos_ids if token_id < self.limits.vocab_size)
@@ -48,12 +57,20 @@ class TokenEngine:
         self.loop = Loop(self.scheduler, worker, overlap=overlap)
         self._asked: dict[str, Asked] = {}
         self._watched: dict[str, Asked] = {}
+        self._compiling: dict[str, Asked] = {}
+        self._open_grammars = open_grammars
+        self._grammars: Grammars | None = None
         self._closed = False
 
     @property
     def has_work(self) -> bool:
         """A call of `step` has something to do."""
-        return self.loop.has_work
+        return self.loop.has_work or bool(self._compiling)
+
+    @property
+    def num_compiling(self) -> int:
+        """Requests that wait for their grammar."""
+        return len(self._compiling)
 
     @property
     def is_closed(self) -> bool:
@@ -63,22 +80,30 @@ class TokenEngine:
     def add(
         self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, seed: int, *, progress: bool = False
     ) -> None:
-        """Queue a prompt with its `params.n` samples; raises RequestError, and then nothing was queued."""
+        """Queue a prompt with its `params.n` samples, under a grammar once that is compiled. Raises RequestError, and then
+        nothing was queued; does not wait."""
         prompt = np.asarray(prompt_ids)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
         requests: list[Request] = []
         for index in range(params.n):
             leader = requests[0] if requests else None
             requests.append(Request(f"{request_id}/{index}", prompt, params, seed, index, stops, leader=leader))
-        for request in requests:
-            self.scheduler.add(request)
-        asked = self._asked[request_id] = Asked(params, requests, progress)
+        asked = Asked(params, requests)
+        if params.grammar is None:
+            self._queue(asked)
+        else:
+            check_request(requests[0], self.limits)
+            asked.compiling = self._compile(params.grammar)
+            self._compiling[request_id] = asked
+        self._asked[request_id] = asked
         if progress:
             self._watched[request_id] = asked
 
     def abort(self, request_id: str) -> list[TokenNews]:
         """End every sample of a request; its last news. Unknown ids are ignored."""
         asked = self._asked.get(request_id)
+        if self._compiling.pop(request_id, None) is not None and asked is not None:
+            return self._end_unqueued(request_id, asked, "abort")
         ended = [self.scheduler.abort(request.rid) for request in (asked.requests if asked is not None else ())]
         return self._tell([update for update in ended if update is not None])
 
@@ -95,7 +120,8 @@ class TokenEngine:
     def step(self) -> list[TokenNews]:
         """Run one step of the loop; returns the news in order. Waits for the device. If it raises, the news of the
         requests that the failure ended are in `drain`."""
-        news = self._tell(self.loop.step())
+        news = self._take_compiled() if self._compiling else []
+        news += self._tell(self.loop.step()) if self.loop.has_work else []
         return self._progress() + news if self._watched else news
 
     def drain(self) -> list[TokenNews]:
@@ -119,8 +145,54 @@ class TokenEngine:
         """Drop what is in flight and free the worker. Idempotent."""
         if not self._closed:
             self._closed = True
+            if self._grammars is not None:
+                self._grammars.close()
             self.loop.drain()
             self.worker.close()
+
+    def _queue(self, asked: Asked) -> None:
+        for request in asked.requests:
+            self.scheduler.add(request)
+
+    def _compile(self, grammar: Grammar) -> Compiling:
+        if self._grammars is None:
+            self._grammars = self._open_grammars()
+        if self._grammars is None:
+            raise RequestError("this engine follows no grammars; the decision `grammar` says why")
+        return self._grammars.ask(grammar)
+
+    def _take_compiled(self) -> list[TokenNews]:
+        """Queue the requests whose grammar is ready; those whose grammar can not be compiled end. Waits a moment for a
+        compiler if nothing else can run."""
+        if not self.loop.has_work:
+            first = next(iter(self._compiling.values())).compiling
+            assert first is not None
+            first.wait(COMPILE_WAIT)
+        news: list[TokenNews] = []
+        for name, asked in list(self._compiling.items()):
+            if asked.compiling is not None and asked.compiling.is_done:
+                del self._compiling[name]
+                news += self._start_compiled(name, asked, asked.compiling)
+        return news
+
+    def _start_compiled(self, name: str, asked: Asked, compiled: Compiling) -> list[TokenNews]:
+        try:
+            for request in asked.requests:
+                request.matcher = compiled.start()
+        except GrammarError as error:
+            return self._end_unqueued(name, asked, "error", str(error))
+        self._queue(asked)
+        return []
+
+    def _end_unqueued(self, name: str, asked: Asked, reason: FinishReason, error: str = "") -> list[TokenNews]:
+        """The last news of a request that the scheduler never had."""
+        self._asked.pop(name, None)
+        self._watched.pop(name, None)
+        refused = reason == "error"
+        return [
+            TokenNews(name, request.sample_index, [], reason, None, error, refused=refused)
+            for request in asked.requests
+        ]
 
     def _tell(self, updates: Sequence[Update]) -> list[TokenNews]:
         news = [self._news(update) for update in updates if update.request.task != "embed"]

@@ -238,6 +238,7 @@ def worker(
         allows_mixed_batches=facts.allows_mixed_batches,
         runs_ahead=facts.has_streams,
         generates=not load_weights.config.is_encoder,
+        takes_masks=True,
     )
     return resolve(package.worker, package.name)(graphs, memory_pools.token_table, limits)
 

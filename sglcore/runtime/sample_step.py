@@ -19,7 +19,14 @@ from sglcore.runtime.staging import Parcel
 from sglcore.runtime.token_table import TokenTable
 from sglcore.sampling.batch import SamplingBatch, SamplingNeeds
 from sglcore.sampling.logprobs import TokenLogprobs, logprobs_of
-from sglcore.sampling.processors import PenaltyRows, PenaltyState, count_penalties, penalty_arrays, place_penalties
+from sglcore.sampling.processors import (
+    MaskState,
+    PenaltyRows,
+    PenaltyState,
+    count_penalties,
+    penalty_arrays,
+    place_penalties,
+)
 from sglcore.sampling.sampler import SampledTokens, Sampler, SamplingState, place_state, state_arrays
 
 PROMPT_LOGITS_ELEMENTS = 1 << 24
@@ -84,6 +91,8 @@ class Order:
     positions: int = -1
     last: int = -1
     targets: int = -1
+    mask_rows: int = -1
+    masks: int = -1
     scored: list[Scored] = field(default_factory=list)
 
 
@@ -114,7 +123,7 @@ class SampleStep:
     def order(self, batch: ScheduleBatch, rows: RowPlan) -> Order | None:
         """What `run` will need of the host batch, to be sent with it; None if it needs nothing. Host work only."""
         known = self._composition is not None and self._composition.number == batch.composition
-        if known and rows.emitting is None and batch.prompt_logprobs is None:
+        if known and rows.emitting is None and batch.prompt_logprobs is None and batch.masks is None:
             return None
         order, emitting = Order(), rows.emitting
         if emitting is not None:
@@ -124,6 +133,8 @@ class SampleStep:
             _order_state(order, batch, emitting)
         if batch.prompt_logprobs is not None:
             _order_targets(order, batch)
+        if batch.masks is not None:
+            _order_masks(order, batch, emitting)
         return order
 
     def run(
@@ -143,6 +154,8 @@ class SampleStep:
             arrived = order.parcel
             positions, logits = arrived[order.positions], self._runner.logits(hidden, arrived[order.last].long())
         state = self._state_for(batch, rows, order, positions)
+        if order is not None and order.masks >= 0:
+            state = replace(state, masks=MaskState(order.parcel[order.mask_rows].long(), order.parcel[order.masks]))
         sampled = self._sampler.sample(logits, state)
         composition = self._composition
         assert composition is not None
@@ -220,6 +233,13 @@ def _order_state(order: Order, batch: ScheduleBatch, emitting: NDArray[np.int64]
     order.slots = add(batch.slots if emitting is None else batch.slots[emitting], lasting=True)
     if needs.any_penalty:
         order.penalties = {name: add(values, lasting=True) for name, values in penalty_arrays(host).items()}
+
+
+def _order_masks(order: Order, batch: ScheduleBatch, emitting: NDArray[np.int64] | None) -> None:
+    """This step's masks, by the place of their rows among those that emit."""
+    assert batch.mask_rows is not None and batch.masks is not None
+    rows = batch.mask_rows if emitting is None else np.searchsorted(emitting, batch.mask_rows).astype(np.int32)
+    order.mask_rows, order.masks = order.parcel.add(rows), order.parcel.add(batch.masks)
 
 
 def _order_targets(order: Order, batch: ScheduleBatch) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
+from sglcore.sampling.grammar import Grammar
+
 MIN_TEMPERATURE = 1e-4
 """Below this a request is greedy: at 1e-4 a logit gap of 0.01 is already 100 nats."""
 MAX_SEED = 2**64 - 1
@@ -55,6 +57,8 @@ class SamplingParams:
     """0..2**64-1; None = the engine draws one with fresh_seed()."""
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    grammar: Grammar | None = None
+    """What the output must follow; it ends by an end-of-sequence token, so that may neither be ignored nor banned."""
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -62,6 +66,10 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             wanted = f"at most max_tokens ({self.max_tokens})"
             raise _refusal("min_tokens", self.min_tokens, wanted, "lower min_tokens or raise max_tokens")
+        if self.grammar is not None and self.min_tokens:
+            raise _refusal("min_tokens", self.min_tokens, "0 beside a grammar", "ask for the length in the grammar")
+        if self.grammar is not None and self.ignore_eos:
+            raise _refusal("ignore_eos", True, "False beside a grammar", "leave it out: a grammar ends by that token")
 
     def __reduce__(self) -> tuple[Any, ...]:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
@@ -172,6 +180,12 @@ def _bias(name: str, value: Any) -> Mapping[int, float]:
     return MappingProxyType(dict(sorted(checked.items())))
 
 
+def _grammar(name: str, value: Any) -> Grammar:
+    if not isinstance(value, Grammar):
+        raise _refusal(name, value, "a Grammar(kind, text)")
+    return value
+
+
 _PENALTY = _number("a number in [-2, 2]", lambda x: -2.0 <= x <= 2.0)
 _CHECKS = MappingProxyType(
     {
@@ -194,5 +208,6 @@ _CHECKS = MappingProxyType(
         "seed": _optional(_integer(0, MAX_SEED)),
         "skip_special_tokens": _flag,
         "include_stop_str_in_output": _flag,
+        "grammar": _optional(_grammar),
     }
 )

@@ -54,6 +54,16 @@ class BiasState:
     until: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class MaskState:
+    """The tokens that M rows may draw. Other rows are left bit for bit as they are."""
+
+    rows: Tensor
+    """int64[M], distinct rows of the batch."""
+    words: Tensor
+    """int32[M, ceil(V / 32)], lowest bit first, 1 = allowed (the layout of grammar libraries)."""
+
+
 def token_counts(history: Tensor, lengths: Tensor, starts: Tensor, vocab_size: int) -> Tensor:
     """Occurrences int32[R, V] of tokens at positions starts..lengths-1 of history int32[R, L]; starts, lengths int32[R].
 
@@ -132,13 +142,14 @@ def apply_bias_(logits: Tensor, state: BiasState, positions: Tensor) -> Tensor:
     return logits
 
 
-def apply_mask_(logits: Tensor, allowed: Tensor) -> Tensor:
-    """Set logits to -inf where allowed bool[B, V] is False, in place."""
-    return logits.masked_fill_(~allowed, -torch.inf)
+def apply_masks_(logits: Tensor, state: MaskState) -> Tensor:
+    """Set logits float[B, V] of the state's rows to -inf where a token is not allowed, in place."""
+    banned = ~unpack_bitmask(state.words, logits.shape[1])
+    return logits.index_copy_(0, state.rows, logits.index_select(0, state.rows).masked_fill_(banned, -torch.inf))
 
 
 def unpack_bitmask(words: Tensor, vocab_size: int) -> Tensor:
-    """bool[B, V] from int32[B, ceil(V / 32)], lowest bit first, 1 = allowed (the layout of grammar libraries)."""
+    """bool[M, V] from int32[M, ceil(V / 32)], lowest bit first, 1 = allowed."""
     shifts = torch.arange(32, dtype=torch.int32, device=words.device)
     bits = (words[:, :, None] >> shifts).bitwise_and_(1)
     return bits.view(words.shape[0], words.shape[1] * 32)[:, :vocab_size].bool()

@@ -17,9 +17,10 @@ from sglcore.sampling.logprobs import TokenLogprobs, logprobs_of
 from sglcore.sampling.packing import upload
 from sglcore.sampling.processors import (
     BiasState,
+    MaskState,
     PenaltyState,
     apply_bias_,
-    apply_mask_,
+    apply_masks_,
     apply_penalties_,
     repeat_bias,
 )
@@ -47,16 +48,15 @@ class SamplingState:
     """int32[B], the largest gap kept"""
     penalties: PenaltyState | None = None
     bias: BiasState | None = None
-    allowed: Tensor | None = None
-    """bool[B, V]: tokens that a grammar allows."""
+    masks: MaskState | None = None
 
     def repeat(self, width: int, positions: Tensor, penalties: PenaltyState | None = None) -> "SamplingState":
         """For `width` successive nodes per row, at positions int32[B * width]. Penalties and masks depend on the node's
         path, so penalties must be given anew and masks set afterwards. Raises ValueError without them."""
-        if (self.penalties is None) != (penalties is None) or self.allowed is not None:
+        if (self.penalties is None) != (penalties is None) or self.masks is not None:
             raise ValueError(
                 "found penalties or a mask of one row for several nodes, wanted those of every node; "
-                "pass penalties made per node, and set `allowed` on the result"
+                "pass penalties made per node, and set `masks` on the result"
             )
         bias = None if self.bias is None else repeat_bias(self.bias, width)
         rows = {name: part.repeat_interleave(width, 0) for name, part in _row_parts(self)}
@@ -76,7 +76,7 @@ def make_state(
     batch: SamplingBatch,
     positions: Tensor,
     penalties: PenaltyState | None = None,
-    allowed: Tensor | None = None,
+    masks: MaskState | None = None,
     needs: SamplingNeeds | None = None,
 ) -> SamplingState:
     """Stage a host batch on the device of positions int32[B]; B beyond the batch's rows is padding.
@@ -87,7 +87,7 @@ def make_state(
     if needs.any_penalty and penalties is None:
         raise ValueError("found rows with penalties, wanted their token counts; pass make_penalties(...)")
     parts = upload(state_arrays(batch.padded(positions.shape[0]), needs), positions.device)
-    return place_state(needs, positions, parts, penalties, allowed)
+    return place_state(needs, positions, parts, penalties, masks)
 
 
 def state_arrays(batch: SamplingBatch, needs: SamplingNeeds) -> dict[str, np.ndarray]:
@@ -110,7 +110,7 @@ def place_state(
     positions: Tensor,
     parts: Mapping[str, Tensor],
     penalties: PenaltyState | None = None,
-    allowed: Tensor | None = None,
+    masks: MaskState | None = None,
 ) -> SamplingState:
     """From the device's views of `state_arrays`; flags may have come as int32."""
     bias = None
@@ -128,7 +128,7 @@ def place_state(
         parts.get("min_p"),
         penalties,
         bias,
-        allowed,
+        masks,
     )
 
 
@@ -165,16 +165,16 @@ class Sampler:
         return SampledTokens(tokens, bad, None if top_n is None else logprobs_of(logits, tokens, top_n))
 
     def process(self, logits: Tensor, state: SamplingState) -> Tensor:
-        """Logits after penalties, then bias and early bans, then the mask: a new float32[B, V], or `logits` itself."""
-        if state.penalties is None and state.bias is None and state.allowed is None:
+        """Logits after penalties, then bias and early bans, then masks: a new float32[B, V], or `logits` itself."""
+        if state.penalties is None and state.bias is None and state.masks is None:
             return logits
         logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if state.penalties is not None:
             apply_penalties_(logits, state.penalties)
         if state.bias is not None:
             apply_bias_(logits, state.bias, state.positions)
-        if state.allowed is not None:
-            apply_mask_(logits, state.allowed)
+        if state.masks is not None:
+            apply_masks_(logits, state.masks)
         return logits
 
     def candidate_gaps(self, logits: Tensor, best: Tensor, state: SamplingState) -> Tensor:
@@ -239,4 +239,6 @@ def _row_parts(state: SamplingState) -> list[tuple[str, Tensor]]:
 
 def _narrow(state: SamplingState, rows: slice) -> SamplingState:
     """The state of a block of rows; processors have run by then."""
-    return replace(state, **{name: part[rows] for name, part in _row_parts(state)}, penalties=None, bias=None)
+    return replace(
+        state, **{name: part[rows] for name, part in _row_parts(state)}, penalties=None, bias=None, masks=None
+    )

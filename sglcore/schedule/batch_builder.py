@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from sglcore.device.batch import ForwardMode, HostSampling, ScheduleBatch
 from sglcore.schedule.decode_rows import DecodeRows
-from sglcore.schedule.request import Request
+from sglcore.schedule.request import Matcher, Request
 
 Ints = NDArray[np.int32]
 Compose = Callable[[Sequence[Request]], HostSampling | None]
@@ -19,14 +19,16 @@ Chunk = tuple[Request, int]
 class BatchBuilder:
     """Turns the scheduler's choice into arrays. `last_tokens` int32[slots]: the last token collected for each slot."""
 
-    def __init__(self, max_requests: int, page_size: int, compose: Compose) -> None:
+    def __init__(self, max_requests: int, page_size: int, vocab_size: int, compose: Compose) -> None:
         self.last_tokens = np.zeros(max_requests + 1, dtype=np.int32)
         self.requests: list[Request] = []
         self.slots: Ints = np.zeros(0, dtype=np.int32)
         self._page_size = page_size
+        self._mask_words = -(-vocab_size // 32)
         self._compose = compose
         self._composition = 0
         self._sampling: HostSampling | None = None
+        self._constrained: list[tuple[int, Matcher]] = []
         self._steady: ScheduleBatch | None = None
         self._steady_version = -1
         self._had_chunks = False
@@ -69,6 +71,7 @@ class BatchBuilder:
         rows.page_counts[chosen] = totals[: len(chosen)]
         _add_history(batch, len(chosen), extended)
         _add_prompt_logprobs(batch, len(chosen), chunks)
+        self._add_masks(batch)
         return batch
 
     def build_decode(self, step: int, rows: DecodeRows, collected: int) -> ScheduleBatch:
@@ -80,6 +83,7 @@ class BatchBuilder:
         if batch is None or self._steady_version != rows.version:
             return self._start_steady(step, rows, collected)
         batch.step = step
+        self._add_masks(batch)
         np.subtract(rows.seq_lens, 1, out=batch.prefix_lens)
         # Every row took part in the step before, so all the last tokens are known or none is.
         batch.input_ids = self._placeholders if collected < step - 1 else self.last_tokens[rows.slots]
@@ -129,10 +133,25 @@ class BatchBuilder:
         same = requests == self.requests
         if not same:
             self.requests = requests
+            self._constrained = [
+                (row, request.matcher) for row, request in enumerate(requests) if request.matcher is not None
+            ]
             self._sampling = self._compose(requests)
         if not same or has_chunks or self._had_chunks:
             self._composition += 1
         self._had_chunks = has_chunks
+
+    def _add_masks(self, batch: ScheduleBatch) -> None:
+        """What each constrained row may draw after all of its tokens."""
+        if not self._constrained:
+            return
+        emitting = [(row, matcher) for row, matcher in self._constrained if batch.emits[row]]
+        if not emitting:
+            return
+        batch.mask_rows = np.array([row for row, _ in emitting], dtype=np.int32)
+        batch.masks = np.empty((len(emitting), self._mask_words), dtype=np.int32)
+        for words, (_, matcher) in zip(batch.masks, emitting, strict=True):
+            matcher.fill(words)
 
     def _decode_ids(self, slots: Ints, unknown: NDArray[np.bool_]) -> Ints:
         return np.where(unknown, -slots, self.last_tokens[slots])

@@ -9,7 +9,8 @@ from sglcore.schedule.scheduler import Scheduler
 
 
 class Loop:
-    """One scheduler on one worker; not thread-safe. With overlap, one step is planned while one is in flight."""
+    """One scheduler on one worker; not thread-safe. With overlap, one step is planned while one is in flight, unless the
+    next one depends on its tokens."""
 
     def __init__(self, scheduler: Scheduler, worker: ModelWorker, *, overlap: bool = True) -> None:
         self.scheduler = scheduler
@@ -32,6 +33,8 @@ class Loop:
         """
         if self._unsent:
             return self._take_unsent()
+        if self.scheduler.awaits_tokens:
+            return self._step_in_turn()
         queued = self._submit()
         if not self.overlap:
             return self._collect(queued)
@@ -42,6 +45,13 @@ class Loop:
         """Collect what is in flight and submit nothing; returns the news. Waits for the device."""
         running, self._running = self._running, None
         return self._take_unsent() + self._collect(running)
+
+    def _step_in_turn(self) -> list[Update]:
+        """Collect, then submit what depends on it; if that raises, the news wait for `drain`."""
+        running, self._running = self._running, None
+        self._unsent += self._collect(running)
+        self._running = self._submit()
+        return self._take_unsent()
 
     def _submit(self) -> BatchRecord | None:
         try:

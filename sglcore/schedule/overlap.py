@@ -22,7 +22,8 @@ class BatchRecord:
     `requests` row for row; the last `len(spans)` rows are chunks over tokens start..end-1. `slots` int32: of the rows
     that emit a token. `finals` emit their last token in this step. `leavers` gave up their slot and pages while this
     step was the last to name them: both are released at its collect. `has_zombies`: since the step was planned, some
-    row's request ended or was retracted.
+    row's request ended or was retracted. `is_masked`: some row emits under a grammar, so that its next mask needs what this
+    step brings.
     """
 
     step: int
@@ -32,6 +33,7 @@ class BatchRecord:
     finals: list[Request] = field(default_factory=list)
     leavers: list[Request] = field(default_factory=list)
     has_zombies: bool = False
+    is_masked: bool = False
     batch: ScheduleBatch | None = None
     ticket: Ticket | None = None
 

@@ -55,6 +55,24 @@ class Demand(Protocol):
         ...
 
 
+class Matcher(Protocol):
+    """One request's way through its grammar. It raises nothing: what goes wrong is in `error`."""
+
+    @property
+    def error(self) -> str:
+        """Why it gave up ("": it did not)."""
+        ...
+
+    def accept(self, token_id: int) -> bool:
+        """Go on by a token that was emitted and is no stop token; False if the grammar does not allow it."""
+        ...
+
+    def fill(self, words: Ints) -> None:
+        """Write the tokens that may follow, all bits of words int32[ceil(V / 32)]: lowest bit first, 1 = allowed, stop
+        tokens where the output may end. None is allowed once there is an `error`."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One generation or embedding.
@@ -63,6 +81,7 @@ class Request:
     ends the request ("stop"). `leader`: a sibling with the same prompt, whose published prompt this one waits for.
     Results: `output_ids` (a stop token included); `logprobs`, one entry of N = 1 per emitted token; `prompt_logprobs`,
     entries that together cover prompt tokens 1..P-1. `stop_cause` is the stop token's id or the stop string found.
+    `matcher`: has accepted all of `output_ids` but a stop token, and is dropped when the request ends.
     `cached_tokens`: prompt tokens that the prefix cache had when the request first ran (-1: not yet).
     Everything below `cached_tokens` belongs to the scheduler.
     """
@@ -75,6 +94,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     task: Literal["generate", "embed"] = "generate"
     leader: Request | None = None
+    matcher: Matcher | None = None
 
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)

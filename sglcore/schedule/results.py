@@ -25,6 +25,11 @@ def check_request(request: Request, limits: Limits) -> None:
             f"the prompt of {request.rid!r} has {length} tokens and the context holds {limits.max_model_len}, one of"
             f" them for the output; shorten the prompt by {length - limits.max_model_len + 1} or raise max_model_len, where the checkpoint allows it"
         )
+    if request.matcher is not None and not limits.takes_masks:
+        raise RequestError(
+            f"request {request.rid!r} has a grammar, and this device's sampler takes no masks; leave the grammar out or run it"
+            " on a device whose package does"
+        )
     low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
     if low < 0 or high >= limits.vocab_size:
         found = low if low < 0 else high

@@ -37,11 +37,14 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._embedding = WaitingQueue()
         self._running = Running(limits, self._waiting, prefix_cache)
-        self._builder = BatchBuilder(limits.max_requests, limits.page_size, compose or SamplingRows())
+        self._builder = BatchBuilder(
+            limits.max_requests, limits.page_size, limits.vocab_size, compose or SamplingRows()
+        )
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
         self._step = 0
         self._collected = 0
+        self._prompt_tokens = 0
         self._extended_last = False
         self._embedded_last = False
 
@@ -54,6 +57,11 @@ class Scheduler:
     def in_flight(self) -> InFlight:
         """The steps that were planned and not yet finished or dropped."""
         return self._running.in_flight
+
+    @property
+    def awaits_tokens(self) -> bool:
+        """A step in flight emits under a grammar: the next one can be planned when its tokens are there."""
+        return any(record.is_masked for record in self.in_flight)
 
     def add(self, request: Request) -> None:
         """Queue a request; raises RequestError if it can never run here."""
@@ -78,11 +86,14 @@ class Scheduler:
         return None if request is None else self._end(request, "stop", cause)
 
     def next_batch(self) -> ScheduleBatch | None:
-        """Plan a step as if all planned before had run; None if nothing can run before the next collect.
+        """Plan a step as if all planned before had run; None if nothing can run before the next collect, as while the
+        scheduler `awaits_tokens`.
 
         Decode rows come first, in a stable order; then chunks, of running prompts by arrival and of new ones. The
         arrays are overwritten by the next call: submit a copy (`overlap_forward_isolation`).
         """
+        if self.awaits_tokens:
+            return None
         turn = len(self._embedding) > 0 and not self._embedded_last
         batch = None if turn else self._generate()
         self._embedded_last = batch is None and len(self._embedding) > 0
@@ -121,6 +132,7 @@ class Scheduler:
             "decoding": len(running.rows.requests),
             "in_flight": len(self.in_flight),
             "steps": self._step,
+            "computed_prompt_tokens": self._prompt_tokens,
             "num_pages": memory.pool.num_pages,
             "free_pages": memory.pool.free,
             "cached_pages": memory.cache.num_pages,
@@ -185,6 +197,7 @@ class Scheduler:
             batch = self._builder.build(step, rows, chosen, chunks, self._collected)
             rows.last_steps[chosen] = step
         record = self._open_record(chunks)
+        record.is_masked = batch.masks is not None
         self._part_with_finals(record)
         self._advance_chunks(record, chunks)
         return batch
@@ -192,6 +205,7 @@ class Scheduler:
     def _open_record(self, chunks: list[Chunk]) -> BatchRecord:
         self._step += 1
         spans = [(request.num_cells, request.num_cells + count) for request, count in chunks]
+        self._prompt_tokens += sum(end - start for start, end in spans)
         record = BatchRecord(self._step, self._builder.requests, self._builder.slots, spans)
         self.in_flight.open(record)
         return record
@@ -247,6 +261,9 @@ class Scheduler:
         """The common case: decode rows that emitted one good token each and whose requests are still there."""
         updates = []
         for request, token in zip(requests, tokens, strict=True):
+            if request.matcher is not None and not _follows(request, token):
+                updates.append(self._refuse(request, token))
+                continue
             request.output_ids.append(token)
             update = Update(request, [token])
             updates.append(update)
@@ -263,8 +280,7 @@ class Scheduler:
             if request.state is State.FINISHED:
                 continue
             if bad[row]:
-                text = f"the logits of step {record.step} were not finite; check the weights and the dtype"
-                updates.append(self._end(request, "error", error=text))
+                updates.append(self._end(request, "error", error=_why_bad(request, record.step)))
                 continue
             if row >= decodes:
                 self._take_chunk(request, record.spans[row - decodes], row, result)
@@ -285,6 +301,8 @@ class Scheduler:
 
     def _take_token(self, request: Request, index: int, result: BatchResult) -> Update:
         token = int(result.token_ids[index])
+        if request.matcher is not None and not _follows(request, token):
+            return self._refuse(request, token)
         logprobs = None
         if result.logprobs is not None and request.params.logprobs is not None:
             logprobs = cut_logprobs(result.logprobs, index, index + 1, request.params.logprobs)
@@ -294,6 +312,12 @@ class Scheduler:
         if token in request.stop_ids:
             update.finish_reason = self._end(request, "stop", token).finish_reason
         return update
+
+    def _refuse(self, request: Request, token: int) -> Update:
+        """End a request whose grammar does not allow what the device drew: the token is not taken."""
+        assert request.matcher is not None
+        reason = request.matcher.error or "the device did not apply the mask"
+        return self._end(request, "error", error=f"token {token} does not follow the grammar: {reason}")
 
     def _end_finals(self, record: BatchRecord, updates: list[Update]) -> None:
         by_request = {update.request: update for update in updates}
@@ -311,6 +335,18 @@ class Scheduler:
         elif self.in_flight.naming(request.last_step) is not None:
             self.in_flight.mark_zombies()
         request.state = State.FINISHED
+        request.matcher = None
         update = Update(request, [])
         update.finish_reason = reason
         return update
+
+
+def _follows(request: Request, token: int) -> bool:
+    """A stop token was in the mask only if the output may end here, or if the request asked for it by itself."""
+    return token in request.stop_ids or (request.matcher is not None and request.matcher.accept(token))
+
+
+def _why_bad(request: Request, step: int) -> str:
+    if request.matcher is not None and request.matcher.error:
+        return f"the grammar can not go on: {request.matcher.error}"
+    return f"the logits of step {step} were not finite; check the weights and the dtype"

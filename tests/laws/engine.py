@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglcore.conformance.matcher import HashedMatcher
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.config import resolve_config
 from sglcore.device.worker import BatchResult, Limits, Ticket
@@ -96,15 +97,19 @@ class TokenEngine:
         *,
         score_prompts: bool = False,
         stagger: int = 0,
+        grammars: Sequence[int | None] = (),
         **sampling: Any,
     ) -> list[Result]:
-        """Run prompts to their end, adding one every `stagger` steps (0: all at once); greedy unless said."""
+        """Run prompts to their end, adding one every `stagger` steps (0: all at once); greedy unless said. `grammars`: the
+        seed of each prompt's grammar, None for a free one."""
         params = SamplingParams(
             **{"temperature": 0.0, "logprobs": 0, "ignore_eos": True, **sampling},
             max_tokens=max_tokens,
             prompt_logprobs=0 if score_prompts else None,
         )
         requests = [self._request(prompt, params) for prompt in prompts]
+        for request, seed in zip(requests, grammars, strict=False):
+            request.matcher = None if seed is None else HashedMatcher(seed, self.worker.limits.vocab_size)
         waiting = list(requests)
         step = 0
         while waiting or self.loop.has_work:

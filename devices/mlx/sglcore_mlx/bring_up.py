@@ -211,6 +211,7 @@ def worker(
         vocab_size=model.config.vocab_size,
         runs_ahead=True,
         generates=not model.config.is_encoder,
+        takes_masks=True,
     )
 
     def make() -> Stepper:

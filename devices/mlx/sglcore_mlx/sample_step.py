@@ -18,6 +18,7 @@ from sglcore_mlx.forward import resolve_ids
 from sglcore_mlx.models.contract import Model
 from sglcore_mlx.pool import DeviceState
 from sglcore_mlx.sampling.logprobs import Logprobs, logprobs_of
+from sglcore_mlx.sampling.processors import Masks
 from sglcore_mlx.sampling.sampler import SampledTokens, Sampler
 from sglcore_mlx.sampling.state import SamplingState, make_state
 
@@ -83,7 +84,7 @@ class SampleStep:
         """Draw a token for each of the logits [N, V] of the emitting rows, and remember it as its slot's last."""
         lens = batch.seq_lens if rows.emitting is None else batch.seq_lens[rows.emitting]
         composition, sampling = self._state(batch, rows, lens, state)
-        sampled = self._sampler.sample(logits, sampling)
+        sampled = self._sampler.sample(logits, replace(sampling, masks=_masks(batch, rows)))
         if len(lens):
             state.last[composition.device_slots] = sampled.token_ids
         return Sampled(sampled, prompt)
@@ -155,6 +156,15 @@ class SampleStep:
             mx.concatenate([part.top_ids for part in parts]),
             mx.concatenate([part.top for part in parts]),
         )
+
+
+def _masks(batch: ScheduleBatch, rows: RowPlan) -> Masks | None:
+    """This step's masks, by the place of their rows among those that emit."""
+    if batch.masks is None or batch.mask_rows is None:
+        return None
+    own = batch.mask_rows
+    places = own if rows.emitting is None else np.searchsorted(rows.emitting, own).astype(np.int32)
+    return Masks(mx.array(places), mx.array(batch.masks))
 
 
 def no_logprobs(top_n: int) -> Logprobs:

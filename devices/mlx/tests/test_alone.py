@@ -38,7 +38,6 @@ print(json.dumps({"loaded": sorted(set(foreign) & set(sys.modules)), "text": tex
 
 def run(*words: str, environ: Mapping[str, str] | None = None, folder: Path | None = None) -> Any:
     """A fresh interpreter with these words, without the settings of the process that tests."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("SGLCORE_")}
     return subprocess.run(
         (sys.executable, *words),
         capture_output=True,
@@ -46,8 +45,14 @@ def run(*words: str, environ: Mapping[str, str] | None = None, folder: Path | No
         timeout=300,
         check=False,
         cwd=folder,
-        env={**clean, "COLUMNS": "200", **(environ or {})},
+        env={**environment(), **(environ or {})},
     )
+
+
+def environment() -> dict[str, str]:
+    """Variables without the settings of the process that tests."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SGLCORE_")}
+    return {**clean, "COLUMNS": "200"}
 
 
 def sglcore(*words: str, environ: Mapping[str, str] | None = None, folder: Path | None = None) -> Any:

@@ -12,6 +12,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
 from sglcore_mlx.sampling import processors
+from sglcore_mlx.sampling.processors import Masks
 from sglcore_mlx.sampling.sampler import Sampler
 
 VOCAB = 40
@@ -129,17 +130,20 @@ def test_stop_ids_are_banned_until_min_tokens_are_drawn():
     assert [drawn(logits, [row], [position]).token_ids.item() for position in range(10, 15)] == [0, 0, 0, 9, 9]
 
 
-def test_a_mask_is_the_same_as_flags_and_as_bits():
+def test_masks_hold_for_their_own_rows_and_their_bits_may_be_of_either_sign():
     rng = np.random.default_rng(6)
-    logits, allowed = rng.normal(size=(5, 70)), rng.random((5, 70)) < 0.3
+    logits, allowed = rng.normal(size=(7, 70)), rng.random((5, 70)) < 0.3
+    places = np.array([4, 0, 6, 2, 3], np.int32)
     allowed[4] = False
     bits = np.packbits(np.pad(allowed, ((0, 0), (0, 26))), axis=-1, bitorder="little").view(np.uint32)
-    rows = [(SamplingParams(temperature=t), 3) for t in (0.0, 1.0, 5.0, 1.0, 1.0)]
-    masks = [mx.array(allowed.tolist()), mx.array(bits), mx.array(bits.view(np.int32))]
-    results = [drawn(logits, rows, [0] * 5, allowed=mask) for mask in masks]
+    rows = [(SamplingParams(temperature=t), 3) for t in (0.0, 1.0, 5.0, 1.0, 1.0, 1.0, 1.0)]
+    masks = [Masks(mx.array(places), mx.array(words)) for words in (bits, bits.view(np.int32))]
+    free, *results = [drawn(logits, rows, [0] * 7, masks=mask) for mask in (None, *masks)]
     tokens = tokens_of(results[0])
-    assert all(allowed[i, tokens[i]] for i in range(4)) and results[0].bad_rows.tolist() == [False] * 4 + [True]
-    assert all(tokens_of(result) == tokens for result in results)
+    assert all(allowed[i, tokens[place]] for i, place in enumerate(places[:4]))
+    assert results[0].bad_rows.tolist() == [place == 3 for place in range(7)]
+    assert [tokens[row] for row in (1, 5)] == [tokens_of(free)[row] for row in (1, 5)]
+    assert tokens_of(results[1]) == tokens
     assert np.array_equal(np.array(processors.unpack_bitmask(mx.array(bits), 70)), allowed)
 
 

@@ -37,6 +37,16 @@ class Bias:
     """int32[E]"""
 
 
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """The tokens that M distinct rows of a batch may draw. Other rows are left bit for bit as they are."""
+
+    rows: mx.array
+    """int32[M]"""
+    words: mx.array
+    """int32 or uint32[M, ceil(V / 32)], lowest bit first, 1 = allowed (the layout of grammar libraries)."""
+
+
 def token_counts(history: mx.array, lengths: mx.array, starts: mx.array, vocab_size: int) -> tuple[mx.array, mx.array]:
     """Occurrences int32[B, V] in the prompt (positions below starts) and in the output (from there, below lengths) of
     history int32[B, L]; starts, lengths int32[B]. Ids outside the vocabulary (placeholders) are not counted."""
@@ -70,15 +80,16 @@ def apply_bias(logits: mx.array, state: Bias, positions: mx.array) -> mx.array:
     return logits.reshape(-1).at[places].add(values).reshape(logits.shape)
 
 
-def apply_mask(logits: mx.array, allowed: mx.array) -> mx.array:
-    """Logits [B, V] with -inf where a token is not allowed: bool[B, V], or bits as `unpack_bitmask` takes them."""
-    if allowed.dtype != mx.bool_:
-        allowed = unpack_bitmask(allowed, logits.shape[1])
-    return mx.where(allowed, logits, -float("inf"))
+def apply_masks(logits: mx.array, state: Masks) -> mx.array:
+    """Logits float[B, V] whose rows of the state are -inf where a token is not allowed."""
+    allowed = unpack_bitmask(state.words, logits.shape[1])
+    masked = mx.where(allowed, mx.take(logits, state.rows, axis=0), -float("inf"))
+    places = mx.broadcast_to(state.rows[:, None], masked.shape)
+    return mx.put_along_axis(logits, places, masked, axis=0)
 
 
 def unpack_bitmask(words: mx.array, vocab_size: int) -> mx.array:
-    """bool[B, V] from int32 or uint32[B, ceil(V / 32)], lowest bit first, 1 = allowed (the layout of grammar libraries)."""
+    """bool[M, V] from int32 or uint32[M, ceil(V / 32)], lowest bit first, 1 = allowed."""
     bits = (words.view(mx.uint32)[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1
     return bits.reshape(words.shape[0], -1)[:, :vocab_size] != 0
 

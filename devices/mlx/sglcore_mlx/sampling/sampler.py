@@ -12,7 +12,7 @@ import mlx.core as mx
 from sglcore.sampling.batch import SamplingNeeds
 from sglcore_mlx.sampling.cutoffs import keep_min_p, keep_prefix
 from sglcore_mlx.sampling.logprobs import Logprobs, logprobs_of
-from sglcore_mlx.sampling.processors import apply_bias, apply_mask, apply_penalties
+from sglcore_mlx.sampling.processors import apply_bias, apply_masks, apply_penalties
 from sglcore_mlx.sampling.race import RaceTables, draw_race, first_argmax, gaps_below_best, make_race_tables, row_keys
 from sglcore_mlx.sampling.state import SamplingState, place_state
 
@@ -54,14 +54,14 @@ class Sampler:
         return SampledTokens(tokens, bad, None if top_n is None else logprobs_of(logits, tokens, top_n))
 
     def process(self, logits: mx.array, state: SamplingState) -> mx.array:
-        """float32[B, V] of logits float[B, V] after penalties, bias with bans, and mask."""
+        """float32[B, V] of logits float[B, V] after penalties, bias with bans, and masks."""
         logits = logits.astype(mx.float32)
         if state.penalties is not None:
             logits = apply_penalties(logits, state.penalties, state.positions)
         if state.bias is not None:
             logits = apply_bias(logits, state.bias, state.positions)
-        if state.allowed is not None:
-            logits = apply_mask(logits, state.allowed)
+        if state.masks is not None:
+            logits = apply_masks(logits, state.masks)
         return logits
 
     def candidate_gaps(self, logits: mx.array, best: mx.array, state: SamplingState) -> mx.array:

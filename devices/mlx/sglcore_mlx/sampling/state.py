@@ -8,7 +8,7 @@ import numpy as np
 
 from sglcore.device.errors import ConfigError
 from sglcore.sampling.batch import SamplingBatch, SamplingNeeds
-from sglcore_mlx.sampling.processors import Bias, Penalties
+from sglcore_mlx.sampling.processors import Bias, Masks, Penalties
 
 ROW_FIELDS = ("positions", "seed_words", "scale", "greedy", "top_k", "top_p", "min_p")
 SMALLEST_BIAS = 8
@@ -36,8 +36,7 @@ class SamplingState:
     """int32[B], the largest gap kept"""
     penalties: Penalties | None = None
     bias: Bias | None = None
-    allowed: mx.array | None = None
-    """What a grammar allows: bool[B, V], or int32 or uint32[B, ceil(V / 32)] bits, lowest first."""
+    masks: Masks | None = None
 
     def row_arrays(self) -> dict[str, mx.array]:
         """The fields, by name, that hold one entry per row and that the draw itself reads."""
@@ -50,7 +49,7 @@ def make_state(
     positions: mx.array,
     *,
     history: mx.array | None = None,
-    allowed: mx.array | None = None,
+    masks: Masks | None = None,
     needs: SamplingNeeds | None = None,
 ) -> SamplingState:
     """The state of a host batch at positions int32[B]; B beyond the batch's rows is padding.
@@ -60,7 +59,7 @@ def make_state(
     """
     needs = needs or host.needs
     parts = {name: mx.array(part) for name, part in state_arrays(host, needs, positions.shape[0]).items()}
-    return place_state(needs, positions, parts, history=history, allowed=allowed)
+    return place_state(needs, positions, parts, history=history, masks=masks)
 
 
 def state_arrays(host: SamplingBatch, needs: SamplingNeeds, rows: int) -> dict[str, np.ndarray]:
@@ -87,7 +86,7 @@ def place_state(
     parts: Mapping[str, mx.array],
     *,
     history: mx.array | None = None,
-    allowed: mx.array | None = None,
+    masks: Masks | None = None,
 ) -> SamplingState:
     """From arrays of `state_arrays`: a dictionary of arrays can be an argument of a compiled function, a state cannot.
 
@@ -104,7 +103,7 @@ def place_state(
         parts.get("min_p"),
         _penalties(parts, history) if needs.any_penalty else None,
         _bias(parts) if needs.any_bias else None,
-        allowed,
+        masks,
     )
 
 

@@ -1,0 +1,55 @@
+"""A grammar that a request's output must follow, as its text: a frozen, checked record. It knows no compiler."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from sglcore.device.errors import SglcoreError
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "lark", "ebnf"]
+KINDS: tuple[str, ...] = get_args(GrammarKind)
+MAX_GRAMMAR_TEXT = 1 << 18
+"""Characters of a grammar's text."""
+
+
+class GrammarError(SglcoreError, ValueError):
+    """A grammar that can not be read, or not be enforced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the output must be: JSON of a schema (`text` is the schema), any JSON object (no text), or text of a regular
+    expression, of a Lark grammar or of one in the EBNF of llama.cpp. Raises GrammarError."""
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise GrammarError(f"{self.kind!r} is no kind of grammar", wanted=f"one of {', '.join(KINDS)}")
+        if not isinstance(self.text, str):
+            raise GrammarError(f"the grammar is {type(self.text).__name__}", wanted="text")
+        if len(self.text) > MAX_GRAMMAR_TEXT:
+            raise GrammarError(
+                f"the grammar has {len(self.text)} characters",
+                wanted=f"at most {MAX_GRAMMAR_TEXT}",
+                remedy="take out what the output does not need",
+            )
+        if bool(self.text) == (self.kind == "json_object"):
+            wanted = "none: give a json_schema" if self.text else "one"
+            raise GrammarError(f"a {self.kind} grammar with {'a' if self.text else 'no'} text", wanted=wanted)
+        if self.kind == "json_schema":
+            read_schema(self.text)
+
+
+def read_schema(text: str) -> dict | bool:
+    """A JSON schema from its text; raises GrammarError if it is none."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"the schema is not JSON: {error}", wanted="a JSON schema") from None
+    if not isinstance(schema, (dict, bool)):
+        raise GrammarError(f"the schema is a JSON {type(schema).__name__}", wanted="an object, or true or false")
+    return schema

@@ -1,0 +1,93 @@
+"""The embedded model with its scheduler, drawing texts under grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from sglcore.device.config import resolve_config
+from sglcore.engine.grammar import Grammars, Vocabulary, open_grammars
+from sglcore.engine.start import start
+from sglcore.engine.text import TextCodec, eos_token_ids
+from sglcore.sampling.grammar import Grammar
+from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.loop import Loop
+from sglcore.schedule.request import Request
+from sglcore.schedule.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request to come; no grammar: it is free."""
+
+    grammar: Grammar | None = None
+    seed: int = 0
+    max_tokens: int = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A request's end."""
+
+    text: str
+    tokens: list[int]
+    finish: str
+    error: str
+
+
+class Constrained:
+    """A started device. Every `run` has a scheduler of its own; also a context manager."""
+
+    def __init__(self, **settings: Any) -> None:
+        started = start(resolve_config({"threads": 1, "max_requests": 64, "kv_cache_memory": 96 << 20, **settings}, {}))
+        self.worker, self.limits = started.worker, started.worker.limits
+        self.codec = TextCodec(started.model_path)
+        self.eos_ids = frozenset(eos_token_ids(started.model_path))
+        vocabulary = Vocabulary(self.codec.tokenizer, self.limits.vocab_size, tuple(self.eos_ids))
+        grammars, _ = open_grammars("auto", vocabulary)
+        assert grammars is not None
+        self.grammars: Grammars = grammars
+        self._composition = 0
+
+    def run(
+        self, asks: Sequence[Ask], prompt: str = "Once upon a time", *, overlap: bool = True, **sampling: Any
+    ) -> list[Answer]:
+        """An answer for each, all at once, drawn at temperature 1 unless said."""
+        ids = np.array(self.codec.encode(prompt))
+        requests: list[Request] = []
+        for ask in asks:
+            values = {"temperature": 1.0, "max_tokens": ask.max_tokens, "grammar": ask.grammar, **sampling}
+            params = SamplingParams(**values)
+            requests.append(Request(f"r{len(requests)}", ids, params, seed=ask.seed, stop_ids=self.eos_ids))
+        scheduler = Scheduler(self.limits)
+        scheduler._builder._composition = self._composition
+        loop = Loop(scheduler, self.worker, overlap=overlap)
+        for request, ask in zip(requests, asks, strict=True):
+            request.matcher = None if ask.grammar is None else self.grammars.ask(ask.grammar).start()
+            scheduler.add(request)
+        while loop.has_work:
+            loop.step()
+        scheduler.audit()
+        self._composition = scheduler._builder._composition
+        return [self._answer(request) for request in requests]
+
+    def close(self) -> None:
+        """Close the worker."""
+        self.worker.close()
+
+    def __enter__(self) -> Constrained:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _answer(self, request: Request) -> Answer:
+        ids = [token for token in request.output_ids if token not in self.eos_ids]
+        text = self.codec.decode(ids, skip_special_tokens=False)
+        return Answer(text, list(request.output_ids), request.finish_reason or "", request.error)

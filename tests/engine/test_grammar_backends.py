@@ -1,0 +1,274 @@
+"""What compiles grammars: every keyword of a schema is enforced or refused by name; vocabularies; the cache; what goes wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from threading import Event
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+from sglcore.device.errors import ConfigError
+from sglcore.engine.grammar import GrammarBackend, Grammars, Vocabulary, open_grammars
+from sglcore.engine.start import embedded_model
+from sglcore.sampling.grammar import Grammar, GrammarError
+from sglcore.schedule.request import Matcher
+from tests.engine.grammar_keywords import CASES
+
+SIZE = 2200
+"""More logits than the embedded tokenizer has tokens."""
+
+EOS = (2, 5)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(embedded_model() / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
+def backend(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> GrammarBackend:
+    return opened(request.param, tokenizer).backend
+
+
+def opened(name: str, tokenizer: Tokenizer, size: int = SIZE) -> Grammars:
+    """Grammars by a backend."""
+    grammars, row = open_grammars(name, Vocabulary(tokenizer, size, EOS))
+    assert grammars is not None and row.effective == grammars.backend.name
+    return grammars
+
+
+def allowed(matcher: Matcher, size: int = SIZE) -> list[int]:
+    """The tokens that may follow."""
+    words = np.full(-(-size // 32), -1, dtype=np.int32)
+    matcher.fill(words)
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[:size]).tolist()
+
+
+def takes(backend: GrammarBackend, grammar: Grammar, text: str, tokenizer: Tokenizer) -> bool:
+    """Whether a whole text may be the output."""
+    matcher = backend.compile(grammar).start()
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    return all(matcher.accept(token) for token in ids) and set(EOS) <= set(allowed(matcher))
+
+
+NARROWER = MappingProxyType({"xgrammar": {"const", "pattern within"}})
+"""Cases in which a backend refuses a value that the schema allows: its outputs are still valid."""
+
+
+def test_each_keyword_of_a_schema_is_enforced_or_refused(backend: GrammarBackend, tokenizer: Tokenizer) -> None:
+    enforced = 0
+    for name, (schema, good, bad) in CASES.items():
+        grammar = Grammar("json_schema", json.dumps(schema))
+        try:
+            backend.compile(grammar)
+        except GrammarError:
+            continue
+        enforced += 1
+        assert not [value for value in bad if takes(backend, grammar, json.dumps(value), tokenizer)], name
+        if name not in NARROWER.get(backend.name, ()):
+            assert all(takes(backend, grammar, json.dumps(value), tokenizer) for value in good), name
+    assert enforced >= 30
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"properties": {"a": {"items": {"type": "array", "uniqueItems": True}}}}, "uniqueItems"),
+        ({"not": {}}, "not"),
+        ({"anyOf": [{"x-guidance": {}}]}, "'x-guidance' at #/anyOf/0"),
+        ({"$defs": {"x": {"$anchor": "b"}}}, "'$anchor' at #/$defs/x"),
+        ({"type": "number", "exclusiveMinimum": 2, "maximum": 2.5}, "between 2 and 2.5"),
+        ({"allOf": [{"type": "number", "exclusiveMaximum": -1}, {"minimum": -1.5}]}, "between -1.5 and -1"),
+        ({"type": "string", "format": "telephone"}, "telephone"),
+        ({"$ref": "https://example.org/schema"}, "example.org"),
+        (False, "false"),
+    ],
+)
+def test_a_refusal_names_what_it_is_about(schema: Any, named: str, tokenizer: Tokenizer) -> None:
+    with pytest.raises(GrammarError) as caught:
+        opened("llguidance", tokenizer).backend.compile(Grammar("json_schema", json.dumps(schema)))
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_names_of_properties_and_literals_are_no_keywords(backend: GrammarBackend, tokenizer: Tokenizer) -> None:
+    names = {"not": {"type": "integer"}, "$anchor": {"enum": [{"uniqueItems": 1}]}}
+    schema = {"type": "object", "properties": names, "required": list(names), "additionalProperties": False}
+    value = json.dumps({"not": 1, "$anchor": {"uniqueItems": 1}}, separators=(",", ":"))
+    assert takes(backend, Grammar("json_schema", json.dumps(schema)), value, tokenizer)
+
+
+BAD = (
+    Grammar("regex", "("),
+    Grammar("regex", "(?=a)b"),
+    Grammar("lark", "start: missing"),
+    Grammar("ebnf", 'root ::= "a'),
+    Grammar("json_schema", '{"type": "nonsense"}'),
+    Grammar("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}'),
+)
+
+
+@pytest.mark.parametrize("grammar", BAD, ids=lambda grammar: f"{grammar.kind} {grammar.text}")
+def test_what_can_not_be_read_is_an_error_that_says_why(grammar: Grammar, tokenizer: Tokenizer) -> None:
+    with pytest.raises(GrammarError, match=grammar.kind):
+        opened("auto", tokenizer).backend.compile(grammar)
+
+
+def test_a_mask_has_neither_special_tokens_nor_ids_beyond_the_tokenizers(
+    backend: GrammarBackend, tokenizer: Tokenizer
+) -> None:
+    special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    anything = backend.compile(Grammar("regex", "(.|\\n)*" if backend.name == "llguidance" else "[^\\x00]*"))
+    found = set(allowed(anything.start()))
+    assert found & special == set(EOS)
+    assert max(found) < tokenizer.get_vocab_size() and len(found) > 1500
+    only_stops = anything = backend.compile(Grammar("regex", "a")).start()
+    assert only_stops.accept(tokenizer.encode("a", add_special_tokens=False).ids[0])
+    assert allowed(only_stops) == list(EOS)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_kept_to(tokenizer: Tokenizer) -> None:
+    matcher = opened("auto", tokenizer, 1000).backend.compile(Grammar("regex", ".*")).start()
+    assert 300 < max(allowed(matcher, 1000)) < 1000
+
+
+def sentencepiece() -> Tokenizer:
+    """A tokenizer as SentencePiece makes them: blanks are drawn as underlines, and bytes stand in for missing characters."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["<turn>", "<end>", "\u2581", *'abcdefgh"{}[]:,0123456789', '{"', '":', "ab", "\u2581ab", "\u25811"]
+    merges = [("{", '"'), ('"', ":"), ("a", "b"), ("\u2581", "ab"), ("\u2581", "1")]
+    vocabulary = {piece: place for place, piece in enumerate(pieces)}
+    made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(steps)
+    made.add_special_tokens([AddedToken(text, special=True) for text in ("<unk>", "<s>", "</s>", "<turn>", "<end>")])
+    return made
+
+
+def test_a_vocabulary_of_sentencepiece_is_read_with_its_blanks_and_bytes() -> None:
+    tokenizer = sentencepiece()
+    size = tokenizer.get_vocab_size() + 3
+    vocabulary = Vocabulary(tokenizer, size, (2,))
+    grammars, _ = open_grammars("auto", vocabulary)
+    assert grammars is not None
+    schema = {
+        "type": "object",
+        "properties": {"ab": {"const": "ü 1"}},
+        "required": ["ab"],
+        "additionalProperties": False,
+    }
+    compiled = grammars.backend.compile(Grammar("json_schema", json.dumps(schema)))
+    for seed in range(20):
+        rng, matcher, ids = np.random.default_rng(seed), compiled.start(), [1]
+        while (choice := allowed(matcher, size)) != [2]:
+            assert max(choice) < tokenizer.get_vocab_size() and len(ids) < 400
+            ids.append(int(rng.choice([token for token in choice if token != 2])))
+            assert matcher.accept(ids[-1])
+        assert json.loads(tokenizer.decode(ids)) == {"ab": "ü 1"}
+
+
+def test_matchers_of_one_grammar_go_their_own_ways(backend: GrammarBackend, tokenizer: Tokenizer) -> None:
+    compiled = backend.compile(Grammar("regex", "ab*c"))
+    a, b, c = (tokenizer.encode(text, add_special_tokens=False).ids[0] for text in "abc")
+    first, second = compiled.start(), compiled.start()
+    assert first.accept(a) and first.accept(c) and not first.accept(b)
+    assert second.accept(a) and second.accept(b) and not second.error
+    assert allowed(first)[:1] != [b] and c in allowed(second)
+    assert a in allowed(compiled.start())
+
+
+class Fake:
+    """A backend that does as it is told."""
+
+    name = "fake"
+
+    def __init__(self, compile: Callable[[Grammar], Any]) -> None:
+        self._compile = compile
+        self.asked: list[str] = []
+
+    def compile(self, grammar: Grammar) -> Any:
+        self.asked.append(grammar.text)
+        return self._compile(grammar)
+
+
+class Startable:
+    def start(self) -> str:
+        return "started"
+
+
+def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten() -> None:
+    backend = Fake(lambda grammar: Startable())
+    grammars = Grammars(backend, kept=2)
+    for text in ("a", "b", "a", "c", "a", "b"):
+        assert grammars.ask(Grammar("regex", text)).start() == "started"
+    assert backend.asked == ["a", "b", "c", "b"]
+    grammars.close()
+
+
+def test_asking_does_not_wait_and_who_asks_is_called_when_it_is_done() -> None:
+    go, called = Event(), Event()
+
+    def compile(grammar: Grammar) -> Startable:
+        assert go.wait(20)
+        return Startable()
+
+    grammars = Grammars(Fake(compile))
+    asked, again = (grammars.ask(Grammar("regex", "a")) for _ in range(2))
+    asked.when_done(called.set)
+    assert not asked.is_done and not called.is_set() and not asked.wait(0)
+    go.set()
+    assert called.wait(20) and asked.wait() and again.wait() and again.start() == "started"
+    grammars.close()
+
+
+def test_what_takes_too_long_is_an_error_that_says_how_long_and_others_go_on() -> None:
+    go = Event()
+
+    def compile(grammar: Grammar) -> Startable:
+        assert grammar.text != "slow" or go.wait(20)
+        return Startable()
+
+    grammars = Grammars(Fake(compile), seconds=0.05)
+    with pytest.raises(GrammarError, match=r"longer than 0.05 s"):
+        grammars.ask(Grammar("regex", "slow")).start()
+    grammars = Grammars(grammars.backend)
+    assert grammars.ask(Grammar("regex", "quick")).start() == "started"
+    go.set()
+
+
+def test_a_backend_that_fails_in_its_own_way_is_an_error_of_that_grammar() -> None:
+    def compile(grammar: Grammar) -> Any:
+        raise ZeroDivisionError("inside")
+
+    asked = Grammars(Fake(compile)).ask(Grammar("lark", "x"))
+    with pytest.raises(GrammarError, match="fake failed on this lark: ZeroDivisionError: inside"):
+        asked.start()
+
+
+def test_the_ledger_says_which_backend_and_why(tokenizer: Tokenizer) -> None:
+    vocabulary = Vocabulary(tokenizer, SIZE, EOS)
+    rows = {name: open_grammars(name, vocabulary)[1] for name in ("auto", "llguidance", "off")}
+    assert [row.effective for row in rows.values()] == ["llguidance", "llguidance", "off"]
+    assert "every device" in rows["auto"].reason and not any(row.downgrade for row in rows.values())
+    assert open_grammars("off", vocabulary)[0] is None
+    with pytest.raises(ConfigError, match="wanted auto, off or one of llguidance, xgrammar"):
+        open_grammars("outlines", vocabulary)
+
+
+def test_without_an_end_of_sequence_token_grammars_are_off_or_refused_by_name(tokenizer: Tokenizer) -> None:
+    vocabulary = Vocabulary(tokenizer, SIZE, ())
+    grammars, row = open_grammars("auto", vocabulary)
+    assert grammars is None and "end-of-sequence" in row.reason
+    with pytest.raises(ConfigError, match="end-of-sequence"):
+        open_grammars("llguidance", vocabulary)
+
+
+def test_a_parser_that_gives_up_leaves_a_reason_and_an_empty_mask(tokenizer: Tokenizer) -> None:
+    matcher = opened("auto", tokenizer).backend.compile(Grammar("regex", "abc")).start()
+    assert not matcher.accept(tokenizer.encode("z", add_special_tokens=False).ids[0])
+    assert allowed(matcher) == [] and matcher.error
