@@ -1,0 +1,145 @@
+"""How a frozen record of settings is read: explicit arguments, then `SGLCORE_*` variables, each of its declared kind.
+
+A record is a dataclass whose fields are bool, int, float, str, or tuples of int or str, each perhaps `| None`. It has a
+field `sources`, which says where each value that is not a default came from.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any
+
+from sglcore.device.errors import ConfigError
+
+PREFIX = "SGLCORE_"
+MEMORY = "kv_cache_memory"
+SECRET = frozenset({"api_key"})
+"""Settings whose values no error repeats."""
+
+_UNITS = MappingProxyType({"K": 10, "M": 20, "G": 30, "T": 40})
+
+
+def resolve(record: type[Any], given: Mapping[str, object], environ: Mapping[str, str], *others: type[Any]) -> Any:
+    """An instance of `record` from arguments and variables (arguments win; an empty variable is none).
+
+    `others` are the records whose variables may stand in `environ` as well; a variable of no record is an error, and so
+    are an unknown argument and a value of another kind. All name what is known or wanted.
+    """
+    known = setting_kinds(record)
+    values = {name: value for name, value in given.items() if value is not None}
+    _refuse_unknown("setting", values, known)
+    texts = {name: text for name, text in environ.items() if name.startswith(PREFIX)}
+    _refuse_unknown(
+        "variable", texts, [variable_of(name) for each in (record, *others) for name in setting_kinds(each)]
+    )
+    sources = dict.fromkeys(values, "argument")
+    checked = {name: _checked(name, value, known[name]) for name, value in values.items()}
+    for name, kind in known.items():
+        text = texts.get(variable_of(name))
+        if name not in values and text:
+            sources[name] = variable_of(name)
+            checked[name] = _parsed(name, text, kind)
+    return record(**checked, sources=MappingProxyType(sources))
+
+
+def setting_kinds(record: type[Any]) -> dict[str, str]:
+    """The names of a record's settings and their kinds as declared."""
+    return {item.name: str(item.type) for item in fields(record) if item.name != "sources"}
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of a setting."""
+    return f"{PREFIX}{name.upper()}"
+
+
+def require_at_least(record: object, least: int, *names: str) -> None:
+    """Raise ConfigError for the first of the named settings that is given and smaller than `least`."""
+    for name in names:
+        value = getattr(record, name)
+        if value is not None and value < least:
+            wanted = "a positive number" if least == 1 else f"{least} or more"
+            raise ConfigError(f"{name} is {value}; it must be at least {least}. Give {wanted} or leave it out.")
+
+
+def memory_bytes(name: str, text: str) -> int:
+    """Bytes of a size such as 512M, 4G or 1073741824; raises ConfigError for anything else."""
+    shift = _UNITS.get(text[-1:].upper())
+    try:
+        number = float(text[:-1]) * (1 << shift) if shift else float(text)
+        return int(number)
+    except (ValueError, OverflowError):
+        raise ConfigError(f"{name} is {text!r}", wanted="a size such as 512M, 4G or 1073741824") from None
+
+
+def _refuse_unknown(what: str, names: Iterable[str], known: Collection[str]) -> None:
+    for name in sorted(set(names) - set(known)):
+        near = get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+        raise ConfigError(f"unknown {what} {name}", remedy=hint)
+
+
+def _checked(name: str, value: object, kind: str) -> Any:
+    """A value given by name, of the declared kind."""
+    if name == MEMORY and isinstance(value, str):
+        return memory_bytes(name, value)
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if kind.startswith("tuple") and isinstance(value, list):
+        value = tuple(value)
+    if not _fits(value, kind):
+        raise ConfigError(f"{name} is {_shown(name, value)}", wanted=_wanted(kind), remedy=f"correct {name}")
+    return float(value) if kind.startswith("float") and isinstance(value, int) else value
+
+
+def _fits(value: object, kind: str) -> bool:
+    if kind.startswith("bool"):
+        return isinstance(value, bool)
+    if kind.startswith("tuple"):
+        item = kind.removeprefix("tuple[")
+        return isinstance(value, tuple) and all(_fits(each, item) for each in value)
+    if kind.startswith("int"):
+        return isinstance(value, int) and not isinstance(value, bool)
+    if kind.startswith("float"):
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, str)
+
+
+def _parsed(name: str, text: str, kind: str) -> Any:
+    """The value of a variable's text, of the declared kind."""
+    variable = variable_of(name)
+    if name == MEMORY:
+        return memory_bytes(variable, text)
+    if kind.startswith("bool"):
+        if text.lower() not in ("0", "1", "true", "false"):
+            raise ConfigError(f"{variable} is {text!r}", wanted="0 or 1")
+        return text.lower() in ("1", "true")
+    parts = tuple(part.strip() for part in text.split(",")) if kind.startswith("tuple") else (text,)
+    try:
+        values = tuple(_number(part, kind.removeprefix("tuple[")) for part in parts)
+    except (ValueError, OverflowError):
+        raise ConfigError(f"{variable} is {_shown(name, text)}", wanted=_wanted(kind)) from None
+    return values if kind.startswith("tuple") else values[0]
+
+
+def _number(text: str, kind: str) -> int | float | str:
+    if kind.startswith("int"):
+        return int(text)
+    if not kind.startswith("float"):
+        return text
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def _shown(name: str, value: object) -> str:
+    return "not what it should be (its value is secret)" if name in SECRET else repr(value)
+
+
+def _wanted(kind: str) -> str:
+    return kind.replace(" | None", "")
