@@ -1,0 +1,170 @@
+"""Grammars that force a tool call, in the Lark dialect of llguidance.
+
+What stands around a call's name and arguments is taken from the calls that the checkpoint's template wrote in the test
+of its parser, so there is one rule for all formats with JSON arguments; tags need one of their own. Text that the
+tokenizer has as an added token is named by its number, because only that token is what the model knows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sglcore.sampling.grammar import Grammar
+from sglcore.serving.formats.families import ToolFamily
+from sglcore.serving.formats.self_test import CALL_IDS, Sample, Turn
+from sglcore.serving.formats.xml_calls import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, qwen3_coder
+
+Function = Mapping[str, Any]
+
+
+def call_grammar(
+    family: ToolFamily,
+    sample: Sample,
+    functions: Sequence[Function],
+    added: Mapping[str, int],
+    *,
+    is_parallel: bool,
+    reasoning: tuple[str, str] | None,
+    reasoning_open: bool,
+) -> Grammar:
+    """The grammar of one call, or of several if the template writes several, of these functions."""
+    literal = _Literals(added)
+    rules = _reasoning(literal, reasoning, reasoning_open)
+    if family.calls is qwen3_coder:
+        rules += _tagged(literal, sample, functions, is_parallel)
+    else:
+        rules += _around_json(literal, family, sample, functions, is_parallel)
+    return Grammar("lark", "\n".join(rules) + "\n")
+
+
+class _Literals:
+    """Fixed text as Lark: strings, and added tokens by number."""
+
+    def __init__(self, added: Mapping[str, int]) -> None:
+        self._added = added
+        words = sorted(filter(None, added), key=len, reverse=True)
+        self._pattern = re.compile(f"({'|'.join(map(re.escape, words))})" if words else r"(?!)()")
+
+    def __call__(self, text: str) -> str:
+        parts = (part for part in self._pattern.split(text) if part)
+        return " ".join(f"<[{self._added[part]}]>" if part in self._added else _quoted(part) for part in parts)
+
+    def upto(self, name: str, mark: str) -> list[str]:
+        """Rules `name`: any text and then the mark."""
+        if mark in self._added:
+            return [f"{name}: /(?s:.*)/ <[{self._added[mark]}]>"]
+        return [f"{name}[lazy]: /(?s:.*){_escaped(mark)}/"]
+
+
+def _reasoning(literal: _Literals, marks: tuple[str, str] | None, is_open: bool) -> list[str]:
+    """The rules `start` and what it begins with: a block of reasoning, needed if it is open."""
+    if marks is None:
+        return ["start: calls"]
+    rules = literal.upto("thoughts", marks[1])
+    begin = "" if is_open else f"{literal(marks[0])} "
+    optional = "" if is_open else "?"
+    return [f"start: reasoning{optional} calls", f"reasoning: {begin}thoughts /\\s{{0,4}}/", *rules]
+
+
+def _around_json(
+    literal: _Literals, family: ToolFamily, sample: Sample, functions: Sequence[Function], is_parallel: bool
+) -> list[str]:
+    before, middle, after = _parts(family, sample.one)
+    between = _between(sample.two) if sample.two and is_parallel else None
+    again = f" ({_with_ids(literal, between)} call)*" if between is not None else ""
+    rules = [f"calls: {_with_ids(literal, before)} call{again} {_with_ids(literal, after)}".rstrip()]
+    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
+    for number, function in enumerate(functions):
+        schema = json.dumps(function.get("parameters") or {"type": "object"}, ensure_ascii=False)
+        name = _quoted(json.dumps(function["name"], ensure_ascii=False)[1:-1])
+        rules += [f"call_{number}: {name} {_with_ids(literal, middle)} args_{number}", f"args_{number}: %json {schema}"]
+    return rules
+
+
+def _parts(family: ToolFamily, turn: Turn) -> tuple[str, str, str]:
+    """The text before a call's name, between name and arguments, and after them."""
+    call = turn.calls[0]
+    name = turn.text.index(call.name)
+    arguments = turn.text.index(call.arguments, name)
+    begin = min(place for mark in family.opening if (place := turn.text.rfind(mark, 0, name)) >= 0)
+    rest = turn.text[arguments + len(call.arguments) :]
+    footer = rest.rfind(turn.footer.strip()) if turn.footer.strip() else len(rest)
+    return turn.text[begin:name], turn.text[name + len(call.name) : arguments], rest[:footer].rstrip()
+
+
+def _between(turn: Turn) -> str:
+    """The text between the arguments of one call and the name of the next."""
+    first, second = turn.calls
+    end = turn.text.index(first.arguments) + len(first.arguments)
+    return turn.text[end : turn.text.index(second.name, end)]
+
+
+def _with_ids(literal: _Literals, text: str) -> str:
+    """Fixed text in which a call's id may be any."""
+    parts = re.split("|".join(CALL_IDS), text)
+    return " /[a-zA-Z0-9]{9}/ ".join(literal(part) for part in parts).strip()
+
+
+def _tagged(literal: _Literals, sample: Sample, functions: Sequence[Function], is_parallel: bool) -> list[str]:
+    turn = sample.one.text
+    before, _, rest = turn.partition(FUNCTION)
+    begin = before[before.rfind("<") :] if "<" in before.strip() else ""
+    after = rest.partition(FUNCTION_END)[2]
+    after = after[: after.find(">") + 1] if begin else ""
+    again = f' ("\\n" {literal(begin)} call {literal(after)})*' if is_parallel and sample.two else ""
+    rules = [f"calls: {literal(begin)} call {literal(after)}{again}"]
+    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
+    for number, function in enumerate(functions):
+        rules += _tagged_function(literal, number, function)
+    return rules
+
+
+def _tagged_function(literal: _Literals, number: int, function: Function) -> list[str]:
+    schema = function.get("parameters") or {}
+    required = set(schema.get("required", ()))
+    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    parts: list[str] = []
+    rules: list[str] = []
+    for place, (key, given) in enumerate((schema.get("properties") or {}).items()):
+        value = _resolved(given, schema)
+        name = f"p_{number}_{place}"
+        parts.append(name if key in required else f"{name}?")
+        body, more = _tagged_value(literal, f"v_{number}_{place}", value, definitions)
+        rules += [f"{name}: {literal(f'{PARAMETER}{key}>' + chr(10))} {body} {literal(chr(10))}", *more]
+    head, end = literal(f"{FUNCTION}{function['name']}>\n"), literal(FUNCTION_END)
+    return [" ".join([f"call_{number}:", head, *parts, end]), *rules]
+
+
+def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """The schema that a reference into the same document names."""
+    reference = schema.get("$ref", "") if isinstance(schema, Mapping) else ""
+    if not reference.startswith("#/"):
+        return schema
+    found: Any = root
+    for step in reference[2:].split("/"):
+        found = found.get(step) if isinstance(found, Mapping) else None
+    return found
+
+
+def _tagged_value(literal: _Literals, name: str, schema: Any, definitions: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """A parameter's value with its end tag: text as it is, anything else as JSON."""
+    end = literal("\n" + PARAMETER_END)
+    described = schema if isinstance(schema, Mapping) else {}
+    if isinstance(described.get("enum"), list) and all(isinstance(value, str) for value in described["enum"]):
+        words = " | ".join(_quoted(word) for word in described["enum"])
+        return f"({words}) {end}", []
+    if described.get("type") in ("integer", "number", "boolean", "object", "array", "null"):
+        return f"{name} {end}", [f"{name}: %json {json.dumps({**described, **definitions}, ensure_ascii=False)}"]
+    return name, literal.upto(name, "\n" + PARAMETER_END)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(text: str) -> str:
+    """Text inside a regular expression between slashes."""
+    return re.sub(r"([\\.+*?()|\[\]{}^$/])", r"\\\1", text).replace("\n", "\\n")

@@ -1,0 +1,90 @@
+"""The messages of a request in the form that a checkpoint's template reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglcore.engine.chat_template import TextError
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MessageForm:
+    """What a template wants, found out by rendering."""
+
+    parts: bool = False
+    """Content as a list of parts instead of a string."""
+    arguments: bool = True
+    """A call's arguments as an object instead of JSON text."""
+    empty: bool = False
+    """Content that is missing as an empty string instead of None."""
+
+
+def as_template_reads(messages: Sequence[Message], form: MessageForm) -> list[dict[str, Any]]:
+    """The messages for the template; raises TextError for what no template of text can take."""
+    return [_message(place, message, form) for place, message in enumerate(messages)]
+
+
+def _message(place: int, message: Message, form: MessageForm) -> dict[str, Any]:
+    result = {name: value for name, value in message.items() if value is not None}
+    if not isinstance(result.get("role"), str):
+        raise TextError(f"messages[{place}] has no role", wanted="a role such as user")
+    result["content"] = _content(place, message.get("content"), form)
+    if calls := result.pop("tool_calls", None):
+        result["tool_calls"] = [_call(place, call, form) for call in calls]
+    thoughts = result.get("reasoning_content") or result.pop("reasoning", None)
+    if thoughts:
+        result |= {"reasoning_content": thoughts, "reasoning": thoughts}
+    return result
+
+
+def _content(place: int, content: Any, form: MessageForm) -> Any:
+    if content is None:
+        return "" if form.empty else None
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if form.parts else content
+    if not isinstance(content, Sequence):
+        raise TextError(f"messages[{place}].content is {type(content).__name__}", wanted="a string or a list of parts")
+    texts = [_part(place, part) for part in content]
+    return [{"type": "text", "text": text} for text in texts] if form.parts else "\n".join(texts)
+
+
+def _part(place: int, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if kind != "text":
+        raise TextError(
+            f"messages[{place}].content holds a part of type {kind!r}", wanted="parts of type text; no others are read"
+        )
+    if not isinstance(text, str):
+        raise TextError(f"messages[{place}].content holds a part of type text without a text")
+    return text
+
+
+def _call(place: int, call: Any, form: MessageForm) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise TextError(f"messages[{place}].tool_calls holds a call without function.name")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str) and form.arguments:
+        arguments = _object(place, arguments)
+    if not isinstance(arguments, str) and not form.arguments:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+
+
+def _object(place: int, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise TextError(
+            f"messages[{place}].tool_calls holds arguments {text!r:.60}",
+            wanted="JSON text of an object, as it was sent",
+        )
+    return found

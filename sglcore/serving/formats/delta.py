@@ -1,0 +1,64 @@
+"""What a model's text means, piece by piece: reasoning, content, and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Kind = Literal["reasoning", "content", "tool_start", "tool_arguments"]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One piece. `index` counts the tool calls of an answer from 0; a call starts once, then its arguments follow."""
+
+    kind: Kind
+    text: str = ""
+    index: int = 0
+    name: str = ""
+    """Of the function, in `tool_start`."""
+    call_id: str = ""
+    """In `tool_start`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A whole tool call: `arguments` is JSON text as the model wrote it."""
+
+    name: str
+    arguments: str
+    call_id: str = ""
+
+
+def joined(deltas: Iterable[Delta]) -> list[Delta]:
+    """The same deltas, with neighbours of one kind and call made one; how the text was split no longer shows."""
+    result: list[Delta] = []
+    for delta in deltas:
+        last = result[-1] if result else None
+        if last and delta.kind != "tool_start" and (last.kind, last.index) == (delta.kind, delta.index):
+            result[-1] = replace(last, text=last.text + delta.text)
+        else:
+            result.append(delta)
+    return result
+
+
+def text_of(deltas: Iterable[Delta], kind: Kind) -> str:
+    """All text of one kind."""
+    return "".join(delta.text for delta in deltas if delta.kind == kind)
+
+
+def calls_of(deltas: Iterable[Delta]) -> list[Call]:
+    """The tool calls in their order; raises ValueError for a call that starts twice, out of order, or not at all."""
+    found: list[Call] = []
+    for delta in deltas:
+        if delta.kind == "tool_start":
+            if delta.index != len(found):
+                raise ValueError(f"call {delta.index} starts after {len(found)} calls")
+            found.append(Call(delta.name, "", delta.call_id))
+        elif delta.kind == "tool_arguments":
+            if delta.index >= len(found):
+                raise ValueError(f"arguments of call {delta.index} come before it starts")
+            call = found[delta.index]
+            found[delta.index] = replace(call, arguments=call.arguments + delta.text)
+    return found

@@ -1,0 +1,98 @@
+"""The formats that are known, as data: by what evidence each is chosen, its markers, and its parser."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglcore.serving.formats import json_calls as calls
+from sglcore.serving.formats import xml_calls
+from sglcore.serving.formats.parser import ToolSteps
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFamily:
+    """A way to write tool calls."""
+
+    name: str
+    evidence: tuple[str, ...]
+    """Chosen for a template that writes all of these."""
+    opening: tuple[str, ...]
+    """What a call may begin with."""
+    marks: tuple[str, ...]
+    """What nobody should see of a well-formed call."""
+    calls: ToolSteps
+    aliases: tuple[str, ...] = ()
+    """Names that other engines use."""
+    has_short_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFamily:
+    """A pair of markers around reasoning."""
+
+    name: str
+    marks: tuple[str, str]
+    aliases: tuple[str, ...] = ()
+
+
+TOOLS = (
+    ToolFamily(
+        name="qwen3_coder",
+        evidence=(xml_calls.FUNCTION, xml_calls.PARAMETER),
+        opening=(calls.CALL, xml_calls.FUNCTION),
+        marks=(
+            calls.CALL,
+            calls.CALL_END,
+            xml_calls.FUNCTION,
+            xml_calls.FUNCTION_END,
+            xml_calls.PARAMETER,
+            xml_calls.PARAMETER_END,
+        ),
+        calls=xml_calls.qwen3_coder,
+        aliases=("qwen3_xml",),
+    ),
+    ToolFamily(
+        name="deepseek",
+        evidence=(calls.BEGIN, calls.SEPARATOR),
+        opening=(calls.BEGIN,),
+        marks=(calls.BEGIN, calls.END, calls.ONE_BEGIN, calls.ONE_END, calls.SEPARATOR),
+        calls=calls.deepseek,
+        aliases=("deepseek_v3", "deepseekv3", "deepseek_v31", "deepseekv31"),
+    ),
+    ToolFamily(
+        name="mistral",
+        evidence=(calls.TOOL_CALLS,),
+        opening=(calls.TOOL_CALLS,),
+        marks=(calls.TOOL_CALLS, calls.ARGS, calls.CALL_ID),
+        calls=calls.mistral,
+        has_short_ids=True,
+    ),
+    ToolFamily(
+        name="hermes",
+        evidence=(calls.CALL,),
+        opening=(calls.CALL,),
+        marks=(calls.CALL, calls.CALL_END),
+        calls=calls.hermes,
+        aliases=("qwen", "qwen25"),
+    ),
+    ToolFamily(
+        name="llama3",
+        evidence=('"parameters"',),
+        opening=(calls.PYTHON_TAG, "{"),
+        marks=(calls.PYTHON_TAG,),
+        calls=calls.llama3,
+        aliases=("llama3_json", "llama4_json"),
+    ),
+)
+"""The more special ones first: the first that passes its test is taken."""
+
+REASONING = (
+    ReasoningFamily(
+        name="think",
+        marks=("<think>", "</think>"),
+        aliases=("qwen3", "deepseek_r1", "deepseek-r1", "deepseek_v3", "qwen3-thinking"),
+    ),
+    ReasoningFamily(name="mistral", marks=("[THINK]", "[/THINK]")),
+)
+
+OFF = frozenset({"off", "none"})

@@ -1,0 +1,122 @@
+"""One JSON object, recognised while it arrives: strict JSON (RFC 8259), as text, without making values of it."""
+
+from __future__ import annotations
+
+import re
+
+MAX_DEPTH = 512
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
+_LETTERS = frozenset("0123456789+-.eEabcdfghijklmnopqrstuvwxyz")
+_WORDS = frozenset({"true", "false", "null"})
+_OPEN = "{["
+_ESCAPES = frozenset('"\\/bfnrt')
+_HEX = frozenset("0123456789abcdefABCDEF")
+
+
+class JsonText:
+    """`feed` takes text until the object ends (`done`) or the text stops being JSON (`bad`)."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.bad = False
+        self._stack: list[str] = []
+        self._wants = "object"
+        self._escape = ""
+        self._word = ""
+
+    def feed(self, text: str, at: int = 0) -> int:
+        """Characters of text[at:] that belong to the object; fewer than there are only if it is done or bad."""
+        start = at
+        while at < len(text) and not (self.done or self.bad):
+            at = self._take(text, at)
+        return at - start
+
+    def _take(self, text: str, at: int) -> int:
+        """Read one thing; returns where the next one begins, or `at` itself if it is bad."""
+        if self._wants in ("string", "key string"):
+            return self._in_string(text, at)
+        if self._word:
+            return self._in_word(text, at)
+        if self._wants != "object":
+            space = _SPACE.match(text, at)
+            at = space.end() if space else at
+            if at == len(text):
+                return at
+        return at + 1 if self._accepts(text[at]) else at
+
+    def _accepts(self, mark: str) -> bool:
+        """Take one character outside of strings, numbers and words."""
+        wants = self._wants
+        if wants == "object":
+            self.bad = mark != "{"
+            return not self.bad and self._opened(mark)
+        if mark == '"' and wants in ("value", "value or end", "key", "key or end"):
+            self._wants = "string" if wants.startswith("value") else "key string"
+        elif wants.startswith("value") and mark in _OPEN:
+            return self._opened(mark)
+        elif wants.startswith("value") and (mark == "-" or (mark.isascii() and mark.isalnum())):
+            self._word = mark
+        elif mark == ":" and wants == "colon":
+            self._wants = "value"
+        elif mark == "," and wants == "comma or end":
+            self._wants = "key" if self._stack[-1] == "{" else "value"
+        elif mark in "}]" and wants in ("comma or end", "value or end", "key or end"):
+            return self._closed(mark)
+        else:
+            self.bad = True
+        return not self.bad
+
+    def _opened(self, mark: str) -> bool:
+        self._stack.append(mark)
+        self._wants = "key or end" if mark == "{" else "value or end"
+        self.bad = len(self._stack) > MAX_DEPTH
+        return not self.bad
+
+    def _closed(self, mark: str) -> bool:
+        self.bad = self._stack[-1] + mark not in ("{}", "[]")
+        if not self.bad:
+            self._stack.pop()
+            self._wants = "comma or end"
+            self.done = not self._stack
+        return not self.bad
+
+    def _in_string(self, text: str, at: int) -> int:
+        if self._escape:
+            return self._in_escape(text, at)
+        plain = _PLAIN.match(text, at)
+        at = plain.end() if plain else at
+        if at == len(text):
+            return at
+        if text[at] == '"':
+            self._wants = "colon" if self._wants == "key string" else "comma or end"
+        elif text[at] == "\\":
+            self._escape = "\\"
+        else:
+            self.bad = True
+            return at
+        return at + 1
+
+    def _in_escape(self, text: str, at: int) -> int:
+        mark = text[at]
+        if self._escape == "\\" and mark in _ESCAPES:
+            self._escape = ""
+        elif (self._escape == "\\" and mark == "u") or (len(self._escape) > 1 and mark in _HEX):
+            self._escape = "" if len(self._escape) == 5 else self._escape + mark
+        else:
+            self.bad = True
+            return at
+        return at + 1
+
+    def _in_word(self, text: str, at: int) -> int:
+        """A number or a word: its end is the first character that can be in neither."""
+        start = at
+        while at < len(text) and text[at] in _LETTERS:
+            at += 1
+        self._word += text[start:at]
+        if at < len(text):
+            self.bad = self._word not in _WORDS and not _NUMBER.fullmatch(self._word)
+            self._word, self._wants = "", "comma or end"
+        return at

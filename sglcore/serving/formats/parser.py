@@ -1,0 +1,81 @@
+"""The parser of one answer: reasoning first, then content and tool calls."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Iterable
+
+from sglcore.serving.formats.delta import Delta, joined
+from sglcore.serving.formats.json_calls import Tools
+from sglcore.serving.formats.scanner import Scanner, Steps
+
+ToolSteps = Callable[[Scanner, Tools], Steps[None]]
+
+
+class DeltaParser:
+    """Text in, deltas out; joined, they do not depend on how the text was split."""
+
+    def __init__(
+        self,
+        *,
+        calls: ToolSteps | None = None,
+        tools: Tools = (),
+        reasoning: tuple[str, str] | None = None,
+        reasoning_open: bool = False,
+        controls: Iterable[str] = (),
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
+        """`reasoning` is the pair of markers around it; `reasoning_open` if the prompt has the first one already."""
+        self._scanner = Scanner(new_id or long_id, controls)
+        self._steps = _answer(self._scanner, calls, tools, reasoning, reasoning_open)
+        self._is_over = False
+
+    def push(self, text: str) -> list[Delta]:
+        """More text of the answer; what it adds."""
+        self._scanner.push(text)
+        return self._read()
+
+    def finish(self) -> list[Delta]:
+        """The answer has ended; what was held back."""
+        self._scanner.end()
+        return self._read()
+
+    def whole(self, text: str) -> list[Delta]:
+        """A whole answer at once."""
+        return joined([*self.push(text), *self.finish()])
+
+    def _read(self) -> list[Delta]:
+        if not self._is_over:
+            self._is_over = next(self._steps, True) is True
+        return joined(self._scanner.taken())
+
+
+def long_id() -> str:
+    """A new id of a call, as most clients know it."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def short_id() -> str:
+    """A new id of nine letters and digits, which Mistral's templates want."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+def _answer(
+    s: Scanner, calls: ToolSteps | None, tools: Tools, reasoning: tuple[str, str] | None, reasoning_open: bool
+) -> Steps[None]:
+    if reasoning:
+        yield from _reasoning(s, *reasoning, reasoning_open)
+    if calls:
+        yield from calls(s, tools)
+    else:
+        yield from s.pass_until((), "content")
+
+
+def _reasoning(s: Scanner, start: str, end: str, is_open: bool) -> Steps[None]:
+    """A block of reasoning at the beginning; its markers, and white space inside and after it, are no part of it."""
+    if not (yield from s.take(start)) and not is_open:
+        return
+    s.border()
+    yield from s.pass_until((end,), "reasoning")
+    s.border()

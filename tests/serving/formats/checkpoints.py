@@ -1,0 +1,187 @@
+"""Checkpoints without weights: a byte-level tokenizer with each family's markers, and small templates of ours."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from sglcore.engine.text import TextCodec
+
+PLAIN = """
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+HERMES = """
+{%- if tools %}<|im_start|>system
+Tools: {% for t in tools %}{{ t | tojson }} {% endfor %}
+Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>
+{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}<|im_start|>assistant
+{{ m.content or '' }}
+{%- for c in m.tool_calls or [] %}
+{%- if m.content or not loop.first %}{{ '\\n' }}{% endif %}
+{{- '<tool_call>\\n{"name": "' ~ c.function.name ~ '", "arguments": ' ~ (c.function.arguments | tojson) ~ '}\\n</tool_call>' }}
+{%- endfor %}<|im_end|>
+{% elif m.role == 'tool' %}<|im_start|>user
+<tool_response>{{ m.content }}</tool_response><|im_end|>
+{% else %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+
+THINKING = HERMES.replace(
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}", "<think>\n"
+).replace("{{ m.content or '' }}", "{{ '<think>' ~ (m.reasoning_content or '') ~ '</think>' ~ (m.content or '') }}")
+
+CODER = """
+{%- for t in tools or [] %}{% if loop.first %}<|im_start|>system
+{% endif %}<function>{{ t.function.name }}</function>{% endfor %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content or '' }}
+{%- for c in m.tool_calls or [] %}
+{{- '\\n<tool_call>\\n<function=' ~ c.function.name ~ '>\\n' }}
+{%- for key, value in c.function.arguments.items() %}
+{{- '<parameter=' ~ key ~ '>\\n' }}
+{{- value if value is string else (value | tojson if value is mapping or value is iterable else value | string) }}
+{{- '\\n</parameter>\\n' }}
+{%- endfor %}
+{{- '</function>\\n</tool_call>' }}
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+LLAMA = """{{ bos_token }}
+{%- if tools %}<|start_header_id|>system<|end_header_id|>
+
+Answer with {"name": ..., "parameters": ...}. {% for t in tools %}{{ t | tojson(indent=4) }}{% endfor %}<|eot_id|>{% endif %}
+{%- for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>
+
+{% if m.tool_calls %}
+{%- if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}
+{%- set f = m.tool_calls[0].function %}
+{{- '{"name": "' + f.name + '", "parameters": ' + (f.arguments | tojson) + '}' }}
+{%- else %}{{ m.content | trim }}{% endif %}<|eot_id|>
+{%- endfor %}
+{%- if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}"""
+
+MISTRAL_LIST = """{{ bos_token }}
+{%- if tools %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}[INST] {{ m.content }}[/INST]
+{%- elif m.tool_calls is defined %}[TOOL_CALLS] [
+{%- for c in m.tool_calls %}
+{%- if c.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}
+{{- '{"name": "' ~ c.function.name ~ '", "arguments": ' ~ (c.function.arguments | tojson) ~ ', "id": "' ~ c.id ~ '"}' }}
+{%- if not loop.last %}, {% endif %}
+{%- endfor %}]</s>
+{%- elif m.role == 'assistant' %} {{ m.content }}</s>
+{%- else %}[TOOL_RESULTS] {{ m.content }}[/TOOL_RESULTS]{% endif %}
+{%- endfor %}"""
+
+MISTRAL_NAMED = """{{ bos_token }}
+{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}[INST]{{ m.content }}[/INST]
+{%- elif m.tool_calls is defined %}
+{%- for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}</s>
+{%- else %}{{ m.content }}</s>{% endif %}
+{%- endfor %}"""
+
+DEEPSEEK_FENCED = """{{ bos_token }}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}<｜User｜>{{ m.content }}
+{%- elif m.tool_calls and m.content is none %}<｜Assistant｜><｜tool▁calls▁begin｜>
+{%- for c in m.tool_calls %}
+{%- if not loop.first %}{{ '\\n' }}{% endif %}
+{{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```' }}
+{{- '<｜tool▁call▁end｜>' }}
+{%- endfor %}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>
+{%- elif m.role == 'assistant' %}<｜Assistant｜>{{ m.content.split('</think>')[-1] }}<｜end▁of▁sentence｜>{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<｜Assistant｜><think>
+{% endif %}"""
+
+DEEPSEEK_BARE = DEEPSEEK_FENCED.replace(
+    """'<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```'""",
+    """'<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' + c.function.arguments""",
+)
+
+DEEPSEEK_TOKENS = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
+
+
+@dataclass(frozen=True)
+class Family:
+    """A template, its tokens, and the parsers that it should get."""
+
+    template: str
+    special: tuple[str, ...]
+    added: tuple[str, ...]
+    tools: str | None
+    reasoning: str | None = None
+
+
+FAMILIES = {
+    "hermes": Family(HERMES, ("<|im_start|>", "<|im_end|>"), ("<tool_call>", "</tool_call>"), "hermes", "think"),
+    "thinking": Family(
+        THINKING,
+        ("<|im_start|>", "<|im_end|>"),
+        ("<tool_call>", "</tool_call>", "<think>", "</think>"),
+        "hermes",
+        "think",
+    ),
+    "coder": Family(CODER, ("<|im_start|>", "<|im_end|>"), ("<tool_call>", "</tool_call>"), "qwen3_coder"),
+    "llama": Family(LLAMA, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"), (), "llama3"),
+    "mistral list": Family(MISTRAL_LIST, ("[INST]", "[/INST]", "[TOOL_CALLS]", "</s>"), (), "mistral"),
+    "mistral named": Family(MISTRAL_NAMED, ("[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "</s>"), (), "mistral"),
+    "deepseek fenced": Family(
+        DEEPSEEK_FENCED, ("<｜end▁of▁sentence｜>",), (*DEEPSEEK_TOKENS, "<think>", "</think>"), "deepseek", "think"
+    ),
+    "deepseek bare": Family(
+        DEEPSEEK_BARE, ("<｜end▁of▁sentence｜>",), (*DEEPSEEK_TOKENS, "<think>", "</think>"), "deepseek", "think"
+    ),
+    "plain": Family(PLAIN, ("<|im_start|>", "<|im_end|>"), (), None),
+}
+
+
+def make_codec(
+    folder: Path,
+    template: str | None,
+    special: tuple[str, ...] = (),
+    added: tuple[str, ...] = (),
+    settings: dict[str, Any] | None = None,
+) -> TextCodec:
+    """A codec over single bytes and the given tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={mark: number for number, mark in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", *special])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in added])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    given = {"bos_token": "<s>", **({"chat_template": template} if template else {}), **(settings or {})}
+    (folder / "tokenizer_config.json").write_text(json.dumps(given))
+    return TextCodec(folder)
+
+
+def codec_of(name: str, folder: Path) -> TextCodec:
+    """The codec of a family."""
+    family = FAMILIES[name]
+    return make_codec(folder / name.replace(" ", "_"), family.template, family.special, family.added)

@@ -1,0 +1,133 @@
+"""Grammars that force calls: what the template writes for a call is accepted token by token, anything else is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import pytest
+
+from sglcore.engine.chat_template import TextError
+from sglcore.engine.text import TextCodec
+from sglcore.sampling.grammar import Grammar
+from sglcore.serving.formats.chat_format import ChatFormat
+from tests.serving.formats.checkpoints import FAMILIES, codec_of
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "place": {"type": "string"},
+        "count": {"$ref": "#/$defs/Count"},
+        "unit": {"type": "string", "enum": ["km", "mile"]},
+    },
+    "required": ["place", "count"],
+    "additionalProperties": False,
+    "$defs": {"Count": {"type": "integer"}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "", "parameters": schema}}
+    for name, schema in (("look", SCHEMA), ("look_up", {"type": "object"}), ("say-é", SCHEMA))
+]
+WITH_TOOLS = [name for name, family in FAMILIES.items() if family.tools]
+
+
+class Case:
+    """A checkpoint, its format, and the judge."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.codec: TextCodec = codec_of(name, folder)
+        self.format = ChatFormat.detect(self.codec)
+        self.judge = llguidance.LLTokenizer(self.codec.tokenizer.to_str(), eos_token=256)
+
+    def answer(self, *calls: tuple[str, Any]) -> str:
+        """What the template writes for calls, without what ends the turn."""
+        given = [
+            {"id": f"abcdefgh{n}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+            for n, (name, arguments) in enumerate(calls)
+        ]
+        talk = [{"role": "user", "content": "Q?"}, {"role": "assistant", "content": None, "tool_calls": given}]
+        text = self.format.render(talk, tools=TOOLS, add_generation_prompt=False).text
+        text = text[text.rindex("Q?") :]
+        family = self.format._tools
+        assert family
+        begin = min(place for mark in family.opening if (place := text.find(mark)) >= 0)
+        ends = ("<|im_end|>", "<|eot_id|>", "</s>", "<｜end▁of▁sentence｜>")
+        return text[begin : max(text.rfind(end) for end in ends)].rstrip("\n")
+
+    def accepts(self, grammar: Grammar | None, text: str) -> bool:
+        """Whether the tokens of the text are allowed, one after another, and the text may end there."""
+        assert grammar and grammar.kind == "lark"
+        matcher = llguidance.LLMatcher(self.judge, grammar.text, log_level=0)
+        assert not matcher.get_error(), matcher.get_error()
+        ids = self.codec.encode(text, special=False)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    """Of each family with tools."""
+    folder = tmp_path_factory.mktemp("grammars")
+    return {name: Case(name, folder) for name in WITH_TOOLS}
+
+
+GOOD = {"place": 'a "b" é\nc', "count": 3}
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_what_the_template_writes_is_accepted(cases: dict[str, Case], name: str) -> None:
+    case = cases[name]
+    required = case.format.tool_grammar(TOOLS, "required")
+    assert case.accepts(required, case.answer(("look", GOOD)))
+    assert case.accepts(required, case.answer(("look", {**GOOD, "unit": "mile"})))
+    if name != "coder":
+        assert case.accepts(required, case.answer(("look_up", {"any": [1]})))
+    assert case.accepts(required, case.answer(("say-é", GOOD)))
+    named = case.format.tool_grammar(TOOLS, {"type": "function", "function": {"name": "look"}})
+    assert case.accepts(named, case.answer(("look", GOOD)))
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_anything_else_is_refused(cases: dict[str, Case], name: str) -> None:
+    case = cases[name]
+    required = case.format.tool_grammar(TOOLS, "required")
+    named = case.format.tool_grammar(TOOLS, {"type": "function", "function": {"name": "look"}})
+    good = case.answer(("look", GOOD))
+    assert not case.accepts(required, "I would rather talk.")
+    assert not case.accepts(required, "")
+    assert not case.accepts(required, good[:-2])
+    assert not case.accepts(required, good + " and more")
+    assert not case.accepts(required, case.answer(("other", GOOD)))
+    assert not case.accepts(required, case.answer(("look", {**GOOD, "unit": "inch"})))
+    assert not case.accepts(required, case.answer(("look", {"place": "a"})))
+    assert not case.accepts(required, case.answer(("look", {"place": "a", "count": "three"})))
+    assert not case.accepts(named, case.answer(("say-é", GOOD)))
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_TOOLS if name != "llama"])
+def test_several_calls_are_allowed_when_any_may_be_made(cases: dict[str, Case], name: str) -> None:
+    case = cases[name]
+    two = case.answer(("look", GOOD), ("say-é", GOOD))
+    assert case.accepts(case.format.tool_grammar(TOOLS, "required"), two)
+    assert not case.accepts(case.format.tool_grammar(TOOLS, "required", parallel=False), two)
+    assert not case.accepts(case.format.tool_grammar(TOOLS, {"function": {"name": "look"}}), two)
+
+
+@pytest.mark.parametrize("name", ["hermes", "thinking"])
+def test_reasoning_may_come_first_and_must_end_if_it_is_open(cases: dict[str, Case], name: str) -> None:
+    case = cases[name]
+    call = case.answer(("look", GOOD))
+    free = case.format.tool_grammar(TOOLS, "required", reasoning_open=False)
+    assert case.accepts(free, f"<think>\nWell.\n</think>\n\n{call}")
+    assert not case.accepts(free, f"Well.</think>{call}")
+    is_open = case.format.tool_grammar(TOOLS, "required", reasoning_open=True)
+    assert case.accepts(is_open, f"Well.\n</think>\n\n{call}")
+    assert not case.accepts(is_open, call)
+
+
+def test_other_choices_force_nothing_and_unknown_names_are_refused(cases: dict[str, Case]) -> None:
+    found = cases["hermes"].format
+    assert found.tool_grammar(TOOLS, "auto") is None and found.tool_grammar(TOOLS, "none") is None
+    with pytest.raises(TextError, match=r"names 'fly'.*look"):
+        found.tool_grammar(TOOLS, {"type": "function", "function": {"name": "fly"}})

@@ -1,0 +1,161 @@
+"""A checkpoint's chat format: conversations in, prompts out; answers in, deltas out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglcore.engine.chat_template import TextError
+from sglcore.engine.start import embedded_model
+from sglcore.engine.text import TextCodec
+from sglcore.serving.formats.chat_format import ChatFormat
+from sglcore.serving.formats.delta import calls_of, text_of
+from tests.serving.formats.checkpoints import FAMILIES, codec_of, make_codec
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
+USER = {"role": "user", "content": "Hi"}
+
+
+@pytest.fixture(scope="module")
+def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatFormat]:
+    """Of each family."""
+    folder = tmp_path_factory.mktemp("formats")
+    return {name: ChatFormat.detect(codec_of(name, folder)) for name in FAMILIES}
+
+
+def called(arguments: Any, **given: Any) -> dict[str, Any]:
+    """An answer with a call."""
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "abcdefghi", "type": "function", "function": function}], **given}
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.tools])
+@pytest.mark.parametrize("given", ['{"a": "é"}', {"a": "é"}], ids=["text", "object"])
+def test_calls_of_earlier_turns_are_written_as_the_template_writes_them(
+    formats: dict[str, ChatFormat], name: str, given: Any
+) -> None:
+    found = formats[name]
+    text = found.render(
+        [USER, called(given, content=None, refusal=None)], tools=TOOLS, add_generation_prompt=False
+    ).text
+    answer = text[text.rindex("Hi") :]
+    assert "None" not in answer and "é" in answer
+    opening = found.render([USER], tools=TOOLS, add_generation_prompt=True).text
+    start = len(opening) if text.startswith(opening) else text.rindex("Hi") + 2
+    if name != "llama" or text.startswith(opening):
+        deltas = found.stream(tools=TOOLS, reasoning_open=False).whole(text[start:])
+        assert [(call.name, json.loads(call.arguments)) for call in calls_of(deltas)] == [("f", {"a": "é"})]
+
+
+def test_arguments_that_are_no_object_are_the_callers_error(formats: dict[str, ChatFormat]) -> None:
+    for wrong in ("{", "[1]", "nothing"):
+        with pytest.raises(TextError, match=r"messages\[1\].tool_calls"):
+            formats["hermes"].render([USER, called(wrong)], tools=TOOLS)
+    with pytest.raises(TextError, match=r"function\.name"):
+        formats["hermes"].render([USER, {"role": "assistant", "tool_calls": [{"id": "x"}]}], tools=TOOLS)
+
+
+def test_tools_without_a_parser_are_refused_with_the_reason(formats: dict[str, ChatFormat]) -> None:
+    for found in (formats["plain"], ChatFormat.detect(TextCodec(embedded_model()))):
+        for ask in (
+            lambda found=found: found.render([USER], tools=TOOLS),
+            lambda found=found: found.tool_grammar(TOOLS, "required"),
+        ):
+            with pytest.raises(TextError, match="no place for tools"):
+                ask()
+        with pytest.raises(TextError, match="no place for tools"):
+            found.render([USER, called("{}")])
+        assert "Hi" in found.render([USER], tools=TOOLS, tool_choice="none").text
+        assert "Hi" in found.render([USER], tools=[]).text
+
+
+def test_without_tools_a_call_is_content(formats: dict[str, ChatFormat]) -> None:
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    for given in ({"tools": None}, {"tools": TOOLS, "tool_choice": "none"}):
+        deltas = formats["hermes"].stream(reasoning_open=False, **given).whole(text)
+        assert text_of(deltas, "content") == text
+
+
+def test_parts_of_text_are_joined_and_others_are_refused_by_name(formats: dict[str, ChatFormat]) -> None:
+    def ask(*parts: Any) -> str:
+        return formats["plain"].render([{"role": "user", "content": list(parts)}]).text
+
+    one, two = ({"type": "text", "text": word} for word in ("one", "two"))
+    assert "one\ntwo<|im_end|>" in ask(one, two)
+    for kind in ("image_url", "input_audio", "file"):
+        with pytest.raises(TextError, match=rf"messages\[0\].content holds a part of type '{kind}'"):
+            ask(one, {"type": kind})
+    for wrong in ("text", {"type": "text"}, {"text": "x"}, 5):
+        with pytest.raises(TextError, match=r"messages\[0\]"):
+            ask(wrong)
+    for wrong in (5, {"type": "text"}):
+        with pytest.raises(TextError):
+            formats["plain"].render([{"role": "user", "content": wrong}])
+    with pytest.raises(TextError, match="no role"):
+        formats["plain"].render([{"content": "x"}])
+
+
+def test_a_template_that_reads_parts_gets_parts(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}"
+    found = ChatFormat.detect(make_codec(tmp_path, template))
+    assert found.render([USER]).text == "[Hi]"
+    assert found.render([{"role": "user", "content": [{"type": "text", "text": "a"}] * 2}]).text == "[a][a]"
+    final = {"role": "assistant", "content": "go on"}
+    ask = {"continue_final_message": True, "add_generation_prompt": False}
+    assert found.render([USER, final], **ask).text == "[Hi][go on"
+
+
+def test_a_last_message_can_go_on(formats: dict[str, ChatFormat]) -> None:
+    found = formats["hermes"]
+    ask: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
+    talk = [USER, {"role": "assistant", "content": "The answer is "}]
+    assert found.render(talk, **ask).text.endswith("<|im_start|>assistant\nThe answer is ")
+    thinking = [USER, {"role": "assistant", "content": "<think>Well, "}]
+    assert found.render(thinking, **ask).reasoning_open
+    assert not found.render([USER, {"role": "assistant", "content": "<think>a</think>b"}], **ask).reasoning_open
+    with pytest.raises(TextError, match="both true"):
+        found.render(talk, continue_final_message=True)
+    with pytest.raises(TextError, match="no content"):
+        found.render([USER, called("{}")], **ask)
+    with pytest.raises(TextError, match="no content"):
+        found.render([], **ask)
+
+
+def test_a_prompt_that_ends_inside_reasoning_says_so(formats: dict[str, ChatFormat]) -> None:
+    assert formats["thinking"].render([USER]).reasoning_open
+    assert formats["deepseek fenced"].render([USER]).reasoning_open
+    assert not formats["hermes"].render([USER]).reasoning_open
+    assert not formats["thinking"].render([USER], add_generation_prompt=False).reasoning_open
+    tricky = [{"role": "user", "content": "what is <think>"}]
+    assert not formats["hermes"].render(tricky).reasoning_open
+
+
+def test_template_variables_are_passed_on_and_unread_ones_are_named(formats: dict[str, ChatFormat]) -> None:
+    found = formats["hermes"].render([USER], chat_template_kwargs={"enable_thinking": False, "speed": 1})
+    assert found.text.endswith("<think>\n\n</think>\n\n") and not found.reasoning_open
+    assert found.ignored == ("speed",)
+    with pytest.raises(TextError, match="messages"):
+        formats["hermes"].render([USER], chat_template_kwargs={"messages": []})
+
+
+def test_markers_that_are_special_tokens_are_decoded_and_others_hidden(formats: dict[str, ChatFormat]) -> None:
+    assert formats["hermes"].skip_special_tokens and not formats["mistral named"].skip_special_tokens
+    deltas = formats["mistral named"].stream(tools=TOOLS, reasoning_open=False).whole("Hm[TOOL_CALLS]f[ARGS]{}</s>")
+    assert text_of(deltas, "content") == "Hm"
+    assert len(calls_of(deltas)[0].call_id) == 9
+
+
+def test_ids_are_new_each_time(formats: dict[str, ChatFormat]) -> None:
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2
+    found = calls_of(formats["hermes"].stream(tools=TOOLS, reasoning_open=False).whole(text))
+    assert len({call.call_id for call in found}) == 2 and all(call.call_id.startswith("call_") for call in found)
+
+
+def test_earlier_reasoning_is_under_both_of_its_names(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.reasoning }}|{{ m.content }}{% endfor %}"
+    found = ChatFormat.detect(make_codec(tmp_path, template))
+    for name in ("reasoning", "reasoning_content"):
+        assert found.render([{"role": "assistant", "content": "c", name: "r"}]).text == "r|r|c"

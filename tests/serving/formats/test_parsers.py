@@ -1,0 +1,303 @@
+"""Answers read back: any calls, any text around them, split anywhere; what is no call is content, to the character."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglcore.serving.formats.delta import Delta, calls_of, joined, text_of
+from sglcore.serving.formats.families import REASONING, TOOLS
+from sglcore.serving.formats.json_text import JsonText
+from sglcore.serving.formats.parser import DeltaParser
+
+FAMILY = {family.name: family for family in TOOLS}
+THINK = ("<think>", "</think>")
+MARKS = [mark for family in (*TOOLS, *REASONING) for mark in family.marks]
+STRINGS = st.one_of(
+    st.text(max_size=12),
+    st.sampled_from(['"', "\\", "}", "{", "]", "</tool_call>", "[TOOL_CALLS]", "```", ";", "\n", "é🙂", *MARKS[:3]]),
+)
+NAMES = st.from_regex(r"[a-zA-Z_][a-zA-Z0-9_.-]{0,12}", fullmatch=True)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**18), 10**18)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | STRINGS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(STRINGS, inner, max_size=3),
+    max_leaves=8,
+)
+CALLS = st.lists(st.tuples(NAMES, st.dictionaries(STRINGS, VALUES, max_size=4)), min_size=1, max_size=3)
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def hermes(calls: list[tuple[str, str]]) -> str:
+    return "\n".join(f'<tool_call>\n{{"name": {as_json(n)}, "arguments": {a}}}\n</tool_call>' for n, a in calls)
+
+
+def llama3(calls: list[tuple[str, str]]) -> str:
+    return "; ".join(f'{{"name": {as_json(n)}, "parameters": {a}}}' for n, a in calls)
+
+
+def mistral_list(calls: list[tuple[str, str]]) -> str:
+    return "[TOOL_CALLS] [" + ", ".join(f'{{"name": {as_json(n)}, "arguments": {a}}}' for n, a in calls) + "]"
+
+
+def mistral_named(calls: list[tuple[str, str]]) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls)
+
+
+def mistral_bare(calls: list[tuple[str, str]]) -> str:
+    return "".join(f"[TOOL_CALLS]{name}{arguments}" for name, arguments in calls)
+
+
+def deepseek_fenced(calls: list[tuple[str, str]]) -> str:
+    one = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+    return "<｜tool▁calls▁begin｜>" + "\n".join(one.format(*call) for call in calls) + "<｜tool▁calls▁end｜>"
+
+
+def deepseek_bare(calls: list[tuple[str, str]]) -> str:
+    one = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+    return "<｜tool▁calls▁begin｜>" + "".join(one.format(*call) for call in calls) + "<｜tool▁calls▁end｜>"
+
+
+WRITERS: list[tuple[str, Callable[[list[tuple[str, str]]], str]]] = [
+    ("hermes", hermes),
+    ("llama3", llama3),
+    ("mistral", mistral_list),
+    ("mistral", mistral_named),
+    ("mistral", mistral_bare),
+    ("deepseek", deepseek_fenced),
+    ("deepseek", deepseek_bare),
+]
+
+
+def parser(name: str | None, tools: Any = (), reasoning: tuple[str, str] | None = None, **given: Any) -> DeltaParser:
+    calls = FAMILY[name].calls if name else None
+    return DeltaParser(calls=calls, tools=tools, reasoning=reasoning, new_id=lambda: "id", **given)
+
+
+def split(reader: DeltaParser, text: str, places: list[int]) -> list[Delta]:
+    cuts = sorted({min(place, len(text)) for place in places})
+    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    return joined([*(delta for part in parts for delta in reader.push(part)), *reader.finish()])
+
+
+@pytest.mark.parametrize(("name", "write"), WRITERS, ids=lambda value: getattr(value, "__name__", value))
+@settings(max_examples=40)
+@given(calls=CALLS, places=st.lists(st.integers(0, 400), max_size=8), spaced=st.booleans())
+def test_calls_come_back_as_they_were_written(
+    name: str, write: Callable[..., str], calls: list[tuple[str, Any]], places: list[int], spaced: bool
+) -> None:
+    separators = (", ", ": ") if spaced else (",", ":")
+    written = [(n, json.dumps(a, ensure_ascii=not spaced, separators=separators)) for n, a in calls]
+    before, after = ("" if name == "llama3" else "First.\n"), " Last."
+    text = before + write(written) + after
+    whole = parser(name).whole(text)
+    assert [(call.name, call.arguments) for call in calls_of(whole)] == written
+    assert text_of(whole, "content") == before.strip() + after.strip()
+    assert split(parser(name), text, places) == whole
+    assert split(parser(name), text, list(range(len(text)))) == whole
+
+
+TYPES = {"s": "string", "n": "number", "i": "integer", "b": "boolean", "o": "object", "a": "array", "z": "null"}
+TOOL = {"name": "f", "parameters": {"properties": {key: {"type": kind} for key, kind in TYPES.items()}}}
+TYPED = st.fixed_dictionaries(
+    {},
+    optional={
+        "s": STRINGS.filter(lambda text: "</parameter>" not in text),
+        "n": st.floats(allow_nan=False, allow_infinity=False),
+        "i": st.integers(),
+        "b": st.booleans(),
+        "o": st.dictionaries(STRINGS, VALUES, max_size=2),
+        "a": st.lists(VALUES, max_size=2),
+        "z": st.none(),
+    },
+)
+
+
+@settings(max_examples=60)
+@given(calls=st.lists(TYPED, min_size=1, max_size=3), places=st.lists(st.integers(0, 400), max_size=8))
+def test_values_in_tags_get_the_types_of_the_schema(calls: list[dict[str, Any]], places: list[int]) -> None:
+    def value(item: Any) -> str:
+        return item if isinstance(item, str) else as_json(item) if isinstance(item, dict | list) else str(item)
+
+    text = "Go.\n" + "\n".join(
+        "<tool_call>\n<function=f>\n"
+        + "".join(f"<parameter={key}>\n{value(item)}\n</parameter>\n" for key, item in call.items())
+        + "</function>\n</tool_call>"
+        for call in calls
+    )
+    whole = parser("qwen3_coder", [{"type": "function", "function": TOOL}]).whole(text)
+    assert [json.loads(call.arguments) for call in calls_of(whole)] == calls
+    assert text_of(whole, "content") == "Go."
+    assert split(parser("qwen3_coder", [{"function": TOOL}]), text, places) == whole
+
+
+PIECES = st.lists(
+    st.sampled_from(
+        [
+            *MARKS,
+            "{",
+            "}",
+            "[",
+            "]",
+            '"name"',
+            '"arguments"',
+            '"parameters"',
+            ":",
+            ",",
+            ";",
+            '"f"',
+            "{}",
+            " ",
+            "\n",
+            "function",
+        ]
+        + [
+            "```json",
+            "```",
+            "f",
+            "<",
+            "[",
+            '"',
+            "\\",
+            '{"name": "f", "arguments": {',
+            '{"name": "f", "parameters": {}}',
+            "1",
+        ]
+    )
+    | st.text(max_size=3),
+    max_size=14,
+).map("".join)
+
+
+@pytest.mark.parametrize("name", [*FAMILY, None])
+@settings(max_examples=120)
+@given(text=PIECES, places=st.lists(st.integers(0, 200), max_size=6), thinks=st.booleans(), is_open=st.booleans())
+def test_any_text_is_read_without_an_error_and_the_same_however_it_is_split(
+    name: str | None, text: str, places: list[int], thinks: bool, is_open: bool
+) -> None:
+    def make() -> DeltaParser:
+        return parser(name, reasoning=THINK if thinks else None, reasoning_open=is_open)
+
+    whole = make().whole(text)
+    assert split(make(), text, places) == whole
+    assert split(make(), text, list(range(len(text)))) == whole
+    found = calls_of(whole)
+    if not found and not text_of(whole, "reasoning") and THINK[0] not in text and not (thinks and is_open):
+        assert text_of(whole, "content") == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>\n{"nome": "f"}\n</tool_call>'),
+        ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call> text'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "text"}</tool_call>'),
+        ("hermes", "half a mark <tool_ca"),
+        ("llama3", ' {"name": "Bob", "age": 5}'),
+        ("llama3", '{"name": "f"}'),
+        ("llama3", "<|python_tag|>search(1)"),
+        ("mistral", "[TOOL_CALLS] [1, 2]"),
+        ("mistral", "[TOOL_CALLS] no call {}"),
+        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"),
+        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>poem<｜tool▁sep｜>f\n```json\n{}"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\nnothing</function>"),
+        ("qwen3_coder", "<function=<b>>"),
+    ],
+)
+def test_what_is_no_call_is_content_with_its_markers(name: str, text: str) -> None:
+    assert parser(name).whole(text) == [Delta("content", text)]
+
+
+def test_a_call_that_breaks_off_keeps_what_was_read_and_loses_nothing() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": tru!}}</tool_call>'
+    assert parser("hermes").whole(text)[1:] == [
+        Delta("tool_arguments", '{"a": tru'),
+        Delta("content", "!}}</tool_call>"),
+    ]
+    text = '<tool_call>{"name": "f", "arguments": {"a": "b'
+    assert parser("hermes").whole(text)[1:] == [Delta("tool_arguments", '{"a": "b')]
+
+
+def test_arguments_come_while_they_are_written() -> None:
+    reader = parser("hermes")
+    assert reader.push('<tool_call>{"name": "f", "arguments": ') == []
+    assert [delta.kind for delta in reader.push('{"a": "b')] == ["tool_start", "tool_arguments"]
+    assert reader.push("c") == [Delta("tool_arguments", "c")]
+    reader = parser("qwen3_coder", [{"function": TOOL}])
+    reader.push("<function=f>\n<parameter=s>\nlong ")
+    assert reader.push("text") == [Delta("tool_arguments", "text")]
+
+
+def test_arguments_may_come_before_the_name_and_may_be_missing() -> None:
+    text = '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>'
+    found = calls_of(parser("hermes").whole(text))
+    assert [(call.name, call.arguments) for call in found] == [("f", '{"a": 1}'), ("g", "{}")]
+
+
+def test_an_id_that_the_model_writes_is_the_calls_id() -> None:
+    text = '[TOOL_CALLS] [{"id": "abcdefghi", "name": "f", "arguments": {}}][TOOL_CALLS]g[CALL_ID]123456789[ARGS]{}'
+    assert [call.call_id for call in calls_of(parser("mistral").whole(text))] == ["abcdefghi", "123456789"]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "found"),
+    [
+        ("<think>\nhm\n</think>\n\nyes", False, ("hm", "yes")),
+        ("\nhm</think>yes", True, ("hm", "yes")),
+        ("<think>again</think>yes", True, ("again", "yes")),
+        ("yes <think>no</think>", False, ("", "yes <think>no</think>")),
+        ("<think>cut off", False, ("cut off", "")),
+        ("<think></think>yes", False, ("", "yes")),
+        ("  yes\n", False, ("", "  yes\n")),
+    ],
+)
+def test_reasoning_ends_where_its_marker_is(text: str, is_open: bool, found: tuple[str, str]) -> None:
+    for places in ([], list(range(len(text)))):
+        deltas = split(parser(None, reasoning=THINK, reasoning_open=is_open), text, places)
+        assert (text_of(deltas, "reasoning"), text_of(deltas, "content")) == found
+
+
+def test_calls_inside_reasoning_are_reasoning() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    deltas = parser("hermes", reasoning=THINK).whole(f"<think>maybe {call}</think>{call}")
+    assert text_of(deltas, "reasoning") == f"maybe {call}"
+    assert len(calls_of(deltas)) == 1
+
+
+def test_special_tokens_that_are_no_markers_are_not_shown() -> None:
+    text = "Hi<|eot|>[TOOL_CALLS]f[ARGS]{}<|eot|>"
+    for places in ([], list(range(len(text)))):
+        deltas = split(parser("mistral", controls=("<|eot|>",)), text, places)
+        assert text_of(deltas, "content") == "Hi" and len(calls_of(deltas)) == 1
+
+
+@settings(max_examples=150)
+@given(
+    text=st.dictionaries(STRINGS, VALUES, max_size=4).map(as_json),
+    place=st.integers(0, 200),
+    mark=st.sampled_from('x}"],:{ 0-'),
+)
+def test_an_object_ends_where_json_says_and_nothing_else_is_one(text: str, place: int, mark: str) -> None:
+    whole = JsonText()
+    assert whole.feed(text + "}}") == len(text) and whole.done
+    place = min(place, len(text))
+    broken = text[:place] + mark + text[place:]
+    try:
+        value, end = json.JSONDecoder().raw_decode(broken)
+        wanted = end if isinstance(value, dict) else None
+    except ValueError:
+        wanted = None
+    reader = JsonText()
+    size = sum(reader.feed(character) for character in broken)
+    assert (size if reader.done else None) == wanted

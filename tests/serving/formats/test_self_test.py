@@ -1,0 +1,173 @@
+"""The test that a parser has to pass on its own checkpoint: right ones pass, broken ones are caught and turned off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sglcore.device.errors import ConfigError
+from sglcore.engine.start import embedded_model
+from sglcore.engine.text import TextCodec
+from sglcore.serving.formats.chat_format import ChatFormat
+from sglcore.serving.formats.conversation import MessageForm
+from sglcore.serving.formats.families import REASONING, TOOLS, ReasoningFamily
+from sglcore.serving.formats.json_calls import CALL, CALL_END, Tools, hermes
+from sglcore.serving.formats.scanner import Scanner, Steps
+from sglcore.serving.formats.self_test import Candidate, Failed, check_reasoning, check_tools
+from tests.serving.formats.checkpoints import FAMILIES, HERMES, codec_of, make_codec
+
+HERMES_FAMILY = next(family for family in TOOLS if family.name == "hermes")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_template_gets_its_parsers_without_being_named(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    found = ChatFormat.detect(codec_of(name, tmp_path))
+    assert (found.tool_parser, found.reasoning_parser) == (family.tools, family.reasoning)
+    assert [(row.topic, row.requested, row.effective) for row in found.rows] == [
+        ("tool parser", "auto", family.tools or "off"),
+        ("reasoning parser", "auto", family.reasoning or "off"),
+    ]
+    assert [row.reason for row in found.rows] == [found.tool_reason, found.reasoning_reason]
+    assert all(found.rows[i].reason for i in range(2)) and not any(row.downgrade for row in found.rows)
+
+
+def test_the_embedded_model_has_no_tools_and_says_why() -> None:
+    found = ChatFormat.detect(TextCodec(embedded_model()))
+    assert found.tool_parser is None and found.reasoning_parser is None
+    assert found.tool_reason == "this checkpoint's chat template has no place for tools"
+    assert "markers" in found.reasoning_reason
+
+
+def call(s: Scanner, *, number_off: int = 0, takes_end: bool = True, says: bool = True) -> Steps[None]:
+    """One call as the test's template writes it, with a defect."""
+    yield from s.literal('{"name": "')
+    name, _ = yield from s.upto(('"',))
+    yield from s.literal(', "arguments":')
+    yield from s.starts("{")
+    ignored: list[str] = []
+    sink = s.arguments(s.start_call(name) + number_off) if says else ignored.append
+    yield from s.json_object(sink)
+    yield from s.literal("}")
+    if takes_end:
+        yield from s.take(CALL_END)
+
+
+def drops_the_second_call(s: Scanner, tools: Tools) -> Steps[None]:
+    number = 0
+    while (yield from s.pass_until((CALL,), "content")):
+        yield from call(s, says=number == 0)
+        number += 1
+
+
+def leaves_the_end_marker(s: Scanner, tools: Tools) -> Steps[None]:
+    while (yield from s.pass_until((CALL,), "content")):
+        yield from call(s, takes_end=False)
+
+
+def moves_the_index(s: Scanner, tools: Tools) -> Steps[None]:
+    while (yield from s.pass_until((CALL,), "content")):
+        yield from call(s, number_off=1)
+
+
+def gives_all_arguments_to_the_first(s: Scanner, tools: Tools) -> Steps[None]:
+    number = 0
+    while (yield from s.pass_until((CALL,), "content")):
+        yield from call(s, number_off=-number)
+        number += 1
+
+
+def shows_half_a_marker(s: Scanner, tools: Tools) -> Steps[None]:
+    """Waits for a marker of which it knows only the first character."""
+    while (yield from s.pass_until(("<",), "content")):
+        if (yield from s.take("tool_call>")):
+            yield from call(s, takes_end=False)
+        elif not (yield from s.take("/tool_call>")):
+            s.say("content", "<")
+        if not (yield from s.more()):
+            s.say("content", "<tool_call>")
+
+
+def sees_where_the_text_was_split(s: Scanner, tools: Tools) -> Steps[None]:
+    steps = hermes(s, tools)
+    for number, _ in enumerate(steps):
+        if number == 1:
+            s.say("content", "?")
+        yield
+
+
+def reads_nothing(s: Scanner, tools: Tools) -> Steps[None]:
+    yield from s.pass_until((), "content")
+
+
+@pytest.mark.parametrize(
+    ("mutant", "said"),
+    [
+        (drops_the_second_call, "probe_alpha"),
+        (leaves_the_end_marker, "</tool_call>"),
+        (moves_the_index, "no order"),
+        (gives_all_arguments_to_the_first, "arguments"),
+        (shows_half_a_marker, "<tool_call>"),
+        (sees_where_the_text_was_split, "differently"),
+        (reads_nothing, "calls of \\[\\]"),
+    ],
+)
+def test_a_broken_parser_fails(mutant: Callable[[Scanner, Tools], Steps[None]], said: str, tmp_path: Path) -> None:
+    codec = codec_of("hermes", tmp_path)
+    check_tools(Candidate(codec, HERMES_FAMILY, None, True), MessageForm())
+    with pytest.raises(Failed, match=said):
+        check_tools(Candidate(codec, replace(HERMES_FAMILY, calls=mutant), None, True), MessageForm())
+
+
+def test_markers_that_are_no_tokens_of_the_tokenizer_fail_the_test_of_reasoning(tmp_path: Path) -> None:
+    codec = make_codec(tmp_path, HERMES, special=("<think>", "</think>"))
+    check_reasoning(codec, REASONING[0], skip_special_tokens=False)
+    with pytest.raises(Failed, match="from its tokens"):
+        check_reasoning(codec, REASONING[0], skip_special_tokens=True)
+    with pytest.raises(Failed):
+        check_reasoning(codec, ReasoningFamily("same", ("<think>", "<think>")), skip_special_tokens=False)
+
+
+WRONG = HERMES.replace('"arguments": \' ~ (c.function.arguments | tojson)', '"arguments": \' ~ c.function.arguments')
+
+
+def wrong_template() -> str:
+    assert WRONG != HERMES
+    return WRONG.replace("c.function.arguments ~", "(c.function.arguments | string | replace('Zürich', 'Zurich')) ~")
+
+
+def test_a_template_that_its_parser_can_not_read_turns_tools_off_with_the_reason(tmp_path: Path) -> None:
+    codec = make_codec(tmp_path, wrong_template())
+    found = ChatFormat.detect(codec)
+    assert found.tool_parser is None and found.tool_reason.startswith("hermes failed its test: it reads")
+    row = found.rows[0]
+    assert row.downgrade and row.effective == "off" and row.reason == found.tool_reason and row.remedy
+    with pytest.raises(ConfigError, match="hermes failed its test"):
+        ChatFormat.detect(codec, tool_parser="hermes")
+
+
+def test_a_parser_asked_for_by_name_is_tested_like_any_other(tmp_path: Path) -> None:
+    codec = codec_of("hermes", tmp_path)
+    assert ChatFormat.detect(codec, tool_parser="qwen25").tool_parser == "hermes"
+    assert ChatFormat.detect(codec, reasoning_parser="qwen3").reasoning_parser == "think"
+    for name in ("llama3", "mistral", "deepseek", "qwen3_coder"):
+        with pytest.raises(ConfigError, match=f"{name} failed its test"):
+            ChatFormat.detect(codec, tool_parser=name)
+    with pytest.raises(ConfigError, match=r"'hermess'.*one of auto, off, .*hermes"):
+        ChatFormat.detect(codec, tool_parser="hermess")
+    with pytest.raises(ConfigError, match="no place for tools"):
+        ChatFormat.detect(codec_of("plain", tmp_path), tool_parser="hermes")
+
+
+def test_parsers_can_be_turned_off(tmp_path: Path) -> None:
+    found = ChatFormat.detect(codec_of("hermes", tmp_path), tool_parser="off", reasoning_parser="none")
+    assert (found.tool_parser, found.reasoning_parser) == (None, None)
+    assert not any(row.downgrade for row in found.rows)
+
+
+def test_a_template_that_can_not_be_read_turns_tools_off(tmp_path: Path) -> None:
+    found = ChatFormat.detect(make_codec(tmp_path, "{% if tools %}"))
+    assert found.tool_parser is None and "can not be read" in found.tool_reason

@@ -1,0 +1,115 @@
+"""Chat templates: rendered as the field renders them, in a sandbox that can not be hung, filled or left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from sglcore.engine.chat_template import ChatTemplate, TextError
+from sglcore.engine.template_sandbox import MAX_MADE, MAX_OUTPUT, MAX_STEPS
+from tests.serving.formats.checkpoints import FAMILIES, make_codec
+
+TALK = [{"role": "user", "content": "Grüße <b>"}, {"role": "assistant", "content": "ja"}]
+
+
+def render(source: str, **variables: object) -> str:
+    return ChatTemplate({"default": source}, {"bos_token": "<s>"}).render(TALK, variables=variables)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_templates_render_as_transformers_renders_them(name: str) -> None:
+    source = FAMILIES[name].template
+    tools = [{"type": "function", "function": {"name": "f", "description": "é <&>", "parameters": {}}}]
+    for given in (None, tools):
+        expected, _ = render_jinja_template(
+            [TALK], tools=given, chat_template=source, add_generation_prompt=True, bos_token="<s>"
+        )
+        assert ChatTemplate({"default": source}, {"bos_token": "<s>"}).render(TALK, tools=given) == expected[0]
+
+
+def test_what_templates_use_is_there() -> None:
+    source = (
+        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+        "{{ bos_token }}{{ {'a': '<é>'} | tojson }}{{ [1, 2] | tojson(indent=2) }}{{ strftime_now('%Y') | length }}"
+    )
+    assert render(source) == 'ja<s>{"a": "<é>"}[\n  1,\n  2\n]4'
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{% for a in range(1000) %}{% for b in range(1000) %}{% endfor %}{% endfor %}", str(MAX_STEPS)),
+        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", str(MAX_STEPS)),
+        ("{% for a in [[[]]] recursive %}{{ loop([a, a]) if loop.depth < 50 }}{% endfor %}", str(MAX_STEPS)),
+        ("{% for a in range(200000) %}{% endfor %}", "100000"),
+        ("{% set n = namespace(s='ab') %}{% for a in range(90) %}{% set n.s = n.s ~ n.s %}{% endfor %}", str(MAX_MADE)),
+        ("{% set n = namespace(s='ab') %}{% for a in range(90) %}{% set n.s = n.s + n.s %}{% endfor %}", str(MAX_MADE)),
+        (
+            "{% set n = namespace(s='ab') %}{% for a in range(90) %}"
+            "{% set b %}{{ n.s }}{{ n.s }}{% endset %}{% set n.s = b %}{% endfor %}",
+            str(MAX_MADE),
+        ),
+        ("{% for a in range(20000) %}" + "x" * 1000 + "{% endfor %}", str(MAX_OUTPUT)),
+        ("{{ 'x' * 1000000000 }}", "100000"),
+        ("{{ 'x'.ljust(1000000000) }}", "100000"),
+        ("{{ 'x' | center(1000000000) }}", "100000"),
+        ("{{ '%999999999d' % 1 }}", "100000"),
+        ("{{ '{:999999999}'.format(1) }}", "100000"),
+        ("{{ '{:{}}'.format(1, 999999999) }}", "100000"),
+        ("{{ '%999999999d' | format(1) }}", "100000"),
+        ("{{ 9 ** (9 ** 9) }}", "4096"),
+        ("{% set n = namespace(i=9) %}{% for a in range(60) %}{% set n.i = n.i * n.i %}{% endfor %}", "4096"),
+    ],
+)
+def test_a_template_that_does_too_much_is_stopped_with_the_number(source: str, said: str) -> None:
+    with pytest.raises(TextError, match=said):
+        render(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{% include '/etc/passwd' %}",
+        "{{ raise_exception('not today') }}",
+        "{{ nothing.at.all }}",
+        "{% if %}",
+    ],
+)
+def test_a_template_can_not_leave_the_sandbox_and_its_errors_are_the_callers(source: str) -> None:
+    with pytest.raises(TextError):
+        render(source)
+
+
+def test_callers_can_not_replace_the_messages_or_the_template() -> None:
+    for name in ("messages", "tools", "chat_template", "raise_exception", "add_generation_prompt"):
+        with pytest.raises(TextError, match=name):
+            render("{{ messages }}", **{name: "x"})
+
+
+def test_a_rendering_leaves_no_count_behind() -> None:
+    template = ChatTemplate({"default": "{% for a in range(90000) %}{% endfor %}."}, {})
+    assert [template.render(TALK) for _ in range(4)] == ["."] * 4
+
+
+def test_templates_are_found_in_every_place_a_checkpoint_keeps_them(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T{{ tools | length }}"}]
+    template = make_codec(tmp_path / "named", None, settings={"chat_template": named}).template
+    assert (template.render(TALK), template.render(TALK, tools=[{}])) == ("D", "T1")
+    folder = tmp_path / "files"
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("F")
+    (folder / "chat_template.jinja").write_text("é")
+    template = make_codec(folder, "from the settings").template
+    assert (template.render(TALK), template.render(TALK, tools=[{}])) == ("é", "F")
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "chat_template.json").write_text(json.dumps({"chat_template": "S"}))
+    assert make_codec(tmp_path / "saved", None).template.render(TALK) == "S"
+    with pytest.raises(TextError, match="no chat template"):
+        make_codec(tmp_path / "none", None).template.render(TALK)
