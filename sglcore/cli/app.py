@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from sglcore.cli.bench import make_bench
+from sglcore.cli.chat import chat
 from sglcore.cli.conform import conform
 from sglcore.cli.devices import devices
 from sglcore.cli.doctor import doctor
@@ -24,7 +26,9 @@ def make_app() -> typer.Typer:
     )
     app.callback()(options)
     app.command()(generate)
+    app.command()(chat)
     app.command("serve")(serve_command())
+    app.add_typer(make_bench(), name="bench")
     app.command()(devices)
     app.command()(explain)
     app.command()(doctor)

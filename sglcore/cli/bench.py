@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +22,10 @@ NumPrompts = Annotated[int, typer.Option(help="Requests in all.")]
 InputLen = Annotated[str, typer.Option(help="Tokens of each prompt: a number, or a span such as 32..256.")]
 OutputLen = Annotated[str, typer.Option(help="Tokens of each answer: a number, or a span.")]
 SharedPrefix = Annotated[int, typer.Option(help="Tokens with which every prompt begins, besides its own.")]
-Seed = Annotated[int, typer.Option(help="The same seed gives the same prompts, lengths and arrivals.")]
+Seed = Annotated[
+    int,
+    typer.Option(help="Repeats prompts, lengths and arrivals; a server that runs finds those prompts in its cache."),
+]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the figures and every request to this file.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw the load to this PNG file; needs matplotlib.")]
@@ -202,7 +205,7 @@ def _with_bar(run: Callable[..., list[Record]], jobs: Sequence[Job], *, quiet: b
 
 
 def _report(
-    about: dict[str, object],
+    about: Mapping[str, object],
     load: Workload,
     records: Sequence[Record],
     goals: dict[str, float],

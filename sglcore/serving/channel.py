@@ -6,14 +6,20 @@ so that nobody without them is heard.
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from sglcore.serving.messages import Address, Order, Report
 
 LINGER_MS = 2000
 """How long a closing socket goes on with what is queued."""
+HEARTBEAT_MS, SILENCE_MS = 5_000, 30_000
+"""A network connection is asked for a sign of life so often, and is broken when none has come for so long. Threads of the
+sockets' own answer, so a long step is not taken for an end."""
 
 
 class EngineChannel:
@@ -62,6 +68,9 @@ class FrontChannel:
         if keys is not None:
             self._socket.curve_server = True
             self._socket.curve_publickey, self._socket.curve_secretkey = keys
+        self._is_link = endpoint.startswith("tcp:")
+        if self._is_link:
+            self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = HEARTBEAT_MS, SILENCE_MS
         self._socket.bind(endpoint)
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._encoder = msgspec.msgpack.Encoder()
@@ -74,6 +83,13 @@ class FrontChannel:
     async def receive(self) -> Report:
         """The next report."""
         return self._decoder.decode(await self._socket.recv())
+
+    async def lost(self) -> None:
+        """Wait until a connection over a network has broken, after which messages may be missing; a socket file's never is."""
+        if not self._is_link:
+            await asyncio.Future[None]()
+        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        await recv_monitor_message(monitor)
 
     def close(self) -> None:
         """Close at once."""

@@ -25,9 +25,10 @@ from sglcore.device.choice import adopt
 from sglcore.device.config import EngineConfig
 from sglcore.device.discovery import discover
 from sglcore.device.errors import SglcoreError
+from sglcore.engine.grammar import Grammars, Vocabulary, open_grammars
 from sglcore.engine.meter import Meter
 from sglcore.engine.start import Started, start
-from sglcore.engine.text import eos_token_ids
+from sglcore.engine.text import TextCodec, eos_token_ids
 from sglcore.engine.tokens import TokenEngine
 from sglcore.serving.channel import EngineChannel
 from sglcore.serving.engine_service import EngineService
@@ -44,7 +45,8 @@ def main() -> int:
     """Run until the front says to leave; the exit code says why it ended."""
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)  # the front is told, drains, and then tells this process
-    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSpec)
+    with open(0, "rb", closefd=False) as given:
+        spec = msgspec.json.decode(given.readline(), type=EngineSpec)
     logging.basicConfig(level=logging.INFO, format=f"%(levelname)s engine {spec.replica}: %(message)s")
     threading.Thread(target=_follow_parent, name="parent", daemon=True).start()
     channel = EngineChannel(spec.address)
@@ -63,7 +65,9 @@ def main() -> int:
 
 
 def _follow_parent() -> None:
-    sys.stdin.buffer.read()
+    # Not by sys.stdin: its lock would be held when the interpreter ends.
+    while os.read(0, 4096):
+        pass
     os._exit(PARENT_GONE)
 
 
@@ -74,8 +78,10 @@ def _start(spec: EngineSpec, channel: EngineChannel) -> EngineService:
         adopt(spec.chosen, config.device, discover())
     started = start(config, PhaseReports(channel))
     meter = Meter(started.worker)
+    eos_ids = eos_token_ids(started.model_path)
+    grammars = _grammars(config, started, eos_ids)
     engine = TokenEngine(
-        meter, eos_token_ids(started.model_path), overlap=started.overlap, prefix_cache=config.prefix_cache
+        meter, eos_ids, overlap=started.overlap, prefix_cache=config.prefix_cache, open_grammars=lambda: grammars
     )
     service = EngineService(engine, meter, channel)
     channel.send(Phase("warm-up", 0, 1))
@@ -84,6 +90,17 @@ def _start(spec: EngineSpec, channel: EngineChannel) -> EngineService:
     seconds = {**started.seconds, "warm-up": time.perf_counter() - begin}
     channel.send(Ready(model_info(started, engine, seconds)))
     return service
+
+
+def _grammars(config: EngineConfig, started: Started, eos_ids: frozenset[int]) -> Grammars | None:
+    limits = started.worker.limits
+    if not limits.generates:
+        return None
+    known = tuple(sorted(each for each in eos_ids if each < limits.vocab_size))
+    vocabulary = Vocabulary(TextCodec(started.model_path).tokenizer, limits.vocab_size, known)
+    grammars, row = open_grammars(config.grammar_backend, vocabulary)
+    started.ledger.record(row)
+    return grammars
 
 
 class PhaseReports:

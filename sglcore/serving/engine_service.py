@@ -170,6 +170,7 @@ class EngineService:
         return EngineStats(
             **found,
             time=time.time(),
+            compiling=self.engine.num_compiling,
             failed_steps=self._failed_steps,
             requests=self._requests,
             prompt_tokens=self._prompt_tokens,

@@ -7,6 +7,7 @@ import logging
 import secrets
 import tempfile
 from collections.abc import Coroutine, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -14,27 +15,32 @@ import zmq
 import zmq.asyncio
 
 from sglcore.device.config import EngineConfig
+from sglcore.device.errors import SglcoreError
 from sglcore.device.server_config import ServerConfig
 from sglcore.serving.channel import FrontChannel
 from sglcore.serving.engine_process import plain_config
 from sglcore.serving.errors import EngineDied, NotReady
 from sglcore.serving.generation import Generation
 from sglcore.serving.health import Health
-from sglcore.serving.launch import Launcher, LocalLauncher
+from sglcore.serving.launch import Launcher, launcher_for
+from sglcore.serving.lives import LONGEST_WAIT, Lives
 from sglcore.serving.messages import Address, EngineSpec, EngineStats, ModelInfo, Phase
 from sglcore.serving.replica import Replica
 from sglcore.serving.router import Router
 
-MOST_FAILED_STARTS = 3
-"""Starts in a row that may fail before a replica is given up."""
-CONFIG_ERROR = 2
-"""The exit code of a start that would fail the same way again."""
+MOST_TRIES = 3
+"""Engines that may end with the same request: one that ends every engine must not end them all for ever."""
 
 log = logging.getLogger("sglcore.serving")
 
 
 class Fleet:
-    """All replicas of one model. `stopped` is set when it can not go on, and then `exit_code` says how the server ends."""
+    """All replicas of one model. `stopped` is set when it can not go on, and then `exit_code` says how the server ends.
+
+    A replica that dies is started again if there are several or the server was told to restart them. What no token has
+    been told of is then tried elsewhere, or waits; what has begun fails. A replica that can not be started ends the server
+    unless it has been ready: whoever asked for it hears of it at once.
+    """
 
     def __init__(
         self,
@@ -45,7 +51,10 @@ class Fleet:
         chosen: str = "",
         launcher: Launcher | None = None,
         router: Router | None = None,
+        longest_wait: float = LONGEST_WAIT,
     ) -> None:
+        """`chosen`: the device as a value, for engines on this machine; `longest_wait`: seconds before another start.
+        Raises ConfigError for a launcher that is absent."""
         self.replicas: dict[int, Replica] = {}
         self.health = health
         self.info: ModelInfo | None = None
@@ -53,14 +62,16 @@ class Fleet:
         self.exit_code = 0
         self.deaths = 0
         self._config, self._server, self._chosen = config, server, chosen
-        self._launcher = launcher or LocalLauncher()
+        self._launcher = launcher or launcher_for(server)
         self._router = router or Router()
         self._context = zmq.asyncio.Context()
         self._folder = tempfile.TemporaryDirectory(prefix="sglcore-")
-        self._failed_starts: dict[int, int] = {}
-        self._orphans: list[Generation] = []
-        self._replacing: set[asyncio.Task[None]] = set()
-        self._ending = False
+        self._lives = {number: Lives(longest_wait) for number in range(server.replicas)}
+        """Of the replicas that run or will run again."""
+        self._orphans: dict[str, Generation] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ending = asyncio.Event()
+        self._changed = asyncio.Event()
         self._past = EngineStats()
 
     @property
@@ -80,24 +91,28 @@ class Fleet:
 
     def submit(self, generation: Generation) -> None:
         """Give a request to a replica; raises NotReady. Does not wait."""
-        ready = self.ready
-        if not ready:
-            raise NotReady(self.health.phase)
-        self._router.choose(ready, generation.output.prompt_token_ids).run(generation)
+        cached = self._config.prefix_cache and self.info is not None and self.info.generates
+        self._choose(generation.ask.prompt if cached else b"").run(generation)
 
     async def embed(self, request_id: str, ids: list[int]) -> bytes:
-        """float32 of an embedding; waits."""
-        ready = self.ready
-        if not ready:
-            raise NotReady(self.health.phase)
-        return await self._router.choose(ready, ids).embed(request_id, ids)
+        """float32 of an embedding; waits. It is tried again if its engine dies, where there may be another."""
+        tries = 0
+        while True:
+            try:
+                return await self._choose(b"").embed(request_id, ids)
+            except EngineDied as died:
+                tries += 1
+                if tries == MOST_TRIES:
+                    raise
+                await self._until_ready(died)
 
     async def audit(self) -> list[str]:
         """What audits of all replicas found; waits."""
-        found = await asyncio.gather(*(replica.audit(f"audit-{secrets.token_hex(8)}") for replica in self.ready))
+        asked = self.ready
+        found = await asyncio.gather(*(replica.audit(f"audit-{secrets.token_hex(8)}") for replica in asked))
         return [
             f"replica {replica.number}: {problem}"
-            for replica, problems in zip(self.ready, found, strict=True)
+            for replica, problems in zip(asked, found, strict=True)
             for problem in problems
         ]
 
@@ -106,14 +121,16 @@ class Fleet:
         return add_stats([self._past, *(replica.stats for replica in self.replicas.values())])
 
     async def stop(self) -> None:
-        """End every process; what they have is dropped."""
-        self._ending = True
-        for task in self._replacing:
-            task.cancel()
-        await asyncio.gather(
-            *self._replacing, *(replica.leave() for replica in self.replicas.values()), return_exceptions=True
-        )
-        self._fail(self._orphans, EngineDied("the server has ended"))
+        """End every process; what they have fails. Waits until they have ended. Idempotent."""
+        self._ending.set()
+        await self._settle()
+        over = EngineDied("the server has ended")
+        self._fail([each for replica in self.replicas.values() for each in replica.take_generations()], over)
+        self._fail(self._take_orphans(), over)
+        await asyncio.gather(*(replica.leave() for replica in self.replicas.values()), return_exceptions=True)
+        self.replicas.clear()
+        await self._settle()
+        await self._launcher.close()
         self._context.destroy(linger=0)
         self._folder.cleanup()
 
@@ -125,47 +142,66 @@ class Fleet:
     def on_ready(self, replica: Replica) -> None:
         """One more takes requests; the server is ready when all that it began with are, and later with any."""
         assert replica.info is not None
-        self._failed_starts[replica.number] = 0
-        self.info = self.info or replica.info
-        if len(self.ready) == self._server.replicas or self.health.started:
+        if self.info is None or self.ready == [replica]:
+            self.info = replica.info
+        elif replica.info.fingerprint != self.info.fingerprint:
+            log.warning(
+                "replica %d has the fingerprint %s and another has %s: they differ in version, device or model, so the"
+                " same seed may give another text",
+                replica.number,
+                replica.info.fingerprint,
+                self.info.fingerprint,
+            )
+        if self.health.started or len(self.ready) == len(self._lives):
             self.health.become_ready()
-        orphans, self._orphans = self._orphans, []
-        for generation in orphans:
+        for generation in self._take_orphans():
             self._retry(generation)
+        self._tell_change()
 
     def on_death(self, replica: Replica, reason: str, exit_code: int) -> None:
         """Fail what can not be repeated, retry the rest where it is replaced, else end the server."""
-        log.error("replica %d: %s", replica.number, reason)
         self.deaths += 1
-        self._router.forget(replica)
+        self._router.forget(replica.number)
         self._past = add_stats([self._past, past_only(replica.stats)])
         self.replicas.pop(replica.number, None)
-        was_ready = replica.info is not None
-        self._failed_starts[replica.number] = 0 if was_ready else self._failed_starts.get(replica.number, 0) + 1
-        had = replica.take_generations()
-        if not self._ending and self._may_replace(replica, exit_code):
-            self._keep(self._replace(replica))
-            self._reassign(had, reason)
+        self._keep(replica.close())
+        self._lives[replica.number].end(replica.lived, exit_code)
+        self._after(replica.number, reason, exit_code, replica.take_generations())
+
+    def _after(self, number: int, reason: str, exit_code: int, had: list[Generation]) -> None:
+        """A replica has no process any more."""
+        log.error("replica %d: %s", number, reason)
+        if self._ending.is_set():
+            self._fail(had, EngineDied(reason))
+        elif self.replaces and self._lives[number].may_go_on:
             if not self.ready:
                 self.health.begin("restarting")
-            return
-        self._fail(had, EngineDied(reason))
-        self._keep(replica.close())
-        if not self.replicas:
-            self._die(reason, exit_code)
+            self._keep(self._replace(number))
+            self._reassign(had, reason)
+        else:
+            self._give_up(number, reason, exit_code, had)
+        self._tell_change()
 
-    def _may_replace(self, replica: Replica, exit_code: int) -> bool:
-        failures = self._failed_starts[replica.number]
-        same_again = replica.info is None and exit_code == CONFIG_ERROR
-        return self.replaces and not same_again and failures < MOST_FAILED_STARTS
+    def _give_up(self, number: int, reason: str, exit_code: int, had: list[Generation]) -> None:
+        del self._lives[number]
+        if self._lives and self.health.started:
+            log.error("replica %d is given up; %d go on", number, len(self._lives))
+            self._reassign(had, reason)
+            return
+        self.health.die(reason)
+        self._fail([*had, *self._take_orphans()], EngineDied(reason))
+        self.exit_code = self.exit_code or exit_code
+        self.stopped.set()
 
     def _reassign(self, generations: Iterable[Generation], reason: str) -> None:
-        """Requests without a token yet lose nothing by a second try; the others would repeat themselves."""
+        """Requests without a token yet lose nothing by another try; the others would repeat themselves."""
         for generation in generations:
-            if generation.is_closed:
-                continue
             if generation.has_started:
                 generation.fail(EngineDied(f"{reason}; part of the answer had been given"))
+            elif generation.tries >= MOST_TRIES:
+                generation.fail(
+                    EngineDied(f"{reason}; {generation.tries} engines have ended while they had this request")
+                )
             else:
                 self._retry(generation)
 
@@ -175,48 +211,77 @@ class Fleet:
         if self.ready:
             self.submit(generation)
         else:
-            generation.bind(_drop, lambda ended: None)
-            self._orphans.append(generation)
+            generation.bind(_drop, self._forget_orphan)
+            self._orphans[generation.request_id] = generation
 
-    def _die(self, reason: str, exit_code: int) -> None:
-        self.health.die(reason)
-        self._fail(self._orphans, EngineDied(reason))
-        self.exit_code = exit_code
-        self.stopped.set()
+    def _choose(self, prompt: bytes) -> Replica:
+        ready = self.ready
+        if not ready:
+            raise NotReady(self.health.phase)
+        return self._router.choose(ready, prompt)
+
+    def _take_orphans(self) -> list[Generation]:
+        taken, self._orphans = list(self._orphans.values()), {}
+        return taken
+
+    def _forget_orphan(self, generation: Generation) -> None:
+        self._orphans.pop(generation.request_id, None)
 
     def _fail(self, generations: Iterable[Generation], error: Exception) -> None:
-        for generation in list(generations):
+        for generation in generations:
             generation.fail(error)
+
+    def _tell_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _until_ready(self, died: EngineDied) -> None:
+        """Wait for a replica; raises `died` when none will come."""
+        while not self.ready:
+            if self._ending.is_set() or self.stopped.is_set():
+                raise died
+            await self._changed.wait()
 
     def _keep(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.ensure_future(work)
-        self._replacing.add(task)
-        task.add_done_callback(self._replacing.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    async def _replace(self, replica: Replica) -> None:
-        await replica.close()
-        failures = self._failed_starts[replica.number]
-        if failures:
-            await asyncio.sleep(min(2.0**failures, 10.0))
-        log.warning("replica %d is started again", replica.number)
-        await self._launch(replica.number)
+    async def _settle(self) -> None:
+        """Wait for what deaths have begun."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _replace(self, number: int) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ending.wait(), self._lives[number].wait)
+        if self._ending.is_set():
+            return
+        log.warning("replica %d is started again", number)
+        try:
+            await self._launch(number)
+        except (OSError, SglcoreError) as error:
+            self._lives[number].end(None, 1)
+            self._after(number, f"its process can not be started: {error}", 1, [])
 
     async def _launch(self, number: int) -> None:
-        channel, address = self._open_channel(number)
-        spec = EngineSpec(address, plain_config(self._config), number, self._chosen, self._server.grammar_backend)
-        process = await self._launcher.launch(spec, self._variables(number))
+        channel, address = await self._open_channel(number)
+        chosen = "" if self._launcher.is_remote else self._chosen
+        spec = EngineSpec(address, plain_config(self._config), number, chosen)
+        try:
+            process = await self._launcher.launch(spec, self._server.variables_of(number))
+        except BaseException:
+            channel.close()
+            raise
         self.replicas[number] = Replica(number, channel, process, self)
 
-    def _open_channel(self, number: int) -> tuple[FrontChannel, Address]:
+    async def _open_channel(self, number: int) -> tuple[FrontChannel, Address]:
         if not self._launcher.is_remote:
             path = Path(self._folder.name) / f"{number}-{secrets.token_hex(4)}"
             return FrontChannel(self._context, f"ipc://{path}"), Address(f"ipc://{path}")
         front, engine = zmq.curve_keypair(), zmq.curve_keypair()
-        channel = FrontChannel(self._context, "tcp://*:0", front)
+        channel = FrontChannel(self._context, f"tcp://{await self._launcher.front_host()}:0", front)
         return channel, Address(channel.endpoint, front[0].decode(), engine[0].decode(), engine[1].decode())
-
-    def _variables(self, number: int) -> dict[str, str]:
-        return {}
 
 
 def add_stats(parts: Iterable[EngineStats]) -> EngineStats:

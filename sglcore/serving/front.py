@@ -24,7 +24,7 @@ from sglcore.schedule.request import Request
 from sglcore.schedule.results import check_request
 from sglcore.serving.errors import NotReady, Overloaded
 from sglcore.serving.fleet import Fleet
-from sglcore.serving.formats import ChatFormat
+from sglcore.serving.formats.chat_format import ChatFormat
 from sglcore.serving.generation import Generation
 from sglcore.serving.health import Health
 from sglcore.serving.launch import Launcher

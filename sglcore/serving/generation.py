@@ -14,11 +14,16 @@ from typing import Protocol
 from sglcore.engine.assembly import Assembly
 from sglcore.engine.news import TokenNews
 from sglcore.engine.outputs import Piece, PromptProgress, RequestOutput
+from sglcore.serving.errors import InvalidRequest
 from sglcore.serving.messages import Abort, Ask, Order, Stop
 
 
 class Clock(Protocol):
     """What a generation tells about its times."""
+
+    def on_prompt(self, tokens: int, cached: int) -> None:
+        """How long the prompt was, and how much of it the prefix cache had."""
+        ...
 
     def on_first_token(self) -> None:
         """The first token is there."""
@@ -47,10 +52,13 @@ class Generation:
         self.is_closed = False
         self.has_started = False
         """A token has arrived, so it can not be started again elsewhere without repeating text."""
+        self.tries = 0
+        """Engines that were given it."""
         self._assembly = assembly
         self._clock = clock
         self._pending: dict[int, Piece] = {}
         self._progress: PromptProgress | None = None
+        self._processed = -1
         self._failure: Exception | None = None
         self._woken = asyncio.Event()
         self._last_token = 0.0
@@ -76,12 +84,17 @@ class Generation:
         if self.is_closed:
             return
         if news.is_progress:
-            self._progress = PromptProgress(self.request_id, self.prompt_tokens, news.cached_tokens, news.processed)
+            self._tell_progress(news.cached_tokens, news.processed)
             self._woken.set()
+            return
+        if news.refused:
+            self.fail(InvalidRequest(news.error))
             return
         piece = self._assembly.take(news)
         if piece is None:
             return
+        if self.ask.progress and not self.has_started:
+            self._tell_progress(self.output.cached_tokens, self.prompt_tokens)
         self._time_tokens(len(piece.token_ids))
         known = self._pending.get(piece.index)
         self._pending[piece.index] = piece if known is None else join(known, piece)
@@ -139,6 +152,11 @@ class Generation:
     ) -> None:
         self.abort()
 
+    def _tell_progress(self, cached: int, processed: int) -> None:
+        if processed > self._processed:
+            self._processed = processed
+            self._progress = PromptProgress(self.request_id, self.prompt_tokens, cached, processed)
+
     def _time_tokens(self, count: int) -> None:
         if not count:
             return
@@ -159,6 +177,7 @@ class Generation:
     def _close(self, reason: str) -> None:
         if not self.is_closed:
             self.is_closed = True
+            self._clock.on_prompt(self.prompt_tokens, self.output.cached_tokens)
             self._clock.on_end(reason)
             self._on_close(self)
             for told in self._told:

@@ -6,10 +6,12 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
 
+from sglcore.device.server_config import ServerConfig
 from sglcore.serving.messages import EngineSpec
 
 
@@ -38,8 +40,16 @@ class Launcher(Protocol):
         """They may run on other machines, so they are reached by TCP and choose their own device."""
         ...
 
+    async def front_host(self) -> str:
+        """The address of this machine as the engines' machines reach it; asked only of one that is remote. May wait."""
+        ...
+
     async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> EngineProcess:
-        """Start one, with these variables in its environment."""
+        """Start one, with these variables in its environment; does not wait for its model."""
+        ...
+
+    async def close(self) -> None:
+        """Give back what starting took; every process has ended. Idempotent."""
         ...
 
 
@@ -66,13 +76,18 @@ class LocalProcess:
     def kill(self) -> None:
         """End it at once."""
         if self._process.returncode is None:
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                self._process.kill()
 
 
 class LocalLauncher:
     """Starts children of this process."""
 
     is_remote = False
+
+    async def front_host(self) -> str:
+        """Nobody asks: sockets are files."""
+        return ""
 
     async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> LocalProcess:
         """Start one; does not wait for its model."""
@@ -87,3 +102,15 @@ class LocalLauncher:
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(spec) + b"\n")
         return LocalProcess(process)
+
+    async def close(self) -> None:
+        """Nothing was taken."""
+
+
+def launcher_for(server: ServerConfig) -> Launcher:
+    """What starts this server's engines; raises ConfigError if it is not installed."""
+    if server.ray is None:
+        return LocalLauncher()
+    from sglcore.serving.ray_launch import RayLauncher
+
+    return RayLauncher(server.ray, server.resources)

@@ -109,7 +109,6 @@ class EngineSpec(msgspec.Struct, frozen=True):
     config: dict[str, Any]
     replica: int = 0
     chosen: str = ""
-    grammar_backend: str = "auto"
 
 
 class Ready(msgspec.Struct, array_like=True, tag=2):

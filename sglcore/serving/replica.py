@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Literal, Protocol
 
+import msgspec
+
 from sglcore.serving.channel import FrontChannel
-from sglcore.serving.errors import EngineDied, InvalidRequest
+from sglcore.serving.errors import EngineDied, InvalidRequest, Unanswered, ended_badly
 from sglcore.serving.generation import Generation
 from sglcore.serving.launch import EngineProcess
 from sglcore.serving.messages import (
@@ -34,6 +37,8 @@ LEAVE_SECONDS = 10.0
 
 LAST_WORDS_SECONDS = 0.05
 """What a process that has ended may still have said is on its way for no longer."""
+LINK_SECONDS = 1.0
+"""A process that ends breaks its connection too; its own end is heard of before this."""
 
 log = logging.getLogger("sglcore.serving")
 
@@ -68,16 +73,44 @@ class Replica:
         self._owner = owner
         self._error, self._exit_code = "", 0
         self._answers: dict[str, asyncio.Future[Embedded | Audited]] = {}
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
+        self._samples = 0
+        self._ready_at: float | None = None
+        self._heard_at = time.monotonic()
+        self._watcher = asyncio.create_task(self._watch())
+        self._tasks = [self._watcher, asyncio.create_task(self._listen()), asyncio.create_task(self._follow_link())]
 
     @property
     def load(self) -> int:
-        """Prompts that it was given and has not answered."""
-        return len(self.generations) + len(self._answers)
+        """Samples that it was given and has not ended, and prompts to embed."""
+        return self._samples + len(self._answers)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page, once it is ready."""
+        assert self.info is not None
+        return self.info.limits["page_size"]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of its cache, once it is ready."""
+        assert self.info is not None
+        return self.info.limits["num_pages"]
+
+    @property
+    def lived(self) -> float | None:
+        """Seconds since it was ready; None: it never was."""
+        return None if self._ready_at is None else time.monotonic() - self._ready_at
+
+    @property
+    def report_age(self) -> float:
+        """Seconds since it last said anything, or since it was launched: a long step or a stuck device."""
+        return time.monotonic() - self._heard_at
 
     def run(self, generation: Generation) -> None:
         """Give it a request; does not wait."""
         self.generations[generation.request_id] = generation
+        self._samples += len(generation.output.outputs)
+        generation.tries += 1
         generation.bind(self._channel.send, self._forget)
         self._channel.send(generation.ask)
 
@@ -86,7 +119,7 @@ class Replica:
         answer = await self._answer(request_id, Embed(request_id, pack_ids(ids)), abort=True)
         assert isinstance(answer, Embedded)
         if answer.error:
-            raise EngineDied(f"this embedding failed: {answer.error}", remedy="send it again")
+            raise Unanswered(ended_badly("error", f"this embedding failed: {answer.error}"))
         return answer.vector
 
     async def audit(self, request_id: str) -> list[str]:
@@ -96,20 +129,21 @@ class Replica:
         return answer.problems
 
     async def leave(self) -> None:
-        """Tell the process to end, wait until it has, and kill it if it does not."""
-        if self.state != "dead":
+        """Tell the process to end, wait until it has, and kill it if it does not. One that still starts is killed."""
+        if self.state == "ready":
             self.state = "draining"
             self._channel.send(Leave())
-            try:
-                await asyncio.wait_for(asyncio.shield(self._tasks[1]), LEAVE_SECONDS)
-            except TimeoutError:
+            if not await self._has_ended():
                 log.warning("engine %d did not leave in %.0f s and is killed", self.number, LEAVE_SECONDS)
-                self.process.kill()
         await self.close()
 
     async def close(self) -> None:
-        """Stop listening. The process is killed if it lives."""
-        self.process.kill()
+        """Kill the process if it lives, wait until it has ended, and stop listening."""
+        if self.state != "dead":
+            self.state = "draining"
+            self.process.kill()
+            if not await self._has_ended():
+                log.error("the engine %s was killed and has not ended", self.process.name)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -117,8 +151,12 @@ class Replica:
 
     def take_generations(self) -> list[Generation]:
         """What it had, which is not its own any more."""
-        taken, self.generations = list(self.generations.values()), {}
+        taken, self.generations, self._samples = list(self.generations.values()), {}, 0
         return taken
+
+    async def _has_ended(self) -> bool:
+        ended, _ = await asyncio.wait([self._watcher], timeout=LEAVE_SECONDS)
+        return bool(ended)
 
     async def _answer(self, request_id: str, order: Embed | Audit, *, abort: bool) -> Embedded | Audited:
         future: asyncio.Future[Embedded | Audited] = asyncio.get_running_loop().create_future()
@@ -136,11 +174,22 @@ class Replica:
     async def _listen(self) -> None:
         while True:
             try:
-                self._take(await self._channel.receive())
-            except asyncio.CancelledError:
-                raise
-            except Exception:
+                report = await self._channel.receive()
+            except msgspec.MsgspecError:
                 log.exception("a report of engine %d could not be read", self.number)
+                continue
+            self._heard_at = time.monotonic()
+            try:
+                self._take(report)
+            except Exception:
+                log.exception("a report of engine %d could not be followed", self.number)
+
+    async def _follow_link(self) -> None:
+        """What was on its way over a connection that broke is lost, so the engine behind it is given up."""
+        await self._channel.lost()
+        await asyncio.sleep(LINK_SECONDS)
+        self._error = self._error or f"the connection to the engine {self.process.name} broke"
+        self.process.kill()
 
     def _take(self, report: Report) -> None:
         if isinstance(report, News):
@@ -157,7 +206,7 @@ class Replica:
         elif isinstance(report, Phase):
             self._owner.on_phase(self, report)
         elif isinstance(report, Ready):
-            self.info, self.state = report.info, "ready"
+            self.info, self.state, self._ready_at = report.info, "ready", time.monotonic()
             self._owner.on_ready(self)
         elif isinstance(report, Failed):
             self._error, self._exit_code = report.error, report.exit_code
@@ -187,7 +236,8 @@ class Replica:
             self._owner.on_death(self, reason, self._exit_code or 1)
 
     def _forget(self, generation: Generation) -> None:
-        self.generations.pop(generation.request_id, None)
+        if self.generations.pop(generation.request_id, None) is not None:
+            self._samples -= len(generation.output.outputs)
 
 
 def _cause(code: int) -> str:

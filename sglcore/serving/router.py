@@ -1,18 +1,119 @@
-"""Which replica takes a request."""
+"""Which replica takes a prompt: the one that has computed most of its beginning, unless that one is too busy.
+
+The front knows only what it sent where, so it keeps, for each replica, the newest blocks of prompt that went there, a block
+being one page of tokens and named by a hash of itself and all before it. A block counts from the moment its prompt is sent:
+prompts that arrive together then follow the first, and the bound on the load spreads what is too much for one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
+from typing import Protocol, TypeVar
 
-from sglcore.serving.replica import Replica
+TOKEN_BYTES = 4
+MOST_BLOCKS = 1 << 16
+"""Blocks remembered for one replica, at about 100 bytes each; fewer if its device has fewer pages."""
+LOAD_SLACK = 4
+"""By how many samples a replica may be busier than the least busy and still be chosen for what it has cached."""
+LOAD_RATIO = 1.25
+"""The same as a multiple of the mean load; the larger of the two bounds counts."""
+
+
+class Target(Protocol):
+    """What the router has to know of a replica."""
+
+    @property
+    def number(self) -> int:
+        """Its name among the replicas."""
+        ...
+
+    @property
+    def load(self) -> int:
+        """Samples that it was given and has not ended."""
+        ...
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page of its prefix cache."""
+        ...
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that its prefix cache can have."""
+        ...
+
+
+Chosen = TypeVar("Chosen", bound=Target)
 
 
 class Router:
-    """Chooses among the replicas that are ready."""
+    """Chooses among replicas that are ready, and remembers what it chose. Not thread-safe."""
 
-    def choose(self, ready: Sequence[Replica], ids: Sequence[int]) -> Replica:
-        """The replica for a prompt; `ready` is not empty."""
-        return min(ready, key=lambda replica: (replica.load, replica.number))
+    def __init__(self, *, slack: int = LOAD_SLACK, ratio: float = LOAD_RATIO, most_blocks: int = MOST_BLOCKS) -> None:
+        """`slack` in samples and `ratio` to the mean bound the load; `most_blocks` bounds the memory of one replica."""
+        self._slack, self._ratio, self._most_blocks = slack, ratio, most_blocks
+        self._sent: dict[int, dict[int, None]] = {}
+        """The hashes of each replica's blocks, least recently sent first."""
+        self._chosen_at: dict[int, int] = {}
+        self._tick = 0
 
-    def forget(self, replica: Replica) -> None:
-        """A replica has ended; what it had cached is gone."""
+    def choose(self, ready: Sequence[Chosen], prompt: bytes) -> Chosen:
+        """The replica for a prompt (int32 bytes; empty: nothing is cached for it); `ready` is not empty. O(prompt).
+
+        Among those within `bound` the one with the longest matching prefix; then the least busy; then they take turns.
+        """
+        bound = self.bound([target.load for target in ready])
+        hashes = block_hashes(prompt, max(target.page_size for target in ready))
+        chosen = min(
+            (target for target in ready if target.load <= bound),
+            key=lambda target: (
+                -self.matched(target, hashes),
+                target.load,
+                self._chosen_at.get(target.number, -1),
+                target.number,
+            ),
+        )
+        self._tick += 1
+        self._chosen_at[chosen.number] = self._tick
+        self._remember(chosen, hashes)
+        return chosen
+
+    def bound(self, loads: Sequence[int]) -> float:
+        """The load above which a replica is not chosen, whatever it has cached."""
+        return max(min(loads) + self._slack, self._ratio * sum(loads) / len(loads))
+
+    def matched(self, target: Target, hashes: Sequence[int]) -> int:
+        """How many of a prompt's blocks, from its beginning, were sent to a replica before."""
+        known = self._sent.get(target.number)
+        if not known:
+            return 0
+        return next((count for count, block in enumerate(hashes) if block not in known), len(hashes))
+
+    def forget(self, number: int) -> None:
+        """A replica has ended, and what it had cached is gone."""
+        self._sent.pop(number, None)
+        self._chosen_at.pop(number, None)
+
+    def _remember(self, target: Target, hashes: Sequence[int]) -> None:
+        """The end of a prompt is forgotten before its beginning, as pages are evicted."""
+        known = self._sent.setdefault(target.number, {})
+        for block in reversed(hashes):
+            known.pop(block, None)
+            known[block] = None
+        for block in list(islice(known, max(0, len(known) - min(self._most_blocks, target.num_pages)))):
+            del known[block]
+
+
+def block_hashes(prompt: bytes, page_size: int) -> list[int]:
+    """One hash for each whole page of a prompt, which depends on all tokens up to its end.
+
+    They differ from process to process, so nobody can make prompts that collide; a collision would cost a cached prefix.
+    """
+    width = page_size * TOKEN_BYTES
+    hashes: list[int] = []
+    last = 0
+    for start in range(0, len(prompt) - width + 1, width):
+        last = hash((last, prompt[start : start + width]))
+        hashes.append(last)
+    return hashes

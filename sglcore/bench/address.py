@@ -1,0 +1,96 @@
+"""Where a server is, and short questions to it. Standard library only; every call waits for its answer."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from sglcore.device.errors import ConfigError, SglcoreError
+
+NOT_SAID = "the server says no more"
+
+
+class ServerError(SglcoreError):
+    """A server that can not be reached, or that refuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A server's address, and the key that it wants ("" for none; never shown)."""
+
+    host: str
+    port: int
+    is_secure: bool = False
+    folder: str = ""
+    key: str = field(default="", repr=False)
+
+    def __str__(self) -> str:
+        return f"http{'s' if self.is_secure else ''}://{self.host}:{self.port}{self.folder}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What goes with every request."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        known = {"Host": f"{host}:{self.port}", "Accept": "application/json, text/event-stream"}
+        return {**known, **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
+
+    def connect(self, timeout: float | None = 30.0) -> http.client.HTTPConnection:
+        """A connection that is opened with its first request; `timeout` in seconds for each wait."""
+        kind = http.client.HTTPSConnection if self.is_secure else http.client.HTTPConnection
+        return kind(self.host, self.port, timeout=timeout)
+
+
+def address(url: str, key: str = "") -> Address:
+    """The address in a URL such as http://127.0.0.1:8000, with or without /v1; raises ConfigError."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"--url is {url!r}: {error}", wanted="such as http://127.0.0.1:8000") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"--url is {url!r}", wanted="http:// or https:// and a host, such as http://127.0.0.1:8000")
+    folder = parts.path.rstrip("/").removesuffix("/v1")
+    is_secure = parts.scheme == "https"
+    return Address(parts.hostname, port or (443 if is_secure else 80), is_secure, folder, key)
+
+
+def ask(where: Address, path: str) -> Any:
+    """The JSON of a GET; raises ServerError."""
+    connection = where.connect()
+    try:
+        connection.request("GET", where.folder + path, headers=where.headers)
+        response = connection.getresponse()
+        status, content = response.status, response.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise unreachable(where, error) from None
+    finally:
+        connection.close()
+    if status != 200:
+        raise ServerError(f"{where}{path} answered {status}: {refusal(content)}")
+    return json.loads(content)
+
+
+def unreachable(where: Address, error: Exception) -> ServerError:
+    """The error for a server that does not answer."""
+    return ServerError(f"{where} can not be reached: {error}", remedy="start it with `sglcore serve`, or check --url")
+
+
+def refusal(content: bytes) -> str:
+    """What the server said in an error's body, in whichever of the usual shapes it comes."""
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return content[:200].decode("utf-8", "replace").strip() or NOT_SAID
+    error = found.get("error", found) if isinstance(found, dict) else found
+    return str(error.get("message", error) if isinstance(error, dict) else error) or NOT_SAID
+
+
+def served_model(where: Address) -> str:
+    """The name of the first model that the server serves; raises ServerError."""
+    models = ask(where, "/v1/models").get("data", [])
+    if not models:
+        raise ServerError(f"{where} serves no model", remedy="name one with --model-name")
+    return str(models[0]["id"])

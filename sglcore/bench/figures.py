@@ -1,0 +1,171 @@
+"""What came of a load, in numbers: throughput, percentiles of latency, failures by kind, goodput."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+
+from sglcore.bench.record import Record
+from sglcore.device.errors import ConfigError
+
+LATENCIES: Mapping[str, str] = MappingProxyType(
+    {
+        "ttft": "time to first token",
+        "itl": "between pieces",
+        "tpot": "per token after the first",
+        "e2e": "whole request",
+    }
+)
+"""Latencies by their short names; "itl" has one value for each piece of text but the first, the others one per request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Milliseconds over all requests, or all pieces."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """Failures of one kind: how many, and what the first said."""
+
+    count: int
+    first: str
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A load's outcome. Rates are per second between the first arrival and the last end, and count whole requests only.
+
+    `lag` is how late requests were sent, by the client's own delay or held back by --max-concurrency; None for a load
+    without times of its own.
+    `goodput` counts requests per second that met every goal; None if there were no goals.
+    """
+
+    requests: int
+    whole: int
+    seconds: float
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    requests_per_s: float
+    input_per_s: float
+    output_per_s: float
+    latency: Mapping[str, Spread]
+    lag: Spread | None
+    failures: Mapping[str, Failures]
+    goals: Mapping[str, float]
+    goodput: float | None
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values, rounded to what was measured."""
+        return {
+            "requests": self.requests,
+            "whole": self.whole,
+            "seconds": round(self.seconds, 4),
+            "input_tokens": self.input_tokens,
+            "output_tokens": self.output_tokens,
+            "cached_tokens": self.cached_tokens,
+            "requests_per_s": round(self.requests_per_s, 3),
+            "input_per_s": round(self.input_per_s, 2),
+            "output_per_s": round(self.output_per_s, 2),
+            "latency_ms": {name: _rounded(spread) for name, spread in self.latency.items()},
+            "lag_ms": _rounded(self.lag) if self.lag else None,
+            "failures": {kind: asdict(found) for kind, found in self.failures.items()},
+            "goals_ms": dict(self.goals),
+            "goodput_per_s": None if self.goodput is None else round(self.goodput, 3),
+        }
+
+
+def figures(records: Sequence[Record], goals: Mapping[str, float] | None = None) -> Figures:
+    """The figures of a load that has ended; `goals` in milliseconds, by the names of LATENCIES except "itl"."""
+    whole = [record for record in records if record.is_whole]
+    seconds = max((record.end for record in records), default=0.0) - min(
+        (record.due for record in records), default=0.0
+    )
+    goals = goals or {}
+    per_s = 1 / seconds if seconds > 0 else 0.0
+    inputs, outputs = sum(r.input_tokens for r in whole), sum(r.output_tokens for r in whole)
+    lags = [record.sent - record.due for record in records]
+    values = {name: [value for record in whole for value in values_of(record, name)] for name in LATENCIES}
+    return Figures(
+        requests=len(records),
+        whole=len(whole),
+        seconds=seconds,
+        input_tokens=inputs,
+        output_tokens=outputs,
+        cached_tokens=sum(r.cached_tokens for r in whole),
+        requests_per_s=len(whole) * per_s,
+        input_per_s=inputs * per_s,
+        output_per_s=outputs * per_s,
+        latency={name: spread(found) for name, found in values.items() if found},
+        lag=spread(lags) if any(lags) else None,
+        failures=_failures(records),
+        goals=dict(goals),
+        goodput=sum(_meets(record, goals) for record in whole) * per_s if goals else None,
+    )
+
+
+def values_of(record: Record, name: str) -> list[float]:
+    """One request's latencies of a kind, in seconds."""
+    if name == "itl":
+        return record.gaps
+    value = {"ttft": record.ttft, "tpot": record.tpot, "e2e": record.e2e}[name]
+    return [] if value is None else [value]
+
+
+def spread(seconds: Iterable[float]) -> Spread:
+    """Mean and percentiles, in milliseconds, of one or more values in seconds."""
+    values = sorted(value * 1000 for value in seconds)
+    p50, p90, p99 = (percentile(values, share) for share in (0.5, 0.9, 0.99))
+    return Spread(sum(values) / len(values), p50, p90, p99, values[-1])
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which a share of the sorted values lies, interpolated between neighbours."""
+    place = share * (len(values) - 1)
+    low = int(place)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (values[high] - values[low]) * (place - low)
+
+
+def goals_of(words: Iterable[str]) -> dict[str, float]:
+    """Milliseconds by latency of words such as "ttft:200"; raises ConfigError."""
+    wanted = "ttft:MS, tpot:MS or e2e:MS, such as ttft:200"
+    found: dict[str, float] = {}
+    for word in words:
+        name, _, limit = word.partition(":")
+        if name not in LATENCIES or name == "itl":
+            raise ConfigError(f"goodput is {word!r}", wanted=wanted)
+        try:
+            found[name] = float(limit)
+        except ValueError:
+            raise ConfigError(f"goodput is {word!r}", wanted=wanted) from None
+    return found
+
+
+def _meets(record: Record, goals: Mapping[str, float]) -> bool:
+    return all(value * 1000 <= limit for name, limit in goals.items() for value in values_of(record, name))
+
+
+def _failures(records: Sequence[Record]) -> dict[str, Failures]:
+    found: dict[str, Failures] = {}
+    for record in records:
+        if record.is_whole:
+            continue
+        kind, said = (
+            (record.fault.kind, record.fault.said) if record.fault else ("no text", "an answer without any text")
+        )
+        known = found.get(kind, Failures(0, said))
+        found[kind] = Failures(known.count + 1, known.first)
+    return dict(sorted(found.items(), key=lambda item: -item[1].count))
+
+
+def _rounded(found: Spread) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in asdict(found).items()}

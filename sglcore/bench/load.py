@@ -1,0 +1,141 @@
+"""A load is offered to a server: each request is due at a time of its own and does not wait for the others.
+
+Latency counts from the time a request was due, not from when it was sent: if either side falls behind, the wait is part of
+what the user would have seen. A load without times of its own (an infinite rate) counts from the sending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import ssl
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+from sglcore.bench.address import Address, unreachable
+from sglcore.bench.record import Record
+from sglcore.bench.reply import Fault, Reply
+from sglcore.bench.workload import Job
+
+Done = Callable[[Record], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """How requests are sent. `max_concurrency` holds back what exceeds it (None: nothing); `timeout` in seconds; `extra`
+    are fields of every request's body."""
+
+    where: Address
+    model: str
+    is_open: bool
+    max_concurrency: int | None = None
+    timeout: float = 600.0
+    temperature: float = 0.0
+    extra: dict[str, object] = field(default_factory=dict)
+
+    def request(self, job: Job) -> bytes:
+        """The whole request, head and body."""
+        body = {
+            "model": self.model,
+            "prompt": list(job.prompt),
+            "max_tokens": job.output_len,
+            "temperature": self.temperature,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.extra,
+        }
+        content = json.dumps(body, separators=(",", ":")).encode()
+        fields = {
+            **self.where.headers,
+            "Content-Type": "application/json",
+            "Content-Length": str(len(content)),
+            "Connection": "close",
+        }
+        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        return f"POST {self.where.folder}/v1/completions HTTP/1.1\r\n{head}\r\n".encode() + content
+
+
+def run_load(offer: Offer, jobs: Sequence[Job], done: Done) -> list[Record]:
+    """Send every job when it is due and wait for all; `done` is called with each record as it ends."""
+    return asyncio.run(_offer(offer, jobs, done))
+
+
+async def _offer(offer: Offer, jobs: Sequence[Job], done: Done) -> list[Record]:
+    loop = asyncio.get_running_loop()
+    gate = asyncio.Semaphore(offer.max_concurrency) if offer.max_concurrency else nullcontext()
+    requests = [offer.request(job) for job in jobs]
+    host = await _reachable(offer.where)
+    begin = loop.time()
+
+    def clock() -> float:
+        return loop.time() - begin
+
+    async def one(job: Job, request: bytes) -> Record:
+        async with gate:
+            record = await _send(offer, host, job, request, clock)
+        done(record)
+        return record
+
+    tasks: list[asyncio.Task[Record]] = []
+    for job, request in zip(jobs, requests, strict=True):
+        if job.arrival > clock():
+            await asyncio.sleep(job.arrival - clock())
+        tasks.append(asyncio.create_task(one(job, request)))
+    return list(await asyncio.gather(*tasks))
+
+
+async def _reachable(where: Address) -> str:
+    """The server's address as a number, so that no request waits for a name to be looked up; raises ServerError."""
+    loop = asyncio.get_running_loop()
+    try:
+        transport, _ = await loop.create_connection(asyncio.Protocol, where.host, where.port)
+    except OSError as error:
+        raise unreachable(where, error) from None
+    host = transport.get_extra_info("peername")[0]
+    transport.abort()
+    return host
+
+
+async def _send(offer: Offer, host: str, job: Job, request: bytes, clock: Callable[[], float]) -> Record:
+    loop = asyncio.get_running_loop()
+    reply = Reply(request, clock, loop)
+    where = offer.where
+    secure = {"ssl": ssl.create_default_context(), "server_hostname": where.host} if where.is_secure else {}
+    sent = clock()
+    due = job.arrival if offer.is_open else sent
+    fault: Fault | None = None
+    try:
+        async with asyncio.timeout(offer.timeout):
+            await loop.create_connection(lambda: reply, host, where.port, **secure)
+            await reply.ended
+    except TimeoutError:
+        fault = Fault("timeout", f"no whole answer within {offer.timeout:g} s")
+    except OSError as error:
+        fault = _unsent(error)
+    finally:
+        reply.close()
+    usage = reply.usage
+    details = usage.get("prompt_tokens_details") or {}
+    return Record(
+        job.number,
+        due,
+        sent,
+        clock(),
+        tuple(reply.marks),
+        len(job.prompt),
+        usage.get("completion_tokens", len(reply.marks)),
+        details.get("cached_tokens") or 0,
+        fault or reply.fault,
+    )
+
+
+def _unsent(error: OSError) -> Fault:
+    if error.errno == errno.EMFILE:
+        return Fault(
+            "no file left here",
+            "this client may open no more connections; raise `ulimit -n`, or give --max-concurrency",
+        )
+    return Fault("no connection", str(error))

@@ -1,0 +1,63 @@
+"""The engine alone under a load: no server, no HTTP, all requests at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from sglcore.bench.record import Record
+from sglcore.bench.reply import Fault
+from sglcore.bench.workload import Job
+from sglcore.engine.llm import LLM
+from sglcore.engine.outputs import RequestOutput
+from sglcore.sampling.params import SamplingParams
+
+
+@dataclass(slots=True)
+class Running:
+    """A request on its way, and when its pieces came."""
+
+    job: Job
+    output: RequestOutput
+    marks: list[float] = field(default_factory=list)
+
+
+def run_offline(
+    llm: LLM, jobs: Sequence[Job], done: Callable[[Record], None], *, temperature: float = 0.0
+) -> list[Record]:
+    """Queue every job at once and step until all have ended; waits. Raises what the engine raises for a job it refuses."""
+    begin = time.perf_counter()
+    running: dict[str, Running] = {}
+    for job in jobs:
+        params = SamplingParams(max_tokens=job.output_len, temperature=temperature, ignore_eos=True)
+        output = llm.engine.add(job.prompt, params)
+        running[output.request_id] = Running(job, output)
+    records: list[Record] = []
+    while running:
+        pieces = llm.engine.step()
+        now = time.perf_counter() - begin
+        for piece in pieces:
+            one = running[piece.request_id]
+            if piece.token_ids:
+                one.marks.append(now)
+            if piece.finish_reason is not None:
+                records.append(_record(running.pop(piece.request_id), now))
+                done(records[-1])
+    return sorted(records, key=lambda record: record.number)
+
+
+def _record(one: Running, end: float) -> Record:
+    (completion,) = one.output.outputs
+    fault = None if completion.finish_reason == "length" else Fault(str(completion.finish_reason), completion.error)
+    return Record(
+        one.job.number,
+        0.0,
+        0.0,
+        end,
+        tuple(one.marks),
+        len(one.job.prompt),
+        len(completion.token_ids),
+        one.output.cached_tokens,
+        fault,
+    )

@@ -1,0 +1,107 @@
+"""A load as a picture: latencies as distributions and over time, throughput, requests in flight. matplotlib is optional."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sglcore.bench.figures import Figures, percentile, values_of
+from sglcore.bench.record import Record
+from sglcore.device.errors import ConfigError
+
+INK, ACCENT, SECOND, BAD, LINE = "#24221e", "#0b6e63", "#b3640a", "#a3262c", "#e5e1d8"
+
+
+def require_matplotlib() -> None:
+    """Raises ConfigError with the remedy if there is no matplotlib; called before the load runs, not after."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ModuleNotFoundError:
+        raise ConfigError("--plot needs matplotlib, which is not installed", remedy="pip install matplotlib") from None
+
+
+def save_plot(path: Path, records: Sequence[Record], found: Figures, title: str) -> None:
+    """Write a PNG with five panels."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    sheet = Figure(figsize=(11, 7), layout="constrained")
+    FigureCanvasAgg(sheet)
+    panels: Any = sheet.subplot_mosaic("LLLGGG;TTOOFF")
+    whole = [record for record in records if record.is_whole]
+    _distribution(panels["L"], whole, ("ttft", "e2e"), "Latency: share of requests that took at most")
+    _distribution(panels["G"], whole, ("itl",), "Between pieces of text: share that took at most")
+    _over_time(panels["T"], records)
+    _in_steps(panels["O"], panels["F"], records)
+    for panel in panels.values():
+        _calm(panel)
+    figures = f"{found.requests_per_s:.1f} requests/s, {found.output_per_s:.0f} output tokens/s"
+    failed = found.requests - found.whole
+    sheet.suptitle(f"{title}: {figures}{f', {failed} failed' if failed else ''}", fontsize=12, color=INK)
+    sheet.savefig(path, dpi=110, facecolor="white")
+
+
+def _distribution(panel: Any, records: Sequence[Record], names: Sequence[str], title: str) -> None:
+    panel.set_title(title)
+    panel.set_xlabel("ms")
+    panel.set_ylim(0, 1.02)
+    for name, color in zip(names, (ACCENT, SECOND), strict=False):
+        values = sorted(value * 1000 for record in records for value in values_of(record, name))
+        if not values:
+            continue
+        shares = [(place + 1) / len(values) for place in range(len(values))]
+        panel.plot(values, shares, color=color, linewidth=1.6, label=name.upper())
+        for share in (0.5, 0.9, 0.99):
+            at = percentile(values, share)
+            panel.plot([at], [share], "o", color=color, markersize=4)
+            panel.annotate(
+                f"p{share * 100:.0f} {at:.1f}", (at, share), (6, -10), textcoords="offset points", fontsize=8
+            )
+    if panel.lines:
+        panel.set_xscale("log")
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.legend(frameon=False, loc="lower right")
+
+
+def _over_time(panel: Any, records: Sequence[Record]) -> None:
+    panel.set_title("Time to first token, by when it was due")
+    panel.set_xlabel("s")
+    panel.set_ylabel("ms")
+    whole = [record for record in records if record.is_whole]
+    failed = [record for record in records if not record.is_whole]
+    panel.plot([r.due for r in whole], [r.ttft * 1000 for r in whole], "o", color=ACCENT, markersize=3, alpha=0.7)
+    if failed:
+        panel.plot([r.due for r in failed], [0] * len(failed), "x", color=BAD, markersize=5, label="failed")
+        panel.legend(frameon=False)
+    panel.set_ylim(bottom=0)
+
+
+def _in_steps(output: Any, flight: Any, records: Sequence[Record]) -> None:
+    """Output tokens per second, and requests in flight, in sixty steps over the load."""
+    steps = 60
+    width = (max((record.end for record in records), default=0.0) or 1.0) / steps
+    rates, flying = [0.0] * steps, [0] * steps
+    for record in records:
+        share = record.output_tokens / len(record.marks) if record.marks else 0.0
+        for mark in record.marks:
+            rates[min(int(mark / width), steps - 1)] += share / width
+        first, last = (min(int(moment / width), steps - 1) for moment in (record.sent, record.end))
+        for place in range(first, last + 1):
+            flying[place] += 1
+    times = [(place + 0.5) * width for place in range(steps)]
+    for panel, values, title in ((output, rates, "Output tokens per second"), (flight, flying, "Requests in flight")):
+        panel.set_title(title)
+        panel.set_xlabel("s")
+        panel.fill_between(times, values, color=ACCENT, alpha=0.14)
+        panel.plot(times, values, color=ACCENT, linewidth=1.4)
+        panel.set_ylim(bottom=0)
+
+
+def _calm(panel: Any) -> None:
+    for side in panel.spines.values():
+        side.set_color(LINE)
+    panel.tick_params(colors=INK, labelsize=8)
+    panel.title.set_fontsize(10)
+    panel.grid(True, color=LINE, linewidth=0.6)
+    panel.set_axisbelow(True)

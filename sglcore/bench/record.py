@@ -1,0 +1,66 @@
+"""What is kept of one request. Times are seconds since the load began."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from sglcore.bench.reply import Fault
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One request: when it was due, when it was sent, when its pieces of text came, and what went wrong (None: nothing)."""
+
+    number: int
+    due: float
+    sent: float
+    end: float
+    marks: tuple[float, ...]
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+    fault: Fault | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """It ended as it should, with text."""
+        return self.fault is None and bool(self.marks)
+
+    @property
+    def ttft(self) -> float:
+        """From when it was due to the first piece of text."""
+        return self.marks[0] - self.due
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per token after the first; None if there was one token."""
+        return (self.marks[-1] - self.marks[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+    @property
+    def e2e(self) -> float:
+        """From when it was due to its end."""
+        return self.end - self.due
+
+    @property
+    def gaps(self) -> list[float]:
+        """Times between pieces of text."""
+        return [after - before for before, after in pairwise(self.marks)]
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values, with times in milliseconds."""
+        return {
+            "number": self.number,
+            "due_ms": _ms(self.due),
+            "sent_ms": _ms(self.sent),
+            "first_ms": _ms(self.marks[0]) if self.marks else None,
+            "end_ms": _ms(self.end),
+            "input_tokens": self.input_tokens,
+            "output_tokens": self.output_tokens,
+            "cached_tokens": self.cached_tokens,
+            "error": f"{self.fault.kind}: {self.fault.said}" if self.fault else None,
+        }
+
+
+def _ms(value: float) -> float:
+    return round(value * 1000, 3)

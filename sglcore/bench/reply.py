@@ -1,0 +1,176 @@
+"""One streamed answer as it arrives: HTTP/1.1, chunks, server-sent events. It notes when tokens came and parses as little
+as it can, so that the client is not what is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglcore.bench.address import refusal
+
+NULLS = (b'"usage":null', b'"usage": null')
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a request failed: a kind, by which failures are counted, and what was said."""
+
+    kind: str
+    said: str
+
+
+class Reply(asyncio.Protocol):
+    """Sends one request as soon as it is connected; `ended` is set when the answer is complete or the connection is lost.
+
+    `marks` are the clock's readings at which a piece of text came; `fault` is None for an answer that is whole.
+    """
+
+    def __init__(self, request: bytes, clock: Callable[[], float], loop: asyncio.AbstractEventLoop) -> None:
+        self.marks: list[float] = []
+        self.usage: dict[str, Any] = {}
+        self.fault: Fault | None = None
+        self.status = 0
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self._request = request
+        self._clock = clock
+        self._transport: asyncio.Transport | None = None
+        self._body: Chunked | Plain | None = None
+        self._rest = b""
+        self._is_done = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send the request."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """Take what came."""
+        now = self._clock()
+        if self._body is None:
+            self._rest += data
+            head, end, data = self._rest.partition(b"\r\n\r\n")
+            if not end:
+                return
+            self._rest = b""
+            self._begin(head)
+        assert self._body is not None
+        content = self._body.push(data)
+        if self.status == 200:
+            self._take(content, now)
+        else:
+            self._rest += content
+        if self._body.is_complete:
+            self._end("")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The other end is gone; without a length of its own, that is how a body ends."""
+        self._end("" if isinstance(self._body, Plain) and self._body.length is None else "connection lost")
+
+    def close(self) -> None:
+        """Leave; the server sees a client that went away."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _begin(self, head: bytes) -> None:
+        first, _, fields = head.partition(b"\r\n")
+        self.status = int(first.split(b" ", 2)[1])
+        named: dict[bytes, bytes] = {}
+        for line in fields.lower().split(b"\r\n"):
+            name, _, value = line.partition(b":")
+            named[name] = value.strip()
+        length = named.get(b"content-length")
+        is_chunked = named.get(b"transfer-encoding") == b"chunked"
+        self._body = Chunked() if is_chunked else Plain(None if length is None else int(length))
+
+    def _take(self, content: bytes, now: float) -> None:
+        *lines, self._rest = (self._rest + content).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._event(line[5:].strip(), now)
+
+    def _event(self, payload: bytes, now: float) -> None:
+        if payload == b"[DONE]":
+            self._is_done = True
+            return
+        if b'"error"' in payload and self._is_failure(payload):
+            return
+        if b'"text":' in payload and (b'"text":""' not in payload or b'"finish_reason":null' in payload):
+            self.marks.append(now)
+        if b'"usage"' in payload and not any(null in payload for null in NULLS):
+            self.usage = json.loads(payload).get("usage") or {}
+
+    def _is_failure(self, payload: bytes) -> bool:
+        """Whether this is an error event, which is kept; a key of that name elsewhere in a chunk is none."""
+        is_failure = bool(json.loads(payload).get("error"))
+        if is_failure:
+            self.fault = self.fault or Fault("error in the stream", refusal(payload))
+        return is_failure
+
+    def _end(self, lost: str) -> None:
+        if self.ended.done():
+            return
+        if self.status not in (0, 200):
+            self.fault = Fault(f"status {self.status}", refusal(self._rest))
+        elif self.fault is None and not self._is_done:
+            self.fault = Fault(lost or "no [DONE]", "the stream ended before the answer did")
+        self.ended.set_result(None)
+        self.close()
+
+
+class Chunked:
+    """A body in chunks."""
+
+    __slots__ = ("_left", "_rest", "is_complete")
+
+    def __init__(self) -> None:
+        self.is_complete = False
+        self._rest = b""
+        self._left = 0
+
+    def push(self, data: bytes) -> bytes:
+        """The content of what came, without the sizes between."""
+        data = self._rest + data
+        found: list[bytes] = []
+        while not self.is_complete:
+            if self._left > 2:
+                part = data[: self._left - 2]
+                found.append(part)
+                self._left -= len(part)
+                data = data[len(part) :]
+                if self._left > 2:
+                    break
+            if len(data) < self._left:
+                break
+            data, self._left = data[self._left :], 0
+            size, end, after = data.partition(b"\r\n")
+            if not end:
+                break
+            length = int(size.partition(b";")[0], 16)
+            data, self._left, self.is_complete = after, length + 2, length == 0
+        self._rest = data
+        return b"".join(found)
+
+
+class Plain:
+    """A body of known length, or one that ends with the connection."""
+
+    __slots__ = ("_seen", "length")
+
+    def __init__(self, length: int | None) -> None:
+        self.length = length
+        self._seen = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """All of it came."""
+        return self.length is not None and self._seen >= self.length
+
+    def push(self, data: bytes) -> bytes:
+        """As it came."""
+        self._seen += len(data)
+        return data

@@ -1,0 +1,121 @@
+"""What is asked: prompts of random tokens, their lengths, and when each arrives. The same seed gives the same load."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+from random import Random
+
+from sglcore.device.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Whole numbers from `low` to `high`, both included, all equally likely."""
+
+    low: int
+    high: int
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low}..{self.high}"
+
+    def draw(self, source: Random) -> int:
+        """One of them."""
+        return source.randint(self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A load. `request_rate` is in requests per second, arriving at random (Poisson); infinity: all at once.
+
+    Every prompt begins with the same `shared_prefix` tokens; `input_len` counts the tokens after them.
+    """
+
+    num_prompts: int
+    input_len: Span
+    output_len: Span
+    shared_prefix: int = 0
+    request_rate: float = math.inf
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_prompts < 1:
+            raise ConfigError(f"num-prompts is {self.num_prompts}", wanted="at least 1")
+        if not self.request_rate > 0:
+            raise ConfigError(f"request-rate is {self.request_rate}", wanted="requests per second above 0, or inf")
+        if self.shared_prefix < 0:
+            raise ConfigError(f"shared-prefix is {self.shared_prefix}", wanted="0 or more tokens")
+
+    @property
+    def is_open(self) -> bool:
+        """Requests have their own times of arrival, whatever the server does."""
+        return math.isfinite(self.request_rate)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and answer."""
+        return self.shared_prefix + self.input_len.high + self.output_len.high
+
+    def as_json(self) -> dict[str, object]:
+        """The load as plain values; an infinite rate is the word "inf"."""
+        return {
+            "num_prompts": self.num_prompts,
+            "input_len": str(self.input_len),
+            "output_len": str(self.output_len),
+            "shared_prefix": self.shared_prefix,
+            "request_rate": self.request_rate if self.is_open else "inf",
+            "seed": self.seed,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request: `arrival` in seconds after the start, token ids, and how many tokens the answer has."""
+
+    number: int
+    arrival: float
+    prompt: tuple[int, ...]
+    output_len: int
+
+
+def span(name: str, text: str, least: int = 1) -> Span:
+    """The span of "128" or "32..256"; raises ConfigError that names the option."""
+    low, dots, high = text.partition("..")
+    try:
+        found = Span(int(low), int(high) if dots else int(low))
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}", wanted="a number such as 128, or a span such as 32..256") from None
+    if not least <= found.low <= found.high:
+        raise ConfigError(f"{name} is {text!r}", wanted=f"numbers of at least {least}, the smaller first")
+    return found
+
+
+def rate(text: str) -> float:
+    """Requests per second of "8", "0.5" or "inf"; raises ConfigError."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"request-rate is {text!r}", wanted="requests per second, or inf") from None
+
+
+def make_jobs(load: Workload, vocab_size: int, max_model_len: int | None = None) -> list[Job]:
+    """The requests of a load, in the order of their arrival. Raises ConfigError if one does not fit the context."""
+    if max_model_len is not None and load.longest > max_model_len:
+        raise ConfigError(
+            f"the longest request has {load.longest} tokens ({load.shared_prefix} shared, up to {load.input_len.high} of "
+            f"its own, up to {load.output_len.high} to generate) and the model takes {max_model_len}",
+            remedy="lower --shared-prefix, --random-input-len or --random-output-len",
+        )
+    arrivals, lengths, tokens = (Random(f"{load.seed}/{part}") for part in ("arrivals", "lengths", "tokens"))
+    gaps = (arrivals.expovariate(load.request_rate) if load.is_open else 0.0 for _ in range(load.num_prompts))
+    shared = _tokens(tokens, load.shared_prefix, vocab_size)
+    jobs: list[Job] = []
+    for number, arrival in enumerate(accumulate(gaps)):
+        own = _tokens(tokens, load.input_len.draw(lengths), vocab_size)
+        jobs.append(Job(number, arrival, shared + own, load.output_len.draw(lengths)))
+    return jobs
+
+
+def _tokens(source: Random, count: int, vocab_size: int) -> tuple[int, ...]:
+    return tuple(source.choices(range(vocab_size), k=count))

@@ -1,0 +1,246 @@
+"""`sglcore chat`: a conversation on the terminal, with a model in this process or with a server."""
+
+from __future__ import annotations
+
+import io
+import signal
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sglcore.cli import options
+from sglcore.device.errors import ConfigError, SglcoreError
+
+if TYPE_CHECKING:
+    from sglcore.cli.chat_source import Message, Source
+
+HELP = """\
+/clear         forget the conversation
+/system TEXT   begin every conversation with this system prompt; without TEXT, with none
+/help          this text
+/quit          leave; so does Ctrl-D, and Ctrl-C while nothing is being answered
+Ctrl-C stops an answer, and what came of it stays in the conversation. A message that begins with // is sent with one /."""
+
+
+def chat(
+    model: options.Model = None,
+    url: Annotated[str | None, typer.Option(help="Talk to this server instead, such as http://127.0.0.1:8000.")] = None,
+    api_key: Annotated[str, typer.Option(help="The server's key.", envvar="SGLCORE_API_KEY", show_envvar=True)] = "",
+    model_name: Annotated[str | None, typer.Option(help="As the server names it; left out, its first.")] = None,
+    system: Annotated[str, typer.Option(help="The system prompt.")] = "",
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of an answer at most; left out, what the context holds.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; left out, the usual 1.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this probability.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes every answer repeatable.")] = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+    graph: options.Graph = None,
+    attention_backend: options.Attention = None,
+    max_model_len: options.MaxModelLen = None,
+    kv_cache_memory: options.KVMemory = None,
+    strict: options.Strict = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the answers.")] = False,
+) -> None:
+    """Talk with a model. Each line is a message; /help lists what else there is."""
+    asked = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    fields = {name: value for name, value in asked.items() if value is not None}
+    settings = {
+        "device": device,
+        "dtype": dtype,
+        "threads": threads,
+        "graph": graph,
+        "attention_backend": attention_backend,
+        "max_model_len": max_model_len,
+        "kv_cache_memory": kv_cache_memory,
+        "strict": strict,
+    }
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a mark instead
+    with ExitStack() as stack:
+        if url is None:
+            source = _local(stack, model, settings, fields, quiet=quiet)
+        else:
+            _refuse_local(model, settings)
+            source = _server(url, api_key, model_name, fields, quiet=quiet)
+        talk(Conversation(source, system, is_quiet=quiet))
+
+
+def _local(
+    stack: ExitStack, model: str | None, settings: dict[str, Any], fields: dict[str, Any], *, quiet: bool
+) -> Source:
+    from sglcore.cli.banner import show_banner
+    from sglcore.cli.chat_source import LocalSource
+    from sglcore.engine.llm import LLM
+    from sglcore.sampling.params import SamplingError, SamplingParams
+
+    try:
+        params = SamplingParams(**{"max_tokens": None, **fields})
+    except SamplingError as error:
+        raise ConfigError(str(error)) from None
+    llm = stack.enter_context(LLM(model, show_progress=not quiet, max_requests=1, **settings))
+    if not quiet:
+        show_banner(llm.started)
+    return LocalSource(llm, params)
+
+
+def _server(url: str, key: str, name: str | None, fields: dict[str, Any], *, quiet: bool) -> Source:
+    from sglcore.bench.address import address, served_model
+    from sglcore.cli.chat_source import ServerSource
+
+    where = address(url, key)
+    name = name or served_model(where)
+    if not quiet:
+        print(f"{name} at {where}\n", file=sys.stderr)
+    return ServerSource(where, {"model": name, **fields})
+
+
+def _refuse_local(model: str | None, settings: dict[str, Any]) -> None:
+    """What only a model in this process has must not be dropped in silence."""
+    given = [f"--{name.replace('_', '-')}" for name, value in settings.items() if value is not None]
+    given = [*(["MODEL"] if model is not None else []), *given]
+    if given:
+        raise ConfigError(
+            f"--url was given with {', '.join(given)}",
+            wanted="one or the other: the server has a model and a device of its own",
+            remedy="leave --url out, or use --model-name to choose among the server's models",
+        )
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What was said so far, and who answers."""
+
+    source: Source
+    system: str
+    is_quiet: bool = False
+    turns: list[Message] = field(default_factory=list)
+
+    @property
+    def messages(self) -> list[Message]:
+        """As the model gets them."""
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
+
+
+class Interrupts:
+    """While entered, the first Ctrl-C stops the answer; another one leaves the program as usual."""
+
+    def __init__(self, source: Source) -> None:
+        self.is_stopped = False
+        self._source = source
+        self._before: Any = None
+
+    def __enter__(self) -> Interrupts:
+        self._before = signal.signal(signal.SIGINT, self._stop)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if self.is_stopped:
+            raise KeyboardInterrupt
+        self.is_stopped = True
+        self._source.stop()
+
+
+def talk(conversation: Conversation) -> None:
+    """Read messages and print answers until the input ends."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        import readline  # noqa: F401  (lines can be edited and called back)
+    if is_terminal and not conversation.is_quiet:
+        print("/help lists the commands; Ctrl-D leaves.", file=sys.stderr)
+    while True:
+        try:
+            line = input("\n> " if is_terminal else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        if line == "/quit":
+            return
+        if line.startswith("/") and not line.startswith("//"):
+            _command(conversation, line)
+        elif line:
+            _answer(conversation, line.removeprefix("/"))
+
+
+def _command(conversation: Conversation, line: str) -> None:
+    name, _, rest = line.partition(" ")
+    if name == "/clear":
+        conversation.turns.clear()
+        _say("the conversation is forgotten")
+    elif name == "/system":
+        conversation.system = rest.strip()
+        _say(f"system prompt: {conversation.system or 'none'}")
+    elif name == "/help":
+        _say(HELP)
+    else:
+        _say(f"there is no command {name}; /help lists them, and //{line[1:]} sends it as a message")
+
+
+def _answer(conversation: Conversation, text: str) -> None:
+    """One turn. A message that could not be answered at all is taken back."""
+    conversation.turns.append({"role": "user", "content": text})
+    spoken: list[str] = []
+    try:
+        with Interrupts(conversation.source) as interrupts:
+            figures = _print_answer(conversation, spoken)
+    except KeyboardInterrupt:
+        _write("\n")
+        raise typer.Exit(130) from None
+    except (SglcoreError, ValueError) as error:
+        _write("\n" if spoken else "")
+        _say(f"error: {error}")
+        figures = ""
+    if spoken:
+        conversation.turns.append({"role": "assistant", "content": "".join(spoken)})
+    else:
+        conversation.turns.pop()
+    if figures and not conversation.is_quiet:
+        _say(f"{figures}{', stopped' if interrupts.is_stopped else ''}")
+
+
+def _print_answer(conversation: Conversation, spoken: list[str]) -> str:
+    """Print as it comes, and keep the text in `spoken`; returns the figures."""
+    begin = time.perf_counter()
+    times: list[float] = []
+    tokens = pieces = 0
+    was_reasoning = False
+    for part in conversation.source.stream(conversation.messages):
+        tokens += part.tokens
+        if not part.text:
+            continue
+        times[1:] = [time.perf_counter()]
+        pieces += 1
+        if part.is_reasoning != was_reasoning:
+            _write("(thinks) " if part.is_reasoning else "\n\n")
+        was_reasoning = part.is_reasoning
+        _write(part.text)
+        if not part.is_reasoning:
+            spoken.append(part.text)
+    _write("\n")
+    count = f"{tokens} tokens" if tokens else f"{pieces} pieces of text"
+    speed = (tokens or pieces) - 1
+    span = times[-1] - times[0] if times else 0.0
+    rate = f", {speed / span:.1f} {'tokens' if tokens else 'pieces'}/s" if speed > 0 and span > 0 else ""
+    return f"[{count}, first after {(times[0] - begin) * 1000:.0f} ms{rate}]" if times else "[no text]"
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,128 @@
+"""Where the answers of a chat come from: a model in this process, or a server. Both stream, and both can be stopped."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sglcore.bench.address import Address, ServerError, refusal, unreachable
+from sglcore.device.errors import SglcoreError
+
+if TYPE_CHECKING:
+    from sglcore.engine.llm import LLM
+    from sglcore.sampling.params import SamplingParams
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some text of an answer; `tokens` are those that came with it (0 if only the end tells)."""
+
+    text: str
+    tokens: int = 0
+    is_reasoning: bool = False
+
+
+class Source(Protocol):
+    """Something that answers conversations."""
+
+    def stream(self, messages: Sequence[Message]) -> Iterator[Part]:
+        """The answer, part by part; waits for each. Raises SglcoreError, or ValueError for what the model can not take."""
+        ...
+
+    def stop(self) -> None:
+        """End the answer that is on its way; may be called from a signal handler."""
+        ...
+
+
+class LocalSource:
+    """A model in this process."""
+
+    def __init__(self, llm: LLM, params: SamplingParams) -> None:
+        self._llm = llm
+        self._params = params
+        self._is_stopped = False
+
+    def stream(self, messages: Sequence[Message]) -> Iterator[Part]:
+        """As Source says; the step that runs when it is stopped is finished first."""
+        self._is_stopped = False
+        with closing(self._llm.stream(self._llm.chat_prompt(messages), self._params)) as pieces:
+            for piece in pieces:
+                yield Part(piece.text, len(piece.token_ids))
+                if piece.finish_reason == "error":
+                    raise SglcoreError(piece.error)
+                if self._is_stopped:
+                    return
+
+    def stop(self) -> None:
+        """As Source says."""
+        self._is_stopped = True
+
+
+class ServerSource:
+    """A server with /v1/chat/completions. `fields` go into every request as they are."""
+
+    def __init__(self, where: Address, fields: Mapping[str, object]) -> None:
+        self._where = where
+        self._fields = dict(fields)
+        self._socket: socket.socket | None = None
+        self._is_stopped = False
+
+    def stream(self, messages: Sequence[Message]) -> Iterator[Part]:
+        """As Source says; stopping closes the connection, and with it the request at the server."""
+        self._is_stopped = False
+        connection = self._where.connect(timeout=600.0)
+        try:
+            yield from self._parts(connection, messages)
+        except (OSError, http.client.HTTPException) as error:
+            if not self._is_stopped:
+                raise unreachable(self._where, error) from None
+        finally:
+            self._socket = None
+            connection.close()
+
+    def stop(self) -> None:
+        """As Source says."""
+        self._is_stopped = True
+        if self._socket is not None:
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _parts(self, connection: http.client.HTTPConnection, messages: Sequence[Message]) -> Iterator[Part]:
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        body = json.dumps({**self._fields, "messages": list(messages), **options})
+        connection.connect()
+        self._socket = connection.sock
+        path = f"{self._where.folder}/v1/chat/completions"
+        connection.request("POST", path, body, {**self._where.headers, "Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise ServerError(f"{self._where} answered {response.status}: {refusal(response.read())}")
+        for line in iter(response.readline, b""):
+            content = line.removeprefix(b"data:").strip()
+            if content == b"[DONE]":
+                return
+            if line.startswith(b"data:"):
+                yield from chunk_parts(content)
+        if not self._is_stopped:
+            raise ServerError(f"{self._where} ended the stream before the answer was whole", remedy="ask again")
+
+
+def chunk_parts(content: bytes) -> Iterator[Part]:
+    """The parts in one chunk of a streamed chat answer; raises ServerError for an error event."""
+    chunk = json.loads(content)
+    if chunk.get("error"):
+        raise ServerError(f"the server failed: {refusal(content)}")
+    for choice in chunk.get("choices") or ():
+        delta = choice.get("delta") or {}
+        if delta.get("reasoning_content"):
+            yield Part(delta["reasoning_content"], is_reasoning=True)
+        if delta.get("content"):
+            yield Part(delta["content"])
+    if chunk.get("usage"):
+        yield Part("", chunk["usage"].get("completion_tokens", 0))

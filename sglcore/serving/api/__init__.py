@@ -1,0 +1,1 @@
+"""The endpoints: each module has `routes(front)`, which gives a router."""

@@ -1,0 +1,68 @@
+"""POST /v1/embeddings."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+
+from sglcore.serving.api.shared import as_json, check_model, check_ready, documented, fingerprint, warned
+from sglcore.serving.asks import check_limit
+from sglcore.serving.bodies import JsonRoute
+from sglcore.serving.errors import InvalidRequest, blame
+from sglcore.serving.front import Front
+from sglcore.serving.protocol.completions import as_prompts
+from sglcore.serving.protocol.embeddings import EmbeddingAnswer, EmbeddingBody
+from sglcore.serving.sse import while_connected
+
+
+def routes(front: Front) -> APIRouter:
+    """The route."""
+    router = APIRouter(tags=["embeddings"], route_class=JsonRoute)
+
+    @router.post("/v1/embeddings", responses=documented(EmbeddingAnswer), summary="Vectors of texts")
+    async def embeddings(body: EmbeddingBody, request: Request) -> Response:
+        return await while_connected(request, _answer(front, body))
+
+    return router
+
+
+async def _answer(front: Front, body: EmbeddingBody) -> Response:
+    model = check_model(front, body.model)
+    check_ready(front)
+    inputs = as_prompts(body.input)
+    check_limit("input", len(inputs), front.config.max_prompts, "texts")
+    if front.info is not None and front.info.generates:
+        raise InvalidRequest(
+            "this checkpoint generates text and has no embeddings",
+            wanted="an encoder, such as BERT",
+            remedy="use /v1/completions, or serve an encoder",
+            param="model",
+            code="model_does_not_embed",
+        )
+    with blame("input"):
+        found = await front.embed(inputs)
+    width = len(found[0].vector)
+    if body.dimensions not in (None, width):
+        raise InvalidRequest(
+            f"dimensions is {body.dimensions}", wanted=f"{width}, which this model has", param="dimensions"
+        )
+    tokens = sum(one.tokens for one in found)
+    answer = {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": place, "embedding": _written(one.vector, body.encoding_format)}
+            for place, one in enumerate(found)
+        ],
+        "model": model,
+        "system_fingerprint": fingerprint(front),
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+    return as_json(answer, warned(body.warnings()))
+
+
+def _written(vector: np.ndarray, form: str | None) -> Any:
+    data = np.ascontiguousarray(vector, dtype="<f4")
+    return base64.b64encode(data.tobytes()).decode("ascii") if form == "base64" else data.tolist()

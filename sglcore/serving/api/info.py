@@ -1,0 +1,93 @@
+"""GET /server_info and /server_info/stats: what runs and why, and what it counts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+from sglcore import __version__
+from sglcore.serving.api.shared import as_json
+from sglcore.serving.front import Front
+from sglcore.serving.messages import EngineStats
+from sglcore.serving.protocol.models import ServerAudit, ServerInfo, ServerStats
+
+_LIMITS = (
+    "max_request_bytes",
+    "max_header_bytes",
+    "max_connections",
+    "max_concurrent_requests",
+    "max_queued_requests",
+    "max_prompts",
+    "max_n",
+    "max_logprobs",
+    "max_prompt_tokens",
+    "max_stored_responses",
+    "header_timeout",
+    "body_timeout",
+    "write_timeout",
+    "keep_alive",
+    "drain_timeout",
+)
+
+
+def routes(front: Front) -> APIRouter:
+    """The routes; they wait for nothing."""
+    router = APIRouter(tags=["operations"])
+
+    @router.get("/server_info", responses={200: {"model": ServerInfo}}, summary="What runs, and every decision")
+    async def server_info() -> Response:
+        return as_json(_info(front))
+
+    @router.get("/server_info/stats", responses={200: {"model": ServerStats}}, summary="What it counts")
+    async def stats() -> Response:
+        replicas = front.fleet.replicas.values()
+        found = [{"state": replica.state, **_counters(replica.stats)} for replica in replicas]
+        return as_json({"time": time.time(), **_counters(front.stats()), "replicas": found})
+
+    @router.get("/server_info/audit", responses={200: {"model": ServerAudit}}, summary="Looks for what leaked")
+    async def audit() -> Response:
+        return as_json({"problems": await front.audit()})
+
+    return router
+
+
+def _info(front: Front) -> dict[str, Any]:
+    info, form = front.info, front.format
+    rows = [*(info.ledger if info is not None else ()), *(asdict(row) for row in form.rows)]
+    return {
+        "version": __version__,
+        "phase": front.health.phase,
+        "model": str(front.names[0]),
+        "served_model_names": list(front.names),
+        "device": info.device if info is not None else None,
+        "device_evidence": info.device_evidence if info is not None else None,
+        "distribution": info.distribution if info is not None else None,
+        "max_model_len": info.max_model_len if info is not None else None,
+        "generates": info.generates if info is not None else None,
+        "limits": info.limits if info is not None else None,
+        "ledger": rows,
+        "seconds": info.seconds if info is not None else {},
+        "fingerprint": info.fingerprint if info is not None else None,
+        "tool_parser": form.tool_parser,
+        "tool_reason": form.tool_reason,
+        "reasoning_parser": form.reasoning_parser,
+        "reasoning_reason": form.reasoning_reason,
+        "server_limits": {name: getattr(front.config, name) for name in _LIMITS},
+    }
+
+
+def _counters(stats: EngineStats) -> dict[str, Any]:
+    unused = stats.free_pages + stats.unused_cached_pages
+    return {
+        "prompt_tokens": stats.prompt_tokens,
+        "generation_tokens": stats.generation_tokens,
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "kv_used": 1 - unused / stats.num_pages if stats.num_pages else 0.0,
+        "cached_tokens": stats.hit_tokens,
+        "prompt_tokens_computed": stats.computed_prompt_tokens,
+        "requests": stats.requests,
+    }

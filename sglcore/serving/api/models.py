@@ -1,0 +1,37 @@
+"""GET /v1/models and /v1/models/{id}."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+
+from sglcore.serving.api.shared import ERRORS, as_json, check_model
+from sglcore.serving.front import Front
+from sglcore.serving.protocol.models import ModelCard, ModelList
+
+
+def routes(front: Front) -> APIRouter:
+    """The routes; they wait for nothing."""
+    router = APIRouter(tags=["models"])
+
+    def card(name: str) -> ModelCard:
+        length = front.info.max_model_len if front.info is not None else None
+        return ModelCard(
+            id=name,
+            object="model",
+            created=front.created,
+            owned_by="sglcore",
+            max_model_len=length,
+            root=front.names[0],
+            parent=None,
+        )
+
+    @router.get("/v1/models", responses={200: {"model": ModelList}}, summary="The served names")
+    async def all_models() -> Response:
+        return as_json(ModelList(object="list", data=[card(name) for name in front.names]))
+
+    @router.get("/v1/models/{name:path}", responses={200: {"model": ModelCard}, 404: ERRORS[404]}, summary="One name")
+    async def one_model(name: str) -> Response:
+        check_model(front, name)
+        return as_json(card(name))
+
+    return router

@@ -1,0 +1,69 @@
+"""POST /tokenize and /detokenize. They need the tokenizer alone, so they answer before the model is there."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+
+from sglcore.serving.api.shared import as_json, check_model, documented
+from sglcore.serving.bodies import JsonRoute
+from sglcore.serving.errors import InvalidRequest, blame
+from sglcore.serving.front import Front
+from sglcore.serving.protocol.tokens import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody
+from sglcore.serving.token_text import TokenTexts
+
+
+def routes(front: Front) -> APIRouter:
+    """The routes; they ask no engine."""
+    router = APIRouter(tags=["tokens"], route_class=JsonRoute)
+    texts = TokenTexts(front.codec)
+
+    @router.post("/tokenize", responses=documented(TokenizeAnswer), summary="Text or messages as token ids")
+    async def tokenize(body: TokenizeBody) -> Response:
+        check_model(front, body.model)
+        ids = await _ids(front, body)
+        length = front.info.max_model_len if front.info is not None else None
+        answer = {"tokens": ids, "count": len(ids), "max_model_len": length}
+        if body.return_token_strs:
+            answer["token_strs"] = [texts.text(token_id) for token_id in ids]
+        return as_json(answer)
+
+    @router.post("/detokenize", responses=documented(DetokenizeAnswer), summary="Token ids as text")
+    async def detokenize(body: DetokenizeBody) -> Response:
+        check_model(front, body.model)
+        size = front.codec.tokenizer.get_vocab_size(with_added_tokens=True)
+        unknown = next((token_id for token_id in body.tokens if texts.is_unknown(token_id)), None)
+        if unknown is not None:
+            raise InvalidRequest(
+                f"tokens has the id {unknown}", wanted=f"ids of this tokenizer's {size} tokens", param="tokens"
+            )
+        return as_json({"prompt": front.codec.decode(body.tokens, skip_special_tokens=False)})
+
+    return router
+
+
+async def _ids(front: Front, body: TokenizeBody) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        found = "neither prompt nor messages" if body.prompt is None else "prompt and messages"
+        raise InvalidRequest(f"found {found}", wanted="one of them", param="prompt")
+    if body.prompt is not None:
+        _check_alone(body)
+        with blame("prompt"):
+            return await front.tokenize(body.prompt, special=body.add_special_tokens is not False)
+    assert body.messages is not None
+    with blame("messages"):
+        rendered = front.format.render(
+            [message.plain() for message in body.messages],
+            tools=[tool.plain() for tool in body.tools] if body.tools else None,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        return await front.tokenize(rendered.text, special=bool(body.add_special_tokens))
+
+
+def _check_alone(body: TokenizeBody) -> None:
+    """The fields that belong to messages do nothing for a text."""
+    names = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+    given = next(iter(body.given(*names)), None)
+    if given is not None:
+        raise InvalidRequest(f"found {given} beside prompt", wanted="messages", param=given)

@@ -1,0 +1,268 @@
+"""A chat on its way: messages become a prompt, the model's text becomes reasoning, content and tool calls.
+
+All endpoints that chat, in whatever dialect, are translations to `ChatAsk` and from `ChatEvent`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+from sglcore.engine.outputs import Piece, PromptProgress, TokenLogprob
+from sglcore.sampling.params import SamplingParams
+from sglcore.serving.errors import InvalidRequest, blame
+from sglcore.serving.formats import ChatFormat, Delta, Rendered
+from sglcore.serving.front import Front
+from sglcore.serving.generation import Generation
+from sglcore.serving.runs import check_token_ids
+
+ChatFinish = Literal["stop", "length", "tool_calls", "abort", "error"]
+ToolChoice = str | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatAsk:
+    """A conversation and what is wanted next, in OpenAI's shapes whatever dialect it came in.
+
+    `tool_choice`: "none", "auto", "required", or `{"type": "function", "function": {"name": ...}}`.
+    `parallel_tool_calls` false keeps the first call of an answer alone.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    params: SamplingParams
+    tools: Sequence[Mapping[str, Any]] | None = None
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    progress: bool = False
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    request_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatEvent:
+    """News of one sample: a delta, log-probabilities and ids of tokens, or its end; or (`progress`) of the prompt."""
+
+    index: int
+    delta: Delta | None = None
+    finish_reason: ChatFinish | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    error: str = ""
+    progress: PromptProgress | None = None
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A whole call; `arguments` is JSON text as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(slots=True)
+class ChatMessage:
+    """A whole sample. `content` and `reasoning` are None if there was none; `error` says why it failed if it did."""
+
+    index: int
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    finish_reason: ChatFinish | None = None
+    logprobs: list[TokenLogprob] | None = None
+    error: str = ""
+
+
+class TextParser(Protocol):
+    """What reads a sample's text, however it is split."""
+
+    def push(self, text: str) -> list[Delta]:
+        """The deltas that more text makes certain."""
+        ...
+
+    def finish(self) -> list[Delta]:
+        """The deltas of what was held back; no more text comes."""
+        ...
+
+
+class ChatRun:
+    """Async iterator of ChatEvent, and async context manager: leaving it ends what has not ended.
+
+    Iterating raises what ended the generation from outside. One consumer.
+    """
+
+    def __init__(self, generation: Generation, parsers: Sequence[TextParser], *, parallel: bool) -> None:
+        self.generation = generation
+        self._samples = [_Sample(index, parser, parallel) for index, parser in enumerate(parsers)]
+
+    async def __aiter__(self) -> AsyncIterator[ChatEvent]:
+        async for item in self.generation:
+            if isinstance(item, PromptProgress):
+                yield ChatEvent(0, progress=item)
+                continue
+            for event in self._samples[item.index].take(item):
+                yield event
+
+    async def __aenter__(self) -> ChatRun:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.generation.abort()
+
+
+class _Sample:
+    """One sample's parser, and whether it has called a tool."""
+
+    def __init__(self, index: int, parser: TextParser, parallel: bool) -> None:
+        self._index, self._parser, self._parallel = index, parser, parallel
+        self._has_called = False
+        self._untold: tuple[int, ...] = ()
+
+    def take(self, piece: Piece) -> list[ChatEvent]:
+        """The events of one piece: tokens stand with the first, the end with the last."""
+        deltas = self._parser.push(piece.text) if piece.text else []
+        if piece.finish_reason is not None:
+            deltas = [*deltas, *self._parser.finish()]
+        kept = [delta for delta in deltas if self._parallel or not _is_later_call(delta)]
+        self._has_called |= any(delta.kind == "tool_start" for delta in kept)
+        events = [ChatEvent(self._index, delta) for delta in kept]
+        self._untold += piece.token_ids
+        if piece.logprobs is None and piece.finish_reason is None and not events:
+            return []
+        events = events or [ChatEvent(self._index)]
+        events[0] = replace(events[0], logprobs=piece.logprobs, token_ids=self._untold)
+        self._untold = ()
+        if piece.finish_reason is not None:
+            events[-1] = replace(events[-1], finish_reason=self._reason(piece.finish_reason), error=piece.error)
+        return events
+
+    def _reason(self, reason: Literal["stop", "length", "abort", "error"]) -> ChatFinish:
+        return "tool_calls" if reason == "stop" and self._has_called else reason
+
+
+async def start_chat(front: Front, ask: ChatAsk) -> ChatRun:
+    """Render the prompt, and give it to an engine; waits for that alone.
+
+    Raises TextError for what the template refuses or tools that are off, and as `Front.generate`.
+    """
+    form = front.format
+    tools = tools_in_play(ask)
+    params = _params(form, ask, tools)
+    check_token_ids(front, params)
+    with blame("messages"):
+        rendered = render(front, ask)
+    with blame("messages"):
+        generation = await front.generate(
+            rendered.text, params, special=False, progress=ask.progress, request_id=ask.request_id
+        )
+    return ChatRun(generation, _parsers(form, ask, tools, rendered), parallel=ask.parallel_tool_calls)
+
+
+def render(front: Front, ask: ChatAsk) -> Rendered:
+    """The prompt of a chat; raises TextError."""
+    return front.format.render(
+        ask.messages,
+        tools=tools_in_play(ask),
+        tool_choice=ask.tool_choice,
+        add_generation_prompt=ask.add_generation_prompt,
+        continue_final_message=ask.continue_final_message,
+        chat_template_kwargs=ask.chat_template_kwargs,
+    )
+
+
+async def collect_chat(run: ChatRun) -> list[ChatMessage]:
+    """All samples as whole messages; waits until each has ended."""
+    messages = [ChatMessage(sample.index) for sample in run.generation.output.outputs]
+    calls: list[dict[int, list[str]]] = [{} for _ in messages]
+    async for event in run:
+        if event.progress is None:
+            _add(messages[event.index], calls[event.index], event)
+    for message, found in zip(messages, calls, strict=True):
+        message.tool_calls = [ToolCall(parts[0], parts[1], "".join(parts[2:])) for _, parts in sorted(found.items())]
+    return messages
+
+
+def tools_in_play(ask: ChatAsk) -> Sequence[Mapping[str, Any]] | None:
+    """The tools that the model hears of; None if there are none, or none may be called."""
+    return ask.tools if ask.tools and ask.tool_choice != "none" else None
+
+
+def _params(form: ChatFormat, ask: ChatAsk, tools: Sequence[Mapping[str, Any]] | None) -> SamplingParams:
+    """The sampling of a chat: a call that must come is a grammar, and markers that are special tokens must be seen."""
+    params = ask.params
+    must_call = ask.tool_choice not in ("none", "auto")
+    if must_call and not tools:
+        raise InvalidRequest("tool_choice asks for a call", wanted="tools", remedy="give tools", param="tool_choice")
+    if tools and params.grammar is not None:
+        raise InvalidRequest(
+            "found tools and a form of the answer, which leaves no way to call a tool",
+            wanted="one of them",
+            remedy='set tool_choice to "none", or leave the form out',
+            param="response_format",
+        )
+    if must_call and tools:
+        _check_named(ask.tool_choice, tools)
+        with blame("tool_choice"):
+            params = replace(params, grammar=form.tool_grammar(tools, ask.tool_choice))
+    if not form.skip_special_tokens and params.skip_special_tokens:
+        params = replace(params, skip_special_tokens=False)
+    return params
+
+
+def _check_named(choice: ToolChoice, tools: Sequence[Mapping[str, Any]]) -> None:
+    if isinstance(choice, str):
+        return
+    name, known = choice["function"]["name"], [tool["function"]["name"] for tool in tools]
+    if name not in known:
+        raise InvalidRequest(
+            f"tool_choice names the function {name!r}", wanted=f"one of {', '.join(known)}", param="tool_choice"
+        )
+
+
+def _parsers(
+    form: ChatFormat, ask: ChatAsk, tools: Sequence[Mapping[str, Any]] | None, rendered: Rendered
+) -> list[TextParser]:
+    """One parser a sample. A form binds the answer from its first token, so what is bound is content, and no thinking."""
+    if ask.params.grammar is not None:
+        return [_Content() for _ in range(ask.params.n)]
+    is_open = rendered.reasoning_open and ask.tool_choice in ("none", "auto")
+    return [form.stream(tools=tools, reasoning_open=is_open, tool_choice=ask.tool_choice) for _ in range(ask.params.n)]
+
+
+class _Content:
+    """The parser of an answer that is content whatever it holds."""
+
+    def push(self, text: str) -> list[Delta]:
+        """The text itself."""
+        return [Delta("content", text)]
+
+    def finish(self) -> list[Delta]:
+        """Nothing is held back."""
+        return []
+
+
+def _is_later_call(delta: Delta) -> bool:
+    return delta.kind in ("tool_start", "tool_arguments") and delta.index > 0
+
+
+def _add(message: ChatMessage, calls: dict[int, list[str]], event: ChatEvent) -> None:
+    delta = event.delta
+    if delta is not None:
+        if delta.kind == "content":
+            message.content = (message.content or "") + delta.text
+        elif delta.kind == "reasoning":
+            message.reasoning = (message.reasoning or "") + delta.text
+        elif delta.kind == "tool_start":
+            calls[delta.index] = [delta.call_id, delta.name]
+        else:
+            calls[delta.index].append(delta.text)
+    if event.logprobs is not None:
+        message.logprobs = [*(message.logprobs or ()), *event.logprobs]
+    if event.finish_reason is not None:
+        message.finish_reason, message.error = event.finish_reason, event.error

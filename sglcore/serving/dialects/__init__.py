@@ -1,0 +1,1 @@
+"""Other dialects of the chat endpoint: requests become the chat's own, its events become the dialect's."""

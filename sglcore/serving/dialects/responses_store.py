@@ -1,0 +1,65 @@
+"""Responses that a client may refer to later: the newest ones, in memory, bounded in number and in size."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglcore.serving.errors import InvalidRequest
+
+MOST_BYTES = 64 << 20
+"""JSON of all stored responses together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A response as its client has it, the items that it answered, and the conversation up to and with it.
+
+    `size` is in bytes of JSON.
+    """
+
+    response: Mapping[str, Any]
+    items: Sequence[Mapping[str, Any]]
+    messages: Sequence[Mapping[str, Any]]
+    size: int
+
+
+class ResponseStore:
+    """The newest `most` responses, of at most `most_bytes` together; a new one makes the oldest ones go."""
+
+    def __init__(self, most: int, most_bytes: int = MOST_BYTES) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._kept: OrderedDict[str, Stored] = OrderedDict()
+        self._size = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, stored: Stored) -> None:
+        """Keep a response."""
+        self._kept[stored.response["id"]] = stored
+        self._size += stored.size
+        while len(self._kept) > self._most or self._size > self._most_bytes:
+            _, gone = self._kept.popitem(last=False)
+            self._size -= gone.size
+
+    def get(self, response_id: str, param: str) -> Stored:
+        """The response of this id; raises InvalidRequest (404) that blames `param`."""
+        found = self._kept.get(response_id)
+        if found is None:
+            raise InvalidRequest(
+                f"there is no response {response_id[:80]!r}",
+                wanted=f"one of the newest {self._most} that were made with store=true since this server started",
+                remedy="send the whole conversation as input",
+                param=param,
+                code="not_found",
+                status=404,
+            )
+        return found
+
+    def drop(self, response_id: str, param: str) -> None:
+        """Forget a response; raises InvalidRequest (404) if there is none."""
+        self._size -= self.get(response_id, param).size
+        del self._kept[response_id]

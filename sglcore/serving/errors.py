@@ -1,0 +1,170 @@
+"""Errors of the server, and how every exception becomes an answer: a status and a body in OpenAI's or Anthropic's schema.
+
+What the caller did wrong is said in full; what went wrong here is said with an id that stands in the log too.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from sglcore.device.errors import SglcoreError
+from sglcore.engine.text import TextError
+from sglcore.sampling.grammar import GrammarError
+from sglcore.sampling.params import SamplingError
+from sglcore.schedule.request import RequestError
+
+INVALID = "invalid_request_error"
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+
+class Overloaded(SglcoreError):
+    """The server takes no more for now; `retry_after` is in seconds."""
+
+    def __init__(self, found: str, *, retry_after: float, wanted: str = "", remedy: str = "") -> None:
+        """As every error of ours, with the time after which another try makes sense."""
+        super().__init__(found, wanted=wanted, remedy=remedy or "try again later")
+        self.retry_after = retry_after
+
+
+class NotReady(SglcoreError):
+    """The model can not answer yet, or no more; `phase` says how far it is."""
+
+    def __init__(self, phase: str, *, retry_after: float = 1.0) -> None:
+        """`phase` as /readyz gives it; `retry_after` in seconds."""
+        super().__init__(f"the model is not ready (phase: {phase})", remedy="try again when /readyz answers 200")
+        self.phase = phase
+        self.retry_after = retry_after
+
+
+class EngineDied(SglcoreError):
+    """The process that runs the model ended while it had this request."""
+
+    def __init__(self, found: str = "the engine process ended while it had this request", *, remedy: str = "") -> None:
+        """`found` says what is known of the end."""
+        super().__init__(found, remedy=remedy or "send the request again when /readyz answers 200")
+
+
+class InvalidRequest(SglcoreError, ValueError):
+    """A request that the server refuses: the status, and the field and code that OpenAI's schema wants."""
+
+    def __init__(
+        self, found: str, *, wanted: str = "", remedy: str = "", param: str | None = None, code: str | None = None,
+        status: int = 400,
+    ) -> None:  # fmt: skip
+        """`param` is the request's field, `code` a word for programs."""
+        super().__init__(found, wanted=wanted, remedy=remedy)
+        self.param, self.code, self.status = param, code, status
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An answer that is an error. `headers` go with it."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=lambda: NO_HEADERS)
+
+    def openai(self) -> dict[str, Any]:
+        """The body in OpenAI's schema."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def anthropic(self) -> dict[str, Any]:
+        """The body in Anthropic's schema."""
+        kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def body(self, path: str) -> dict[str, Any]:
+        """The body in the schema that clients of a path expect."""
+        is_anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
+        return self.anthropic() if is_anthropic else self.openai()
+
+
+class Unanswered(SglcoreError):
+    """Every sample of a request failed; `failure` is the answer."""
+
+    def __init__(self, failure: Failure) -> None:
+        """`failure` of the first of them."""
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+def failure(error: BaseException) -> Failure | None:
+    """The answer to an error that may be told; None for a defect of ours, which only the log may describe."""
+    if isinstance(error, Unanswered):
+        return error.failure
+    if isinstance(error, InvalidRequest):
+        return Failure(error.status, str(error), INVALID, error.param, error.code)
+    if isinstance(error, Overloaded):
+        return Failure(429, str(error), "rate_limit_error", code="overloaded", headers=_retry_after(error.retry_after))
+    if isinstance(error, NotReady):
+        return Failure(503, str(error), "unavailable_error", code="not_ready", headers=_retry_after(error.retry_after))
+    if isinstance(error, EngineDied):
+        return Failure(503, str(error), "unavailable_error", code="engine_died")
+    if isinstance(error, SamplingError):
+        return Failure(400, str(error), INVALID, _named_first(str(error)))
+    if isinstance(error, RequestError | TextError | GrammarError):
+        return Failure(400, str(error), INVALID)
+    return None
+
+
+def told(error: BaseException) -> Failure:
+    """The answer to any error; a defect of ours goes to the log under an id, and the answer has nothing but the id."""
+    found = failure(error)
+    if found is not None:
+        return found
+    error_id = f"err-{secrets.token_hex(8)}"
+    logging.getLogger("sglcore.serving").error("%s: %s: %s", error_id, type(error).__name__, error, exc_info=error)
+    message = f"an error inside the server; its log has it under {error_id}"
+    return Failure(500, message, "server_error", code="internal_error")
+
+
+def ended_badly(reason: str, text: str) -> Failure:
+    """The answer for a sample that ended by "error" or "abort"; `text` is the engine's word on it."""
+    if reason == "abort":
+        return Failure(503, text or "the request was aborted before it ended", "unavailable_error", code="aborted")
+    return Failure(500, text or "the engine ended this request by an error", "server_error", code="engine_error")
+
+
+@contextmanager
+def blame(param: str) -> Iterator[None]:
+    """What the block refuses is the fault of this field, unless the error names another."""
+    try:
+        yield
+    except (RequestError, TextError) as error:
+        found = failure(error)
+        assert found is not None
+        raise InvalidRequest(found.message, param=found.param or param) from error
+
+
+def _retry_after(seconds: float) -> Mapping[str, str]:
+    return MappingProxyType({"retry-after": str(max(1, math.ceil(seconds)))})
+
+
+def _named_first(message: str) -> str | None:
+    """The parameter that a message of SamplingParams begins with."""
+    name = message.partition(":")[0].partition("[")[0].partition(" ")[0]
+    return name if name.isidentifier() else None
+
+
+_ANTHROPIC = MappingProxyType(
+    {
+        400: "invalid_request_error",
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+        529: "overloaded_error",
+    }
+)

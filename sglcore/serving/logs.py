@@ -1,0 +1,115 @@
+"""The server's log: lines go through a bounded queue to a thread of their own, so that a disk or a terminal that is slow,
+full or gone holds up no request. What could not be written is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from sglcore.device.errors import ConfigError
+from sglcore.device.server_config import ServerConfig
+
+NAMES = ("sglcore", "uvicorn")
+"""The loggers whose lines are the server's."""
+_LONGEST_QUEUE, _FLUSH_SECONDS = 10_000, 2.0
+
+
+class Logs:
+    """The log while it is open; `close` writes what is left. One at a time in a process."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Open the file, or take stderr. Raises ConfigError if the file can not be opened."""
+        self._stream = _opened(config.log_file)
+        self._is_file = config.log_file is not None
+        self._queue: queue.Queue[str | None] = queue.Queue(_LONGEST_QUEUE)
+        self._handler = _Queued(self._queue)
+        self._unwritten = 0
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
+        for logger in map(logging.getLogger, NAMES):
+            logger.handlers = [self._handler]
+            logger.propagate = False
+        level = logging.getLevelNamesMapping()[config.log_level.upper()]
+        logging.getLogger("sglcore").setLevel(level)
+        logging.getLogger("uvicorn").setLevel(max(level, logging.WARNING) if level > logging.DEBUG else level)
+
+    @property
+    def lost(self) -> int:
+        """Lines that could not be written, or did not fit into the queue."""
+        return self._handler.dropped + self._unwritten
+
+    def close(self) -> None:
+        """Write what is left, for 2 seconds at most, and let go of the loggers. Idempotent."""
+        for logger in map(logging.getLogger, NAMES):
+            logger.handlers = [handler for handler in logger.handlers if handler is not self._handler]
+            logger.propagate = True
+        try:
+            self._queue.put(None, timeout=_FLUSH_SECONDS)
+        except queue.Full:
+            return
+        self._thread.join(_FLUSH_SECONDS)
+
+    def _write(self) -> None:
+        """The thread: line by line, whatever happens to one."""
+        while (text := self._queue.get()) is not None:
+            self._unwritten += not _is_written(self._stream, f"{text}\n")
+        if self._is_file and self._stream is not None:
+            with suppress(OSError, ValueError):
+                self._stream.close()
+
+
+class _Queued(logging.Handler):
+    """Puts finished lines into the queue, and never waits."""
+
+    def __init__(self, lines: queue.Queue[str | None]) -> None:
+        super().__init__()
+        self.setFormatter(_Lines())
+        self.dropped = 0
+        self._queue = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._queue.put_nowait(self.format(record))
+        except Exception:
+            self.dropped += 1
+
+
+class _Lines(logging.Formatter):
+    """Time in UTC, level, logger, text; further lines, as of a traceback, begin with blanks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        text = record.getMessage()
+        if record.exc_info:
+            text = f"{text}\n{self.formatException(record.exc_info)}"
+        safe = text.encode("utf-8", "backslashreplace").decode("utf-8")
+        indented = "\n    ".join(safe.splitlines())
+        return f"{moment}.{int(record.msecs):03d}Z {record.levelname.lower()} {record.name} {indented}"
+
+
+def _is_written(stream: TextIO | None, text: str) -> bool:
+    """Whether all of it went out; False for a process that has no stderr, too."""
+    if stream is None:
+        return False
+    try:
+        stream.write(text)
+        stream.flush()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _opened(path: str | None) -> TextIO | None:
+    if path is None:
+        return sys.stderr
+    try:
+        return Path(path).open("a", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"log_file {path} can not be opened: {error.strerror}", remedy="correct log_file") from None

@@ -1,0 +1,113 @@
+"""What all bodies share: strict fields, unknown names refused with the nearest known one, ignored ones told.
+
+Also the shapes that answers of several endpoints hold.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
+
+UNKNOWN_FIELD = "unknown_field"
+"""The type of pydantic's error for a name that a body does not know; its context has `field` and `hint`."""
+
+
+def _whole(value: Any) -> Any:
+    """JSON has one kind of number: 16.0 is an integer too."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
+"""An integer of a request."""
+
+
+class Body(BaseModel):
+    """A part of a request. Values are not converted, names that it does not know are refused.
+
+    `ignored` names fields that clients send and this server has no use for; answers tell which of them were given.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    ignored: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _know_names(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next((name for name in value if name not in known), None)
+        if unknown is None:
+            return value
+        near = difflib.get_close_matches(str(unknown), sorted(known), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+        raise PydanticCustomError(UNKNOWN_FIELD, "the unknown field {field}", {"field": str(unknown), "hint": hint})
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Those of the named fields that have a value: not left out, not null."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def warnings(self) -> tuple[str, ...]:
+        """The ignored fields that were given a value."""
+        return tuple(sorted(name for name in self.ignored if getattr(self, name) is not None))
+
+
+class Answer(BaseModel):
+    """A part of an answer. Only what was set is sent."""
+
+    model_config = ConfigDict(protected_namespaces=(), json_schema_serialization_defaults_required=False)
+
+    def json_bytes(self) -> bytes:
+        """UTF-8 JSON of the fields that were set."""
+        return self.model_dump_json(exclude_unset=True).encode()
+
+
+class ErrorDetail(Answer):
+    """What went wrong: `param` is the request's field, `code` a word for programs."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorAnswer(Answer):
+    """Every error of the OpenAI endpoints."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(Answer):
+    """`cached_tokens` of the prompt were taken from the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(Answer):
+    """Tokens of a request over all of its prompts and samples."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class PromptProgress(Answer):
+    """How much of a prompt has been computed."""
+
+    total: int
+    cached: int
+    processed: int
+
+
+def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    """The `Usage` of token counts."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

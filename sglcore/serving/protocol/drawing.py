@@ -1,0 +1,41 @@
+"""The fields by which the other dialects ask how tokens are drawn. Those that their own protocols lack are this server's."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from sglcore.serving.protocol.common import Body, Int
+from sglcore.serving.protocol.sampling import MOST_INT32, MOST_SEED
+
+Count = Annotated[Int, Field(ge=1, le=MOST_INT32)]
+
+DRAWING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+)
+"""The fields of `Drawing`, each a parameter of the same name."""
+
+
+class Drawing(Body):
+    """How tokens are drawn."""
+
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: Int | None = Field(None, ge=-1, le=MOST_INT32)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0)
+    seed: Int | None = Field(None, ge=0, le=MOST_SEED)
+    min_tokens: Int | None = Field(None, ge=0, le=MOST_INT32)
+    ignore_eos: bool | None = None

@@ -1,0 +1,47 @@
+"""Bodies and answers of /v1/embeddings."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from sglcore.serving.protocol.common import Answer, Body, Int
+from sglcore.serving.protocol.completions import Prompts
+
+
+class EmbeddingBody(Body):
+    """A request for the vectors of one input or several. `dimensions` may only name the model's own number."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"user"})
+
+    model: str | None = None
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Int | None = Field(None, ge=1)
+    user: str | None = None
+
+
+class Embedding(Answer):
+    """One vector of length 1: numbers, or base64 of float32 in little-endian order."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(Answer):
+    """Tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingAnswer(Answer):
+    """The vectors in the order of the inputs."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    system_fingerprint: str
+    usage: EmbeddingUsage

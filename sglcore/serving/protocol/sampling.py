@@ -1,0 +1,83 @@
+"""The fields by which every generating request asks for its samples, and the forms an answer can be bound to."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from sglcore.serving.protocol.common import Body, Int
+
+MOST_SEED = 2**64 - 1
+MOST_INT32 = 2**31 - 1
+
+
+class StreamOptions(Body):
+    """`include_usage` adds a last chunk with the token counts."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class JsonSchemaFormat(Body):
+    """A JSON schema that the answer must hold; it is always enforced, whatever `strict` says."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What form the answer takes."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Body):
+    """One way to bind the answer: a JSON schema, any JSON object, a regular expression, a grammar, or a list to choose from.
+
+    A grammar with `::=` is read as EBNF, any other as Lark.
+    """
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = Field(None, min_length=1)
+
+
+class SamplingFields(Body):
+    """What completions and chats share."""
+
+    model: str | None = None
+    n: Int | None = Field(None, ge=1, le=MOST_INT32)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: Int | None = Field(None, ge=-1, le=MOST_INT32)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0)
+    logit_bias: dict[str, float] | None = None
+    seed: Int | None = Field(None, ge=0, json_schema_extra={"maximum": MOST_SEED})
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Int | None = Field(None, ge=0, le=MOST_INT32)
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: Int | None = Field(None, ge=0)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(None, min_length=1)
+    guided_grammar: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_progress: bool | None = None
+    user: str | None = None

@@ -1,0 +1,122 @@
+"""Several prompts of one request: started together, read together, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack
+
+from sglcore.engine.core import check_ids
+from sglcore.engine.outputs import Piece, PromptProgress, RequestOutput
+from sglcore.sampling.params import SamplingParams
+from sglcore.serving.errors import Failure, Unanswered, blame, ended_badly
+from sglcore.serving.front import Front
+from sglcore.serving.generation import Generation
+
+Item = Piece | PromptProgress
+AT_ONCE = 64
+"""News of several prompts that may wait for a slow client before their readers do."""
+
+
+class Runs:
+    """Generations in the order of their prompts; an async context manager that ends what has not ended."""
+
+    def __init__(self, generations: Sequence[Generation], held: AsyncExitStack) -> None:
+        self.generations = tuple(generations)
+        self._held = held
+
+    async def wait(self) -> list[RequestOutput]:
+        """All outputs; waits for the last one. Raises what ended one from outside."""
+        return [await generation.wait() for generation in self.generations]
+
+    async def read(self) -> AsyncGenerator[tuple[int, Item], None]:
+        """The news of all, each with its prompt's place."""
+        if len(self.generations) == 1:
+            async for item in self.generations[0]:
+                yield 0, item
+            return
+        async for found in _merged(self.generations):
+            yield found
+
+    def counts(self) -> tuple[int, int, int]:
+        """Tokens so far: of the prompts, of all samples, and those of the prompts that the prefix cache had."""
+        outputs = [generation.output for generation in self.generations]
+        made = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+        return sum(len(out.prompt_token_ids) for out in outputs), made, sum(out.cached_tokens for out in outputs)
+
+    async def __aenter__(self) -> Runs:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._held.aclose()
+
+
+async def start_runs(
+    front: Front,
+    prompts: Sequence[str | Sequence[int]],
+    params: SamplingParams,
+    *,
+    special: bool,
+    progress: bool,
+    name: str,
+) -> Runs:
+    """Give all prompts to engines, or none: the first that is refused ends those before it."""
+    check_token_ids(front, params)
+    async with AsyncExitStack() as stack:
+        generations: list[Generation] = []
+        for place, prompt in enumerate(prompts):
+            with blame("prompt" if len(prompts) == 1 else f"prompt[{place}]"):
+                own = name if len(prompts) == 1 else f"{name}-{place}"
+                found = await front.generate(prompt, params, special=special, progress=progress, request_id=own)
+            generations.append(await stack.enter_async_context(found))
+        return Runs(generations, stack.pop_all())
+
+
+def check_token_ids(front: Front, params: SamplingParams) -> None:
+    """Raise InvalidRequest for a token id beyond the vocabulary."""
+    if front.info is None:
+        return
+    name = "logit_bias" if params.logit_bias else "stop_token_ids"
+    with blame(name):
+        check_ids(params, front.info.limits["vocab_size"])
+
+
+def check_answered(outputs: Sequence[RequestOutput]) -> None:
+    """Raise Unanswered if every sample failed; the failure of a part stands in its choice."""
+    samples = [sample for output in outputs for sample in output.outputs]
+    found = [sample_failure(sample.finish_reason, sample.error) for sample in samples]
+    if found and found[0] is not None and all(found):
+        raise Unanswered(found[0])
+
+
+def sample_failure(reason: str | None, text: str) -> Failure | None:
+    """Why a sample failed; None if it did not."""
+    return ended_badly(reason, text) if reason in ("error", "abort") else None
+
+
+async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Item], None]:
+    queue: asyncio.Queue[tuple[int, Item | Exception | None]] = asyncio.Queue(AT_ONCE)
+    tasks = [asyncio.create_task(_pump(place, one, queue)) for place, one in enumerate(generations)]
+    open_ones = len(tasks)
+    try:
+        while open_ones:
+            place, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                open_ones -= 1
+            else:
+                yield place, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(place: int, generation: Generation, queue: asyncio.Queue[tuple[int, Item | Exception | None]]) -> None:
+    try:
+        async for item in generation:
+            await queue.put((place, item))
+        await queue.put((place, None))
+    except Exception as error:
+        await queue.put((place, error))

@@ -1,0 +1,95 @@
+"""Single tokens as text and bytes, for log-probabilities: a token may hold a part of a character only."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+from sglcore.engine.text import TextCodec
+
+
+class TokenTexts:
+    """What each token of a tokenizer adds to a text."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        tokenizer = codec.tokenizer
+        self._decode = codec.token
+        self._piece = tokenizer.id_to_token
+        self._added = {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+        self._special = frozenset(
+            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        kinds = _decoder_kinds(tokenizer.decoder)
+        self._is_byte_level = "ByteLevel" in kinds
+        self._has_space_marks = "Metaspace" in kinds or ("ByteFallback" in kinds and "Replace" in kinds)
+        self._cached = lru_cache(maxsize=65536)(self._find)
+
+    def data(self, token_id: int) -> bytes:
+        """The bytes of a token; special tokens by their names."""
+        return self._cached(token_id)[0]
+
+    def text(self, token_id: int) -> str:
+        """The text of a token; one that is no whole text is written `bytes:\\xe2\\x80`, so that each has its own."""
+        return self._cached(token_id)[1]
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether texts leave the token out."""
+        return token_id in self._special
+
+    def is_unknown(self, token_id: int) -> bool:
+        """Whether the tokenizer has no such token."""
+        return self._piece(token_id) is None
+
+    def _find(self, token_id: int) -> tuple[bytes, str]:
+        data = self._bytes(token_id)
+        try:
+            return data, data.decode("utf-8")
+        except UnicodeDecodeError:
+            return data, "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _bytes(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        piece = self._piece(token_id)
+        if piece is None:
+            return b""
+        if self._is_byte_level and all(letter in BYTE_OF_LETTER for letter in piece):
+            return bytes(BYTE_OF_LETTER[letter] for letter in piece)
+        if self._has_space_marks:
+            return _marked(piece)
+        return self._decode(token_id).encode()
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letter that stands for each byte in the vocabulary of a byte-level tokenizer: printable ones for themselves, the
+    others in order from U+0100 (Radford et al. 2019, GPT-2)."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(plain)]
+    return {
+        **{chr(byte): byte for byte in plain},
+        **{chr(0x100 + place): byte for place, byte in enumerate(others)},
+    }
+
+
+def _marked(piece: str) -> bytes:
+    """A piece in which U+2581 stands for a space, or one that names a byte: `<0xE2>`."""
+    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        try:
+            return bytes([int(piece[3:5], 16)])
+        except ValueError:
+            pass
+    return piece.replace("\u2581", " ").encode()
+
+
+def _decoder_kinds(decoder: Any) -> frozenset[str]:
+    """The kinds of decoders that a tokenizer chains."""
+    if decoder is None:
+        return frozenset()
+    state = json.loads(decoder.__getstate__())
+    return frozenset(part["type"] for part in (state, *state.get("decoders", ())))
+
+
+BYTE_OF_LETTER = MappingProxyType(_byte_letters())
+"""Letter -> byte, of byte-level vocabularies."""
