@@ -40,6 +40,7 @@ def make_limits(**values: object) -> Limits:
         "num_pages": 32,
         "max_batch_tokens": 16,
         "vocab_size": 50,
+        "takes_masks": True,
     }
     return Limits(**{**defaults, **values})
 
@@ -120,6 +121,34 @@ class InFlightStep:
     snapshot: dict[str, np.ndarray]
 
 
+def mask_word(request: Request, emitted: Sequence[int]) -> int:
+    """What a fake grammar's mask says: whose it is, and after which tokens."""
+    digest = _mix(request.seed, request.arrival)
+    for token in emitted:
+        digest = _mix(digest, token)
+    return digest & 0x7FFFFFFF
+
+
+@dataclass
+class FakeMatcher:
+    """A grammar that allows what the fake worker emits, until it refuses the token after `refuse_after` of them."""
+
+    request: Request
+    refuse_after: int | None = None
+    error: str = ""
+    emitted: list[int] = field(default_factory=list)
+
+    def accept(self, token_id: int) -> bool:
+        if len(self.emitted) == self.refuse_after:
+            self.error = "it was planned to be refused"
+            return False
+        self.emitted.append(token_id)
+        return True
+
+    def fill(self, words: np.ndarray) -> None:
+        words[:] = mask_word(self.request, self.emitted)
+
+
 class FakeWorker:
     """Computes at submit, in order. `fail_submit` and `fail_collect`: steps that raise; `bad` rows: (step, rid)."""
 
@@ -186,6 +215,7 @@ class FakeWorker:
         requests = batch.sampling.requests
         _want(len(requests) == batch.batch_size, "sampling rows are not the batch's rows")
         _want(self.compositions.setdefault(batch.composition, requests) == requests, "one composition, other rows")
+        self._check_masks(batch, requests)
         for row, request in enumerate(requests):
             self._enter(batch, row, request)
         for row, request in enumerate(requests):
@@ -204,6 +234,20 @@ class FakeWorker:
         wants = [request.params.logprobs for request in requests if request.params.logprobs is not None]
         logprobs = _scores(tokens, max(wants)) if wants else None
         return BatchResult(batch.step, offsets, np.array(tokens, dtype=np.int32), bad, logprobs, scores)
+
+    def _check_masks(self, batch: ScheduleBatch, requests: list[Request]) -> None:
+        """Each constrained row that emits has a mask, made of all of its tokens; nobody else has one."""
+        rows = [row for row, request in enumerate(requests) if request.matcher is not None and batch.emits[row]]
+        if batch.masks is None or batch.mask_rows is None:
+            _want(not rows, f"no masks for rows {rows}")
+            return
+        _want(batch.mask_rows.tolist() == rows, f"masks for rows {batch.mask_rows.tolist()}, constrained are {rows}")
+        for row, words in zip(rows, batch.masks, strict=True):
+            request, length = requests[row], int(batch.seq_lens[row])
+            emitted = self.truth.tokens(request, length)[len(request.prompt_ids) :]
+            _want(
+                words[0] == mask_word(request, emitted), f"the mask of {request.rid} is not that of its {length} tokens"
+            )
 
     def _enter(self, batch: ScheduleBatch, row: int, request: Request) -> None:
         """Take in the row's page-table difference and check what is about to be read."""

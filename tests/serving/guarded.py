@@ -1,0 +1,104 @@
+"""A guarded app without a model: what tests of guards and connections ask."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sglcore.device.server_config import ServerConfig
+from sglcore.serving.guards import guard
+from sglcore.serving.messages import EngineStats
+from sglcore.serving.metrics import Metrics
+
+
+@dataclass
+class StillFront:
+    """What guards need of a front."""
+
+    config: ServerConfig
+    numbers: EngineStats = field(default_factory=EngineStats)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics("tiny", "1.2.3", lambda: [("0", "ready", self.numbers)])
+
+    def stats(self) -> EngineStats:
+        return self.numbers
+
+
+def guarded(app: ASGIApp, config: ServerConfig, numbers: EngineStats | None = None) -> tuple[ASGIApp, StillFront]:
+    """The app behind all guards."""
+    front = StillFront(config, numbers or EngineStats())
+    return guard(app, cast(Any, front)), front
+
+
+@dataclass
+class Answered:
+    """What an app sent."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    sent: list[Message] = field(default_factory=list)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return json.loads(self.body)["error"]
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the length of the body."""
+    length = 0
+    while True:
+        message = await receive()
+        length += len(message.get("body", b""))
+        if not message.get("more_body", False):
+            break
+    body = str(length).encode()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def ask(
+    app: ASGIApp,
+    path: str = "/v1/completions",
+    *,
+    method: str = "POST",
+    headers: Mapping[str, str] | None = None,
+    chunks: Sequence[bytes] = (),
+    ends: bool = True,
+) -> Answered:
+    """One request; without `ends` the body goes on for ever, in silence."""
+    named = {"host": "localhost", **(headers or {})}
+    if chunks and "content-length" not in named:
+        named["transfer-encoding"] = "chunked"
+    waiting = list(chunks)
+    answered = Answered()
+
+    async def receive() -> Message:
+        if not waiting and not ends:
+            await asyncio.Event().wait()
+        body = waiting.pop(0) if waiting else b""
+        return {"type": "http.request", "body": body, "more_body": bool(waiting) or not ends}
+
+    async def send(message: Message) -> None:
+        answered.sent.append(message)
+        if message["type"] == "http.response.start":
+            answered.status = message["status"]
+            answered.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        answered.body += message.get("body", b"")
+
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "query_string": b"",
+        "headers": [(name.lower().encode(), value.encode()) for name, value in named.items()],
+        "client": ("127.0.0.1", 5),
+    }
+    await app(scope, receive, send)
+    return answered

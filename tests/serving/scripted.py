@@ -1,0 +1,165 @@
+"""A server whose model says what a test wrote down, delta by delta: reasoning and calls in any order, ends of any kind."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, cast
+
+from sglcore.device.server_config import ServerConfig
+from sglcore.engine.outputs import Completion, Piece, RequestOutput, TokenLogprob
+from sglcore.engine.text import TextCodec
+from sglcore.sampling.params import SamplingParams
+from sglcore.serving.app import make_app
+from sglcore.serving.formats.delta import Delta
+from sglcore.serving.front import Front
+from tests.serving.threaded import in_thread
+
+MODEL = "scripted"
+DEMO = Path(__file__).parents[2] / "sglcore" / "assets" / "demo"
+PROMPT = (5, 6, 7, 8, 9)
+"""Token ids of every prompt, of which `CACHED` came from the cache."""
+CACHED = 2
+Reason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass
+class Script:
+    """What the model says next, one list of deltas a token, and how it ends; `rendered` and `params` are what it was asked.
+
+    `fault` is raised after the last delta instead of an end.
+    """
+
+    says: Sequence[Sequence[Delta]] = ()
+    reason: Reason = "stop"
+    stop_cause: int | str | None = None
+    error: str = ""
+    fault: Exception | None = None
+    tokens: int | None = None
+    rendered: list[dict[str, Any]] = field(default_factory=list)
+    params: list[SamplingParams] = field(default_factory=list)
+
+
+class Stage:
+    """A served script. `speak` sets what the model says to the requests that follow."""
+
+    def __init__(self, url: str, script: Script) -> None:
+        self.url, self.script = url, script
+
+    def speak(self, *says: Sequence[Delta], **ending: Any) -> Script:
+        """Each of `says` is a token's deltas; `ending` are fields of Script. Returns what keeps the questions."""
+        fresh = Script(says=says, **ending)
+        for item in fields(Script):
+            setattr(self.script, item.name, getattr(fresh, item.name))
+        return self.script
+
+
+def content(text: str) -> list[Delta]:
+    """A token of text."""
+    return [Delta("content", text)]
+
+
+def reasoning(text: str) -> list[Delta]:
+    """A token of reasoning."""
+    return [Delta("reasoning", text)]
+
+
+def call(name: str, *arguments: str, index: int = 0) -> list[list[Delta]]:
+    """The tokens of a call, whose id is `call_` and its name."""
+    start = Delta("tool_start", index=index, name=name, call_id=f"call_{name}")
+    return [[start], *([Delta("tool_arguments", text, index=index)] for text in arguments)]
+
+
+class ScriptedGeneration:
+    """The script as a generation: one piece a token, whose text is its place."""
+
+    def __init__(self, script: Script, params: SamplingParams) -> None:
+        self._script, self._shown = script, params.logprobs is not None
+        self._done = Completion(0, seed=77)
+        self.output = RequestOutput("r", None, list(PROMPT), [self._done], cached_tokens=CACHED)
+
+    def abort(self) -> None:
+        """Nothing holds anything."""
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        for place in range(len(self._script.says)):
+            self._done.token_ids.append(place + 10)
+            found = (TokenLogprob(place + 10, -0.5, 1, ((place + 10, -0.5), (3, -1.5))),) if self._shown else None
+            yield Piece("r", 0, str(place), (place + 10,), None, found)
+        if self._script.fault is not None:
+            raise self._script.fault
+        self._done.finish_reason, self._done.stop_cause = self._script.reason, self._script.stop_cause
+        if self._script.tokens is not None:
+            self._done.token_ids = [1] * self._script.tokens
+        yield Piece("r", 0, "", (), self._script.reason, None, self._script.error)
+
+
+class ScriptedParser:
+    """Reads a token's place as its deltas."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    def push(self, text: str) -> list[Delta]:
+        """The deltas of that token."""
+        return list(self._script.says[int(text)])
+
+    def finish(self) -> list[Delta]:
+        """Nothing was held back."""
+        return []
+
+
+class ScriptedFormat:
+    """Keeps what it was asked to render."""
+
+    skip_special_tokens = True
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **asked: Any) -> Any:
+        """Any conversation is the same prompt."""
+        self._script.rendered.append({"messages": [dict(message) for message in messages], **asked})
+        return SimpleNamespace(text="prompt", reasoning_open=False)
+
+    def stream(self, **asked: Any) -> ScriptedParser:
+        """A parser of the script."""
+        return ScriptedParser(self._script)
+
+    def tool_grammar(self, tools: Any, tool_choice: Any) -> None:
+        """The script needs no force."""
+
+
+class ScriptedFront:
+    """What the dialects use of a front."""
+
+    def __init__(self, script: Script, config: ServerConfig) -> None:
+        self._script = script
+        self.config = config
+        self.codec = TextCodec(DEMO)
+        self.format = ScriptedFormat(script)
+        self.names = (MODEL,)
+        self.health = SimpleNamespace(ready=True, phase="ready")
+        self.info = SimpleNamespace(
+            max_model_len=64, generates=True, fingerprint="fp_0123456789ab", limits={"vocab_size": 2147}
+        )
+
+    async def generate(self, prompt: Any, params: SamplingParams, **asked: Any) -> ScriptedGeneration:
+        """The script as a generation."""
+        self._script.params.append(params)
+        return ScriptedGeneration(self._script, params)
+
+    async def tokenize(self, prompt: Any, *, special: bool = True) -> list[int]:
+        """Every prompt has these."""
+        return list(PROMPT)
+
+
+@contextmanager
+def staged(config: ServerConfig) -> Iterator[Stage]:
+    """The server in a thread."""
+    script = Script()
+    with in_thread(make_app(cast(Front, ScriptedFront(script, config)))) as url:
+        yield Stage(url, script)

@@ -1,0 +1,199 @@
+"""A fleet whose engines are played by the test: they say what they are told to, over the real channel, and end when told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from sglcore.device.config import EngineConfig
+from sglcore.device.server_config import ServerConfig
+from sglcore.device.worker import Limits
+from sglcore.engine.assembly import Assembly
+from sglcore.engine.news import FinishReason, TokenNews
+from sglcore.engine.text import TextCodec
+from sglcore.sampling.params import SamplingParams
+from sglcore.serving.fleet import Fleet
+from sglcore.serving.generation import Generation
+from sglcore.serving.health import Health
+from sglcore.serving.messages import (
+    Ask,
+    EngineSpec,
+    Failed,
+    Leave,
+    ModelInfo,
+    News,
+    Order,
+    Ready,
+    Report,
+    pack_ids,
+    pack_params,
+)
+
+DEMO = Path(__file__).parents[2] / "sglcore" / "assets" / "demo"
+PATIENCE = 20.0
+"""Seconds after which something that must happen has not."""
+
+
+def info(*, generates: bool = True, fingerprint: str = "fp_0") -> ModelInfo:
+    """What a played engine says of itself."""
+    limits = asdict(Limits(1024, 8, 16, 64, 1024, 2000, generates=generates))
+    return ModelInfo("played", "", "", "0", (), limits, 1024, generates, (), {}, fingerprint)
+
+
+class PlayedEngine:
+    """An engine process that is none."""
+
+    def __init__(self, spec: EngineSpec, variables: Mapping[str, str], context: zmq.asyncio.Context) -> None:
+        self.spec, self.variables = spec, variables
+        self.name = f"played {spec.replica}"
+        self.orders: asyncio.Queue[Order] = asyncio.Queue()
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._socket = context.socket(zmq.PAIR)
+        self._socket.connect(spec.address.endpoint)
+        self._listener = asyncio.create_task(self._listen())
+
+    def say(self, report: Report) -> None:
+        """Send a report."""
+        self._socket.send(msgspec.msgpack.encode(report))
+
+    def become_ready(self, **known: object) -> None:
+        """The start has ended well."""
+        self.say(Ready(info(**known)))  # pyright: ignore[reportArgumentType]
+
+    def emit(self, request_id: str, *token_ids: int, reason: FinishReason | None = None) -> None:
+        """Tokens of a request."""
+        self.say(News([TokenNews(request_id, 0, list(token_ids), reason)]))
+
+    def die(self, code: int = -9, *, failed: Failed | None = None) -> None:
+        """End without being told to, perhaps with a word."""
+        if failed is not None:
+            self.say(failed)
+        self.kill(code)
+
+    async def asked(self) -> Ask:
+        """The next request that it is given."""
+        order = await asyncio.wait_for(self.orders.get(), PATIENCE)
+        assert isinstance(order, Ask), order
+        return order
+
+    async def wait(self) -> int:
+        """Its exit code."""
+        return await asyncio.shield(self._ended)
+
+    def kill(self, code: int = -9) -> None:
+        """End it."""
+        if not self._ended.done():
+            self._ended.set_result(code)
+            self._listener.cancel()
+            self._socket.close(1000)
+
+    @property
+    def has_ended(self) -> bool:
+        """It is no more."""
+        return self._ended.done()
+
+    async def _listen(self) -> None:
+        decoder = msgspec.msgpack.Decoder(Order)
+        while True:
+            order = decoder.decode(await self._socket.recv())
+            self.orders.put_nowait(order)
+            if isinstance(order, Leave):
+                return self.kill(0)
+
+
+class Stage:
+    """The launcher of played engines, and the fleet that has them."""
+
+    is_remote = False
+
+    def __init__(self) -> None:
+        self.engines: list[PlayedEngine] = []
+        self.refusal: OSError | None = None
+        self.closed = False
+        self._launched: asyncio.Queue[PlayedEngine] = asyncio.Queue()
+        self._context = zmq.asyncio.Context()
+        self._codec = TextCodec(DEMO)
+        self.fleet: Fleet
+
+    async def front_host(self) -> str:
+        """Nobody asks."""
+        raise AssertionError
+
+    async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> PlayedEngine:
+        """An engine that says nothing yet."""
+        if self.refusal is not None:
+            raise self.refusal
+        engine = PlayedEngine(spec, variables, self._context)
+        self.engines.append(engine)
+        self._launched.put_nowait(engine)
+        return engine
+
+    async def close(self) -> None:
+        """The played ones hold nothing."""
+        self.closed = True
+        self._context.destroy(linger=0)
+
+    async def launched(self) -> PlayedEngine:
+        """The next engine that was launched."""
+        return await asyncio.wait_for(self._launched.get(), PATIENCE)
+
+    async def ready_engine(self, **known: object) -> PlayedEngine:
+        """The next engine, ready, and the fleet knows it."""
+        engine = await self.launched()
+        count = len(self.fleet.ready)
+        engine.become_ready(**known)
+        await until(lambda: len(self.fleet.ready) > count)
+        return engine
+
+    def submit(self, name: str, *token_ids: int) -> Generation:
+        """A request that the fleet has given to a replica."""
+        params = SamplingParams(max_tokens=8)
+        ids = list(token_ids or (5, 6, 7))
+        assembly = Assembly(self._codec, name, None, ids, params, 3)
+        generation = Generation(Ask(name, pack_ids(ids), pack_params(params), 3), assembly, NoClock())
+        self.fleet.submit(generation)
+        return generation
+
+
+class NoClock:
+    """Nobody counts."""
+
+    def on_prompt(self, tokens: int, cached: int) -> None:
+        """Not counted."""
+
+    def on_first_token(self) -> None:
+        """Not counted."""
+
+    def on_tokens(self, count: int, seconds: float) -> None:
+        """Not counted."""
+
+    def on_end(self, reason: str) -> None:
+        """Not counted."""
+
+
+@asynccontextmanager
+async def staged(**settings: object) -> AsyncIterator[Stage]:
+    """A fleet of played engines, started; afterwards all of them have ended."""
+    stage = Stage()
+    server = ServerConfig(**settings)  # pyright: ignore[reportArgumentType]
+    stage.fleet = Fleet(EngineConfig(), server, Health(), launcher=stage, longest_wait=0.0)
+    await stage.fleet.start()
+    try:
+        yield stage
+    finally:
+        await stage.fleet.stop()
+    assert all(engine.has_ended for engine in stage.engines) and stage.closed
+
+
+async def until(condition: Callable[[], bool], patience: float = PATIENCE) -> None:
+    """Let the loop run until something is so."""
+    async with asyncio.timeout(patience):
+        while not condition():
+            await asyncio.sleep(0.001)

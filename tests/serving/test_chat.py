@@ -1,0 +1,239 @@
+"""/v1/chat/completions: messages, streams, forms, tools, reasoning."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from sglcore.serving.protocol.chat import ChatAnswer, ChatChunk
+from tests.serving.conftest import Server
+
+PATH = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Tell me a story about a seed."}]
+GREEDY: Any = {"messages": MESSAGES, "temperature": 0.0, "max_tokens": 12}
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "The weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}},
+]
+
+
+def chunks_of(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parsed chunks of a stream that ends well; each is what the document says."""
+    events = server.events(PATH, body)
+    assert events[-1] == "[DONE]"
+    chunks = [json.loads(event) for event in events[:-1]]
+    for chunk in chunks:
+        ChatChunk.model_validate(chunk)
+    return chunks
+
+
+def deltas_of(chunks: list[dict[str, Any]], index: int = 0) -> list[dict[str, Any]]:
+    choices = (choice for chunk in chunks for choice in chunk["choices"])
+    return [choice["delta"] for choice in choices if choice["index"] == index]
+
+
+def joined(deltas: list[dict[str, Any]], field: str = "content") -> str:
+    return "".join(delta.get(field) or "" for delta in deltas)
+
+
+def choice_of(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    return server.post(PATH, body)["choices"][0]
+
+
+def test_an_answer_is_what_the_document_says(server: Server) -> None:
+    answer = server.post(PATH, {**GREEDY, "logprobs": True, "top_logprobs": 2, "return_token_ids": True})
+    ChatAnswer.model_validate(answer, strict=True)
+    choice = answer["choices"][0]
+    assert choice["message"]["role"] == "assistant" and choice["message"]["content"]
+    assert choice["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 12 == len(choice["token_ids"])
+    content = choice["logprobs"]["content"]
+    assert b"".join(bytes(token["bytes"]) for token in content).decode() == choice["message"]["content"]
+    assert all(len(token["top_logprobs"]) == 2 for token in content)
+    assert all(token["logprob"] == max(top["logprob"] for top in token["top_logprobs"]) for token in content)
+
+
+def test_a_stream_begins_with_the_role_and_says_what_the_whole_answer_says(server: Server) -> None:
+    body = {**GREEDY, "n": 2, "seed": 5, "temperature": 1.0, "max_tokens": 24}
+    whole = server.post(PATH, body)
+    chunks = chunks_of(server, {**body, "stream_options": {"include_usage": True}})
+    for choice in whole["choices"]:
+        deltas = deltas_of(chunks, choice["index"])
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        assert all("role" not in delta for delta in deltas[1:])
+        assert joined(deltas) == choice["message"]["content"]
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
+    ends = [choice for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
+    assert sorted((end["index"], end["seed_used"]) for end in ends) == [(0, 5), (1, 5)]
+
+
+def test_streamed_log_probabilities_are_those_of_the_whole_answer(server: Server) -> None:
+    body = {**GREEDY, "logprobs": True, "top_logprobs": 1}
+    whole = choice_of(server, body)["logprobs"]["content"]
+    choices = [choice for chunk in chunks_of(server, body) for choice in chunk["choices"]]
+    assert [item for choice in choices if choice["logprobs"] for item in choice["logprobs"]["content"]] == whole
+
+
+def test_without_a_limit_the_context_is_the_limit(server: Server) -> None:
+    messages = [{"role": "user", "content": "word " * 970}]
+    answer = server.post(PATH, {"messages": messages, "ignore_eos": True, "temperature": 0.0})
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["total_tokens"] == server.get("/server_info")["max_model_len"]
+
+
+def test_a_developer_is_a_system_and_parts_of_text_are_one_text(server: Server) -> None:
+    plain = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello you"}]
+    parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": " you"}]
+    other = [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "user", "content": [{"type": "text", "text": "Hello you"}]},
+    ]
+    found = {choice_of(server, {**GREEDY, "messages": messages})["message"]["content"] for messages in (plain, other)}
+    assert len(found) == 1
+    assert choice_of(server, {**GREEDY, "messages": [{"role": "user", "content": parts}]})["message"]["content"]
+
+
+def test_an_answer_can_be_sent_back_as_it_is_and_continued(server: Server) -> None:
+    first = choice_of(server, GREEDY)["message"]
+    sent = {**first, "refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    follow = choice_of(server, {**GREEDY, "messages": [*MESSAGES, sent, {"role": "user", "content": "And then?"}]})
+    assert follow["message"]["content"]
+    more = choice_of(server, {**GREEDY, "messages": [*MESSAGES, first], "continue_final_message": True})
+    longer = choice_of(server, {**GREEDY, "max_tokens": 24})["message"]["content"]
+    assert longer.startswith(first["content"] + more["message"]["content"][:8])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_binds_the_answer(server: Server, stream: bool) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
+    body = {"messages": MESSAGES, "response_format": form, "seed": 3, "max_tokens": 200}
+    text = joined(deltas_of(chunks_of(server, body))) if stream else choice_of(server, body)["message"]["content"]
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
+def test_text_is_a_form_that_binds_nothing(server: Server) -> None:
+    bound = choice_of(server, {**GREEDY, "response_format": {"type": "text"}})
+    assert bound["message"] == choice_of(server, GREEDY)["message"]
+
+
+def test_a_checkpoint_without_tools_says_why_they_are_off(server: Server) -> None:
+    error = server.refusal(PATH, {**GREEDY, "tools": TOOLS})
+    reason = server.get("/server_info")["tool_reason"]
+    assert reason and reason in error["message"]
+    assert choice_of(server, {**GREEDY, "tools": TOOLS, "tool_choice": "none"})["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [("required", {"weather", "time"}), ({"type": "function", "function": {"name": "weather"}}, {"weather"})],
+)
+def test_a_call_that_must_come_comes(tool_server: Server, choice: Any, names: set[str]) -> None:
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": 3, "max_tokens": 200}
+    found = choice_of(tool_server, body)
+    assert found["finish_reason"] == "tool_calls"
+    calls = found["message"]["tool_calls"]
+    assert {call["function"]["name"] for call in calls} <= names
+    assert len({call["id"] for call in calls}) == len(calls)
+    for call in calls:
+        arguments = json.loads(call["function"]["arguments"])
+        if call["function"]["name"] == "weather":
+            jsonschema.validate(arguments, SCHEMA)
+
+
+def test_streamed_calls_keep_their_index_and_join_to_the_whole_ones(tool_server: Server) -> None:
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "seed": 4, "max_tokens": 200}
+    whole = choice_of(tool_server, body)["message"]["tool_calls"]
+    chunks = chunks_of(tool_server, body)
+    parts = [part for delta in deltas_of(chunks) for part in delta.get("tool_calls", ())]
+    indices = [part["index"] for part in parts]
+    assert indices == sorted(indices) and set(indices) == set(range(len(whole)))
+    for place, call in enumerate(whole):
+        own = [part for part in parts if part["index"] == place]
+        assert own[0]["id"] and own[0]["type"] == "function"
+        assert own[0]["function"] == {"name": call["function"]["name"], "arguments": ""}
+        assert all("id" not in part and "name" not in part["function"] for part in own[1:])
+        assert "".join(part["function"]["arguments"] for part in own) == call["function"]["arguments"]
+    assert [c["finish_reason"] for chunk in chunks for c in chunk["choices"]][-1] == "tool_calls"
+
+
+def test_a_conversation_with_calls_and_their_results_can_go_on(tool_server: Server) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "time", "arguments": "{}"}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+    ]
+    answer = tool_server.post(PATH, {**GREEDY, "messages": messages, "tools": TOOLS})
+    assert answer["choices"][0]["finish_reason"] in ("length", "stop")
+    shown = tool_server.post("/tokenize", {"messages": messages, "tools": TOOLS})
+    assert answer["usage"]["prompt_tokens"] == shown["count"]
+
+
+def test_what_is_thought_is_no_content(tool_server: Server) -> None:
+    body = {**GREEDY, "chat_template_kwargs": {"enable_thinking": True}}
+    found = choice_of(tool_server, body)["message"]
+    assert found["reasoning_content"] and not found["content"]
+    deltas = deltas_of(chunks_of(tool_server, body))
+    assert joined(deltas, "reasoning_content") == found["reasoning_content"] and joined(deltas) == ""
+    assert "reasoning_content" not in choice_of(tool_server, GREEDY)["message"]
+
+
+def test_a_form_binds_from_the_first_token_so_a_bound_answer_does_not_think(tool_server: Server) -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "boolean"}}}
+    body = {**GREEDY, "response_format": form, "chat_template_kwargs": {"enable_thinking": True}}
+    assert choice_of(tool_server, body)["message"]["content"].strip() in ("true", "false")
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "said"),
+    [
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "robot"),
+        ({"messages": [{"role": "user", "contents": "x"}]}, "messages[0].contents", "'content'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0]",
+            "image_url",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]", "text"),
+        ({"messages": [{"role": "user", "content": "x " * 3000}]}, "messages", "the context holds 1024"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs true"),
+        ({"logprobs": True, "top_logprobs": 30}, "top_logprobs", "at most 20"),
+        ({"max_completion_tokens": 7}, "max_completion_tokens", "differ"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"tool_choice": "required"}, "tool_choice", "tools"),
+        ({"modalities": ["audio"]}, "modalities[0]", "audio"),
+        ({"functions": []}, "functions", "unknown field"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
+    ],
+)
+def test_what_can_not_be_run_is_refused_by_its_name(
+    server: Server, change: dict[str, Any], param: str, said: str
+) -> None:
+    error = server.refusal(PATH, {**GREEDY, **change})
+    assert error["param"] == param and said in error["message"], error
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "said"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "cook"}}}, "tool_choice", "cook"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
+    ],
+)
+def test_tools_that_can_not_be_offered_are_refused_by_name(
+    tool_server: Server, change: dict[str, Any], param: str, said: str
+) -> None:
+    error = tool_server.refusal(PATH, {**GREEDY, "tools": TOOLS, **change})
+    assert error["param"] == param and said in error["message"], error

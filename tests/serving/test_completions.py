@@ -1,0 +1,262 @@
+"""/v1/completions: what it takes, what it gives, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from sglcore.serving.protocol.completions import CompletionAnswer, CompletionChunk
+from tests.serving.conftest import Server
+
+PATH = "/v1/completions"
+STORY = "Once upon a time"
+GREEDY: Any = {"prompt": STORY, "temperature": 0.0, "max_tokens": 12}
+
+
+def ids_of(server: Server, text: str) -> list[int]:
+    return server.post("/tokenize", {"prompt": text})["tokens"]
+
+
+def chunks_of(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parsed chunks of a stream that ends well; each is what the document says."""
+    events = server.events(PATH, body)
+    assert events[-1] == "[DONE]"
+    chunks = [json.loads(event) for event in events[:-1]]
+    for chunk in chunks:
+        CompletionChunk.model_validate(chunk)
+    return chunks
+
+
+def texts_of(chunks: list[dict[str, Any]]) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
+    return found
+
+
+def wait_for_idle(server: Server) -> dict[str, Any]:
+    """The counters once nothing runs; fails after a minute."""
+    limit = time.monotonic() + 60
+    while time.monotonic() < limit:
+        stats = server.get("/server_info/stats")
+        if stats["running"] == stats["waiting"] == 0:
+            return stats
+        time.sleep(0.05)
+    raise AssertionError(f"still busy: {stats}")
+
+
+def test_an_answer_is_what_the_document_says(server: Server) -> None:
+    answer = server.post(PATH, {**GREEDY, "logprobs": 2, "return_token_ids": True, "prompt_logprobs": 1})
+    CompletionAnswer.model_validate(answer, strict=True)
+    choice = answer["choices"][0]
+    assert choice["finish_reason"] == "length" and choice["stop_reason"] is None
+    assert answer["usage"]["completion_tokens"] == 12 == len(choice["token_ids"])
+    assert answer["usage"]["prompt_tokens"] == len(choice["prompt_token_ids"]) == len(ids_of(server, STORY))
+    assert answer["model"] == server.get("/v1/models")["data"][0]["id"]
+    assert answer["system_fingerprint"] == server.get("/server_info")["fingerprint"]
+
+
+def test_text_ids_and_lists_of_both_are_the_same_prompt(server: Server) -> None:
+    ids = ids_of(server, STORY)
+    forms: list[Any] = [STORY, [STORY], ids, [ids]]
+    texts = {server.post(PATH, {**GREEDY, "prompt": form})["choices"][0]["text"] for form in forms}
+    assert len(texts) == 1
+
+
+def test_choices_stand_in_the_order_of_prompts_and_samples(server: Server) -> None:
+    body = {"prompt": [STORY, "The dog"], "n": 2, "seed": 7, "max_tokens": 6, "ignore_eos": True, "echo": True}
+    answer = server.post(PATH, body)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    begins = [choice["text"].startswith(STORY) for choice in answer["choices"]]
+    assert begins == [True, True, False, False]
+    assert answer["usage"]["completion_tokens"] == 24
+
+
+def test_the_seed_that_was_used_gives_the_text_again(server: Server) -> None:
+    first = server.post(PATH, {"prompt": STORY, "max_tokens": 20})["choices"][0]
+    again = server.post(PATH, {"prompt": STORY, "max_tokens": 20, "seed": first["seed_used"]})["choices"][0]
+    assert again["text"] == first["text"] and again["seed_used"] == first["seed_used"]
+
+
+def test_a_scored_prompt_has_the_log_probabilities_it_was_made_with(server: Server) -> None:
+    made = server.post(PATH, {**GREEDY, "logprobs": 1, "return_token_ids": True})["choices"][0]
+    whole = made["prompt_token_ids"] + made["token_ids"]
+    scored = server.post(PATH, {"prompt": whole, "max_tokens": 0, "echo": True, "logprobs": 1})
+    found = scored["choices"][0]["logprobs"]
+    assert scored["usage"]["completion_tokens"] == 0
+    assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+    assert len(found["tokens"]) == len(whole)
+    start = len(made["prompt_token_ids"])
+    assert found["token_logprobs"][start:] == pytest.approx(made["logprobs"]["token_logprobs"], abs=0.05)
+    best = [max(top.values()) for top in found["top_logprobs"][start:]]
+    assert best == pytest.approx(found["token_logprobs"][start:], abs=0.05)
+
+
+def test_one_more_token_does_not_change_a_scored_prompt(server: Server) -> None:
+    body = {"prompt": [STORY, "The dog ran"], "echo": True, "logprobs": 1, "temperature": 0.0}
+    without = server.post(PATH, {**body, "max_tokens": 0})["choices"]
+    with_one = server.post(PATH, {**body, "max_tokens": 1})["choices"]
+    for short, long in zip(without, with_one, strict=True):
+        assert long["logprobs"]["token_logprobs"][:-1] == short["logprobs"]["token_logprobs"]
+        assert long["text"].startswith(short["text"])
+
+
+def test_offsets_lead_to_the_tokens(server: Server) -> None:
+    prompt = "Ein Kätzchen 😀 and a dog"
+    choice = server.post(PATH, {"prompt": prompt, "max_tokens": 8, "echo": True, "logprobs": 0, "seed": 5})["choices"][
+        0
+    ]
+    found = choice["logprobs"]
+    assert choice["text"].startswith(prompt)
+    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+        is_shown = not token.startswith(("bytes:", "<|"))
+        assert not is_shown or choice["text"][offset:].startswith(token), (token, offset)
+    assert any(token.startswith("bytes:") for token in found["tokens"]), (
+        "the test wants a token that is half a character"
+    )
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_stream_says_what_the_whole_answer_says(server: Server, echo: bool) -> None:
+    body = {"prompt": [STORY, "The dog"], "n": 2, "seed": 11, "max_tokens": 24, "echo": echo}
+    whole = server.post(PATH, body)
+    chunks = chunks_of(server, {**body, "stream_options": {"include_usage": True}})
+    assert texts_of(chunks) == {choice["index"]: choice["text"] for choice in whole["choices"]}
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    ends = [choice for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
+    assert sorted(choice["index"] for choice in ends) == [0, 1, 2, 3]
+    assert {choice["seed_used"] for choice in ends} == {11}
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+
+
+def test_streamed_log_probabilities_and_ids_are_those_of_the_whole_answer(server: Server) -> None:
+    body = {**GREEDY, "logprobs": 1, "return_token_ids": True}
+    whole = server.post(PATH, body)["choices"][0]
+    parts = [choice for chunk in chunks_of(server, body) for choice in chunk["choices"]]
+    joined = {
+        name: [item for part in parts if part["logprobs"] for item in part["logprobs"][name]]
+        for name in whole["logprobs"]
+    }
+    assert joined == whole["logprobs"]
+    assert [token for part in parts for token in part["token_ids"]] == whole["token_ids"]
+    assert parts[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+
+
+def test_progress_of_a_long_prompt_comes_before_its_text(server: Server) -> None:
+    prompt = ids_of(server, "A long story. " * 300)[:900]
+    chunks = chunks_of(server, {"prompt": prompt, "max_tokens": 2, "return_progress": True})
+    told = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
+    assert told and all(step["total"] == 900 for step in told)
+    assert [step["processed"] for step in told] == sorted(step["processed"] for step in told)
+    assert "prompt_progress" in chunks[0]
+
+
+def test_a_stop_string_ends_the_text_and_is_named(server: Server) -> None:
+    free = server.post(PATH, {**GREEDY, "max_tokens": 20})["choices"][0]["text"]
+    word = free.split()[3]
+    choice = server.post(PATH, {**GREEDY, "max_tokens": 20, "stop": word})["choices"][0]
+    assert choice["text"] == free[: free.index(word)]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", word)
+    shown = server.post(PATH, {**GREEDY, "stop": [word], "include_stop_str_in_output": True, "max_tokens": 20})
+    assert shown["choices"][0]["text"].endswith(word)
+
+
+def test_a_bias_forces_and_forbids_tokens(server: Server) -> None:
+    token = ids_of(server, " dog")[-1]
+    body = {**GREEDY, "max_tokens": 3, "return_token_ids": True}
+    assert server.post(PATH, {**body, "logit_bias": {str(token): 100}})["choices"][0]["token_ids"] == [token] * 3
+    first = server.post(PATH, body)["choices"][0]["token_ids"][0]
+    assert server.post(PATH, {**body, "logit_bias": {str(first): -100}})["choices"][0]["token_ids"][0] != first
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"guided_choice": ["red (dark)", "blue."]}, r"red \(dark\)|blue\."),
+        ({"structured_outputs": {"choice": ["one", "two"]}}, "one|two"),
+        ({"guided_regex": "[a-c]{3}-[0-9]{2}"}, "[a-c]{3}-[0-9]{2}"),
+        ({"guided_grammar": 'start: "yes" | "no"'}, "yes|no"),
+        ({"structured_outputs": {"grammar": 'root ::= "up" | "down"'}}, "up|down"),
+        ({"structured_outputs": {"json": {"type": "boolean"}}}, "true|false"),
+        ({"guided_json": '{"enum": [7, 8]}'}, "7|8"),
+    ],
+)
+def test_a_form_binds_the_text(server: Server, form: dict[str, Any], pattern: str) -> None:
+    choice = server.post(PATH, {"prompt": STORY, "max_tokens": 30, "seed": 3, **form})["choices"][0]
+    assert choice["finish_reason"] == "stop" and re.fullmatch(pattern, choice["text"].strip()), choice["text"]
+
+
+def test_ignored_fields_are_named_in_a_header(server: Server) -> None:
+    answer = server.send(PATH, {**GREEDY, "user": "somebody", "metadata": {"a": "b"}})
+    assert answer.headers["x-sglcore-warnings"] == "ignored: metadata, user"
+    assert "x-sglcore-warnings" not in server.send(PATH, {**GREEDY, "user": None}).headers
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "said"),
+    [
+        ({"suffix": "the end"}, "suffix", "suffix"),
+        ({"best_of": 3}, "best_of", "same number"),
+        ({"max_tokens": 0}, "max_tokens", "echo"),
+        ({"max_tokens": 0, "echo": True, "stream": True}, "stream", "stream"),
+        ({"logprobs": 21}, "logprobs", "at most 20"),
+        ({"n": 65}, "n", "at most 64"),
+        ({"prompt_logprobs": 1000}, "prompt_logprobs", "at most 20"),
+        ({"prompt": ["x"] * 1025}, "prompt", "at most 1024"),
+        ({"prompt": [1] * 2000}, "prompt", "2000 tokens and the context holds 1024"),
+        ({"prompt": []}, "prompt", "at least 1"),
+        ({"prompt": [0, 999999]}, "prompt", "token id 999999"),
+        ({"prompt": ["fine", ""], "add_special_tokens": False}, "prompt[1]", "empty"),
+        ({"prompt": None}, "prompt", "None"),
+        ({"logit_bias": {"word": 1}}, "logit_bias", "'word'"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias", "99999"),
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"temperature": "1"}, "temperature", "valid number"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"seed": -1}, "seed", "-1"),
+        ({"seed": 10**30}, "seed", "18446744073709551615"),
+        ({"max_tokens": 1.5}, "max_tokens", "integer"),
+        ({"stop": ["a", ""]}, "stop", "non-empty"),
+        ({"min_tokens": 30}, "min_tokens", "at most max_tokens"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex", "one form"),
+        ({"guided_regex": "("}, None, "("),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "no schema"),
+        ({"stream_options": {"include_usages": True}}, "stream_options.include_usages", "include_usage"),
+    ],
+)
+def test_what_can_not_be_run_is_refused_by_its_name(
+    server: Server, change: dict[str, Any], param: str | None, said: str
+) -> None:
+    error = server.refusal(PATH, {**GREEDY, **change})
+    assert error["type"] == "invalid_request_error" and said in error["message"], error
+    assert param is None or error["param"] == param, error
+
+
+def test_a_refused_prompt_ends_those_before_it(server: Server) -> None:
+    before = wait_for_idle(server)
+    server.refusal(PATH, {"prompt": [STORY] * 8 + [[999999]], "max_tokens": 900, "ignore_eos": True})
+    after = wait_for_idle(server)
+    assert after["generation_tokens"] - before["generation_tokens"] < 8 * 900
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_places(server: Server, stream: bool) -> None:
+    before = wait_for_idle(server)
+    body = json.dumps({"prompt": STORY, "n": 32, "max_tokens": 1000, "ignore_eos": True, "stream": stream}).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(head.encode() + body)
+        if stream:
+            assert connection.recv(64).startswith(b"HTTP/1.1 200")
+        else:
+            while server.get("/server_info/stats")["running"] < 32:
+                time.sleep(0.02)
+    after = wait_for_idle(server)
+    assert after["generation_tokens"] - before["generation_tokens"] < 32 * 900
+    assert after["kv_used"] == 0.0

@@ -1,0 +1,195 @@
+"""Real engine processes that are killed, can not start, or lose their parent. What each end does to requests is promised."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from sglcore.device.config import EngineConfig
+from sglcore.device.server_config import ServerConfig
+from sglcore.engine.start import embedded_model
+from sglcore.sampling.params import SamplingParams
+from sglcore.serving.errors import EngineDied, NotReady
+from sglcore.serving.front import Front
+from sglcore.serving.generation import Generation
+from sglcore.serving.launch import LocalProcess
+from tests.serving.staged_fleet import until
+
+PROMPT = "Once upon a time"
+PATIENCE = 120.0
+LONG = SamplingParams(max_tokens=1000, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=12, seed=11)
+
+
+@asynccontextmanager
+async def fronted(**settings: object) -> AsyncIterator[Front]:
+    """A front whose engines are ready, each with two places; afterwards none of its processes is left."""
+    config = EngineConfig(dtype="float32", max_requests=2, threads=1, kv_cache_memory=64 << 20)
+    front = Front(config, ServerConfig(**settings))  # pyright: ignore[reportArgumentType]
+    pids: set[int] = set()
+    await front.start()
+    try:
+        await ready(front)
+        yield front
+        pids |= set(processes(front).values())
+    finally:
+        await front.stop()
+    assert not [pid for pid in pids if is_running(pid)]
+
+
+async def ready(front: Front) -> None:
+    """Wait until it answers."""
+    while not front.health.ready:
+        assert not front.fleet.stopped.is_set(), front.health.reason
+        await asyncio.sleep(0.01)
+
+
+def processes(front: Front) -> dict[int, int]:
+    """The engines' process numbers by replica."""
+    found = {replica.number: replica.process for replica in front.fleet.replicas.values()}
+    return {number: process.pid for number, process in found.items() if isinstance(process, LocalProcess)}
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def ask(front: Front, params: SamplingParams = LONG) -> Generation:
+    return await front.generate(PROMPT, params)
+
+
+async def text_of(generation: Generation) -> str:
+    return (await asyncio.wait_for(generation.wait(), PATIENCE)).outputs[0].text
+
+
+def test_a_killed_engine_fails_all_that_it_had_and_the_server_is_to_end() -> None:
+    async def play() -> None:
+        async with fronted() as front:
+            streamed, other, queued = [await ask(front) for _ in range(3)]
+            await streamed.__anext__()
+            os.kill(processes(front)[0], signal.SIGKILL)
+            for generation in (streamed, other, queued):
+                with pytest.raises(EngineDied, match="signal 9"):
+                    await text_of(generation)
+            assert (front.health.phase, front.health.live) == ("dead", False)
+            assert front.fleet.stopped.is_set() and front.fleet.exit_code == 1
+            with pytest.raises(NotReady):
+                await ask(front)
+
+    asyncio.run(play())
+
+
+def test_an_engine_that_is_started_again_answers_what_had_waited_as_if_nothing_had_happened() -> None:
+    async def play() -> None:
+        async with fronted(restart=True) as front:
+            expected = await text_of(await ask(front, SHORT))
+            running = [await ask(front) for _ in range(2)]
+            for generation in running:
+                await generation.__anext__()
+            queued = await ask(front, SHORT)
+            killed = processes(front)[0]
+            os.kill(killed, signal.SIGKILL)
+            for generation in running:
+                with pytest.raises(EngineDied, match="part of the answer"):
+                    await text_of(generation)
+            assert not front.health.ready and front.health.live
+            with pytest.raises(NotReady):
+                await ask(front)
+            assert await text_of(queued) == expected
+            assert front.health.ready and processes(front)[0] != killed
+            assert await front.audit() == []
+
+    asyncio.run(play())
+
+
+def test_the_other_replica_goes_on_and_takes_what_had_waited() -> None:
+    async def play() -> None:
+        async with fronted(replicas=2) as front:
+            expected = await text_of(await ask(front, SHORT))
+            running = [await ask(front) for _ in range(4)]
+            for generation in running:
+                await generation.__anext__()
+            queued = [await ask(front, SHORT) for _ in range(2)]
+            replicas = front.fleet.replicas
+            lost = [each for each in running if each.request_id in replicas[0].generations]
+            kept = [each for each in running if each not in lost]
+            assert len(lost) == 2 and len(replicas[0].generations) == 3, "one waits at each"
+            os.kill(processes(front)[0], signal.SIGKILL)
+            for generation in lost:
+                with pytest.raises(EngineDied, match="part of the answer"):
+                    await text_of(generation)
+            assert front.health.ready
+            kept[0].abort()
+            assert [await text_of(generation) for generation in queued] == [expected, expected]
+            await kept[1].__anext__()
+            kept[1].abort()
+            await until(lambda: len(front.fleet.ready) == 2, PATIENCE)
+            assert await front.audit() == []
+
+    asyncio.run(play())
+
+
+def test_a_checkpoint_that_can_not_be_loaded_ends_the_server_with_its_reason(tmp_path: Path) -> None:
+    for file in embedded_model().iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+
+    async def play() -> None:
+        front = Front(EngineConfig(model=str(tmp_path)), ServerConfig(replicas=2))
+        await front.start()
+        await asyncio.wait_for(front.fleet.stopped.wait(), PATIENCE)
+        health, code = front.health, front.fleet.exit_code
+        await front.stop()
+        assert (code, health.phase, health.ready) == (2, "dead", False)
+        assert str(tmp_path) in health.reason and "\n" not in health.reason
+
+    asyncio.run(play())
+
+
+def test_an_engine_whose_front_is_killed_ends_by_itself() -> None:
+    with subprocess.Popen([sys.executable, "-c", LONELY], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        engine = int(parent.stdout.readline())
+        parent.kill()
+    follow = os.pidfd_open(engine) if is_running(engine) else None
+    if follow is not None:
+        asyncio.run(readable(follow))
+        os.close(follow)
+    assert not is_running(engine)
+
+
+async def readable(descriptor: int) -> None:
+    """Wait until the process of a descriptor has ended."""
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(descriptor, ended.set)
+    await asyncio.wait_for(ended.wait(), PATIENCE)
+
+
+LONELY = """
+import asyncio
+from sglcore.device.config import EngineConfig
+from sglcore.device.server_config import ServerConfig
+from sglcore.serving.front import Front
+
+async def main():
+    front = Front(EngineConfig(max_requests=2, threads=1, kv_cache_memory=64 << 20), ServerConfig())
+    await front.start()
+    while not front.health.ready:
+        await asyncio.sleep(0.01)
+    print(front.fleet.replicas[0].process.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""

@@ -1,0 +1,319 @@
+"""Every error is in OpenAI's schema, names what it is about, and gives nothing away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from sglcore.device.server_config import ServerConfig
+from sglcore.engine.outputs import Completion, Piece, RequestOutput
+from sglcore.engine.text import TextCodec
+from sglcore.serving.app import make_app
+from sglcore.serving.errors import EngineDied, Overloaded, failure, told
+from sglcore.serving.formats import ChatFormat
+from sglcore.serving.front import Front
+from sglcore.serving.health import Health
+from sglcore.serving.messages import EngineStats
+from sglcore.serving.protocol.common import ErrorAnswer
+from tests.serving.conftest import Server
+
+DEMO = Path(__file__).parents[2] / "sglcore" / "assets" / "demo"
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/v1/embeddings": {"input": "a"},
+}
+GENERATING = tuple(BODIES)[:2]
+Generate = Callable[..., Awaitable[Any]]
+
+
+class StubGeneration:
+    """Gives these pieces, and then a fault if there is one."""
+
+    def __init__(self, pieces: list[Piece], fault: Exception | None = None) -> None:
+        self._pieces, self._fault = pieces, fault
+        samples = [Completion(index, 7) for index in range(1 + max(piece.index for piece in pieces))]
+        self.output = RequestOutput("r", None, [1, 2], samples)
+        self.aborted = False
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        for piece in self._pieces:
+            sample = self.output.outputs[piece.index]
+            sample.text += piece.text
+            sample.finish_reason, sample.error = piece.finish_reason, piece.error
+            yield piece
+        if self._fault is not None:
+            raise self._fault
+
+    async def wait(self) -> RequestOutput:
+        async for _ in self:
+            pass
+        return self.output
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    async def __aenter__(self) -> StubGeneration:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.abort()
+
+
+def make_front(generate: Generate | None = None, *, health: Health | None = None) -> Front:
+    """A front of the embedded checkpoint without an engine: `generate` is all that it can do."""
+    codec = TextCodec(DEMO)
+    if health is None:
+        health = Health()
+        health.become_ready()
+    info = SimpleNamespace(max_model_len=64, generates=True, fingerprint="fp_0123456789ab", limits={"vocab_size": 2147})
+
+    async def tokenize(prompt: Any, *, special: bool = True) -> list[int]:
+        return codec.encode(prompt, special=special)
+
+    front = SimpleNamespace(
+        config=ServerConfig(),
+        codec=codec,
+        format=ChatFormat.detect(codec),
+        names=("demo",),
+        created=1,
+        health=health,
+        info=info if health.ready else None,
+        generate=generate,
+        tokenize=tokenize,
+        fleet=SimpleNamespace(replicas={}),
+        stats=EngineStats,
+    )
+    return cast(Front, front)
+
+
+def gives(*pieces: Piece, fault: Exception | None = None) -> Generate:
+    async def generate(*asked: Any, **named: Any) -> StubGeneration:
+        return StubGeneration(list(pieces), fault)
+
+    return generate
+
+
+def raises(error: Exception) -> Generate:
+    async def generate(*asked: Any, **named: Any) -> Any:
+        raise error
+
+    return generate
+
+
+def ask(front: Front, method: str, path: str, body: Any = None) -> httpx.Response:
+    """One request to an application over the front, without a socket."""
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(make_app(front))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, json=body)
+
+    return asyncio.run(send())
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    ErrorAnswer.model_validate(answer.json(), strict=True)
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    return answer.json()["error"]
+
+
+def data_of(answer: httpx.Response) -> list[str]:
+    return [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status", "said"),
+    [
+        (b"", "application/json", 400, "empty"),
+        (b"{", "application/json", 400, "not JSON"),
+        (b'{"prompt": "a"} x', "application/json", 400, "not JSON"),
+        (b'{"prompt": NaN}', "application/json", 400, "not JSON"),
+        (b'{"prompt": "a", "temperature": 1e999}', "application/json", 400, "not JSON"),
+        (b'{"prompt": "\\ud800 alone"}', "application/json", 400, "not JSON"),
+        (b'{"prompt": "\xff"}', "application/json", 400, "not JSON"),
+        (b'{"prompt": ' + b"[" * 100_000, "application/json", 400, "nests too deep"),
+        (b"[]", "application/json", 400, "an object"),
+        (b'"text"', "application/json", 400, "an object"),
+        (b"null", "application/json", 400, "empty"),
+        (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", "application/json", 400, ""),
+        (b'{"prompt": "a"}', "text/plain", 415, "application/json"),
+        (b"prompt=a", "application/x-www-form-urlencoded", 415, "application/json"),
+    ],
+)
+def test_a_body_that_is_no_request_is_refused(
+    server: Server, content: bytes, kind: str, status: int, said: str
+) -> None:
+    for path in BODIES:
+        answer = server.client.post(path, content=content, headers={"content-type": kind})
+        assert said in error_of(answer, status)["message"], answer.text
+
+
+def test_a_null_byte_is_text(server: Server) -> None:
+    assert server.post("/v1/completions", {"prompt": "a\x00b", "max_tokens": 1})["choices"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_unknown_model_is_not_found_and_the_known_ones_are_named(server: Server, path: str) -> None:
+    error = error_of(server.send(path, {**BODIES[path], "model": "gpt\x00"}), 404)
+    assert error["param"] == "model" and error["code"] == "model_not_found"
+    assert server.get("/v1/models")["data"][0]["id"] in error["message"]
+
+
+def test_the_model_may_be_left_empty(server: Server) -> None:
+    for name in ("", None, server.get("/v1/models")["data"][0]["id"]):
+        assert server.post("/v1/completions", {**BODIES["/v1/completions"], "model": name})["choices"]
+
+
+def test_unknown_paths_and_methods_are_errors_like_all_others(server: Server) -> None:
+    assert error_of(server.client.get("/v2/nothing"), 404)["code"] == "not_found"
+    wrong = server.client.get("/v1/completions")
+    assert error_of(wrong, 405)["code"] == "method_not_allowed" and wrong.headers["allow"] == "POST"
+    assert error_of(server.client.get("/v1/models/none"), 404)["code"] == "model_not_found"
+
+
+def test_before_the_model_is_there_the_phase_is_told_and_nothing_is_run() -> None:
+    health = Health()
+    health.begin("load_weights", 3, 12)
+    front = make_front(raises(AssertionError("nothing may run")), health=health)
+    for path, body in BODIES.items():
+        answer = ask(front, "POST", path, body)
+        error = error_of(answer, 503)
+        assert "load_weights" in error["message"] and int(answer.headers["retry-after"]) >= 1
+    for path, status in (("/livez", 200), ("/readyz", 503), ("/startupz", 503), ("/health", 503)):
+        answer = ask(front, "GET", path)
+        assert answer.status_code == status
+        told_of = answer.json()
+        assert (told_of["phase"], told_of["done"], told_of["total"]) == ("load_weights", 3, 12)
+        assert told_of["elapsed_s"] >= 0
+    assert ask(front, "POST", "/tokenize", {"prompt": "Hello"}).json()["count"] > 0
+    info = ask(front, "GET", "/server_info").json()
+    assert info["phase"] == "load_weights" and info["device"] is None and info["served_model_names"] == ["demo"]
+    assert ask(front, "GET", "/v1/models").json()["data"][0]["max_model_len"] is None
+
+
+def test_a_server_that_drains_has_started_but_is_not_ready() -> None:
+    health = Health()
+    health.become_ready()
+    health.drain()
+    front = make_front(health=health)
+    found = {path: ask(front, "GET", path).status_code for path in ("/livez", "/readyz", "/startupz")}
+    assert found == {"/livez": 200, "/readyz": 503, "/startupz": 200}
+
+
+@pytest.mark.parametrize("path", GENERATING)
+@pytest.mark.parametrize("stream", [False, True])
+def test_too_much_to_do_is_told_with_a_time(path: str, stream: bool) -> None:
+    front = make_front(raises(Overloaded("too many wait", retry_after=3.2)))
+    answer = ask(front, "POST", path, {**BODIES[path], "stream": stream})
+    assert error_of(answer, 429)["code"] == "overloaded" and answer.headers["retry-after"] == "4"
+
+
+@pytest.mark.parametrize("path", GENERATING)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_fails_before_the_first_news_has_its_status(path: str, stream: bool) -> None:
+    generation = StubGeneration([Piece("r", 0, "", ())], EngineDied())
+    generation._pieces = []
+
+    async def generate(*asked: Any, **named: Any) -> StubGeneration:
+        return generation
+
+    answer = ask(make_front(generate), "POST", path, {**BODIES[path], "stream": stream})
+    assert error_of(answer, 503)["code"] == "engine_died"
+    assert generation.aborted
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_what_fails_in_a_stream_is_its_last_event(path: str) -> None:
+    front = make_front(gives(Piece("r", 0, "begun", (5,)), fault=EngineDied()))
+    events = data_of(ask(front, "POST", path, {**BODIES[path], "stream": True}))
+    assert "begun" in "".join(events[:-1])
+    assert json.loads(events[-1])["error"]["code"] == "engine_died"
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_a_defect_is_told_by_an_id_that_the_log_has(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    front = make_front(raises(RuntimeError("a secret detail")))
+    with caplog.at_level(logging.ERROR, "sglcore.serving"):
+        error = error_of(ask(front, "POST", path, BODIES[path]), 500)
+    error_id = next(word for word in error["message"].split() if word.startswith("err-"))
+    assert "secret" not in json.dumps(error)
+    assert error_id in caplog.text and "a secret detail" in caplog.text
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_a_defect_in_a_stream_is_told_the_same_way(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    front = make_front(gives(Piece("r", 0, "begun", (5,)), fault=RuntimeError("a secret detail")))
+    events = data_of(ask(front, "POST", path, {**BODIES[path], "stream": True}))
+    assert "err-" in json.loads(events[-1])["error"]["message"]
+    assert "secret" not in "".join(events) and "a secret detail" in caplog.text
+
+
+def one_of_two_fails() -> Generate:
+    bad = Piece("r", 0, "", (), "error", error="its logits were not finite")
+    return gives(Piece("r", 1, "fine", (5,)), bad, Piece("r", 1, "!", (6,), "stop"))
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_one_failed_sample_is_told_and_the_other_is_not_lost(path: str) -> None:
+    choices = ask(make_front(one_of_two_fails()), "POST", path, {**BODIES[path], "n": 2}).json()["choices"]
+    assert choices[0]["finish_reason"] == "error" and "not finite" in choices[0]["error"]["message"]
+    assert choices[1]["finish_reason"] == "stop" and "error" not in choices[1]
+    assert "fine!" in (choices[1].get("text", ""), choices[1].get("message", {}).get("content"))
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_one_failed_sample_of_a_stream_is_told_and_the_other_is_not_lost(path: str) -> None:
+    events = data_of(ask(make_front(one_of_two_fails()), "POST", path, {**BODIES[path], "n": 2, "stream": True}))
+    assert events[-1] == "[DONE]"
+    ends = [choice for event in events[:-1] for choice in json.loads(event)["choices"] if choice["finish_reason"]]
+    assert {end["index"]: end["finish_reason"] for end in ends} == {0: "error", 1: "stop"}
+    assert "not finite" in ends[0]["error"]["message"]
+
+
+@pytest.mark.parametrize("path", GENERATING)
+@pytest.mark.parametrize(("reason", "status", "code"), [("error", 500, "engine_error"), ("abort", 503, "aborted")])
+def test_a_request_whose_samples_all_fail_is_an_error(path: str, reason: Any, status: int, code: str) -> None:
+    front = make_front(gives(Piece("r", 0, "", (), reason, error="why it failed")))
+    assert error_of(ask(front, "POST", path, BODIES[path]), status)["code"] == code
+    events = data_of(ask(front, "POST", path, {**BODIES[path], "stream": True}))
+    assert json.loads(events[-1])["error"]["code"] == code and "[DONE]" not in events
+
+
+def test_only_what_may_be_told_is_told() -> None:
+    assert failure(RuntimeError("secret")) is None
+    assert "secret" not in told(RuntimeError("secret")).message
+
+
+def test_errors_below_v1_messages_are_in_anthropics_schema() -> None:
+    health = Health()
+    body = {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": "a"}]}
+    answer = ask(make_front(health=health), "POST", "/v1/messages", body)
+    assert answer.status_code == 503 and answer.json()["type"] == "error"
+    assert answer.json()["error"]["type"] == "overloaded_error"
+
+
+def test_the_document_holds_what_it_refers_to_and_says_what_errors_are() -> None:
+    document = ask(make_front(), "GET", "/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    text = json.dumps(document)
+    referred = {part.partition('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    assert referred <= set(schemas) and {"ChatChunk", "CompletionChunk", "ErrorAnswer"} <= set(schemas)
+    assert "HTTPValidationError" not in schemas
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            assert "422" not in operation["responses"] and "500" in operation["responses"], path
+            assert operation["summary"], path
+    for path in BODIES:
+        assert {"400", "404", "413", "415", "429", "503"} <= set(document["paths"][path]["post"]["responses"])
+    assert schemas["CompletionBody"]["additionalProperties"] is False
+    assert schemas["CompletionBody"]["required"] == ["prompt"]

@@ -1,0 +1,304 @@
+"""Replicas that start, die, come back and are given up, and what becomes of the requests that they had."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+
+import pytest
+
+from sglcore.device.errors import ConfigError
+from sglcore.device.server_config import ServerConfig
+from sglcore.serving.errors import EngineDied, NotReady
+from sglcore.serving.fleet import MOST_TRIES
+from sglcore.serving.lives import LONGEST_WAIT, MOST_FAILED_STARTS, SHORT_LIFE, Lives
+from sglcore.serving.messages import Abort, Embed, Embedded, EngineStats, Failed, Phase
+from tests.serving.staged_fleet import staged, until
+
+
+def run(play: Coroutine[None, None, None]) -> None:
+    asyncio.run(play)
+
+
+def test_a_fleet_is_ready_when_all_that_it_began_with_are() -> None:
+    async def play() -> None:
+        async with staged(replicas=2) as stage:
+            health = stage.fleet.health
+            assert health.phase == "starting" and not health.ready
+            await stage.ready_engine()
+            assert not health.ready
+            await stage.ready_engine()
+            assert health.ready and stage.fleet.info is not None
+
+    run(play())
+
+
+def test_a_start_shows_its_phases_and_takes_no_request() -> None:
+    async def play() -> None:
+        async with staged() as stage:
+            engine = await stage.launched()
+            engine.say(Phase("load_weights", 3, 9))
+            await until(lambda: stage.fleet.health.phase == "load_weights")
+            snapshot = stage.fleet.health.snapshot()
+            assert (snapshot["done"], snapshot["total"]) == (3, 9)
+            with pytest.raises(NotReady, match="load_weights"):
+                stage.submit("early")
+
+    run(play())
+
+
+def test_a_single_engine_that_dies_fails_what_it_had_and_ends_the_server() -> None:
+    async def play() -> None:
+        async with staged() as stage:
+            engine = await stage.ready_engine()
+            begun, queued = stage.submit("begun"), stage.submit("queued")
+            engine.emit("begun", 9)
+            await begun.__anext__()
+            engine.die()
+            for generation in (begun, queued):
+                with pytest.raises(EngineDied, match="signal 9"):
+                    await generation.wait()
+            await asyncio.wait_for(stage.fleet.stopped.wait(), 20)
+            health = stage.fleet.health
+            assert (stage.fleet.exit_code, health.live, health.ready) == (1, False, False)
+            assert "signal 9" in health.reason
+
+    run(play())
+
+
+def test_the_last_words_of_an_engine_are_the_reason_and_its_exit_code() -> None:
+    async def play() -> None:
+        async with staged(restart=True) as stage:
+            (await stage.launched()).die(2, failed=Failed("no checkpoint in the folder", 2))
+            await asyncio.wait_for(stage.fleet.stopped.wait(), 20)
+            assert (stage.fleet.exit_code, stage.fleet.health.reason) == (2, "no checkpoint in the folder")
+            assert len(stage.engines) == 1, "the same configuration was tried again"
+
+    run(play())
+
+
+def test_a_start_that_fails_three_times_is_given_up() -> None:
+    async def play() -> None:
+        async with staged(restart=True) as stage:
+            for _ in range(MOST_FAILED_STARTS):
+                assert not stage.fleet.stopped.is_set()
+                (await stage.launched()).die(1)
+            await asyncio.wait_for(stage.fleet.stopped.wait(), 20)
+            assert (len(stage.engines), stage.fleet.exit_code) == (MOST_FAILED_STARTS, 1)
+
+    run(play())
+
+
+def test_an_engine_that_can_not_be_launched_again_is_a_failed_start() -> None:
+    async def play() -> None:
+        async with staged(restart=True) as stage:
+            engine = await stage.ready_engine()
+            stage.refusal = OSError("no memory for a process")
+            engine.die()
+            await asyncio.wait_for(stage.fleet.stopped.wait(), 20)
+            assert "no memory for a process" in stage.fleet.health.reason
+
+    run(play())
+
+
+def test_what_has_begun_fails_and_what_waits_is_given_to_the_other_replica() -> None:
+    async def play() -> None:
+        async with staged(replicas=2) as stage:
+            dying, other = await stage.ready_engine(), await stage.ready_engine()
+            asks = [stage.submit(f"r{index}", index) for index in range(4)]
+            begun, queued = (
+                ask for ask in asks if ask.request_id in stage.fleet.replicas[dying.spec.replica].generations
+            )
+            names = {(await other.asked()).request_id for _ in range(2)}
+            dying.emit(begun.request_id, 9)
+            await begun.__anext__()
+            dying.die()
+            with pytest.raises(EngineDied, match="part of the answer had been given"):
+                await begun.wait()
+            assert stage.fleet.health.ready, "one replica is left"
+            again = await other.asked()
+            assert again.request_id == queued.request_id and again.request_id not in names
+            other.emit(queued.request_id, 9, 10, reason="length")
+            assert (await queued.wait()).outputs[0].token_ids == [9, 10]
+            assert (await stage.ready_engine()).spec.replica == dying.spec.replica
+
+    run(play())
+
+
+def test_what_waits_goes_to_the_replacement_when_nobody_else_is_there() -> None:
+    async def play() -> None:
+        async with staged(restart=True) as stage:
+            first = await stage.ready_engine()
+            queued = stage.submit("queued")
+            asked = await first.asked()
+            first.die()
+            await until(lambda: stage.fleet.health.phase == "restarting")
+            with pytest.raises(NotReady, match="restarting"):
+                stage.submit("new")
+            second = await stage.ready_engine()
+            assert stage.fleet.health.ready
+            again = await second.asked()
+            assert (again.request_id, again.seed, again.prompt) == (asked.request_id, asked.seed, asked.prompt)
+            second.emit("queued", 4, reason="stop")
+            assert (await queued.wait()).outputs[0].token_ids == [4]
+
+    run(play())
+
+
+def test_a_request_that_is_aborted_between_two_engines_is_not_started_again() -> None:
+    async def play() -> None:
+        async with staged(restart=True) as stage:
+            first = await stage.ready_engine()
+            gone, stays = stage.submit("gone"), stage.submit("stays")
+            first.die()
+            await until(lambda: stage.fleet.health.phase == "restarting")
+            gone.abort()
+            second = await stage.ready_engine()
+            assert (await second.asked()).request_id == "stays"
+            assert second.orders.empty() and gone.output.outputs[0].finish_reason == "abort"
+            stays.abort()
+            assert await second.orders.get() == Abort("stays")
+
+    run(play())
+
+
+def test_a_request_that_ends_every_engine_is_given_up() -> None:
+    async def play() -> None:
+        async with staged(restart=True) as stage:
+            engine = await stage.ready_engine()
+            poison = stage.submit("poison")
+            for _ in range(MOST_TRIES - 1):
+                await engine.asked()
+                engine.die()
+                engine = await stage.ready_engine()
+            await engine.asked()
+            engine.die()
+            with pytest.raises(EngineDied, match=f"{MOST_TRIES} engines have ended while they had this request"):
+                await poison.wait()
+            await stage.ready_engine()
+
+    run(play())
+
+
+def test_an_embedding_is_tried_again_where_another_engine_comes() -> None:
+    async def play() -> None:
+        async with staged(restart=True) as stage:
+            first = await stage.ready_engine(generates=False)
+            wanted = asyncio.ensure_future(stage.fleet.embed("e", [5, 6]))
+            assert isinstance(await first.orders.get(), Embed)
+            first.die()
+            second = await stage.ready_engine(generates=False)
+            assert isinstance(await second.orders.get(), Embed)
+            second.say(Embedded("e", b"vector"))
+            assert await wanted == b"vector"
+
+    run(play())
+
+
+def test_an_embedding_fails_where_no_engine_comes() -> None:
+    async def play() -> None:
+        async with staged() as stage:
+            engine = await stage.ready_engine(generates=False)
+            wanted = asyncio.ensure_future(stage.fleet.embed("e", [5, 6]))
+            await engine.orders.get()
+            engine.die()
+            with pytest.raises(EngineDied):
+                await wanted
+
+    run(play())
+
+
+def test_a_replica_that_was_ready_and_can_not_start_again_leaves_the_others_serving() -> None:
+    async def play() -> None:
+        async with staged(replicas=2) as stage:
+            first, second = await stage.ready_engine(), await stage.ready_engine()
+            first.die()
+            (await stage.launched()).die(2, failed=Failed("its device is gone", 2))
+            await until(lambda: len(stage.fleet.replicas) == 1)
+            assert stage.fleet.health.ready and not stage.fleet.stopped.is_set()
+            stage.submit("next")
+            assert (await second.asked()).request_id == "next"
+            second.die()
+            (await stage.launched()).die(2, failed=Failed("its device is gone too", 2))
+            await asyncio.wait_for(stage.fleet.stopped.wait(), 20)
+            assert stage.fleet.health.reason == "its device is gone too"
+
+    run(play())
+
+
+def test_stopping_fails_what_is_on_its_way_and_ends_engines_that_still_start() -> None:
+    async def play() -> None:
+        async with staged(replicas=2, restart=True) as stage:
+            await stage.ready_engine()
+            second = await stage.ready_engine()
+            on_its_way = [stage.submit(f"r{index}") for index in range(4)]
+            second.die()
+            await stage.launched()
+            await stage.fleet.stop()
+            for generation in on_its_way:
+                with pytest.raises(EngineDied):
+                    await generation.wait()
+            assert len(stage.engines) == 3 and all(engine.has_ended for engine in stage.engines)
+
+    run(play())
+
+
+def test_the_counters_of_engines_that_died_are_kept() -> None:
+    async def play() -> None:
+        async with staged(restart=True) as stage:
+            for count in (5, 7):
+                engine = await stage.ready_engine()
+                engine.say(EngineStats(time=1.0, generation_tokens=count, running=1, paths={"eager": count}))
+                await until(lambda: stage.fleet.stats().running == 1)
+                engine.die()
+                await until(lambda: stage.fleet.stats().running == 0)
+            total = stage.fleet.stats()
+            assert (total.generation_tokens, total.paths, stage.fleet.deaths) == (12, {"eager": 12}, 2)
+
+    run(play())
+
+
+def test_replicas_that_differ_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    async def play() -> None:
+        async with staged(replicas=2) as stage:
+            await stage.ready_engine(fingerprint="fp_1")
+            await stage.ready_engine(fingerprint="fp_2")
+
+    run(play())
+    assert "fp_1" in caplog.text and "fp_2" in caplog.text
+
+
+def test_each_replica_gets_its_own_variables() -> None:
+    async def play() -> None:
+        async with staged(replicas=2, replica_env=("VISIBLE={index}", "MODE=a=b")) as stage:
+            found = {engine.spec.replica: engine.variables for engine in stage.engines}
+            assert found == {0: {"VISIBLE": "0", "MODE": "a=b"}, 1: {"VISIBLE": "1", "MODE": "a=b"}}
+
+    run(play())
+
+
+@pytest.mark.parametrize("text", ["VISIBLE", "=1", "A B=1", "SGLCORE_THREADS=1"])
+def test_a_variable_that_an_engine_would_not_get_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="replica_env"):
+        ServerConfig(replica_env=(text,))
+
+
+@pytest.mark.parametrize("text", ["CPU", "=1", "CPU=many", "CPU=-1", "CPU=nan", "CPU=inf"])
+def test_an_amount_of_a_cluster_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="ray_resources"):
+        ServerConfig(ray_resources=(text,))
+
+
+def test_starts_wait_longer_and_longer_and_a_long_life_forgives_all() -> None:
+    lives = Lives()
+    waits = []
+    for _ in range(8):
+        lives.end(1.0, 1)
+        waits.append(lives.wait)
+    assert waits == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_WAIT, LONGEST_WAIT] and lives.may_go_on
+    lives.end(SHORT_LIFE, 1)
+    assert lives.wait == 0.0
+    lives.end(None, 1)
+    assert (lives.wait, lives.may_go_on) == (1.0, True)
+    lives.end(None, 2)
+    assert not lives.may_go_on

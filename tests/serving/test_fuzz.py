@@ -1,0 +1,169 @@
+"""Whatever is sent that our own OpenAPI document allows, or nearly allows, is answered as that document says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import (
+    content_type_conformance,
+    not_a_server_error,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.serving.servers import Server
+
+CHAT = [{"role": "user", "content": "Tell me of a cat."}]
+GOOD: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "/v1/completions": {"prompt": "Once upon", "max_tokens": 2},
+        "/v1/chat/completions": {"messages": CHAT, "max_tokens": 2},
+        "/v1/responses": {"input": "Tell me of a cat.", "max_output_tokens": 16},
+        "/v1/messages": {"messages": CHAT, "max_tokens": 2, "model": ""},
+        "/tokenize": {"prompt": "Once"},
+        "/detokenize": {"tokens": [5, 6]},
+    }
+)
+"""A request of each kind that is answered."""
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n")
+NASTY = (
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b'"text"',
+    b"{}",
+    b"\xff\xfe{}",
+    b'{"model": NaN}',
+    b'{"model": 1e999}',
+    b'{"max_tokens": 1' + b"0" * 400 + b"}",
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "a\\u0000b", "max_tokens": 1}',
+    b'{"a":' * 3000 + b"1" + b"}" * 3000,
+    b"[" * 100_000,
+    b'{"prompt": "a", "prompt": 5}',
+    b'{"' + b"k" * 100_000 + b'": 1}',
+)
+"""Bodies that no document describes."""
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+@pytest.fixture(scope="module")
+def document(server: Server) -> Any:
+    """The server's document as schemathesis reads it."""
+    return schemathesis.openapi.from_dict(server.get("/openapi.json"))
+
+
+def operations(document: Any) -> Iterator[Any]:
+    """Every endpoint and method."""
+    for found in document.get_all_operations():
+        yield found.ok()
+
+
+def tried(strategy: Any, examples: int, check: Callable[[Any], None]) -> None:
+    """`check` on what the strategy draws, the same in every run."""
+    quiet = settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=tuple(HealthCheck),  # pyright: ignore[reportArgumentType]
+    )
+    quiet(given(strategy)(check))()
+
+
+def shortened(body: Any) -> Any:
+    """The body, with what would make a long answer made short."""
+    if not isinstance(body, dict):
+        return body
+    long = (name for name in LENGTHS if isinstance(body.get(name), int) and body[name] > 16)
+    return {**body, **dict.fromkeys(long, 16)}
+
+
+def check_answer(server: Server, case: Case, statuses: list[int] | None = None) -> None:
+    """Send it and note the status; the answer is one that the document has, and an error has the schema of the endpoint's clients."""
+    case.body = shortened(case.body)
+    answer = case.call(base_url=server.url, timeout=60)
+    is_stream = answer.headers["content-type"][0].startswith("text/event-stream")
+    case.validate_response(answer, checks=CHECKS[:-1] if is_stream else CHECKS)
+    if is_stream:
+        check_events(answer.content.decode())
+    if answer.status_code >= 400:
+        check_error(case.path, answer.content)
+    if statuses is not None:
+        statuses.append(answer.status_code)
+
+
+def check_events(text: str) -> None:
+    """Events of JSON, or the mark of the end; the document says no more of a stream than that it is text."""
+    assert text.endswith("\n\n")
+    data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    assert data and all(each == "[DONE]" or isinstance(json.loads(each), dict) for each in data)
+
+
+def check_error(path: str, content: bytes) -> None:
+    body = json.loads(content)
+    if path.startswith("/v1/messages"):
+        assert body["type"] == "error" and set(body["error"]) == {"type", "message"}, body
+    else:
+        assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}, body
+    assert body["error"]["message"]
+
+
+def test_what_the_document_allows_is_answered_as_it_says(server: Server, document: Any) -> None:
+    for operation in operations(document):
+        has_choice = operation.body or operation.path_parameters or operation.query
+        tried(operation.as_strategy(), 6 if has_choice else 1, lambda case: check_answer(server, case))
+
+
+def test_what_the_document_forbids_is_refused_in_the_errors_schema(server: Server, document: Any) -> None:
+    for operation in operations(document):
+        if operation.body:
+            strategy = operation.as_strategy(generation_mode=GenerationMode.NEGATIVE)
+            tried(strategy, 6, lambda case: check_answer(server, case))
+
+
+@pytest.mark.parametrize("path", list(GOOD))
+def test_a_good_request_with_any_other_value_in_a_field_or_two(server: Server, document: Any, path: str) -> None:
+    statuses: list[int] = []
+    operation = document[path]["POST"]
+
+    def check(drawn: tuple[Case, list[int]]) -> None:
+        case, places = drawn
+        body = case.body if isinstance(case.body, dict) else {}
+        names = {sorted(body)[place % len(body)] for place in places if body}
+        case.body = {**GOOD[path], **{name: body[name] for name in names}}
+        check_answer(server, case, statuses)
+
+    places = st.lists(st.integers(0, 99), min_size=1, max_size=2)
+    tried(st.tuples(operation.as_strategy(), places), 12, check)
+    assert 200 in statuses
+
+
+@pytest.mark.parametrize("path", [*GOOD, "/v1/embeddings", "/v1/messages/count_tokens"])
+def test_a_body_that_is_no_request_is_refused_in_the_errors_schema(server: Server, path: str) -> None:
+    for body in NASTY:
+        answer = server.client.post(path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400 or (answer.status_code == 200 and b'"prompt": "a' in body), (body[:80], answer)
+        if answer.status_code == 400:
+            check_error(path, answer.content)
+
+
+@pytest.mark.parametrize(
+    "target", ["/", "/nowhere", "/v1/completions/", "//v1/models", "/v1/models/%00", "/v1/models/..%2f", "/%ff"]
+)
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "OPTIONS", "TRACE", "NONSENSE"])
+def test_any_method_at_any_path_is_answered(server: Server, method: str, target: str) -> None:
+    answer = server.client.request(method, target)
+    assert answer.status_code in (200, 400, 404, 405)
+    if answer.status_code >= 400 and answer.content:
+        check_error(target, answer.content)

@@ -1,0 +1,81 @@
+"""lm-eval, as people run it, scores a task through the server as the engine does without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglcore import LLM, SamplingParams
+from tests.serving.conftest import Server
+
+DEMO = Path(__file__).parents[2] / "sglcore" / "assets" / "demo"
+DOCS = (
+    {"context": "Once upon a time, there was a kind", "endings": ["boy named Max.", "girl", "box of rain"], "label": 0},
+    {"context": '"My little seed is a rose now!"\n\nThe', "endings": ["end.", "seed", "bed"], "label": 0},
+    {"context": "She lived in a small", "endings": ["city near the market", "moon"], "label": 0},
+    {"context": "é ü 漢字", "endings": ["rain", "ü 🙂"], "label": 1},
+)
+"""The first ending of the second one ends a story, so that the token drawn after it is the one that ends texts."""
+
+TASK = """\
+task: endings
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {file}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{context}}}}"
+doc_to_choice: "{{{{endings}}}}"
+doc_to_target: "{{{{label}}}}"
+metric_list:
+  - metric: acc
+"""
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[float]]:
+    """For each document the log-likelihood of each ending, by the offline engine."""
+    with LLM() as llm:
+        return [[_score(llm, doc["context"], f" {ending}") for ending in doc["endings"]] for doc in DOCS]
+
+
+def _score(llm: LLM, context: str, ending: str) -> float:
+    encode = llm.engine.codec.encode
+    first, ids = len(encode(context, special=False)), encode(context + ending, special=False)
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    found = llm.generate([ids], params)[0].prompt_logprobs
+    assert found is not None
+    return sum(item.logprob for item in found[first:] if item is not None)
+
+
+def test_log_likelihoods_through_lm_eval_are_those_of_the_engine(
+    server: Server, expected: list[list[float]], tmp_path: Path
+) -> None:
+    samples = _run_lm_eval(server, tmp_path)
+
+    scored = {sample["doc_id"]: [float(score[0][0]) for score in sample["resps"]] for sample in samples}
+    assert [scored[place] for place in range(len(DOCS))] == [pytest.approx(scores, abs=1e-6) for scores in expected]
+
+
+def _run_lm_eval(server: Server, folder: Path) -> list[dict[str, Any]]:
+    """The samples that lm-eval logs for the task, over the server's /v1/completions."""
+    data = folder / "endings.jsonl"
+    data.write_text("".join(json.dumps(doc) + "\n" for doc in DOCS), encoding="utf-8")
+    (folder / "endings.yaml").write_text(TASK.format(file=data), encoding="utf-8")
+    names = {"model": "", "base_url": f"{server.url}/v1/completions", "tokenizer": DEMO, "num_concurrent": 4}
+    model = ",".join(f"{name}={value}" for name, value in names.items())
+    options = ["--model_args", f"{model},tokenizer_backend=huggingface,max_retries=1,max_length=1024"]
+    options += ["--tasks", "endings", "--include_path", str(folder), "--output_path", str(folder / "out")]
+    command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", *options, "--log_samples"]
+    offline = {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    done = subprocess.run(command, env={**os.environ, **offline}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    file = next((folder / "out").rglob("samples_endings_*.jsonl"))
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

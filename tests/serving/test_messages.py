@@ -1,0 +1,347 @@
+"""/v1/messages: blocks to a conversation and back, events in their order, errors in their schema. By Anthropic's client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import anthropic
+import pytest
+from pydantic import BaseModel
+
+from sglcore.device.server_config import ServerConfig
+from sglcore.serving.errors import EngineDied
+from tests.serving.conftest import Server
+from tests.serving.scripted import CACHED, MODEL, PROMPT, Stage, call, content, reasoning, staged
+
+TOOL: Any = {"name": "weather", "description": "Tells it", "input_schema": {"type": "object"}}
+USER: Any = {"role": "user", "content": "How is it?"}
+STORY: Any = {"role": "user", "content": "Tell me a story about a seed."}
+ASKED: Any = {"model": MODEL, "max_tokens": 20, "messages": [USER]}
+
+
+class Weather(BaseModel):
+    """What the weather is like."""
+
+    sky: Literal["clear", "cloudy"]
+    is_windy: bool
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    with staged(ServerConfig()) as stage:
+        yield stage
+
+
+@pytest.fixture(scope="module")
+def client(stage: Stage) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=stage.url, api_key="unused", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def real(server: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0) as client:
+        yield client
+
+
+def test_reasoning_text_and_calls_are_blocks_in_their_order(stage: Stage, client: anthropic.Anthropic) -> None:
+    stage.speak(
+        reasoning("Hm, "), reasoning("rain."), content("I "), content("look."), *call("weather", '{"at"', ":1}")
+    )
+
+    message = client.messages.create(tools=[TOOL], **ASKED)
+
+    thought, text, made = message.content
+    assert thought.type == "thinking" and thought.thinking == "Hm, rain."
+    assert text.type == "text" and text.text == "I look."
+    assert made.type == "tool_use"
+    assert (made.id, made.name, made.input) == ("call_weather", "weather", {"at": 1})
+    assert message.stop_reason == "tool_use"
+    assert message.usage.input_tokens == len(PROMPT) - CACHED
+    assert message.usage.cache_read_input_tokens == CACHED
+    assert message.usage.output_tokens == 7
+    assert message.to_dict()["seed_used"] == 77
+
+
+def test_the_events_of_a_stream_come_in_order(stage: Stage, client: anthropic.Anthropic) -> None:
+    stage.speak(reasoning("Hm."), content("A"), content("B"), *call("f"), *call("g", '{"a":', "1}", index=1))
+
+    events = list(client.messages.create(stream=True, tools=[TOOL], **ASKED))
+
+    def block(*deltas: str) -> list[str]:
+        return ["content_block_start", *(f"content_block_delta {kind}" for kind in deltas), "content_block_stop"]
+
+    named = [
+        f"{event.type} {event.delta.type}" if event.type == "content_block_delta" else event.type for event in events
+    ]
+    assert named == [
+        "message_start",
+        *block("thinking_delta", "signature_delta"),
+        *block("text_delta", "text_delta"),
+        *block(),
+        *block("input_json_delta", "input_json_delta"),
+        "message_delta",
+        "message_stop",
+    ]
+    assert [event.index for event in events if event.type == "content_block_start"] == [0, 1, 2, 3]
+
+
+def test_a_ping_follows_the_start_of_a_stream(stage: Stage, client: anthropic.Anthropic) -> None:
+    stage.speak(content("A"))
+
+    with client.messages.with_streaming_response.create(stream=True, **ASKED) as response:
+        names = [line for line in response.iter_lines() if line.startswith("event:")]
+
+    assert names[:2] == ["event: message_start", "event: ping"]
+
+
+def test_the_client_puts_a_stream_together_as_the_answer_that_waits(stage: Stage, client: anthropic.Anthropic) -> None:
+    stage.speak(reasoning("Hm."), content("All "), content("of it."), *call("weather", '{"at":', '"sea"}'))
+
+    with client.messages.stream(tools=[TOOL], **ASKED) as stream:
+        texts = list(stream.text_stream)
+        streamed = stream.get_final_message()
+    whole = client.messages.create(tools=[TOOL], **ASKED)
+
+    assert texts == ["All ", "of it."]
+    assert [block.to_dict() for block in streamed.content] == [block.to_dict() for block in whole.content]
+    assert streamed.stop_reason == whole.stop_reason == "tool_use"
+    assert streamed.usage.to_dict() == whole.usage.to_dict()
+
+
+def test_blocks_become_the_messages_of_a_chat(stage: Stage, client: anthropic.Anthropic) -> None:
+    script = stage.speak(content("ok"))
+    messages: Any = [
+        {"role": "user", "content": [{"type": "text", "text": "How"}, {"type": "text", "text": "is it?"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Look.", "signature": "s"},
+                {"type": "text", "text": "I look."},
+                {"type": "tool_use", "id": "c1", "name": "weather", "input": {"at": "Über"}},
+                {"type": "tool_use", "id": "c2", "name": "weather", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "c1", "content": "rain"},
+                {"type": "tool_result", "tool_use_id": "c2", "content": [{"type": "text", "text": "sun"}]},
+                {"type": "text", "text": "So?"},
+            ],
+        },
+        {"role": "user", "content": "Tell me."},
+    ]
+
+    client.messages.create(
+        model=MODEL,
+        max_tokens=5,
+        system=[{"type": "text", "text": "Be short."}],
+        messages=messages,
+        tools=[TOOL],
+        tool_choice={"type": "tool", "name": "weather"},
+        thinking={"type": "disabled"},
+    )
+
+    def text(*words: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": word} for word in words]
+
+    calls = [
+        {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"at": "Über"}'}},
+        {"id": "c2", "type": "function", "function": {"name": "weather", "arguments": "{}"}},
+    ]
+    asked = script.rendered[0]
+    assert asked["messages"] == [
+        {"role": "system", "content": text("Be short.")},
+        {"role": "user", "content": text("How", "is it?")},
+        {"role": "assistant", "reasoning_content": "Look.", "content": "I look.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        {"role": "tool", "tool_call_id": "c2", "content": text("sun")},
+        {"role": "user", "content": text("So?", "Tell me.")},
+    ]
+    function = {"name": "weather", "description": "Tells it", "parameters": {"type": "object"}}
+    assert asked["tools"] == [{"type": "function", "function": function}]
+    assert asked["tool_choice"] == {"type": "function", "function": {"name": "weather"}}
+    assert asked["chat_template_kwargs"] == {"enable_thinking": False, "thinking": False}
+    assert asked["add_generation_prompt"] and not asked["continue_final_message"]
+
+
+@pytest.mark.parametrize(("choice", "chat"), [("auto", "auto"), ("any", "required"), ("none", "none")])
+def test_choices_of_tools_have_their_counterparts(
+    stage: Stage, client: anthropic.Anthropic, choice: Any, chat: str
+) -> None:
+    script = stage.speak(content("ok"))
+
+    client.messages.create(tools=[TOOL], tool_choice={"type": choice}, **ASKED)
+
+    assert script.rendered[0]["tool_choice"] == chat
+
+
+def test_an_answer_that_the_conversation_ends_with_is_gone_on_with(stage: Stage, client: anthropic.Anthropic) -> None:
+    script = stage.speak(content(" rains."))
+    begun: Any = {"role": "assistant", "content": "It"}
+
+    client.messages.create(model=MODEL, max_tokens=5, messages=[USER, begun])
+
+    assert script.rendered[0]["continue_final_message"] and not script.rendered[0]["add_generation_prompt"]
+    assert script.rendered[0]["messages"][-1] == begun
+
+
+@pytest.mark.parametrize(
+    ("ending", "reason", "sequence"),
+    [
+        ({"stop_cause": 2}, "end_turn", None),
+        ({"stop_cause": "STOP"}, "stop_sequence", "STOP"),
+        ({"reason": "length"}, "max_tokens", None),
+        ({"reason": "length", "tokens": 59}, "model_context_window_exceeded", None),
+    ],
+)
+def test_the_reason_of_the_end_is_told(
+    stage: Stage, client: anthropic.Anthropic, ending: Any, reason: str, sequence: str | None
+) -> None:
+    script = stage.speak(content("A"), **ending)
+
+    message = client.messages.create(stop_sequences=["STOP"], **ASKED)
+
+    assert (message.stop_reason, message.stop_sequence) == (reason, sequence)
+    assert script.params[0].stop == ("STOP",)
+
+
+def test_an_empty_answer_has_no_blocks(stage: Stage, client: anthropic.Anthropic) -> None:
+    stage.speak()
+
+    assert client.messages.create(**ASKED).content == []
+
+
+def test_a_call_that_was_cut_keeps_what_is_whole(stage: Stage, client: anthropic.Anthropic) -> None:
+    stage.speak(*call("weather", '{"at": "sea", "day": "Mon'), reason="length")
+
+    made: Any = client.messages.create(tools=[TOOL], **ASKED).content[0]
+
+    assert made.input == {"at": "sea", "day": "Mon"}
+
+
+@pytest.mark.parametrize(
+    ("ending", "text"),
+    [
+        ({"reason": "error", "error": "the page pool is lost"}, "the page pool is lost"),
+        ({"reason": "abort"}, "aborted"),
+        ({"fault": EngineDied()}, "engine process ended"),
+        ({"fault": ZeroDivisionError("a secret")}, "its log has it under err-"),
+    ],
+)
+def test_an_answer_that_fails_says_why(stage: Stage, client: anthropic.Anthropic, ending: Any, text: str) -> None:
+    stage.speak(content("Once"), **ending)
+
+    with pytest.raises(anthropic.APIStatusError, match=text) as whole:
+        client.messages.create(**ASKED)
+    with pytest.raises(anthropic.APIStatusError, match=text) as streamed:
+        list(client.messages.create(stream=True, **ASKED))
+
+    assert whole.value.body == streamed.value.body or "err-" in text
+    assert "secret" not in str(whole.value.body)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        (
+            "messages",
+            [{"role": "user", "content": [{"type": "image", "source": {}}]}],
+            "messages.0..content.0..*'image'",
+        ),
+        (
+            "messages",
+            [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c"}]}],
+            "'c' that was not made",
+        ),
+        ("messages", [], "messages"),
+        ("tools", [{"type": "web_search_20250305", "name": "web_search"}], "tools.0.*web_search"),
+        ("tool_choice", {"type": "tool"}, "tool_choice"),
+        ("mcp_servers", [{"name": "x"}], "mcp_servers"),
+        ("max_tokens", 0, "max_tokens"),
+        ("stop_sequences", [""], "stop_sequences"),
+        ("temprature", 1, "did you mean 'temperature'"),
+    ],
+)
+def test_what_can_not_be_had_is_refused_by_its_name(
+    stage: Stage, client: anthropic.Anthropic, field: str, value: Any, text: str
+) -> None:
+    stage.speak(content("x"))
+    with pytest.raises(anthropic.BadRequestError, match=text) as refused:
+        client.post("/v1/messages", body={**ASKED, field: value}, cast_to=object)
+
+    body: Any = refused.value.body
+    assert body["type"] == "error"
+    assert body["error"]["type"] == "invalid_request_error"
+
+
+def test_max_tokens_must_be_given(stage: Stage, client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+        client.post("/v1/messages", body={"messages": [USER]}, cast_to=object)
+
+
+def test_an_unknown_model_is_not_found(stage: Stage, client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError, match=f"'other' is not served here; wanted one of {MODEL}"):
+        client.messages.create(model="other", max_tokens=1, messages=[USER])
+
+
+def test_fields_without_effect_are_told(stage: Stage, client: anthropic.Anthropic) -> None:
+    stage.speak(content("x"))
+    system: Any = [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]
+
+    raw = client.messages.with_raw_response.create(
+        system=system, metadata={"user_id": "u"}, thinking={"type": "enabled", "budget_tokens": 1024}, **ASKED
+    )
+
+    told = raw.headers["x-sglcore-warnings"]
+    assert told == "ignored: content.cache_control, metadata, thinking.budget_tokens"
+
+
+def test_tokens_are_counted(stage: Stage, client: anthropic.Anthropic) -> None:
+    assert client.messages.count_tokens(model=MODEL, messages=[USER]).input_tokens == len(PROMPT)
+
+
+def test_the_embedded_model_answers_the_same_in_every_way_of_asking(server: Server, real: anthropic.Anthropic) -> None:
+    asked: Any = {"model": "", "max_tokens": 16, "messages": [STORY], "extra_body": {"temperature": 0}}
+
+    async def ask_async() -> tuple[str, str]:
+        async with anthropic.AsyncAnthropic(base_url=server.url, auth_token="unused", max_retries=0) as client:
+            whole: Any = await client.messages.create(**asked)
+            async with client.messages.stream(**asked) as stream:
+                return whole.content[0].text, await stream.get_final_text()
+
+    whole: Any = real.messages.create(**asked)
+    with real.messages.stream(**asked) as stream:
+        streamed = stream.get_final_text()
+
+    text = whole.content[0].text
+    assert len(text) > 16
+    assert [streamed, *asyncio.run(ask_async())] == [text] * 3
+    assert (whole.stop_reason, whole.usage.output_tokens) == ("max_tokens", 16)
+    counted = real.messages.count_tokens(model="", messages=[STORY]).input_tokens
+    assert whole.usage.input_tokens + whole.usage.cache_read_input_tokens == counted
+
+
+def test_the_embedded_model_stops_at_a_sequence(server: Server, real: anthropic.Anthropic) -> None:
+    message: Any = real.messages.create(
+        model="", max_tokens=50, messages=[STORY], stop_sequences=["."], extra_body={"temperature": 0}
+    )
+
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", ".")
+    assert "." not in message.content[0].text
+
+
+def test_the_embedded_model_fills_a_pydantic_model(server: Server, real: anthropic.Anthropic) -> None:
+    message = real.messages.parse(
+        model="", max_tokens=300, messages=[USER], output_format=Weather, extra_body={"temperature": 0}
+    )
+
+    assert isinstance(message.parsed_output, Weather)
+
+
+def test_the_embedded_model_has_no_tools_and_says_so(server: Server, real: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="tools"):
+        real.messages.create(model="", max_tokens=5, messages=[USER], tools=[TOOL])

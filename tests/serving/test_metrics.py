@@ -1,0 +1,154 @@
+"""Metrics: what engines and requests report is what Prometheus reads."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from sglcore.serving.exchange import CURRENT, Exchange
+from sglcore.serving.messages import EngineStats
+from sglcore.serving.metrics import Histogram, Metrics, kv_usage
+
+STATS = EngineStats(
+    waiting=3,
+    running=5,
+    num_pages=100,
+    free_pages=40,
+    cached_pages=30,
+    unused_cached_pages=10,
+    hit_tokens=70,
+    looked_up_tokens=90,
+    retractions=2,
+    steps=11,
+    prompt_tokens=1000,
+    computed_prompt_tokens=930,
+    generation_tokens=456,
+    host_seconds=0.25,
+    host_steps=11,
+    step_seconds=1.5,
+    paths={"eager": 4, "full": 7},
+)
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Every sample of the page, as somebody else's parser reads it."""
+    families = text_string_to_metric_families(metrics.page().decode())
+    return {
+        (each.name, tuple(sorted(each.labels.items()))): each.value for family in families for each in family.samples
+    }
+
+
+def sample(metrics: Metrics, name: str, **labels: str) -> float:
+    return samples(metrics)[f"sglcore_{name}", tuple(sorted(labels.items()))]
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics("tiny", "1.2.3", lambda: [("0", "ready", STATS), ("1", "starting", None)])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_requests_waiting", 3),
+        ("num_requests_running", 5),
+        ("kv_cache_usage_ratio", 0.5),
+        ("kv_cache_pages", 100),
+        ("prefix_cache_queries_tokens_total", 90),
+        ("prefix_cache_hits_tokens_total", 70),
+        ("prompt_tokens_total", 1000),
+        ("prompt_tokens_computed_total", 930),
+        ("generation_tokens_total", 456),
+        ("retractions_total", 2),
+        ("step_host_seconds_sum", 0.25),
+        ("step_host_seconds_count", 11),
+        ("step_seconds_total", 1.5),
+    ],
+)
+def test_an_engines_numbers_have_model_and_replica(metrics: Metrics, name: str, value: float) -> None:
+    assert sample(metrics, name, model="tiny", replica="0") == value
+
+
+def test_steps_are_told_by_what_ran_them(metrics: Metrics) -> None:
+    found = {path: sample(metrics, "steps_total", model="tiny", replica="0", path=path) for path in STATS.paths}
+    assert found == STATS.paths
+
+
+def test_every_replica_has_one_state_and_no_numbers_before_its_first_report(metrics: Metrics) -> None:
+    states = {
+        (dict(labels)["replica"], dict(labels)["state"])
+        for (name, labels), value in samples(metrics).items()
+        if name == "sglcore_replica_state" and value == 1
+    }
+    assert states == {("0", "ready"), ("1", "starting")}
+    assert not [labels for name, labels in samples(metrics) if "running" in name and ("replica", "1") in labels]
+
+
+def test_a_clock_times_tokens_and_counts_one_end(metrics: Metrics) -> None:
+    clock = metrics.clock()
+    clock.on_first_token()
+    clock.on_first_token()
+    clock.on_tokens(4, 0.04)
+    clock.on_tokens(0, 9.0)
+    clock.on_end("stop")
+    clock.on_end("abort")
+    assert sample(metrics, "time_to_first_token_seconds_count", model="tiny") == 1
+    assert sample(metrics, "inter_token_seconds_count", model="tiny") == 4
+    assert sample(metrics, "inter_token_seconds_sum", model="tiny") == pytest.approx(0.04)
+    assert sample(metrics, "inter_token_seconds_bucket", model="tiny", le="0.01") == 4
+    assert sample(metrics, "inter_token_seconds_bucket", model="tiny", le="0.005") == 0
+    assert sample(metrics, "request_seconds_count", model="tiny") == 1
+    assert sample(metrics, "requests_total", model="tiny", reason="stop") == 1
+    assert "abort" not in metrics.page().decode()
+    assert clock.tokens == 5
+
+
+def test_a_value_on_a_bound_is_in_its_bucket_and_one_beyond_all_is_in_the_last() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (1.0, 1.5, 2.0, 7.0):
+        histogram.observe(value)
+    assert histogram.buckets() == ([("1.0", 1.0), ("2.0", 3.0), ("+Inf", 4.0)], 11.5)
+
+
+def test_two_servers_in_one_process_count_apart(metrics: Metrics) -> None:
+    other = Metrics("tiny", "1", list)
+    other.clock().on_end("stop")
+    assert "sglcore_requests_total{" not in metrics.page().decode()
+
+
+def test_a_model_without_pages_uses_none() -> None:
+    assert kv_usage(EngineStats()) == 0.0
+
+
+def test_labels_survive_any_name_of_a_model() -> None:
+    name = 'a"b\\c\nd'
+    metrics = Metrics(name, "1", lambda: [("0", "ready", STATS)])
+    assert sample(metrics, "num_requests_running", model=name, replica="0") == 5
+
+
+def test_retry_after_is_how_long_those_who_wait_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("sglcore.serving.metrics.time.monotonic", lambda: now[0])
+    metrics = Metrics("tiny", "1", list)
+    assert metrics.retry_after(1000) == 1, "nothing has been observed yet"
+    for _ in range(10):
+        metrics.request_ended("stop", 0.1)
+        now[0] += 0.5
+    assert [metrics.retry_after(waiting) for waiting in (0, 1, 2, 3, 20, 10_000)] == [1, 1, 1, 2, 10, 60]
+
+
+def test_a_prompts_clock_is_noted_in_the_request_that_brought_it(metrics: Metrics) -> None:
+    async def task() -> None:
+        metrics.clock().on_prompt(7, 4)
+
+    async def request() -> Exchange:
+        exchange = Exchange("id", "POST", "/v1/completions")
+        CURRENT.set(exchange)
+        await asyncio.create_task(task())
+        return exchange
+
+    exchange = asyncio.run(request())
+    assert [(clock.prompt_tokens, clock.cached_tokens) for clock in exchange.clocks] == [(7, 4)]
+    assert CURRENT.get() is None

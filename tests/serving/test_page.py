@@ -1,0 +1,316 @@
+"""The page at `/` in Chromium, against a scripted server: streams, the stop button, charts, errors, and what must not run."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import fields
+
+import pytest
+
+from sglcore.serving.api.page import page as page_file
+from sglcore.serving.api.page import policy
+from tests.serving.page_server import Script, chat, ended, make_app, usage
+from tests.serving.threaded import in_thread
+
+FLAGS = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync --no-first-run"
+HOSTILE = "<img src=x onerror='window.hit=1'><script>window.hit=2</script> & <b>bold</b>"
+
+
+def test_the_page_is_one_file_that_names_no_other_host() -> None:
+    content = page_file()
+    assert len(content) < 60_000
+    links = re.findall(rb"(?:https?:)?//[a-z][^\s'\"<>)]*", re.sub(rb"http://www\.w3\.org/2000/svg", b"", content))
+    assert links == []
+    assert not re.search(rb"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|<[a-z][^>]* style=", content)
+
+
+def test_the_policy_allows_one_script_and_one_style_by_hash_and_changes_with_them() -> None:
+    found = policy(page_file())
+    assert found.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in found
+    assert found.count("'sha256-") == 2 and "connect-src 'self'" in found
+    assert policy(page_file().replace(b'"use strict";', b'"use strict"; ')) != found
+
+
+browser_tests = pytest.mark.needs("browser")
+
+
+@pytest.fixture(scope="module")
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture(scope="module")
+def address(script: Script) -> Iterator[str]:
+    with in_thread(make_app(script)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS.split())
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def tab(browser, address: str, script: Script):
+    """A fresh tab on the page, ready, with a server that has forgotten everything."""
+    fresh = Script()
+    for item in fields(Script):
+        setattr(script, item.name, getattr(fresh, item.name))
+    context = browser.new_context(viewport={"width": 1400, "height": 900})
+    context.set_default_timeout(10_000)
+    page = context.new_page()
+    page.goto(address)
+    page.wait_for_selector("#prompt:enabled")
+    yield page
+    context.close()
+
+
+def ask(tab, text: str = "Hi") -> None:
+    """Send a message and wait until its answer has ended."""
+    tab.fill("#prompt", text)
+    tab.press("#prompt", "Enter")
+    tab.wait_for_selector("#send:visible")
+
+
+def last(tab, part: str = ".body") -> str:
+    return tab.locator(f".turn.assistant >> nth=-1 >> {part}").inner_text()
+
+
+@browser_tests
+def test_an_answer_that_arrives_byte_by_byte_is_whole(tab, script: Script) -> None:
+    words = ["Grüße, ", "世界 ", "🦊🦊", "\n\nend"]
+    script.chunks = [chat(role="assistant"), *map(chat, words), ended("stop", seed_used=2**63 - 25), usage(12, 4, 8)]
+    script.is_bytewise = True
+    ask(tab)
+    assert last(tab) == "".join(words)
+    meta = last(tab, ".meta")
+    for part in ("first token after", "tokens/s", "4 tokens", "prompt of 12, 8 from cache", f"seed {2**63 - 25}"):
+        assert part in meta
+    tab.click(f"text=seed {2**63 - 25}")
+    ask(tab, "Again")
+    assert f'"seed":{2**63 - 25},' in script.raw[-1]
+    assert [message["role"] for message in script.asked[-1]["messages"]] == ["user", "assistant", "user"]
+
+
+@browser_tests
+def test_events_are_read_the_same_wherever_the_text_is_split(tab) -> None:
+    split_everywhere = """text => [...Array(text.length + 1).keys()].map(place => {
+        const found = [], read = eventReader(data => found.push(data));
+        read(text.slice(0, place));
+        read(text.slice(place));
+        return found;
+    })"""
+    text = 'data: {"a": 1}\r\n\r\n: a comment\n\ndata:one\ndata: two\n\nevent: x\rdata: three\r\rdata: [DONE]\n\n'
+    found = tab.evaluate(split_everywhere, text)
+    assert found == [['{"a": 1}', "one\ntwo", "three", "[DONE]"]] * (len(text) + 1)
+
+
+@browser_tests
+def test_what_the_model_writes_is_never_markup(tab, script: Script) -> None:
+    calls = [{"index": 0, "id": "c", "type": "function", "function": {"name": HOSTILE, "arguments": HOSTILE}}]
+    script.chunks = [chat(reasoning_content=HOSTILE), chat(HOSTILE), chat(tool_calls=calls), ended("stop"), usage(1, 3)]
+    script.warnings = HOSTILE
+    ask(tab, HOSTILE)
+    assert last(tab) == HOSTILE and HOSTILE in last(tab, ".call") and last(tab, ".note") == HOSTILE
+    assert tab.locator(".turn img, .turn script, .turn .body b").count() == 0
+    assert tab.evaluate("window.hit") is None
+    assert "<b>no</b> graphs here" in tab.locator("#rows").inner_text()
+
+
+@browser_tests
+def test_the_policy_stops_scripts_and_other_hosts(tab) -> None:
+    violated = """act => new Promise(done => {
+        document.addEventListener('securitypolicyviolation', event => done(event.violatedDirective), { once: true });
+        if (act === 'fetch') fetch('http://127.0.0.2:9/').catch(() => 0);
+        const script = document.createElement('script');
+        script.textContent = 'window.hit = 1';
+        if (act === 'script') document.body.append(script);
+    })"""
+    assert tab.evaluate(violated, "script") == "script-src-elem"
+    assert tab.evaluate(violated, "fetch") == "connect-src"
+    assert tab.evaluate("window.hit") is None
+
+
+@browser_tests
+@pytest.mark.parametrize("way", ["Escape", "button"])
+def test_stopping_ends_the_stream_at_the_server_and_keeps_the_text(tab, script: Script, way: str) -> None:
+    script.chunks, script.hold = [chat("Once upon")], True
+    tab.fill("#prompt", "Tell")
+    tab.press("#prompt", "Enter")
+    tab.wait_for_selector("text=Once upon")
+    if way == "button":
+        tab.click("#stop")
+    else:
+        tab.keyboard.press("Escape")
+    assert script.left.wait(10)
+    tab.wait_for_selector("#send:visible")
+    assert last(tab) == "Once upon" and "stopped" in last(tab, ".meta")
+    script.chunks, script.hold = [chat("ok"), ended("stop"), usage(1, 1)], False
+    ask(tab, "Go on")
+    assert script.asked[-1]["messages"][1] == {"role": "assistant", "content": "Once upon"}
+
+
+@browser_tests
+def test_errors_are_shown_as_the_server_words_them(tab, script: Script) -> None:
+    said = {
+        "message": "found 9000 prompt tokens; wanted at most 1024",
+        "type": "invalid_request_error",
+        "param": "messages",
+    }
+    script.refusal = (400, {"error": said})
+    ask(tab)
+    assert last(tab, ".note") == f"{said['message']} (invalid_request_error, in messages)"
+    script.refusal = None
+    script.chunks = [chat("half"), {"error": {"message": "the engine died", "type": "server_error"}}]
+    ask(tab)
+    assert last(tab) == "half" and last(tab, ".note").startswith("the engine died")
+    script.chunks, script.is_cut = [chat("half")], True
+    ask(tab)
+    assert "ended before the answer did" in last(tab, ".note")
+
+
+@browser_tests
+def test_the_settings_travel_and_what_is_empty_does_not(tab, script: Script) -> None:
+    script.chunks = [chat("{}"), ended("stop"), usage(1, 1)]
+    ask(tab, "first\nsecond")
+    sent = script.asked[-1]
+    assert sent["messages"] == [{"role": "user", "content": "first\nsecond"}] and sent["model"] == "small"
+    assert sent.keys() == {"path", "model", "stream", "stream_options", "messages"}
+    values = {
+        "system": "Be brief.",
+        "temperature": "0.5",
+        "top_p": "0.9",
+        "max_tokens": "7",
+        "seed": "18446744073709551615",
+    }
+    for name, value in values.items():
+        tab.fill(f"#{name}", value)
+    tab.fill("#schema", '{"type": "object"}')
+    ask(tab)
+    sent = script.asked[-1]
+    assert (sent["temperature"], sent["top_p"], sent["max_tokens"], sent["seed"]) == (0.5, 0.9, 7, 2**64 - 1)
+    assert sent["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert sent["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    tab.fill("#schema", '{"type": ')
+    tab.fill("#prompt", "Not sent")
+    tab.press("#prompt", "Enter")
+    assert "not JSON" in tab.locator("#schema-wrong").inner_text()
+    assert len(script.asked) == 2 and tab.input_value("#prompt") == "Not sent"
+
+
+@browser_tests
+def test_shift_and_enter_make_a_new_line(tab, script: Script) -> None:
+    script.chunks = [chat("ok"), ended("stop"), usage(1, 1)]
+    tab.fill("#prompt", "one")
+    tab.press("#prompt", "Shift+Enter")
+    tab.keyboard.type("two")
+    assert script.asked == []
+    tab.keyboard.press("Enter")
+    tab.wait_for_selector("text=ok")
+    assert script.asked[0]["messages"][0]["content"] == "one\ntwo"
+
+
+@browser_tests
+def test_reasoning_is_folded_and_tool_calls_take_their_results(tab, script: Script) -> None:
+    parts = [("get_weather", '{"city":'), ("", ' "Oslo"}')]
+    calls = [
+        {
+            "index": 0,
+            **({"id": "call_1"} if name else {}),
+            "function": {**({"name": name} if name else {}), "arguments": text},
+        }
+        for name, text in parts
+    ]
+    thoughts = [chat(reasoning_content="I should "), chat(reasoning_content="look.")]
+    script.chunks = [*thoughts, *(chat(tool_calls=[call]) for call in calls), ended("tool_calls"), usage(5, 9)]
+    ask(tab, "Weather?")
+    assert not tab.locator(".thought p").is_visible()
+    tab.click("text=Reasoning")
+    assert tab.locator(".thought p").inner_text() == "I should look."
+    assert last(tab, ".call b") == "get_weather" and last(tab, ".call pre") == '{\n  "city": "Oslo"\n}'
+    tab.fill(".call textarea", "4 degrees")
+    script.chunks = [chat("Cold."), ended("stop"), usage(5, 2)]
+    tab.click("text=Send the results")
+    tab.wait_for_selector("text=Cold.")
+    assert script.asked[-1]["messages"][-1] == {"role": "tool", "tool_call_id": "call_1", "content": "4 degrees"}
+
+
+@browser_tests
+def test_a_completion_goes_on_where_the_text_ends(tab, script: Script) -> None:
+    script.chunks = [{"choices": [{"index": 0, "text": " upon a time", "finish_reason": "length"}]}, usage(1, 3)]
+    tab.click("#show-complete")
+    ask(tab, "Once")
+    assert last(tab) == "Once upon a time" and "token limit" in last(tab, ".meta")
+    sent = script.asked[-1]
+    assert sent["path"] == "/v1/completions" and sent["prompt"] == "Once" and "messages" not in sent
+
+
+@browser_tests
+def test_the_charts_move_and_the_ledger_is_a_table(tab) -> None:
+    def ink() -> int:
+        return tab.evaluate("""(() => {
+            const canvas = document.querySelector('#chart-load'), brush = canvas.getContext('2d');
+            return brush.getImageData(0, 0, canvas.width, canvas.height).data.filter(value => value).length;
+        })()""")
+
+    tab.wait_for_selector("#chart-speed[aria-label^='Tokens/s: 250;']")
+    labels = {name: tab.get_attribute(f"#chart-{name}", "aria-label") for name in ("load", "kv", "hits")}
+    assert labels["load"] == "Requests: 3 running; 2 waiting" and "25.0 %" in labels["kv"]
+    assert labels["hits"] == "Prefix hits: 80 %; 80 % since the start"
+    before, now = ink(), tab.get_attribute("#chart-speed", "aria-label")
+    tab.wait_for_selector(f"#chart-speed:not([aria-label='{now}'])")
+    assert ink() > before > 0
+    assert "less than asked: full" in tab.locator("#rows tr >> nth=1").inner_text()
+
+
+@browser_tests
+def test_while_the_model_loads_its_phase_is_shown_and_then_the_page_is_usable(
+    tab, address: str, script: Script
+) -> None:
+    script.startup = {"phase": "load_weights", "done": 3, "total": 12, "elapsed_s": 4.5}
+    tab.goto(address)
+    tab.wait_for_selector("text=load weights, 3 of 12, 4.5 s")
+    assert tab.is_disabled("#prompt") and tab.evaluate("document.querySelector('#bar').value") == 3
+    script.startup = None
+    tab.wait_for_selector("#prompt:enabled")
+    assert not tab.is_visible("#loading")
+
+
+@browser_tests
+def test_an_api_key_is_asked_for_and_stays_in_the_tab(tab, address: str, script: Script) -> None:
+    script.key = "s3cret"
+    script.chunks = [chat("ok"), ended("stop"), usage(1, 1)]
+    tab.goto(address)
+    tab.wait_for_selector("text=found no API key that is known")
+    tab.fill("#key", "s3cret")
+    tab.wait_for_selector("#prompt:enabled")
+    ask(tab)
+    assert script.keys == ["Bearer s3cret"]
+    assert tab.evaluate("Object.values(sessionStorage)") == ["s3cret"]
+    assert tab.evaluate("localStorage.length") == 0 and tab.evaluate("document.cookie") == ""
+
+
+@browser_tests
+def test_a_phone_shows_one_view_at_a_time_and_nothing_overflows(tab, script: Script) -> None:
+    script.chunks = [chat("x" * 400), ended("stop"), usage(1, 1)]
+    tab.set_viewport_size({"width": 400, "height": 800})
+    ask(tab)
+    for name, part in (("settings", "#schema"), ("server", "#chart-kv"), ("chat", "#prompt")):
+        tab.click(f"#show-{name}")
+        assert tab.is_visible(part)
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 400
+        assert tab.is_visible("#prompt") == (name == "chat")
+
+
+@browser_tests
+def test_every_field_and_button_has_a_name(tab) -> None:
+    unnamed = """[...document.querySelectorAll('input, textarea, button, progress')].filter(node =>
+        !node.labels?.length && !node.getAttribute('aria-label') && !node.textContent.trim()).map(node => node.id)"""
+    assert tab.evaluate(unnamed) == []

@@ -1,0 +1,427 @@
+"""Clients that are slow, too many, too large or gone cost what the bounds say, and others do not notice them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sglcore.device.server_config import ServerConfig
+from sglcore.serving import http
+from sglcore.serving.connection import SlowConnection
+from sglcore.serving.fast_connection import FastConnection
+from tests.serving.guarded import echo, guarded
+from tests.serving.servers import Server
+
+SHORT = 0.15
+GET = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
+PATIENCE = 20.0
+"""Seconds after which a test gives up; nothing waits for them to pass."""
+
+
+@dataclass
+class Served:
+    """A server on this event loop."""
+
+    port: int
+    task: asyncio.Task[bool]
+    stopped: asyncio.Event
+    drained: list[str] = field(default_factory=list)
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24)
+
+    async def exchange(self, data: bytes) -> bytes:
+        """Everything that comes back until the server closes."""
+        reader, writer = await self.connect()
+        writer.write(data)
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    async def is_well(self) -> bool:
+        """Whether another client is answered."""
+        reader, writer = await self.connect()
+        writer.write(GET)
+        answer = await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+        return answer.startswith(b"HTTP/1.1 200")
+
+
+@asynccontextmanager
+async def served(
+    app: ASGIApp = echo,
+    *,
+    on_drain: Callable[[], Awaitable[None]] | None = None,
+    on_overdue: Callable[[], None] | None = None,
+    **settings: Any,
+) -> AsyncIterator[Served]:
+    """The guarded app behind real sockets."""
+    config = ServerConfig(**{"port": 0, **settings})
+    wrapped, front = guarded(app, config)
+    listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    stopped, drained = asyncio.Event(), []
+
+    async def note() -> None:
+        drained.append("drained")
+
+    task = asyncio.create_task(
+        http.run_server(
+            wrapped,
+            config,
+            on_drain=on_drain or note,
+            stopped=stopped,
+            on_listening=listening.set_result,
+            on_overdue=on_overdue,
+            metrics=front.metrics,
+        )
+    )
+    await asyncio.wait([task, listening], return_when=asyncio.FIRST_COMPLETED)
+    url = listening.result() if listening.done() else str(task.result())
+    yield Served(int(url.rpartition(":")[2]), task, stopped, drained)
+    stopped.set()
+    await task
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, PATIENCE))
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def error(answer: bytes) -> dict[str, Any]:
+    return json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+
+
+@pytest.fixture(params=[FastConnection, SlowConnection], ids=["httptools", "h11"])
+def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both parsers keep the same bounds."""
+    monkeypatch.setattr(http, "connection_class", lambda: request.param)
+
+
+@pytest.mark.usefixtures("parser")
+class TestHeads:
+    def test_a_head_that_does_not_end_is_408_though_bytes_keep_coming(self) -> None:
+        async def work() -> None:
+            async with served(header_timeout=SHORT) as server:
+                reader, writer = await server.connect()
+                writer.write(b"GET / HTTP/1.1\r\n")
+                answer = asyncio.create_task(reader.read())
+                while not answer.done():
+                    writer.write(b"x: y\r\n")
+                    assert await server.is_well()
+                    await asyncio.wait([answer], timeout=SHORT / 5)
+                assert (status(answer.result()), error(answer.result())["code"]) == (408, "request_timeout")
+
+        run(work())
+
+    def test_a_connection_that_says_nothing_is_closed(self) -> None:
+        async def work() -> None:
+            async with served(header_timeout=SHORT) as server:
+                assert await server.exchange(b"") == b""
+
+        run(work())
+
+    def test_the_next_head_of_a_connection_has_its_own_time(self) -> None:
+        async def work() -> None:
+            async with served(header_timeout=SHORT) as server:
+                reader, writer = await server.connect()
+                writer.write(GET)
+                assert status(await reader.readuntil(b"\r\n\r\n")) == 200
+                writer.write(b"GET / HTT")
+                assert b"408" in await reader.read()
+
+        run(work())
+
+    @pytest.mark.parametrize("pieces", [1, 40])
+    def test_a_head_over_the_limit_is_431_whether_it_comes_at_once_or_not(self, pieces: int) -> None:
+        async def work() -> None:
+            async with served(max_header_bytes=2000) as server:
+                reader, writer = await server.connect()
+                head = b"GET / HTTP/1.1\r\nx: " + b"y" * 4000
+                for start in range(0, len(head), len(head) // pieces + 1):
+                    writer.write(head[start : start + len(head) // pieces + 1])
+                    await asyncio.sleep(0)
+                answer = await reader.read()
+                assert (status(answer), error(answer)["code"]) == (431, "header_too_large")
+                assert "2000 bytes" in error(answer)["message"]
+
+        run(work())
+
+    def test_what_is_not_http_is_400_in_our_schema(self) -> None:
+        async def work() -> None:
+            async with served() as server:
+                answer = await server.exchange(b"\x16\x03\x01 hello\r\n\r\n")
+                assert (status(answer), error(answer)["code"]) == (400, "malformed_request")
+
+        run(work())
+
+    def test_one_connection_too_many_is_503_until_another_ends(self) -> None:
+        async def work() -> None:
+            async with served(max_connections=2) as server:
+                others = [await server.connect() for _ in range(2)]
+                answer = await server.exchange(GET)
+                assert (status(answer), error(answer)["code"]) == (503, "overloaded")
+                assert b"retry-after: 1" in answer
+                others[0][1].close()
+                await others[0][1].wait_closed()
+                while status(answer) != 200:
+                    answer = await server.exchange(GET.replace(b"host:", b"connection: close\r\nhost:"))
+                others[1][1].close()
+
+        run(work())
+
+
+class TestComplete:
+    def test_a_whole_head_over_the_limit_is_431(self) -> None:
+        async def work() -> None:
+            async with served(max_header_bytes=2000) as server:
+                answer = await server.exchange(GET.replace(b"host:", b"x: " + b"y" * 3000 + b"\r\nhost:"))
+                assert status(answer) == 431
+
+        run(work())
+
+    def test_trailers_do_not_become_headers(self) -> None:
+        async def headers(scope: Scope, receive: Receive, send: Send) -> None:
+            while (await receive()).get("more_body"):
+                pass
+            names = b",".join(name for name, _ in scope["headers"])
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+            await send({"type": "http.response.body", "body": names})
+
+        async def work() -> None:
+            async with served(headers) as server:
+                head = b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+                answer = await server.exchange(head + b"1\r\nx\r\n0\r\nauthorization: Bearer x\r\n\r\n")
+                assert b"transfer-encoding" in answer.partition(b"\r\n\r\n")[2] and b"authorization" not in answer
+
+        run(work())
+
+
+@pytest.mark.usefixtures("parser")
+class TestBodies:
+    def test_a_body_that_drips_is_408_and_others_are_answered(self) -> None:
+        async def work() -> None:
+            async with served(body_timeout=SHORT) as server:
+                reader, writer = await server.connect()
+                writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n")
+                answer = asyncio.create_task(reader.read())
+                while not answer.done():
+                    writer.write(b"x")
+                    assert await server.is_well()
+                    await asyncio.wait([answer], timeout=SHORT / 5)
+                assert status(answer.result()) == 408
+
+        run(work())
+
+    def test_a_client_that_sends_all_before_it_reads_gets_to_read_413(self) -> None:
+        async def work() -> None:
+            async with served(max_request_bytes=1000) as server:
+                size = 4 << 20
+                head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % size
+                reader, writer = await server.connect()
+                writer.write(head + b"x" * size)
+                await writer.drain()
+                answer = await reader.read()
+                assert (status(answer), error(answer)["code"]) == (413, "request_too_large")
+
+        run(work())
+
+
+class Fountain:
+    """An app that streams for as long as it is let, and counts."""
+
+    def __init__(self) -> None:
+        self.chunks = 0
+        self.ended = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] != "/stream":
+            return await echo(scope, receive, send)
+        try:
+            await asyncio.wait(
+                [asyncio.create_task(self.flow(send)), asyncio.create_task(self.left(receive))],
+                return_when="FIRST_COMPLETED",
+            )
+        finally:
+            self.ended.set()
+
+    async def flow(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not self.ended.is_set():
+            await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+            self.chunks += 1
+            await asyncio.sleep(0)
+
+    async def left(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+
+@pytest.mark.usefixtures("parser")
+class TestReaders:
+    def test_who_takes_nothing_holds_little_and_is_cut_off_in_the_end(self) -> None:
+        async def work() -> None:
+            fountain = Fountain()
+            async with served(fountain, write_timeout=4 * SHORT) as server:
+                _, writer = await server.connect()
+                writer.transport.pause_reading()  # pyright: ignore[reportAttributeAccessIssue]
+                writer.write(b"GET /stream HTTP/1.1\r\nhost: localhost\r\n\r\n")
+                assert await server.is_well()
+                await fountain.ended.wait()
+                assert fountain.chunks < 512
+                writer.transport.abort()
+
+        run(work())
+
+    def test_a_client_that_leaves_is_told_to_the_app_at_once(self) -> None:
+        async def work() -> None:
+            fountain = Fountain()
+            async with served(fountain) as server:
+                reader, writer = await server.connect()
+                writer.write(b"GET /stream HTTP/1.1\r\nhost: localhost\r\n\r\n")
+                await reader.readexactly(100_000)
+                writer.transport.abort()
+                await fountain.ended.wait()
+
+        run(work())
+
+
+class TestStopping:
+    async def _held(self, server: Served) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A request that is being answered."""
+        reader, writer = await server.connect()
+        writer.write(b"POST /held HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\n\r\nx")
+        await self.arrived.wait()
+        return reader, writer
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/held":
+            self.arrived.set()
+            await self.release.wait()
+        await echo(scope, receive, send)
+
+    def setup_method(self) -> None:
+        self.arrived, self.release = asyncio.Event(), asyncio.Event()
+
+    def test_the_first_signal_drains_and_the_request_in_flight_is_answered(self) -> None:
+        async def work() -> None:
+            async with served(self.app) as server:
+                reader, _ = await self._held(server)
+                os.kill(os.getpid(), signal.SIGTERM)
+                while not server.drained:
+                    await asyncio.sleep(0.001)
+                assert await server.is_well(), "probes are answered while it drains"
+                self.release.set()
+                assert status(await reader.read()) == 200
+                assert await server.task
+
+        run(work())
+
+    def test_the_second_signal_stops_at_once(self) -> None:
+        async def work() -> None:
+            async with served(self.app) as server:
+                reader, _ = await self._held(server)
+                os.kill(os.getpid(), signal.SIGINT)
+                while not server.drained:
+                    await asyncio.sleep(0.001)
+                os.kill(os.getpid(), signal.SIGINT)
+                assert await server.task is False
+                assert b"200" not in await reader.read()
+
+        run(work())
+
+    def test_draining_ends_when_its_time_is_over(self) -> None:
+        async def work() -> None:
+            async with served(self.app, drain_timeout=SHORT) as server:
+                await self._held(server)
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert await server.task is False
+
+        run(work())
+
+    def test_requests_that_are_overdue_can_still_be_told(self) -> None:
+        async def work() -> None:
+            async with served(self.app, drain_timeout=SHORT, on_overdue=self.release.set) as server:
+                reader, _ = await self._held(server)
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert status(await reader.read()) == 200
+                assert await server.task is False
+
+        run(work())
+
+    def test_a_drain_that_fails_is_not_clean(self) -> None:
+        async def fails() -> None:
+            raise RuntimeError("planted")
+
+        async def work() -> None:
+            async with served(self.app, on_drain=fails) as server:
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert await server.task is False
+
+        run(work())
+
+    def test_when_the_engine_has_ended_answers_that_are_ready_still_go_out(self) -> None:
+        async def work() -> None:
+            async with served(self.app) as server:
+                reader, _ = await self._held(server)
+                server.stopped.set()
+                self.release.set()
+                assert status(await reader.read()) == 200
+                assert await server.task
+                assert not server.drained
+
+        run(work())
+
+    def test_signals_are_the_process_own_again_afterwards(self) -> None:
+        before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+
+        async def work() -> None:
+            async with served() as server:
+                assert await server.is_well()
+
+        run(work())
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_a_port_that_is_taken_is_an_error_that_names_it() -> None:
+    taken = http.bind(ServerConfig(port=0))
+    port = taken[0].getsockname()[1]
+    taken[0].listen()
+    with pytest.raises(http.ConfigError, match=f"127.0.0.1 port {port} can not be listened at: .*--port"):
+        http.bind(ServerConfig(port=port))
+    taken[0].close()
+
+
+def test_a_host_that_is_not_there_is_an_error_that_names_it() -> None:
+    with pytest.raises(http.ConfigError, match="no-such-host.invalid"):
+        http.bind(ServerConfig(host="no-such-host.invalid"))
+
+
+def test_who_reads_a_byte_now_and_then_keeps_no_place_on_the_device(server: Server) -> None:
+    asked = {"prompt": "Once upon", "max_tokens": 300, "ignore_eos": True, "stream": True, "logprobs": 5}
+    body = json.dumps(asked).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", server.port))
+        slow.sendall(head % len(body) + body)
+        read = slow.recv(1)
+        before = server.get("/server_info/stats")
+        assert server.post("/v1/completions", {"prompt": "Once", "max_tokens": 2})["usage"]["completion_tokens"] == 2
+        while (stats := server.get("/server_info/stats"))["running"] + stats["waiting"]:
+            read += slow.recv(1)
+        assert read.startswith(b"HTTP/1.1 200") and len(read) < 20_000
+        assert stats["generation_tokens"] >= before["generation_tokens"]
+    assert server.get("/server_info/audit")["problems"] == []
