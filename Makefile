@@ -1,4 +1,5 @@
 # make demo   install if needed, then write a story with the embedded model
+# make serve  install if needed, then serve the embedded model at http://127.0.0.1:8000
 # make test   lint, types, tests on every lane that needs no hardware
 PYTHON ?= python3
 VENV := .venv

@@ -84,7 +84,7 @@ def refusal(content: bytes) -> str:
         found = json.loads(content)
     except ValueError:
         return content[:200].decode("utf-8", "replace").strip() or NOT_SAID
-    error = found.get("error", found) if isinstance(found, dict) else found
+    error = found.get("error", found.get("detail", found)) if isinstance(found, dict) else found
     return str(error.get("message", error) if isinstance(error, dict) else error) or NOT_SAID
 
 

@@ -182,12 +182,16 @@ def _limits(where: Address) -> tuple[int, int]:
     """Vocabulary size and context of the model that the server runs, as it says itself."""
     from sglcore.bench.address import ServerError, ask
 
+    remedy = "give --vocab-size, if this server is not sglcore"
     try:
         info = ask(where, "/server_info")
-        return int(info["limits"]["vocab_size"]), int(info["max_model_len"])
-    except (ServerError, KeyError, TypeError) as error:
-        found = f"{where}/server_info does not say the vocabulary's size: {error}"
-        raise ServerError(found, remedy="give --vocab-size") from None
+    except ServerError as error:
+        raise ServerError(error.found, remedy=remedy) from None
+    if not isinstance(info, dict) or "limits" not in info:
+        raise ServerError(f"{where}/server_info does not say the limits", remedy=remedy)
+    if info["limits"] is None:
+        raise ServerError(f"{where} is not ready (phase: {info['phase']})", remedy="wait until /readyz answers 200")
+    return int(info["limits"]["vocab_size"]), int(info["max_model_len"])
 
 
 def _with_bar(run: Callable[..., list[Record]], jobs: Sequence[Job], *, quiet: bool) -> list[Record]:

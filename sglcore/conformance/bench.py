@@ -11,6 +11,7 @@ import torch
 
 from sglcore.conformance.checkpoint import FIRST_TOKEN, VOCAB
 from sglcore.conformance.law import LawBroken
+from sglcore.conformance.matcher import HashedMatcher
 from sglcore.conformance.tape import Tape
 from sglcore.conformance.target import Geometry, Running
 from sglcore.device.facts import Facts
@@ -68,10 +69,20 @@ class Session:
         self._requests: list[Request] = []
         self._waiting: list[Request] = []
 
-    def begin(self, prompts: Sequence[list[int]], lengths: int | Sequence[int], **sampling: Any) -> None:
-        """Take prompts that `step` will run; `lengths`: tokens to emit, of all or of each. Greedy unless said."""
+    def begin(
+        self,
+        prompts: Sequence[list[int]],
+        lengths: int | Sequence[int],
+        *,
+        grammars: Sequence[int | None] = (),
+        **sampling: Any,
+    ) -> None:
+        """Take prompts that `step` will run; `lengths`: tokens to emit, of all or of each; `grammars`: the seed of each
+        one's stand-in for a grammar, None for a free one. Greedy unless said."""
         each = [lengths] * len(prompts) if isinstance(lengths, int) else lengths
         self._requests = [self._request(prompt, count, sampling) for prompt, count in zip(prompts, each, strict=True)]
+        for request, seed in zip(self._requests, grammars, strict=False):
+            request.matcher = None if seed is None else HashedMatcher(seed, VOCAB)
         self._waiting, self._step = list(self._requests), 0
 
     def step(self) -> bool:

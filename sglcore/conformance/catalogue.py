@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from sglcore.conformance import laws_attention, laws_kernels, laws_package, laws_runner, laws_serving
+from sglcore.conformance import laws_attention, laws_kernels, laws_masks, laws_package, laws_runner, laws_serving
 from sglcore.conformance.law import LEVELS, Law, up_to
 from sglcore.device.errors import ConfigError
 
 LAWS: tuple[Law, ...] = tuple(
     sorted(
-        (*laws_package.LAWS, *laws_runner.LAWS, *laws_kernels.LAWS, *laws_attention.LAWS, *laws_serving.LAWS),
+        (
+            *laws_package.LAWS,
+            *laws_runner.LAWS,
+            *laws_masks.LAWS,
+            *laws_kernels.LAWS,
+            *laws_attention.LAWS,
+            *laws_serving.LAWS,
+        ),
         key=lambda law: LEVELS.index(law.level),
     )
 )

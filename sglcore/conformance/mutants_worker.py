@@ -206,6 +206,28 @@ class SwapsRows(Changed):
         return replace(result, token_ids=tokens)
 
 
+class LeavesMasksOut(Changed):
+    """Masks are sent with the first step of a composition only."""
+
+    def __init__(self, worker: ModelWorker) -> None:
+        super().__init__(worker)
+        self._composition = -1
+
+    def change(self, batch: ScheduleBatch) -> None:
+        if batch.composition == self._composition:
+            batch.masks = batch.mask_rows = None
+        self._composition = batch.composition
+
+
+class MasksTheNextRow(Changed):
+    """A mask holds for the row after its own."""
+
+    def change(self, batch: ScheduleBatch) -> None:
+        if batch.mask_rows is not None:
+            emitting = np.flatnonzero(batch.emits)
+            batch.mask_rows = np.roll(emitting, -1)[np.searchsorted(emitting, batch.mask_rows)].astype(np.int32)
+
+
 class Flatters(Changed):
     """Log-probabilities are reported half a nat too high."""
 
@@ -271,6 +293,8 @@ KEEPS_OLD_PAGES = _worker("slot keeps old pages", KeepsOldPages)
 FORGETS_OUTPUTS = _worker("outputs forgotten", ForgetsOutputs)
 LOSES_SHARED_PAGES = _worker("shared page lost", LosesSharedPages)
 SWAPS_ROWS = _worker("rows swapped", SwapsRows)
+LEAVES_MASKS_OUT = _worker("masks left out", LeavesMasksOut)
+MASKS_THE_NEXT_ROW = _worker("masks of the next row", MasksTheNextRow)
 FLATTERS = _worker("flattering log-probabilities", Flatters)
 OVERSTATES = _worker("limits overstated", Overstates)
 LATEST_WORKER = _worker("latest worker", latest())

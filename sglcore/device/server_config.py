@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from types import MappingProxyType
 
@@ -12,7 +13,6 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.settings import PREFIX, require_at_least
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _COUNTS = (
     "max_request_bytes",
     "max_header_bytes",
@@ -110,7 +110,17 @@ class ServerConfig:
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the server."""
-        return self.host.lower() in LOOPBACK or self.host.startswith("127.")
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address can only mean this machine."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def read_keys(path: str) -> tuple[str, ...]:

@@ -145,7 +145,7 @@ def _bounds(nodes: Sequence[dict[str, Any]], name: str) -> list[tuple[float, boo
     """Lower or upper bounds, and whether each is exclusive."""
     names = {name: False, f"exclusive{name.capitalize()}": True}
     found = [(node.get(each), is_open) for node in nodes for each, is_open in names.items()]
-    return [(value, is_open) for value, is_open in found if type(value) in (int, float)]
+    return [(value, is_open) for value, is_open in found if isinstance(value, (int, float))]
 
 
 def _lark_of(text: str) -> str:

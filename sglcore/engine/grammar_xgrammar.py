@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import xgrammar
 from numpy.typing import NDArray
 
 from sglcore.engine.grammar import Vocabulary
@@ -99,25 +98,28 @@ class Xgrammar:
     name = "xgrammar"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
+        import xgrammar
+
+        self._library = xgrammar
         self._vocabulary = vocabulary
 
     @cached_property
     def _compiler(self) -> Any:
-        given = self._vocabulary
-        found = xgrammar.TokenizerInfo._detect_metadata_from_hf(given.tokenizer.to_str())
-        info = xgrammar.TokenizerInfo(
+        given, library = self._vocabulary, self._library
+        found = library.TokenizerInfo._detect_metadata_from_hf(given.tokenizer.to_str())
+        info = library.TokenizerInfo(
             _spellings(given),
             found["vocab_type"],
             vocab_size=given.size,
             stop_token_ids=sorted(given.eos_ids),
             add_prefix_space=found["add_prefix_space"],
         )
-        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        return library.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def compile(self, grammar: Grammar) -> CompiledByXgrammar:
         """As `GrammarBackend.compile`."""
         try:
-            return CompiledByXgrammar(self._compile(grammar))
+            return CompiledByXgrammar(self._library, self._compile(grammar))
         except RuntimeError as error:
             raise GrammarError(f"this {grammar.kind} can not be enforced: {_one_line(str(error))}") from None
 
@@ -141,12 +143,12 @@ class Xgrammar:
 class CompiledByXgrammar:
     """A compiled grammar, which all matchers share."""
 
-    def __init__(self, compiled: Any) -> None:
-        self._compiled = compiled
+    def __init__(self, library: Any, compiled: Any) -> None:
+        self._library, self._compiled = library, compiled
 
     def start(self) -> Matcher:
         """As `CompiledGrammar.start`."""
-        return XgrammarMatcher(xgrammar.GrammarMatcher(self._compiled))
+        return XgrammarMatcher(self._library.GrammarMatcher(self._compiled))
 
 
 class XgrammarMatcher:

@@ -22,7 +22,7 @@ class TokenNews(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
     request_id: str
     index: int
-    token_ids: list[int] = []
+    token_ids: list[int] = msgspec.field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_cause: int | str | None = None
     error: str = ""

@@ -155,6 +155,8 @@ class TokenEngine:
             self.scheduler.add(request)
 
     def _compile(self, grammar: Grammar) -> Compiling:
+        if not self.limits.takes_masks:
+            raise RequestError("this device's sampler takes no masks, so it follows no grammars; leave the grammar out")
         if self._grammars is None:
             self._grammars = self._open_grammars()
         if self._grammars is None:

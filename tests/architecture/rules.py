@@ -21,7 +21,8 @@ ARROWS: Mapping[str, frozenset[str]] = MappingProxyType(
         "models": frozenset({"device", "checkpoint", "runtime", "layers"}),
         "engine": frozenset({"device", "sampling", "schedule"}),
         "serving": frozenset({"device", "sampling", "schedule", "engine"}),
-        "cli": frozenset({"device", "sampling", "schedule", "engine", "serving", "conformance"}),
+        "bench": frozenset({"device", "sampling", "engine"}),
+        "cli": frozenset({"device", "sampling", "schedule", "engine", "serving", "conformance", "bench"}),
         "conformance": frozenset(
             {"device", "checkpoint", "sampling", "schedule", "runtime", "layers", "models", "engine", "serving"}
         ),

@@ -38,6 +38,14 @@ def answering() -> FastAPI:
     async def models() -> Response:
         return JSONResponse({"data": [{"id": "small"}]})
 
+    @app.get("/loading/v1/models")
+    async def early() -> Response:
+        return JSONResponse({"data": [{"id": "small"}]})
+
+    @app.get("/loading/server_info")
+    async def unready() -> Response:
+        return JSONResponse({"limits": None, "max_model_len": None, "phase": "warm-up"})
+
     @app.get("/server_info")
     async def info() -> Response:
         return JSONResponse({"limits": {"vocab_size": 64}, "max_model_len": 512})
@@ -245,7 +253,18 @@ def test_without_matplotlib_a_plot_is_refused_before_the_load(
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(("bench", "serve", "--url", "http://127.0.0.1:9")) == 2
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--url", "http://127.0.0.1:9"), "can not be reached"),
+        (("--url", "{url}/loading"), "not ready (phase: warm-up)"),
+        (("--url", "{url}/other", "--model-name", "small"), "answered 404: Not Found; give --vocab-size"),
+        (("--url", "{url}", "--random-input-len", "900"), "the model takes 512"),
+    ],
+)
+def test_what_can_not_be_measured_is_one_line(
+    url: str, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    assert main(("bench", "serve", *(word.format(url=url) for word in words))) == 2
     seen = capsys.readouterr().err
-    assert "can not be reached" in seen and seen.count("\n") == 1
+    assert said in seen and seen.count("\n") == 1

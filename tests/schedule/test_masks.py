@@ -93,7 +93,7 @@ class AcceptsInPlainStepsOnly(Scheduler):
         return update
 
 
-MUTANTS: dict[str, Callable[[Scheduler], object]] = {
+MUTANTS: dict[str, Callable[[Scheduler], None]] = {
     "plans ahead": lambda scheduler: setattr(scheduler, "__class__", PlansAhead),
     "masks of the step before": lambda scheduler: setattr(scheduler._builder, "__class__", MasksOfTheStepBefore),
     "masks of other rows": lambda scheduler: setattr(scheduler._builder, "__class__", MasksOfOtherRows),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from sglcore.conformance.matcher import HashedMatcher
 from sglcore.conformance.tape import Tape
 from sglcore.device.config import resolve_config
 from sglcore.device.worker import Limits, ModelWorker
@@ -125,12 +126,15 @@ class Session:
         *,
         score_prompts: bool = False,
         before_step: Callable[[Scheduler, int], None] | None = None,
+        grammars: Sequence[int | None] = (),
         **sampling: Any,
     ) -> list[Result]:
-        """Run prompts to their end; greedy unless said. Waits."""
+        """Run prompts to their end; greedy unless said. `grammars`: the seed of each prompt's, None for a free one. Waits."""
         values = {"temperature": 0.0, "logprobs": 0, "ignore_eos": True, **sampling}
         params = SamplingParams(**values, max_tokens=max_tokens, prompt_logprobs=0 if score_prompts else None)
         requests = [self._request(prompt, params) for prompt in prompts]
+        for request, seed in zip(requests, grammars, strict=False):
+            request.matcher = None if seed is None else HashedMatcher(seed, self.scheduler.limits.vocab_size)
         waiting, step = list(requests), 0
         while waiting or self.loop.has_work:
             if not step % max(self._drive.stagger, 1):

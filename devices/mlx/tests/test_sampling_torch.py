@@ -147,6 +147,7 @@ def test_positions_beyond_the_batch_are_padding_that_changes_nothing():
     count, more = len(case.rows), ((0, 4), (0, 0))
     history = np.pad(case.history, more)
     positions = mx.array(np.pad(case.positions, (0, 4)))
+    assert case.mask_rows is not None and case.mask_words is not None
     masks = Masks(mx.array(case.mask_rows), mx.array(case.mask_words))
     state = state_module.make_state(case.host, positions, history=mx.array(history), masks=masks)
     found = sampler_module.Sampler(120).sample(mx.array(np.pad(case.logits, more)), state)

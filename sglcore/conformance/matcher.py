@@ -1,0 +1,44 @@
+"""A stand-in for a grammar: which tokens may follow is drawn by a hash of all that went before, so that no mask serves
+another row, another step or a history that was changed."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+PRIME = 0x100000001B3
+WORD = (1 << 64) - 1
+
+
+class HashedMatcher:
+    """Allows `share` of the vocabulary after each token. Holds to `sglcore.schedule.request.Matcher`."""
+
+    def __init__(self, seed: int, vocab_size: int, share: float = 0.15) -> None:
+        self.error = ""
+        self._digest = seed + 1
+        self._vocab_size, self._share = vocab_size, share
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """bool[V]: the tokens that may come next, at least one."""
+        drawn = np.random.default_rng(self._digest).random(self._vocab_size)
+        return drawn <= max(self._share, drawn.min())
+
+    def accept(self, token_id: int) -> bool:
+        """Go on by an allowed token."""
+        if not self.allowed()[token_id]:
+            self.error = f"token {token_id} was not allowed"
+            return False
+        self._digest = (self._digest ^ (token_id + 1)) * PRIME & WORD
+        return True
+
+    def fill(self, words: NDArray[np.int32]) -> None:
+        """The bits of `allowed`."""
+        bits = np.zeros(len(words) * 32, dtype=bool)
+        bits[: self._vocab_size] = self.allowed()
+        words[:] = np.packbits(bits, bitorder="little").view("<i4")
+
+
+def follows(seed: int, vocab_size: int, tokens: list[int]) -> bool:
+    """Whether a whole output keeps to the grammar of a seed."""
+    matcher = HashedMatcher(seed, vocab_size)
+    return all(matcher.accept(token) for token in tokens)
