@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "model": ("--model", "--model-path"),
+        "model": ("--model-path",),
         "max_model_len": ("--context-length",),
         "max_requests": ("--max-num-seqs", "--max-running-requests"),
         "max_batch_tokens": ("--max-num-batched-tokens", "--chunked-prefill-size"),

@@ -53,6 +53,7 @@ HELP: Mapping[str, str] = MappingProxyType(
         "replicas": "Engine processes behind this endpoint.",
         "replica_env": "A variable for each replica, NAME={index}; may be given several times.",
         "ray": "Place the replicas by Ray: the address of a cluster, auto, or local.",
+        "ray_resources": "What each replica needs of its machine, NAME=AMOUNT; may be given several times.",
         "grammar_backend": "What compiles grammars: auto, llguidance or xgrammar.",
         "tool_parser": "How tool calls are read; auto finds it in the chat template, off turns them off.",
         "reasoning_parser": "How reasoning is told from the answer; auto finds it in the chat template.",

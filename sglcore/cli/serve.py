@@ -30,7 +30,7 @@ def serve_command() -> Callable[..., None]:
 def serve(
     model: Annotated[str | None, typer.Argument(help="A checkpoint folder; left out, the embedded model.")] = None,
     model_path: Annotated[
-        str | None, typer.Option(*flag_names("model")[1:], help="The same, as a flag. [SGLCORE_MODEL]")
+        str | None, typer.Option(*flag_names("model"), help="The same, as a flag. [SGLCORE_MODEL]")
     ] = None,
     eager: Annotated[bool, typer.Option(*EAGER_FLAGS, help="The same as --graph off.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the address and nothing else.")] = False,

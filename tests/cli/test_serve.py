@@ -1,0 +1,159 @@
+"""`sglcore serve` as a person types it: flags from the records, other engines' names for them, and how it ends."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sglcore.cli.aliases import FLAGS, graph_name
+from sglcore.cli.app import make_app
+from sglcore.cli.flag_help import HELP
+from sglcore.cli.settings import flag_names, split_settings
+from sglcore.device.config import EngineConfig
+from sglcore.device.server_config import ServerConfig
+from sglcore.device.settings import setting_kinds, variable_of
+from sglcore.engine.start import embedded_model
+from tests.cli.test_generate import refused, run
+
+SETTINGS = {**setting_kinds(EngineConfig), **setting_kinds(ServerConfig)}
+
+
+@pytest.fixture(scope="module")
+def help_text() -> str:
+    found = CliRunner().invoke(make_app(), ["serve", "--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+    assert found.exit_code == 0
+    return found.stdout
+
+
+def test_every_setting_has_a_flag_its_variable_and_a_line_of_help(help_text: str) -> None:
+    assert SETTINGS.keys() - {"model"} == HELP.keys()
+    joined = " ".join(help_text.split())
+    for name in SETTINGS:
+        assert f"[{variable_of(name)}]" in joined, name
+        for flag in flag_names(name):
+            assert f"{flag} " in joined or f"{flag}," in joined, flag
+
+
+def test_no_flag_means_two_settings() -> None:
+    flags = [flag for name in SETTINGS for flag in flag_names(name)]
+    assert len(flags) == len(set(flags))
+    assert SETTINGS.keys() >= FLAGS.keys()
+
+
+def test_lists_become_the_tuples_of_their_record() -> None:
+    given = {"served_model_name": ["a", "b"], "port": 1, "graph_buckets": [1, 2]}
+    assert split_settings(given, ServerConfig) == {"served_model_name": ("a", "b"), "port": 1}
+    assert split_settings(given, EngineConfig) == {"graph_buckets": (1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [("full", "full"), ("NONE", "off"), ("FULL_DECODE_ONLY", "full"), ("eager", "off"), ("odd", "odd")],
+)
+def test_graph_kinds_may_have_the_names_of_other_engines(word: str, ours: str) -> None:
+    assert graph_name(word) == ours
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("--device", "nope"), ("device 'nope'", "wanted one of")),
+        (("/no/such/model",), ("/no/such/model", "config.json")),
+        (("a", "--model-path", "b"), ("'a'", "'b'", "name one")),
+        (("--graph", "full", "--enforce-eager"), ("--graph full", "--enforce-eager")),
+        (("--log-level", "loud"), ("log_level is 'loud'", "debug, info")),
+        (("--port", "70000"), ("port is 70000",)),
+        (("--chat-template", "/no/such/file"), ("chat_template /no/such/file",)),
+        (("--tool-parser", "hermes"), ("hermes",)),
+        (("--api-key", "a key"), ("key 1 of api_key",)),
+        (("--kv-cache-memory", "lots"), ("kv_cache_memory is 'lots'", "512M")),
+    ],
+)
+def test_what_can_not_start_is_one_line_and_exit_code_2(words: tuple[str, ...], parts: tuple[str, ...]) -> None:
+    refused(run("serve", "--port", "0", *words), *parts)
+
+
+def test_a_wrong_flag_names_the_nearest() -> None:
+    found = run("serve", "--prot", "1")
+    assert found.returncode == 2 and "--port" in found.stderr
+
+
+def test_a_port_in_use_is_an_error_before_the_model_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        refused(run("serve", "--port", str(taken.getsockname()[1])), "can not be listened at", "--port")
+
+
+def test_a_broken_checkpoint_ends_the_server_with_its_reason(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(embedded_model(), tmp_path / "model"))
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000])
+    found = run("serve", str(folder), "--port", "0")
+    assert found.returncode == 2
+    assert f"error: {folder / 'model.safetensors'} is damaged" in found.stderr
+
+
+@pytest.fixture
+def started() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server as a terminal starts it, in a group of its own, and its URL."""
+    command = [sys.executable, "-m", "sglcore.cli", "serve", "--port", "0"]
+    environment = {**os.environ, "COLUMNS": "160"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout.readline().split()[-1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_ctrl_c_in_mid_stream_ends_the_stream_whole_and_the_server_with_0(
+    started: tuple[subprocess.Popen[str], str],
+) -> None:
+    process, url = started
+    body = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        first = answer.readline()
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: every process of the group hears it
+        lines = [first, *answer]
+    assert [line for line in lines if line.startswith(b"data: ")][-1] == b"data: [DONE]\n"
+    assert process.wait(30) == 0
+    assert process.stderr is not None
+    shown = process.stderr.read()
+    assert "attention" in shown and "Traceback" not in shown
+
+
+def test_a_second_ctrl_c_stops_at_once(started: tuple[subprocess.Popen[str], str]) -> None:
+    process, url = started
+    body = {"prompt": "Once upon a time", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 16}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        answer.readline()
+        os.killpg(process.pid, signal.SIGINT)
+        while "draining" not in urllib.request.urlopen(f"{url}/livez", timeout=5).read().decode():
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
+        with suppress(http.client.IncompleteRead):
+            assert b"[DONE]" not in answer.read()
+        assert process.wait(15) is not None
