@@ -41,8 +41,8 @@ class ServerConfig:
     connection stays. `drain_timeout`: how long a server that was told to stop goes on with the requests in flight.
     `restart`: start an engine again that died. `replica_env`: variables that each replica gets, `NAME=VALUE`, where
     `{index}` in VALUE is its number. `ray`: place the replicas by Ray, on the cluster at this address ("auto": this
-    machine's, "local": a new one); `ray_resources`: what each takes of it, `NAME=AMOUNT`, such as CPU=4. `log_file` None logs to stderr. `max_stored_responses` bounds the answers
-    that are kept for later reference.
+    machine's, "local": a new one); `ray_resources`: what each takes of it, `NAME=AMOUNT`, such as CPU=4. `log_file` None
+    logs to stderr. `max_stored_responses` bounds the answers that are kept for later reference.
     """
 
     host: str = "127.0.0.1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,27 @@ class TextError(SglcoreError, ValueError):
     """Text that this checkpoint can not take."""
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What one rendering may do. Some published templates need 500 steps for each message of a long conversation."""
+
+    steps: int = 1_000_000
+    """Turns of loops, calls and filters."""
+    made: int = 64_000_000
+    """Characters made on the way."""
+    output: int = 16_000_000
+    """Characters of the prompt."""
+
+
 class ChatTemplate:
     """The templates of one checkpoint by name; "default" for conversations, "tool_use" where tools have their own."""
 
-    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], bounds: Bounds | None = None
+    ) -> None:
         self.sources = dict(sources)
         self.special_tokens = dict(special_tokens)
+        self._bounds = bounds or Bounds()
         self._templates: dict[str, Any] = {}
 
     @classmethod
@@ -79,7 +95,7 @@ class ChatTemplate:
     def _sandbox(self) -> Any:
         from sglcore.engine.template_sandbox import Sandbox
 
-        return Sandbox()
+        return Sandbox(self._bounds)
 
     def _read(self, source: str) -> Any:
         if source not in self._templates:

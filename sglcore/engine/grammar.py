@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock, Thread, stack_size
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -25,6 +25,9 @@ BACKENDS = ("llguidance", "xgrammar")
 KEPT_GRAMMARS = 256
 COMPILE_SECONDS = 20.0
 COMPILE_THREADS = 2
+STACK_BYTES = 256 << 20
+"""Compilers descend from rule to rule: a long chain of them would overrun the stack that threads have otherwise, and end
+the process. Only what is used of it takes memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,9 @@ class Grammars:
             # The interpreter does not wait for a daemon when it ends; a compiler can not be interrupted.
             thread = Thread(target=self._work, name="grammar", daemon=True)
             self._threads.append(thread)
+            usual = stack_size(STACK_BYTES)
             thread.start()
+            stack_size(usual)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

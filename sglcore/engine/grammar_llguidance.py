@@ -25,6 +25,9 @@ BOUNDS = frozenset({"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"
 MERGED = frozenset({"$ref", "anyOf", "oneOf"})
 """What is merged with the keywords beside it."""
 
+MAX_EBNF = 1 << 14
+"""Characters: translating takes time with the square of them, and other threads wait meanwhile."""
+
 UNENFORCED = frozenset({"x-guidance", "$anchor", "$dynamicAnchor"})
 """What it reads in silence: the first switches its own checks off."""
 
@@ -57,7 +60,10 @@ class Llguidance:
             raise GrammarError(f"this {grammar.kind} can not be enforced wholly: {'; '.join(warnings)}")
         # The first mask builds most of the lexer, which all copies share.
         compiled = CompiledByLlguidance(matcher, -(-self._size // 32))
-        compiled.start().fill(np.empty(-(-self._vocabulary.size // 32), dtype=np.int32))
+        first = compiled.start()
+        first.fill(np.empty(-(-self._vocabulary.size // 32), dtype=np.int32))
+        if first.error:
+            raise GrammarError(f"this {grammar.kind} can not be enforced: {first.error}")
         return compiled
 
 
@@ -149,6 +155,10 @@ def _bounds(nodes: Sequence[dict[str, Any]], name: str) -> list[tuple[float, boo
 
 
 def _lark_of(text: str) -> str:
+    if len(text) > MAX_EBNF:
+        raise GrammarError(
+            f"this ebnf has {len(text)} characters", wanted=f"at most {MAX_EBNF}", remedy="write it as a lark grammar"
+        )
     try:
         return any_to_lark(text)
     except Exception as error:

@@ -21,12 +21,8 @@ from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_STEPS = 250_000
-"""Turns of loops, calls and filters of one rendering."""
-MAX_MADE = 64_000_000
-"""Characters that one rendering may make, intermediate ones included."""
-MAX_OUTPUT = 16_000_000
-"""Characters of a rendered prompt."""
+from sglcore.engine.chat_template import Bounds
+
 MAX_WIDTH = 100_000
 """Of anything that is padded or repeated at once."""
 MAX_BITS = 4096
@@ -59,8 +55,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops: ClassVar[frozenset[str]] = frozenset({"+", "*", "**", "%"})
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: Bounds) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"])
+        self._bounds = bounds
         self._spent = threading.local()
         self.finalize = self.made
         self.filters = {name: self._bounded(name, function) for name, function in self.filters.items()}
@@ -86,8 +83,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             for part in template.code.generate(variables):
                 parts.append(part)
                 size += len(part)
-                if size > MAX_OUTPUT:
-                    raise TemplateLimit(f"it makes more than {MAX_OUTPUT} characters")
+                if size > self._bounds.output:
+                    raise TemplateLimit(f"it makes more than {self._bounds.output} characters")
         except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise TemplateError(f"{type(error).__name__}: {error}") from None
         return "".join(parts)
@@ -106,8 +103,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """The value, its characters or items counted."""
         if isinstance(value, str | list | tuple):
             self._spent.made += len(value)
-            if self._spent.made > MAX_MADE:
-                raise TemplateLimit(f"it makes more than {MAX_MADE} characters on the way")
+            if self._spent.made > self._bounds.made:
+                raise TemplateLimit(f"it makes more than {self._bounds.made} characters on the way")
         return value
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -145,8 +142,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def _step(self) -> None:
         self._spent.steps += 1
-        if self._spent.steps > MAX_STEPS:
-            raise TemplateLimit(f"it takes more than {MAX_STEPS} steps (turns of loops, calls, filters)")
+        if self._spent.steps > self._bounds.steps:
+            raise TemplateLimit(f"it takes more than {self._bounds.steps} steps (turns of loops, calls, filters)")
 
     def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -164,7 +161,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 class GenerationBlock(Extension):
     """`{% generation %}` marks what the assistant wrote, for training; here it is only its content."""
 
-    tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]
+    tags: ClassVar[frozenset[str]] = frozenset({"generation"})  # type: ignore[misc]
 
     def parse(self, parser: Any) -> Any:
         """The nodes between the tags."""

@@ -22,6 +22,10 @@ class RequestError(SglcoreError, ValueError):
     """A request that can never run here."""
 
 
+class ContextError(RequestError):
+    """A prompt that the context does not hold."""
+
+
 class State(IntEnum):
     """Where a request is. EXTENDING and DECODING are the running states."""
 

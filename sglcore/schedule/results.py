@@ -6,7 +6,7 @@ import numpy as np
 
 from sglcore.device.worker import BatchResult, Limits, TokenLogprobs
 from sglcore.schedule.overlap import BatchRecord
-from sglcore.schedule.request import Request, RequestError
+from sglcore.schedule.request import ContextError, Request, RequestError
 
 
 def check_request(request: Request, limits: Limits) -> None:
@@ -21,7 +21,7 @@ def check_request(request: Request, limits: Limits) -> None:
             f"request {request.rid!r} wants to generate, but this model only embeds; ask for an embedding"
         )
     elif length >= limits.max_model_len:
-        raise RequestError(
+        raise ContextError(
             f"the prompt of {request.rid!r} has {length} tokens and the context holds {limits.max_model_len}, one of"
             f" them for the output; shorten the prompt by {length - limits.max_model_len + 1} or raise max_model_len, where the checkpoint allows it"
         )
@@ -44,7 +44,7 @@ def _check_embedding(request: Request, limits: Limits) -> None:
     length = len(request.prompt_ids)
     if length > most:
         name = "max_model_len" if most == limits.max_model_len else "max_batch_tokens"
-        raise RequestError(
+        raise ContextError(
             f"the prompt of {request.rid!r} has {length} tokens and an embedding runs in one step of at most {most};"
             f" shorten the prompt by {length - most} or raise {name}"
         )

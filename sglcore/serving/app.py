@@ -24,6 +24,7 @@ from sglcore.serving.api import (
     page,
     probes,
     responses,
+    tokenizer_info,
     tokens,
 )
 from sglcore.serving.api.shared import ERRORS
@@ -33,7 +34,20 @@ from sglcore.serving.errors import INVALID, Failure, told
 from sglcore.serving.front import Front
 from sglcore.serving.sse import encode
 
-_ROUTERS = (probes, models, completions, chat, responses, messages, embeddings, tokens, info, metrics, page)
+_ROUTERS = (
+    probes,
+    models,
+    completions,
+    chat,
+    responses,
+    messages,
+    embeddings,
+    tokens,
+    tokenizer_info,
+    info,
+    metrics,
+    page,
+)
 
 
 def make_app(front: Front) -> FastAPI:
@@ -98,13 +112,15 @@ async def _on_validation(request: Request, error: Exception) -> Response:
 
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    detail = str(error.detail)
+    path, detail, headers = request.url.path, str(error.detail), dict(error.headers or {})
     if detail == HTTPStatus(error.status_code).phrase:
-        detail = f"{request.method} {request.url.path[:200]}: {detail.lower()}; /openapi.json lists the endpoints"
+        detail = f"{request.method} {path[:200]}: {detail.lower()}; /openapi.json lists the endpoints"
+    if error.status_code == 405 and isinstance(request.app, Application):
+        # Routes of one path may have one method each; the router names those of the first route only.
+        headers["allow"] = ", ".join(request.app.methods(path)) or headers.get("Allow", "")
+        headers.pop("Allow", None)
     code = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}.get(error.status_code)
-    return answer(
-        Failure(error.status_code, detail, INVALID, code=code, headers=dict(error.headers or {})), request.url.path
-    )
+    return answer(Failure(error.status_code, detail, INVALID, code=code, headers=headers), path)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -50,6 +50,9 @@ class JsonRoute(APIRoute):
 
 def refused(error: RequestValidationError) -> InvalidRequest:
     """What is wrong with a body or a parameter, about the first field that is wrong."""
+    elsewhere = next((item for item in error.errors() if item["loc"][0] != "body"), None)
+    if elsewhere is not None:
+        return _refused_parameter(elsewhere)
     found = [(item, _real_names(item["loc"][1:], error.body)) for item in error.errors()]
     unknown = next((place for place in found if place[0]["type"] == UNKNOWN_FIELD), None)
     if unknown is not None:
@@ -67,6 +70,12 @@ def _unknown(item: Any, names: tuple[Any, ...]) -> InvalidRequest:
     return InvalidRequest(
         f"found the unknown field {field}{where}", remedy=item["ctx"]["hint"], param=_path((*names, field))
     )
+
+
+def _refused_parameter(item: Any) -> InvalidRequest:
+    """What is wrong with a part of the address."""
+    name = str(item["loc"][-1])
+    return InvalidRequest(f"{name}: found {_shown(item['input'])}", wanted=_wanted(item["msg"]), param=name)
 
 
 def _check_type(declared: str) -> None:

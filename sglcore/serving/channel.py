@@ -6,7 +6,8 @@ so that nobody without them is heard.
 
 from __future__ import annotations
 
-import asyncio
+import threading
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -25,7 +26,9 @@ sockets' own answer, so a long step is not taken for an end."""
 class EngineChannel:
     """An engine's end. Not thread-safe, except that it may be made in one thread and used in another."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, on_lost: Callable[[], None] | None = None) -> None:
+        """`on_lost` is called, in a thread of its own, when a connection over a network has broken: messages may be missing
+        from then on. A socket file's does not break."""
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.PAIR)
         _unbounded(self._socket)
@@ -33,6 +36,11 @@ class EngineChannel:
             self._socket.curve_serverkey = address.front.encode()
             self._socket.curve_publickey = address.public.encode()
             self._socket.curve_secretkey = address.secret.encode()
+        self._is_watched = on_lost is not None and address.endpoint.startswith("tcp:")
+        if self._is_watched:
+            self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = HEARTBEAT_MS, SILENCE_MS
+            monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
+            threading.Thread(target=_watch, args=(monitor, on_lost), name="link", daemon=True).start()
         self._socket.connect(address.endpoint)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Order)
@@ -54,6 +62,8 @@ class EngineChannel:
 
     def close(self) -> None:
         """Send what is queued, then close."""
+        if self._is_watched:
+            self._socket.disable_monitor()
         self._socket.close(LINGER_MS)
         self._context.term()
 
@@ -68,9 +78,6 @@ class FrontChannel:
         if keys is not None:
             self._socket.curve_server = True
             self._socket.curve_publickey, self._socket.curve_secretkey = keys
-        self._is_link = endpoint.startswith("tcp:")
-        if self._is_link:
-            self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = HEARTBEAT_MS, SILENCE_MS
         self._socket.bind(endpoint)
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._encoder = msgspec.msgpack.Encoder()
@@ -84,16 +91,17 @@ class FrontChannel:
         """The next report."""
         return self._decoder.decode(await self._socket.recv())
 
-    async def lost(self) -> None:
-        """Wait until a connection over a network has broken, after which messages may be missing; a socket file's never is."""
-        if not self._is_link:
-            await asyncio.Future[None]()
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        await recv_monitor_message(monitor)
-
     def close(self) -> None:
         """Close at once."""
         self._socket.close(0)
+
+
+def _watch(monitor: zmq.Socket[bytes], on_lost: Callable[[], None]) -> None:
+    """Tell of a break. The monitor is read to its end, because a socket waits for the reader of its monitor."""
+    while (event := recv_monitor_message(monitor)["event"]) != zmq.EVENT_MONITOR_STOPPED:
+        if event == zmq.EVENT_DISCONNECTED:
+            on_lost()
+    monitor.close(0)
 
 
 def _unbounded(socket: zmq.Socket) -> None:

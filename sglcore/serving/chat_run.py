@@ -95,8 +95,17 @@ class ChatRun:
     Iterating raises what ended the generation from outside. One consumer.
     """
 
-    def __init__(self, generation: Generation, parsers: Sequence[TextParser], *, parallel: bool) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        parsers: Sequence[TextParser],
+        *,
+        parallel: bool,
+        ignored: Sequence[str] = (),
+    ) -> None:
+        """`ignored`: the chat_template_kwargs that the template does not read."""
         self.generation = generation
+        self.ignored = tuple(ignored)
         self._samples = [_Sample(index, parser, parallel) for index, parser in enumerate(parsers)]
 
     async def __aiter__(self) -> AsyncIterator[ChatEvent]:
@@ -131,16 +140,19 @@ class _Sample:
             deltas = [*deltas, *self._parser.finish()]
         kept = [delta for delta in deltas if self._parallel or not _is_later_call(delta)]
         self._has_called |= any(delta.kind == "tool_start" for delta in kept)
-        events = [ChatEvent(self._index, delta) for delta in kept]
         self._untold += piece.token_ids
-        if piece.logprobs is None and piece.finish_reason is None and not events:
+        if piece.logprobs is None and piece.finish_reason is None and not kept:
             return []
-        events = events or [ChatEvent(self._index)]
-        events[0] = replace(events[0], logprobs=piece.logprobs, token_ids=self._untold)
-        self._untold = ()
-        if piece.finish_reason is not None:
-            events[-1] = replace(events[-1], finish_reason=self._reason(piece.finish_reason), error=piece.error)
-        return events
+        ids, self._untold = self._untold, ()
+        end = None if piece.finish_reason is None else self._reason(piece.finish_reason)
+        if len(kept) < 2:
+            return [ChatEvent(self._index, kept[0] if kept else None, end, piece.logprobs, piece.error, None, ids)]
+        first, *others, last = kept
+        return [
+            ChatEvent(self._index, first, logprobs=piece.logprobs, token_ids=ids),
+            *(ChatEvent(self._index, delta) for delta in others),
+            ChatEvent(self._index, last, end, error=piece.error),
+        ]
 
     def _reason(self, reason: Literal["stop", "length", "abort", "error"]) -> ChatFinish:
         return "tool_calls" if reason == "stop" and self._has_called else reason
@@ -151,17 +163,26 @@ async def start_chat(front: Front, ask: ChatAsk) -> ChatRun:
 
     Raises TextError for what the template refuses or tools that are off, and as `Front.generate`.
     """
-    form = front.format
-    tools = tools_in_play(ask)
-    params = _params(form, ask, tools)
-    check_token_ids(front, params)
+    form, tools = front.format, tools_in_play(ask)
+    must_call = _must_call(ask, tools)
+    check_token_ids(front, ask.params)
     with blame("messages"):
         rendered = render(front, ask)
+    params = ask.params
+    if must_call and tools:
+        with blame("tool_choice"):
+            grammar = form.tool_grammar(
+                tools, ask.tool_choice, reasoning_open=rendered.reasoning_open, parallel=ask.parallel_tool_calls
+            )
+        params = replace(params, grammar=grammar)
+    if not form.skip_special_tokens and params.skip_special_tokens:
+        params = replace(params, skip_special_tokens=False)
     with blame("messages"):
         generation = await front.generate(
             rendered.text, params, special=False, progress=ask.progress, request_id=ask.request_id
         )
-    return ChatRun(generation, _parsers(form, ask, tools, rendered), parallel=ask.parallel_tool_calls)
+    parsers = [_parser(form, ask, tools, rendered) for _ in range(params.n)]
+    return ChatRun(generation, parsers, parallel=ask.parallel_tool_calls, ignored=rendered.ignored)
 
 
 def render(front: Front, ask: ChatAsk) -> Rendered:
@@ -193,46 +214,29 @@ def tools_in_play(ask: ChatAsk) -> Sequence[Mapping[str, Any]] | None:
     return ask.tools if ask.tools and ask.tool_choice != "none" else None
 
 
-def _params(form: ChatFormat, ask: ChatAsk, tools: Sequence[Mapping[str, Any]] | None) -> SamplingParams:
-    """The sampling of a chat: a call that must come is a grammar, and markers that are special tokens must be seen."""
-    params = ask.params
-    must_call = ask.tool_choice not in ("none", "auto")
-    if must_call and not tools:
-        raise InvalidRequest("tool_choice asks for a call", wanted="tools", remedy="give tools", param="tool_choice")
-    if tools and params.grammar is not None:
+def _must_call(ask: ChatAsk, tools: Sequence[Mapping[str, Any]] | None) -> bool:
+    """Whether the answer has to be a call; raises InvalidRequest for what can not be one."""
+    if tools and ask.params.grammar is not None:
         raise InvalidRequest(
             "found tools and a form of the answer, which leaves no way to call a tool",
             wanted="one of them",
             remedy='set tool_choice to "none", or leave the form out',
             param="response_format",
         )
-    if must_call and tools:
-        _check_named(ask.tool_choice, tools)
-        with blame("tool_choice"):
-            params = replace(params, grammar=form.tool_grammar(tools, ask.tool_choice))
-    if not form.skip_special_tokens and params.skip_special_tokens:
-        params = replace(params, skip_special_tokens=False)
-    return params
+    if ask.tool_choice in ("none", "auto"):
+        return False
+    if not tools:
+        raise InvalidRequest("tool_choice asks for a call", wanted="tools", remedy="give tools", param="tool_choice")
+    return True
 
 
-def _check_named(choice: ToolChoice, tools: Sequence[Mapping[str, Any]]) -> None:
-    if isinstance(choice, str):
-        return
-    name, known = choice["function"]["name"], [tool["function"]["name"] for tool in tools]
-    if name not in known:
-        raise InvalidRequest(
-            f"tool_choice names the function {name!r}", wanted=f"one of {', '.join(known)}", param="tool_choice"
-        )
-
-
-def _parsers(
+def _parser(
     form: ChatFormat, ask: ChatAsk, tools: Sequence[Mapping[str, Any]] | None, rendered: Rendered
-) -> list[TextParser]:
-    """One parser a sample. A form binds the answer from its first token, so what is bound is content, and no thinking."""
+) -> TextParser:
+    """A sample's parser. A form binds the answer from its first token, so what is bound is content, and no thinking."""
     if ask.params.grammar is not None:
-        return [_Content() for _ in range(ask.params.n)]
-    is_open = rendered.reasoning_open and ask.tool_choice in ("none", "auto")
-    return [form.stream(tools=tools, reasoning_open=is_open, tool_choice=ask.tool_choice) for _ in range(ask.params.n)]
+        return _Content()
+    return form.stream(tools=tools, reasoning_open=rendered.reasoning_open, tool_choice=ask.tool_choice)
 
 
 class _Content:

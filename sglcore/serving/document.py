@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
+from starlette.routing import compile_path
 
 from sglcore.serving.protocol.chat import ChatChunk
 from sglcore.serving.protocol.completions import CompletionChunk
@@ -35,6 +36,12 @@ class Application(FastAPI):
                 _with_keys(document)
             self.openapi_schema = document
         return self.openapi_schema
+
+    def methods(self, path: str) -> tuple[str, ...]:
+        """The methods of all endpoints at a path, sorted; none if the document has no such path."""
+        documented = self.openapi()["paths"].items()
+        found = (operations for template, operations in documented if compile_path(template)[0].match(path))
+        return tuple(sorted(method.upper() for operations in found for method in operations))
 
 
 def _without_422(document: dict[str, Any]) -> None:

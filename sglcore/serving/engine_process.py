@@ -37,6 +37,8 @@ from sglcore.serving.warm_up import warm_up
 
 PARENT_GONE = 3
 """The exit code of a process whose parent ended without a word."""
+LINK_BROKE = 4
+"""The exit code of a process that lost its connection to the front: what was on its way may be missing."""
 REPORT_EVERY = 0.1
 """Seconds between two reports of the same phase."""
 
@@ -49,7 +51,7 @@ def main() -> int:
         spec = msgspec.json.decode(given.readline(), type=EngineSpec)
     logging.basicConfig(level=logging.INFO, format=f"%(levelname)s engine {spec.replica}: %(message)s")
     threading.Thread(target=_follow_parent, name="parent", daemon=True).start()
-    channel = EngineChannel(spec.address)
+    channel = EngineChannel(spec.address, lambda: os._exit(LINK_BROKE))
     try:
         service = _start(spec, channel)
         code = service.run()

@@ -18,7 +18,7 @@ from sglcore.device.errors import SglcoreError
 from sglcore.engine.text import TextError
 from sglcore.sampling.grammar import GrammarError
 from sglcore.sampling.params import SamplingError
-from sglcore.schedule.request import RequestError
+from sglcore.schedule.request import ContextError, RequestError
 
 INVALID = "invalid_request_error"
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -113,7 +113,8 @@ def failure(error: BaseException) -> Failure | None:
     if isinstance(error, SamplingError):
         return Failure(400, str(error), INVALID, _named_first(str(error)))
     if isinstance(error, RequestError | TextError | GrammarError):
-        return Failure(400, str(error), INVALID)
+        code = "context_length_exceeded" if isinstance(error, ContextError) else None
+        return Failure(400, str(error), INVALID, code=code)
     return None
 
 
@@ -143,7 +144,7 @@ def blame(param: str) -> Iterator[None]:
     except (RequestError, TextError) as error:
         found = failure(error)
         assert found is not None
-        raise InvalidRequest(found.message, param=found.param or param) from error
+        raise InvalidRequest(found.message, param=found.param or param, code=found.code) from error
 
 
 def _retry_after(seconds: float) -> Mapping[str, str]:

@@ -8,6 +8,7 @@ import secrets
 import tempfile
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -61,7 +62,7 @@ class Fleet:
         self.stopped = asyncio.Event()
         self.exit_code = 0
         self.deaths = 0
-        self._config, self._server, self._chosen = config, server, chosen
+        self._config, self._server, self._chosen = with_whole_path(config), server, chosen
         self._launcher = launcher or launcher_for(server)
         self._router = router or Router()
         self._context = zmq.asyncio.Context()
@@ -304,6 +305,11 @@ def past_only(stats: EngineStats) -> EngineStats:
         ("waiting", "running", "compiling", "num_pages", "free_pages", "cached_pages", "unused_cached_pages"), 0
     )
     return msgspec.structs.replace(stats, **nothing)
+
+
+def with_whole_path(config: EngineConfig) -> EngineConfig:
+    """An engine may be started in another folder."""
+    return config if config.model is None else replace(config, model=str(Path(config.model).expanduser().absolute()))
 
 
 def _drop(order: object) -> None:

@@ -23,6 +23,11 @@ class EngineProcess(Protocol):
         """What a person knows it by, such as its number."""
         ...
 
+    @property
+    def last_words(self) -> str:
+        """What is known of its end besides the exit code; empty: nothing."""
+        ...
+
     async def wait(self) -> int:
         """Its exit code; waits until it has ended. Negative: the signal that ended it."""
         ...
@@ -55,6 +60,8 @@ class Launcher(Protocol):
 
 class LocalProcess:
     """A child of this process. When this process ends, in whatever way, the child's input closes and it ends too."""
+
+    last_words = ""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -113,4 +120,4 @@ def launcher_for(server: ServerConfig) -> Launcher:
         return LocalLauncher()
     from sglcore.serving.ray_launch import RayLauncher
 
-    return RayLauncher(server.ray, server.resources)
+    return RayLauncher(server.ray, server.resources, server.replicas)

@@ -167,7 +167,7 @@ class EngineStats(msgspec.Struct, array_like=True, tag=6, gc=False):
     host_seconds: float = 0.0
     host_steps: int = 0
     step_seconds: float = 0.0
-    paths: dict[str, int] = {}
+    paths: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class Audited(msgspec.Struct, array_like=True, tag=7, gc=False):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -25,6 +26,8 @@ from sglcore.serving.messages import EngineSpec
 
 PENDING_SECONDS = 15.0
 """After so long without a place in the cluster, the log says what is waited for."""
+OBJECT_STORE_BYTES = 128 << 20
+"""Of a cluster that is begun here: nothing large goes through Ray."""
 LOST = 1
 """The exit code of an engine of whose end nothing is known."""
 
@@ -65,6 +68,7 @@ class RayProcess:
         self._killed = asyncio.Event()
         self.host, self.pid = "", 0
         """Where it runs, once it has a place."""
+        self.last_words = ""
 
     @property
     def name(self) -> str:
@@ -72,18 +76,18 @@ class RayProcess:
         return f"process {self.pid} on {self.host}" if self.host else f"of replica {self._replica} without a place"
 
     async def wait(self) -> int:
-        """Its exit code; waits until it has ended, or its actor, or its machine."""
+        """Its exit code; waits until it has ended, or its actor, or its machine. Then its place is free again."""
         ended = asyncio.ensure_future(self._follow())
         killed = asyncio.ensure_future(self._killed.wait())
         await asyncio.wait((ended, killed), return_when=asyncio.FIRST_COMPLETED)
-        killed.cancel()
-        if ended.done():
-            return ended.result()
+        code = ended.result() if ended.done() else LOST
         ended.cancel()
-        return LOST
+        killed.cancel()
+        self.kill()
+        return code
 
     def kill(self) -> None:
-        """End it at once."""
+        """End its actor, and so itself, at once."""
         if not self._killed.is_set():
             ray = _ray()
 
@@ -106,7 +110,8 @@ class RayProcess:
             self.host, self.pid = await place
             return await _result(self._actor.wait.remote())
         except ray.exceptions.RayError as error:
-            log.error("replica %d: Ray lost its actor: %s", self._replica, str(error).strip())
+            log.error("Ray lost the actor of replica %d: %s", self._replica, error)
+            self.last_words = f"Ray lost the actor of the engine {self.name}: {last_line(str(error))}"
             return LOST
 
 
@@ -115,22 +120,23 @@ class RayLauncher:
 
     is_remote = True
 
-    def __init__(self, address: str, resources: Mapping[str, float]) -> None:
+    def __init__(self, address: str, resources: Mapping[str, float], replicas: int) -> None:
         """`address` of the cluster's head ("auto": the cluster that this machine is part of, "local": a new one of this
-        machine alone); `resources` that each engine takes (none: one CPU). Raises ConfigError if Ray is not installed."""
-        if find_spec("ray") is None:
-            raise ConfigError(
-                "the setting ray is given, and Ray is not installed",
-                wanted="the package ray, of one version on all machines",
-                remedy="pip install ray",
-            )
+        machine alone, with room for `replicas`); `resources` that each engine takes (CPU: 1 if not said). Raises ConfigError
+        for an address that leads nowhere, and if Ray is not installed."""
         if "://" in address:
             raise ConfigError(
                 f"ray is {address!r}, which leads to a cluster that this machine is no part of",
                 wanted="auto, local, or the host and port of a cluster's head",
                 remedy="start the server on a machine of the cluster (`ray start --address=HOST:PORT` makes this one so)",
             )
-        self._address = address
+        if find_spec("ray") is None:
+            raise ConfigError(
+                "the setting ray is given, and Ray is not installed",
+                wanted="the package ray, of one version on all machines",
+                remedy="pip install ray",
+            )
+        self._address, self._replicas = address, replicas
         self._resources = {"CPU": 1.0, **resources}
         self._connected = asyncio.Lock()
         self._is_connected = self._is_ours = False
@@ -170,12 +176,14 @@ class RayLauncher:
     async def _connect(self) -> None:
         async with self._connected:
             if not self._is_connected:
-                self._is_ours = await asyncio.to_thread(connect, self._address)
+                room = math.ceil(self._replicas * self._resources["CPU"])
+                self._is_ours = await asyncio.to_thread(connect, self._address, room)
                 self._is_connected = True
 
 
-def connect(address: str) -> bool:
-    """Join a cluster, or begin one; waits. False: this process was in one already. Raises ConfigError.
+def connect(address: str, room: int) -> bool:
+    """Join a cluster, or begin one with `room` CPUs at least; waits. False: this process was in one already. Raises
+    ConfigError.
 
     Not called on the main thread, where Ray would take SIGTERM for itself.
     """
@@ -187,7 +195,13 @@ def connect(address: str) -> bool:
     try:
         if address == "local":
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            ray.init("local", include_dashboard=False, logging_level=logging.ERROR)
+            ray.init(
+                "local",
+                num_cpus=max(room, os.cpu_count() or 1),
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                logging_level=logging.ERROR,
+            )
         else:
             ray.init(address, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -197,6 +211,11 @@ def connect(address: str) -> bool:
             remedy="run `ray start --head` here, or give local",
         ) from error
     return True
+
+
+def last_line(text: str) -> str:
+    """Where errors that came over a wire have what went wrong."""
+    return text.strip().rpartition("\n")[2].strip()
 
 
 def _ray() -> Any:

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from sglcore.serving.channel import FrontChannel
+from sglcore.serving.engine_process import LINK_BROKE
 from sglcore.serving.errors import EngineDied, InvalidRequest, Unanswered, ended_badly
 from sglcore.serving.generation import Generation
 from sglcore.serving.launch import EngineProcess
@@ -37,8 +38,6 @@ LEAVE_SECONDS = 10.0
 
 LAST_WORDS_SECONDS = 0.05
 """What a process that has ended may still have said is on its way for no longer."""
-LINK_SECONDS = 1.0
-"""A process that ends breaks its connection too; its own end is heard of before this."""
 
 log = logging.getLogger("sglcore.serving")
 
@@ -77,7 +76,7 @@ class Replica:
         self._ready_at: float | None = None
         self._heard_at = time.monotonic()
         self._watcher = asyncio.create_task(self._watch())
-        self._tasks = [self._watcher, asyncio.create_task(self._listen()), asyncio.create_task(self._follow_link())]
+        self._tasks = [self._watcher, asyncio.create_task(self._listen())]
 
     @property
     def load(self) -> int:
@@ -184,13 +183,6 @@ class Replica:
             except Exception:
                 log.exception("a report of engine %d could not be followed", self.number)
 
-    async def _follow_link(self) -> None:
-        """What was on its way over a connection that broke is lost, so the engine behind it is given up."""
-        await self._channel.lost()
-        await asyncio.sleep(LINK_SECONDS)
-        self._error = self._error or f"the connection to the engine {self.process.name} broke"
-        self.process.kill()
-
     def _take(self, report: Report) -> None:
         if isinstance(report, News):
             for news in report.items:
@@ -228,7 +220,7 @@ class Replica:
         code = await self.process.wait()
         await asyncio.sleep(LAST_WORDS_SECONDS)
         told, self.state = self.state == "draining", "dead"
-        reason = self._error or f"the engine {self.process.name} ended with {_cause(code)}"
+        reason = self._error or self.process.last_words or f"the engine {self.process.name} {_cause(code)}"
         for future in self._answers.values():
             if not future.done():
                 future.set_exception(EngineDied(reason))
@@ -241,4 +233,6 @@ class Replica:
 
 
 def _cause(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+    if code == LINK_BROKE:
+        return "lost its connection to this server"
+    return f"ended with signal {-code}" if code < 0 else f"ended with exit code {code}"

@@ -16,7 +16,7 @@ MOST_BLOCKS = 1 << 16
 """Blocks remembered for one replica, at about 100 bytes each; fewer if its device has fewer pages."""
 LOAD_SLACK = 4
 """By how many samples a replica may be busier than the least busy and still be chosen for what it has cached."""
-LOAD_RATIO = 1.25
+LOAD_RATIO = 1.5
 """The same as a multiple of the mean load; the larger of the two bounds counts."""
 
 
@@ -89,6 +89,10 @@ class Router:
         if not known:
             return 0
         return next((count for count, block in enumerate(hashes) if block not in known), len(hashes))
+
+    def remembered(self, number: int) -> int:
+        """How many blocks are remembered of a replica."""
+        return len(self._sent.get(number, ()))
 
     def forget(self, number: int) -> None:
         """A replica has ended, and what it had cached is gone."""

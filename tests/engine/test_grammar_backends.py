@@ -15,9 +15,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from sglcore.device.errors import ConfigError
 from sglcore.engine.grammar import GrammarBackend, Grammars, Vocabulary, open_grammars
 from sglcore.engine.start import embedded_model
+from sglcore.engine.tokens import TokenEngine
 from sglcore.sampling.grammar import Grammar, GrammarError
-from sglcore.schedule.request import Matcher
+from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.request import Matcher, RequestError
 from tests.engine.grammar_keywords import CASES
+from tests.schedule.fake_worker import FakeWorker, make_limits
 
 SIZE = 2200
 """More logits than the embedded tokenizer has tokens."""
@@ -118,6 +121,33 @@ def test_what_can_not_be_read_is_an_error_that_says_why(grammar: Grammar, tokeni
         opened("auto", tokenizer).backend.compile(grammar)
 
 
+CHAIN = 5000
+CHAINS = (
+    Grammar("lark", "start: r0\n" + "".join(f'r{i}: "x" r{i + 1}\n' for i in range(CHAIN)) + f'r{CHAIN}: "z"'),
+    Grammar("lark", "start: T0\n" + "".join(f'T{i}: "x" T{i + 1}\n' for i in range(CHAIN)) + f'T{CHAIN}: "z"'),
+    Grammar(
+        "json_schema",
+        json.dumps(
+            {
+                "$ref": "#/$defs/d0",
+                "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(CHAIN)} | {f"d{CHAIN}": {"const": 1}},
+            }
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize("grammar", CHAINS, ids=("rules", "terminals", "references"))
+def test_a_long_chain_of_rules_does_not_overrun_the_compilers_stack(grammar: Grammar, tokenizer: Tokenizer) -> None:
+    assert allowed(opened("auto", tokenizer).ask(grammar).start())
+
+
+def test_an_ebnf_that_would_take_long_to_translate_is_refused_with_the_limit(tokenizer: Tokenizer) -> None:
+    long = Grammar("ebnf", "root ::= " + " ".join(['"a"'] * 5000))
+    with pytest.raises(GrammarError, match=r"this ebnf has 20008 characters; wanted at most 16384"):
+        opened("auto", tokenizer).backend.compile(long)
+
+
 def test_a_mask_has_neither_special_tokens_nor_ids_beyond_the_tokenizers(
     backend: GrammarBackend, tokenizer: Tokenizer
 ) -> None:
@@ -170,6 +200,14 @@ def test_a_vocabulary_of_sentencepiece_is_read_with_its_blanks_and_bytes() -> No
             ids.append(int(rng.choice([token for token in choice if token != 2])))
             assert matcher.accept(ids[-1])
         assert json.loads(tokenizer.decode(ids)) == {"ab": "ü 1"}
+
+
+def test_an_engine_whose_device_takes_no_masks_refuses_a_grammar_when_it_is_added(tokenizer: Tokenizer) -> None:
+    worker = FakeWorker(make_limits(takes_masks=False))
+    engine = TokenEngine(worker, frozenset(EOS), open_grammars=lambda: opened("auto", tokenizer))
+    with pytest.raises(RequestError, match="takes no masks"):
+        engine.add("r", [1, 2], SamplingParams(grammar=Grammar("regex", "a")), 0)
+    assert not engine.has_work
 
 
 def test_matchers_of_one_grammar_go_their_own_ways(backend: GrammarBackend, tokenizer: Tokenizer) -> None:

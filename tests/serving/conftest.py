@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.serving.servers import Server, running
 
-__all__ = ["Server"]
+__all__ = ["SCHEMA", "TOOLS", "Server"]
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "description": "The weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}},
+]
 
 TOOL_TEMPLATE = """\
 {{- bos_token }}

@@ -50,7 +50,7 @@ class Script:
         n = self.seconds
         one = {"time": 1000.0 + n, "prompt_tokens": 100 * n, "generation_tokens": 250 * n, "running": 3, "waiting": 2,
                "kv_used": 0.25, "cached_tokens": 80 * n, "prompt_tokens_computed": 20 * n, "requests": n}  # fmt: skip
-        return {**one, "replicas": [{**one, "state": "ready"}]}
+        return {**one, "replicas": [{**one, "state": "starting" if self.startup else "ready"}]}
 
 
 def chat(text: str = "", **more: Any) -> dict[str, Any]:
@@ -76,8 +76,8 @@ def make_app(script: Script) -> FastAPI:
     app = FastAPI()
     app.include_router(page.routes(cast(Any, None)))
 
-    @app.get("/startupz")
-    async def startupz() -> Response:
+    @app.get("/readyz")
+    async def readyz() -> Response:
         return JSONResponse(script.startup or {"phase": "ready"}, 503 if script.startup else 200)
 
     @app.get("/server_info")

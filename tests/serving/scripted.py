@@ -14,7 +14,7 @@ from sglcore.engine.outputs import Completion, Piece, RequestOutput, TokenLogpro
 from sglcore.engine.text import TextCodec
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.app import make_app
-from sglcore.serving.formats.delta import Delta
+from sglcore.serving.formats import Delta, Rendered
 from sglcore.serving.front import Front
 from tests.serving.threaded import in_thread
 
@@ -30,7 +30,7 @@ Reason = Literal["stop", "length", "abort", "error"]
 class Script:
     """What the model says next, one list of deltas a token, and how it ends; `rendered` and `params` are what it was asked.
 
-    `fault` is raised after the last delta instead of an end.
+    `fault` is raised after the last delta instead of an end; `ignored` are the variables that the template does not read.
     """
 
     says: Sequence[Sequence[Delta]] = ()
@@ -39,6 +39,7 @@ class Script:
     error: str = ""
     fault: Exception | None = None
     tokens: int | None = None
+    ignored: tuple[str, ...] = ()
     rendered: list[dict[str, Any]] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
 
@@ -120,16 +121,16 @@ class ScriptedFormat:
     def __init__(self, script: Script) -> None:
         self._script = script
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **asked: Any) -> Any:
+    def render(self, messages: Sequence[Mapping[str, Any]], **asked: Any) -> Rendered:
         """Any conversation is the same prompt."""
         self._script.rendered.append({"messages": [dict(message) for message in messages], **asked})
-        return SimpleNamespace(text="prompt", reasoning_open=False)
+        return Rendered("prompt", ignored=self._script.ignored)
 
     def stream(self, **asked: Any) -> ScriptedParser:
         """A parser of the script."""
         return ScriptedParser(self._script)
 
-    def tool_grammar(self, tools: Any, tool_choice: Any) -> None:
+    def tool_grammar(self, *asked: Any, **more: Any) -> None:
         """The script needs no force."""
 
 

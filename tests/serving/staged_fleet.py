@@ -50,12 +50,18 @@ def info(*, generates: bool = True, fingerprint: str = "fp_0") -> ModelInfo:
 class PlayedEngine:
     """An engine process that is none."""
 
+    last_words = ""
+
     def __init__(self, spec: EngineSpec, variables: Mapping[str, str], context: zmq.asyncio.Context) -> None:
         self.spec, self.variables = spec, variables
         self.name = f"played {spec.replica}"
         self.orders: asyncio.Queue[Order] = asyncio.Queue()
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._socket = context.socket(zmq.PAIR)
+        if spec.address.secret:
+            self._socket.curve_serverkey = spec.address.front.encode()
+            self._socket.curve_publickey = spec.address.public.encode()
+            self._socket.curve_secretkey = spec.address.secret.encode()
         self._socket.connect(spec.address.endpoint)
         self._listener = asyncio.create_task(self._listen())
 
@@ -111,9 +117,8 @@ class PlayedEngine:
 class Stage:
     """The launcher of played engines, and the fleet that has them."""
 
-    is_remote = False
-
-    def __init__(self) -> None:
+    def __init__(self, is_remote: bool) -> None:
+        self.is_remote = is_remote
         self.engines: list[PlayedEngine] = []
         self.refusal: OSError | None = None
         self.closed = False
@@ -123,8 +128,9 @@ class Stage:
         self.fleet: Fleet
 
     async def front_host(self) -> str:
-        """Nobody asks."""
-        raise AssertionError
+        """Where remote engines reach the fleet."""
+        assert self.is_remote
+        return "127.0.0.1"
 
     async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> PlayedEngine:
         """An engine that says nothing yet."""
@@ -179,9 +185,9 @@ class NoClock:
 
 
 @asynccontextmanager
-async def staged(**settings: object) -> AsyncIterator[Stage]:
+async def staged(*, is_remote: bool = False, **settings: object) -> AsyncIterator[Stage]:
     """A fleet of played engines, started; afterwards all of them have ended."""
-    stage = Stage()
+    stage = Stage(is_remote)
     server = ServerConfig(**settings)  # pyright: ignore[reportArgumentType]
     stage.fleet = Fleet(EngineConfig(), server, Health(), launcher=stage, longest_wait=0.0)
     await stage.fleet.start()

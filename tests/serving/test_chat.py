@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import Any
+from typing import Any, cast
 
 import jsonschema
 import pytest
 
+from sglcore.engine.outputs import Piece
+from sglcore.serving.chat_run import ChatRun, collect_chat
+from sglcore.serving.formats import Delta
 from sglcore.serving.protocol.chat import ChatAnswer, ChatChunk
-from tests.serving.conftest import Server
+from tests.serving.conftest import SCHEMA, TOOLS, Server
+from tests.serving.stubs import StubGeneration
 
 PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Tell me a story about a seed."}]
 GREEDY: Any = {"messages": MESSAGES, "temperature": 0.0, "max_tokens": 12}
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
-TOOLS = [
-    {"type": "function", "function": {"name": "weather", "description": "The weather", "parameters": SCHEMA}},
-    {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}},
-]
+
+
+class Steps:
+    """A parser that reads a piece's text as the place of its deltas."""
+
+    def __init__(self, says: list[list[Delta]]) -> None:
+        self._says = says
+
+    def push(self, text: str) -> list[Delta]:
+        return self._says[int(text)]
+
+    def finish(self) -> list[Delta]:
+        return []
 
 
 def chunks_of(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -165,6 +173,22 @@ def test_streamed_calls_keep_their_index_and_join_to_the_whole_ones(tool_server:
     assert [c["finish_reason"] for chunk in chunks for c in chunk["choices"]][-1] == "tool_calls"
 
 
+def test_without_parallel_calls_the_first_one_stands_alone() -> None:
+    says = [
+        [Delta("content", "so: "), Delta("tool_start", index=0, name="time", call_id="a")],
+        [Delta("tool_arguments", "{}", 0), Delta("tool_start", index=1, name="weather", call_id="b")],
+        [Delta("tool_arguments", "{}", 1)],
+    ]
+    calls: dict[bool, list[str]] = {}
+    for parallel in (True, False):
+        pieces = [Piece("r", 0, str(place), (place,), "stop" if place == 2 else None) for place in range(3)]
+        run = ChatRun(cast(Any, StubGeneration(pieces)), [Steps(says)], parallel=parallel)
+        message = asyncio.run(collect_chat(run))[0]
+        calls[parallel] = [call.name for call in message.tool_calls]
+        assert (message.content, message.finish_reason) == ("so: ", "tool_calls")
+    assert calls == {True: ["time", "weather"], False: ["time"]}
+
+
 def test_a_conversation_with_calls_and_their_results_can_go_on(tool_server: Server) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "time", "arguments": "{}"}}
     messages = [
@@ -191,6 +215,14 @@ def test_a_form_binds_from_the_first_token_so_a_bound_answer_does_not_think(tool
     form = {"type": "json_schema", "json_schema": {"schema": {"type": "boolean"}}}
     body = {**GREEDY, "response_format": form, "chat_template_kwargs": {"enable_thinking": True}}
     assert choice_of(tool_server, body)["message"]["content"].strip() in ("true", "false")
+
+
+def test_what_the_template_does_not_read_is_told(server: Server, tool_server: Server) -> None:
+    asked = {**GREEDY, "reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False, "mood": "gay"}}
+    names = "chat_template_kwargs.enable_thinking, chat_template_kwargs.mood, reasoning_effort"
+    assert server.send(PATH, asked).headers["x-sglcore-warnings"] == f"ignored: {names}"
+    header = tool_server.send(PATH, asked).headers["x-sglcore-warnings"]
+    assert "mood" in header and "enable_thinking" not in header
 
 
 @pytest.mark.parametrize(

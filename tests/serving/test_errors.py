@@ -2,122 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
 
-from sglcore.device.server_config import ServerConfig
-from sglcore.engine.outputs import Completion, Piece, RequestOutput
-from sglcore.engine.text import TextCodec
-from sglcore.serving.app import make_app
+from sglcore.engine.outputs import Piece
 from sglcore.serving.errors import EngineDied, Overloaded, failure, told
-from sglcore.serving.formats import ChatFormat
-from sglcore.serving.front import Front
 from sglcore.serving.health import Health
-from sglcore.serving.messages import EngineStats
 from sglcore.serving.protocol.common import ErrorAnswer
 from tests.serving.conftest import Server
+from tests.serving.stubs import Generate, StubGeneration, ask, gives, make_front, raises
 
-DEMO = Path(__file__).parents[2] / "sglcore" / "assets" / "demo"
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
     "/v1/embeddings": {"input": "a"},
 }
 GENERATING = tuple(BODIES)[:2]
-Generate = Callable[..., Awaitable[Any]]
-
-
-class StubGeneration:
-    """Gives these pieces, and then a fault if there is one."""
-
-    def __init__(self, pieces: list[Piece], fault: Exception | None = None) -> None:
-        self._pieces, self._fault = pieces, fault
-        samples = [Completion(index, 7) for index in range(1 + max(piece.index for piece in pieces))]
-        self.output = RequestOutput("r", None, [1, 2], samples)
-        self.aborted = False
-
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        for piece in self._pieces:
-            sample = self.output.outputs[piece.index]
-            sample.text += piece.text
-            sample.finish_reason, sample.error = piece.finish_reason, piece.error
-            yield piece
-        if self._fault is not None:
-            raise self._fault
-
-    async def wait(self) -> RequestOutput:
-        async for _ in self:
-            pass
-        return self.output
-
-    def abort(self) -> None:
-        self.aborted = True
-
-    async def __aenter__(self) -> StubGeneration:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        self.abort()
-
-
-def make_front(generate: Generate | None = None, *, health: Health | None = None) -> Front:
-    """A front of the embedded checkpoint without an engine: `generate` is all that it can do."""
-    codec = TextCodec(DEMO)
-    if health is None:
-        health = Health()
-        health.become_ready()
-    info = SimpleNamespace(max_model_len=64, generates=True, fingerprint="fp_0123456789ab", limits={"vocab_size": 2147})
-
-    async def tokenize(prompt: Any, *, special: bool = True) -> list[int]:
-        return codec.encode(prompt, special=special)
-
-    front = SimpleNamespace(
-        config=ServerConfig(),
-        codec=codec,
-        format=ChatFormat.detect(codec),
-        names=("demo",),
-        created=1,
-        health=health,
-        info=info if health.ready else None,
-        generate=generate,
-        tokenize=tokenize,
-        fleet=SimpleNamespace(replicas={}),
-        stats=EngineStats,
-    )
-    return cast(Front, front)
-
-
-def gives(*pieces: Piece, fault: Exception | None = None) -> Generate:
-    async def generate(*asked: Any, **named: Any) -> StubGeneration:
-        return StubGeneration(list(pieces), fault)
-
-    return generate
-
-
-def raises(error: Exception) -> Generate:
-    async def generate(*asked: Any, **named: Any) -> Any:
-        raise error
-
-    return generate
-
-
-def ask(front: Front, method: str, path: str, body: Any = None) -> httpx.Response:
-    """One request to an application over the front, without a socket."""
-
-    async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(make_app(front))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.request(method, path, json=body)
-
-    return asyncio.run(send())
 
 
 def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
@@ -144,7 +48,7 @@ def data_of(answer: httpx.Response) -> list[str]:
         (b'{"prompt": ' + b"[" * 100_000, "application/json", 400, "nests too deep"),
         (b"[]", "application/json", 400, "an object"),
         (b'"text"', "application/json", 400, "an object"),
-        (b"null", "application/json", 400, "empty"),
+        (b"null", "application/json", 400, "an object"),
         (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", "application/json", 400, ""),
         (b'{"prompt": "a"}', "text/plain", 415, "application/json"),
         (b"prompt=a", "application/x-www-form-urlencoded", 415, "application/json"),
@@ -178,6 +82,8 @@ def test_unknown_paths_and_methods_are_errors_like_all_others(server: Server) ->
     assert error_of(server.client.get("/v2/nothing"), 404)["code"] == "not_found"
     wrong = server.client.get("/v1/completions")
     assert error_of(wrong, 405)["code"] == "method_not_allowed" and wrong.headers["allow"] == "POST"
+    assert server.client.put("/v1/responses/resp_1").headers["allow"] == "DELETE, GET"
+    assert server.client.post("/").headers["allow"] == "GET"
     assert error_of(server.client.get("/v1/models/none"), 404)["code"] == "model_not_found"
 
 
@@ -221,8 +127,7 @@ def test_too_much_to_do_is_told_with_a_time(path: str, stream: bool) -> None:
 @pytest.mark.parametrize("path", GENERATING)
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_fails_before_the_first_news_has_its_status(path: str, stream: bool) -> None:
-    generation = StubGeneration([Piece("r", 0, "", ())], EngineDied())
-    generation._pieces = []
+    generation = StubGeneration([], EngineDied())
 
     async def generate(*asked: Any, **named: Any) -> StubGeneration:
         return generation

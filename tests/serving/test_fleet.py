@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 from collections.abc import Coroutine
 
 import pytest
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
+from sglcore.serving.channel import EngineChannel, FrontChannel
+from sglcore.serving.engine_process import LINK_BROKE
 from sglcore.serving.errors import EngineDied, NotReady
 from sglcore.serving.fleet import MOST_TRIES
+from sglcore.serving.launch import launcher_for
 from sglcore.serving.lives import LONGEST_WAIT, MOST_FAILED_STARTS, SHORT_LIFE, Lives
-from sglcore.serving.messages import Abort, Embed, Embedded, EngineStats, Failed, Phase
+from sglcore.serving.messages import Abort, Address, Embed, Embedded, EngineStats, Failed, Phase
 from tests.serving.staged_fleet import staged, until
+
+FAILED_HANDSHAKE = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 def run(play: Coroutine[None, None, None]) -> None:
@@ -258,6 +270,51 @@ def test_the_counters_of_engines_that_died_are_kept() -> None:
     run(play())
 
 
+def test_an_engine_hears_that_its_connection_broke_and_not_that_it_closed_it() -> None:
+    async def play() -> None:
+        context, lost = zmq.asyncio.Context(), [threading.Event(), threading.Event()]
+        fronts = [FrontChannel(context, "tcp://127.0.0.1:0") for _ in lost]
+        engines = [EngineChannel(Address(front.endpoint), event.set) for front, event in zip(fronts, lost, strict=True)]
+        for front, engine in zip(fronts, engines, strict=True):
+            engine.send(Phase("connected", 0, 0))
+            await asyncio.wait_for(front.receive(), 20)
+        engines[1].close()
+        fronts[0].close()
+        assert await asyncio.to_thread(lost[0].wait, 20)
+        assert not lost[1].is_set()
+        fronts[1].close()
+        engines[0].close()
+        context.destroy(linger=0)
+
+    run(play())
+
+
+def test_an_engine_that_lost_its_connection_says_so() -> None:
+    async def play() -> None:
+        async with staged() as stage:
+            (await stage.ready_engine()).die(LINK_BROKE)
+            await asyncio.wait_for(stage.fleet.stopped.wait(), 20)
+            assert stage.fleet.health.reason.endswith("lost its connection to this server")
+
+    run(play())
+
+
+def test_nobody_without_the_keys_is_heard_on_a_network() -> None:
+    async def play() -> None:
+        async with staged(is_remote=True) as stage:
+            endpoint = stage.engines[0].spec.address.endpoint
+            context = zmq.asyncio.Context()
+            stranger = context.socket(zmq.PAIR)
+            monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILED_HANDSHAKE)
+            stranger.connect(endpoint)
+            event = await asyncio.wait_for(recv_monitor_message(monitor), 20)
+            assert event["event"] & FAILED_HANDSHAKE
+            stranger.disable_monitor()
+            context.destroy(linger=0)
+
+    run(play())
+
+
 def test_replicas_that_differ_are_named(caplog: pytest.LogCaptureFixture) -> None:
     async def play() -> None:
         async with staged(replicas=2) as stage:
@@ -287,6 +344,15 @@ def test_a_variable_that_an_engine_would_not_get_is_refused(text: str) -> None:
 def test_an_amount_of_a_cluster_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="ray_resources"):
         ServerConfig(ray_resources=(text,))
+
+
+@pytest.mark.parametrize(("address", "message"), [("auto", "pip install ray"), ("ray://head:10001", "no part of")])
+def test_a_cluster_that_can_not_be_reached_is_refused_at_once(
+    address: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=message):
+        launcher_for(ServerConfig(ray=address))
 
 
 def test_starts_wait_longer_and_longer_and_a_long_life_forgives_all() -> None:

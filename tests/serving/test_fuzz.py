@@ -122,14 +122,14 @@ def check_error(path: str, content: bytes) -> None:
 def test_what_the_document_allows_is_answered_as_it_says(server: Server, document: Any) -> None:
     for operation in operations(document):
         has_choice = operation.body or operation.path_parameters or operation.query
-        tried(operation.as_strategy(), 6 if has_choice else 1, lambda case: check_answer(server, case))
+        tried(operation.as_strategy(), 4 if has_choice else 1, lambda case: check_answer(server, case))
 
 
 def test_what_the_document_forbids_is_refused_in_the_errors_schema(server: Server, document: Any) -> None:
     for operation in operations(document):
         if operation.body:
             strategy = operation.as_strategy(generation_mode=GenerationMode.NEGATIVE)
-            tried(strategy, 6, lambda case: check_answer(server, case))
+            tried(strategy, 4, lambda case: check_answer(server, case))
 
 
 @pytest.mark.parametrize("path", list(GOOD))

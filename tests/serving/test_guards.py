@@ -89,7 +89,7 @@ class TestHosts:
     def test_names_of_this_machine_are_answered(self, host: str) -> None:
         assert asked(ServerConfig(), headers={"host": host}).status == 200
 
-    @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example:8000", "[fe80::1]", "127evil"])
+    @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example:8000", "[fe80::1]", "127.evil.example"])
     def test_another_name_is_403_and_names_the_option(self, host: str) -> None:
         answer = asked(ServerConfig(), headers={"host": host})
         assert (answer.status, answer.error["code"]) == (403, "host_not_allowed")
@@ -162,9 +162,10 @@ class TestBodies:
         async def crowd() -> list[int]:
             app, _ = guarded(echo, self.config)
             slow = [asyncio.create_task(ask(app, chunks=[b"x" * 99], ends=False)) for _ in range(33)]
-            return sorted(answer.status for answer in await asyncio.gather(*slow))
+            statuses = sorted(answer.status for answer in await asyncio.gather(*slow))
+            return [*statuses, (await ask(app, chunks=[b"x" * 99])).status]
 
-        assert run(crowd()) == [408] * 32 + [429]
+        assert run(crowd()) == [408] * 32 + [429, 200]
 
     def test_the_app_never_sees_what_was_refused(self) -> None:
         seen: list[str] = []

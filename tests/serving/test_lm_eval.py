@@ -1,11 +1,8 @@
-"""lm-eval, as people run it, scores a task through the server as the engine does without one."""
+"""lm-eval scores a task through the server as the engine does without one."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,6 @@ import pytest
 from sglcore import LLM, SamplingParams
 from tests.serving.conftest import Server
 
-DEMO = Path(__file__).parents[2] / "sglcore" / "assets" / "demo"
 DOCS = (
     {"context": "Once upon a time, there was a kind", "endings": ["boy named Max.", "girl", "box of rain"], "label": 0},
     {"context": '"My little seed is a rose now!"\n\nThe', "endings": ["end.", "seed", "bed"], "label": 0},
@@ -29,6 +25,7 @@ dataset_path: json
 dataset_kwargs:
   data_files:
     test: {file}
+  cache_dir: {cache}
 test_split: test
 output_type: multiple_choice
 doc_to_text: "{{{{context}}}}"
@@ -65,17 +62,25 @@ def test_log_likelihoods_through_lm_eval_are_those_of_the_engine(
 
 
 def _run_lm_eval(server: Server, folder: Path) -> list[dict[str, Any]]:
-    """The samples that lm-eval logs for the task, over the server's /v1/completions."""
+    """The samples of the task, over the server's /v1/completions."""
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
     data = folder / "endings.jsonl"
     data.write_text("".join(json.dumps(doc) + "\n" for doc in DOCS), encoding="utf-8")
-    (folder / "endings.yaml").write_text(TASK.format(file=data), encoding="utf-8")
-    names = {"model": "", "base_url": f"{server.url}/v1/completions", "tokenizer": DEMO, "num_concurrent": 4}
-    model = ",".join(f"{name}={value}" for name, value in names.items())
-    options = ["--model_args", f"{model},tokenizer_backend=huggingface,max_retries=1,max_length=1024"]
-    options += ["--tasks", "endings", "--include_path", str(folder), "--output_path", str(folder / "out")]
-    command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", *options, "--log_samples"]
-    offline = {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    done = subprocess.run(command, env={**os.environ, **offline}, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    file = next((folder / "out").rglob("samples_endings_*.jsonl"))
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    (folder / "endings.yaml").write_text(TASK.format(file=data, cache=folder / "cache"), encoding="utf-8")
+    results = simple_evaluate(
+        model="local-completions",
+        model_args={
+            "model": "",
+            "base_url": f"{server.url}/v1/completions",
+            "num_concurrent": 4,
+            "max_retries": 1,
+            "max_length": 1024,
+        },
+        tasks=["endings"],
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        bootstrap_iters=0,
+    )
+    assert results is not None and "samples" in results
+    return [dict(sample) for sample in results["samples"]["endings"]]

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from sglcore.device.server_config import ServerConfig
-from sglcore.serving.errors import EngineDied
+from sglcore.serving.errors import EngineDied, Overloaded
 from tests.serving.conftest import Server
 from tests.serving.scripted import CACHED, MODEL, PROMPT, Stage, call, content, reasoning, staged
 
@@ -244,6 +244,19 @@ def test_an_answer_that_fails_says_why(stage: Stage, client: anthropic.Anthropic
     assert "secret" not in str(whole.value.body)
 
 
+def test_what_is_refused_before_the_first_word_has_a_status_of_its_own(
+    stage: Stage, client: anthropic.Anthropic
+) -> None:
+    stage.speak(fault=Overloaded("too much to do", retry_after=3))
+
+    with pytest.raises(anthropic.RateLimitError, match="too much to do") as refused:
+        client.messages.create(stream=True, **ASKED)
+
+    assert refused.value.response.headers["retry-after"] == "3"
+    body: Any = refused.value.body
+    assert body["error"]["type"] == "rate_limit_error"
+
+
 @pytest.mark.parametrize(
     ("field", "value", "text"),
     [
@@ -300,6 +313,26 @@ def test_fields_without_effect_are_told(stage: Stage, client: anthropic.Anthropi
     assert told == "ignored: content.cache_control, metadata, thinking.budget_tokens"
 
 
+@pytest.mark.parametrize(
+    ("ignored", "told"),
+    [
+        (("thinking",), None),
+        (("enable_thinking", "thinking"), "ignored: thinking"),
+        (("enable_thinking", "reasoning_effort", "thinking"), "ignored: output_config.effort, thinking"),
+    ],
+)
+def test_thinking_that_the_template_does_not_know_is_told(
+    stage: Stage, client: anthropic.Anthropic, ignored: tuple[str, ...], told: str | None
+) -> None:
+    stage.speak(content("x"), ignored=ignored)
+
+    raw = client.messages.with_raw_response.create(
+        thinking={"type": "disabled"}, output_config={"effort": "low"}, **ASKED
+    )
+
+    assert raw.headers.get("x-sglcore-warnings") == told
+
+
 def test_tokens_are_counted(stage: Stage, client: anthropic.Anthropic) -> None:
     assert client.messages.count_tokens(model=MODEL, messages=[USER]).input_tokens == len(PROMPT)
 
@@ -345,3 +378,21 @@ def test_the_embedded_model_fills_a_pydantic_model(server: Server, real: anthrop
 def test_the_embedded_model_has_no_tools_and_says_so(server: Server, real: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="tools"):
         real.messages.create(model="", max_tokens=5, messages=[USER], tools=[TOOL])
+
+
+def test_the_prompt_of_a_model_with_tools_has_them_with_calls_and_results(tool_server: Server) -> None:
+    thought: Any = {"type": "thinking", "thinking": "Who knows?", "signature": ""}
+    made: Any = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"at": "sea"}}
+    result: Any = {"type": "tool_result", "tool_use_id": "c1", "content": "rain"}
+    turns: Any = [USER, {"role": "assistant", "content": [thought, made]}, {"role": "user", "content": [result]}]
+    with anthropic.Anthropic(base_url=tool_server.url, api_key="unused", max_retries=0) as client:
+        counts = [
+            client.messages.count_tokens(model="", messages=turns[:1]),
+            client.messages.count_tokens(model="", messages=turns[:1], tools=[TOOL]),
+            client.messages.count_tokens(model="", messages=turns, tools=[TOOL]),
+        ]
+        answer = client.messages.create(model="", max_tokens=3, messages=turns, tools=[TOOL])
+
+    plain, with_tools, with_result = (count.input_tokens for count in counts)
+    assert plain < with_tools < with_result
+    assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) == with_result

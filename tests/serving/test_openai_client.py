@@ -11,8 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.serving.conftest import Server
-from tests.serving.test_chat import TOOLS
+from tests.serving.conftest import TOOLS, Server
 
 MESSAGES: Any = [{"role": "user", "content": "Tell me a story about a seed."}]
 GREEDY: Any = {"temperature": 0.0, "max_tokens": 12}
@@ -72,7 +71,7 @@ def test_chats_whole_and_streamed(client: openai.OpenAI, model: str) -> None:
 
 
 def test_the_streaming_helper_puts_an_answer_together(client: openai.OpenAI, model: str) -> None:
-    with client.chat.completions.stream(model=model, messages=MESSAGES, **GREEDY) as stream:
+    with client.chat.completions.stream(model=model, messages=MESSAGES, temperature=0, stop=".") as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_completion()
     assert {"chunk", "content.delta", "content.done"} <= kinds
@@ -119,6 +118,9 @@ def test_the_client_raises_our_errors_as_its_own(client: openai.OpenAI, model: s
     with pytest.raises(openai.BadRequestError) as raised:
         client.completions.create(model=model, prompt="a", temperature=-1)
     assert raised.value.param == "temperature" and raised.value.type == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model=model, prompt=[5] * 2000)
+    assert long.value.code == "context_length_exceeded" and long.value.param == "prompt"
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="none", messages=MESSAGES)
     assert missing.value.code == "model_not_found"

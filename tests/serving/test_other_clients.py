@@ -137,7 +137,7 @@ def test_langchain_reads_responses(server: Server, story: str) -> None:
 def test_langchain_gets_an_object_of_a_schema(server: Server) -> None:
     from langchain_openai import ChatOpenAI
 
-    model = ChatOpenAI(**_langchain(server), max_tokens=300, temperature=0.0)
+    model = ChatOpenAI(**_langchain(server), **{**ASKED, "max_tokens": 300})
 
     found = model.with_structured_output(Weather, method="json_schema").invoke("What is the weather like?")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 from sglcore.serving.api.page import page as page_file
 from sglcore.serving.api.page import policy
 from tests.serving.page_server import Script, chat, ended, make_app, usage
+from tests.serving.servers import Server
 from tests.serving.threaded import in_thread
 
 FLAGS = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync --no-first-run"
@@ -107,7 +109,7 @@ def test_events_are_read_the_same_wherever_the_text_is_split(tab) -> None:
         read(text.slice(place));
         return found;
     })"""
-    text = 'data: {"a": 1}\r\n\r\n: a comment\n\ndata:one\ndata: two\n\nevent: x\rdata: three\r\rdata: [DONE]\n\n'
+    text = 'data: {"a": 1}\r\n\r\n: a comment\n\ndata:one\r\ndata: two\r\n\r\nevent: x\rdata: three\r\rdata: [DONE]\n\n'
     found = tab.evaluate(split_everywhere, text)
     assert found == [['{"a": 1}', "one\ntwo", "three", "[DONE]"]] * (len(text) + 1)
 
@@ -284,6 +286,19 @@ def test_while_the_model_loads_its_phase_is_shown_and_then_the_page_is_usable(
 
 
 @browser_tests
+def test_an_engine_that_goes_and_comes_back_is_seen(tab, script: Script) -> None:
+    script.chunks = [chat("ok"), ended("stop"), usage(1, 1)]
+    ask(tab)
+    script.startup = {"phase": "draining", "done": 0, "total": 0, "elapsed_s": 1.0}
+    tab.wait_for_selector("#prompt:disabled")
+    tab.wait_for_selector("#state >> text=draining")
+    assert last(tab) == "ok"
+    script.startup = None
+    tab.wait_for_selector("#prompt:enabled")
+    tab.wait_for_selector("#state >> text=ready")
+
+
+@browser_tests
 def test_an_api_key_is_asked_for_and_stays_in_the_tab(tab, address: str, script: Script) -> None:
     script.key = "s3cret"
     script.chunks = [chat("ok"), ended("stop"), usage(1, 1)]
@@ -314,3 +329,29 @@ def test_every_field_and_button_has_a_name(tab) -> None:
     unnamed = """[...document.querySelectorAll('input, textarea, button, progress')].filter(node =>
         !node.labels?.length && !node.getAttribute('aria-label') && !node.textContent.trim()).map(node => node.id)"""
     assert tab.evaluate(unnamed) == []
+
+
+@browser_tests
+def test_with_the_real_server_answers_stream_a_schema_holds_and_stopping_frees_the_slot(
+    browser, server: Server
+) -> None:
+    context = browser.new_context(viewport={"width": 1400, "height": 900})
+    context.set_default_timeout(60_000)
+    tab = context.new_page()
+    tab.goto(server.url)
+    tab.wait_for_selector("#prompt:enabled")
+    tab.fill("#temperature", "0")
+    ask(tab, "Hello")
+    assert last(tab).startswith("Hello!") and "tokens/s" in last(tab, ".meta")
+    assert "attention" in tab.locator("#rows").inner_text()
+    generated = server.get("/server_info/stats")["generation_tokens"]
+    tab.fill("#schema", json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 600}))
+    tab.fill("#prompt", "Numbers")
+    tab.press("#prompt", "Enter")
+    tab.locator(".turn.assistant >> nth=-1 >> text=/\\[\\s*-?\\d/").wait_for()
+    tab.keyboard.press("Escape")
+    tab.wait_for_selector("#send:visible")
+    assert "stopped" in last(tab, ".meta")
+    tab.wait_for_selector("#chart-load[aria-label^='Requests: 0 running']")
+    assert server.get("/server_info/stats")["generation_tokens"] - generated < 600
+    context.close()

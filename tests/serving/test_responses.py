@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import openai
 import pytest
-from pydantic import BaseModel
 
 from sglcore.device.server_config import ServerConfig
-from sglcore.serving.dialects.responses_store import ResponseStore, Stored
-from sglcore.serving.errors import EngineDied, InvalidRequest
-from tests.serving.conftest import Server
+from sglcore.serving.errors import EngineDied, Overloaded
 from tests.serving.scripted import CACHED, MODEL, PROMPT, Stage, call, content, reasoning, staged
 
 KEPT = 3
 TOOL: Any = {"type": "function", "name": "weather", "description": "Tells it", "parameters": {"type": "object"}}
-STORY = "Tell me a story about a seed."
-
-
-class Weather(BaseModel):
-    """What the weather is like."""
-
-    sky: Literal["clear", "cloudy"]
-    is_windy: bool
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +25,6 @@ def stage() -> Iterator[Stage]:
 @pytest.fixture(scope="module")
 def client(stage: Stage) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{stage.url}/v1", api_key="unused", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def real(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
         yield client
 
 
@@ -207,6 +189,9 @@ def test_input_items_come_in_pages(stage: Stage, client: openai.OpenAI) -> None:
     assert newest[0].content[0].text == "three"
     with pytest.raises(openai.BadRequestError, match="no item 'msg_0'"):
         client.responses.input_items.list(made.id, after="msg_0")
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.input_items.list(made.id, limit=101)
+    assert refused.value.param == "limit"
 
 
 def test_what_is_not_to_be_stored_is_not(stage: Stage, client: openai.OpenAI) -> None:
@@ -217,20 +202,6 @@ def test_what_is_not_to_be_stored_is_not(stage: Stage, client: openai.OpenAI) ->
         client.responses.create(model=MODEL, input="y", previous_response_id=made.id)
 
     assert refused.value.param == "previous_response_id"
-
-
-def test_the_store_keeps_the_newest_within_its_bounds() -> None:
-    store = ResponseStore(3, most_bytes=100)
-    for name, size in (("a", 10), ("b", 10), ("c", 10), ("d", 10), ("e", 85)):
-        store.put(Stored({"id": name}, [], [], size))
-
-    assert len(store) == 2
-    assert store.get("d", "id").response == {"id": "d"}
-    with pytest.raises(InvalidRequest, match="newest 3"):
-        store.get("c", "id")
-    store.drop("e", "id")
-    store.put(Stored({"id": "f"}, [], [], 90))
-    assert store.get("d", "id").size == 10
 
 
 def test_an_answer_that_is_cut_is_incomplete_and_says_by_what(stage: Stage, client: openai.OpenAI) -> None:
@@ -274,6 +245,15 @@ def test_an_answer_that_fails_says_why(stage: Stage, client: openai.OpenAI, endi
     assert events[-1].response.status == "failed"
     assert text in events[-1].response.error.message
     assert "secret" not in str(events)
+
+
+def test_what_is_refused_before_the_first_word_has_a_status_of_its_own(stage: Stage, client: openai.OpenAI) -> None:
+    stage.speak(fault=Overloaded("too much to do", retry_after=3))
+
+    with pytest.raises(openai.RateLimitError, match="too much to do") as refused:
+        client.responses.create(model=MODEL, input="x", stream=True)
+
+    assert refused.value.response.headers["retry-after"] == "3"
 
 
 def test_log_probabilities_stand_with_the_text(stage: Stage, client: openai.OpenAI) -> None:
@@ -332,6 +312,15 @@ def test_fields_without_effect_are_told(stage: Stage, client: openai.OpenAI) -> 
     assert "x-sglcore-warnings" not in quiet.headers
 
 
+def test_an_effort_that_the_template_does_not_know_is_told(stage: Stage, client: openai.OpenAI) -> None:
+    stage.speak(content("x"), ignored=("mood", "reasoning_effort"))
+    extra = {"chat_template_kwargs": {"mood": "good"}}
+
+    raw = client.responses.with_raw_response.create(input="x", reasoning={"effort": "low"}, extra_body=extra)
+
+    assert raw.headers["x-sglcore-warnings"] == "ignored: chat_template_kwargs.mood, reasoning.effort"
+
+
 def test_a_response_can_not_be_cancelled_after_its_request(stage: Stage, client: openai.OpenAI) -> None:
     stage.speak(content("x"))
     made = client.responses.create(model=MODEL, input="x")
@@ -342,40 +331,3 @@ def test_a_response_can_not_be_cancelled_after_its_request(stage: Stage, client:
 
 def test_input_tokens_are_counted(stage: Stage, client: openai.OpenAI) -> None:
     assert client.responses.input_tokens.count(model=MODEL, input="How many?").input_tokens == len(PROMPT)
-
-
-def test_the_embedded_model_answers_the_same_in_every_way_of_asking(server: Server, real: openai.OpenAI) -> None:
-    asked: Any = {"model": "", "input": STORY, "temperature": 0, "extra_body": {"stop": ["."]}}
-
-    async def ask_async() -> tuple[str, str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
-            whole = await client.responses.create(**asked)
-            stream = await client.responses.create(stream=True, **asked)
-            pieces = [event.delta async for event in stream if event.type == "response.output_text.delta"]
-            return whole.output_text, "".join(pieces)
-
-    whole = real.responses.create(**asked)
-    with real.responses.stream(**asked) as stream:
-        streamed = stream.get_final_response()
-
-    assert whole.status == "completed" and len(whole.output_text) > 20
-    assert [streamed.output_text, *asyncio.run(ask_async())] == [whole.output_text] * 3
-
-
-def test_the_embedded_model_fills_a_pydantic_model(real: openai.OpenAI) -> None:
-    response = real.responses.parse(
-        model="", input="How is it?", text_format=Weather, temperature=0, max_output_tokens=300
-    )
-
-    assert isinstance(response.output_parsed, Weather)
-
-
-def test_the_embedded_model_goes_on_with_a_conversation(real: openai.OpenAI) -> None:
-    first = real.responses.create(input=STORY, temperature=0, max_output_tokens=8)
-    counted = real.responses.input_tokens.count(input="Go on.", previous_response_id=first.id)
-
-    second = real.responses.create(input="Go on.", previous_response_id=first.id, max_output_tokens=4)
-
-    assert first.usage is not None and second.usage is not None
-    assert second.usage.input_tokens == counted.input_tokens
-    assert second.usage.input_tokens > first.usage.input_tokens + 8

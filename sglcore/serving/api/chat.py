@@ -49,7 +49,7 @@ def routes(front: Front) -> APIRouter:
         if not body.stream:
             return await while_connected(request, call.answer())
         run = await start_chat(front, call.ask)
-        return EventStream(_Stream(call, run).chunks(), run, headers=warned(body.warnings()))
+        return EventStream(_Stream(call, run).chunks(), run, headers=call.warnings(run))
 
     return router
 
@@ -81,7 +81,7 @@ class _Call:
             answer["prompt_token_ids"] = output.prompt_token_ids
         if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_scores(self.texts, output.prompt_logprobs, body.prompt_logprobs)
-        return as_json(answer, warned(body.warnings()))
+        return as_json(answer, self.warnings(run))
 
     def frame(self, kind: str) -> dict[str, Any]:
         """What the answer, and every part of a stream, begins with."""
@@ -92,6 +92,12 @@ class _Call:
             "model": self.model,
             "system_fingerprint": fingerprint(self.front),
         }
+
+    def warnings(self, run: ChatRun) -> dict[str, str]:
+        """The header about fields that had no effect, those for the template among them."""
+        values = self.body.chat_template_kwargs or {}
+        unread = (f"chat_template_kwargs.{name}" if name in values else name for name in run.ignored)
+        return warned((*self.body.warnings(), *unread))
 
     def usage(self, run: ChatRun) -> dict[str, Any]:
         """The tokens so far."""

@@ -8,44 +8,33 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.api.shared import ERRORS, check_generates, check_model, fingerprint, warned
+from sglcore.serving.api.shared import ERRORS, check_generates, check_model, events_of, fingerprint, warned
 from sglcore.serving.bodies import JsonRoute
 from sglcore.serving.chat_run import ChatRun, start_chat
 from sglcore.serving.dialects.count import count_prompt
-from sglcore.serving.dialects.messages_ask import make_ask, read_request
+from sglcore.serving.dialects.messages_ask import make_ask, read_request, unread
 from sglcore.serving.dialects.messages_events import Event, MessageWriter
 from sglcore.serving.errors import Unanswered, told
 from sglcore.serving.front import Front
 from sglcore.serving.protocol.messages import CountRequest, MessagesError, MessagesRequest
 from sglcore.serving.sse import EventStream, encode, while_connected
 
-_ERRORS: dict[int | str, Any] = {
-    status: {**found, "model": MessagesError} for status, found in ERRORS.items() if status != 405
-}
-_OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-_DOCUMENTED: dict[int | str, Any] = {
-    200: {
-        "description": "The message, or with `stream` its events",
-        "content": {**_OBJECT, "text/event-stream": {"schema": {"type": "string"}}},
-    },
-    **_ERRORS,
-}
-_COUNTED: dict[int | str, Any] = {200: {"content": _OBJECT}, **_ERRORS}
-
 
 def routes(front: Front) -> APIRouter:
     """The routes."""
     router = APIRouter(tags=["messages"], route_class=JsonRoute)
 
-    @router.post("/v1/messages", responses=_DOCUMENTED, summary="Answer a conversation made of blocks")
+    @router.post("/v1/messages", responses=_documented(streams=True), summary="Answer a conversation made of blocks")
     async def create(body: MessagesRequest, request: Request) -> Response:
         call = _Call(front, body)
         if not body.stream:
             return await while_connected(request, call.answer())
         run = await call.start()
-        return EventStream(call.chunks(run), run, headers=call.headers, on_error=_error_event)
+        return EventStream(call.chunks(run), run, headers=call.headers(run), on_error=_error_event)
 
-    @router.post("/v1/messages/count_tokens", responses=_COUNTED, summary="Count the tokens of a conversation")
+    @router.post(
+        "/v1/messages/count_tokens", responses=_documented(streams=False), summary="Count the tokens of a conversation"
+    )
     async def count(body: CountRequest) -> Response:
         check_model(front, body.model)
         found = {"input_tokens": await count_prompt(front, make_ask(body, SamplingParams()), "messages")}
@@ -58,15 +47,18 @@ class _Call:
     """One request: what it asks, and how its answer is written. Raises what refuses it."""
 
     def __init__(self, front: Front, body: MessagesRequest) -> None:
-        self.front = front
+        self.front, self.body = front, body
         self.model = check_model(front, body.model)
         check_generates(front)
         self.turn = read_request(body)
-        self.headers = warned(self.turn.warnings)
 
     async def start(self) -> ChatRun:
         """Give the conversation to an engine."""
         return await start_chat(self.front, self.turn.ask)
+
+    def headers(self, run: ChatRun) -> dict[str, str]:
+        """The header about what of the request had no effect."""
+        return warned(sorted({*self.turn.warnings, *unread(self.body, run.ignored)}))
 
     async def answer(self) -> Response:
         """The whole message; waits for its end."""
@@ -77,13 +69,14 @@ class _Call:
             writer.end(run.generation.output)
         if writer.failure is not None:
             raise Unanswered(writer.failure)
-        return Response(encode(writer.message), 200, self.headers, "application/json")
+        return Response(encode(writer.message), 200, self.headers(run), "application/json")
 
     async def chunks(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
-        """The message's events as they happen."""
-        writer = self._writer(run)
-        yield _sent(writer.start())
-        async for event in run:
+        """The message's events as they happen. What comes before the first word is raised before anything is sent."""
+        writer, events = self._writer(run), aiter(run)
+        first = await anext(events)
+        yield _sent([*writer.start(), *writer.take(first)])
+        async for event in events:
             made = writer.take(event)
             if made:
                 yield _sent(made)
@@ -99,6 +92,16 @@ class _Call:
             max_model_len=info.max_model_len if info is not None else 0,
             fingerprint=fingerprint(self.front),
         )
+
+
+def _documented(*, streams: bool) -> dict[int | str, Any]:
+    """The `responses` of an endpoint: an object, events too if it streams, and errors in Anthropic's schema."""
+    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if streams:
+        content["text/event-stream"] = events_of()
+    said = "The message, or with `stream` its events" if streams else "The number of tokens"
+    errors = {status: {**found, "model": MessagesError} for status, found in ERRORS.items() if status != 405}
+    return {200: {"description": said, "content": content}, **errors}
 
 
 def _error_event(error: Exception) -> bytes:

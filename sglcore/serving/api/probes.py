@@ -10,8 +10,6 @@ from fastapi.responses import JSONResponse
 from sglcore.serving.front import Front
 from sglcore.serving.protocol.models import PhaseAnswer
 
-_STARTED = frozenset({"ready", "draining"})
-
 
 def routes(front: Front) -> APIRouter:
     """The probes; none of them waits."""
@@ -31,7 +29,7 @@ def routes(front: Front) -> APIRouter:
 
     @router.get("/startupz", responses=documented, summary="Whether the model has been started")
     async def startupz() -> JSONResponse:
-        return told(front.health.phase in _STARTED)
+        return told(front.health.started)
 
     @router.get("/health", responses=documented, summary="The same as /readyz")
     async def health() -> JSONResponse:

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.api.shared import ERRORS, check_generates, check_model, fingerprint, warned
+from sglcore.serving.api.shared import ERRORS, check_generates, check_model, events_of, fingerprint, warned
 from sglcore.serving.bodies import JsonRoute
 from sglcore.serving.chat_run import ChatRun, start_chat
 from sglcore.serving.dialects.count import count_prompt
 from sglcore.serving.dialects.fields import own_names
-from sglcore.serving.dialects.responses_ask import make_ask, read_input, read_request
+from sglcore.serving.dialects.responses_ask import make_ask, read_input, read_request, unread
 from sglcore.serving.dialects.responses_events import Event, ResponseWriter
 from sglcore.serving.dialects.responses_items import input_items, page_of
 from sglcore.serving.dialects.responses_store import ResponseStore, Stored
@@ -28,18 +28,10 @@ from sglcore.serving.token_text import TokenTexts
 
 _OWN_NAMES = MappingProxyType({"messages": "input", "response_format": "text.format"})
 """Fields of the chat endpoint, and what this one calls them."""
-_ANSWER: dict[str, Any] = {
-    "description": "The response, or with `stream` its events, of which the last has the whole response",
-    "content": {
-        "application/json": {"schema": {"type": "object"}},
-        "text/event-stream": {"schema": {"type": "string"}},
-    },
-}
-_DOCUMENTED: dict[int | str, Any] = {200: _ANSWER, **{status: ERRORS[status] for status in ERRORS if status != 405}}
-_KEPT: dict[int | str, Any] = {
-    200: {"content": {"application/json": {"schema": {"type": "object"}}}},
-    **{status: ERRORS[status] for status in (400, 404)},
-}
+_BODY = tuple(status for status in ERRORS if status != 405)
+"""Error statuses of an endpoint that takes a body."""
+_ADDRESS = (400, 404)
+"""Those of one that takes an id alone."""
 
 
 def routes(front: Front) -> APIRouter:
@@ -48,15 +40,17 @@ def routes(front: Front) -> APIRouter:
     store = ResponseStore(front.config.max_stored_responses)
     texts = TokenTexts(front.codec)
 
-    @router.post("/v1/responses", responses=_DOCUMENTED, summary="Answer a conversation made of items")
+    @router.post(
+        "/v1/responses", responses=_documented(_BODY, streams=True), summary="Answer a conversation made of items"
+    )
     async def create(body: ResponsesRequest, request: Request) -> Response:
         call = _Call(front, store, texts, body)
         if not body.stream:
             return await while_connected(request, call.answer())
         run = await call.start()
-        return EventStream(call.chunks(run), run, headers=call.headers)
+        return EventStream(call.chunks(run), run, headers=call.headers(run))
 
-    @router.post("/v1/responses/input_tokens", responses=_DOCUMENTED, summary="Count the tokens of an input")
+    @router.post("/v1/responses/input_tokens", responses=_documented(_BODY), summary="Count the tokens of an input")
     async def count(body: CountRequest) -> Response:
         check_model(front, body.model)
         earlier = _earlier(store, body.previous_response_id)
@@ -71,18 +65,20 @@ def routes(front: Front) -> APIRouter:
 def _add_kept(router: APIRouter, store: ResponseStore) -> None:
     """The routes of responses that are kept."""
 
-    @router.get("/v1/responses/{response_id}", responses=_KEPT, summary="A response that was kept")
+    @router.get("/v1/responses/{response_id}", responses=_documented(_ADDRESS), summary="A response that was kept")
     async def retrieve(response_id: str, request: Request) -> Response:
         _only(request, ("include",))
         return _json(store.get(response_id, "response_id").response)
 
-    @router.delete("/v1/responses/{response_id}", responses=_KEPT, summary="Forget a response")
+    @router.delete("/v1/responses/{response_id}", responses=_documented(_ADDRESS), summary="Forget a response")
     async def delete(response_id: str) -> Response:
         store.drop(response_id, "response_id")
         return _json({"id": response_id, "object": "response", "deleted": True})
 
     @router.post(
-        "/v1/responses/{response_id}/cancel", responses=_KEPT, summary="Refused: no response outlives its request"
+        "/v1/responses/{response_id}/cancel",
+        responses=_documented(_ADDRESS),
+        summary="Refused: no response outlives its request",
     )
     async def cancel(response_id: str) -> Response:
         store.get(response_id, "response_id")
@@ -93,7 +89,9 @@ def _add_kept(router: APIRouter, store: ResponseStore) -> None:
         )
 
     @router.get(
-        "/v1/responses/{response_id}/input_items", responses=_KEPT, summary="The items of a response's own input"
+        "/v1/responses/{response_id}/input_items",
+        responses=_documented(_ADDRESS),
+        summary="The items of a response's own input",
     )
     async def items(
         response_id: str,
@@ -115,7 +113,6 @@ class _Call:
         check_generates(front)
         self.earlier = _earlier(store, body.previous_response_id)
         self.turn = read_request(body, self.earlier, front.config.max_logprobs)
-        self.headers = warned(self.turn.warnings)
         self.writer = ResponseWriter(
             _draft(body, self.turn.ask.params, model, fingerprint(front)),
             tokens=texts,
@@ -128,6 +125,10 @@ class _Call:
         with own_names(_OWN_NAMES):
             return await start_chat(self.front, self.turn.ask)
 
+    def headers(self, run: ChatRun) -> dict[str, str]:
+        """The header about what of the request had no effect."""
+        return warned(sorted({*self.turn.warnings, *unread(self.body, run.ignored)}))
+
     async def answer(self) -> Response:
         """The whole response; waits for its end."""
         async with await self.start() as run:
@@ -136,13 +137,16 @@ class _Call:
             self._end(run)
         if self.writer.failure is not None:
             raise Unanswered(self.writer.failure)
-        return _json(self.writer.response, self.headers)
+        return _json(self.writer.response, self.headers(run))
 
     async def chunks(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
-        """The response's events as they happen. An error ends them with the event that tells it."""
-        yield _sent(self.writer.start())
+        """The response's events as they happen. An error ends them with the event that tells it, but what comes before
+        the first word is raised, so that it has a status of its own."""
+        events = aiter(run)
+        first = await anext(events)
+        yield _sent([*self.writer.start(), *self.writer.take(first)])
         try:
-            async for event in run:
+            async for event in events:
                 made = self.writer.take(event)
                 if made:
                     yield _sent(made)
@@ -205,6 +209,19 @@ def _draft(body: ResponsesRequest, params: SamplingParams, model: str, mark: str
 
 def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"description": None, "parameters": None, "strict": None, **tool}
+
+
+def _documented(errors: Iterable[int], *, streams: bool = False) -> dict[int | str, Any]:
+    """The `responses` of an endpoint: an object, events too if it streams, and its errors."""
+    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if streams:
+        content["text/event-stream"] = events_of()
+    said = (
+        "The response, or with `stream` its events, of which the last has the whole"
+        if streams
+        else "What was asked for"
+    )
+    return {200: {"description": said, "content": content}, **{status: ERRORS[status] for status in errors}}
 
 
 def _sent(events: Iterable[Event]) -> bytes:

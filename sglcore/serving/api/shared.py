@@ -17,6 +17,8 @@ from sglcore.serving.sse import encode
 
 WARNINGS = "x-sglcore-warnings"
 """The header that tells what of a request had no effect."""
+MOST_WARNED = 1000
+"""Characters of names in that header."""
 
 _SAID = MappingProxyType(
     {
@@ -43,18 +45,18 @@ def documented(model: type[Answer], *, stream: type[Answer] | None = None) -> di
     """The `responses` of an endpoint that takes a body: its answer, its stream of chunks if it has one, its errors."""
     success: dict[str, Any] = {"model": model}
     if stream is not None:
-        success["content"] = {
-            "text/event-stream": {
-                "schema": {"type": "string"},
-                "example": f'data: {{"object":"{stream.__name__}"}}\n\ndata: [DONE]\n\n',
-            }
-        }
+        success["content"] = {"text/event-stream": events_of(stream.__name__)}
         success["description"] = f"The answer, or with `stream` events of {stream.__name__} that end with [DONE]"
-    return {
-        200: success,
-        **{status: answer for status, answer in ERRORS.items() if status not in (404, 405)},
-        404: ERRORS[404],
-    }
+    return {200: success, **{status: ERRORS[status] for status in sorted(ERRORS) if status != 405}}
+
+
+def events_of(name: str | None = None) -> dict[str, Any]:
+    """A stream in the document; `name` is the schema of an event's JSON data, if all events have one."""
+    data: dict[str, Any] = {"type": "string"}
+    if name is not None:
+        data |= {"contentMediaType": "application/json", "contentSchema": {"$ref": f"#/components/schemas/{name}"}}
+    properties = {"data": data, "event": {"type": "string"}}
+    return {"itemSchema": {"type": "object", "required": ["data"], "properties": properties}}
 
 
 def check_model(front: Front, name: str | None) -> str:
@@ -97,8 +99,9 @@ def fingerprint(front: Front) -> str:
 
 def warned(names: Iterable[str]) -> dict[str, str]:
     """The header about ignored fields; none if there are none."""
-    found = ", ".join(names)
-    return {WARNINGS: f"ignored: {found}"} if found else {}
+    found = ", ".join(name.encode("ascii", "backslashreplace").decode() for name in names)
+    printable = "".join(letter if letter.isprintable() else "?" for letter in found)
+    return {WARNINGS: f"ignored: {printable[:MOST_WARNED]}"} if printable else {}
 
 
 def as_json(answer: Answer | Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:

@@ -14,9 +14,9 @@ SHOWN = 60
 
 
 def refuse_kind(what: str, kind: str, wanted: str, param: str) -> NoReturn:
-    """Raise InvalidRequest about something of a kind that this server does not have."""
+    """Raise InvalidRequest about something of a kind that can not stand at `param`."""
     raise InvalidRequest(
-        f"{param}: found {what} of type {kind[:SHOWN]!r}, which this server does not have",
+        f"{param}: found {what} of type {kind[:SHOWN]!r}, which this server does not take here",
         wanted=wanted,
         remedy="leave it out",
         param=param,

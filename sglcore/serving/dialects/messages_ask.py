@@ -33,6 +33,8 @@ _ABSENT = MappingProxyType(
 )
 _CHOICES = MappingProxyType({"auto": "auto", "any": "required", "none": "none"})
 _UNUSED_OF_TOOL = ("cache_control", "input_examples", "allowed_callers", "defer_loading", "eager_input_streaming")
+_SWITCHES = frozenset({"enable_thinking", "thinking"})
+"""What templates call their switch of thinking."""
 _OWN_NAMES = MappingProxyType({"stop": "stop_sequences"})
 
 
@@ -75,6 +77,15 @@ def make_ask(body: CountRequest, params: SamplingParams) -> ChatAsk:
         continue_final_message=is_begun,
         add_generation_prompt=not is_begun,
     )
+
+
+def unread(body: CountRequest, ignored: Sequence[str]) -> list[str]:
+    """The fields behind variables that the chat template does not read. One of the switches of thinking is enough."""
+    own = body.chat_template_kwargs or {}
+    names = [f"chat_template_kwargs.{name}" for name in ignored if name in own]
+    if body.thinking is not None and set(ignored) >= _SWITCHES - own.keys():
+        names.append("thinking")
+    return [*names, "output_config.effort"] if "reasoning_effort" in set(ignored) - own.keys() else names
 
 
 def _system(system: str | list[Texts] | None) -> list[dict[str, Any]]:
@@ -192,11 +203,10 @@ def _choice(body: CountRequest) -> Any:
 
 
 def _template_kwargs(body: CountRequest) -> dict[str, Any]:
-    """Templates have two words for a switch of thinking."""
     found: dict[str, Any] = {}
     if body.thinking is not None and body.thinking.type != "adaptive":
         thinks = body.thinking.type == "enabled"
-        found |= {"enable_thinking": thinks, "thinking": thinks}
+        found |= dict.fromkeys(sorted(_SWITCHES), thinks)
     if body.output_config is not None and body.output_config.effort is not None:
         found["reasoning_effort"] = body.output_config.effort
     return {**found, **(body.chat_template_kwargs or {})}

@@ -171,6 +171,12 @@ def said(reasoning: str, text: str | None, calls: Sequence[Mapping[str, str]]) -
     return message
 
 
+def unread(body: Conversation, ignored: Sequence[str]) -> list[str]:
+    """The fields behind variables that the chat template does not read."""
+    own = body.chat_template_kwargs or {}
+    return [f"chat_template_kwargs.{name}" if name in own else "reasoning.effort" for name in ignored]
+
+
 def _wants_logprobs(body: ResponsesRequest) -> bool:
     """Whether the answer shows log-probabilities."""
     return body.top_logprobs is not None or LOGPROBS in (body.include or ())

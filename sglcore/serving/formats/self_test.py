@@ -13,7 +13,7 @@ from sglcore.engine.text import TextCodec
 from sglcore.serving.formats.conversation import MessageForm, as_template_reads
 from sglcore.serving.formats.delta import Call, Delta, calls_of, joined, text_of
 from sglcore.serving.formats.families import ReasoningFamily, ToolFamily
-from sglcore.serving.formats.parser import DeltaParser, long_id, short_id
+from sglcore.serving.formats.parser import DeltaParser, ToolSteps, long_id, short_id
 
 QUESTION = MappingProxyType({"role": "user", "content": "What is to be done?"})
 CALL_IDS = ("Pr0beCa11", "Pr0beCa12")
@@ -55,11 +55,14 @@ class Candidate:
 
     def parser(self, turn: Turn) -> DeltaParser:
         """A new parser for a turn; all its calls have one id, so that two parsers give equal deltas."""
-        marks = self.reasoning.marks if self.reasoning else None
+        return self.reader(turn, calls=self.family.calls)
+
+    def reader(self, turn: Turn, *, calls: ToolSteps | None = None) -> DeltaParser:
+        """The same, for which calls are content."""
         return DeltaParser(
-            calls=self.family.calls,
+            calls=calls,
             tools=probe_tools(),
-            reasoning=marks,
+            reasoning=self.reasoning.marks if self.reasoning else None,
             reasoning_open=turn.reasoning_open,
             new_id=lambda: "id",
         )
@@ -206,10 +209,26 @@ def _verify(candidate: Candidate, turn: Turn, deltas: Sequence[Delta], calls: Se
     for call, wanted in zip(found, calls, strict=True):
         if _value(call.arguments) != _value(wanted.arguments):
             raise Failed(f"it reads arguments {call.arguments!r:.80} where the template wrote {wanted.arguments!r:.80}")
-    content = text_of(deltas, "content")
-    leaked = [text for text in (*candidate.family.marks, *names, "None") if text in content]
-    if leaked:
-        raise Failed(f"it leaves {leaked[0]!r} in the content")
+    _verify_content(candidate, turn, deltas)
+
+
+def _verify_content(candidate: Candidate, turn: Turn, deltas: Sequence[Delta]) -> None:
+    """Content is what stands before the first call, and after the last one, without any part of a marker."""
+    marks = candidate.family.marks
+    places = [place for place, delta in enumerate(deltas) if delta.kind.startswith("tool")]
+    before, between, after = (
+        text_of(part, "content").strip()
+        for part in (deltas[: places[0]], deltas[places[0] : places[-1]], deltas[places[-1] :])
+    )
+    first = min(place for mark in candidate.family.opening if (place := turn.text.find(mark)) >= 0)
+    if before != text_of(candidate.reader(turn).whole(turn.text[:first]), "content").strip() or "None" in before:
+        raise Failed(f"it reads content {before!r:.60} before the calls of {turn.text!r:.80}")
+    text = turn.text.rstrip()
+    starts = [text.rfind(mark) for mark in marks]
+    is_cut = any(at < len(text) - len(after) < at + len(mark) for at, mark in zip(starts, marks, strict=True))
+    leaked = [mark for mark in marks if mark in after] or ([after] if is_cut or not text.endswith(after) else [])
+    if between or leaked:
+        raise Failed(f"it leaves {(between or leaked[0])!r:.60} in the content")
 
 
 def _value(text: str) -> str | None:

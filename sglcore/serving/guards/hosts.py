@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglcore.device.server_config import LOOPBACK
+from sglcore.device.server_config import is_loopback
 from sglcore.serving.errors import INVALID, Failure
 from sglcore.serving.guards.refusal import header, refuse
 from sglcore.serving.metrics import Metrics
@@ -42,7 +42,7 @@ class Hosts:
 
     def _is_ours(self, host: str) -> bool:
         name = name_of(host)
-        return name in LOOPBACK or name.startswith("127.") or name in self._allowed or "*" in self._allowed
+        return is_loopback(name) or name in self._allowed or "*" in self._allowed
 
     def _may_ask(self, origin: str, host: str) -> bool:
         return origin in self._origins or "*" in self._origins or urlsplit(origin).netloc.lower() == host.lower()

@@ -19,7 +19,7 @@ async def refuse(failure: Failure, scope: Scope, receive: Receive, send: Send) -
     """Answer with the failure.
 
     What the client still sends is read and dropped, for a second and 64 MiB at most: a socket that is closed over
-    unread bytes takes the answer back. A client that was too slow already (408) gets no further second.
+    unread bytes takes the answer back.
     """
     is_complete = await _is_complete(failure, scope, receive)
     body = msgspec.json.encode(failure.body(scope["path"]))
@@ -30,8 +30,7 @@ async def refuse(failure: Failure, scope: Scope, receive: Receive, send: Send) -
     await send({"type": "http.response.start", "status": failure.status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": not is_complete})
     if not is_complete:
-        if failure.status != 408:
-            await _drop(receive)
+        await _drop(receive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

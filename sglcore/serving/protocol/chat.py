@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from sglcore.serving.protocol.common import Answer, Body, ErrorDetail, Int, PromptProgress, Usage
-from sglcore.serving.protocol.sampling import MOST_INT32, SamplingFields
+from sglcore.serving.protocol.common import Answer, Body, Count, ErrorDetail, Int, Positive, PromptProgress, Usage
+from sglcore.serving.protocol.sampling import SamplingFields
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")]
 
@@ -142,10 +142,10 @@ class ChatBody(SamplingFields):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
-    max_tokens: Int | None = Field(None, ge=1, le=MOST_INT32)
-    max_completion_tokens: Int | None = Field(None, ge=1, le=MOST_INT32)
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Int | None = Field(None, ge=0, le=MOST_INT32)
+    top_logprobs: Count | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None

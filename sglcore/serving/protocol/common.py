@@ -8,9 +8,11 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+MOST_SEED = 2**64 - 1
+MOST_INT32 = 2**31 - 1
 UNKNOWN_FIELD = "unknown_field"
 """The type of pydantic's error for a name that a body does not know; its context has `field` and `hint`."""
 
@@ -20,8 +22,17 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+# A bound stands before the validator: behind it, the JSON schema would not know it.
 Int = Annotated[int, BeforeValidator(_whole)]
 """An integer of a request."""
+Count = Annotated[int, Field(ge=0, le=MOST_INT32), BeforeValidator(_whole)]
+"""0 or more."""
+Positive = Annotated[int, Field(ge=1, le=MOST_INT32), BeforeValidator(_whole)]
+"""1 or more."""
+TopK = Annotated[int, Field(ge=-1, le=MOST_INT32), BeforeValidator(_whole)]
+"""0 and -1 keep all tokens."""
+Seed = Annotated[int, Field(ge=0, json_schema_extra={"maximum": MOST_SEED}), BeforeValidator(_whole)]
+"""What `SamplingParams` takes as a seed; it checks the upper bound, which is no 64-bit float."""
 
 
 class Body(BaseModel):

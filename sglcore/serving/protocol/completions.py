@@ -6,15 +6,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from sglcore.serving.protocol.common import Answer, ErrorDetail, Int, PromptProgress, Usage
-from sglcore.serving.protocol.sampling import MOST_INT32, SamplingFields
+from sglcore.serving.protocol.common import Answer, Count, ErrorDetail, Positive, PromptProgress, Usage
+from sglcore.serving.protocol.sampling import SamplingFields
 
-TokenId = Annotated[Int, Field(ge=0, le=MOST_INT32)]
 Prompts = (
     str
     | Annotated[list[str], Field(min_length=1)]
-    | Annotated[list[TokenId], Field(min_length=1)]
-    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+    | Annotated[list[Count], Field(min_length=1)]
+    | Annotated[list[Annotated[list[Count], Field(min_length=1)]], Field(min_length=1)]
 )
 """One prompt or several, as text or as token ids."""
 
@@ -30,10 +29,10 @@ class CompletionBody(SamplingFields):
     ignored: ClassVar[frozenset[str]] = frozenset({"user", "metadata", "store", "service_tier"})
 
     prompt: Prompts
-    max_tokens: Int | None = Field(None, ge=0, le=MOST_INT32)
-    logprobs: Int | None = Field(None, ge=0, le=MOST_INT32)
+    max_tokens: Count | None = None
+    logprobs: Count | None = None
     echo: bool | None = None
-    best_of: Int | None = Field(None, ge=1, le=MOST_INT32)
+    best_of: Positive | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
     metadata: dict[str, Any] | None = None

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from pydantic import Field
 
-from sglcore.serving.protocol.common import Body, Int
-from sglcore.serving.protocol.sampling import MOST_INT32, MOST_SEED
-
-Count = Annotated[Int, Field(ge=1, le=MOST_INT32)]
+from sglcore.serving.protocol.common import Body, Count, Seed, TopK
 
 DRAWING = (
     "temperature",
@@ -31,11 +26,11 @@ class Drawing(Body):
 
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: Int | None = Field(None, ge=-1, le=MOST_INT32)
+    top_k: TopK | None = None
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0)
-    seed: Int | None = Field(None, ge=0, le=MOST_SEED)
-    min_tokens: Int | None = Field(None, ge=0, le=MOST_INT32)
+    seed: Seed | None = None
+    min_tokens: Count | None = None
     ignore_eos: bool | None = None

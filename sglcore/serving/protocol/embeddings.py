@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
-
-from sglcore.serving.protocol.common import Answer, Body, Int
+from sglcore.serving.protocol.common import Answer, Body, Positive
 from sglcore.serving.protocol.completions import Prompts
 
 
@@ -18,7 +16,7 @@ class EmbeddingBody(Body):
     model: str | None = None
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Int | None = Field(None, ge=1)
+    dimensions: Positive | None = None
     user: str | None = None
 
 

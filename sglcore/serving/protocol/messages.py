@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
-from sglcore.serving.protocol.common import Answer, Body, Int
-from sglcore.serving.protocol.drawing import Count, Drawing
+from sglcore.serving.protocol.common import Answer, Body, Positive
+from sglcore.serving.protocol.drawing import Drawing
 from sglcore.serving.protocol.kinds import Other, by_kind
 
 Word = Annotated[str, Field(min_length=1, max_length=256)]
@@ -113,7 +113,7 @@ class Thinking(Body):
     """Whether the model should think before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Int | None = None
+    budget_tokens: Positive | None = None
     display: str | None = None
 
 
@@ -161,7 +161,7 @@ class MessagesRequest(CountRequest, Drawing):
         "service_tier",
         "workspace_id",
     }
-    max_tokens: Count
+    max_tokens: Positive
     stop_sequences: list[str] | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None

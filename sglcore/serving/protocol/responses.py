@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
-from sglcore.serving.protocol.common import Body, Int
-from sglcore.serving.protocol.drawing import Count, Drawing
+from sglcore.serving.protocol.common import Body, Count, Positive
+from sglcore.serving.protocol.drawing import Drawing
 from sglcore.serving.protocol.kinds import Other, by_kind
 
 Role = Literal["user", "assistant", "system", "developer"]
@@ -205,8 +205,8 @@ class ResponsesRequest(Conversation, Drawing):
     background: bool | None = None
     context_management: list[Any] | None = None
     include: list[str] | None = None
-    max_output_tokens: Count | None = None
-    max_tool_calls: Int | None = None
+    max_output_tokens: Positive | None = None
+    max_tool_calls: Positive | None = None
     metadata: Metadata | None = None
     moderation: Any = None
     prompt: dict[str, Any] | None = None
@@ -216,7 +216,7 @@ class ResponsesRequest(Conversation, Drawing):
     safety_identifier: str | None = None
     service_tier: str | None = None
     store: bool | None = None
-    top_logprobs: Annotated[Int, Field(ge=0)] | None = None
+    top_logprobs: Count | None = None
     user: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -6,10 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from sglcore.serving.protocol.common import Body, Int
-
-MOST_SEED = 2**64 - 1
-MOST_INT32 = 2**31 - 1
+from sglcore.serving.protocol.common import Body, Count, Positive, Seed, TopK
 
 
 class StreamOptions(Body):
@@ -53,23 +50,23 @@ class SamplingFields(Body):
     """What completions and chats share."""
 
     model: str | None = None
-    n: Int | None = Field(None, ge=1, le=MOST_INT32)
+    n: Positive | None = None
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: Int | None = Field(None, ge=-1, le=MOST_INT32)
+    top_k: TopK | None = None
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0)
     logit_bias: dict[str, float] | None = None
-    seed: Int | None = Field(None, ge=0, json_schema_extra={"maximum": MOST_SEED})
+    seed: Seed | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[Int] | None = None
+    stop_token_ids: list[Count] | None = None
     ignore_eos: bool | None = None
-    min_tokens: Int | None = Field(None, ge=0, le=MOST_INT32)
+    min_tokens: Count | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    prompt_logprobs: Int | None = Field(None, ge=0)
+    prompt_logprobs: Count | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None

@@ -7,8 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from sglcore.serving.protocol.chat import Message, Tool
-from sglcore.serving.protocol.common import Answer, Body
-from sglcore.serving.protocol.completions import TokenId
+from sglcore.serving.protocol.common import Answer, Body, Count
 
 
 class TokenizeBody(Body):
@@ -42,7 +41,7 @@ class DetokenizeBody(Body):
     """Token ids, to be read as text with the special tokens in it."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: list[Count]
 
 
 class DetokenizeAnswer(Answer):

@@ -44,7 +44,11 @@ class Case:
     def answer(self, *calls: tuple[str, Any]) -> str:
         """What the template writes for calls, without what ends the turn."""
         given = [
-            {"id": f"abcdefgh{n}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+            {
+                "id": f"abcdefgh{n}",
+                "type": "function",
+                "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+            }
             for n, (name, arguments) in enumerate(calls)
         ]
         talk = [{"role": "user", "content": "Q?"}, {"role": "assistant", "content": None, "tool_calls": given}]

@@ -104,7 +104,7 @@ def test_a_template_that_reads_parts_gets_parts(tmp_path: Path) -> None:
     assert found.render([USER]).text == "[Hi]"
     assert found.render([{"role": "user", "content": [{"type": "text", "text": "a"}] * 2}]).text == "[a][a]"
     final = {"role": "assistant", "content": "go on"}
-    ask = {"continue_final_message": True, "add_generation_prompt": False}
+    ask: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
     assert found.render([USER, final], **ask).text == "[Hi][go on"
 
 

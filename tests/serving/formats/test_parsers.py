@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sglcore.serving.formats.delta import Delta, calls_of, joined, text_of
 from sglcore.serving.formats.families import REASONING, TOOLS
-from sglcore.serving.formats.json_text import JsonText
+from sglcore.serving.formats.json_text import MAX_DEPTH, JsonText
 from sglcore.serving.formats.parser import DeltaParser
 
 FAMILY = {family.name: family for family in TOOLS}
@@ -92,7 +92,7 @@ def split(reader: DeltaParser, text: str, places: list[int]) -> list[Delta]:
 
 
 @pytest.mark.parametrize(("name", "write"), WRITERS, ids=lambda value: getattr(value, "__name__", value))
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(calls=CALLS, places=st.lists(st.integers(0, 400), max_size=8), spaced=st.booleans())
 def test_calls_come_back_as_they_were_written(
     name: str, write: Callable[..., str], calls: list[tuple[str, Any]], places: list[int], spaced: bool
@@ -124,7 +124,7 @@ TYPED = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=50)
 @given(calls=st.lists(TYPED, min_size=1, max_size=3), places=st.lists(st.integers(0, 400), max_size=8))
 def test_values_in_tags_get_the_types_of_the_schema(calls: list[dict[str, Any]], places: list[int]) -> None:
     def value(item: Any) -> str:
@@ -181,7 +181,7 @@ PIECES = st.lists(
 
 
 @pytest.mark.parametrize("name", [*FAMILY, None])
-@settings(max_examples=120)
+@settings(max_examples=50)
 @given(text=PIECES, places=st.lists(st.integers(0, 200), max_size=6), thinks=st.booleans(), is_open=st.booleans())
 def test_any_text_is_read_without_an_error_and_the_same_however_it_is_split(
     name: str | None, text: str, places: list[int], thinks: bool, is_open: bool
@@ -282,7 +282,24 @@ def test_special_tokens_that_are_no_markers_are_not_shown() -> None:
         assert text_of(deltas, "content") == "Hi" and len(calls_of(deltas)) == 1
 
 
-@settings(max_examples=150)
+@pytest.mark.parametrize(
+    "text",
+    ['{"a": [1}', '{"a": {"b": 1]}', '{"a": 1,}', '{"a": [1,]}', "{,}", '{"a"}', "{1: 2}", '{"a": 01}', '{"a": 1.}']
+    + ['{"a": +1}', '{"a": NaN}', '{"a": True}', '{"a": "\n"}', '{"a": "\\x"}', '{"a": "\\u12g4"}', "{'a': 1}", "[]"],
+)
+def test_what_is_almost_an_object_is_bad(text: str) -> None:
+    reader = JsonText()
+    assert reader.feed(text) < len(text) and reader.bad and not reader.done
+
+
+def test_json_that_is_nested_too_deep_is_bad() -> None:
+    for depth, is_bad in ((MAX_DEPTH, False), (MAX_DEPTH + 1, True)):
+        reader = JsonText()
+        reader.feed('{"a":' + "[" * (depth - 1))
+        assert reader.bad == is_bad
+
+
+@settings(max_examples=80)
 @given(
     text=st.dictionaries(STRINGS, VALUES, max_size=4).map(as_json),
     place=st.integers(0, 200),

@@ -13,7 +13,7 @@ from sglcore.engine.start import embedded_model
 from sglcore.engine.text import TextCodec
 from sglcore.serving.formats.chat_format import ChatFormat
 from sglcore.serving.formats.conversation import MessageForm
-from sglcore.serving.formats.families import REASONING, TOOLS, ReasoningFamily
+from sglcore.serving.formats.families import REASONING, TOOLS
 from sglcore.serving.formats.json_calls import CALL, CALL_END, Tools, hermes
 from sglcore.serving.formats.scanner import Scanner, Steps
 from sglcore.serving.formats.self_test import Candidate, Failed, check_reasoning, check_tools
@@ -59,36 +59,36 @@ def call(s: Scanner, *, number_off: int = 0, takes_end: bool = True, says: bool 
 def drops_the_second_call(s: Scanner, tools: Tools) -> Steps[None]:
     number = 0
     while (yield from s.pass_until((CALL,), "content")):
-        yield from call(s, says=number == 0)
+        yield from s.attempt(call(s, says=number == 0))
         number += 1
 
 
 def leaves_the_end_marker(s: Scanner, tools: Tools) -> Steps[None]:
     while (yield from s.pass_until((CALL,), "content")):
-        yield from call(s, takes_end=False)
+        yield from s.attempt(call(s, takes_end=False))
 
 
 def moves_the_index(s: Scanner, tools: Tools) -> Steps[None]:
     while (yield from s.pass_until((CALL,), "content")):
-        yield from call(s, number_off=1)
+        yield from s.attempt(call(s, number_off=1))
 
 
 def gives_all_arguments_to_the_first(s: Scanner, tools: Tools) -> Steps[None]:
     number = 0
     while (yield from s.pass_until((CALL,), "content")):
-        yield from call(s, number_off=-number)
+        yield from s.attempt(call(s, number_off=-number))
         number += 1
 
 
 def shows_half_a_marker(s: Scanner, tools: Tools) -> Steps[None]:
-    """Waits for a marker of which it knows only the first character."""
-    while (yield from s.pass_until(("<",), "content")):
-        if (yield from s.take("tool_call>")):
-            yield from call(s, takes_end=False)
-        elif not (yield from s.take("/tool_call>")):
-            s.say("content", "<")
-        if not (yield from s.more()):
-            s.say("content", "<tool_call>")
+    while (yield from s.pass_until(("tool_call>",), "content")):
+        yield from s.attempt(call(s))
+
+
+def shows_half_the_end_marker(s: Scanner, tools: Tools) -> Steps[None]:
+    while (yield from s.pass_until((CALL,), "content")):
+        yield from s.attempt(call(s, takes_end=False))
+        yield from s.take("</tool_")
 
 
 def sees_where_the_text_was_split(s: Scanner, tools: Tools) -> Steps[None]:
@@ -110,7 +110,8 @@ def reads_nothing(s: Scanner, tools: Tools) -> Steps[None]:
         (leaves_the_end_marker, "</tool_call>"),
         (moves_the_index, "no order"),
         (gives_all_arguments_to_the_first, "arguments"),
-        (shows_half_a_marker, "<tool_call>"),
+        (shows_half_a_marker, "'<'"),
+        (shows_half_the_end_marker, "call>"),
         (sees_where_the_text_was_split, "differently"),
         (reads_nothing, "calls of \\[\\]"),
     ],
@@ -122,13 +123,21 @@ def test_a_broken_parser_fails(mutant: Callable[[Scanner, Tools], Steps[None]], 
         check_tools(Candidate(codec, replace(HERMES_FAMILY, calls=mutant), None, True), MessageForm())
 
 
+def test_a_marker_left_after_the_only_call_of_a_turn_fails(tmp_path: Path) -> None:
+    refuses = "{%- if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endif %}"
+    template = HERMES.replace("{%- for c in", f"{refuses}{{%- for c in")
+    codec = make_codec(tmp_path, template)
+    assert check_tools(Candidate(codec, HERMES_FAMILY, None, True), MessageForm()).two is None
+    for mutant in (leaves_the_end_marker, shows_half_the_end_marker):
+        with pytest.raises(Failed, match="call>"):
+            check_tools(Candidate(codec, replace(HERMES_FAMILY, calls=mutant), None, True), MessageForm())
+
+
 def test_markers_that_are_no_tokens_of_the_tokenizer_fail_the_test_of_reasoning(tmp_path: Path) -> None:
     codec = make_codec(tmp_path, HERMES, special=("<think>", "</think>"))
     check_reasoning(codec, REASONING[0], skip_special_tokens=False)
     with pytest.raises(Failed, match="from its tokens"):
         check_reasoning(codec, REASONING[0], skip_special_tokens=True)
-    with pytest.raises(Failed):
-        check_reasoning(codec, ReasoningFamily("same", ("<think>", "<think>")), skip_special_tokens=False)
 
 
 WRONG = HERMES.replace('"arguments": \' ~ (c.function.arguments | tojson)', '"arguments": \' ~ c.function.arguments')

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from sglcore.engine.chat_template import ChatTemplate, TextError
-from sglcore.engine.template_sandbox import MAX_MADE, MAX_OUTPUT, MAX_STEPS
+from sglcore.engine.chat_template import Bounds, ChatTemplate, TextError
 from tests.serving.formats.checkpoints import FAMILIES, make_codec
 
 TALK = [{"role": "user", "content": "Grüße <b>"}, {"role": "assistant", "content": "ja"}]
+
+BOUNDS = Bounds(steps=20_000, made=1_000_000, output=500_000)
 
 
 def render(source: str, **variables: object) -> str:
@@ -22,7 +24,7 @@ def render(source: str, **variables: object) -> str:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_templates_render_as_transformers_renders_them(name: str) -> None:
     source = FAMILIES[name].template
-    tools = [{"type": "function", "function": {"name": "f", "description": "é <&>", "parameters": {}}}]
+    tools: list[Any] = [{"type": "function", "function": {"name": "f", "description": "é <&>", "parameters": {}}}]
     for given in (None, tools):
         expected, _ = render_jinja_template(
             [TALK], tools=given, chat_template=source, add_generation_prompt=True, bos_token="<s>"
@@ -42,18 +44,27 @@ def test_what_templates_use_is_there() -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("{% for a in range(1000) %}{% for b in range(1000) %}{% endfor %}{% endfor %}", str(MAX_STEPS)),
-        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", str(MAX_STEPS)),
-        ("{% for a in [[[]]] recursive %}{{ loop([a, a]) if loop.depth < 50 }}{% endfor %}", str(MAX_STEPS)),
+        ("{% for a in range(1000) %}{% for b in range(1000) %}{% endfor %}{% endfor %}", str(BOUNDS.steps)),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+            str(BOUNDS.steps),
+        ),
+        ("{% for a in [[[]]] recursive %}{{ loop([a, a]) if loop.depth < 50 }}{% endfor %}", str(BOUNDS.steps)),
         ("{% for a in range(200000) %}{% endfor %}", "100000"),
-        ("{% set n = namespace(s='ab') %}{% for a in range(90) %}{% set n.s = n.s ~ n.s %}{% endfor %}", str(MAX_MADE)),
-        ("{% set n = namespace(s='ab') %}{% for a in range(90) %}{% set n.s = n.s + n.s %}{% endfor %}", str(MAX_MADE)),
+        (
+            "{% set n = namespace(s='ab') %}{% for a in range(90) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+            str(BOUNDS.made),
+        ),
+        (
+            "{% set n = namespace(s='ab') %}{% for a in range(90) %}{% set n.s = n.s + n.s %}{% endfor %}",
+            str(BOUNDS.made),
+        ),
         (
             "{% set n = namespace(s='ab') %}{% for a in range(90) %}"
             "{% set b %}{{ n.s }}{{ n.s }}{% endset %}{% set n.s = b %}{% endfor %}",
-            str(MAX_MADE),
+            str(BOUNDS.made),
         ),
-        ("{% for a in range(20000) %}" + "x" * 1000 + "{% endfor %}", str(MAX_OUTPUT)),
+        ("{% for a in range(1000) %}" + "x" * 1000 + "{% endfor %}", str(BOUNDS.output)),
         ("{{ 'x' * 1000000000 }}", "100000"),
         ("{{ 'x'.ljust(1000000000) }}", "100000"),
         ("{{ 'x' | center(1000000000) }}", "100000"),
@@ -67,7 +78,7 @@ def test_what_templates_use_is_there() -> None:
 )
 def test_a_template_that_does_too_much_is_stopped_with_the_number(source: str, said: str) -> None:
     with pytest.raises(TextError, match=said):
-        render(source)
+        ChatTemplate({"default": source}, {}, BOUNDS).render(TALK)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +105,7 @@ def test_callers_can_not_replace_the_messages_or_the_template() -> None:
 
 
 def test_a_rendering_leaves_no_count_behind() -> None:
-    template = ChatTemplate({"default": "{% for a in range(90000) %}{% endfor %}."}, {})
+    template = ChatTemplate({"default": "{% for a in range(15000) %}{% endfor %}."}, {}, BOUNDS)
     assert [template.render(TALK) for _ in range(4)] == ["."] * 4
 
 

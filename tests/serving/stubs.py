@@ -1,0 +1,108 @@
+"""A front without an engine: one generation that says what a test wrote down, or the error that it wants."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+
+from sglcore.device.server_config import ServerConfig
+from sglcore.engine.outputs import Completion, Piece, RequestOutput
+from sglcore.engine.text import TextCodec
+from sglcore.serving.app import make_app
+from sglcore.serving.formats import ChatFormat
+from sglcore.serving.front import Front
+from sglcore.serving.health import Health
+from sglcore.serving.messages import EngineStats
+
+DEMO = Path(__file__).parents[2] / "sglcore" / "assets" / "demo"
+Generate = Callable[..., Awaitable[Any]]
+
+
+class StubGeneration:
+    """Gives these pieces, and then a fault if there is one."""
+
+    def __init__(self, pieces: list[Piece], fault: Exception | None = None) -> None:
+        self._pieces, self._fault = pieces, fault
+        samples = [Completion(index, 7) for index in range(1 + max((piece.index for piece in pieces), default=0))]
+        self.output = RequestOutput("r", None, [1, 2], samples)
+        self.aborted = False
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        for piece in self._pieces:
+            sample = self.output.outputs[piece.index]
+            sample.text += piece.text
+            sample.finish_reason, sample.error = piece.finish_reason, piece.error
+            yield piece
+        if self._fault is not None:
+            raise self._fault
+
+    async def wait(self) -> RequestOutput:
+        async for _ in self:
+            pass
+        return self.output
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    async def __aenter__(self) -> StubGeneration:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.abort()
+
+
+def make_front(generate: Generate | None = None, *, health: Health | None = None) -> Front:
+    """A front of the embedded checkpoint without an engine: `generate` is all that it can do."""
+    codec = TextCodec(DEMO)
+    if health is None:
+        health = Health()
+        health.become_ready()
+    info = SimpleNamespace(max_model_len=64, generates=True, fingerprint="fp_0123456789ab", limits={"vocab_size": 2147})
+
+    async def tokenize(prompt: Any, *, special: bool = True) -> list[int]:
+        return codec.encode(prompt, special=special)
+
+    front = SimpleNamespace(
+        config=ServerConfig(),
+        codec=codec,
+        format=ChatFormat.detect(codec),
+        names=("demo",),
+        created=1,
+        health=health,
+        info=info if health.ready else None,
+        generate=generate,
+        tokenize=tokenize,
+        fleet=SimpleNamespace(replicas={}),
+        stats=EngineStats,
+    )
+    return cast(Front, front)
+
+
+def gives(*pieces: Piece, fault: Exception | None = None) -> Generate:
+    async def generate(*asked: Any, **named: Any) -> StubGeneration:
+        return StubGeneration(list(pieces), fault)
+
+    return generate
+
+
+def raises(error: Exception) -> Generate:
+    async def generate(*asked: Any, **named: Any) -> Any:
+        raise error
+
+    return generate
+
+
+def ask(front: Front, method: str, path: str, body: Any = None) -> httpx.Response:
+    """One request to an application over the front, without a socket."""
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(make_app(front))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, json=body)
+
+    return asyncio.run(send())

@@ -1,0 +1,35 @@
+"""`sglcore bench serve` and `sglcore chat --url` with the real server."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from sglcore.cli.__main__ import main
+from tests.serving.servers import Server
+
+
+def test_a_load_ends_whole_with_the_tokens_that_were_asked_for(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = server.get("/server_info/stats")
+    words = ("--num-prompts", "8", "--request-rate", "50", "--random-output-len", "4", "--shared-prefix", "64")
+    assert main(("bench", "serve", "-q", "--url", server.url, *words, "--json", str(tmp_path / "out.json"))) == 0
+    after = server.get("/server_info/stats")
+    found = json.loads((tmp_path / "out.json").read_text())["figures"]
+    assert (found["whole"], found["output_tokens"]) == (8, 32)
+    assert after["generation_tokens"] - before["generation_tokens"] == 32
+    assert after["prompt_tokens"] - before["prompt_tokens"] == found["input_tokens"]
+    assert "8 of 8" in capsys.readouterr().out
+
+
+def test_a_chat_streams_and_goes_on(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\nHello again\n"))
+    assert main(("chat", "--url", server.url, "--temperature", "0", "--max-tokens", "12")) == 0
+    seen = capsys.readouterr()
+    assert seen.out.startswith("Hello!") and seen.err.count("tokens/s") == 2

@@ -1,0 +1,47 @@
+"""Engines in the actors of a Ray cluster that is this machine alone: the same promises as for children."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from sglcore.serving.errors import EngineDied
+from sglcore.serving.front import Front
+from sglcore.serving.ray_launch import RayProcess
+from tests.serving.staged_fleet import until
+from tests.serving.test_deaths import PATIENCE, SHORT, ask, fronted, is_running, text_of
+
+pytestmark = pytest.mark.needs("ray")
+
+
+def engines(front: Front) -> dict[int, RayProcess]:
+    """The engines by replica."""
+    found = {replica.number: replica.process for replica in front.fleet.replicas.values()}
+    return {number: process for number, process in found.items() if isinstance(process, RayProcess)}
+
+
+def test_replicas_on_a_cluster_answer_die_and_are_replaced() -> None:
+    async def play() -> list[int]:
+        async with fronted(replicas=2, ray="local") as front:
+            begun = [await ask(front) for _ in range(2)]
+            for generation in begun:
+                await generation.__anext__()
+            assert all(len(replica.generations) == 1 for replica in front.fleet.ready), "each replica answers"
+            killed = engines(front)[0].pid
+            os.kill(killed, signal.SIGKILL)
+            lost = next(each for each in begun if each.request_id in front.fleet.replicas[0].generations)
+            with pytest.raises(EngineDied, match="signal 9; part of the answer had been given"):
+                await text_of(lost)
+            begun[1 - begun.index(lost)].abort()
+            assert front.health.ready
+            await until(lambda: len(front.fleet.ready) == 2, PATIENCE)
+            texts = [text_of(await ask(front, SHORT)) for _ in range(2)]
+            assert len(set(await asyncio.gather(*texts))) == 1
+            assert await front.audit() == []
+            return [killed, *(engine.pid for engine in engines(front).values())]
+
+    pids = asyncio.run(play())
+    assert len(set(pids)) == 3 and not [pid for pid in pids if is_running(pid)]
