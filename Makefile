@@ -42,4 +42,5 @@ $(VENV)/installed: $(VENV)/pyvenv.cfg $(DECLARED)
 
 $(VENV)/installed-test: $(VENV)/pyvenv.cfg $(DECLARED)
 	@$(BIN)/python tools/install_devices.py --extra test --all
+	@$(BIN)/python tools/install_browser.py
 	@touch $@ $(VENV)/installed

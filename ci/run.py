@@ -70,6 +70,7 @@ def command(lane: Lane, workers: int, words: Sequence[str] = ()) -> tuple[str, .
         "-m",
         "pytest",
         f"-n{workers}",
+        "--dist=loadgroup",
         f"--lane={lane.name}",
         *simulated,
         *record,

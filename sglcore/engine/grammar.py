@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -73,10 +72,6 @@ class Compiling:
     def is_done(self) -> bool:
         """`start` answers at once."""
         return self._future.done() or time.monotonic() >= self._until
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        """Have `call` called, on another thread or now, once the compiler is done; not when it takes too long."""
-        self._future.add_done_callback(lambda _: call())
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until it is done, or so long; whether it is done."""

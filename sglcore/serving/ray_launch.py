@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +29,8 @@ PENDING_SECONDS = 15.0
 """After so long without a place in the cluster, the log says what is waited for."""
 OBJECT_STORE_BYTES = 128 << 20
 """Of a cluster that is begun here: nothing large goes through Ray."""
+HEAD_SECONDS = 5.0
+"""A cluster's head that has not answered by then is not there."""
 LOST = 1
 """The exit code of an engine of whose end nothing is known."""
 
@@ -193,6 +196,7 @@ def connect(address: str, room: int) -> bool:
     if ray.is_initialized():
         return False
     try:
+        _try_head(address)
         if address == "local":
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             ray.init(
@@ -204,13 +208,22 @@ def connect(address: str, room: int) -> bool:
             )
         else:
             ray.init(address, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(
-            f"no Ray cluster was found at {address!r}: {str(error).strip().splitlines()[0]}",
+            f"no Ray cluster can be joined at {address!r}: {reason}",
             wanted="a cluster of which this machine is part",
             remedy="run `ray start --head` here, or give local",
         ) from error
     return True
+
+
+def _try_head(address: str) -> None:
+    """Raise OSError if nobody listens at a head's host and port: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal():
+        with socket.create_connection((host.strip("[]"), int(port)), HEAD_SECONDS):
+            pass
 
 
 def last_line(text: str) -> str:

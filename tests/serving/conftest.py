@@ -56,6 +56,17 @@ Answer with <tool_call>
 """A chat template for the embedded model that knows tools in the manner of Hermes, and thinking when asked for it."""
 
 
+SHARED = ("tool_server", "encoder_server", "server")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share a server run in one process, so that it is started once."""
+    for item in items:
+        used = next((name for name in SHARED if isinstance(item, pytest.Function) and name in item.fixturenames), None)
+        if used is not None:
+            item.add_marker(pytest.mark.xdist_group(used))
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of the embedded model."""

@@ -1,4 +1,4 @@
-"""Real engine processes that are killed, can not start, or lose their parent. What each end does to requests is promised."""
+"""Real engine processes that are killed, can not start, or lose their parent, on the loop that the server runs on."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
@@ -88,7 +89,7 @@ def test_a_killed_engine_fails_all_that_it_had_and_the_server_is_to_end() -> Non
             with pytest.raises(NotReady):
                 await ask(front)
 
-    asyncio.run(play())
+    uvloop.run(play())
 
 
 def test_an_engine_that_is_started_again_answers_what_had_waited_as_if_nothing_had_happened() -> None:
@@ -111,7 +112,7 @@ def test_an_engine_that_is_started_again_answers_what_had_waited_as_if_nothing_h
             assert front.health.ready and processes(front)[0] != killed
             assert await front.audit() == []
 
-    asyncio.run(play())
+    uvloop.run(play())
 
 
 def test_the_other_replica_goes_on_and_takes_what_had_waited() -> None:
@@ -138,7 +139,7 @@ def test_the_other_replica_goes_on_and_takes_what_had_waited() -> None:
             await until(lambda: len(front.fleet.ready) == 2, PATIENCE)
             assert await front.audit() == []
 
-    asyncio.run(play())
+    uvloop.run(play())
 
 
 def test_a_checkpoint_that_can_not_be_loaded_ends_the_server_with_its_reason(tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ def test_a_checkpoint_that_can_not_be_loaded_ends_the_server_with_its_reason(tmp
         assert (code, health.phase, health.ready) == (2, "dead", False)
         assert str(tmp_path) in health.reason and "\n" not in health.reason
 
-    asyncio.run(play())
+    uvloop.run(play())
 
 
 def test_an_engine_whose_front_is_killed_ends_by_itself() -> None:

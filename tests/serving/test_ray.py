@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 
 import pytest
+import uvloop
 
+from sglcore.device.errors import ConfigError
 from sglcore.serving.errors import EngineDied
 from sglcore.serving.front import Front
-from sglcore.serving.ray_launch import RayProcess
+from sglcore.serving.ray_launch import RayLauncher, RayProcess
 from tests.serving.staged_fleet import until
 from tests.serving.test_deaths import PATIENCE, SHORT, ask, fronted, is_running, text_of
 
@@ -43,5 +46,14 @@ def test_replicas_on_a_cluster_answer_die_and_are_replaced() -> None:
             assert await front.audit() == []
             return [killed, *(engine.pid for engine in engines(front).values())]
 
-    pids = asyncio.run(play())
+    pids = uvloop.run(play())
     assert len(set(pids)) == 3 and not [pid for pid in pids if is_running(pid)]
+
+
+def test_a_head_where_nobody_listens_is_refused_at_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        launcher = RayLauncher(address, {}, 1)
+        with pytest.raises(ConfigError, match=f"no Ray cluster can be joined at '{address}'.*ray start --head"):
+            uvloop.run(launcher.front_host())
