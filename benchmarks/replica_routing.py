@@ -47,8 +47,8 @@ class InTurn(Router):
 
 ROUTERS: dict[str, Callable[[], Router]] = {
     "in turn": InTurn,
-    "prefix, least busy only": lambda: Router(slack=0, ratio=1.0),
-    "prefix, slack 2": lambda: Router(slack=2, ratio=1.0),
+    "prefix, least busy only": lambda: Router(ratio=1.0, slack=0),
+    "prefix, slack 2": lambda: Router(ratio=1.0, slack=2),
     "prefix, as served": Router,
     "prefix, no bound": lambda: Router(slack=NO_BOUND),
 }

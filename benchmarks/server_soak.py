@@ -2,7 +2,8 @@
 
 Lengths are random; one request in twenty disconnects in mid-stream and one in twenty is malformed. Counted: answers that
 did not come or were not what was asked; pages and slots that are held afterwards; memory of the front and of the engine
-after each tenth.
+after each tenth. The KV pool is small enough to be full after the first of these, so that requests wait, pages are evicted,
+and what grows later is no page that is touched for the first time.
 
     python benchmarks/server_soak.py [--requests N] [--json FILE]
 """
@@ -19,7 +20,7 @@ from pathlib import Path
 from results import machine, write_results
 from server_client import Streamed, get, request_bytes, served, stream
 
-PORT, AT_ONCE = 8322, 256
+PORT, AT_ONCE, KV_MEMORY = 8322, 256, "128M"
 MALFORMED = (
     b'{"prompt": "a", "max_tokens": ',
     b'{"prompt": 7.5}',
@@ -99,13 +100,14 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--json")
     given = options.parse_args()
-    with served(port=PORT) as url:
+    with served("--kv-cache-memory", KV_MEMORY, port=PORT) as url:
         outcomes, memory = asyncio.run(load(given.requests, random.Random(given.seed), url))
         time.sleep(2.0)
         stats, problems = get(f"{url}/server_info/stats"), get(f"{url}/server_info/audit")["problems"]
     found = {
         "requests": given.requests,
         "at_once": AT_ONCE,
+        "kv_cache_memory": KV_MEMORY,
         "outcomes": dict(sorted(outcomes.items())),
         "lost_or_wrong": sum(count for name, count in outcomes.items() if not name.endswith("right")),
         "held_afterwards": {name: stats[name] for name in ("running", "waiting", "kv_used")},

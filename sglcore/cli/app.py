@@ -12,7 +12,10 @@ from sglcore.cli.doctor import doctor
 from sglcore.cli.explain import explain
 from sglcore.cli.generate import generate
 from sglcore.cli.new_device import new_device
-from sglcore.cli.serve import serve_command
+from sglcore.cli.serve import serve
+from sglcore.cli.settings import with_settings
+from sglcore.device.config import EngineConfig
+from sglcore.device.server_config import ServerConfig
 
 
 def make_app() -> typer.Typer:
@@ -25,12 +28,12 @@ def make_app() -> typer.Typer:
         rich_markup_mode=None,
     )
     app.callback()(options)
-    app.command()(generate)
-    app.command()(chat)
-    app.command("serve")(serve_command())
+    app.command("generate")(with_settings(generate, EngineConfig))
+    app.command("chat")(with_settings(chat, EngineConfig))
+    app.command("serve")(with_settings(serve, EngineConfig, ServerConfig))
     app.add_typer(make_bench(), name="bench")
     app.command()(devices)
-    app.command()(explain)
+    app.command("explain")(with_settings(explain, EngineConfig))
     app.command()(doctor)
     app.command(context_settings={"allow_extra_args": True})(conform)
     app.command()(new_device)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sglcore.cli import options
+from sglcore.cli.settings import engine_settings, with_settings
+from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -104,16 +106,8 @@ def offline(
     goodput: Goodput = None,
     json_file: Json = None,
     plot: Plot = None,
-    max_requests: Annotated[int | None, typer.Option(help="Requests that run together at most.")] = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    threads: options.Threads = None,
-    graph: options.Graph = None,
-    attention_backend: options.Attention = None,
-    max_model_len: options.MaxModelLen = None,
-    kv_cache_memory: options.KVMemory = None,
-    strict: options.Strict = None,
     quiet: Quiet = False,
+    settings: dict[str, Any] | None = None,
 ) -> None:
     """Measure the engine alone, in this process, on the load that `bench serve` would offer all at once."""
     from sglcore.bench import workload
@@ -125,18 +119,7 @@ def offline(
     load = _workload(num_prompts, random_input_len, random_output_len, shared_prefix, seed, "inf")
     goals = goals_of(goodput or ())
     _check_outputs(json_file, plot)
-    settings = {
-        "device": device,
-        "dtype": dtype,
-        "threads": threads,
-        "graph": graph,
-        "attention_backend": attention_backend,
-        "max_model_len": max_model_len,
-        "kv_cache_memory": kv_cache_memory,
-        "strict": strict,
-        "max_requests": max_requests,
-    }
-    with LLM(model, show_progress=not quiet, **settings) as llm:
+    with LLM(model, show_progress=not quiet, **engine_settings(settings)) as llm:
         if not quiet:
             show_banner(llm.started)
         limits = llm.engine.worker.limits
@@ -150,7 +133,7 @@ def make_bench() -> typer.Typer:
     """The commands below `sglcore bench`."""
     app = typer.Typer(help="Measure a server, or the engine alone.", no_args_is_help=True, rich_markup_mode=None)
     app.command()(serve)
-    app.command()(offline)
+    app.command("offline")(with_settings(offline, EngineConfig))
     return app
 
 

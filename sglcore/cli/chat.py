@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sglcore.cli import options
+from sglcore.cli.settings import engine_settings
 from sglcore.device.errors import ConfigError, SglcoreError
 
 if TYPE_CHECKING:
@@ -39,36 +40,20 @@ def chat(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; left out, the usual 1.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this probability.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes every answer repeatable.")] = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    threads: options.Threads = None,
-    graph: options.Graph = None,
-    attention_backend: options.Attention = None,
-    max_model_len: options.MaxModelLen = None,
-    kv_cache_memory: options.KVMemory = None,
-    strict: options.Strict = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the answers.")] = False,
+    settings: dict[str, Any] | None = None,
 ) -> None:
     """Talk with a model. Each line is a message; /help lists what else there is."""
     asked = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     fields = {name: value for name, value in asked.items() if value is not None}
-    settings = {
-        "device": device,
-        "dtype": dtype,
-        "threads": threads,
-        "graph": graph,
-        "attention_backend": attention_backend,
-        "max_model_len": max_model_len,
-        "kv_cache_memory": kv_cache_memory,
-        "strict": strict,
-    }
+    here = engine_settings(settings)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a mark instead
     with ExitStack() as stack:
         if url is None:
-            source = _local(stack, model, settings, fields, quiet=quiet)
+            source = _local(stack, model, here, fields, quiet=quiet)
         else:
-            _refuse_local(model, settings)
+            _refuse_local(model, here)
             source = _server(url, api_key, model_name, fields, quiet=quiet)
         talk(Conversation(source, system, is_quiet=quiet))
 
@@ -85,7 +70,7 @@ def _local(
         params = SamplingParams(**{"max_tokens": None, **fields})
     except SamplingError as error:
         raise ConfigError(str(error)) from None
-    llm = stack.enter_context(LLM(model, show_progress=not quiet, max_requests=1, **settings))
+    llm = stack.enter_context(LLM(model, show_progress=not quiet, **{"max_requests": 1, **settings}))
     if not quiet:
         show_banner(llm.started)
     return LocalSource(llm, params)
@@ -104,7 +89,7 @@ def _server(url: str, key: str, name: str | None, fields: dict[str, Any], *, qui
 
 def _refuse_local(model: str | None, settings: dict[str, Any]) -> None:
     """What only a model in this process has must not be dropped in silence."""
-    given = [f"--{name.replace('_', '-')}" for name, value in settings.items() if value is not None]
+    given = [f"--{name.replace('_', '-')}" for name in settings]
     given = [*(["MODEL"] if model is not None else []), *given]
     if given:
         raise ConfigError(

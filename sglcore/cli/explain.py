@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from sglcore.cli import options
+from sglcore.cli.settings import engine_settings
 
 
 def explain(
     topic: Annotated[str | None, typer.Argument(help="One topic, such as attention; left out, all of them.")] = None,
     model: Annotated[str | None, typer.Option(help="A checkpoint folder; left out, the embedded model.")] = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    threads: options.Threads = None,
-    graph: options.Graph = None,
-    attention_backend: options.Attention = None,
-    max_model_len: options.MaxModelLen = None,
-    kv_cache_memory: options.KVMemory = None,
-    strict: options.Strict = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    settings: dict[str, Any] | None = None,
 ) -> None:
     """Start as `generate` would, then say what was asked for, what was chosen, why, and how to get something else."""
     from sglcore.cli.banner import ledger_table
@@ -29,20 +22,7 @@ def explain(
     from sglcore.device.errors import ConfigError
     from sglcore.engine.start import start
 
-    config = resolve_config(
-        {
-            "model": model,
-            "device": device,
-            "dtype": dtype,
-            "threads": threads,
-            "graph": graph,
-            "attention_backend": attention_backend,
-            "max_model_len": max_model_len,
-            "kv_cache_memory": kv_cache_memory,
-            "strict": strict,
-        }
-    )
-    started = start(config)
+    started = start(resolve_config({"model": model, **engine_settings(settings)}))
     started.worker.close()
     rows = [row for row in started.ledger.rows if topic in (None, row.topic)]
     if not rows:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sglcore.cli import options
+from sglcore.cli.settings import engine_settings
 
 if TYPE_CHECKING:
     from sglcore.engine.llm import LLM
@@ -31,15 +32,8 @@ def generate(
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")] = False,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    threads: options.Threads = None,
-    graph: options.Graph = None,
-    attention_backend: options.Attention = None,
-    max_model_len: options.MaxModelLen = None,
-    kv_cache_memory: options.KVMemory = None,
-    strict: options.Strict = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the text.")] = False,
+    settings: dict[str, Any] | None = None,
 ) -> None:
     """Complete a prompt and print the text as it comes; the banner and the figures go to the error stream."""
     params = _params(
@@ -58,20 +52,7 @@ def generate(
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a mark instead
     text = sys.stdin.read() if prompt == "-" else prompt
-    llm = LLM(
-        model,
-        show_progress=not quiet,
-        device=device,
-        dtype=dtype,
-        threads=threads,
-        graph=graph,
-        attention_backend=attention_backend,
-        max_model_len=max_model_len,
-        kv_cache_memory=kv_cache_memory,
-        strict=strict,
-        max_requests=1,
-    )
-    with llm:
+    with LLM(model, show_progress=not quiet, **{"max_requests": 1, **engine_settings(settings)}) as llm:
         if not quiet:
             show_banner(llm.started)
         _complete(llm, text, params, chat=chat, quiet=quiet)

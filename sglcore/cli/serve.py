@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sglcore.cli.aliases import EAGER_FLAGS, graph_name
-from sglcore.cli.settings import flag_names, split_settings, with_settings
+from sglcore.cli.aliases import EAGER_FLAGS
+from sglcore.cli.settings import engine_settings, flag_names, split_settings
 from sglcore.device.config import EngineConfig, resolve_config, resolve_server_config
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
@@ -20,11 +19,6 @@ if TYPE_CHECKING:
 
 ENDPOINTS = "/v1/chat/completions /v1/completions /v1/responses /v1/messages /v1/embeddings /metrics"
 POLL_SECONDS = 0.05
-
-
-def serve_command() -> Callable[..., None]:
-    """The command with a flag for every setting of the engine and of the server."""
-    return with_settings(serve, EngineConfig, ServerConfig)
 
 
 def serve(
@@ -43,18 +37,9 @@ def serve(
     given = settings or {}
     if model is not None and model_path is not None and model != model_path:
         raise ConfigError(f"two models are named: {model!r} and {model_path!r}", remedy="name one")
-    engine = {"model": model or model_path, **split_settings(given, EngineConfig), **_graph(given.get("graph"), eager)}
-    config = resolve_config(engine)
+    config = resolve_config({"model": model or model_path, **engine_settings(given, eager=eager)})
     server = resolve_server_config(split_settings(given, ServerConfig))
     raise typer.Exit(_run(config, server, quiet=quiet))
-
-
-def _graph(asked: str | None, eager: bool) -> dict[str, str]:
-    if eager and asked not in (None, "off"):
-        raise ConfigError(f"--graph {asked} and {EAGER_FLAGS[0]} contradict each other", remedy="leave one out")
-    if eager:
-        return {"graph": "off"}
-    return {} if asked is None else {"graph": graph_name(asked)}
 
 
 def _run(config: EngineConfig, server: ServerConfig, *, quiet: bool) -> int:

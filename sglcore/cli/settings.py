@@ -8,8 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from sglcore.cli.aliases import FLAGS
+from sglcore.cli.aliases import EAGER_FLAGS, FLAGS, graph_name
 from sglcore.cli.flag_help import HELP
+from sglcore.device.config import EngineConfig
+from sglcore.device.errors import ConfigError
 from sglcore.device.settings import setting_kinds, variable_of
 
 _TYPES = (("bool", bool), ("int", int), ("float", float), ("str", str))
@@ -37,6 +39,16 @@ def with_settings(function: Callable[..., None], *records: type[Any]) -> Callabl
     ]
     run.__signature__ = inspect.Signature([*named, *parameters])  # pyright: ignore[reportFunctionMemberAccess]
     return run
+
+
+def engine_settings(settings: Mapping[str, Any] | None, *, eager: bool = False) -> dict[str, Any]:
+    """Those of the engine, graph kinds by our names; `eager` is a flag that says "no graphs". Raises ConfigError."""
+    found = split_settings(settings or {}, EngineConfig)
+    asked = found.get("graph")
+    if eager and asked not in (None, "off"):
+        raise ConfigError(f"--graph {asked} and {EAGER_FLAGS[0]} contradict each other", remedy="leave one out")
+    graph = "off" if eager else None if asked is None else graph_name(asked)
+    return found if graph is None else {**found, "graph": graph}
 
 
 def split_settings(settings: Mapping[str, Any], record: type[Any]) -> dict[str, Any]:

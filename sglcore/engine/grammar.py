@@ -128,10 +128,12 @@ class Grammars:
         if len(self._threads) < COMPILE_THREADS:
             # The interpreter does not wait for a daemon when it ends; a compiler can not be interrupted.
             thread = Thread(target=self._work, name="grammar", daemon=True)
-            self._threads.append(thread)
             usual = stack_size(STACK_BYTES)
-            thread.start()
-            stack_size(usual)
+            try:
+                thread.start()
+            finally:
+                stack_size(usual)
+            self._threads.append(thread)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

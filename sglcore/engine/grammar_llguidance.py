@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
-from itertools import product
 from typing import Any
 
 import llguidance
@@ -13,29 +11,18 @@ from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from sglcore.engine.grammar import Vocabulary
-from sglcore.engine.grammar_schema import refuse_keywords, schemas
+from sglcore.engine.guidance_schema import NAME, OPTIONS, check_schema
 from sglcore.sampling.grammar import Grammar, GrammarError, read_schema
 from sglcore.schedule.request import Matcher
 
-WHITESPACE = r"( |\n[ \t]{0,32})?"
-"""Between JSON's tokens: nothing, a space, or a line break with its indentation. Without a bound a model may write blanks
-until its tokens are used up."""
-
-BOUNDS = frozenset({"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"})
-MERGED = frozenset({"$ref", "anyOf", "oneOf"})
-"""What is merged with the keywords beside it."""
-
 MAX_EBNF = 1 << 14
 """Characters: translating takes time with the square of them, and other threads wait meanwhile."""
-
-UNENFORCED = frozenset({"x-guidance", "$anchor", "$dynamicAnchor"})
-"""What it reads in silence: the first switches its own checks off."""
 
 
 class Llguidance:
     """One vocabulary's compiler. The vocabulary is read when the first grammar comes."""
 
-    name = "llguidance"
+    name = NAME
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -112,46 +99,14 @@ def _source(grammar: Grammar) -> str:
     if grammar.kind == "ebnf":
         return library.grammar_from_lark(_lark_of(grammar.text))
     schema = {"type": "object"} if grammar.kind == "json_object" else read_schema(grammar.text)
-    refuse_keywords(schema, UNENFORCED, Llguidance.name)
-    _refuse_narrow_bounds(schema)
+    check_schema(schema)
     text = '{"type": "object"}' if grammar.kind == "json_object" else grammar.text
     if schema is True:
         text = "{}"
     if schema is False:
         raise GrammarError("the schema is false", wanted="one that some value fulfils")
-    return library.grammar_from_json_schema(
-        text,
-        overrides={
-            "whitespace_flexible": True,
-            "whitespace_pattern": WHITESPACE,
-            "lenient": False,
-            "coerce_one_of": False,
-        },
-    )
-
-
-def _refuse_narrow_bounds(schema: Any) -> None:
-    """It takes an excluded whole number nearest to 0 for a number, if the other bound is less than 1 away."""
-    nodes = [node for _, node in schemas(schema) if node.get("type") != "integer"]
-    merges = any("allOf" in node or (MERGED & set(node) and BOUNDS & set(node)) for node in nodes)
-    for group in [nodes] if merges else [[node] for node in nodes]:
-        lows, highs = (_bounds(group, name) for name in ("minimum", "maximum"))
-        for low, high in product(lows, highs):
-            below = low[1] and low[0] >= 0 and low[0] == int(low[0])
-            above = high[1] and high[0] <= 0 and high[0] == int(high[0])
-            if (below or above) and 0 <= high[0] - low[0] < 1:
-                raise GrammarError(
-                    f"the schema wants a number between {low[0]} and {high[0]} that excludes a whole one, which the grammar"
-                    " backend llguidance does not enforce",
-                    wanted="an inclusive bound, or one with decimals",
-                )
-
-
-def _bounds(nodes: Sequence[dict[str, Any]], name: str) -> list[tuple[float, bool]]:
-    """Lower or upper bounds, and whether each is exclusive."""
-    names = {name: False, f"exclusive{name.capitalize()}": True}
-    found = [(node.get(each), is_open) for node in nodes for each, is_open in names.items()]
-    return [(value, is_open) for value, is_open in found if isinstance(value, (int, float))]
+    options: Any = dict(OPTIONS)
+    return library.grammar_from_json_schema(text, overrides=options)
 
 
 def _lark_of(text: str) -> str:

@@ -14,11 +14,17 @@ from sglcore.engine.chat_template import ChatTemplate, TextError
 
 __all__ = ["GrowingText", "TextCodec", "TextError", "eos_token_ids"]
 
+LONG_TEXT = 4096
+"""Characters from which a text is read by the call that lets other threads run meanwhile; it costs short texts more."""
+
 CONTEXT = 8
 """Tokens of the prompt that are decoded with the first new ones."""
 
 UNKNOWN = "\ufffd"
 """What an incomplete character decodes to."""
+
+INCOMPLETE = 4
+"""Tokens at the end that may be an incomplete character: it has at most 3 bytes, and a token at least one."""
 
 
 class TextCodec:
@@ -39,6 +45,8 @@ class TextCodec:
         # A saved tokenizer may cut and fill texts to one length; the scheduler wants them as they are.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.settings = _json(folder / "tokenizer_config.json")
         own = ChatTemplate.load(folder, self.settings)
         self.template = own if chat_template is None else own.replaced(chat_template)
@@ -46,12 +54,16 @@ class TextCodec:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text; `special` adds what the checkpoint puts around a prompt (such as BOS)."""
         try:
+            if len(text) > LONG_TEXT:
+                return self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
             return self.tokenizer.encode(text, add_special_tokens=special).ids
         except TypeError:
             raise TextError(f"{text!r:.60} holds lone surrogates", wanted="text that UTF-8 can encode") from None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
+        if len(ids) > LONG_TEXT:
+            return self.tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> str:
@@ -82,6 +94,7 @@ class GrowingText:
     ) -> None:
         self._codec = codec
         self._skip_special = skip_special
+        self._skipped = codec.special_ids if skip_special else frozenset()
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._ids = list(prompt[-CONTEXT:])
@@ -95,11 +108,15 @@ class GrowingText:
         for token_id in ids:
             if self.stopped_by is not None:
                 break
+            if token_id in self._skipped:
+                continue
             self._ids.append(token_id)
             piece = self._pending()
             if piece and not piece.endswith(UNKNOWN):
                 self._append(piece)
                 self._first, self._read = self._read, len(self._ids)
+            elif len(self._ids) - self._read > 2 * INCOMPLETE:
+                self._take_garbage()
         return self._show(len(self.text) - self._held_back())
 
     def finish(self) -> str:
@@ -110,9 +127,19 @@ class GrowingText:
 
     def _pending(self) -> str:
         """What the unread tokens add to the text of those before them, which decoders need for spaces and bytes."""
-        known, ids = self._read - self._first, self._ids[self._first :]
-        before = self._codec.decode(ids[:known], skip_special_tokens=self._skip_special)
-        return self._codec.decode(ids, skip_special_tokens=self._skip_special)[len(before) :]
+        return self._decoded(len(self._ids))[len(self._decoded(self._read)) :]
+
+    def _take_garbage(self) -> None:
+        """Bytes that become no character are text too, all but what may still become one, or they would be decoded again
+        with every token. Nothing, if they were to be cut within a character."""
+        end = len(self._ids) - INCOMPLETE
+        before, done, whole = (self._decoded(place) for place in (self._read, end, len(self._ids)))
+        if len(done) > len(before) and whole.startswith(done):
+            self._append(done[len(before) :])
+            self._first, self._read = self._read, end
+
+    def _decoded(self, end: int) -> str:
+        return self._codec.decode(self._ids[self._first : end], skip_special_tokens=self._skip_special)
 
     def _append(self, piece: str) -> None:
         first = max(len(self.text) - max(map(len, self._stop), default=0), 0)
@@ -127,15 +154,19 @@ class GrowingText:
         """Characters at the end that may be the beginning of a stop string."""
         if self.stopped_by is not None:
             return 0
-        longest = max(map(len, self._stop), default=0)
-        for size in range(min(longest - 1, len(self.text)), 0, -1):
-            if any(word.startswith(self.text[-size:]) for word in self._stop):
-                return size
-        return 0
+        return max((_begun(self.text, word) for word in self._stop), default=0)
 
     def _show(self, end: int) -> str:
         start, self._shown = self._shown, max(end, self._shown)
         return self.text[start : self._shown]
+
+
+def _begun(text: str, word: str) -> int:
+    """How many characters at the end of a text are the beginning of a word, and not all of it."""
+    place = text.find(word[0], max(len(text) - len(word) + 1, 0))
+    while place >= 0 and not word.startswith(text[place:]):
+        place = text.find(word[0], place + 1)
+    return len(text) - place if place >= 0 else 0
 
 
 def eos_token_ids(folder: Path) -> frozenset[int]:

@@ -58,6 +58,8 @@ class TokenEngine:
         self._asked: dict[str, Asked] = {}
         self._watched: dict[str, Asked] = {}
         self._compiling: dict[str, Asked] = {}
+        self._untold: list[TokenNews] = []
+        """Of requests that ended before the scheduler had them; kept until a step does not raise."""
         self._open_grammars = open_grammars
         self._grammars: Grammars | None = None
         self._closed = False
@@ -65,7 +67,7 @@ class TokenEngine:
     @property
     def has_work(self) -> bool:
         """A call of `step` has something to do."""
-        return self.loop.has_work or bool(self._compiling)
+        return self.loop.has_work or bool(self._compiling or self._untold)
 
     @property
     def num_compiling(self) -> int:
@@ -120,13 +122,16 @@ class TokenEngine:
     def step(self) -> list[TokenNews]:
         """Run one step of the loop; returns the news in order. Waits for the device. If it raises, the news of the
         requests that the failure ended are in `drain`."""
-        news = self._take_compiled() if self._compiling else []
-        news += self._tell(self.loop.step()) if self.loop.has_work else []
+        if self._compiling:
+            self._take_compiled()
+        told = self._tell(self.loop.step()) if self.loop.has_work else []
+        news = self._take_untold() + told
         return self._progress() + news if self._watched else news
 
     def drain(self) -> list[TokenNews]:
         """Collect what is in flight and submit nothing; returns the news."""
-        return self._tell(self.loop.drain())
+        told = self._tell(self.loop.drain())
+        return self._take_untold() + told
 
     def embed(self, names: Sequence[str], prompts: Sequence[Sequence[int]]) -> list[Request]:
         """Queue prompts to embed, all or none: raises RequestError before any was queued. Their `embedding` is there when
@@ -163,34 +168,39 @@ class TokenEngine:
             raise RequestError("this engine follows no grammars; the decision `grammar` says why")
         return self._grammars.ask(grammar)
 
-    def _take_compiled(self) -> list[TokenNews]:
+    def _take_untold(self) -> list[TokenNews]:
+        untold, self._untold = self._untold, []
+        return untold
+
+    def _take_compiled(self) -> None:
         """Queue the requests whose grammar is ready; those whose grammar can not be compiled end. Waits a moment for a
         compiler if nothing else can run."""
         if not self.loop.has_work:
             first = next(iter(self._compiling.values())).compiling
             assert first is not None
             first.wait(COMPILE_WAIT)
-        news: list[TokenNews] = []
         for name, asked in list(self._compiling.items()):
             if asked.compiling is not None and asked.compiling.is_done:
                 del self._compiling[name]
-                news += self._start_compiled(name, asked, asked.compiling)
-        return news
+                self._untold += self._start_compiled(name, asked, asked.compiling)
 
     def _start_compiled(self, name: str, asked: Asked, compiled: Compiling) -> list[TokenNews]:
         try:
             for request in asked.requests:
                 request.matcher = compiled.start()
         except GrammarError as error:
-            return self._end_unqueued(name, asked, "error", str(error))
+            return self._end_unqueued(name, asked, "error", str(error), refused=True)
+        except Exception as error:
+            return self._end_unqueued(name, asked, "error", f"its grammar failed: {type(error).__name__}: {error}")
         self._queue(asked)
         return []
 
-    def _end_unqueued(self, name: str, asked: Asked, reason: FinishReason, error: str = "") -> list[TokenNews]:
+    def _end_unqueued(
+        self, name: str, asked: Asked, reason: FinishReason, error: str = "", *, refused: bool = False
+    ) -> list[TokenNews]:
         """The last news of a request that the scheduler never had."""
         self._asked.pop(name, None)
         self._watched.pop(name, None)
-        refused = reason == "error"
         return [
             TokenNews(name, request.sample_index, [], reason, None, error, refused=refused)
             for request in asked.requests

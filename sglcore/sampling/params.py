@@ -17,6 +17,8 @@ MIN_TEMPERATURE = 1e-4
 """Below this a request is greedy: at 1e-4 a logit gap of 0.01 is already 100 nats."""
 MAX_SEED = 2**64 - 1
 MAX_INT32 = 2**31 - 1
+MAX_STOP_TEXT = 4096
+"""Characters of all stop strings of a request: the text is searched for them with every token."""
 
 
 class SamplingError(ValueError):
@@ -157,6 +159,8 @@ def _stop(name: str, value: Any) -> tuple[str, ...]:
         return ()
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) and text for text in texts):
         raise _refusal(name, value, "a non-empty string or a list of them")
+    if sum(map(len, texts)) > MAX_STOP_TEXT:
+        raise _refusal(name, value, f"at most {MAX_STOP_TEXT} characters in all")
     return tuple(texts)
 
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglcore.device.server_config import ServerConfig
-from sglcore.sampling.grammar import Grammar
+from sglcore.sampling.grammar import Grammar, GrammarKind
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.errors import InvalidRequest
+from sglcore.serving.errors import InvalidRequest, blame
 from sglcore.serving.protocol.sampling import ResponseFormat, SamplingFields, StructuredOutputs
 
 _SAME = (
@@ -42,6 +42,8 @@ def sampling_params(
     check_limit("prompt_logprobs", body.prompt_logprobs, config.max_logprobs)
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs does not stream", remedy="leave stream out", param="prompt_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("found stream_options without stream", wanted="stream true", param="stream_options")
     values: dict[str, Any] = body.given(*_SAME)
     if body.stop is not None:
         values["stop"] = body.stop
@@ -49,9 +51,9 @@ def sampling_params(
         values["stop_token_ids"] = tuple(body.stop_token_ids)
     if body.logit_bias is not None:
         values["logit_bias"] = _bias(body.logit_bias)
-    grammar = grammar_of(body)
-    if grammar is not None:
-        values["grammar"] = grammar
+    form = form_of(body)
+    if form is not None:
+        values["grammar"] = form[1]
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **values)
 
 
@@ -67,8 +69,8 @@ def check_limit(field: str, found: int | None, most: int, what: str = "") -> Non
         )
 
 
-def grammar_of(body: SamplingFields) -> Grammar | None:
-    """The one grammar that a request binds its answer to; None if the text is free."""
+def form_of(body: SamplingFields) -> tuple[str, Grammar] | None:
+    """The field by which a request binds its answer, and the grammar; None if the text is free."""
     found = {
         **_of_format(body.response_format),
         **_of_structured(body.structured_outputs),
@@ -77,7 +79,13 @@ def grammar_of(body: SamplingFields) -> Grammar | None:
     if len(found) > 1:
         names = " and ".join(found)
         raise InvalidRequest(f"found {names}", wanted="one form of the answer", param=next(iter(found)))
-    return next(iter(found.values()), None)
+    return next(iter(found.items()), None)
+
+
+def form_field(body: SamplingFields) -> str:
+    """The name of that field; empty if there is none."""
+    form = form_of(body)
+    return form[0] if form is not None else ""
 
 
 def format_grammar(kind: str, schema: Mapping[str, Any] | None, param: str) -> Grammar | None:
@@ -88,7 +96,8 @@ def format_grammar(kind: str, schema: Mapping[str, Any] | None, param: str) -> G
         return Grammar("json_object", "")
     if schema is None:
         raise InvalidRequest("the format json_schema has no schema", wanted="a JSON schema", param=param)
-    return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
+    with blame(param):
+        return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
 
 
 def _of_format(found: ResponseFormat | None) -> dict[str, Grammar]:
@@ -113,18 +122,23 @@ def _guided(body: SamplingFields) -> StructuredOutputs:
 def _of_structured(found: StructuredOutputs | None, prefix: str = "structured_outputs.") -> dict[str, Grammar]:
     if found is None:
         return {}
-    grammars: dict[str, Grammar] = {}
+    asked: dict[str, tuple[GrammarKind, str]] = {}
     if found.json_ is not None:
-        grammars["json"] = Grammar("json_schema", _schema_text(found.json_, f"{prefix}json"))
+        asked["json"] = ("json_schema", _schema_text(found.json_, f"{prefix}json"))
     if found.json_object:
-        grammars["json_object"] = Grammar("json_object", "")
+        asked["json_object"] = ("json_object", "")
     if found.regex is not None:
-        grammars["regex"] = Grammar("regex", found.regex)
+        asked["regex"] = ("regex", found.regex)
     if found.grammar is not None:
-        grammars["grammar"] = Grammar("ebnf" if "::=" in found.grammar else "lark", found.grammar)
+        asked["grammar"] = ("ebnf" if "::=" in found.grammar else "lark", found.grammar)
     if found.choice is not None:
-        grammars["choice"] = Grammar("regex", "|".join(map(_literal, found.choice)))
-    return {prefix + name: grammar for name, grammar in grammars.items()}
+        asked["choice"] = ("regex", "|".join(map(_literal, found.choice)))
+    return {prefix + name: _grammar(prefix + name, *given) for name, given in asked.items()}
+
+
+def _grammar(param: str, kind: GrammarKind, text: str) -> Grammar:
+    with blame(param):
+        return Grammar(kind, text)
 
 
 def _schema_text(schema: Mapping[str, Any] | str, param: str) -> str:

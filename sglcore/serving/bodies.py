@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from sglcore.serving.protocol.common import UNKNOWN_FIELD
 
 LONGEST_SHOWN = 60
 """Characters of a refused value that its error repeats."""
+MOST_DEPTH = 256
+"""Levels of a body. Whatever goes through it level by level, as encoders do, has to have the stack for it."""
+_TOO_DEEP = object()
 _PREFIX = "Input should be "
 
 
@@ -25,11 +29,14 @@ class JsonRequest(Request):
     async def json(self) -> Any:
         """The decoded body; raises HTTPException 400 if it is not JSON."""
         try:
-            return msgspec.json.decode(await self.body())
+            found = msgspec.json.decode(await self.body())
         except (msgspec.MsgspecError, ValueError) as error:
             raise HTTPException(400, f"the body is not JSON: {error}; wanted UTF-8 JSON without NaN") from None
         except RecursionError:
-            raise HTTPException(400, "the body nests too deep; wanted fewer than 1000 levels") from None
+            found = _TOO_DEEP
+        if found is _TOO_DEEP or _is_deep(found):
+            raise HTTPException(400, f"the body nests too deep; wanted at most {MOST_DEPTH} levels")
+        return found
 
 
 class JsonRoute(APIRoute):
@@ -46,6 +53,16 @@ class JsonRoute(APIRoute):
             return await handle(JsonRequest(request.scope, request.receive))
 
         return read
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MOST_DEPTH + 1):
+        parts = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list))
+        level = [each for part in parts for each in part if isinstance(each, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def refused(error: RequestValidationError) -> InvalidRequest:
@@ -67,9 +84,9 @@ def refused(error: RequestValidationError) -> InvalidRequest:
 def _unknown(item: Any, names: tuple[Any, ...]) -> InvalidRequest:
     field = repr(item["ctx"]["field"])[1:-1][:LONGEST_SHOWN]
     where = f" in {_path(names)}" if names else ""
-    return InvalidRequest(
-        f"found the unknown field {field}{where}", remedy=item["ctx"]["hint"], param=_path((*names, field))
-    )
+    near = difflib.get_close_matches(item["ctx"]["field"], item["ctx"]["known"], n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+    return InvalidRequest(f"found the unknown field {field}{where}", remedy=hint, param=_path((*names, field)))
 
 
 def _refused_parameter(item: Any) -> InvalidRequest:

@@ -6,6 +6,7 @@ so that nobody without them is heard.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 
@@ -88,7 +89,8 @@ class FrontChannel:
         self._socket.send(self._encoder.encode(order))
 
     async def receive(self) -> Report:
-        """The next report."""
+        """The next report. Others on the loop have their turn first, however many reports are waiting."""
+        await asyncio.sleep(0)
         return self._decoder.decode(await self._socket.recv())
 
     def close(self) -> None:

@@ -5,12 +5,14 @@ All endpoints that chat, in whatever dialect, are translations to `ChatAsk` and 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from sglcore.engine.outputs import Piece, PromptProgress, TokenLogprob
+from sglcore.sampling.grammar import GrammarError
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.errors import InvalidRequest, blame
 from sglcore.serving.formats import ChatFormat, Delta, Rendered
@@ -20,6 +22,9 @@ from sglcore.serving.runs import check_token_ids
 
 ChatFinish = Literal["stop", "length", "tool_calls", "abort", "error"]
 ToolChoice = str | Mapping[str, Any]
+LONG_TALK, LONG_TEXT = 100, 100_000
+"""Messages and tools, and characters, from which a prompt is rendered beside the event loop: a template may take a million
+steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +32,8 @@ class ChatAsk:
     """A conversation and what is wanted next, in OpenAI's shapes whatever dialect it came in.
 
     `tool_choice`: "none", "auto", "required", or `{"type": "function", "function": {"name": ...}}`.
-    `parallel_tool_calls` false keeps the first call of an answer alone.
+    `parallel_tool_calls` false keeps the first call of an answer alone. `form` is the field of the request that binds the
+    answer, if one does.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -40,6 +46,7 @@ class ChatAsk:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     request_id: str | None = None
+    form: str = "response_format"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +108,24 @@ class ChatRun:
         parsers: Sequence[TextParser],
         *,
         parallel: bool,
+        form: str = "",
         ignored: Sequence[str] = (),
     ) -> None:
-        """`ignored`: the chat_template_kwargs that the template does not read."""
+        """`form`: the field that is to blame if an engine refuses the form of the answer. `ignored`: the
+        chat_template_kwargs that the template does not read."""
         self.generation = generation
+        self._form = form
         self.ignored = tuple(ignored)
         self._samples = [_Sample(index, parser, parallel) for index, parser in enumerate(parsers)]
 
     async def __aiter__(self) -> AsyncIterator[ChatEvent]:
-        async for item in self.generation:
-            if isinstance(item, PromptProgress):
-                yield ChatEvent(0, progress=item)
-                continue
-            for event in self._samples[item.index].take(item):
-                yield event
+        with blame(self._form):
+            async for item in self.generation:
+                if isinstance(item, PromptProgress):
+                    yield ChatEvent(0, progress=item)
+                    continue
+                for event in self._samples[item.index].take(item):
+                    yield event
 
     async def __aenter__(self) -> ChatRun:
         return self
@@ -167,10 +178,10 @@ async def start_chat(front: Front, ask: ChatAsk) -> ChatRun:
     must_call = _must_call(ask, tools)
     check_token_ids(front, ask.params)
     with blame("messages"):
-        rendered = render(front, ask)
+        rendered = await render(front, ask)
     params = ask.params
     if must_call and tools:
-        with blame("tool_choice"):
+        with blame("tool_choice"), blame("tools", GrammarError):
             grammar = form.tool_grammar(
                 tools, ask.tool_choice, reasoning_open=rendered.reasoning_open, parallel=ask.parallel_tool_calls
             )
@@ -182,11 +193,26 @@ async def start_chat(front: Front, ask: ChatAsk) -> ChatRun:
             rendered.text, params, special=False, progress=ask.progress, request_id=ask.request_id
         )
     parsers = [_parser(form, ask, tools, rendered) for _ in range(params.n)]
-    return ChatRun(generation, parsers, parallel=ask.parallel_tool_calls, ignored=rendered.ignored)
+    form_field = "" if params.grammar is None else "tools" if must_call else ask.form
+    return ChatRun(generation, parsers, parallel=ask.parallel_tool_calls, form=form_field, ignored=rendered.ignored)
 
 
-def render(front: Front, ask: ChatAsk) -> Rendered:
-    """The prompt of a chat; raises TextError."""
+async def render(front: Front, ask: ChatAsk) -> Rendered:
+    """The prompt of a chat; a long one does not hold up the event loop. Raises TextError."""
+    return await asyncio.to_thread(_render, front, ask) if _is_long(ask) else _render(front, ask)
+
+
+def _is_long(ask: ChatAsk) -> bool:
+    if len(ask.messages) + len(ask.tools or ()) > LONG_TALK:
+        return True
+    texts = (message.get("content") or "" for message in ask.messages)
+    sizes = (
+        len(text) if isinstance(text, str) else sum(len(part.get("text") or "") for part in text) for text in texts
+    )
+    return sum(sizes) > LONG_TEXT
+
+
+def _render(front: Front, ask: ChatAsk) -> Rendered:
     return front.format.render(
         ask.messages,
         tools=tools_in_play(ask),

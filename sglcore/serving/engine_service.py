@@ -114,7 +114,7 @@ class EngineService:
         self._prompt_tokens += len(request.prompt_ids)
 
     def _step(self) -> None:
-        begin = time.perf_counter()
+        begin, only_compiles = time.perf_counter(), not self.engine.loop.has_work
         try:
             news = self.engine.step()
             self._failures = 0
@@ -124,6 +124,8 @@ class EngineService:
         self._send(news)
         if self._embeds:
             self._send_embeddings()
+        if only_compiles and not self.engine.loop.has_work:
+            return
         self._step_seconds += time.perf_counter() - begin
         self._host_steps += 1
 

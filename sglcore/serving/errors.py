@@ -137,14 +137,20 @@ def ended_badly(reason: str, text: str) -> Failure:
 
 
 @contextmanager
-def blame(param: str) -> Iterator[None]:
-    """What the block refuses is the fault of this field, unless the error names another."""
+def blame(param: str, *kinds: type[Exception]) -> Iterator[None]:
+    """What the block refuses is the fault of this field, unless the error names another.
+
+    `kinds` are the errors that are meant; left out, all that the caller's own values make.
+    """
+    meant = kinds or (InvalidRequest, RequestError, TextError, GrammarError)
     try:
         yield
-    except (RequestError, TextError) as error:
+    except meant as error:
         found = failure(error)
         assert found is not None
-        raise InvalidRequest(found.message, param=found.param or param, code=found.code) from error
+        raise InvalidRequest(
+            found.message, param=found.param or param or None, code=found.code, status=found.status
+        ) from error
 
 
 def _retry_after(seconds: float) -> Mapping[str, str]:

@@ -22,7 +22,7 @@ from sglcore.engine.text import TextCodec, TextError
 from sglcore.sampling.params import SamplingParams, fresh_seed
 from sglcore.schedule.request import Request
 from sglcore.schedule.results import check_request
-from sglcore.serving.errors import NotReady, Overloaded
+from sglcore.serving.errors import EngineDied, NotReady, Overloaded
 from sglcore.serving.fleet import Fleet
 from sglcore.serving.formats.chat_format import ChatFormat
 from sglcore.serving.generation import Generation
@@ -70,6 +70,7 @@ class Front:
         self.health = Health()
         self.fleet = Fleet(config, server, self.health, chosen=chosen, launcher=launcher)
         self.metrics = Metrics(self.names[0], __version__, self._numbers)
+        self.metrics.engine_deaths = lambda: self.fleet.deaths
         self._open = 0
 
     @property
@@ -90,6 +91,12 @@ class Front:
         self.health.drain()
         while self._open:
             await asyncio.sleep(0.02)
+
+    def give_up(self) -> None:
+        """Fail what is on its way, so that its clients are told; the drain took too long."""
+        for replica in self.fleet.replicas.values():
+            for generation in list(replica.generations.values()):
+                generation.fail(EngineDied("the server was told to stop, and its time to drain is over"))
 
     async def generate(
         self,
@@ -146,7 +153,9 @@ class Front:
         return self.fleet.stats()
 
     async def audit(self) -> list[str]:
-        """Pages and slots that are lost or held twice in any engine; waits."""
+        """Pages and slots that are lost or held twice in any engine; waits. Raises NotReady if there is none to ask."""
+        if not self.fleet.ready:
+            raise NotReady(self.health.phase)
         return await self.fleet.audit()
 
     def _ready_info(self) -> ModelInfo:

@@ -26,11 +26,11 @@ class Clock(Protocol):
         ...
 
     def on_first_token(self) -> None:
-        """The first token is there."""
+        """A sample's first token is there."""
         ...
 
     def on_tokens(self, count: int, seconds: float) -> None:
-        """`count` tokens arrived `seconds` after the ones before."""
+        """`count` tokens of one sample arrived `seconds` after the ones before."""
         ...
 
     def on_end(self, reason: str) -> None:
@@ -61,7 +61,8 @@ class Generation:
         self._processed = -1
         self._failure: Exception | None = None
         self._woken = asyncio.Event()
-        self._last_token = 0.0
+        self._last_token: dict[int, float] = {}
+        """When each sample's newest token came."""
         self._send: Callable[[Order], None] = _to_nobody
         self._on_close: Callable[[Generation], None] = _nobody_waits
         self._told: list[Callable[[], None]] = []
@@ -95,7 +96,7 @@ class Generation:
             return
         if self.ask.progress and not self.has_started:
             self._tell_progress(self.output.cached_tokens, self.prompt_tokens)
-        self._time_tokens(len(piece.token_ids))
+        self._time_tokens(piece.index, len(piece.token_ids))
         known = self._pending.get(piece.index)
         self._pending[piece.index] = piece if known is None else join(known, piece)
         if piece.finish_reason is not None and news.finish_reason is None:
@@ -157,16 +158,16 @@ class Generation:
             self._processed = processed
             self._progress = PromptProgress(self.request_id, self.prompt_tokens, cached, processed)
 
-    def _time_tokens(self, count: int) -> None:
+    def _time_tokens(self, index: int, count: int) -> None:
         if not count:
             return
-        now = time.perf_counter()
-        if self.has_started:
-            self._clock.on_tokens(count, now - self._last_token)
-        else:
-            self.has_started = True
+        self.has_started = True
+        before, now = self._last_token.get(index), time.perf_counter()
+        self._last_token[index] = now
+        if before is None:
             self._clock.on_first_token()
-        self._last_token = now
+        else:
+            self._clock.on_tokens(count, now - before)
 
     def _end_sample(self, index: int) -> None:
         """Its text has ended before its tokens did."""

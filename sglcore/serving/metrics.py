@@ -80,10 +80,10 @@ class RequestClock:
         """The prompt has `tokens`, of which the prefix cache had `cached`."""
         self.prompt_tokens, self.cached_tokens = tokens, cached
 
-    def on_first_token(self, count: int = 1) -> None:
-        """The request's first token, of any of its samples, is there, with `count - 1` more; later calls count for nothing."""
+    def on_first_token(self) -> None:
+        """A sample's first token is there; the first of all samples is timed."""
+        self.tokens += 1
         if self.first_token_seconds is None:
-            self.tokens += count
             self.first_token_seconds = time.perf_counter() - self._started
             self._metrics.first_token.observe(self.first_token_seconds)
 
@@ -114,6 +114,7 @@ class Metrics:
         self.in_flight = 0
         self.connections: Callable[[], int] = int
         self.lost_log_records: Callable[[], int] = int
+        self.engine_deaths: Callable[[], int] = int
         self._ends: deque[float] = deque(maxlen=_RATE_WINDOW)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Families(self, model, version, replicas))
@@ -174,6 +175,9 @@ class _Families(Collector):
         lost = CounterMetricFamily("sglcore_log_records_lost", "Log lines that could not be written.")
         lost.add_metric([], metrics.lost_log_records())
         yield lost
+        deaths = CounterMetricFamily("sglcore_engine_deaths", "Engine processes that ended without being told.")
+        deaths.add_metric([], metrics.engine_deaths())
+        yield deaths
         responses = CounterMetricFamily("sglcore_http_responses", "Answers.", labels=["method", "endpoint", "status"])
         for (method, endpoint, status), count in sorted(metrics.responses.items()):
             responses.add_metric([method, endpoint, str(status)], count)

@@ -14,10 +14,9 @@ from typing import Protocol, TypeVar
 TOKEN_BYTES = 4
 MOST_BLOCKS = 1 << 16
 """Blocks remembered for one replica, at about 100 bytes each; fewer if its device has fewer pages."""
-LOAD_SLACK = 4
-"""By how many samples a replica may be busier than the least busy and still be chosen for what it has cached."""
-LOAD_RATIO = 1.5
-"""The same as a multiple of the mean load; the larger of the two bounds counts."""
+LOAD_RATIO, LOAD_SLACK = 1.5, 4
+"""A replica may have so many times the samples of the least busy one, and so many more, and still be chosen for what it has
+cached: none is idle for long while another has more than the slack."""
 
 
 class Target(Protocol):
@@ -50,9 +49,9 @@ Chosen = TypeVar("Chosen", bound=Target)
 class Router:
     """Chooses among replicas that are ready, and remembers what it chose. Not thread-safe."""
 
-    def __init__(self, *, slack: int = LOAD_SLACK, ratio: float = LOAD_RATIO, most_blocks: int = MOST_BLOCKS) -> None:
-        """`slack` in samples and `ratio` to the mean bound the load; `most_blocks` bounds the memory of one replica."""
-        self._slack, self._ratio, self._most_blocks = slack, ratio, most_blocks
+    def __init__(self, *, ratio: float = LOAD_RATIO, slack: int = LOAD_SLACK, most_blocks: int = MOST_BLOCKS) -> None:
+        """`ratio` and `slack` (samples) bound the load; `most_blocks` bounds the memory of one replica."""
+        self._ratio, self._slack, self._most_blocks = ratio, slack, most_blocks
         self._sent: dict[int, dict[int, None]] = {}
         """The hashes of each replica's blocks, least recently sent first."""
         self._chosen_at: dict[int, int] = {}
@@ -81,7 +80,7 @@ class Router:
 
     def bound(self, loads: Sequence[int]) -> float:
         """The load above which a replica is not chosen, whatever it has cached."""
-        return max(min(loads) + self._slack, self._ratio * sum(loads) / len(loads))
+        return self._ratio * min(loads) + self._slack
 
     def matched(self, target: Target, hashes: Sequence[int]) -> int:
         """How many of a prompt's blocks, from its beginning, were sent to a replica before."""

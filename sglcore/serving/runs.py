@@ -21,22 +21,26 @@ AT_ONCE = 64
 class Runs:
     """Generations in the order of their prompts; an async context manager that ends what has not ended."""
 
-    def __init__(self, generations: Sequence[Generation], held: AsyncExitStack) -> None:
+    def __init__(self, generations: Sequence[Generation], held: AsyncExitStack, form: str = "") -> None:
+        """`form`: the field that is to blame if an engine refuses the form of the answer."""
         self.generations = tuple(generations)
         self._held = held
+        self._form = form
 
     async def wait(self) -> list[RequestOutput]:
         """All outputs; waits for the last one. Raises what ended one from outside."""
-        return [await generation.wait() for generation in self.generations]
+        with blame(self._form):
+            return [await generation.wait() for generation in self.generations]
 
     async def read(self) -> AsyncGenerator[tuple[int, Item], None]:
         """The news of all, each with its prompt's place."""
-        if len(self.generations) == 1:
-            async for item in self.generations[0]:
-                yield 0, item
-            return
-        async for found in _merged(self.generations):
-            yield found
+        with blame(self._form):
+            if len(self.generations) == 1:
+                async for item in self.generations[0]:
+                    yield 0, item
+                return
+            async for found in _merged(self.generations):
+                yield found
 
     def counts(self) -> tuple[int, int, int]:
         """Tokens so far: of the prompts, of all samples, and those of the prompts that the prefix cache had."""
@@ -59,8 +63,9 @@ async def start_runs(
     special: bool,
     progress: bool,
     name: str,
+    form: str = "",
 ) -> Runs:
-    """Give all prompts to engines, or none: the first that is refused ends those before it."""
+    """Give all prompts to engines, or none: the first that is refused ends those before it. `form` as in `Runs`."""
     check_token_ids(front, params)
     async with AsyncExitStack() as stack:
         generations: list[Generation] = []
@@ -69,7 +74,8 @@ async def start_runs(
                 own = name if len(prompts) == 1 else f"{name}-{place}"
                 found = await front.generate(prompt, params, special=special, progress=progress, request_id=own)
             generations.append(await stack.enter_async_context(found))
-        return Runs(generations, stack.pop_all())
+            await asyncio.sleep(0)  # between many prompts others have their turn
+        return Runs(generations, stack.pop_all(), form)
 
 
 def check_token_ids(front: Front, params: SamplingParams) -> None:

@@ -12,13 +12,16 @@ from sglcore.serving.guards import guard
 from sglcore.serving.http import bind, run_server
 from sglcore.serving.logs import Logs
 
+UNANSWERED = 1
+"""The exit code of a stop that did not wait for every answer."""
 OnListening = Callable[[Front, str], None]
 
 
 async def serve(
     config: EngineConfig, server: ServerConfig, *, chosen: str = "", on_listening: OnListening | None = None
 ) -> int:
-    """Serve until told to stop (0) or until the model can not be served any more (its exit code). Waits.
+    """Serve until told to stop (0; UNANSWERED if that cut requests off) or until the model can not be served any more (its
+    exit code). Waits.
 
     `on_listening` gets the front and the URL once connections are taken, before the model is there. Raises ConfigError
     for what can not start at all: a port in use, no checkpoint, no tokenizer.
@@ -29,7 +32,7 @@ async def serve(
     front.metrics.lost_log_records = lambda: logs.lost
     try:
         await front.start()
-        await run_server(
+        clean = await run_server(
             guard(make_app(front), front),
             server,
             on_drain=front.drain,
@@ -37,8 +40,9 @@ async def serve(
             sockets=sockets,
             on_listening=None if on_listening is None else lambda url: on_listening(front, url),
             metrics=front.metrics,
+            on_overdue=front.give_up,
         )
     finally:
         await front.stop()
         logs.close()
-    return front.fleet.exit_code
+    return front.fleet.exit_code or (0 if clean else UNANSWERED)

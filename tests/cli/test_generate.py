@@ -207,7 +207,3 @@ def test_explain_prints_every_decision_with_its_remedy() -> None:
     assert all(row["reason"] for row in rows.values())
     assert "--attention-backend" in run("explain", "attention").stdout
     refused(run("explain", "the-weather"), "the-weather", "attention")
-
-
-def test_serve_says_that_it_is_not_here() -> None:
-    refused(run("serve"), "not part of this release")

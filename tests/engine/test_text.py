@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglcore.engine.start import embedded_model
-from sglcore.engine.text import GrowingText, TextCodec, TextError
+from sglcore.engine.text import UNKNOWN, GrowingText, TextCodec, TextError
 
 CODEC = TextCodec(embedded_model())
 
@@ -66,6 +68,48 @@ def test_an_incomplete_character_at_the_end_is_shown_as_its_decoder_does() -> No
     ids = CODEC.encode("a🙂", special=False)[:-1]
     pieces, _ = grow(ids, [1] * len(ids), [])
     assert "".join(pieces) == CODEC.decode(ids)
+
+
+BYTES = [token_id for token_id in range(CODEC.tokenizer.get_vocab_size()) if UNKNOWN in CODEC.token(token_id)]
+"""Tokens that are no character by themselves."""
+OTHERS = [*CODEC.encode("a é.", special=False), *sorted(CODEC.special_ids)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(BYTES * 4 + OTHERS * 8), max_size=60), st.lists(st.integers(1, 4), max_size=20))
+def test_pieces_add_up_whatever_the_tokens_are(ids: list[int], sizes: list[int]) -> None:
+    pieces, text = grow(ids, sizes, [])
+    assert "".join(pieces) == text.text == CODEC.decode(ids)
+
+
+class Counted(TextCodec):
+    """Keeps how much it decoded at once, at most."""
+
+    most = 0
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        self.most = max(self.most, len(ids))
+        return super().decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("token_id", [BYTES[0], min(CODEC.special_ids)])
+@pytest.mark.parametrize("skip_special", [True, False])
+def test_tokens_without_an_end_of_a_character_are_not_decoded_again_and_again(
+    token_id: int, skip_special: bool
+) -> None:
+    codec = Counted(embedded_model())
+    text = GrowingText(codec, [], skip_special=skip_special, include_stop=False)
+    for _ in range(200):
+        text.push([token_id])
+    text.finish()
+    assert codec.most < 40
+    assert text.text == CODEC.decode([token_id] * 200, skip_special_tokens=skip_special)
+
+
+def test_the_beginning_of_a_stop_string_is_held_back_by_the_longest_match_and_let_go_when_it_fails() -> None:
+    text = GrowingText(CODEC, ["aab.", "ab"], skip_special=True, include_stop=False)
+    shown = [text.push(CODEC.encode(letter, special=False)) for letter in "aaax"]
+    assert shown == ["", "", "a", "aax"] and text.finish() == ""
 
 
 def test_a_template_that_refuses_is_a_clear_error() -> None:

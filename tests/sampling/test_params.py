@@ -48,6 +48,7 @@ from sglcore.sampling import SamplingError, SamplingParams, fresh_seed
         ("stop", ""),
         ("stop", [1]),
         ("stop", 5),
+        ("stop", ["a" * 4096, "b"]),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", [1.0]),
         ("stop_token_ids", 5),

@@ -142,6 +142,16 @@ def test_the_other_replica_goes_on_and_takes_what_had_waited() -> None:
     uvloop.run(play())
 
 
+def test_an_audit_that_nobody_could_answer_does_not_say_that_all_is_well() -> None:
+    async def play() -> None:
+        front = Front(EngineConfig(), ServerConfig())
+        with pytest.raises(NotReady, match="starting"):
+            await front.audit()
+        await front.stop()
+
+    uvloop.run(play())
+
+
 def test_a_checkpoint_that_can_not_be_loaded_ends_the_server_with_its_reason(tmp_path: Path) -> None:
     for file in embedded_model().iterdir():
         if file.suffix != ".safetensors":

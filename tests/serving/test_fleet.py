@@ -29,7 +29,7 @@ FAILED_HANDSHAKE = (
 
 
 def run(play: Coroutine[None, None, None]) -> None:
-    asyncio.run(play)
+    asyncio.run(asyncio.wait_for(play, 60))
 
 
 def test_a_fleet_is_ready_when_all_that_it_began_with_are() -> None:
@@ -153,6 +153,7 @@ def test_what_waits_goes_to_the_replacement_when_nobody_else_is_there() -> None:
             assert (again.request_id, again.seed, again.prompt) == (asked.request_id, asked.seed, asked.prompt)
             second.emit("queued", 4, reason="stop")
             assert (await queued.wait()).outputs[0].token_ids == [4]
+            assert stage.fleet.ready[0].load == 0
 
     run(play())
 
@@ -164,8 +165,9 @@ def test_a_request_that_is_aborted_between_two_engines_is_not_started_again() ->
             gone, stays = stage.submit("gone"), stage.submit("stays")
             first.die()
             await until(lambda: stage.fleet.health.phase == "restarting")
+            second = await stage.launched()
             gone.abort()
-            second = await stage.ready_engine()
+            second.become_ready()
             assert (await second.asked()).request_id == "stays"
             assert second.orders.empty() and gone.output.outputs[0].finish_reason == "abort"
             stays.abort()

@@ -286,3 +286,9 @@ class TestExchanges:
         run(ask(app))
         assert (during, front.metrics.in_flight) == ([1], 0)
         assert dict(front.metrics.responses) == {("POST", "other", 200): 1}
+
+    def test_methods_that_a_client_makes_up_are_one_series(self) -> None:
+        app, front = guarded(echo, ServerConfig())
+        for method in ("GET", "PROPFIND", "X1", "X2"):
+            run(ask(app, method=method))
+        assert dict(front.metrics.responses) == {("GET", "other", 200): 1, ("other", "other", 200): 3}

@@ -86,7 +86,7 @@ def test_every_replica_has_one_state_and_no_numbers_before_its_first_report(metr
     assert not [labels for name, labels in samples(metrics) if "running" in name and ("replica", "1") in labels]
 
 
-def test_a_clock_times_tokens_and_counts_one_end(metrics: Metrics) -> None:
+def test_a_clock_times_the_first_of_all_samples_and_counts_every_token_and_one_end(metrics: Metrics) -> None:
     clock = metrics.clock()
     clock.on_first_token()
     clock.on_first_token()
@@ -102,7 +102,7 @@ def test_a_clock_times_tokens_and_counts_one_end(metrics: Metrics) -> None:
     assert sample(metrics, "request_seconds_count", model="tiny") == 1
     assert sample(metrics, "requests_total", model="tiny", reason="stop") == 1
     assert "abort" not in metrics.page().decode()
-    assert clock.tokens == 5
+    assert clock.tokens == 6
 
 
 def test_a_value_on_a_bound_is_in_its_bucket_and_one_beyond_all_is_in_the_last() -> None:

@@ -20,7 +20,7 @@ from sglcore.serving.api.shared import (
     progress,
     warned,
 )
-from sglcore.serving.asks import check_limit, sampling_params
+from sglcore.serving.asks import check_limit, form_field, sampling_params
 from sglcore.serving.bodies import JsonRoute
 from sglcore.serving.chat_run import ChatAsk, ChatEvent, ChatMessage, ChatRun, collect_chat, start_chat
 from sglcore.serving.errors import Failure, InvalidRequest, Unanswered
@@ -199,10 +199,17 @@ def chat_ask(front: Front, body: ChatBody, request_id: str) -> ChatAsk:
         parallel_tool_calls=body.parallel_tool_calls is not False,
         progress=bool(body.return_progress and body.stream),
         chat_template_kwargs=_template_values(body),
-        add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+        add_generation_prompt=_adds_prompt(body),
         continue_final_message=bool(body.continue_final_message),
         request_id=request_id,
+        form=form_field(body),
     )
+
+
+def _adds_prompt(body: ChatBody) -> bool:
+    """Left out, it is the contrary of going on with the last message; both together are refused when it is rendered."""
+    given = body.add_generation_prompt
+    return not body.continue_final_message if given is None else given
 
 
 def _delta(delta: Delta) -> dict[str, Any]:

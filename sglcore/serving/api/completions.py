@@ -21,7 +21,7 @@ from sglcore.serving.api.shared import (
     progress,
     warned,
 )
-from sglcore.serving.asks import check_limit, sampling_params
+from sglcore.serving.asks import check_limit, form_field, sampling_params
 from sglcore.serving.bodies import JsonRoute
 from sglcore.serving.errors import Failure, InvalidRequest, Unanswered
 from sglcore.serving.front import Front
@@ -64,6 +64,8 @@ class _Call:
         _check(body)
         self.prompts = as_prompts(body.prompt)
         check_limit("prompt", len(self.prompts), front.config.max_prompts, "prompts")
+        most = max(front.config.max_prompts, front.config.max_n)
+        check_limit("n", len(self.prompts) * (body.n or 1), most, "samples of all prompts together")
         self.params = self._params()
         self.id = f"cmpl-{secrets.token_hex(12)}"
         self.created = int(time.time())
@@ -78,6 +80,7 @@ class _Call:
             special=self.body.add_special_tokens is not False,
             progress=bool(self.body.return_progress and self.body.stream),
             name=self.id,
+            form=form_field(self.body),
         )
 
     async def answer(self) -> Response:

@@ -13,6 +13,7 @@ from sglcore.serving.api.shared import as_json
 from sglcore.serving.front import Front
 from sglcore.serving.messages import EngineStats
 from sglcore.serving.protocol.models import ServerAudit, ServerInfo, ServerStats
+from sglcore.serving.replica import Replica
 
 _LIMITS = (
     "max_request_bytes",
@@ -43,9 +44,9 @@ def routes(front: Front) -> APIRouter:
 
     @router.get("/server_info/stats", responses={200: {"model": ServerStats}}, summary="What it counts")
     async def stats() -> Response:
-        replicas = front.fleet.replicas.values()
-        found = [{"state": replica.state, **_counters(replica.stats)} for replica in replicas]
-        return as_json({"time": time.time(), **_counters(front.stats()), "replicas": found})
+        found = [_replica(replica) for replica in front.fleet.replicas.values()]
+        known = {"time": time.time(), "deaths": front.fleet.deaths}
+        return as_json({**known, **_counters(front.stats()), "replicas": found})
 
     @router.get("/server_info/audit", responses={200: {"model": ServerAudit}}, summary="Looks for what leaked")
     async def audit() -> Response:
@@ -77,6 +78,11 @@ def _info(front: Front) -> dict[str, Any]:
         "reasoning_reason": form.reasoning_reason,
         "server_limits": {name: getattr(front.config, name) for name in _LIMITS},
     }
+
+
+def _replica(replica: Replica) -> dict[str, Any]:
+    known = {"number": replica.number, "process": replica.process.name, "report_age": round(replica.report_age, 3)}
+    return {**known, "state": replica.state, **_counters(replica.stats)}
 
 
 def _counters(stats: EngineStats) -> dict[str, Any]:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
 from fastapi import APIRouter, Response
 
+from sglcore.engine.text import LONG_TEXT
+from sglcore.sampling.params import SamplingParams
 from sglcore.serving.api.shared import as_json, check_model, documented
 from sglcore.serving.bodies import JsonRoute
+from sglcore.serving.chat_run import ChatAsk, render
 from sglcore.serving.errors import InvalidRequest, blame
 from sglcore.serving.front import Front
 from sglcore.serving.protocol.tokens import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody
 from sglcore.serving.token_text import TokenTexts
+
+T = TypeVar("T")
 
 
 def routes(front: Front) -> APIRouter:
@@ -24,21 +33,30 @@ def routes(front: Front) -> APIRouter:
         length = front.info.max_model_len if front.info is not None else None
         answer = {"tokens": ids, "count": len(ids), "max_model_len": length}
         if body.return_token_strs:
-            answer["token_strs"] = [texts.text(token_id) for token_id in ids]
+            answer["token_strs"] = await _beside(len(ids), lambda: [texts.text(token_id) for token_id in ids])
         return as_json(answer)
 
     @router.post("/detokenize", responses=documented(DetokenizeAnswer), summary="Token ids as text")
     async def detokenize(body: DetokenizeBody) -> Response:
         check_model(front, body.model)
         size = front.codec.tokenizer.get_vocab_size(with_added_tokens=True)
-        unknown = next((token_id for token_id in body.tokens if texts.is_unknown(token_id)), None)
-        if unknown is not None:
-            raise InvalidRequest(
-                f"tokens has the id {unknown}", wanted=f"ids of this tokenizer's {size} tokens", param="tokens"
-            )
-        return as_json({"prompt": front.codec.decode(body.tokens, skip_special_tokens=False)})
+
+        def read() -> str:
+            unknown = next((token_id for token_id in body.tokens if texts.is_unknown(token_id)), None)
+            if unknown is not None:
+                raise InvalidRequest(
+                    f"tokens has the id {unknown}", wanted=f"ids of this tokenizer's {size} tokens", param="tokens"
+                )
+            return front.codec.decode(body.tokens, skip_special_tokens=False)
+
+        return as_json({"prompt": await _beside(len(body.tokens), read)})
 
     return router
+
+
+async def _beside(tokens: int, work: Callable[[], T]) -> T:
+    """What `work` makes; beside the event loop if it is about many tokens."""
+    return await asyncio.to_thread(work) if tokens > LONG_TEXT else work()
 
 
 async def _ids(front: Front, body: TokenizeBody) -> list[int]:
@@ -50,14 +68,16 @@ async def _ids(front: Front, body: TokenizeBody) -> list[int]:
         with blame("prompt"):
             return await front.tokenize(body.prompt, special=body.add_special_tokens is not False)
     assert body.messages is not None
+    ask = ChatAsk(
+        messages=[message.plain() for message in body.messages],
+        params=SamplingParams(),
+        tools=[tool.plain() for tool in body.tools] if body.tools else None,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
     with blame("messages"):
-        rendered = front.format.render(
-            [message.plain() for message in body.messages],
-            tools=[tool.plain() for tool in body.tools] if body.tools else None,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=bool(body.continue_final_message),
-            chat_template_kwargs=body.chat_template_kwargs,
-        )
+        rendered = await render(front, ask)
         return await front.tokenize(rendered.text, special=bool(body.add_special_tokens))
 
 

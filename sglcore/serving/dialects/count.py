@@ -10,4 +10,4 @@ from sglcore.serving.front import Front
 async def count_prompt(front: Front, ask: ChatAsk, param: str) -> int:
     """How many tokens the prompt of a chat has; waits for the tokenizer. Raises InvalidRequest that blames `param`."""
     with blame(param):
-        return len(await front.tokenize(render(front, ask).text, special=False))
+        return len(await front.tokenize((await render(front, ask)).text, special=False))

@@ -76,6 +76,7 @@ def make_ask(body: CountRequest, params: SamplingParams) -> ChatAsk:
         chat_template_kwargs=_template_kwargs(body),
         continue_final_message=is_begun,
         add_generation_prompt=not is_begun,
+        form="output_config.format.schema",
     )
 
 

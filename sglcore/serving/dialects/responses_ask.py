@@ -78,6 +78,7 @@ def make_ask(body: Conversation, messages: list[Message], params: SamplingParams
         parallel_tool_calls=body.parallel_tool_calls is not False,
         params=params,
         chat_template_kwargs=_template_kwargs(body),
+        form="text.format.schema",
     )
 
 

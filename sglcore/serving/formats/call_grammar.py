@@ -12,7 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sglcore.sampling.grammar import Grammar
+from sglcore.engine.guidance_schema import check_schema, embedded
+from sglcore.sampling.grammar import Grammar, GrammarError
 from sglcore.serving.formats.families import ToolFamily
 from sglcore.serving.formats.self_test import CALL_IDS, Sample, Turn
 from sglcore.serving.formats.xml_calls import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, qwen3_coder
@@ -30,7 +31,11 @@ def call_grammar(
     reasoning: tuple[str, str] | None,
     reasoning_open: bool,
 ) -> Grammar:
-    """The grammar of one call, or of several if the template writes several, of these functions."""
+    """The grammar of one call, or of several if the template writes several, of these functions.
+
+    A block of reasoning comes first only if the prompt has opened it: nothing else bounds what a model may think. Raises
+    GrammarError for parameters that can not be enforced.
+    """
     literal = _Literals(added)
     rules = _reasoning(literal, reasoning, reasoning_open)
     if family.calls is qwen3_coder:
@@ -60,13 +65,10 @@ class _Literals:
 
 
 def _reasoning(literal: _Literals, marks: tuple[str, str] | None, is_open: bool) -> list[str]:
-    """The rules `start` and what it begins with: a block of reasoning, needed if it is open."""
-    if marks is None:
+    """The rules `start` and what it begins with: the rest of a block of reasoning that is open."""
+    if marks is None or not is_open:
         return ["start: calls"]
-    rules = literal.upto("thoughts", marks[1])
-    begin = "" if is_open else f"{literal(marks[0])} "
-    optional = "" if is_open else "?"
-    return [f"start: reasoning{optional} calls", f"reasoning: {begin}thoughts /\\s{{0,4}}/", *rules]
+    return ["start: reasoning calls", "reasoning: thoughts /\\s{0,4}/", *literal.upto("thoughts", marks[1])]
 
 
 def _around_json(
@@ -78,7 +80,7 @@ def _around_json(
     rules = [f"calls: {_with_ids(literal, before)} call{again} {_with_ids(literal, after)}".rstrip()]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
     for number, function in enumerate(functions):
-        schema = json.dumps(function.get("parameters") or {"type": "object"}, ensure_ascii=False)
+        schema = embedded(_parameters(function))
         name = _quoted(json.dumps(function["name"], ensure_ascii=False)[1:-1])
         rules += [f"call_{number}: {name} {_with_ids(literal, middle)} args_{number}", f"args_{number}: %json {schema}"]
     return rules
@@ -108,6 +110,20 @@ def _with_ids(literal: _Literals, text: str) -> str:
     return " /[a-zA-Z0-9]{9}/ ".join(literal(part) for part in parts).strip()
 
 
+def _parameters(function: Function) -> Mapping[str, Any]:
+    """The schema of a function's arguments, which are an object; raises GrammarError for one that says otherwise."""
+    schema = {"type": "object", **(function.get("parameters") or {})}
+    kinds = {"properties": dict, "required": list, "type": str}
+    wrong = next((name for name, kind in kinds.items() if name in schema and not isinstance(schema[name], kind)), None)
+    wrong = wrong or ("type" if schema["type"] != "object" else None)
+    if wrong is not None:
+        raise GrammarError(
+            f"the parameters of {function['name']!r} have {wrong}: {schema[wrong]!r:.60}",
+            wanted="the JSON schema of an object",
+        )
+    return schema
+
+
 def _tagged(literal: _Literals, sample: Sample, functions: Sequence[Function], is_parallel: bool) -> list[str]:
     turn = sample.one.text
     before, _, rest = turn.partition(FUNCTION)
@@ -123,8 +139,9 @@ def _tagged(literal: _Literals, sample: Sample, functions: Sequence[Function], i
 
 
 def _tagged_function(literal: _Literals, number: int, function: Function) -> list[str]:
-    schema = function.get("parameters") or {}
-    required = set(schema.get("required", ()))
+    schema = _parameters(function)
+    check_schema(schema)
+    required = schema.get("required") or ()
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     parts: list[str] = []
     rules: list[str] = []
@@ -140,8 +157,8 @@ def _tagged_function(literal: _Literals, number: int, function: Function) -> lis
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     """The schema that a reference into the same document names."""
-    reference = schema.get("$ref", "") if isinstance(schema, Mapping) else ""
-    if not reference.startswith("#/"):
+    reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+    if not isinstance(reference, str) or not reference.startswith("#/"):
         return schema
     found: Any = root
     for step in reference[2:].split("/"):
@@ -157,7 +174,7 @@ def _tagged_value(literal: _Literals, name: str, schema: Any, definitions: Mappi
         words = " | ".join(_quoted(word) for word in described["enum"])
         return f"({words}) {end}", []
     if described.get("type") in ("integer", "number", "boolean", "object", "array", "null"):
-        return f"{name} {end}", [f"{name}: %json {json.dumps({**described, **definitions}, ensure_ascii=False)}"]
+        return f"{name} {end}", [f"{name}: %json {embedded({**described, **definitions})}"]
     return name, literal.upto(name, "\n" + PARAMETER_END)
 
 

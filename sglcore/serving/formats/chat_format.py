@@ -123,8 +123,9 @@ class ChatFormat:
     ) -> Grammar | None:
         """A grammar that forces calls: of any of the tools for "required", one of the named function, or else None.
 
-        The call is written as the checkpoint's template writes it, after reasoning where the format has some. Raises
-        TextError if tools are off or the named function is not among them.
+        The call is written as the checkpoint's template writes it, after the reasoning that the prompt has opened, if it
+        has. Raises TextError if tools are off or the named function is not among them, and GrammarError for parameters
+        that can not be enforced.
         """
         name = _chosen_name(tool_choice)
         if name is None and tool_choice != "required":

@@ -32,7 +32,8 @@ def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
     """The declared parameters of a tool, by name; empty if the tool is unknown."""
     functions = (tool.get("function", tool) for tool in tools)
     schema = next((function.get("parameters") for function in functions if function.get("name") == name), None)
-    return (schema or {}).get("properties") or {}
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
 
 
 def is_string(schema: Any) -> bool:
@@ -119,9 +120,10 @@ def _kinds(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")
-    named = {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, list) else set()
-    for other in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        named |= _kinds(other)
+    named = {each for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str)}
+    for name in ("anyOf", "oneOf"):
+        others = schema.get(name)
+        named = named.union(*map(_kinds, others)) if isinstance(others, list) else named
     return named
 
 

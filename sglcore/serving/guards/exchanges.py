@@ -16,6 +16,8 @@ from sglcore.serving.metrics import Metrics
 
 QUIET = frozenset({"/livez", "/readyz", "/startupz", "/health", "/metrics", "/server_info/stats"})
 """Asked so often by machines that their log lines are of level debug."""
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+"""Counted by name. A client can make up others, of which each would be a series for ever."""
 _ID = re.compile(rb"[A-Za-z0-9._:+=/-]{1,128}")
 
 
@@ -59,7 +61,8 @@ class Exchanges:
             await refuse(told(error), scope, receive, send)
 
     def _note(self, exchange: Exchange, scope: Scope) -> None:
-        self._metrics.responded(exchange.method, _endpoint(scope), exchange.status)
+        method = exchange.method if exchange.method in METHODS else "other"
+        self._metrics.responded(method, _endpoint(scope), exchange.status)
         level = logging.DEBUG if exchange.path in QUIET else logging.INFO
         if self._log.isEnabledFor(level):
             self._log.log(level, "%s", line(exchange))

@@ -7,7 +7,17 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from sglcore.serving.protocol.common import Answer, Body, Count, ErrorDetail, Int, Positive, PromptProgress, Usage
+from sglcore.serving.protocol.common import (
+    Answer,
+    Body,
+    Count,
+    ErrorDetail,
+    Int,
+    Items,
+    Positive,
+    PromptProgress,
+    Usage,
+)
 from sglcore.serving.protocol.sampling import SamplingFields
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")]
@@ -54,9 +64,9 @@ class Message(Body):
     """One message of a conversation. A null field is as good as none, so an answer's message can be sent back as it is."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Items[Part] | None = None
     name: str | None = None
-    tool_calls: list[CalledTool] | None = None
+    tool_calls: Items[CalledTool] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -138,8 +148,8 @@ class ChatBody(SamplingFields):
         }
     )
 
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    messages: Items[Message] = Field(min_length=1)
+    tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     max_tokens: Positive | None = None
@@ -150,7 +160,7 @@ class ChatBody(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Items[Literal["text"]] | None = None
     metadata: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     prompt_cache_key: str | None = None

@@ -5,16 +5,21 @@ Also the shapes that answers of several endpoints hold.
 
 from __future__ import annotations
 
-import difflib
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 MOST_SEED = 2**64 - 1
 MOST_INT32 = 2**31 - 1
+LONGEST_NAME = 60
+"""Characters of an unknown name that are looked at."""
 UNKNOWN_FIELD = "unknown_field"
-"""The type of pydantic's error for a name that a body does not know; its context has `field` and `hint`."""
+"""The type of pydantic's error for a name that a body does not know; its context has `field` and `known`."""
+
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""A list of a request. The first wrong item ends its reading: an error for each of a million would fill the memory."""
 
 
 def _whole(value: Any) -> Any:
@@ -35,6 +40,17 @@ Seed = Annotated[int, Field(ge=0, json_schema_extra={"maximum": MOST_SEED}), Bef
 """What `SamplingParams` takes as a seed; it checks the upper bound, which is no 64-bit float."""
 
 
+def entries(most: int) -> BeforeValidator:
+    """An object of at most so many entries; a greater one is refused before they are read."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise PydanticCustomError("too_many_entries", "an object of at most {most} entries", {"most": most})
+        return value
+
+    return BeforeValidator(check)
+
+
 class Body(BaseModel):
     """A part of a request. Values are not converted, names that it does not know are refused.
 
@@ -53,9 +69,8 @@ class Body(BaseModel):
         unknown = next((name for name in value if name not in known), None)
         if unknown is None:
             return value
-        near = difflib.get_close_matches(str(unknown), sorted(known), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "leave it out"
-        raise PydanticCustomError(UNKNOWN_FIELD, "the unknown field {field}", {"field": str(unknown), "hint": hint})
+        context = {"field": str(unknown)[:LONGEST_NAME], "known": sorted(known)}
+        raise PydanticCustomError(UNKNOWN_FIELD, "the unknown field {field}", context)
 
     def given(self, *names: str) -> dict[str, Any]:
         """Those of the named fields that have a value: not left out, not null."""

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
-from sglcore.serving.protocol.common import Answer, Count, ErrorDetail, Positive, PromptProgress, Usage
+from sglcore.serving.protocol.common import Answer, Count, ErrorDetail, Items, Positive, PromptProgress, Usage
 from sglcore.serving.protocol.sampling import SamplingFields
 
-Prompts = (
-    str
-    | Annotated[list[str], Field(min_length=1)]
-    | Annotated[list[Count], Field(min_length=1)]
-    | Annotated[list[Annotated[list[Count], Field(min_length=1)]], Field(min_length=1)]
-)
+Ids = Annotated[Items[Count], Field(min_length=1)]
+
+
+def _form(value: Any) -> str:
+    """Which of the forms a prompt wants to have: its first item tells."""
+    first = value[0] if isinstance(value, list) and value else ""
+    if isinstance(first, str):
+        return "texts" if isinstance(value, list) else "text"
+    return "lists" if isinstance(first, list) else "ids"
+
+
+Prompts = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[Items[str], Field(min_length=1), Tag("texts")]
+    | Annotated[Ids, Tag("ids")]
+    | Annotated[Items[Ids], Field(min_length=1), Tag("lists")],
+    Discriminator(_form),
+]
 """One prompt or several, as text or as token ids."""
 
 

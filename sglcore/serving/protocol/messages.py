@@ -6,9 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
-from sglcore.serving.protocol.common import Answer, Body, Positive
+from sglcore.serving.protocol.common import Answer, Body, Items, Positive
 from sglcore.serving.protocol.drawing import Drawing
 from sglcore.serving.protocol.kinds import Other, by_kind
+from sglcore.serving.protocol.sampling import Stops
 
 Word = Annotated[str, Field(min_length=1, max_length=256)]
 CacheControl = dict[str, Any]
@@ -58,7 +59,7 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: Word
-    content: str | list[Texts] | None = None
+    content: str | Items[Texts] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
     toolset_name: None = None
@@ -80,7 +81,7 @@ class Message(Body):
     """A turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Items[Block]
 
 
 class CustomTool(Body):
@@ -92,8 +93,8 @@ class CustomTool(Body):
     input_schema: dict[str, Any]
     strict: bool | None = None
     cache_control: CacheControl | None = None
-    input_examples: list[dict[str, Any]] | None = None
-    allowed_callers: list[str] | None = None
+    input_examples: Items[dict[str, Any]] | None = None
+    allowed_callers: Items[str] | None = None
     defer_loading: bool | None = None
     eager_input_streaming: bool | None = None
 
@@ -136,9 +137,9 @@ class CountRequest(Body):
 
     ignored: ClassVar[frozenset[str]] = frozenset({"cache_control", "speed", "user_profile_id", "context_management"})
     model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)]
-    system: str | list[Texts] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[Items[Message], Field(min_length=1)]
+    system: str | Items[Texts] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -162,7 +163,7 @@ class MessagesRequest(CountRequest, Drawing):
         "workspace_id",
     }
     max_tokens: Positive
-    stop_sequences: list[str] | None = None
+    stop_sequences: Stops | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     container: Any = None

@@ -63,8 +63,12 @@ class ServerInfo(Answer):
 
 
 class ReplicaStats(Answer):
-    """Counters of one engine since its start, and what it does now; `kv_used` is a share from 0 to 1."""
+    """Counters of one engine since its start, and what it does now; `kv_used` is a share from 0 to 1. `report_age`: seconds
+    since it was last heard."""
 
+    number: int
+    process: str
+    report_age: float
     state: str
     prompt_tokens: int
     generation_tokens: int
@@ -77,9 +81,10 @@ class ReplicaStats(Answer):
 
 
 class ServerStats(Answer):
-    """The sums over all engines; `time` in unix seconds."""
+    """The sums over all engines; `time` in unix seconds, `deaths` of engines that were not told to end."""
 
     time: float
+    deaths: int
     prompt_tokens: int
     generation_tokens: int
     running: int

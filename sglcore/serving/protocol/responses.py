@@ -6,14 +6,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
-from sglcore.serving.protocol.common import Body, Count, Positive
+from sglcore.serving.protocol.common import Body, Count, Items, Positive, entries
 from sglcore.serving.protocol.drawing import Drawing
 from sglcore.serving.protocol.kinds import Other, by_kind
+from sglcore.serving.protocol.sampling import Stop, Stops
 
 Role = Literal["user", "assistant", "system", "developer"]
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16), entries(16)
 ]
 
 
@@ -45,7 +46,7 @@ class MessageItem(Body):
 
     type: Literal["message"] = "message"
     role: Role
-    content: str | list[Part]
+    content: str | Items[Part]
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -69,7 +70,7 @@ class CallOutputItem(Body):
 
     type: Literal["function_call_output"]
     call_id: Id
-    output: str | list[Part]
+    output: str | Items[Part]
     id: str | None = None
     status: str | None = None
     caller: Any = None
@@ -80,8 +81,8 @@ class ReasoningItem(Body):
 
     type: Literal["reasoning"]
     id: str | None = None
-    summary: list[Part] | None = None
-    content: list[Part] | None = None
+    summary: Items[Part] | None = None
+    content: Items[Part] | None = None
     encrypted_content: str | None = None
     status: str | None = None
 
@@ -107,7 +108,7 @@ class FunctionTool(Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     output_schema: dict[str, Any] | None = None
-    allowed_callers: list[str] | None = None
+    allowed_callers: Items[str] | None = None
     defer_loading: bool | None = None
 
 
@@ -168,11 +169,11 @@ class Conversation(Body):
     """What both a response and a count of its tokens are made from."""
 
     model: str | None = None
-    input: str | list[Item] | None = None
+    input: str | Items[Item] | None = None
     instructions: str | None = None
     previous_response_id: Id | None = None
     conversation: Any = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
@@ -204,7 +205,7 @@ class ResponsesRequest(Conversation, Drawing):
     )
     background: bool | None = None
     context_management: list[Any] | None = None
-    include: list[str] | None = None
+    include: Items[str] | None = None
     max_output_tokens: Positive | None = None
     max_tool_calls: Positive | None = None
     metadata: Metadata | None = None
@@ -220,4 +221,4 @@ class ResponsesRequest(Conversation, Drawing):
     user: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: Stop | Stops | None = None

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sglcore.serving.protocol.common import Body, Count, Positive, Seed, TopK
+from sglcore.serving.protocol.common import Body, Count, Items, Positive, Seed, TopK, entries
+
+MOST_STOPS, LONGEST_STOP = 64, 1024
+"""Stop strings of a request and characters of each: all are looked for with every token."""
+MOST_IDS = 4096
+"""Token ids that a request may name."""
+
+Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
+Stops = Annotated[Items[Stop], Field(max_length=MOST_STOPS)]
+Bias = Annotated[dict[str, float], Field(max_length=MOST_IDS), entries(MOST_IDS)]
 
 
 class StreamOptions(Body):
@@ -43,7 +52,7 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
     regex: str | None = None
     grammar: str | None = None
-    choice: list[str] | None = Field(None, min_length=1)
+    choice: Items[str] | None = Field(None, min_length=1)
 
 
 class SamplingFields(Body):
@@ -58,10 +67,10 @@ class SamplingFields(Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Bias | None = None
     seed: Seed | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Count] | None = None
+    stop: Stop | Stops | None = None
+    stop_token_ids: Annotated[Items[Count], Field(max_length=MOST_IDS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
     skip_special_tokens: bool | None = None
@@ -71,7 +80,7 @@ class SamplingFields(Body):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = Field(None, min_length=1)
+    guided_choice: Items[str] | None = Field(None, min_length=1)
     guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

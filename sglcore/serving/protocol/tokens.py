@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from sglcore.serving.protocol.chat import Message, Tool
-from sglcore.serving.protocol.common import Answer, Body, Count
+from sglcore.serving.protocol.common import Answer, Body, Count, Items
 
 
 class TokenizeBody(Body):
@@ -19,10 +19,10 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Items[Message] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -41,7 +41,7 @@ class DetokenizeBody(Body):
     """Token ids, to be read as text with the special tokens in it."""
 
     model: str | None = None
-    tokens: list[Count]
+    tokens: Items[Count]
 
 
 class DetokenizeAnswer(Answer):

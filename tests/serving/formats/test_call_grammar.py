@@ -11,7 +11,7 @@ import pytest
 
 from sglcore.engine.chat_template import TextError
 from sglcore.engine.text import TextCodec
-from sglcore.sampling.grammar import Grammar
+from sglcore.sampling.grammar import Grammar, GrammarError
 from sglcore.serving.formats.chat_format import ChatFormat
 from tests.serving.formats.checkpoints import FAMILIES, codec_of
 
@@ -119,15 +119,55 @@ def test_several_calls_are_allowed_when_any_may_be_made(cases: dict[str, Case], 
 
 
 @pytest.mark.parametrize("name", ["hermes", "thinking"])
-def test_reasoning_may_come_first_and_must_end_if_it_is_open(cases: dict[str, Case], name: str) -> None:
+def test_reasoning_that_is_open_must_end_and_none_may_begin(cases: dict[str, Case], name: str) -> None:
     case = cases[name]
     call = case.answer(("look", GOOD))
-    free = case.format.tool_grammar(TOOLS, "required", reasoning_open=False)
-    assert case.accepts(free, f"<think>\nWell.\n</think>\n\n{call}")
-    assert not case.accepts(free, f"Well.</think>{call}")
+    closed = case.format.tool_grammar(TOOLS, "required", reasoning_open=False)
+    assert case.accepts(closed, call)
+    assert not case.accepts(closed, f"<think>\nWell.\n</think>\n\n{call}")
     is_open = case.format.tool_grammar(TOOLS, "required", reasoning_open=True)
     assert case.accepts(is_open, f"Well.\n</think>\n\n{call}")
     assert not case.accepts(is_open, call)
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama"])
+def test_blanks_between_the_arguments_are_bounded(cases: dict[str, Case], name: str) -> None:
+    case = cases[name]
+    grammar = case.format.tool_grammar(TOOLS, "required")
+    call = case.answer(("look", GOOD))
+    assert case.accepts(grammar, call.replace(', "count"', ',\n    "count"'))
+    assert not case.accepts(grammar, call.replace(', "count"', ',   "count"'))
+    assert not case.accepts(grammar, call.replace(', "count"', ',\n\n"count"'))
+
+
+@pytest.mark.parametrize("name", ["hermes", "coder"])
+@pytest.mark.parametrize(
+    ("parameters", "found"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "integer", "x-guidance": {"lenient": True}}}}, "x-guidance"),
+        ({"type": "object", "properties": {"a": {"type": "integer", "$anchor": "here"}}}, r"\$anchor"),
+        ({"type": "object", "properties": {"a": {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}}}, "number"),
+        ({"type": "string"}, "type: 'string'"),
+        ({"properties": [1]}, "properties"),
+        ({"required": 5}, "required"),
+    ],
+)
+def test_parameters_that_no_call_could_be_held_to_are_refused_by_name(
+    cases: dict[str, Case], name: str, parameters: dict[str, Any], found: str
+) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    with pytest.raises(GrammarError, match=found):
+        cases[name].format.tool_grammar([tool], "required")
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama"])
+def test_arguments_without_a_type_are_an_object(cases: dict[str, Case], name: str) -> None:
+    case = cases[name]
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"place": {}}}}}
+    grammar = case.format.tool_grammar([tool], "required")
+    call = case.answer(("look", {"place": "a"}))
+    assert case.accepts(grammar, call)
+    assert not case.accepts(grammar, call.replace('{"place": "a"}', "5"))
 
 
 def test_other_choices_force_nothing_and_unknown_names_are_refused(cases: dict[str, Case]) -> None:

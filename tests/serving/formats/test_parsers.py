@@ -318,3 +318,19 @@ def test_an_object_ends_where_json_says_and_nothing_else_is_one(text: str, place
     reader = JsonText()
     size = sum(reader.feed(character) for character in broken)
     assert (size if reader.done else None) == wanted
+
+
+@pytest.mark.parametrize("schema", [{"anyOf": 5}, {"type": [[1], "integer"]}, {"oneOf": [3]}, 7, None])
+def test_a_parameter_of_a_senseless_schema_is_read_all_the_same(schema: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}]
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n3\n</parameter>\n</function>\n</tool_call>"
+    found = calls_of(DeltaParser(calls=qwen3_coder, tools=tools).whole(text))
+    assert [(call.name, call.arguments) for call in found] == [("f", '{"a": 3}')]
+
+
+@pytest.mark.parametrize("parameters", [{"properties": 5}, {"properties": ["a"]}, 5])
+def test_parameters_that_are_no_schema_are_read_all_the_same(parameters: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    text = "<function=f>\n<parameter=a>\n3\n</parameter>\n</function>"
+    found = calls_of(DeltaParser(calls=qwen3_coder, tools=tools).whole(text))
+    assert [call.arguments for call in found] == ['{"a": 3}']

@@ -1,0 +1,72 @@
+"""JSON schemas as llguidance takes them: what it would read and not enforce is refused, and its blanks are bounded.
+
+It does not need the library, so a front can check what an engine will compile.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import product
+from types import MappingProxyType
+from typing import Any
+
+from sglcore.engine.grammar_schema import refuse_keywords, schemas
+from sglcore.sampling.grammar import GrammarError
+
+NAME = "llguidance"
+
+WHITESPACE = r"( |\n[ \t]{0,32})?"
+"""Between JSON's tokens: nothing, a space, or a line break with its indentation. Without a bound a model may write blanks
+until its tokens are used up."""
+
+OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
+)
+"""How it reads every schema."""
+
+OWN = "x-guidance"
+"""The keyword with which a schema would set these options itself."""
+
+UNENFORCED = frozenset({OWN, "$anchor", "$dynamicAnchor"})
+"""What it reads in silence: the first switches its own checks off."""
+
+BOUNDS = frozenset({"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"})
+MERGED = frozenset({"$ref", "anyOf", "oneOf"})
+"""What is merged with the keywords beside it."""
+
+
+def check_schema(schema: Any) -> None:
+    """Raise GrammarError for a schema that it would take and not enforce."""
+    refuse_keywords(schema, UNENFORCED, NAME)
+    _refuse_narrow_bounds(schema)
+
+
+def embedded(schema: Mapping[str, Any]) -> str:
+    """The text of a schema inside a Lark grammar, behind `%json`; raises GrammarError."""
+    check_schema(schema)
+    return json.dumps({**schema, OWN: dict(OPTIONS)}, ensure_ascii=False)
+
+
+def _refuse_narrow_bounds(schema: Any) -> None:
+    """It takes an excluded whole number nearest to 0 for a number, if the other bound is less than 1 away."""
+    nodes = [node for _, node in schemas(schema) if node.get("type") != "integer"]
+    merges = any("allOf" in node or (MERGED & set(node) and BOUNDS & set(node)) for node in nodes)
+    for group in [nodes] if merges else [[node] for node in nodes]:
+        lows, highs = (_bounds(group, name) for name in ("minimum", "maximum"))
+        for low, high in product(lows, highs):
+            below = low[1] and low[0] >= 0 and low[0] == int(low[0])
+            above = high[1] and high[0] <= 0 and high[0] == int(high[0])
+            if (below or above) and 0 <= high[0] - low[0] < 1:
+                raise GrammarError(
+                    f"the schema wants a number between {low[0]} and {high[0]} that excludes a whole one, which the grammar"
+                    " backend llguidance does not enforce",
+                    wanted="an inclusive bound, or one with decimals",
+                )
+
+
+def _bounds(nodes: Sequence[dict[str, Any]], name: str) -> list[tuple[float, bool]]:
+    """Lower or upper bounds, and whether each is exclusive."""
+    names = {name: False, f"exclusive{name.capitalize()}": True}
+    found = [(node.get(each), is_open) for node in nodes for each, is_open in names.items()]
+    return [(value, is_open) for value, is_open in found if isinstance(value, (int, float))]

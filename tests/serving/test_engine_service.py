@@ -1,0 +1,217 @@
+"""The loop of an engine process, over a real channel and a device that does what a test wants."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore.device.worker import BatchResult, Limits, Ticket
+from sglcore.engine.grammar import CompiledGrammar, Grammars
+from sglcore.engine.meter import Meter
+from sglcore.engine.news import TokenNews
+from sglcore.engine.tokens import TokenEngine
+from sglcore.sampling.grammar import Grammar, GrammarError
+from sglcore.sampling.params import SamplingParams
+from sglcore.serving.channel import EngineChannel
+from sglcore.serving.engine_service import MOST_FAILURES, EngineService
+from sglcore.serving.messages import (
+    Abort,
+    Address,
+    Ask,
+    Audit,
+    Audited,
+    EngineStats,
+    Failed,
+    Leave,
+    News,
+    Order,
+    Refused,
+    Report,
+    pack_ids,
+    pack_params,
+)
+
+PATIENCE_MS = 20_000
+LIMITS = Limits(64, 4, 4, 32, 16, 50, takes_masks=True)
+
+
+class Counting:
+    """A device whose tokens are 7, and whose steps fail when `fails` says so."""
+
+    def __init__(self) -> None:
+        self.limits = LIMITS
+        self.fails: set[int] = set()
+        self.submitted = 0
+        self.closed = False
+
+    def submit(self, batch: ScheduleBatch) -> Ticket:
+        self.submitted += 1
+        if self.submitted in self.fails:
+            raise RuntimeError("planned")
+        emits = np.asarray(batch.emits, dtype=np.int32)
+        offsets = np.concatenate([[0], np.cumsum(emits)]).astype(np.int32)
+        tokens = np.full(int(emits.sum()), 7, dtype=np.int32)
+        return Ticket(batch.step, BatchResult(batch.step, offsets, tokens, np.zeros(len(emits), dtype=bool)))
+
+    def collect(self, ticket: Ticket) -> BatchResult:
+        assert isinstance(ticket.payload, BatchResult)
+        return ticket.payload
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Slow:
+    """A compiler that is not done before it is told, and then refuses."""
+
+    name = "slow"
+
+    def __init__(self) -> None:
+        self.told = threading.Event()
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        self.told.wait()
+        raise GrammarError("no such grammar")
+
+
+class Line:
+    """The front's end: `say` an order, `hear` the next report of a kind."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._decoder = msgspec.msgpack.Decoder(Report)
+
+    def say(self, order: Order) -> None:
+        self._socket.send(msgspec.msgpack.encode(order))
+
+    def ask(self, name: str, *, tokens: int = 3, grammar: Grammar | None = None, progress: bool = False) -> None:
+        """A request with a prompt of three tokens."""
+        params = SamplingParams(max_tokens=tokens, grammar=grammar)
+        self.say(Ask(name, pack_ids([1, 2, 3]), pack_params(params), 0, progress))
+
+    def hear(self, *kinds: type[Any]) -> Any:
+        while True:
+            assert self._socket.poll(PATIENCE_MS), f"no {kinds} came"
+            report = self._decoder.decode(self._socket.recv())
+            if isinstance(report, kinds):
+                return report
+
+    def last_news(self, *names: str) -> dict[str, TokenNews]:
+        """The last news of each of these requests."""
+        found: dict[str, TokenNews] = {}
+        while set(found) != set(names):
+            news: News = self.hear(News)
+            found |= {each.request_id: each for each in news.items if each.finish_reason is not None}
+        return found
+
+    def numbers(self, name: str, value: int) -> EngineStats:
+        """The counters once one of them has a value."""
+        while True:
+            stats: EngineStats = self.hear(EngineStats)
+            if getattr(stats, name) == value:
+                return stats
+
+
+class Served:
+    """A service in a thread. `end` has its exit code once it has ended."""
+
+    def __init__(self, folder: Path, device: Counting, compiler: Slow) -> None:
+        self.device, self.compiler = device, compiler
+        context = zmq.Context.instance()
+        socket = context.socket(zmq.PAIR)
+        socket.bind(f"ipc://{folder}/engine")
+        self.line = Line(socket)
+        self._socket = socket
+        self._channel = EngineChannel(Address(f"ipc://{folder}/engine"))
+        grammars = Grammars(compiler)
+        meter = Meter(device)
+        self.engine = TokenEngine(meter, frozenset(), overlap=True, open_grammars=lambda: grammars)
+        service = EngineService(self.engine, meter, self._channel)
+        self.codes: list[int] = []
+        self._thread = threading.Thread(target=lambda: self.codes.append(service.run()))
+        self._thread.start()
+
+    def end(self) -> int:
+        """Its exit code; waits."""
+        self._thread.join(PATIENCE_MS / 1000)
+        return self.codes[0]
+
+    def close(self) -> None:
+        self.compiler.told.set()
+        self.line.say(Leave())
+        self._thread.join(PATIENCE_MS / 1000)
+        self._channel.close()
+        self._socket.close(0)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    found = Served(tmp_path, Counting(), Slow())
+    yield found
+    found.close()
+
+
+def test_a_request_is_told_of_all_its_tokens_and_leaves_nothing_behind(served: Served) -> None:
+    served.line.ask("r", tokens=5)
+    assert served.line.last_news("r")["r"].finish_reason == "length"
+    stats = served.line.numbers("running", 0)
+    assert (stats.requests, stats.prompt_tokens, stats.generation_tokens, stats.failed_steps) == (1, 3, 5, 0)
+    served.line.say(Audit("a"))
+    assert served.line.hear(Audited).problems == []
+    served.line.say(Leave())
+    assert served.end() == 0 and served.device.closed
+
+
+def test_what_can_not_run_is_refused_by_name(served: Served) -> None:
+    served.line.say(Ask("long", pack_ids([1] * 64), {}, 0))
+    served.line.say(Ask("odd", pack_ids([1]), {"temperature": -1.0}, 0))
+    refusals = [served.line.hear(Refused) for _ in range(2)]
+    assert [(each.request_id, each.status) for each in refusals] == [("long", 400), ("odd", 400)]
+    assert "64" in refusals[0].error and "temperature" in refusals[1].error
+
+
+def test_a_step_that_fails_ends_its_requests_with_the_error_and_the_next_ones_are_answered(served: Served) -> None:
+    served.device.fails = {2}
+    served.line.ask("lost")
+    lost = served.line.last_news("lost")["lost"]
+    assert lost.finish_reason == "error" and "planned" in lost.error
+    served.line.ask("next")
+    assert served.line.last_news("next")["next"].finish_reason == "length"
+    assert served.line.numbers("failed_steps", 1).running == 0
+    served.line.say(Audit("a"))
+    assert served.line.hear(Audited).problems == []
+
+
+def test_a_device_that_fails_again_and_again_ends_the_process_and_failures_apart_do_not(served: Served) -> None:
+    served.device.fails = {1, 2, 4, 5}
+    for name in ("a", "b", "c", "d", "e", "f"):
+        served.line.ask(name, tokens=1)
+        served.line.last_news(name)
+    served.device.fails = set(range(1000))
+    for name in range(MOST_FAILURES):
+        served.line.ask(f"f{name}")
+        served.line.last_news(f"f{name}")
+    failed: Failed = served.line.hear(Failed)
+    assert failed.exit_code == 1 and str(MOST_FAILURES) in failed.error
+    assert served.end() == 1
+
+
+def test_waiting_for_a_compiler_is_no_step_and_an_abort_ends_the_wait(served: Served) -> None:
+    served.line.ask("bound", grammar=Grammar("regex", "a"))
+    served.line.ask("left", grammar=Grammar("regex", "a"))
+    served.line.numbers("compiling", 2)
+    served.line.say(Abort("left"))
+    assert served.line.last_news("left")["left"].finish_reason == "abort"
+    stats = served.line.numbers("compiling", 1)
+    assert (stats.host_steps, stats.step_seconds, stats.steps) == (0, 0.0, 0)
+    served.compiler.told.set()
+    bound = served.line.last_news("bound")["bound"]
+    assert bound.refused and "no such grammar" in bound.error

@@ -1,0 +1,93 @@
+"""The front over played engines: what it lets in, and what becomes of it when the server stops."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from sglcore.device.config import EngineConfig
+from sglcore.device.server_config import ServerConfig
+from sglcore.sampling.params import SamplingParams
+from sglcore.serving.errors import EngineDied, NotReady, Overloaded
+from sglcore.serving.front import Front
+from sglcore.serving.generation import Generation
+from tests.serving.staged_fleet import Stage, info, until
+
+PARAMS = SamplingParams(max_tokens=4)
+PLACES = info().limits["max_requests"]
+
+
+@asynccontextmanager
+async def staged_front(**settings: object) -> AsyncIterator[tuple[Front, Stage]]:
+    """A front whose engine the test plays; afterwards it has stopped."""
+    stage = Stage(is_remote=False)
+    front = Front(EngineConfig(), ServerConfig(**settings), launcher=stage)  # pyright: ignore[reportArgumentType]
+    stage.fleet = front.fleet
+    await front.start()
+    try:
+        yield front, stage
+    finally:
+        await front.stop()
+
+
+async def ask(front: Front) -> Generation:
+    return await front.generate([5, 6, 7], PARAMS)
+
+
+def test_so_many_may_wait_and_the_next_is_told_when_to_come_again_until_one_has_ended() -> None:
+    async def play() -> None:
+        async with staged_front(max_queued_requests=2) as (front, stage):
+            engine = await stage.ready_engine()
+            asked = [await ask(front) for _ in range(PLACES + 2)]
+            with pytest.raises(Overloaded, match="at most 2") as refused:
+                await ask(front)
+            assert refused.value.retry_after >= 1
+            engine.emit(asked[0].request_id, 9, reason="length")
+            await asked[0].wait()
+            asked.append(await ask(front))
+            with pytest.raises(Overloaded):
+                await ask(front)
+            for generation in asked:
+                generation.abort()
+            assert (await ask(front)).request_id in front.fleet.replicas[0].generations
+
+    asyncio.run(play())
+
+
+def test_a_drain_takes_nothing_more_and_ends_with_the_last_request() -> None:
+    async def play() -> None:
+        async with staged_front() as (front, stage):
+            engine = await stage.ready_engine()
+            first, second = await ask(front), await ask(front)
+            draining = asyncio.create_task(front.drain())
+            await until(lambda: front.health.phase == "draining")
+            with pytest.raises(NotReady, match="draining"):
+                await ask(front)
+            engine.emit(first.request_id, 9, reason="length")
+            await first.wait()
+            assert not draining.done()
+            second.abort()
+            await asyncio.wait_for(draining, 20)
+
+    asyncio.run(play())
+
+
+def test_what_is_overdue_is_told_so_and_keeps_what_had_come() -> None:
+    async def play() -> None:
+        async with staged_front() as (front, stage):
+            engine = await stage.ready_engine()
+            begun, queued, ended = [await ask(front) for _ in range(3)]
+            engine.emit(begun.request_id, 9)
+            engine.emit(ended.request_id, 9, reason="length")
+            await until(lambda: begun.has_started and ended.is_closed)
+            front.give_up()
+            assert (await ended.wait()).outputs[0].finish_reason == "length"
+            for generation in (begun, queued):
+                with pytest.raises(EngineDied, match="time to drain is over"):
+                    await generation.wait()
+            assert begun.output.outputs[0].token_ids == [9]
+
+    asyncio.run(play())

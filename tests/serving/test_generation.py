@@ -1,0 +1,96 @@
+"""A generation on its way: what it counts, and that reports of an engine leave the loop to others."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq.asyncio
+
+from sglcore.engine.assembly import Assembly
+from sglcore.engine.news import TokenNews
+from sglcore.engine.start import embedded_model
+from sglcore.engine.text import TextCodec
+from sglcore.sampling.params import SamplingParams
+from sglcore.serving.channel import EngineChannel, FrontChannel
+from sglcore.serving.generation import Generation
+from sglcore.serving.messages import Address, Ask, EngineStats, pack_ids, pack_params
+
+REPORTS = 200
+
+
+@dataclass
+class KeptClock:
+    """Keeps what it is told."""
+
+    firsts: int = 0
+    gaps: list[int] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+
+    def on_prompt(self, tokens: int, cached: int) -> None:
+        """Nobody asks."""
+
+    def on_first_token(self) -> None:
+        self.firsts += 1
+
+    def on_tokens(self, count: int, seconds: float) -> None:
+        self.gaps.append(count)
+
+    def on_end(self, reason: str) -> None:
+        self.ends.append(reason)
+
+
+def make(clock: KeptClock, params: SamplingParams) -> Generation:
+    """A request with a prompt of two tokens that no engine has."""
+    assembly = Assembly(TextCodec(embedded_model()), "r", None, [5, 6], params, 0)
+    return Generation(Ask("r", pack_ids([5, 6]), pack_params(params), 0), assembly, clock)
+
+
+def test_the_time_between_tokens_is_that_of_one_sample_whoever_came_between() -> None:
+    clock = KeptClock()
+    generation = make(clock, SamplingParams(n=3, max_tokens=3))
+    for step in range(3):
+        for index in range(3):
+            generation.deliver(TokenNews("r", index, [9], "length" if step == 2 else None))
+    assert (clock.firsts, clock.gaps, clock.ends) == (3, [1] * 6, ["length"])
+
+
+def test_however_many_reports_wait_others_have_their_turn_between_two_of_them(tmp_path: Path) -> None:
+    async def play() -> None:
+        context = zmq.asyncio.Context()
+        front = FrontChannel(context, f"ipc://{tmp_path}/e")
+        engine = EngineChannel(Address(front.endpoint))
+        for count in range(REPORTS):
+            engine.send(EngineStats(steps=count))
+        engine.close()
+        turns = 0
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(others())
+        for count in range(REPORTS):
+            report = await front.receive()
+            assert isinstance(report, EngineStats) and report.steps == count
+        assert turns >= REPORTS
+        task.cancel()
+        front.close()
+        context.destroy(linger=0)
+
+    asyncio.run(play())
+
+
+def test_what_has_ended_can_not_fail_any_more() -> None:
+    async def play() -> None:
+        clock = KeptClock()
+        generation = make(clock, SamplingParams(max_tokens=1))
+        generation.deliver(TokenNews("r", 0, [9], "length"))
+        generation.fail(RuntimeError("too late"))
+        generation.abort()
+        assert (await generation.wait()).outputs[0].finish_reason == "length" and clock.ends == ["length"]
+
+    asyncio.run(play())
