@@ -26,15 +26,23 @@ class Streamed:
     events: int
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server that is ready, and the process of its front."""
+
+    url: str
+    pid: int
+
+
 @contextmanager
-def served(*flags: str, port: int = 8321) -> Iterator[str]:
-    """A server of the embedded model as a process of its own; gives its URL once it is ready."""
+def served(*flags: str, port: int = 8321) -> Iterator[Served]:
+    """A server of the embedded model as a process of its own, once it is ready."""
     command = [sys.executable, "-m", "sglcore.cli", "serve", "--port", str(port), "--quiet", *flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "SGLCORE_LOG_LEVEL": "warning"})
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_ready(process, url)
-        yield url
+        yield Served(url, process.pid)
     finally:
         process.terminate()
         process.wait(60)

@@ -96,7 +96,7 @@ def main() -> None:
     given = options.parse_args()
     rng = random.Random(given.seed)
     alone, over_http, firsts = [], [], []
-    with LLM(max_requests=256) as llm, served(port=PORT) as url:
+    with LLM(max_requests=256) as llm, served(port=PORT) as server:
         asyncio.run(online(prompts(rng, STREAMS, PROMPT)))
         offline(llm, prompts(rng, STREAMS, PROMPT))
         for _ in range(given.rounds):
@@ -105,7 +105,7 @@ def main() -> None:
             over_http.append(asyncio.run(online(asked)))
         for prompt in prompts(rng, 40, PROMPT):
             firsts.append((first_offline(llm, prompt), asyncio.run(first_online(prompt))))
-        prefix = shared_prefix(rng, url)
+        prefix = shared_prefix(rng, server.url)
     ratios = [served_rate / rate for served_rate, rate in zip(over_http, alone, strict=True)]
     added = [(there - here) * 1000 for here, there in firsts]
     found = {

@@ -55,23 +55,21 @@ def is_right(kind: str, answer: Streamed) -> bool:
     return (answer.status, answer.ended) == wanted
 
 
-def resident_mib(url: str) -> dict[str, float]:
-    """Resident memory of the server's processes, found by the folder of their standard files."""
+def resident_mib(front: int) -> dict[str, float]:
+    """Resident memory of a server's front and of its engine, which is its child."""
     found: dict[str, float] = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            words = (process / "cmdline").read_bytes().split(b"\0")
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
             pages = int((process / "statm").read_text().split()[1])
         except (OSError, ValueError):
             continue
-        if b"sglcore.serving.engine_process" in words:
-            found["engine"] = pages * 4096 / 2**20
-        elif b"serve" in words and str(PORT).encode() in words:
-            found["front"] = pages * 4096 / 2**20
+        if front in (int(process.name), parent):
+            found["front" if int(process.name) == front else "engine"] = pages * 4096 / 2**20
     return found
 
 
-async def load(requests: int, rng: random.Random, url: str) -> tuple[Counter[str], list[dict[str, float]]]:
+async def load(requests: int, rng: random.Random, front: int) -> tuple[Counter[str], list[dict[str, float]]]:
     """Keep AT_ONCE requests on their way until all are done."""
     outcomes: Counter[str] = Counter()
     memory: list[dict[str, float]] = []
@@ -87,7 +85,7 @@ async def load(requests: int, rng: random.Random, url: str) -> tuple[Counter[str
             except Exception as error:
                 outcomes[f"{kind} {type(error).__name__}"] += 1
             if outcomes.total() % max(requests // 10, 1) == 0:
-                memory.append(resident_mib(url))
+                memory.append(resident_mib(front))
                 print(f"{outcomes.total():6} after {time.perf_counter() - begin:5.0f} s  {memory[-1]}", flush=True)
 
     await asyncio.gather(*(work() for _ in range(AT_ONCE)))
@@ -100,10 +98,10 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--json")
     given = options.parse_args()
-    with served("--kv-cache-memory", KV_MEMORY, port=PORT) as url:
-        outcomes, memory = asyncio.run(load(given.requests, random.Random(given.seed), url))
+    with served("--kv-cache-memory", KV_MEMORY, port=PORT) as server:
+        outcomes, memory = asyncio.run(load(given.requests, random.Random(given.seed), server.pid))
         time.sleep(2.0)
-        stats, problems = get(f"{url}/server_info/stats"), get(f"{url}/server_info/audit")["problems"]
+        stats, problems = get(f"{server.url}/server_info/stats"), get(f"{server.url}/server_info/audit")["problems"]
     found = {
         "requests": given.requests,
         "at_once": AT_ONCE,

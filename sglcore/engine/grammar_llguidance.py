@@ -81,12 +81,13 @@ class LlguidanceMatcher:
     def fill(self, words: NDArray[np.int32]) -> None:
         """As `Matcher.fill`."""
         whole = words if len(words) == self._num_words else np.empty(self._num_words, dtype=np.int32)
-        self._matcher.unsafe_compute_mask_ptr(whole.ctypes.data, whole.nbytes)
-        if whole is not words:
-            words[:] = whole[: len(words)]
-        if self._matcher.is_error():
-            words[:] = 0
-            self.error = self.error or _one_line(self._matcher.get_error())
+        try:
+            self._matcher.unsafe_compute_mask_ptr(whole.ctypes.data, whole.nbytes)
+            error = self._matcher.get_error() if self._matcher.is_error() else ""
+        except Exception as failed:
+            error = f"{type(failed).__name__}: {failed}"
+        words[:] = 0 if error else whole[: len(words)]
+        self.error = self.error or _one_line(error)
 
 
 def _source(grammar: Grammar) -> str:

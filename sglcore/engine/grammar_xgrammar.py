@@ -172,7 +172,7 @@ class XgrammarMatcher:
         """As `Matcher.fill`."""
         try:
             self._matcher.fill_next_token_bitmask(words.reshape(1, -1))
-        except RuntimeError as error:
+        except Exception as error:
             words[:] = 0
             self.error = self.error or _one_line(str(error))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
@@ -10,13 +11,17 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope
 
 from sglcore.serving.errors import InvalidRequest
 from sglcore.serving.protocol.common import UNKNOWN_FIELD
 
 LONGEST_SHOWN = 60
 """Characters of a refused value that its error repeats."""
+LARGE = 256 << 10
+"""Bytes of a body from which it is read beside the event loop."""
 MOST_DEPTH = 256
 """Levels of a body. Whatever goes through it level by level, as encoders do, has to have the stack for it."""
 _TOO_DEEP = object()
@@ -26,17 +31,16 @@ _PREFIX = "Input should be "
 class JsonRequest(Request):
     """A request whose JSON is read strictly: UTF-8, no NaN, no lone surrogates, bounded nesting."""
 
+    def __init__(self, scope: Scope, receive: Receive, model: Any = None) -> None:
+        """`model`: what the body is to become, a subclass of pydantic's BaseModel; None: nothing is known of it."""
+        super().__init__(scope, receive)
+        self._model = model
+
     async def json(self) -> Any:
-        """The decoded body; raises HTTPException 400 if it is not JSON."""
-        try:
-            found = msgspec.json.decode(await self.body())
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise HTTPException(400, f"the body is not JSON: {error}; wanted UTF-8 JSON without NaN") from None
-        except RecursionError:
-            found = _TOO_DEEP
-        if found is _TOO_DEEP or _is_deep(found):
-            raise HTTPException(400, f"the body nests too deep; wanted at most {MOST_DEPTH} levels")
-        return found
+        """The decoded body, of a large one the model itself, made beside the event loop. Raises HTTPException 400 if it
+        is not JSON."""
+        data = await self.body()
+        return await asyncio.to_thread(_modelled, data, self._model) if len(data) > LARGE else _decoded(data)
 
 
 class JsonRoute(APIRoute):
@@ -46,13 +50,37 @@ class JsonRoute(APIRoute):
         """The handler, given a strict request; a body that is declared as something else is refused."""
         handle = super().get_route_handler()
         wants_body = self.body_field is not None
+        model = self.body_field.field_info.annotation if self.body_field is not None else None
 
         async def read(request: Request) -> Response:
             if wants_body:
                 _check_type(request.headers.get("content-type", ""))
-            return await handle(JsonRequest(request.scope, request.receive))
+            return await handle(JsonRequest(request.scope, request.receive, model))
 
         return read
+
+
+def _decoded(data: bytes) -> Any:
+    try:
+        found = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise HTTPException(400, f"the body is not JSON: {error}; wanted UTF-8 JSON without NaN") from None
+    except RecursionError:
+        found = _TOO_DEEP
+    if found is _TOO_DEEP or _is_deep(found):
+        raise HTTPException(400, f"the body nests too deep; wanted at most {MOST_DEPTH} levels")
+    return found
+
+
+def _modelled(data: bytes, model: Any) -> Any:
+    """The model of a body; the plain values if it is wrong, which whoever reads them next finds at its first error."""
+    found = _decoded(data)
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        return found
+    try:
+        return model.model_validate(found)
+    except ValidationError:
+        return found
 
 
 def _is_deep(value: Any) -> bool:

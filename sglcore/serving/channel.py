@@ -7,6 +7,7 @@ so that nobody without them is heard.
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from sglcore.device.errors import ConfigError
 from sglcore.serving.messages import Address, Order, Report
 
 LINGER_MS = 2000
@@ -73,13 +75,18 @@ class FrontChannel:
     """The front's end of one engine's channel, on the running event loop."""
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str, keys: tuple[bytes, bytes] | None = None) -> None:
-        """`endpoint` to bind (a TCP port of 0 takes a free one); `keys`, public and secret, turn CURVE on."""
-        self._socket = context.socket(zmq.PAIR)
-        _unbounded(self._socket)
-        if keys is not None:
-            self._socket.curve_server = True
-            self._socket.curve_publickey, self._socket.curve_secretkey = keys
-        self._socket.bind(endpoint)
+        """`endpoint` to bind (a TCP port of 0 takes a free one); `keys`, public and secret, turn CURVE on. Raises
+        ConfigError."""
+        try:
+            self._socket = _bound(context, endpoint, keys)
+        except zmq.ZMQError as error:
+            is_long = error.errno == errno.ENAMETOOLONG
+            raise ConfigError(
+                f"no channel to an engine can be opened at {endpoint}: {'its path is too long' if is_long else error.strerror}",
+                remedy="set TMPDIR to a folder whose path is short"
+                if is_long
+                else "see what this process may open: `ulimit -n`",
+            ) from error
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Report)
@@ -96,6 +103,20 @@ class FrontChannel:
     def close(self) -> None:
         """Close at once."""
         self._socket.close(0)
+
+
+def _bound(context: zmq.asyncio.Context, endpoint: str, keys: tuple[bytes, bytes] | None) -> zmq.asyncio.Socket:
+    socket = context.socket(zmq.PAIR)
+    try:
+        _unbounded(socket)
+        if keys is not None:
+            socket.curve_server = True
+            socket.curve_publickey, socket.curve_secretkey = keys
+        socket.bind(endpoint)
+    except BaseException:
+        socket.close(0)
+        raise
+    return socket
 
 
 def _watch(monitor: zmq.Socket[bytes], on_lost: Callable[[], None]) -> None:

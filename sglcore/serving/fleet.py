@@ -6,17 +6,18 @@ import asyncio
 import logging
 import secrets
 import tempfile
+from collections import Counter
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from sglcore.device.config import EngineConfig
-from sglcore.device.errors import SglcoreError
 from sglcore.device.server_config import ServerConfig
 from sglcore.serving.channel import FrontChannel
 from sglcore.serving.engine_process import plain_config
@@ -121,14 +122,23 @@ class Fleet:
         """The newest counters of all replicas together, those that died included."""
         return add_stats([self._past, *(replica.stats for replica in self.replicas.values())])
 
+    def give_up(self, error: Exception) -> None:
+        """Fail every request, those that wait for a replica too; the replicas go on."""
+        for replica in self.replicas.values():
+            self._fail(list(replica.generations.values()), error)
+        self._fail(self._take_orphans(), error)
+
     async def stop(self) -> None:
         """End every process; what they have fails. Waits until they have ended. Idempotent."""
         self._ending.set()
+        self._tell_change()
         await self._settle()
         over = EngineDied("the server has ended")
         self._fail([each for replica in self.replicas.values() for each in replica.take_generations()], over)
         self._fail(self._take_orphans(), over)
-        await asyncio.gather(*(replica.leave() for replica in self.replicas.values()), return_exceptions=True)
+        _log_failures(
+            await asyncio.gather(*(replica.leave() for replica in self.replicas.values()), return_exceptions=True)
+        )
         self.replicas.clear()
         await self._settle()
         await self._launcher.close()
@@ -251,7 +261,7 @@ class Fleet:
     async def _settle(self) -> None:
         """Wait for what deaths have begun."""
         while self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            _log_failures(await asyncio.gather(*self._tasks, return_exceptions=True))
 
     async def _replace(self, number: int) -> None:
         with suppress(TimeoutError):
@@ -261,7 +271,8 @@ class Fleet:
         log.warning("replica %d is started again", number)
         try:
             await self._launch(number)
-        except (OSError, SglcoreError) as error:
+        except Exception as error:  # whatever it is, the requests that wait for this replica have to hear of it
+            log.exception("replica %d can not be started", number)
             self._lives[number].end(None, 1)
             self._after(number, f"its process can not be started: {error}", 1, [])
 
@@ -287,16 +298,14 @@ class Fleet:
 
 def add_stats(parts: Iterable[EngineStats]) -> EngineStats:
     """The sum of counters; `time` is the newest."""
-    total = EngineStats(paths={})
-    for part in parts:
-        for name in EngineStats.__struct_fields__:
-            mine, other = getattr(total, name), getattr(part, name)
-            if name == "paths":
-                for path, steps in other.items():
-                    total.paths[path] = total.paths.get(path, 0) + steps
-            else:
-                setattr(total, name, max(mine, other) if name == "time" else mine + other)
-    return total
+    known = list(parts)
+    total: dict[str, Any] = {
+        name: sum(getattr(part, name) for part in known)
+        for name in EngineStats.__struct_fields__
+        if name not in ("time", "paths")
+    }
+    paths = sum((Counter(part.paths) for part in known), Counter())
+    return EngineStats(**total, time=max((part.time for part in known), default=0.0), paths=dict(paths))
 
 
 def past_only(stats: EngineStats) -> EngineStats:
@@ -310,6 +319,13 @@ def past_only(stats: EngineStats) -> EngineStats:
 def with_whole_path(config: EngineConfig) -> EngineConfig:
     """An engine may be started in another folder."""
     return config if config.model is None else replace(config, model=str(Path(config.model).expanduser().absolute()))
+
+
+def _log_failures(found: Iterable[object]) -> None:
+    """Say what went wrong while something ended; nothing waits for it any more."""
+    for each in found:
+        if isinstance(each, Exception):
+            log.error("an engine did not end as it should: %s", each, exc_info=each)
 
 
 def _drop(order: object) -> None:

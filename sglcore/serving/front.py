@@ -22,7 +22,7 @@ from sglcore.engine.text import TextCodec, TextError
 from sglcore.sampling.params import SamplingParams, fresh_seed
 from sglcore.schedule.request import Request
 from sglcore.schedule.results import check_request
-from sglcore.serving.errors import EngineDied, NotReady, Overloaded
+from sglcore.serving.errors import NotReady, Overloaded
 from sglcore.serving.fleet import Fleet
 from sglcore.serving.formats.chat_format import ChatFormat
 from sglcore.serving.generation import Generation
@@ -94,9 +94,7 @@ class Front:
 
     def give_up(self) -> None:
         """Fail what is on its way, so that its clients are told; the drain took too long."""
-        for replica in self.fleet.replicas.values():
-            for generation in list(replica.generations.values()):
-                generation.fail(EngineDied("the server was told to stop, and its time to drain is over"))
+        self.fleet.give_up(NotReady(self.health.phase))
 
     async def generate(
         self,

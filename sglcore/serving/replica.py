@@ -7,8 +7,7 @@ import logging
 import time
 from typing import Literal, Protocol
 
-import msgspec
-
+from sglcore.engine.news import TokenNews
 from sglcore.serving.channel import FrontChannel
 from sglcore.serving.engine_process import LINK_BROKE
 from sglcore.serving.errors import EngineDied, InvalidRequest, Unanswered, ended_badly
@@ -171,24 +170,21 @@ class Replica:
             self._answers.pop(request_id, None)
 
     async def _listen(self) -> None:
-        while True:
-            try:
+        """Take in what the engine says. What can not be read is lost, and with it parts of answers, so the engine ends."""
+        try:
+            while True:
                 report = await self._channel.receive()
-            except msgspec.MsgspecError:
-                log.exception("a report of engine %d could not be read", self.number)
-                continue
-            self._heard_at = time.monotonic()
-            try:
+                self._heard_at = time.monotonic()
                 self._take(report)
-            except Exception:
-                log.exception("a report of engine %d could not be followed", self.number)
+        except Exception as error:
+            log.exception("a report of engine %d could not be followed", self.number)
+            self._error = f"a report of the engine could not be followed: {type(error).__name__}: {error}"
+            self.process.kill()
 
     def _take(self, report: Report) -> None:
         if isinstance(report, News):
             for news in report.items:
-                generation = self.generations.get(news.request_id)
-                if generation is not None:
-                    generation.deliver(news)
+                self._deliver(news)
         elif isinstance(report, EngineStats):
             self.stats = report
         elif isinstance(report, Embedded | Audited):
@@ -202,6 +198,17 @@ class Replica:
             self._owner.on_ready(self)
         elif isinstance(report, Failed):
             self._error, self._exit_code = report.error, report.exit_code
+
+    def _deliver(self, news: TokenNews) -> None:
+        generation = self.generations.get(news.request_id)
+        if generation is None:
+            return
+        try:
+            generation.deliver(news)
+        except Exception as error:
+            log.exception("news of one request could not be taken in")
+            self._channel.send(Abort(news.request_id))
+            generation.fail(Unanswered(ended_badly("error", f"its answer was lost: {error}")))
 
     def _settle(self, request_id: str, answer: Embedded | Audited) -> None:
         future = self._answers.get(request_id)

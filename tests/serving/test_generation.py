@@ -6,8 +6,10 @@ import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import zmq.asyncio
 
+from sglcore.device.errors import ConfigError
 from sglcore.engine.assembly import Assembly
 from sglcore.engine.news import TokenNews
 from sglcore.engine.start import embedded_model
@@ -79,6 +81,18 @@ def test_however_many_reports_wait_others_have_their_turn_between_two_of_them(tm
         assert turns >= REPORTS
         task.cancel()
         front.close()
+        context.destroy(linger=0)
+
+    asyncio.run(play())
+
+
+def test_a_channel_that_can_not_be_opened_is_an_error_that_names_the_way_out(tmp_path: Path) -> None:
+    async def play() -> None:
+        context = zmq.asyncio.Context()
+        with pytest.raises(ConfigError, match="TMPDIR"):
+            FrontChannel(context, f"ipc://{tmp_path}/{'x' * 120}")
+        with pytest.raises(ConfigError, match="ulimit"):
+            FrontChannel(context, f"ipc://{tmp_path}/no/such/folder")
         context.destroy(linger=0)
 
     asyncio.run(play())

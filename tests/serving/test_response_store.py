@@ -1,4 +1,4 @@
-"""The store of responses is bounded in number and in size."""
+"""The store of responses is bounded in number and in size, and keeps bytes alone."""
 
 from __future__ import annotations
 
@@ -8,15 +8,30 @@ from sglcore.serving.dialects.responses_store import ResponseStore, Stored
 from sglcore.serving.errors import InvalidRequest
 
 
+def stored(name: str, size: int) -> Stored:
+    """A response of so many bytes."""
+    kept = Stored.of({"id": name, "x": ""}, [], [])
+    return Stored.of({"id": name, "x": "x" * (size - len(kept.data))}, [], [])
+
+
 def test_the_store_keeps_the_newest_within_its_bounds() -> None:
-    store = ResponseStore(3, most_bytes=100)
-    for name, size in (("a", 10), ("b", 10), ("c", 10), ("d", 10), ("e", 85)):
-        store.put(Stored({"id": name}, [], [], size))
+    store = ResponseStore(3, most_bytes=200)
+    for name, size in (("a", 40), ("b", 40), ("c", 40), ("d", 40), ("e", 155)):
+        store.put(stored(name, size))
 
     assert len(store) == 2
-    assert store.get("d", "id").response == {"id": "d"}
+    assert store.get("d", "id").response["id"] == "d"
     with pytest.raises(InvalidRequest, match="newest 3"):
         store.get("c", "id")
     store.drop("e", "id")
-    store.put(Stored({"id": "f"}, [], [], 90))
-    assert store.get("d", "id").size == 10
+    store.put(stored("f", 160))
+    assert len(store.get("d", "id").data) == 40
+
+
+def test_what_is_kept_comes_back_and_is_the_readers_own() -> None:
+    store = ResponseStore(3)
+    store.put(Stored.of({"id": "a", "n": [1]}, [{"item": "é"}], [{"role": "user", "content": "q"}]))
+    found = store.get("a", "id")
+    found.response["n"].append(2)
+    assert (found.response, found.items) == ({"id": "a", "n": [1]}, [{"item": "é"}])
+    assert found.messages == [{"role": "user", "content": "q"}]

@@ -160,8 +160,7 @@ class _Call:
             response = self.writer.response
             items = input_items(self.body.input or "")
             messages = [*self.earlier, *self.turn.new, self.writer.said()]
-            size = len(encode([response, items, messages]))
-            self.store.put(Stored(response, items, messages, size))
+            self.store.put(Stored.of(response, items, messages))
         return made
 
 

@@ -222,11 +222,13 @@ def _grammar(body: CountRequest) -> Any:
 def _notes(body: CountRequest) -> list[str]:
     """Fields inside of others that this server has no use for."""
     notes: list[str] = []
+    is_forced = body.tool_choice is not None and body.tool_choice.type in ("any", "tool")
     if body.thinking is not None:
         notes += [f"thinking.{name}" for name in body.thinking.given("budget_tokens", "display")]
     for tool in body.tools or ():
         if isinstance(tool, CustomTool):
             notes += [f"tools.{name}" for name in tool.given(*_UNUSED_OF_TOOL)]
+            notes += ["tools.strict"] if tool.strict and not is_forced else []
     blocks = [block for message in body.messages for block in _blocks(message.content)]
     blocks += body.system if isinstance(body.system, list) else []
     if any(isinstance(block, TextBlock | ToolUseBlock | ToolResultBlock) and block.cache_control for block in blocks):

@@ -251,8 +251,10 @@ def _notes(body: ResponsesRequest) -> list[str]:
         ]
     if body.stream_options is not None and body.stream_options.include_obfuscation:
         notes.append("stream_options.include_obfuscation")
+    is_forced = body.tool_choice not in (None, "auto", "none")
     for tool in body.tools or ():
         if isinstance(tool, FunctionTool):
+            notes += ["tools.strict"] if tool.strict and not is_forced else []
             notes += [f"tools.{name}" for name in tool.given("output_schema", "allowed_callers", "defer_loading")]
     items = body.input if isinstance(body.input, list) else []
     if any(isinstance(item, ReasoningItem) and item.encrypted_content is not None for item in items):

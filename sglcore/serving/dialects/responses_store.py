@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from sglcore.serving.errors import InvalidRequest
 
 MOST_BYTES = 64 << 20
@@ -17,13 +19,36 @@ MOST_BYTES = 64 << 20
 class Stored:
     """A response as its client has it, the items that it answered, and the conversation up to and with it.
 
-    `size` is in bytes of JSON.
+    They are kept as JSON: the same values as objects may take twenty times the memory.
     """
 
-    response: Mapping[str, Any]
-    items: Sequence[Mapping[str, Any]]
-    messages: Sequence[Mapping[str, Any]]
-    size: int
+    id: str
+    data: bytes
+
+    @classmethod
+    def of(
+        cls,
+        response: Mapping[str, Any],
+        items: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
+    ) -> Stored:
+        """What is kept of a response with an `id`."""
+        return cls(response["id"], msgspec.json.encode((response, items, messages)))
+
+    @property
+    def response(self) -> dict[str, Any]:
+        """As its client has it."""
+        return msgspec.json.decode(self.data)[0]
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """What it answered."""
+        return msgspec.json.decode(self.data)[1]
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation up to and with it."""
+        return msgspec.json.decode(self.data)[2]
 
 
 class ResponseStore:
@@ -39,11 +64,11 @@ class ResponseStore:
 
     def put(self, stored: Stored) -> None:
         """Keep a response."""
-        self._kept[stored.response["id"]] = stored
-        self._size += stored.size
+        self._kept[stored.id] = stored
+        self._size += len(stored.data)
         while len(self._kept) > self._most or self._size > self._most_bytes:
             _, gone = self._kept.popitem(last=False)
-            self._size -= gone.size
+            self._size -= len(gone.data)
 
     def get(self, response_id: str, param: str) -> Stored:
         """The response of this id; raises InvalidRequest (404) that blames `param`."""
@@ -61,5 +86,5 @@ class ResponseStore:
 
     def drop(self, response_id: str, param: str) -> None:
         """Forget a response; raises InvalidRequest (404) if there is none."""
-        self._size -= self.get(response_id, param).size
+        self._size -= len(self.get(response_id, param).data)
         del self._kept[response_id]

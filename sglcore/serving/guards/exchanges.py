@@ -18,6 +18,7 @@ QUIET = frozenset({"/livez", "/readyz", "/startupz", "/health", "/metrics", "/se
 """Asked so often by machines that their log lines are of level debug."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 """Counted by name. A client can make up others, of which each would be a series for ever."""
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _ID = re.compile(rb"[A-Za-z0-9._:+=/-]{1,128}")
 
 

@@ -75,6 +75,13 @@ class Message(Body):
     audio: None = None
     function_call: None = None
 
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        """Only an assistant may have said nothing: a template would write the word None for it."""
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("no_content", "content, which a message of role {role} has", {"role": self.role})
+        return self
+
     def plain(self) -> dict[str, Any]:
         """The message as templates take it: no empty fields, a developer is a system, reasoning under one name."""
         found = self.model_dump(exclude_none=True, exclude={"annotations"})
@@ -169,6 +176,15 @@ class ChatBody(SamplingFields):
     service_tier: str | None = None
     store: bool | None = None
     verbosity: str | None = None
+
+    def warnings(self) -> tuple[str, ...]:
+        """The ignored fields, and those that only hold where a call is forced or the answer streams."""
+        names = list(super().warnings())
+        if self.return_progress and not self.stream:
+            names.append("return_progress")
+        if self.tool_choice in (None, "auto", "none") and any(tool.function.strict for tool in self.tools or ()):
+            names.append("tools.function.strict")
+        return tuple(sorted(names))
 
 
 class TokenLogprobAnswer(Answer):

@@ -51,6 +51,11 @@ class CompletionBody(SamplingFields):
     store: bool | None = None
     service_tier: str | None = None
 
+    def warnings(self) -> tuple[str, ...]:
+        """The ignored fields, and those that only hold where the answer streams."""
+        silent = ("return_progress",) if self.return_progress and not self.stream else ()
+        return tuple(sorted((*super().warnings(), *silent)))
+
 
 class CompletionLogprobsAnswer(Answer):
     """Lists along the tokens; the first token of a prompt has null."""

@@ -14,6 +14,7 @@ from sglcore.serving.formats.delta import Delta, calls_of, joined, text_of
 from sglcore.serving.formats.families import REASONING, TOOLS
 from sglcore.serving.formats.json_text import MAX_DEPTH, JsonText
 from sglcore.serving.formats.parser import DeltaParser
+from sglcore.serving.formats.xml_calls import qwen3_coder
 
 FAMILY = {family.name: family for family in TOOLS}
 THINK = ("<think>", "</think>")
