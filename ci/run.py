@@ -32,6 +32,8 @@ class Failure(Enum):
 
 
 _INFRA = ("No space left on device", "Cannot allocate memory", "crashed while running", "node down: Not properly")
+NO_PLUGINS = "-p no:schemathesis -p no:langsmith_plugin -p no:anyio"
+"""What libraries of tests bring to every pytest, also to those that tests start, and that costs seconds at each start."""
 _IMAGE = ("No module named", "could not be built", "No matching distribution")
 
 
@@ -88,7 +90,7 @@ def run(lane: Lane, workers: int, words: Sequence[str] = ()) -> Ran:
         prepare(lane)
     except subprocess.CalledProcessError as error:
         return Ran(lane, error.returncode, time.monotonic() - start, Failure.IMAGE)
-    environ = {"OMP_NUM_THREADS": "1", **os.environ}
+    environ = {"OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": NO_PLUGINS, **os.environ}
     with subprocess.Popen(
         command(lane, workers, words),
         cwd=ROOT,

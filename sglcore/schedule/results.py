@@ -9,43 +9,42 @@ from sglcore.schedule.overlap import BatchRecord
 from sglcore.schedule.request import ContextError, Request, RequestError
 
 
-def check_request(request: Request, limits: Limits) -> None:
-    """Raise RequestError if the request can never run on a worker with these limits."""
-    length = len(request.prompt_ids)
+def check_request(request: Request, limits: Limits, *, called: str = "") -> None:
+    """Raise RequestError if the request can never run on a worker with these limits; errors call it `called`, or by its
+    name."""
+    length, name = len(request.prompt_ids), called or f"{request.rid!r}"
     if request.prompt_ids.ndim != 1 or length == 0:
-        raise RequestError(f"the prompt of {request.rid!r} is empty; give at least one token")
+        raise RequestError(f"the prompt of {name} is empty; give at least one token")
     if request.task == "embed":
-        _check_embedding(request, limits)
+        _check_embedding(request, limits, name)
     elif not limits.generates:
-        raise RequestError(
-            f"request {request.rid!r} wants to generate, but this model only embeds; ask for an embedding"
-        )
+        raise RequestError(f"{name} wants to generate, but this model only embeds; ask for an embedding")
     elif length >= limits.max_model_len:
         raise ContextError(
-            f"the prompt of {request.rid!r} has {length} tokens and the context holds {limits.max_model_len}, one of"
+            f"the prompt of {name} has {length} tokens and the context holds {limits.max_model_len}, one of"
             f" them for the output; shorten the prompt by {length - limits.max_model_len + 1} or raise max_model_len, where the checkpoint allows it"
         )
     if request.matcher is not None and not limits.takes_masks:
         raise RequestError(
-            f"request {request.rid!r} has a grammar, and this device's sampler takes no masks; leave the grammar out or run it"
+            f"{name} has a grammar, and this device's sampler takes no masks; leave the grammar out or run it"
             " on a device whose package does"
         )
     low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
     if low < 0 or high >= limits.vocab_size:
         found = low if low < 0 else high
         raise RequestError(
-            f"the prompt of {request.rid!r} has token id {found}, wanted 0..{limits.vocab_size - 1};"
+            f"the prompt of {name} has token id {found}, wanted 0..{limits.vocab_size - 1};"
             " encode the prompt with this model's tokenizer"
         )
 
 
-def _check_embedding(request: Request, limits: Limits) -> None:
+def _check_embedding(request: Request, limits: Limits, called: str) -> None:
     most = min(limits.max_model_len, limits.max_batch_tokens)
     length = len(request.prompt_ids)
     if length > most:
         name = "max_model_len" if most == limits.max_model_len else "max_batch_tokens"
         raise ContextError(
-            f"the prompt of {request.rid!r} has {length} tokens and an embedding runs in one step of at most {most};"
+            f"the prompt of {called} has {length} tokens and an embedding runs in one step of at most {most};"
             f" shorten the prompt by {length - most} or raise {name}"
         )
 

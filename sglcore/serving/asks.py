@@ -30,6 +30,9 @@ _SAME = (
     "prompt_logprobs",
 )
 
+SWITCH = "x-guidance"
+"""What changes how a schema inside a Lark grammar is enforced."""
+
 
 def sampling_params(
     body: SamplingFields, config: ServerConfig, *, max_tokens: int | None, logprobs: int | None
@@ -137,6 +140,8 @@ def _of_structured(found: StructuredOutputs | None, prefix: str = "structured_ou
 
 
 def _grammar(param: str, kind: GrammarKind, text: str) -> Grammar:
+    if kind == "lark" and SWITCH in text:
+        raise InvalidRequest(f"{param} sets {SWITCH}", remedy="leave it out: it would switch checks off", param=param)
     with blame(param):
         return Grammar(kind, text)
 

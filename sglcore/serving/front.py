@@ -109,7 +109,7 @@ class Front:
         and Overloaded, and then nothing was started."""
         clock = self.metrics.clock()
         info = self._ready_info()
-        self._refuse_overload(info)
+        self._refuse_overload(info, params.n)
         ids = await self.tokenize(prompt, special=special)
         check_ids(params, info.limits["vocab_size"])
         self._check(ids, params, info)
@@ -119,8 +119,8 @@ class Front:
         ask = Ask(name, pack_ids(ids), pack_params(params), seed, progress)
         generation = Generation(ask, assembly, clock)
         self.fleet.submit(generation)
-        self._open += 1
-        generation.when_closed(self._count_closed)
+        self._open += params.n
+        generation.when_closed(lambda: self._count_closed(params.n))
         return generation
 
     async def embed(self, prompts: Sequence[Prompt]) -> list[Embedded]:
@@ -130,12 +130,16 @@ class Front:
             raise TextError(
                 "this checkpoint generates text", wanted="an encoder, such as BERT", remedy="use completions"
             )
-        self._refuse_overload(info)
+        self._refuse_overload(info, len(prompts))
         asked = [await self.tokenize(prompt) for prompt in prompts]
         for ids in asked:
             self._check(ids, SamplingParams(), info, task="embed")
         names = [f"embed-{secrets.token_hex(12)}" for _ in asked]
-        found = await asyncio.gather(*(self.fleet.embed(name, ids) for name, ids in zip(names, asked, strict=True)))
+        self._open += len(asked)
+        try:
+            found = await asyncio.gather(*(self.fleet.embed(name, ids) for name, ids in zip(names, asked, strict=True)))
+        finally:
+            self._count_closed(len(asked))
         return [
             Embedded(np.frombuffer(vector, dtype="<f4"), len(ids)) for vector, ids in zip(found, asked, strict=True)
         ]
@@ -162,12 +166,13 @@ class Front:
             raise NotReady(self.health.phase)
         return info
 
-    def _refuse_overload(self, info: ModelInfo) -> None:
+    def _refuse_overload(self, info: ModelInfo, more: int) -> None:
+        """Raise Overloaded if `more` samples would wait behind too many."""
         places = info.limits["max_requests"] * max(len(self.fleet.ready), 1)
-        waiting = self._open - places
-        if waiting >= self.config.max_queued_requests:
+        waiting = self._open + more - places
+        if waiting > self.config.max_queued_requests:
             raise Overloaded(
-                f"{waiting} requests wait for a place among the {places} that run",
+                f"{waiting} samples would wait for a place among the {places} that run",
                 wanted=f"at most {self.config.max_queued_requests} that wait",
                 retry_after=self.metrics.retry_after(waiting),
             )
@@ -177,11 +182,11 @@ class Front:
         most = self.config.max_prompt_tokens
         if most is not None and len(ids) > most:
             raise TextError(f"the prompt has {len(ids)} tokens", wanted=f"at most {most}", remedy="shorten the prompt")
-        request = Request("this request", np.array(ids), params, task=task)  # pyright: ignore[reportArgumentType]
-        check_request(request, Limits(**info.limits))
+        request = Request("unsent", np.array(ids), params, task=task)  # pyright: ignore[reportArgumentType]
+        check_request(request, Limits(**info.limits), called="this request")
 
-    def _count_closed(self) -> None:
-        self._open -= 1
+    def _count_closed(self, samples: int) -> None:
+        self._open -= samples
 
     def _own_name(self) -> str:
         return self.model_path.resolve().name if self.engine_config.model is not None else "sglcore-demo"

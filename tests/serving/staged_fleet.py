@@ -73,6 +73,10 @@ class PlayedEngine:
         """The start has ended well."""
         self.say(Ready(info(**known)))  # pyright: ignore[reportArgumentType]
 
+    def say_bytes(self, content: bytes) -> None:
+        """Send what may be no report."""
+        self._socket.send(content)
+
     def emit(self, request_id: str, *token_ids: int, reason: FinishReason | None = None) -> None:
         """Tokens of a request."""
         self.say(News([TokenNews(request_id, 0, list(token_ids), reason)]))
@@ -120,7 +124,7 @@ class Stage:
     def __init__(self, is_remote: bool) -> None:
         self.is_remote = is_remote
         self.engines: list[PlayedEngine] = []
-        self.refusal: OSError | None = None
+        self.refusal: Exception | None = None
         self.closed = False
         self._launched: asyncio.Queue[PlayedEngine] = asyncio.Queue()
         self._context = zmq.asyncio.Context()

@@ -370,3 +370,51 @@ def test_starts_wait_longer_and_longer_and_a_long_life_forgives_all() -> None:
     assert (lives.wait, lives.may_go_on) == (1.0, True)
     lives.end(None, 2)
     assert not lives.may_go_on
+
+
+def test_whatever_keeps_a_replica_from_starting_again_those_who_wait_for_it_hear_of_it() -> None:
+    async def play() -> None:
+        async with staged(restart=True) as stage:
+            engine = await stage.ready_engine()
+            waiting = stage.submit("queued")
+            await engine.asked()
+            stage.refusal = RuntimeError("no place left")
+            engine.die()
+            with pytest.raises(EngineDied, match="no place left"):
+                await waiting.wait()
+            assert stage.fleet.stopped.is_set() and stage.fleet.exit_code == 1
+
+    run(play())
+
+
+def test_an_answer_of_which_a_report_can_not_be_read_is_never_given_as_whole() -> None:
+    async def play() -> None:
+        async with staged() as stage:
+            engine = await stage.ready_engine()
+            generation = stage.submit("cut")
+            await engine.asked()
+            engine.emit("cut", 9)
+            await generation.__anext__()
+            engine.say_bytes(b"\x92\x03no news")
+            engine.emit("cut", 10, reason="length")
+            with pytest.raises(EngineDied, match="could not be followed"):
+                await generation.wait()
+            assert engine.has_ended and not stage.fleet.health.live
+
+    run(play())
+
+
+def test_giving_up_tells_those_who_run_and_those_who_wait_for_a_replica() -> None:
+    async def play() -> None:
+        async with staged(restart=True) as stage:
+            engine = await stage.ready_engine()
+            waiting = stage.submit("waits")
+            await engine.asked()
+            engine.die()
+            again = await stage.launched()
+            assert not waiting.is_closed and not again.has_ended
+            stage.fleet.give_up(NotReady("draining"))
+            with pytest.raises(NotReady, match="draining"):
+                await waiting.wait()
+
+    run(play())

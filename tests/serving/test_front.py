@@ -91,3 +91,18 @@ def test_what_is_overdue_is_told_so_and_keeps_what_had_come() -> None:
             assert begun.output.outputs[0].token_ids == [9]
 
     asyncio.run(play())
+
+
+def test_each_sample_of_a_request_counts_as_one_that_waits() -> None:
+    async def play() -> None:
+        async with staged_front(max_queued_requests=2) as (front, stage):
+            await stage.ready_engine()
+            with pytest.raises(Overloaded, match=f"among the {PLACES} that run"):
+                await front.generate([5, 6, 7], SamplingParams(n=PLACES + 3))
+            fits = await front.generate([5, 6, 7], SamplingParams(n=PLACES + 2))
+            with pytest.raises(Overloaded):
+                await ask(front)
+            fits.abort()
+            (await ask(front)).abort()
+
+    asyncio.run(play())

@@ -19,6 +19,8 @@ from sglcore.serving.formats.self_test import CALL_IDS, Sample, Turn
 from sglcore.serving.formats.xml_calls import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, qwen3_coder
 
 Function = Mapping[str, Any]
+MOST_CALLS = 16
+"""Calls that a forced answer may make."""
 
 
 def call_grammar(
@@ -76,7 +78,7 @@ def _around_json(
 ) -> list[str]:
     before, middle, after = _parts(family, sample.one)
     between = _between(sample.two) if sample.two and is_parallel else None
-    again = f" ({_with_ids(literal, between)} call)*" if between is not None else ""
+    again = f" ({_with_ids(literal, between)} call){{0,{MOST_CALLS - 1}}}" if between is not None else ""
     rules = [f"calls: {_with_ids(literal, before)} call{again} {_with_ids(literal, after)}".rstrip()]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
     for number, function in enumerate(functions):
@@ -130,7 +132,9 @@ def _tagged(literal: _Literals, sample: Sample, functions: Sequence[Function], i
     begin = before[before.rfind("<") :] if "<" in before.strip() else ""
     after = rest.partition(FUNCTION_END)[2]
     after = after[: after.find(">") + 1] if begin else ""
-    again = f' ("\\n" {literal(begin)} call {literal(after)})*' if is_parallel and sample.two else ""
+    again = (
+        f' ("\\n" {literal(begin)} call {literal(after)}){{0,{MOST_CALLS - 1}}}' if is_parallel and sample.two else ""
+    )
     rules = [f"calls: {literal(begin)} call {literal(after)}{again}"]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
     for number, function in enumerate(functions):
