@@ -21,7 +21,7 @@ STORED: Figures = json.loads(BUDGETS.read_text(encoding="utf-8"))
 SOURCES = ("sglcore/runtime/kernels/triton/*.py", "sglcore/runtime/attention/triton_*.py")
 
 
-SAMPLE = tuple({target.partition(":")[0]: target for target in reversed(LIMITS)}.values())
+SAMPLE = tuple({target.partition(":")[0]: target for target in reversed(tuple(LIMITS))}.values())
 
 
 def test_every_kernel_compiles_for_every_chip_within_its_budget() -> None:
