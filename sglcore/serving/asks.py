@@ -11,24 +11,10 @@ from sglcore.device.server_config import ServerConfig
 from sglcore.sampling.grammar import Grammar, GrammarKind
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.errors import InvalidRequest, blame
+from sglcore.serving.protocol.drawing import DRAWING
 from sglcore.serving.protocol.sampling import ResponseFormat, SamplingFields, StructuredOutputs
 
-_SAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "ignore_eos",
-    "min_tokens",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "n",
-    "prompt_logprobs",
-)
+_SAME = (*DRAWING, "skip_special_tokens", "include_stop_str_in_output", "n", "prompt_logprobs")
 
 SWITCH = "x-guidance"
 """What changes how a schema inside a Lark grammar is enforced."""

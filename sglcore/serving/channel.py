@@ -21,6 +21,8 @@ from sglcore.serving.messages import Address, Order, Report
 
 LINGER_MS = 2000
 """How long a closing socket goes on with what is queued."""
+WATCH_MS = 100
+"""How often a thread that waits for a break looks whether it is to end."""
 HEARTBEAT_MS, SILENCE_MS = 5_000, 30_000
 """A network connection is asked for a sign of life so often, and is broken when none has come for so long. Threads of the
 sockets' own answer, so a long step is not taken for an end."""
@@ -39,11 +41,13 @@ class EngineChannel:
             self._socket.curve_serverkey = address.front.encode()
             self._socket.curve_publickey = address.public.encode()
             self._socket.curve_secretkey = address.secret.encode()
-        self._is_watched = on_lost is not None and address.endpoint.startswith("tcp:")
-        if self._is_watched:
+        self._closing = threading.Event()
+        self._watcher: threading.Thread | None = None
+        if on_lost is not None and address.endpoint.startswith("tcp:"):
             self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = HEARTBEAT_MS, SILENCE_MS
-            monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
-            threading.Thread(target=_watch, args=(monitor, on_lost), name="link", daemon=True).start()
+            watched = (self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED), self._closing, on_lost)
+            self._watcher = threading.Thread(target=_watch, args=watched, name="link", daemon=True)
+            self._watcher.start()
         self._socket.connect(address.endpoint)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Order)
@@ -64,8 +68,10 @@ class EngineChannel:
             return orders
 
     def close(self) -> None:
-        """Send what is queued, then close."""
-        if self._is_watched:
+        """Send what is queued, then close; waits for that, 2 seconds at most."""
+        self._closing.set()
+        if self._watcher is not None:
+            self._watcher.join()
             self._socket.disable_monitor()
         self._socket.close(LINGER_MS)
         self._context.term()
@@ -119,10 +125,12 @@ def _bound(context: zmq.asyncio.Context, endpoint: str, keys: tuple[bytes, bytes
     return socket
 
 
-def _watch(monitor: zmq.Socket[bytes], on_lost: Callable[[], None]) -> None:
-    """Tell of a break. The monitor is read to its end, because a socket waits for the reader of its monitor."""
-    while (event := recv_monitor_message(monitor)["event"]) != zmq.EVENT_MONITOR_STOPPED:
-        if event == zmq.EVENT_DISCONNECTED:
+def _watch(monitor: zmq.Socket[bytes], closing: threading.Event, on_lost: Callable[[], None]) -> None:
+    """Tell of a break, until the channel closes. It asks again and again: the event that ends a monitor may be lost, and a
+    context does not end before all its sockets are closed."""
+    while not closing.is_set():
+        if monitor.poll(WATCH_MS):
+            recv_monitor_message(monitor)
             on_lost()
     monitor.close(0)
 

@@ -16,7 +16,7 @@ from sglcore.serving.api.shared import (
     check_model,
     documented,
     ending,
-    fingerprint,
+    frame,
     progress,
     warned,
 )
@@ -85,13 +85,7 @@ class _Call:
 
     def frame(self, kind: str) -> dict[str, Any]:
         """What the answer, and every part of a stream, begins with."""
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": fingerprint(self.front),
-        }
+        return frame(self.front, kind, self.id, self.created, self.model)
 
     def warnings(self, run: ChatRun) -> dict[str, str]:
         """The header about fields that had no effect, those for the template among them."""

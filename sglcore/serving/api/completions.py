@@ -17,7 +17,7 @@ from sglcore.serving.api.shared import (
     check_model,
     documented,
     ending,
-    fingerprint,
+    frame,
     progress,
     warned,
 )
@@ -98,13 +98,7 @@ class _Call:
 
     def frame(self) -> dict[str, Any]:
         """What the answer, and every part of a stream, begins with."""
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": fingerprint(self.front),
-        }
+        return frame(self.front, "text_completion", self.id, self.created, self.model)
 
     def usage(self, runs: Runs) -> dict[str, Any]:
         """The tokens so far; a prompt that was only scored has no others."""

@@ -120,3 +120,8 @@ def ending(sample: Completion, reason: str | None) -> dict[str, Any]:
 def progress(item: PromptProgress) -> dict[str, int]:
     """How far a prompt is, as a chunk tells it."""
     return {"total": item.total, "cached": item.cached, "processed": item.processed}
+
+
+def frame(front: Front, kind: str, id: str, created: int, model: str) -> dict[str, Any]:
+    """What an answer of OpenAI's, and every part of its stream, begins with; `created` in unix seconds."""
+    return {"id": id, "object": kind, "created": created, "model": model, "system_fingerprint": fingerprint(front)}

@@ -1,4 +1,4 @@
-"""The fields by which the other dialects ask how tokens are drawn. Those that their own protocols lack are this server's."""
+"""The fields by which every dialect asks how tokens are drawn. Those that their own protocols lack are this server's."""
 
 from __future__ import annotations
 

@@ -62,37 +62,33 @@ class ServerInfo(Answer):
     server_limits: dict[str, int | float | None]
 
 
-class ReplicaStats(Answer):
-    """Counters of one engine since its start, and what it does now; `kv_used` is a share from 0 to 1. `report_age`: seconds
-    since it was last heard."""
+class Counters(Answer):
+    """What engines have done since their start, and what they do now; `kv_used` is a share from 0 to 1."""
+
+    prompt_tokens: int
+    generation_tokens: int
+    running: int
+    waiting: int
+    kv_used: float
+    cached_tokens: int
+    prompt_tokens_computed: int
+    requests: int
+
+
+class ReplicaStats(Counters):
+    """Those of one engine. `report_age`: seconds since it was last heard."""
 
     number: int
     process: str
     report_age: float
     state: str
-    prompt_tokens: int
-    generation_tokens: int
-    running: int
-    waiting: int
-    kv_used: float
-    cached_tokens: int
-    prompt_tokens_computed: int
-    requests: int
 
 
-class ServerStats(Answer):
+class ServerStats(Counters):
     """The sums over all engines; `time` in unix seconds, `deaths` of engines that were not told to end."""
 
     time: float
     deaths: int
-    prompt_tokens: int
-    generation_tokens: int
-    running: int
-    waiting: int
-    kv_used: float
-    cached_tokens: int
-    prompt_tokens_computed: int
-    requests: int
     replicas: list[ReplicaStats]
 
 

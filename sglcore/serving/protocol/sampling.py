@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sglcore.serving.protocol.common import Body, Count, Items, Positive, Seed, TopK, entries
+from sglcore.serving.protocol.common import Body, Count, Items, Positive, entries
+from sglcore.serving.protocol.drawing import Drawing
 
 MOST_STOPS, LONGEST_STOP = 64, 1024
 """Stop strings of a request and characters of each: all are looked for with every token."""
@@ -55,24 +56,14 @@ class StructuredOutputs(Body):
     choice: Items[str] | None = Field(None, min_length=1)
 
 
-class SamplingFields(Body):
+class SamplingFields(Drawing):
     """What completions and chats share."""
 
     model: str | None = None
     n: Positive | None = None
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: TopK | None = None
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0)
     logit_bias: Bias | None = None
-    seed: Seed | None = None
     stop: Stop | Stops | None = None
     stop_token_ids: Annotated[Items[Count], Field(max_length=MOST_IDS)] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Count | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: Count | None = None
