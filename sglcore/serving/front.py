@@ -94,7 +94,7 @@ class Front:
 
     def give_up(self) -> None:
         """Fail what is on its way, so that its clients are told; the drain took too long."""
-        self.fleet.give_up(NotReady(self.health.phase))
+        self.fleet.give_up(NotReady(f"{self.health.phase}, and its time to drain is over"))
 
     async def generate(
         self,
