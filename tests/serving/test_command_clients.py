@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,13 +14,29 @@ from sglcore.cli.__main__ import main
 from tests.serving.servers import Server
 
 
+REPORTS_SECONDS = 0.6
+"""An engine that does nothing reports its counters at least so often."""
+
+
+def settled(server: Server) -> Any:
+    """The counters once nothing runs and two reports are the same: a report is a moment older than what it counts."""
+    known = server.get("/server_info/stats")
+    while True:
+        time.sleep(REPORTS_SECONDS)
+        found = server.get("/server_info/stats")
+        names = ("running", "waiting", "generation_tokens", "prompt_tokens")
+        if not found["running"] and all(found[name] == known[name] for name in names):
+            return found
+        known = found
+
+
 def test_a_load_ends_whole_with_the_tokens_that_were_asked_for(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = server.get("/server_info/stats")
+    before = settled(server)
     words = ("--num-prompts", "8", "--request-rate", "50", "--random-output-len", "4", "--shared-prefix", "64")
     assert main(("bench", "serve", "-q", "--url", server.url, *words, "--json", str(tmp_path / "out.json"))) == 0
-    after = server.get("/server_info/stats")
+    after = settled(server)
     found = json.loads((tmp_path / "out.json").read_text())["figures"]
     assert (found["whole"], found["output_tokens"]) == (8, 32)
     assert after["generation_tokens"] - before["generation_tokens"] == 32
