@@ -13,7 +13,6 @@ import pytest
 from sglcore.cli.__main__ import main
 from tests.serving.servers import Server
 
-
 REPORTS_SECONDS = 0.6
 """An engine that does nothing reports its counters at least so often."""
 
