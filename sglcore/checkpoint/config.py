@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from sglcore.checkpoint.gguf import is_gguf, read_header
+from sglcore.checkpoint.gguf_config import gguf_config
 from sglcore.device.errors import ConfigError
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
@@ -61,7 +63,8 @@ class ModelConfig:
     """The geometry of a model. `sliding_windows` has one entry a layer (None: full attention).
 
     `dtype` is the checkpoint's own ("bfloat16", ...). `context_length` is how many tokens positions are defined for.
-    `eos_token_ids` come from `generation_config.json` if it names them. `raw` is `config.json` as it is.
+    `eos_token_ids` come from `generation_config.json` if it names them. `raw` is `config.json` as it is. `path` is the
+    folder, or a GGUF file.
     """
 
     path: Path
@@ -92,9 +95,13 @@ class ModelConfig:
 
 
 def read_config(path: str | Path, known: Collection[str] = ()) -> ModelConfig:
-    """Read a checkpoint folder's configuration; raises `ConfigError`. `known` are the architectures that can be run (none
-    given: any)."""
+    """Read the configuration of a checkpoint folder, or of a GGUF file; raises `ConfigError`, and `CheckpointError` for a
+    file that is damaged. `known` are the architectures that can be run (none given: any)."""
     folder = Path(path)
+    if is_gguf(folder):
+        raw = gguf_config(read_header(folder))
+        check_architecture(raw["architectures"][0], known)
+        return _parse(folder, raw["architectures"][0], raw, {})
     if not folder.is_dir():
         raise ConfigError(f"there is no model at {str(path)!r}", wanted="a checkpoint folder", remedy="check the path")
     raw = _read_json(folder / "config.json", "this is not a checkpoint folder; point at the one with config.json")

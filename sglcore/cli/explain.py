@@ -11,7 +11,9 @@ from sglcore.cli.settings import engine_settings
 
 def explain(
     topic: Annotated[str | None, typer.Argument(help="One topic, such as attention; left out, all of them.")] = None,
-    model: Annotated[str | None, typer.Option(help="A checkpoint folder; left out, the embedded model.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A checkpoint folder or a GGUF file; left out, the embedded model.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     settings: dict[str, Any] | None = None,
 ) -> None:

@@ -6,4 +6,4 @@ from typing import Annotated
 
 import typer
 
-Model = Annotated[str | None, typer.Argument(help="A checkpoint folder; left out, the embedded model.")]
+Model = Annotated[str | None, typer.Argument(help="A checkpoint folder or a GGUF file; left out, the embedded model.")]

@@ -22,7 +22,9 @@ POLL_SECONDS = 0.05
 
 
 def serve(
-    model: Annotated[str | None, typer.Argument(help="A checkpoint folder; left out, the embedded model.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="A checkpoint folder or a GGUF file; left out, the embedded model.")
+    ] = None,
     model_path: Annotated[
         str | None, typer.Option(*flag_names("model"), help="The same, as a flag. [SGLCORE_MODEL]")
     ] = None,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sglcore.models.quantized import QuantizedWeight
 from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.race import make_race_tables
@@ -17,6 +19,9 @@ from sglcore.sampling.sampler import make_state
 
 TOKENS = (0, 1, 3, 33)
 WIDTH = 48
+COLUMNS = 160
+"""Of quantised weights: whole groups of 32, and not of 64 or 128."""
+
 HEAD_DIMS = (16, 64)
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -68,6 +73,49 @@ Make = Callable[[Draw, int, bool], Iterator[tuple[Any, ...]]]
 def _linear(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
     yield draw.rows(tokens, WIDTH, strided), draw.values(80, WIDTH) * 0.15, None
     yield draw.rows(tokens, WIDTH, strided), draw.values(17, WIDTH) * 0.15, draw.values(17)
+
+
+def _gated_linear(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
+    yield draw.rows(tokens, WIDTH, strided), draw.values(80, WIDTH) * 0.15
+
+
+def _head(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
+    yield draw.rows(tokens, WIDTH, strided), draw.values(29, WIDTH) * 0.15
+
+
+def _pack_head(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
+    yield draw.rows(tokens, WIDTH, strided), draw.values(29, WIDTH) * 0.15, draw.ints(0, 29, tokens)
+
+
+def _whole_rows(draw: Draw, tokens: int, strided: bool) -> Tensor:
+    """[tokens, COLUMNS] of integers, 127 among each 32: rounding them to 8 bits, by any group, changes nothing."""
+    rows = draw.ints(-127, 128, tokens, COLUMNS + 32)[:, 16 : 16 + COLUMNS]
+    rows[:, ::32] = 127
+    return rows.to(draw.dtype) if strided else rows.to(draw.dtype).contiguous()
+
+
+def _quantize_linear(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
+    """Weights that lie on the steps, both ends of which each 32 columns have."""
+    for kind, low, high in (("int8", -127, 127), ("int4", -8, 7)):
+        steps = draw.ints(low, high + 1, 21, COLUMNS)
+        steps[:, ::32], steps[:, 1::32] = low, high
+        yield _whole_rows(draw, tokens, strided), (steps / 64).to(draw.dtype), kind
+
+
+def _pack_quantized(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
+    """Scales and zeros that float16 holds; the last group may be cut."""
+    for bits, group, has_zeros in ((4, 32, True), (4, 128, False), (8, 64, False), (8, 32, True)):
+        groups = -(-COLUMNS // group)
+        codes = draw.ints(0, 1 << bits, 21, COLUMNS, dtype=torch.uint8)
+        scales = 0.5 ** draw.ints(5, 9, 21, groups).float()
+        zeros = draw.ints(0, 2 << bits, 21, groups).float() / 2 if has_zeros else None
+        weight = QuantizedWeight(codes, scales, zeros, bits, group, draw.dtype)
+        yield _whole_rows(draw, tokens, strided), Built(partial(_moved, weight))
+
+
+def _moved(weight: QuantizedWeight, device: str) -> QuantizedWeight:
+    zeros = None if weight.zeros is None else weight.zeros.to(device)
+    return replace(weight, codes=weight.codes.to(device), scales=weight.scales.to(device), zeros=zeros)
 
 
 def _embedding(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
@@ -142,6 +190,11 @@ def _rotary_and_store(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[
         yield q, k, draw.rows(tokens, 2 * dim, strided), positions, cache, dim, *caches, cells
 
 
+def _norm_rotary_and_store(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
+    for args in _rotary_and_store(draw, tokens, strided):
+        yield *args, draw.values(args[5]), draw.values(args[5]), 1e-6
+
+
 def _cache_locations(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
     for page_size in (1, 3, 16):
         table = draw.ints(0, 90, 7, 12)
@@ -169,10 +222,19 @@ def _draw(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
     yield logits, state, Built(lambda device: make_race_tables(vocab, device))
 
 
+def _greedy(draw: Draw, tokens: int, strided: bool) -> Iterator[tuple[Any, ...]]:
+    """Ties, and rows that no token can be drawn from."""
+    logits = draw.rows(tokens, 301, strided) * 4
+    if tokens > 3:
+        logits[2], logits[5], logits[6, 17] = 0.5, float("-inf"), float("nan")
+    yield (logits,)
+
+
 _MAKERS: Mapping[str, Make] = MappingProxyType(
     {
         "linear": _linear,
         "pack_linear": _linear,
+        "pack_parts": _linear,
         "embedding": _embedding,
         "rms_norm": _rms_norm,
         "add_rms_norm": _add_rms_norm,
@@ -185,15 +247,30 @@ _MAKERS: Mapping[str, Make] = MappingProxyType(
         "store_kv": _store_kv,
         "cache_locations": _cache_locations,
         "draw": _draw,
+        "greedy": _greedy,
         "rotary_and_store": _rotary_and_store,
+        "norm_rotary_and_store": _norm_rotary_and_store,
+        "gated_linear": _gated_linear,
+        "pack_quantized": _pack_quantized,
+        "quantize_linear": _quantize_linear,
+        "pack_head": _pack_head,
+        "head": _head,
     }
 )
 _WRITES: Mapping[str, tuple[int, ...]] = MappingProxyType(
-    {"add_rms_norm": (0, 1), "store_kv": (2, 3), "cache_locations": (4,), "rotary_and_store": (6, 7)}
+    {
+        "add_rms_norm": (0, 1),
+        "store_kv": (2, 3),
+        "cache_locations": (4,),
+        "rotary_and_store": (6, 7),
+        "norm_rotary_and_store": (6, 7),
+    }
 )
-CELLS: Mapping[str, int] = MappingProxyType({"store_kv": 4, "cache_locations": 4, "rotary_and_store": 8})
+CELLS: Mapping[str, int] = MappingProxyType(
+    {"store_kv": 4, "cache_locations": 4, "rotary_and_store": 8, "norm_rotary_and_store": 8}
+)
 """Entries whose results are, beside what they return, what they write: where their cell indices are."""
-_ONE_DTYPE = frozenset({"cache_locations", "draw"})
+_ONE_DTYPE = frozenset({"cache_locations", "draw", "greedy"})
 
 
 def kernel_cases(entry: str) -> Iterator[KernelCase]:

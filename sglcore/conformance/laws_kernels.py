@@ -14,7 +14,8 @@ from sglcore.conformance.law import Law, LawBroken, NotApplicable
 from sglcore.conformance.target import Target
 from sglcore.conformance.trial import Trial
 from sglcore.device.package import resolve
-from sglcore.runtime.kernels.reference import reference_kernels, rotary_and_store
+from sglcore.runtime.kernels import reference
+from sglcore.runtime.kernels.reference import reference_kernels
 from sglcore.runtime.kernels.table import KernelTable, entry_names
 
 GUARD = 8
@@ -22,6 +23,19 @@ GUARD = 8
 
 RELATIVE = MappingProxyType({"float32": 2e-5, "bfloat16": 2e-2})
 """Error of a result, relative to its largest value or to 1. In bfloat16 a rounding is 4e-3; the order of sums is free."""
+
+
+PACKS = frozenset({"pack_linear", "pack_quantized", "quantize_linear", "pack_head", "pack_parts", "head"})
+"""Entries that make, or take, packed weights."""
+
+OPTIONAL = MappingProxyType(
+    {
+        name: getattr(reference, name)
+        for name in ("rotary_and_store", "norm_rotary_and_store", "gated_linear")
+        + ("pack_quantized", "quantize_linear", "pack_parts", "pack_head", "head", "greedy")
+    }
+)
+"""What the reference means by entries that it does not have."""
 
 
 class Guarded:
@@ -84,7 +98,7 @@ def _with_cell_dtype(entry: str, case: KernelCase, cells: torch.dtype) -> tuple[
 def _check_call(trial: Trial, table: KernelTable, args: tuple[Any, ...], case: KernelCase, device: str) -> None:
     entry = trial.case
     wanted_args = tuple(arg.clone() if isinstance(arg, Tensor) else _built(arg, "cpu") for arg in args)
-    wanted = _call(reference_kernels().replace(rotary_and_store=rotary_and_store), entry, wanted_args)
+    wanted = _call(reference_kernels().replace(**OPTIONAL), entry, wanted_args)
     guarded = {place: Guarded(arg, device, -3) for place, arg in enumerate(args) if isinstance(arg, Tensor)}
     given = tuple(guarded[place].tensor if place in guarded else _built(arg, device) for place, arg in enumerate(args))
     found = _call(table, entry, given)
@@ -106,18 +120,28 @@ def _built(arg: Any, device: str) -> Any:
 
 
 def _call(table: KernelTable, entry: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """The results; a packed weight is seen through what `linear` makes of it."""
-    if entry == "pack_linear":
-        x, weight, bias = args
-        packed = table.pack_linear(weight)
-        if packed.shape != weight.shape:
-            raise LawBroken(f"pack_linear made {tuple(packed.shape)} of {tuple(weight.shape)}")
-        found: Any = table.linear(x, packed, bias)
-    else:
-        found = getattr(table, entry)(*args)
+    """The results; a packed weight is seen through what reads it."""
+    found = _through_packing(table, entry, args) if entry in PACKS else getattr(table, entry)(*args)
     if found is None:
         return ()
     return found if isinstance(found, tuple) else (found,)
+
+
+def _through_packing(table: KernelTable, entry: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    x, weight, *rest = args
+    if entry == "head":
+        packed = weight if table.pack_head is None else table.pack_head(weight)
+        return tuple(getattr(table, entry)(x, form) for form in (weight, packed))
+    takes = (weight, *rest) if entry == "quantize_linear" else (weight,)
+    if entry == "pack_parts":
+        takes = (weight.split([16, weight.shape[0] - 16]), lambda place: None)
+    packed = getattr(table, entry)(*takes)
+    wanted = weight.codes.shape if entry == "pack_quantized" else weight.shape
+    if packed.shape != wanted:
+        raise LawBroken(f"{entry} made {tuple(packed.shape)} of {tuple(wanted)}")
+    if entry == "pack_head":
+        return table.linear(x, packed, None), table.embedding(rest[0], packed)
+    return (table.linear(x, packed, rest[0] if entry == "pack_linear" else None),)
 
 
 def _compare(trial: Trial, case: KernelCase, found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
@@ -134,9 +158,15 @@ def _compare(trial: Trial, case: KernelCase, found: tuple[Tensor, ...], wanted: 
             continue
         error = relative_error(host, other)
         trial.note(error)
-        bound = trial.tolerance(str(other.dtype).removeprefix("torch."))
+        bound = trial.tolerance(_computed_in(case.args, other))
         if not error <= bound:
             raise LawBroken(f"{entry}, {case.text}: result {number} differs by {error:.3g}, {bound:g} is allowed")
+
+
+def _computed_in(args: tuple[Any, ...], result: Tensor) -> str:
+    """The name of the dtype whose roundings a result has: that of the first floating-point argument."""
+    given = (arg.dtype for arg in args if isinstance(arg, Tensor) and arg.is_floating_point())
+    return str(next(given, result.dtype)).removeprefix("torch.")
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -30,7 +31,17 @@ def last_row_is_first(real: Callable[..., Any]) -> Callable[..., Any]:
 
 def scaled(real: Callable[..., Any]) -> Callable[..., Any]:
     """A packed weight is a little too large."""
-    return lambda weight: real(weight * 1.1)
+    return lambda weight, *how: real(weight * 1.1, *how)
+
+
+def swapped(real: Callable[..., Any]) -> Callable[..., Any]:
+    """The last part is upside down."""
+    return lambda parts, done: real([*parts[:-1], parts[-1].flip(0)], done)
+
+
+def forgets_zeros(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Every zero is taken to be in the middle."""
+    return lambda quantized: real(replace(quantized, zeros=None))
 
 
 def one_cell_more(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,11 +143,20 @@ def _mutant(entry: str, how: Change) -> Mutant:
 
 
 _OWN: MappingProxyType[str, Change] = MappingProxyType(
-    {"pack_linear": scaled, "store_kv": one_cell_more, "cache_locations": next_cell}
+    {
+        "pack_linear": scaled,
+        "pack_parts": swapped,
+        "pack_head": scaled,
+        "quantize_linear": scaled,
+        "pack_quantized": forgets_zeros,
+        "store_kv": one_cell_more,
+        "cache_locations": next_cell,
+    }
 )
 MUTANTS: tuple[Mutant, ...] = (
     *(_mutant(entry, _OWN.get(entry, last_row_is_first)) for entry in entry_names()),
     _mutant("rotary_and_store", stores_plain_keys),
+    _mutant("norm_rotary_and_store", stores_plain_keys),
     _mutant("rms_norm", ignores_strides),
     _mutant("silu_and_mul", refuses_zero_rows),
     _mutant("gelu", writes_input),

@@ -18,12 +18,14 @@ class EngineConfig:
     """What was asked for; None means "choose, and say why in the ledger".
 
     `model` is a checkpoint folder (None: the embedded model). `kv_cache_memory` is in bytes, or text such as "512M".
+    `kv_cache_dtype`: "auto" keeps keys and values in the model's type, another name in one that the device offers.
     `max_batch_tokens` bounds one step: longer prompts are cut into chunks of it. `graph` is a graph kind, "off", or "auto".
     `graph_buckets` are the batch sizes of decode graphs, `graph_token_buckets` the token counts of prefill graphs (none:
     dense enough that no prompt is padded to more than twice its tokens).
     `overlap`: plan a step while the one before is still running. `poison` overwrites the input buffers before every step,
     to prove that nothing reads what an older one left. `eager_input_no_copy` runs batches that are on the device already
-    as they are. `kernels`: "reference" computes with the reference's functions, to compare numbers. `shadow`: every Nth
+    as they are. `quantize` rounds the weights of linear layers as they are loaded: "int8", "int4", or "auto", which takes
+    them as the checkpoint has them. `kernels`: "reference" computes with the reference's functions, to compare numbers. `shadow`: every Nth
     replay of a graph also runs eagerly and is compared (0: never). `grammar_backend` compiles the grammars of requests:
     "auto", "off" or a library's name. `system_root` is where probes look for the machine's files; None is `/`.
     """
@@ -36,6 +38,7 @@ class EngineConfig:
     max_batch_tokens: int = 2048
     page_size: int | None = None
     kv_cache_memory: int | None = None
+    kv_cache_dtype: str = "auto"
     attention_backend: str | None = None
     graph: str = "auto"
     graph_buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
@@ -46,6 +49,7 @@ class EngineConfig:
     threads: int | None = None
     poison: bool = False
     eager_input_no_copy: bool = False
+    quantize: str = "auto"
     kernels: str = "auto"
     grammar_backend: str = "auto"
     shadow: int = 0

@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from sglcore.checkpoint.gguf import is_gguf
 from sglcore.device.bring_up import BringUp
 from sglcore.device.config import EngineConfig
 from sglcore.device.discovery import discover
@@ -46,12 +47,12 @@ def embedded_model() -> Path:
 
 
 def model_folder(config: EngineConfig) -> Path:
-    """The checkpoint folder that the configuration names; raises ConfigError if there is none."""
+    """The checkpoint folder, or GGUF file, that the configuration names; raises ConfigError if there is none."""
     folder = Path(config.model).expanduser() if config.model is not None else embedded_model()
-    if not folder.is_dir():
+    if not folder.is_dir() and not is_gguf(folder):
         raise ConfigError(
             f"there is no model at {str(folder)!r}",
-            wanted="a checkpoint folder with config.json",
+            wanted="a checkpoint folder with config.json, or a .gguf file",
             remedy="check the path, or leave the model out to use the embedded one",
         )
     return folder

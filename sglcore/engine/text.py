@@ -9,8 +9,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from sglcore.checkpoint.gguf import is_gguf, read_header
+from sglcore.checkpoint.gguf_config import end_tokens
 from sglcore.device.errors import ConfigError
 from sglcore.engine.chat_template import ChatTemplate, TextError
+from sglcore.engine.gguf_tokenizer import read_gguf_tokenizer
 
 __all__ = ["GrowingText", "TextCodec", "TextError", "eos_token_ids"]
 
@@ -31,23 +34,14 @@ class TextCodec:
     """A checkpoint's tokenizer with its special tokens and chat template."""
 
     def __init__(self, folder: Path, *, chat_template: str | None = None) -> None:
-        """`chat_template` is a template's text, instead of the checkpoint's. Raises ConfigError."""
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise ConfigError(
-                f"there is no tokenizer.json in {folder}",
-                remedy="save the fast tokenizer beside the weights",
-            )
-        try:
-            self.tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:
-            raise ConfigError(f"{file} can not be read: {error}", remedy="download it again") from None
+        """Of a checkpoint folder, or a GGUF file. `chat_template` is a template's text, instead of the checkpoint's. Raises
+        ConfigError, and CheckpointError for a GGUF file that is damaged or has a tokenizer that we lack."""
+        self.tokenizer, self.settings = _read(folder)
         # A saved tokenizer may cut and fill texts to one length; the scheduler wants them as they are.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         added = self.tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.settings = _json(folder / "tokenizer_config.json")
         own = ChatTemplate.load(folder, self.settings)
         self.template = own if chat_template is None else own.replaced(chat_template)
 
@@ -169,8 +163,27 @@ def _begun(text: str, word: str) -> int:
     return len(text) - place if place >= 0 else 0
 
 
+def _read(folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
+    """The tokenizer, and what tokenizer_config.json says."""
+    if is_gguf(folder):
+        return read_gguf_tokenizer(folder)
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"there is no tokenizer.json in {folder}",
+            remedy="save the fast tokenizer beside the weights",
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:
+        raise ConfigError(f"{file} can not be read: {error}", remedy="download it again") from None
+    return tokenizer, _json(folder / "tokenizer_config.json")
+
+
 def eos_token_ids(folder: Path) -> frozenset[int]:
-    """The tokens that end a text: those of generation_config.json, or else of config.json."""
+    """The tokens that end a text: those of generation_config.json, or else of config.json; or those of a GGUF file."""
+    if is_gguf(folder):
+        return frozenset(end_tokens(read_header(folder)))
     for name in ("generation_config.json", "config.json"):
         found = _json(folder / name).get("eos_token_id")
         if found is not None:

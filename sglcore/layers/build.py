@@ -20,22 +20,31 @@ from sglcore.runtime.kernels.table import KernelTable
 
 
 class Packable(Protocol):
-    """A layer whose weight `linear` alone reads, so that it may be kept in whatever form is fastest."""
+    """A layer whose weight only the entries for linear layers read, so that it may be kept in whatever form is fastest.
 
+    `names` are the tensors of the checkpoint whose rows the weight has, in order. `may_round` says that fewer bits do it
+    little harm.
+    """
+
+    may_round: bool
+    names: tuple[str, ...]
     weight: Tensor
 
 
 class Weights:
     """The parameters of a model, empty until loaded, and `targets`: where each tensor of the checkpoint goes.
 
-    `linears` are the layers whose weight is packed once it is loaded.
+    `linears` are the layers whose weight is packed once it is loaded. `head` is the output layer, packed by rules of its
+    own because its weight is the embedding's too if `is_head_tied`; None where there is none.
     """
 
-    __slots__ = ("device", "dtype", "linears", "parameters", "targets")
+    __slots__ = ("device", "dtype", "head", "is_head_tied", "linears", "parameters", "targets")
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
         self.device = device
+        self.head: Packable | None = None
+        self.is_head_tied = False
         self.linears: list[Packable] = []
         self.parameters: list[Tensor] = []
         self.targets: dict[str, Tensor] = {}
@@ -48,15 +57,15 @@ class Weights:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all parameters."""
-        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
+        """The size of all parameters, in the form in which they are kept."""
+        return sum(parameter.nbytes for parameter in self.parameters)
 
-    def pack(self, kernels: KernelTable) -> None:
-        """Let the device put each linear layer's weight into its own form, one at a time; the plain ones are freed."""
-        places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
-        for layer in self.linears:
-            place = places[id(layer.weight)]
-            layer.weight = self.parameters[place] = kernels.pack_linear(layer.weight)
+    def place(self, layer: Packable, weight: Tensor) -> None:
+        """Give a layer another form of its weight; the one before is freed, with the targets that were its parts."""
+        for name in layer.names:
+            self.targets.pop(name, None)
+        place = next(place for place, parameter in enumerate(self.parameters) if parameter is layer.weight)
+        layer.weight = self.parameters[place] = weight
 
 
 @dataclass(frozen=True, slots=True)

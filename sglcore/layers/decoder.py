@@ -13,7 +13,7 @@ from torch import Tensor
 from sglcore.device.errors import ConfigError
 from sglcore.layers.attention import Attention
 from sglcore.layers.build import Build
-from sglcore.layers.linear import Embedding, FusedLinear, Linear, embed
+from sglcore.layers.linear import Embedding, FusedLinear, Head, Linear, embed
 from sglcore.layers.norm import RMSNorm
 from sglcore.layers.program import Operation, Program, Stage, StageState, run_layers, walk_layers
 from sglcore.layers.rotary import cos_sin_cache
@@ -32,9 +32,11 @@ class SelfAttention:
 
     __slots__ = (
         "_head_dim",
+        "_norm_rotary_and_store",
         "_rotary",
         "_rotary_and_store",
         "_sizes",
+        "_stores",
         "attention",
         "k_norm",
         "o_proj",
@@ -56,6 +58,8 @@ class SelfAttention:
         self.attention = Attention(layer_id, heads, kv_heads, size, sliding_window=config.sliding_windows[layer_id])
         self._rotary = build.kernels.rotary
         self._rotary_and_store = build.kernels.rotary_and_store
+        self._norm_rotary_and_store = build.kernels.norm_rotary_and_store if qk_norm else None
+        self._stores = self._rotary_and_store is not None or self._norm_rotary_and_store is not None
         self._head_dim = size
 
     def operations(self) -> tuple[Operation, ...]:
@@ -72,9 +76,14 @@ class SelfAttention:
         """Queries, keys and values of hidden [T, H] at positions int [T], each [T, heads * head_dim]; keys and values are
         None if they are stored."""
         q, k, v = self.qkv_proj(hidden).split(self._sizes, dim=-1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self._norm(self.q_norm, q), self._norm(self.k_norm, k)
-        cells = None if self._rotary_and_store is None else self.attention.cells()
+        cells = self.attention.cells() if self._stores else None
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is not None and k_norm is not None:
+            if self._norm_rotary_and_store is not None and cells is not None:
+                norms = q_norm.weight, k_norm.weight, q_norm.eps
+                stored = self._norm_rotary_and_store(q, k, v, positions, cos_sin, self._head_dim, *cells, *norms)
+                return stored, None, None
+            q, k = self._norm(q_norm, q), self._norm(k_norm, k)
         if self._rotary_and_store is not None and cells is not None:
             return self._rotary_and_store(q, k, v, positions, cos_sin, self._head_dim, *cells), None, None
         q, k = self._rotary(q, k, positions, cos_sin, self._head_dim)
@@ -136,12 +145,16 @@ class CausalLM(ABC):
         self.embed_tokens = Embedding(inner.at("embed_tokens"), config.vocab_size, config.hidden_size)
         self.layers = tuple(self.make_layer(inner.at("layers", i), i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(inner.at("norm"), config.hidden_size, config.rms_norm_eps)
-        head = build.at("lm_head")
-        self.lm_head = self.embed_tokens.weight if config.tie_word_embeddings else self._make_head(head)
+        tied = self.embed_tokens if config.tie_word_embeddings else None
+        self.head = Head(build.at("lm_head"), config.vocab_size, config.hidden_size, tied)
         self.cos_sin = cos_sin_cache(config, build.max_positions, build.weights.device)
         self.programs = tuple(layer.program for layer in self.layers)
         self.attention_layers = tuple(layer.self_attn.attention for layer in self.layers)
-        self._linear = build.kernels.linear
+
+    @property
+    def lm_head(self) -> Tensor:
+        """The output layer's weight [vocab, H]."""
+        return self.head.weight
 
     @abstractmethod
     def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
@@ -172,7 +185,4 @@ class CausalLM(ABC):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] to float32 [N, vocab]."""
-        return self._linear(hidden, self.lm_head, None).float()
-
-    def _make_head(self, build: Build) -> Tensor:
-        return build.parameter("weight", build.config.vocab_size, build.config.hidden_size)
+        return self.head(hidden)

@@ -10,11 +10,16 @@ from sglcore.layers.build import Build
 
 
 class Linear:
-    """y = x W^T + b; the weight is [out, in]."""
+    """y = x W^T + b; the weight is [out, in]. `may_round` allows fewer bits than the checkpoint has, where they are asked
+    for."""
 
-    __slots__ = ("_linear", "bias", "weight")
+    __slots__ = ("_linear", "bias", "may_round", "names", "weight")
 
-    def __init__(self, build: Build, in_features: int, out_features: int, bias: bool = False) -> None:
+    def __init__(
+        self, build: Build, in_features: int, out_features: int, bias: bool = False, *, may_round: bool = True
+    ) -> None:
+        self.may_round = may_round
+        self.names = (f"{build.prefix}weight",)
         self.weight = build.parameter("weight", out_features, in_features)
         self.bias = build.parameter("bias", out_features) if bias else None
         self._linear = build.kernels.linear
@@ -28,9 +33,11 @@ class Linear:
 class FusedLinear:
     """Several linear layers of the checkpoint with one input, as one product; `parts` are (name, out features)."""
 
-    __slots__ = ("_linear", "bias", "weight")
+    __slots__ = ("_linear", "bias", "may_round", "names", "weight")
 
     def __init__(self, build: Build, in_features: int, parts: Sequence[tuple[str, int]], bias: bool = False) -> None:
+        self.may_round = True
+        self.names = tuple(f"{build.prefix}{name}.weight" for name, _ in parts)
         self.weight = build.stacked([(f"{name}.weight", size) for name, size in parts], in_features)
         self.bias = build.stacked([(f"{name}.bias", size) for name, size in parts]) if bias else None
         self._linear = build.kernels.linear
@@ -44,15 +51,40 @@ class FusedLinear:
 class Embedding:
     """A row for each id."""
 
-    __slots__ = ("_embedding", "weight")
+    __slots__ = ("_embedding", "may_round", "names", "weight")
 
     def __init__(self, build: Build, rows: int, size: int) -> None:
+        self.may_round = True
+        self.names = (f"{build.prefix}weight",)
         self.weight = build.parameter("weight", rows, size)
         self._embedding = build.kernels.embedding
 
     def __call__(self, ids: Tensor) -> Tensor:
         """int [T] to [T, size]."""
         return self._embedding(ids, self.weight)
+
+
+class Head:
+    """The output layer: hidden states to logits, by its own weight or the embedding's, whose form it shares."""
+
+    __slots__ = ("_head", "_linear", "_owner")
+
+    def __init__(self, build: Build, rows: int, size: int, tied: Embedding | None) -> None:
+        self._owner = Embedding(build, rows, size) if tied is None else tied
+        self._linear = build.kernels.linear
+        self._head = build.kernels.head
+        build.weights.head, build.weights.is_head_tied = self._owner, tied is not None
+
+    @property
+    def weight(self) -> Tensor:
+        """[vocab, H]."""
+        return self._owner.weight
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[N, H] to float32 [N, vocab]."""
+        if self._head is not None:
+            return self._head(hidden, self._owner.weight)
+        return self._linear(hidden, self._owner.weight, None).float()
 
 
 def embed(embedding: Embedding, ids: Tensor | None, embeds: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from sglcore.layers.program import Operation, Stage
 class GatedMlp:
     """down(silu(gate(x)) * up(x))."""
 
-    __slots__ = ("_activate", "down_proj", "gate_up_proj")
+    __slots__ = ("_activate", "_gated_linear", "down_proj", "gate_up_proj")
 
     def __init__(self, build: Build, intermediate_size: int, bias: bool = False) -> None:
         hidden_size = build.config.hidden_size
@@ -20,9 +20,12 @@ class GatedMlp:
         self.gate_up_proj = FusedLinear(build, hidden_size, parts, bias)
         self.down_proj = Linear(build.at("down_proj"), intermediate_size, hidden_size, bias)
         self._activate = build.kernels.silu_and_mul
+        self._gated_linear = None if bias else build.kernels.gated_linear
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, H] to [T, H]."""
+        if self._gated_linear is not None:
+            return self.down_proj(self._gated_linear(hidden, self.gate_up_proj.weight))
         return self.down_proj(self._activate(self.gate_up_proj(hidden)))
 
     def stages(self, attention: tuple[Operation, ...], norm: Operation) -> tuple[Stage, ...]:

@@ -32,8 +32,8 @@ def load_checkpoint(
     ledger: DecisionLedger,
     progress: Callable[[str, int, int], None],
 ) -> Model:
-    """The model of a checkpoint folder, as the configuration asks, on the device of `facts`. The dtype goes to the
-    ledger. Raises ConfigError and what `load_model` raises; waits.
+    """The model of a checkpoint folder, as the configuration asks, on the device of `facts`. The dtype and the
+    form of quantised weights go to the ledger. Raises ConfigError and what `load_model` raises; waits.
     """
     model_config = read_config(folder, ARCHITECTURES)
     check_context(config.max_model_len, model_config)
@@ -47,4 +47,6 @@ def load_checkpoint(
         dtype=_COMPUTE[dtype.effective],
         max_positions=config.max_model_len,
         progress=lambda done, total: progress("loading weights", done, total),
+        quantize=config.quantize,
+        ledger=ledger,
     )

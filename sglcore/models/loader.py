@@ -1,39 +1,33 @@
-"""Reads a checkpoint's weights into a model: single file or shards, each tensor straight to its place.
-
-The model says which tensors it wants and where they go; the files say what there is; every difference is an error.
-"""
+"""From a checkpoint's files to a model: what the model wants is found in the files, and read one layer at a time."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
 
 from sglcore.checkpoint.config import EMPTY, ModelConfig
 from sglcore.checkpoint.files import HARMLESS, checkpoint_files
-from sglcore.device.errors import CheckpointError
-from sglcore.layers.build import Build, Model, Weights
+from sglcore.checkpoint.gguf import is_gguf
+from sglcore.checkpoint.quantization import read_quantization
+from sglcore.device.ledger import DecisionLedger
+from sglcore.layers.build import Build, Model, ModelClass, Weights
+from sglcore.models.gguf_file import gguf_sources
+from sglcore.models.packing import Packer
 from sglcore.models.registry import model_class
-from sglcore.models.safetensors_file import DTYPES, Entry, SafetensorsFile
+from sglcore.models.safetensors_file import SafetensorsFile
+from sglcore.models.sources import Report, Source, find_sources
 from sglcore.runtime.kernels.table import KernelTable
+
+TIED_HEAD = r"lm_head\.(weight|qweight|qzeros|scales|g_idx|weight_packed|weight_scale|weight_shape|weight_zero_point)"
+"""What a checkpoint with a tied head may have of it, and nobody reads."""
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with the bytes read so far and in all."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Match:
-    """A tensor of a file and its place in the model."""
-
-    file: SafetensorsFile
-    entry: Entry
-    target: Tensor
 
 
 def load_model(
@@ -46,78 +40,43 @@ def load_model(
     max_positions: int | None = None,
     architectures: Mapping[str, str] = EMPTY,
     progress: Progress | None = None,
+    quantize: str = "auto",
+    ledger: DecisionLedger | None = None,
 ) -> Model:
-    """Build the model on `device` in `dtype` and fill it from the checkpoint folder.
+    """Build the model on `device` in `dtype` and fill it from the checkpoint folder, or the GGUF file.
 
-    `max_positions` sizes position tables (default: the model's context length); `architectures` adds to the registry.
+    `max_positions` sizes position tables (default: the model's context length); `architectures` adds to the registry;
+    `quantize` is EngineConfig's. Where weights are quantised, a row of the ledger says in which form they are kept.
     Raises `CheckpointError` for files that are missing, damaged, or not this model's, `ConfigError` for a model that is
-    not supported. Host memory beyond the weights stays under a few pieces of 8 MiB, and one weight while it is packed.
+    not supported. Host memory beyond the weights stays under one layer's, as stored and as packed.
     """
     model_type = model_class(config.architecture, architectures)
     weights = Weights(dtype, torch.device(device))
+    packer = Packer(weights, kernels, quantize)
     model = model_type(Build(config, kernels, weights, max_positions or config.context_length))
-    harmless = (*HARMLESS, *model_type.ignored, *((r"lm_head\.weight",) if config.tie_word_embeddings else ()))
     with ExitStack() as stack, torch.no_grad():
-        opened = [stack.enter_context(closing(SafetensorsFile(file))) for file in checkpoint_files(Path(path))]
-        # The matches hold the plain weights: none may outlive the reading, or packing would need room for both.
-        _copy(_match(opened, weights.targets, model_type.stripped, harmless), progress)
-    weights.targets.clear()
-    weights.pack(kernels)
+        sources = _sources(Path(path), config, model_type, weights, stack)
+        packer.load(sources, _counted(sources, progress))
+    row = packer.row()
+    if ledger is not None and row is not None:
+        ledger.record(row)
     return model
 
 
-def _match(
-    files: Sequence[SafetensorsFile], targets: Mapping[str, Tensor], stripped: str, harmless: Iterable[str]
-) -> list[_Match]:
-    """Give every wanted tensor its entry; raises `CheckpointError` for missing, unknown and misshapen ones."""
-    matches: dict[str, _Match] = {}
-    unknown: list[str] = []
-    is_harmless = re.compile("|".join(f"(?:{pattern})" for pattern in harmless)).fullmatch
-    for file in files:
-        for entry in file.entries:
-            name = entry.name.removeprefix(stripped)
-            if name in matches:
-                raise CheckpointError(
-                    f"{entry.name!r} is in both {matches[name].file.path.name} and {file.path.name}",
-                    wanted="it once",
-                    remedy="download the checkpoint again",
-                )
-            if name in targets:
-                matches[name] = _checked(file, entry, targets[name])
-            elif not is_harmless(name):
-                unknown.append(entry.name)
-    missing = [name for name in targets if name not in matches]
-    if missing:
-        where = ", ".join(file.path.name for file in files)
-        raise CheckpointError(
-            f"{_some(missing)} not in the checkpoint ({where})", remedy="check config.json, or download it again"
-        )
-    if unknown:
-        raise CheckpointError(
-            f"the checkpoint has {_some(unknown)}, which this architecture does not use",
-            remedy="check that config.json belongs to these weights",
-        )
-    return list(matches.values())
+def _sources(
+    path: Path, config: ModelConfig, model_type: ModelClass, weights: Weights, stack: ExitStack
+) -> Mapping[str, Source]:
+    """Where each weight is, in files that stay open as long as `stack`."""
+    if is_gguf(path):
+        return gguf_sources(stack.enter_context(FileIO(path)), path, config, weights.targets)
+    quantization = read_quantization(config.raw)
+    files = [stack.enter_context(closing(SafetensorsFile(file))) for file in checkpoint_files(path)]
+    harmless = (*HARMLESS, *model_type.ignored, *((TIED_HEAD,) if config.tie_word_embeddings else ()))
+    return find_sources(files, weights.targets, model_type.stripped, harmless, quantization)
 
 
-def _checked(file: SafetensorsFile, entry: Entry, target: Tensor) -> _Match:
-    if entry.dtype not in DTYPES:
-        raise CheckpointError(
-            f"{entry.name!r} in {file.path.name} has the type {entry.dtype}",
-            wanted=f"one of {', '.join(DTYPES)}",
-            remedy="use the unquantised version of this model",
-        )
-    if entry.shape != tuple(target.shape):
-        raise CheckpointError(
-            f"{entry.name!r} in {file.path.name} has the shape {list(entry.shape)}",
-            wanted=f"{list(target.shape)} as config.json implies",
-            remedy="check that config.json belongs to these weights",
-        )
-    return _Match(file, entry, target)
-
-
-def _copy(matches: Sequence[_Match], progress: Progress | None) -> None:
-    total = sum(match.entry.end - match.entry.start for match in matches)
+def _counted(sources: Mapping[str, Source], progress: Progress | None) -> Report:
+    total = sum(source.num_bytes for source in sources.values())
     done = 0
 
     def report(size: int) -> None:
@@ -126,10 +85,4 @@ def _copy(matches: Sequence[_Match], progress: Progress | None) -> None:
         if progress is not None:
             progress(done, total)
 
-    for match in matches:
-        match.file.copy(match.entry, match.target, report)
-
-
-def _some(names: Sequence[str], shown: int = 8) -> str:
-    listed = ", ".join(repr(name) for name in names[:shown])
-    return listed if len(names) <= shown else f"{listed} and {len(names) - shown} more"
+    return report

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,20 @@ from sglcore.device.errors import CheckpointError
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 )
-"""The element types that can be loaded."""
+"""The element types of plain weights."""
+
+READABLE: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        **DTYPES,
+        "U8": torch.uint8,
+        "I8": torch.int8,
+        "I16": torch.int16,
+        "I32": torch.int32,
+        "I64": torch.int64,
+        "F8_E4M3": torch.float8_e4m3fn,
+    }
+)
+"""The element types that `read` gives: those, and what quantised weights are made of."""
 
 PIECE_BYTES = 8 << 20
 """How much is read at a time, and so how much memory a cast or a copy to a device takes besides the weights."""
@@ -47,6 +62,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._map: mmap.mmap | None = None
         try:
             self._size = path.stat().st_size
             self._file = path.open("rb", buffering=0)
@@ -75,8 +91,35 @@ class SafetensorsFile:
                 part.copy_(piece)
             report(piece.nbytes)
 
+    def read(self, entry: Entry) -> Tensor:
+        """A tensor on the host, in the dtype and shape that the file gives it. Raises KeyError for a type that is not
+        `READABLE`."""
+        dtype = READABLE[entry.dtype]
+        whole = torch.empty(math.prod(entry.shape), dtype=dtype)
+        self._file.seek(entry.start)
+        self._read_into(whole, entry)
+        return whole.view(entry.shape)
+
+    def mapped(self, entry: Entry) -> Tensor:
+        """The tensor where it lies in the file, of the file's dtype; pages are read as they are touched. Until `release`."""
+        if self._map is None:
+            # Private: torch takes no buffer that it may not write.
+            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
+        dtype = DTYPES[entry.dtype]
+        count = (entry.end - entry.start) // dtype.itemsize
+        return torch.frombuffer(self._map, dtype=dtype, offset=entry.start, count=count).view(entry.shape)
+
+    def release(self, start: int, end: int) -> None:
+        """Let the process's memory go that stands behind bytes [start, end) of `mapped` tensors; read again, they come back
+        from the file."""
+        if self._map is None or sys.platform != "linux":
+            return
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
+
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; the mapping goes with its last tensor."""
+        self._map = None
         self._file.close()
 
     def _read_into(self, piece: Tensor, entry: Entry) -> None:
@@ -106,7 +149,7 @@ class SafetensorsFile:
     def _entry(self, name: str, item: dict[str, Any], base: int) -> Entry:
         start, end = item["data_offsets"]
         entry = Entry(name, item["dtype"], tuple(item["shape"]), base + start, base + end)
-        size = DTYPES[entry.dtype].itemsize * math.prod(entry.shape) if entry.dtype in DTYPES else end - start
+        size = READABLE[entry.dtype].itemsize * math.prod(entry.shape) if entry.dtype in READABLE else end - start
         if size != end - start or start < 0:
             raise self._damaged(f"{name!r} of shape {list(entry.shape)} and type {entry.dtype} has {end - start} bytes")
         return entry

@@ -22,7 +22,7 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.graphs.backend import PromptBackend
 from sglcore.runtime.graphs.build import capture, make_backend
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool, cell_bytes
+from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool, TokenToKVPool, cell_bytes
 from sglcore.runtime.memory.sizing import MemoryBudget, MemorySizes, size_pools
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
@@ -53,7 +53,7 @@ class Pools:
     """The device tables and cells of one worker."""
 
     req_to_token: ReqToTokenPool
-    token_to_kv: MHATokenToKVPool
+    token_to_kv: TokenToKVPool
     token_table: TokenTable
 
 
@@ -107,12 +107,24 @@ def kernels(package: DevicePackage, ledger: DecisionLedger, config: EngineConfig
 def size_memory(
     config: EngineConfig, facts: Facts, load_weights: Any, device_memory: MemoryBudget, ledger: DecisionLedger
 ) -> MemorySizes:
-    """Pages and context, from what the device has left beside the weights."""
+    """Pages and context, from what the device has left beside the weights; cells are of the model's type."""
+    if config.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}, and this device keeps keys and values in the model's type",
+            remedy="leave --kv-cache-dtype out",
+        )
     model = load_weights
+    return sized(config, facts, model, device_memory, ledger, cell_bytes(layer_shapes(model), model.weights.dtype))
+
+
+def sized(
+    config: EngineConfig, facts: Facts, model: Any, device_memory: MemoryBudget, ledger: DecisionLedger, cell: int
+) -> MemorySizes:
+    """Pages and context where one token's keys and values take `cell` bytes over all layers."""
     return size_pools(
         config,
         context_len=model.config.context_length,
-        bytes_per_cell=0 if model.config.is_encoder else cell_bytes(_layers(model), model.weights.dtype),
+        bytes_per_cell=0 if model.config.is_encoder else cell,
         page_size=config.page_size or facts.page_size,
         budget=device_memory,
         ledger=ledger,
@@ -123,7 +135,7 @@ def memory_pools(size_memory: MemorySizes, load_weights: Any, facts: Facts) -> P
     """The page table, the KV cells and the token table."""
     sizes, device = size_memory, facts.tensor_device
     pages = 1 if load_weights.config.is_encoder else sizes.num_pages
-    kv = MHATokenToKVPool(pages, sizes.page_size, _layers(load_weights), load_weights.weights.dtype, device)
+    kv = MHATokenToKVPool(pages, sizes.page_size, layer_shapes(load_weights), load_weights.weights.dtype, device)
     return Pools(
         ReqToTokenPool(sizes.max_requests, sizes.max_model_len, sizes.page_size, device),
         kv,
@@ -150,7 +162,7 @@ def attention(
     model = load_weights
     windows = tuple(dict.fromkeys(layer.sliding_window for layer in model.attention_layers))
     heads = max(layer.num_heads for layer in model.attention_layers)
-    shape = AttentionShape(heads, _layers(model), windows, model.config.is_encoder)
+    shape = AttentionShape(heads, layer_shapes(model), windows, model.config.is_encoder)
     captured = facts.has_streams and facts.graph_kind(config.graph) != "off" and not shape.is_encoder
     needs = AttentionNeeds(
         tuple(sorted({head_dim for _, head_dim in shape.layers})),
@@ -243,7 +255,8 @@ def worker(
     return resolve(package.worker, package.name)(graphs, memory_pools.token_table, limits)
 
 
-def _layers(model: Any) -> tuple[tuple[int, int], ...]:
+def layer_shapes(model: Any) -> tuple[tuple[int, int], ...]:
+    """(kv_heads, head_dim) of each layer."""
     return tuple((layer.num_kv_heads, layer.head_dim) for layer in model.attention_layers)
 
 

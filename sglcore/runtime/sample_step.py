@@ -116,7 +116,8 @@ class SampleStep:
         self._runner = runner
         self._table = token_table
         self._vocab_size = vocab_size
-        self._sampler = Sampler(vocab_size, token_table.last.device, draw=runner.attn_backend.kernels.draw)
+        kernels = runner.attn_backend.kernels
+        self._sampler = Sampler(vocab_size, token_table.last.device, draw=kernels.draw, greedy=kernels.greedy)
         self._composition: Composition | None = None
         self._state: SamplingState | None = None
 

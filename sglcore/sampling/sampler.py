@@ -135,6 +135,9 @@ def place_state(
 Draw = Callable[[Tensor, SamplingState, RaceTables], tuple[Tensor, Tensor]]
 """`draw(logits float[B, V], state, tables) -> (tokens int32[B], bad bool[B])`, after all processing of the logits."""
 
+Greedy = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""`greedy(logits float[B, V]) -> (tokens int32[B], bad bool[B])`: the draw where every row is greedy."""
+
 BLOCK_ELEMENTS = 1 << 16
 """Logits that `draw_rows` works on at a time: near the cache of a host."""
 
@@ -148,17 +151,19 @@ class Sampler:
         device: torch.device | str,
         block_elements: int = BLOCK_ELEMENTS,
         draw: Draw | None = None,
+        greedy: Greedy | None = None,
     ) -> None:
-        """`draw` is the device's own; without it, `draw_rows` by `block_elements`. Neither ever changes a token."""
+        """`draw` and `greedy` are the device's own; without them, torch's by `block_elements`. None ever changes a token."""
         self.tables = make_race_tables(vocab_size, device)
         self.vocab_size = vocab_size
         self._draw = partial(draw_rows, block_elements=block_elements) if draw is None else draw
+        self._greedy = draw_greedy if greedy is None else greedy
 
     def sample(self, logits: Tensor, state: SamplingState) -> SampledTokens:
         """Draw one token per row of logits float[B, V], which are not changed. Never waits."""
         processed = self.process(logits, state)
         if state.needs.all_greedy:
-            tokens, bad = _draw_greedy(processed)
+            tokens, bad = self._greedy(processed)
         else:
             tokens, bad = self._draw(processed, state, self.tables)
         top_n = state.needs.top_logprobs
@@ -225,7 +230,8 @@ def _blocks(logits: Tensor, needs: SamplingNeeds, block_elements: int) -> Iterat
     return (slice(start, start + step) for start in range(0, count, step))
 
 
-def _draw_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+def draw_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's first largest logit: tokens int32[B] and bad rows bool[B], as a draw of greedy rows gives them."""
     tokens = logits.argmax(-1, keepdim=True)
     bad = ~logits.gather(1, tokens)[:, 0].isfinite()
     return tokens[:, 0].to(torch.int32).masked_fill_(bad, 0), bad

@@ -159,7 +159,8 @@ def fingerprint(folder: Path, device: str, ledger: list[dict[str, object]]) -> s
     """`fp_` and 12 hexadecimal digits of what may change a number: version, device, checkpoint, decisions."""
     from sglcore import __version__
 
-    files = [f"{file.name} {sample_of(file)}" for file in sorted(folder.iterdir()) if file.is_file()]
+    listed = sorted(folder.iterdir()) if folder.is_dir() else [folder]
+    files = [f"{file.name} {sample_of(file)}" for file in listed if file.is_file()]
     chosen = [f"{row['topic']}={row['effective']}" for row in ledger if row["topic"] != "kv cache"]
     text = "\n".join([__version__, device, *files, *chosen])
     return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}"

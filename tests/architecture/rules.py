@@ -19,7 +19,7 @@ ARROWS: Mapping[str, frozenset[str]] = MappingProxyType(
         "runtime": frozenset({"device", "sampling"}),
         "layers": frozenset({"device", "checkpoint", "runtime"}),
         "models": frozenset({"device", "checkpoint", "runtime", "layers"}),
-        "engine": frozenset({"device", "sampling", "schedule"}),
+        "engine": frozenset({"device", "checkpoint", "sampling", "schedule"}),
         "serving": frozenset({"device", "sampling", "schedule", "engine"}),
         "bench": frozenset({"device", "sampling", "engine"}),
         "cli": frozenset({"device", "sampling", "schedule", "engine", "serving", "conformance", "bench"}),

@@ -58,7 +58,7 @@ def test_text_goes_to_the_output_and_decisions_to_the_error_stream() -> None:
     found = run("generate", "--prompt", "Once upon a time", "--max-tokens", "12")
     assert found.returncode == 0
     assert found.stdout.startswith("Once upon a time") and len(found.stdout) > len("Once upon a time") + 10
-    for word in ("sglcore", "cpu", "attention", "reference", "kv cache", "12 tokens", "tokens/s", "seed"):
+    for word in ("sglcore", "cpu", "attention", "paged", "kv cache", "12 tokens", "tokens/s", "seed"):
         assert word in found.stderr
 
 

@@ -12,13 +12,17 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
-from sglcore.runtime.kernels.reference import reference_kernels, rotary_and_store
+from sglcore.models.quantized import QuantizedWeight
+from sglcore.runtime.kernels import reference
+from sglcore.runtime.kernels.reference import reference_kernels
 from sglcore.runtime.kernels.table import entry_names
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.sampler import Sampler
 from tests.sampling.rows import staged
 
-TABLE = reference_kernels().replace(rotary_and_store=rotary_and_store)
+TABLE = reference_kernels().replace(
+    **{name: getattr(reference, name) for name in entry_names() if getattr(reference_kernels(), name) is None}
+)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 TOKENS = pytest.mark.parametrize("tokens", [0, 1, 7])
 
@@ -206,6 +210,81 @@ def test_the_draw_is_the_samplers() -> None:
 def test_packing_keeps_the_plain_weight() -> None:
     weight = random(5, 3)
     assert TABLE.pack_linear(weight) is weight
+    assert TABLE.pack_parts is not None
+    read: list[int] = []
+    joined = TABLE.pack_parts(weight.split([1, weight.shape[0] - 1]), read.append)
+    assert joined is not None and torch.equal(joined, weight)
+    assert read == [0, 1]
+
+
+@DTYPES
+@TOKENS
+def test_a_gated_layer_is_a_product_and_its_activation(dtype, tokens: int) -> None:
+    x, weight = random(tokens, 24, dtype=dtype), random(32, 24, dtype=dtype, seed=1)
+    gate, up = F.linear(x, weight[:16]), F.linear(x, weight[16:])
+    assert TABLE.gated_linear is not None
+    assert torch.allclose(TABLE.gated_linear(x, weight), F.silu(gate) * up, rtol=2e-2, atol=2e-2)
+
+
+def test_heads_are_normed_before_they_are_rotated_and_stored() -> None:
+    q, k, v = random(5, 32), random(5, 16, seed=1), random(5, 16, seed=2)
+    q_weight, k_weight = random(8, seed=3), random(8, seed=4)
+    positions, table = torch.tensor([0, 4, 1, 9, 3]), cache(16, 8)
+    cells = torch.tensor([3, 1, 7, 2, 9])
+    k_cache, v_cache = torch.zeros(12, 2, 8), torch.zeros(12, 2, 8)
+    assert TABLE.norm_rotary_and_store is not None
+    got = TABLE.norm_rotary_and_store(
+        q, k, v, positions, table, 8, k_cache, v_cache, cells, q_weight, k_weight, 1e-5
+    )  # fmt: skip
+    normed_q = F.rms_norm(q.view(5, 4, 8), (8,), q_weight, 1e-5).view(5, 32)
+    normed_k = F.rms_norm(k.view(5, 2, 8), (8,), k_weight, 1e-5).view(5, 16)
+    wanted_q, wanted_k = TABLE.rotary(normed_q, normed_k, positions, table, 8)
+    assert torch.allclose(got, wanted_q, atol=1e-6)
+    assert torch.allclose(k_cache[cells], wanted_k.view(5, 2, 8), atol=1e-6)
+    assert torch.equal(v_cache[cells], v.view(5, 2, 8))
+
+
+@pytest.mark.parametrize("zeros", [None, torch.tensor([[1.5, 2.0], [0.0, 9.0]])])
+def test_codes_become_what_they_mean(zeros) -> None:
+    codes = torch.arange(80, dtype=torch.uint8).view(2, 40) % 16
+    scales = torch.tensor([[0.5, 0.25], [1.0, 2.0]])
+    weight = QuantizedWeight(codes, scales, zeros, 4, 32, torch.bfloat16)
+    assert TABLE.pack_quantized is not None
+    found = TABLE.pack_quantized(weight)
+    assert found.dtype == torch.bfloat16
+    for row in range(2):
+        for column in range(40):
+            group = column // 32
+            zero = 8 if zeros is None else float(zeros[row, group])
+            assert float(found[row, column]) == float(scales[row, group]) * (int(codes[row, column]) - zero)
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("int8", 255), ("int4", 16)])
+def test_a_rounded_weight_is_the_nearest_of_few_values(kind: str, steps: int) -> None:
+    weight = random(3, 50)
+    assert TABLE.quantize_linear is not None
+    found = TABLE.quantize_linear(weight, kind)
+    assert found.shape == weight.shape
+    for row in range(3):
+        group, near = weight[row, :32], found[row, :32]
+        span = float(group.max() - group.min()) if kind == "int4" else 2 * float(group.abs().max())
+        assert len(near.unique()) <= steps and (group - near).abs().max() <= 0.5001 * span / (steps - 1)
+
+
+@DTYPES
+def test_logits_are_wide_and_a_head_is_packed_as_it_is(dtype) -> None:
+    hidden, weight = random(3, 24, dtype=dtype), random(11, 24, dtype=dtype, seed=1)
+    assert TABLE.head is not None and TABLE.pack_head is not None
+    assert TABLE.pack_head(weight) is weight
+    assert torch.equal(TABLE.head(hidden, weight), F.linear(hidden, weight).float())
+
+
+def test_a_greedy_row_gives_its_first_largest_logit_and_bad_rows_are_told() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0], [float("nan"), 0.0, 1.0], [float("-inf")] * 3, [0.0, -1.0, -2.0]])
+    assert TABLE.greedy is not None
+    tokens, bad = TABLE.greedy(logits)
+    assert tokens.tolist() == [1, 0, 0, 0]
+    assert bad.tolist() == [False, True, True, False]
 
 
 def test_every_entry_is_tested_here() -> None:

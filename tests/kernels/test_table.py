@@ -8,8 +8,22 @@ import pytest
 import torch
 
 from sglcore.device.errors import ConfigError
-from sglcore.runtime.kernels.reference import reference_kernels, rotary_and_store
+from sglcore.runtime.kernels import reference
+from sglcore.runtime.kernels.reference import reference_kernels
 from sglcore.runtime.kernels.table import entry_names
+
+OPTIONAL = {
+    "rotary_and_store": ("rotary", "store_kv"),
+    "norm_rotary_and_store": ("rms_norm", "rotary", "store_kv", "rotary_and_store"),
+    "gated_linear": ("linear", "silu_and_mul"),
+    "pack_quantized": ("linear",),
+    "quantize_linear": ("linear",),
+    "pack_parts": ("linear", "pack_linear"),
+    "pack_head": ("linear", "embedding"),
+    "head": ("linear",),
+    "greedy": ("draw",),
+}
+"""Entries that the reference table lacks, and those that they rest on."""
 
 
 def fast_gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -27,7 +41,7 @@ class Silu:
 
 def test_the_origin_names_the_implementation_of_every_entry() -> None:
     origin = reference_kernels().origin
-    assert tuple(origin) == tuple(name for name in entry_names() if name != "rotary_and_store")
+    assert tuple(origin) == tuple(name for name in entry_names() if name not in OPTIONAL)
     assert origin["rms_norm"] == "sglcore.runtime.kernels.reference:rms_norm"
 
 
@@ -42,15 +56,17 @@ def test_a_replaced_entry_runs_and_says_where_it_is_from() -> None:
 
 
 def test_an_optional_entry_goes_when_what_it_does_the_work_of_is_replaced() -> None:
-    plain = reference_kernels()
-    assert plain.rotary_and_store is None
-    table = plain.replace(rotary_and_store=rotary_and_store)
-    assert table.origin["rotary_and_store"] == "sglcore.runtime.kernels.reference:rotary_and_store"
-    assert table.replace(gelu=fast_gelu).rotary_and_store is rotary_and_store
-    for name in ("rotary", "store_kv"):
-        entry = getattr(plain, name)
-        assert table.replace(**{name: entry}).rotary_and_store is None
-        assert table.replace(**{name: entry}, rotary_and_store=rotary_and_store).rotary_and_store is rotary_and_store
+    plain, entries = reference_kernels(), {name: getattr(reference, name) for name in OPTIONAL}
+    assert all(getattr(plain, name) is None for name in OPTIONAL)
+    table = plain.replace(**entries)
+    for optional, parts in OPTIONAL.items():
+        entry = entries[optional]
+        assert table.origin[optional] == f"sglcore.runtime.kernels.reference:{optional}"
+        assert getattr(table.replace(gelu=fast_gelu), optional) is entry
+        for name in parts:
+            part = getattr(table, name)
+            assert getattr(table.replace(**{name: part}), optional) is None
+            assert getattr(table.replace(**{name: part, optional: entry}), optional) is entry
 
 
 def test_an_entry_that_does_not_exist_is_an_error() -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs the library triton")
 
 from sglcore.runtime.kernels import reference
-from sglcore.runtime.kernels.table import entry_names
 from sglcore.runtime.kernels.triton import Tuning, activation, cells, norm, rotation, triton_kernels
 from tests.kernels.guards import Guards, mutated
 from tests.kernels.test_reference_kernels import cache, random
@@ -158,7 +157,7 @@ def test_narrow_floats_are_rounded_to_even_in_the_interpreter_too(monkeypatch: p
 
 def test_the_table_replaces_what_has_a_kernel_and_says_so() -> None:
     table, plain = triton_kernels(SMALL), reference.reference_kernels()
-    own = {name for name in entry_names() if table.origin[name] != plain.origin.get(name)}
+    own = {name for name, origin in table.origin.items() if origin != plain.origin.get(name)}
     assert own == {
         *("rms_norm", "add_rms_norm", "rotary", "silu_and_mul", "top_k_routing", "moe", "store_kv"),
         *("cache_locations", "draw", "rotary_and_store"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-KINDS = ("full", "breakable", "piecewise")
-"""The kinds of stream devices. A kind that compiles a forward for a minute has a law of its own."""
+KINDS = ("full", "breakable", "piecewise", "native")
+"""Kinds that are captured at once. A kind that compiles a forward for a minute has a law of its own."""
 
 
 @pytest.fixture(

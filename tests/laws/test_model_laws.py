@@ -67,6 +67,8 @@ def check_paths(engine: TokenEngine, graph: str) -> None:
     kinds = {path.partition(":")[0] for path in engine.paths}
     if graph == "off":
         assert kinds == {"eager"}
+    elif graph == "native":
+        assert "native" in kinds
     else:
         assert {"full", graph} <= kinds
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +12,21 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from sglcore.runtime import bring_up
+from sglcore.device.bring_up import BringUp
+from sglcore.engine import start
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.buffer_registry import FillContext, Slot
 from sglcore.runtime.kernels import reference
+from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import qwen3, save
+from tests.laws.conftest import KINDS
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
 from tests.laws.test_mutants import replace_attention
 
 Entry = Callable[..., Tensor]
 STORED: Entry = reference.rotary_and_store
+TRACED = [pytest.param(kind, marks=pytest.mark.needs(f"graphs.{kind}")) for kind in KINDS if kind != "native"]
+"""Kinds of graph that see any kernel; a recorded native step sees native ones only."""
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +48,23 @@ class Counted:
 
 def with_entries(patch: pytest.MonkeyPatch, **entries: Any) -> None:
     """Every table that a bring-up makes from here on has these entries."""
-    real = bring_up.resolve
+    real = start.resolve
 
     def other(ref: str, package: str = "") -> Any:
         found = real(ref, package)
-        if not ref.endswith((":kernels", ":reference_kernels")):
+        if not isinstance(found, BringUp):
             return found
-        return lambda: found().replace(**entries)
+        kernels = next(step for step in found.steps if step.provides == "kernels").function
 
-    patch.setattr(bring_up, "resolve", other)
+        @functools.wraps(kernels)
+        def replaced(*args: Any, **needs: Any) -> KernelTable:
+            table = kernels(*args, **needs)
+            assert isinstance(table, KernelTable)
+            return table.replace(**entries)
+
+        return found.replace("kernels", replaced)
+
+    patch.setattr(start, "resolve", other)
 
 
 def triton_entry() -> Entry:
@@ -69,12 +83,23 @@ def run(folder: Path, oracle: Any, graph: str) -> tuple[TokenEngine, list[float]
     return engine, [value for result in results for value in (*result.prompt_logprobs, *result.logprobs)]
 
 
-@pytest.mark.parametrize("entry", ["plain", "triton"])
 def test_log_probabilities_are_those_of_an_engine_in_which_attention_stores(
-    checkpoint: tuple[Path, Any], graph: str, entry: str, monkeypatch: pytest.MonkeyPatch
+    checkpoint: tuple[Path, Any], graph: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check_entry(reference.rotary_and_store, checkpoint, graph, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("off", marks=pytest.mark.needs("device")), *TRACED])
+def test_a_kernel_that_stores_gives_the_same(
+    checkpoint: tuple[Path, Any], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_entry(triton_entry(), checkpoint, kind, monkeypatch)
+
+
+def check_entry(entry: Entry, checkpoint: tuple[Path, Any], graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers of an engine whose rotation stores by this entry are those of one whose attention stores."""
     _, wanted = run(*checkpoint, graph)
-    fused = Counted(triton_entry() if entry == "triton" else reference.rotary_and_store)
+    fused = Counted(entry)
     store = Counted(reference.store_kv)
     with_entries(monkeypatch, store_kv=store, rotary_and_store=fused)
     engine, found = run(*checkpoint, graph)
@@ -162,7 +187,7 @@ def test_a_backend_that_wants_keys_and_values_is_given_them(
     folder, oracle = checkpoint
     fused, store = Counted(reference.rotary_and_store), Counted(reference.store_kv)
     with_entries(monkeypatch, store_kv=store, rotary_and_store=fused)
-    engine = TokenEngine(folder, max_batch_tokens=8)
+    engine = TokenEngine(folder, max_batch_tokens=8, graph="off")
     replace_attention(kind)(engine)
     fused.calls = store.calls = 0
     check_logprobs(engine.run(random_prompts(3, (5, 17)), 6, stagger=2), oracle)

@@ -10,9 +10,12 @@ package = DevicePackage(
     probe="sglcore_cpu.probe:probe",
     facts="sglcore_cpu.facts:facts",
     worker="sglcore.runtime.tp_worker:TpModelWorker",
-    attention={"reference": "sglcore.runtime.attention.reference:ReferenceAttention"},
-    graphs={"compiled": "sglcore_cpu.graphs:compiled"},
-    kernels="sglcore_cpu.kernels:kernels",
+    attention={
+        "paged": "sglcore_cpu.attention:PagedAttention",
+        "reference": "sglcore.runtime.attention.reference:ReferenceAttention",
+    },
+    graphs={"native": "sglcore_cpu.native_graphs:native", "compiled": "sglcore_cpu.graphs:compiled"},
+    kernels="sglcore_cpu.choice:kernels",
     bring_up="sglcore_cpu.bring_up:BRING_UP",
 )
 """What `sglcore devices` and the core read."""

@@ -2,50 +2,100 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sglcore.device.config import EngineConfig
+from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage
-from sglcore.runtime.bring_up import STANDARD, kernels
+from sglcore.runtime.attention.contract import AttentionBackend
+from sglcore.runtime.bring_up import (
+    STANDARD,
+    Pools,
+    Progress,
+    attention,
+    graphs,
+    kernels,
+    layer_shapes,
+    memory_pools,
+    size_memory,
+    sized,
+)
 from sglcore.runtime.kernels.reference import reference_kernels
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.memory.sizing import MemoryBudget
-from sglcore_cpu.memory import available_memory, total_memory
-from sglcore_cpu.rows import kernel_rows
-from sglcore_cpu.topology import bind_threads, read_topology
+from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
+from sglcore.runtime.memory.sizing import MemoryBudget, MemorySizes
+from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.streams import Streams
+from sglcore.runtime.token_table import TokenTable
+from sglcore_cpu.arena import huge_zeros
+from sglcore_cpu.attention import PagedAttention
+from sglcore_cpu.choice import TORCH, check_name, choose_kernels
+from sglcore_cpu.kernels import torch_kernels
+from sglcore_cpu.kv_pool import Int8KVPool, int8_cell_bytes
+from sglcore_cpu.memory import available_memory, total_memory, weight_bytes
+from sglcore_cpu.placement import Placement, bind_process, interleave, plan_placement
+from sglcore_cpu.recording import NotCapturable
+from sglcore_cpu.rows import kernel_rows, pages_row
+from sglcore_cpu.table import SERVED, is_native
+from sglcore_cpu.topology import read_topology
 
+INT8 = "int8"
+PAGED = "paged"
 SMALL_WEIGHTS = 64 << 20
 """Below this many bytes the weights stay in cache, and a second thread waits at barriers longer than it works."""
 
 
-def threads(config: EngineConfig, model_path: Path, ledger: DecisionLedger) -> int:
-    """Set torch's threads and keep them on one memory node's cores, before any memory is touched."""
-    weight_bytes = sum(file.stat().st_size for file in model_path.glob("*.safetensors"))
+def threads(config: EngineConfig, model_path: Path, ledger: DecisionLedger) -> Placement:
+    """Plan where threads run and keep this process there, before any memory is touched."""
+    size = weight_bytes(model_path, config.quantize)
     asked, reason = config.threads, ""
-    if asked is None and weight_bytes < SMALL_WEIGHTS:
-        asked, reason = 1, f"{weight_bytes / 2**20:.0f} MiB of weights stay in cache"
-    chosen = bind_threads(read_topology(), asked)
+    if asked is None and size < SMALL_WEIGHTS:
+        asked, reason = 1, f"{size / 2**20:.0f} MiB of weights stay in cache"
+    chosen = plan_placement(read_topology(), asked, size)
+    bind_process(chosen)
     if torch.get_num_threads() != chosen.threads:
         torch.set_num_threads(chosen.threads)
     wanted = str(config.threads) if config.threads else "auto"
     what = f"{chosen.threads} on cores {chosen.cores_text}"
     ledger.record(Row("threads", wanted, what, reason or chosen.reason, "--threads"))
-    return chosen.threads
+    return chosen
+
+
+def room(config: EngineConfig, model_path: Path) -> int:
+    """Bytes that the weights will take, about; raises ConfigError where this process may not take that many."""
+    needed = weight_bytes(model_path, config.quantize)
+    available, evidence = available_memory()
+    if needed > available:
+        raise ConfigError(
+            f"the weights need about {needed / 2**30:.1f} GiB, and there is {evidence}",
+            remedy="--quantize int4, a smaller model, or a larger limit",
+        )
+    return needed
 
 
 def processor_kernels(
-    config: EngineConfig, package: DevicePackage, facts: Facts, ledger: DecisionLedger
+    config: EngineConfig, package: DevicePackage, facts: Facts, threads: Placement, ledger: DecisionLedger
 ) -> KernelTable:
-    """The package's table; a compiler reads plain weights only, so nothing is packed when graphs were asked for."""
-    table = kernels(package, ledger, config)
-    return (
-        table if facts.graph_kind(config.graph) == "off" else table.replace(pack_linear=reference_kernels().pack_linear)
-    )
+    """The native table, or torch's; a compiler traces torch's only, and reads plain weights."""
+    if config.kernels == "reference":
+        return kernels(package, ledger, config)
+    if facts.graph_kind(config.graph) == "compiled":
+        check_name(config.kernels)
+        is_other = config.kernels not in ("auto", TORCH)
+        reason = "a compiler traces torch's own"
+        ledger.record(Row("kernels", config.kernels, TORCH, reason, "--graph native", downgrade=is_other))
+        return torch_kernels().replace(pack_linear=reference_kernels().pack_linear)
+    table, row = choose_kernels(config.kernels, threads.threads, threads.of_threads)
+    ledger.record(row)
+    if is_native(table):
+        ledger.record(pages_row())
+    return table
 
 
 def kernel_choices(config: EngineConfig, facts: Facts, load_weights: Any, ledger: DecisionLedger) -> tuple[Row, ...]:
@@ -53,6 +103,117 @@ def kernel_choices(config: EngineConfig, facts: Facts, load_weights: Any, ledger
     rows = tuple(kernel_rows(load_weights, facts.graph_kind(config.graph)))
     ledger.record(*rows)
     return rows
+
+
+def processor_sizes(
+    config: EngineConfig,
+    facts: Facts,
+    load_weights: Any,
+    device_memory: MemoryBudget,
+    kernels: KernelTable,
+    ledger: DecisionLedger,
+) -> MemorySizes:
+    """The standard sizes; cells may have 8 bits where the native kernels read them."""
+    if config.kv_cache_dtype == "auto":
+        return size_memory(config, facts, load_weights, device_memory, ledger)
+    if config.kv_cache_dtype != INT8:
+        raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype!r}", wanted=f"auto or {INT8}")
+    is_served = is_native(kernels) and load_weights.weights.dtype in SERVED
+    if not is_served or load_weights.config.is_encoder or config.attention_backend not in (None, PAGED):
+        raise ConfigError(
+            "keys and values of 8 bits need the paged attention of the native kernels, in bfloat16 or float32, on a model "
+            f"that has a cache; found {load_weights.weights.dtype} and the kernels {kernels.origin['linear']}",
+            remedy="leave --kv-cache-dtype out; sglcore explain without it says why other kernels serve",
+        )
+    told = "a scale for each cell and head; half the memory and half of what a step reads of it"
+    ledger.record(Row("kv cells", INT8, INT8, told, "--kv-cache-dtype auto"))
+    return sized(config, facts, load_weights, device_memory, ledger, int8_cell_bytes(layer_shapes(load_weights)))
+
+
+def processor_pools(config: EngineConfig, size_memory: MemorySizes, load_weights: Any, facts: Facts) -> Pools:
+    """The standard tables; cells of the model's type or of 8 bits, which take memory only as they are used."""
+    sizes, layers, dtype = size_memory, layer_shapes(load_weights), load_weights.weights.dtype
+    pages = 1 if load_weights.config.is_encoder else sizes.num_pages
+    if config.kv_cache_dtype == INT8:
+        cells = Int8KVPool(pages, sizes.page_size, layers)
+    else:
+        cells = MHATokenToKVPool(pages, sizes.page_size, layers, dtype, facts.tensor_device, huge_zeros)
+    return Pools(
+        ReqToTokenPool(sizes.max_requests, sizes.max_model_len, sizes.page_size, facts.tensor_device),
+        cells,
+        TokenTable(sizes.max_requests, sizes.max_model_len, facts.tensor_device),
+    )
+
+
+def spread_cells(memory_pools: Pools, threads: Placement) -> int:
+    """Over the memory nodes that the threads are near: how many tensors of keys and values were spread."""
+    pool = memory_pools.token_to_kv
+    cells = [part for layer in range(pool.num_layers) for part in pool.kv(layer)]
+    return sum(interleave(part.data_ptr(), part.nbytes, threads.nodes) for part in cells)
+
+
+def processor_attention(
+    config: EngineConfig,
+    package: DevicePackage,
+    facts: Facts,
+    load_weights: Any,
+    memory_pools: Pools,
+    kernels: KernelTable,
+    hisparse: object | None,
+    ledger: DecisionLedger,
+) -> AttentionBackend:
+    """The standard choice; paged attention is native, and no candidate beside another table."""
+    if not is_native(kernels):
+        if config.attention_backend == PAGED:
+            raise ConfigError(
+                "attention backend 'paged' needs the native kernels, which do not serve here",
+                remedy="see the row `kernels` of sglcore explain, or --attention-backend reference",
+            )
+        others = {name: ref for name, ref in package.attention.items() if name != PAGED}
+        package = replace(package, attention=others)
+    return attention(config, package, facts, load_weights, memory_pools, kernels, hisparse, ledger)
+
+
+def processor_graphs(
+    config: EngineConfig,
+    package: DevicePackage,
+    facts: Facts,
+    load_weights: Any,
+    memory_pools: Pools,
+    size_memory: MemorySizes,
+    attention: AttentionBackend,
+    kernels: KernelTable,
+    ledger: DecisionLedger,
+    progress: Progress,
+    streams: Streams,
+) -> ModelRunner:
+    """The standard graphs. A step is recorded only where native kernels compute all of it."""
+    if facts.graph_kind(config.graph) == "native":
+        reason = reason_against_recording(kernels, attention)
+        if reason and config.graph != "auto":
+            raise ConfigError(f"graph 'native' can not serve: {reason}", remedy="--graph auto or off")
+        if reason:
+            ledger.record(Row("native graph", "auto", "off", reason, "--graph compiled"))
+            facts = replace(facts, default_graph="off")
+    parts = load_weights, memory_pools, size_memory, attention, kernels, ledger, progress, streams
+    try:
+        return graphs(config, package, facts, *parts)
+    except NotCapturable as error:
+        if config.graph != "auto":
+            raise ConfigError(f"graph {config.graph!r} can not serve: {error}", remedy="--graph off") from None
+        ledger.record(Row("native graph", "auto", "off", str(error), "--graph compiled"))
+        return graphs(config, package, replace(facts, default_graph="off"), *parts)
+
+
+def reason_against_recording(kernels: KernelTable, attention: AttentionBackend) -> str:
+    """Why a step of this table and attention can not be replayed as a list of kernel calls; empty if it can."""
+    if attention.shape.is_encoder:
+        return "an encoder does not decode"
+    if not is_native(kernels):
+        return "the native kernels do not serve"
+    if not isinstance(attention, PagedAttention):
+        return f"{type(attention).__name__} works on lengths that a recorded call would not see"
+    return ""
 
 
 def device_memory(load_weights: object) -> MemoryBudget:
@@ -63,7 +224,13 @@ def device_memory(load_weights: object) -> MemoryBudget:
 
 BRING_UP = (
     STANDARD.replace(kernels, processor_kernels)
-    .insert(threads, before="load_weights")
+    .insert(threads, before="kernels")
+    .insert(room, before="load_weights")
+    .replace(size_memory, processor_sizes)
+    .replace(memory_pools, processor_pools)
+    .insert(spread_cells, after="memory_pools")
+    .replace(attention, processor_attention)
+    .replace(graphs, processor_graphs)
     .insert(kernel_choices, after="load_weights")
     .insert(device_memory, before="size_memory")
 )

@@ -6,7 +6,7 @@ from sglcore.device.facts import Facts
 
 
 def facts() -> Facts:
-    """Host memory is device memory; the one graph kind is a compiled callable per bucket."""
+    """Host memory is device memory; a decode step is a list of native kernel calls."""
     return Facts(
         tensor_device="cpu",
         cache_loc_dtype="int64",
@@ -14,4 +14,5 @@ def facts() -> Facts:
         shares_host_memory=True,
         collective_backend="gloo",
         preferred_dtype="bfloat16",
+        default_graph="native",
     )

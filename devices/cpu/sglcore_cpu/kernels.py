@@ -1,4 +1,5 @@
-"""The processor's kernel table: the reference, with entries replaced where fewer calls of torch mean the same.
+"""Torch's kernels: the reference, with entries replaced where fewer calls of torch mean the same. They serve where the
+native ones do not.
 
 At batch 1 a call costs more than its arithmetic, so every entry here is about calls, not about flops.
 """
@@ -142,8 +143,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return swapped.mul_(sin).addcmul_(x, cos)
 
 
-def kernels() -> KernelTable:
-    """The table this device runs."""
+def torch_kernels() -> KernelTable:
+    """The table in plain torch."""
     return reference_kernels().replace(
         linear=linear,
         pack_linear=pack_linear,

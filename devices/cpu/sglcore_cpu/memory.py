@@ -1,11 +1,40 @@
-"""How much memory this process may take: the machine's, or less where a control group says so. Standard library only."""
+"""How much memory this process may take: the machine's, or less where a control group says so; and what weights take."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from sglcore.checkpoint.files import checkpoint_files
+from sglcore.checkpoint.quantization import read_quantization
+from sglcore.device.errors import CheckpointError
 
 UNLIMITED = 1 << 60
+
+SHARE_OF_BF16 = MappingProxyType({"int8": 0.55, "int4": 0.35})
+"""What quantising on load leaves of a checkpoint of 16 bits: codes with their scales, and what stays as it is."""
+
+
+def weight_bytes(model: Path, quantize: str = "auto") -> int:
+    """Bytes of a checkpoint's weights, a folder's or one file's, and about how many they will be once quantised; 0 where
+    files are missing, which the loader names."""
+    is_quantised = model.is_file() or read_quantization(_config(model)) is not None
+    try:
+        files = (model,) if model.is_file() else checkpoint_files(model)
+    except CheckpointError:
+        return 0
+    share = 1.0 if is_quantised else SHARE_OF_BF16.get(quantize, 1.0)
+    return int(sum(file.stat().st_size for file in files) * share)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
 
 
 def total_memory(root: Path = Path("/")) -> tuple[int, str]:

@@ -11,7 +11,7 @@ from sglcore.device.probe import Fact, ProbeReport, installed_fact
 from sglcore.device.system import System
 
 CPUINFO = "/proc/cpuinfo"
-FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
+FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
 """The instruction sets that kernels ask for, by the names that Linux gives them."""
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from sglcore.device.ledger import Row
+from sglcore_cpu.arena import huge_pages
 from sglcore_cpu.kernels import takes_grouped
+from sglcore_cpu.packed import PackedWeight
+from sglcore_cpu.table import SERVED, is_native
+
+PLAIN = "plain"
+NATIVE_EXPERTS = Row("experts", "auto", "native", "only the chosen experts are computed", "--kernels torch")
 
 
 def kernel_rows(model: Any, graph: str) -> list[Row]:
@@ -15,35 +23,45 @@ def kernel_rows(model: Any, graph: str) -> list[Row]:
     rows = [linear_row(model, graph)]
     config = model.config
     if config.moe is not None:
-        rows.append(experts_row(config.hidden_size, config.moe.intermediate_size, model.dtype, graph))
-    if not config.is_encoder and model.cos_sin.shape[1] != config.head_dim:
+        sizes = config.hidden_size, config.moe.intermediate_size
+        by_torch = not is_native(model.kernels) or model.dtype not in SERVED
+        rows.append(experts_row(*sizes, model.dtype, graph) if by_torch else NATIVE_EXPERTS)
+    if not config.is_encoder and not is_native(model.kernels) and model.cos_sin.shape[1] != config.head_dim:
         reason = f"{model.cos_sin.shape[1]} of {config.head_dim} elements of a head are rotated"
         rows.append(Row("rotary", "auto", "reference", reason, "none on this device"))
     return rows
 
 
 def linear_row(model: Any, graph: str) -> Row:
-    """Whether the linear layers' weights are packed."""
+    """In which forms the linear layers' weights lie, and so which kernel reads them."""
     layers = model.weights.linears
-    packed = sum(layer.weight.is_mkldnn for layer in layers)
-    if packed:
-        return Row(
-            "linear",
-            "auto",
-            "packed",
-            f"{packed} of {len(layers)} weights laid out for bfloat16 instructions",
-            "--dtype float32",
-        )
-    if graph != "off":
-        return Row("linear", "auto", "plain", "a compiler reads plain weights", "--graph off")
-    if model.dtype is not torch.bfloat16:
-        return Row("linear", "auto", "plain", f"weights of {model.dtype} are not packed", "--dtype bfloat16")
-    return Row("linear", "auto", "plain", "this processor lacks bfloat16 instructions", "none on this processor")
+    forms = Counter(_form(layer.weight) for layer in layers)
+    told = ", ".join(f"{count} of {len(layers)} {form}" for form, count in forms.items())
+    if PLAIN not in forms:
+        return Row("linear", "auto", "packed", told, "--kernels torch")
+    if graph == "compiled":
+        return Row("linear", "auto", PLAIN, "a compiler reads plain weights", "--graph native")
+    if model.dtype is torch.float16:
+        return Row("linear", "auto", PLAIN, "the native kernels do not compute in float16", "--dtype bfloat16")
+    return Row("linear", "auto", "packed" if len(forms) > 1 else PLAIN, told, "--kernels auto")
+
+
+def _form(weight: torch.Tensor) -> str:
+    if isinstance(weight, PackedWeight):
+        return weight.form.name
+    return "bf16 blocks of torch's library" if weight.is_mkldnn else PLAIN
+
+
+def pages_row(root: Path = Path("/")) -> Row:
+    """Whether weights lie on huge pages. Nobody asks for them, so their absence is no downgrade."""
+    granted, why = huge_pages(root)
+    remedy = "" if granted else "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+    return Row("pages", "auto", "huge" if granted else "4 KiB", why, remedy)
 
 
 def experts_row(hidden_size: int, intermediate_size: int, dtype: torch.dtype, graph: str) -> Row:
     """Which product serves the experts."""
-    if graph != "off" and dtype is not torch.bfloat16:
+    if graph == "compiled" and dtype is not torch.bfloat16:
         reason = f"a compiler takes grouped products of bfloat16 only, not {dtype}"
         return Row("experts", "auto", "reference in graphs", reason, "--graph off, or --dtype bfloat16")
     if takes_grouped(hidden_size, intermediate_size, dtype):

@@ -1,4 +1,4 @@
-"""Every entry that the processor replaces means what the reference means."""
+"""Every entry that torch's table replaces means what the reference means."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sglcore.runtime.kernels.reference import reference_kernels
-from sglcore_cpu.kernels import kernels
+from sglcore_cpu.kernels import torch_kernels as kernels
 
 REFERENCE = reference_kernels()
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

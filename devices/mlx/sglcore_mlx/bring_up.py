@@ -67,6 +67,12 @@ def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger
     table = resolve(package.kernels, package.name)()
     if config.kernels not in ("auto", "reference"):
         raise ConfigError(f"kernels is {config.kernels!r}", wanted="auto or reference")
+    for name, value in (("quantize", config.quantize), ("kv_cache_dtype", config.kv_cache_dtype)):
+        if value != "auto":
+            raise ConfigError(
+                f"{name} is {value!r}, and this device takes weights and cells as the checkpoint has them",
+                remedy=f"leave --{name.replace('_', '-')} out, or use a checkpoint that is quantised",
+            )
     what = ", ".join(sorted({origin.partition(":")[0].partition(".")[0] for origin in table.origin.values()}))
     ledger.record(Row("kernels", config.kernels, what, "this device has one implementation of each operation"))
     return table

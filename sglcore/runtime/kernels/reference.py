@@ -5,13 +5,15 @@ The casts are those of the transformers library, so that log-probabilities in bf
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.kernels.table import KernelTable, QuantizedCodes
 from sglcore.sampling.race import RaceTables
-from sglcore.sampling.sampler import SamplingState, draw_rows
+from sglcore.sampling.sampler import SamplingState, draw_greedy, draw_rows
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -118,6 +120,33 @@ def rotary_and_store(
     return q
 
 
+def norm_rotary_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    head_dim: int,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out_cache_loc: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+) -> Tensor:
+    """One after the other. Not in the table, as the one before."""
+    q, k = (
+        rms_norm(x.unflatten(1, (x.shape[1] // head_dim, head_dim)), weight, eps).flatten(1)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    )
+    return rotary_and_store(q, k, v, positions, cos_sin_cache, head_dim, k_cache, v_cache, out_cache_loc)
+
+
+def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """One after the other. Not in the table, as the two before."""
+    return silu_and_mul(linear(x, weight, None))
+
+
 def cache_locations(page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int, out: Tensor) -> None:
     """The cell of each token, by its slot's page table."""
     pages = (positions // page_size).add_(slots, alpha=page_table.shape[1])
@@ -128,6 +157,52 @@ def cache_locations(page_table: Tensor, slots: Tensor, positions: Tensor, page_s
 def draw(logits: Tensor, state: SamplingState, tables: RaceTables) -> tuple[Tensor, Tensor]:
     """The sampler's own, in torch."""
     return draw_rows(logits, state, tables)
+
+
+def pack_quantized(quantized: QuantizedCodes) -> Tensor:
+    """The values, plain. Not in the table, as those before and after: it would hide that nothing is kept in few bits."""
+    columns = quantized.codes.shape[1]
+    scales, zeros = (
+        part if part is None else part.repeat_interleave(quantized.group, 1)[:, :columns]
+        for part in (quantized.scales, quantized.zeros)
+    )
+    assert scales is not None
+    middle = 1 << (quantized.bits - 1)
+    return ((quantized.codes.float() - (middle if zeros is None else zeros)) * scales).to(quantized.dtype)
+
+
+def quantize_linear(weight: Tensor, kind: str) -> Tensor:
+    """Each group of 32 columns rounded to the nearest of its steps: a 127th of its largest, or a 15th of its range."""
+    columns = weight.shape[1]
+    padded = F.pad(weight.float(), (0, -columns % 32)).unflatten(1, (-(-columns // 32), 32))
+    low, high = padded.amin(-1, keepdim=True), padded.amax(-1, keepdim=True)
+    if kind == "int8":
+        low, high = torch.zeros_like(low), torch.maximum(-low, high)
+    step = ((high - low) / (127 if kind == "int8" else 15)).clamp(min=torch.finfo(torch.float32).tiny)
+    return (((padded - low) / step).round() * step + low).flatten(1)[:, :columns].to(weight.dtype)
+
+
+def pack_head(weight: Tensor) -> Tensor:
+    """As it is."""
+    return weight
+
+
+def head(hidden: Tensor, weight: Tensor) -> Tensor:
+    """One after the other."""
+    return linear(hidden, weight, None).float()
+
+
+def pack_parts(parts: Sequence[Tensor], done: Callable[[int], None]) -> Tensor | None:
+    """Joined. Not in the table, as nothing is gained."""
+    joined = torch.cat(list(parts))
+    for place in range(len(parts)):
+        done(place)
+    return pack_linear(joined)
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The sampler's own, in torch. Not in the table: the sampler has it."""
+    return draw_greedy(logits)
 
 
 def reference_kernels() -> KernelTable:

@@ -8,17 +8,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from sglcore.device.errors import ConfigError
-from sglcore.sampling.sampler import Draw, draw_rows
+from sglcore.sampling.sampler import Draw, Greedy, draw_rows
 
 Kernel: TypeAlias = Callable[..., object]
+
+_DOES_THE_WORK_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "rotary_and_store": ("rotary", "store_kv"),
+        "norm_rotary_and_store": ("rms_norm", "rotary", "store_kv", "rotary_and_store"),
+        "gated_linear": ("linear", "silu_and_mul"),
+        "pack_quantized": ("linear",),
+        "quantize_linear": ("linear",),
+        "pack_parts": ("linear", "pack_linear"),
+        "pack_head": ("linear", "embedding"),
+        "head": ("linear",),
+        "greedy": ("draw",),
+    }
+)
+"""Optional entries, and the entries without which they are not what they were."""
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 
@@ -28,6 +44,40 @@ def origin_of(kernel: Kernel) -> str:
     function = kernel.func if isinstance(kernel, functools.partial) else kernel
     named = function if isinstance(function, _FUNCTIONS) else type(function)
     return f"{named.__module__}:{named.__qualname__}"
+
+
+class QuantizedCodes(Protocol):
+    """A weight [N, K] as integers: w[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g]) with g = k // group."""
+
+    @property
+    def codes(self) -> Tensor:
+        """uint8 [N, K], contiguous, one code an element, each below 2 ** bits."""
+        ...
+
+    @property
+    def scales(self) -> Tensor:
+        """float32 [N, ceil(K / group)]."""
+        ...
+
+    @property
+    def zeros(self) -> Tensor | None:
+        """float32 as `scales`, not always whole numbers; None where every one is 2 ** (bits - 1)."""
+        ...
+
+    @property
+    def bits(self) -> int:
+        """4 or 8."""
+        ...
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale: 32, 64 or 128."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model is computed in."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +145,52 @@ class KernelTable:
     `tables` are those of the vocabulary. Logits are not changed. A bad row holds NaN, +inf or nothing but -inf; its
     token is 0. A greedy row's token is its first largest logit. Older packages do not give it.
     """
+    greedy: Greedy | None = None
+    """`greedy(logits float [B, V]) -> (tokens int32 [B], bad bool [B])`: `draw` where every row is greedy. None: torch's."""
     rotary_and_store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor, Tensor, Tensor], Tensor] | None = (
         None
     )
     """`rotary_and_store(q, k, v [T, kv_heads * D], positions, cos_sin_cache, D, k_cache, v_cache, out_cache_loc) -> q`.
 
     `rotary` of q and k, then `store_kv` of that k and of v, in one pass. None: a layer calls the two.
+    """
+    norm_rotary_and_store: Callable[..., Tensor] | None = None
+    """`norm_rotary_and_store(q, k, v, positions, cos_sin_cache, D, k_cache, v_cache, out_cache_loc, q_weight [D],
+    k_weight [D], eps) -> q`.
+
+    `rms_norm` of each head of q and of k, then `rotary_and_store`, in one pass. None: a layer calls the parts.
+    """
+    gated_linear: Callable[[Tensor, Tensor], Tensor] | None = None
+    """`gated_linear(x [T, in], weight [2 * I, in]) -> [T, I]`: `silu_and_mul(linear(x, weight, None))` in one pass.
+
+    Takes plain and packed weights. None: a layer calls the two.
+    """
+    pack_quantized: Callable[[QuantizedCodes], Tensor] | None = None
+    """`pack_quantized(codes) -> weight`: a quantised checkpoint's weight in a form that `linear` reads, its codes as they are.
+
+    The result has the shape [N, K] of the codes, which are dropped, and their `dtype`. None: such weights are dequantised
+    as they are loaded.
+    """
+    quantize_linear: Callable[[Tensor, str], Tensor] | None = None
+    """`quantize_linear(weight [out, in], "int8" or "int4") -> weight`: rounded to that many bits, in a form that `linear`
+    reads. The result has the same shape; the plain weight is dropped. None: this device does not quantise.
+    """
+    pack_parts: Callable[[Sequence[Tensor], Callable[[int], None]], Tensor | None] | None = None
+    """`pack_parts(parts, each [rows, in], done) -> weight`: `pack_linear` of the parts one below the other, read where they
+    lie: in a mapped file, at any address. `done(place)` when a part is read. None as the result where they do not fit this
+    form; then nothing was read.
+
+    None as the entry: parts are copied side by side first.
+    """
+    pack_head: Callable[[Tensor], Tensor] | None = None
+    """`pack_head(weight [vocab, H]) -> weight`: `pack_linear` for the output layer, whose weight may be the embedding's.
+
+    Giving it promises that `embedding` reads, beside plain weights, what this entry, `pack_quantized` and
+    `quantize_linear` make. None: a weight that is both stays plain, and any other output layer is a linear layer.
+    """
+    head: Callable[[Tensor, Tensor], Tensor] | None = None
+    """`head(hidden [N, H], weight [vocab, H]) -> float32 [N, vocab]`: the values of `linear(hidden, weight, None).float()`,
+    in one pass. Takes plain and packed weights. None: the model calls the two.
     """
     origin: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Which implementation each entry that is there is, as `module:name`; filled in, not given."""
@@ -113,15 +203,16 @@ class KernelTable:
     def replace(self, **entries: Kernel) -> KernelTable:
         """A new table with some entries replaced; raises `ConfigError` for a name that is not an entry.
 
-        An entry that does the work of a replaced one goes, unless it is replaced too.
+        An optional entry that rests on a replaced one goes, unless it is replaced too.
         """
         unknown = sorted(entries.keys() - set(entry_names()))
         if unknown:
             raise ConfigError(
                 f"the kernel table has no entry {', '.join(unknown)}", wanted=f"one of {', '.join(entry_names())}"
             )
-        if not entries.keys().isdisjoint(("rotary", "store_kv")):
-            entries.setdefault("rotary_and_store", None)  # pyright: ignore[reportArgumentType]
+        for entry, parts in _DOES_THE_WORK_OF.items():
+            if not entries.keys().isdisjoint(parts):
+                entries.setdefault(entry, None)  # pyright: ignore[reportArgumentType]
         return dataclasses.replace(self, **entries)  # pyright: ignore[reportArgumentType]
 
 

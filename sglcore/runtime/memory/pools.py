@@ -5,6 +5,8 @@ Slot 0 and page 0 belong to nobody: padding rows point at them, so whatever they
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -51,6 +53,11 @@ class TokenToKVPool(Protocol):
     page_size: int
     num_cells: int
 
+    @property
+    def num_layers(self) -> int:
+        """Layers that have cells."""
+        ...
+
     def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """The layer's key and value cells, each [cells, kv_heads, head_dim]."""
         ...
@@ -66,19 +73,22 @@ class MHATokenToKVPool:
         layers: tuple[tuple[int, int], ...],
         dtype: torch.dtype,
         device: str,
+        zeros: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
     ) -> None:
-        """`layers` holds (kv_heads, head_dim) of each layer; page 0 is added to `num_pages`."""
+        """`layers` holds (kv_heads, head_dim) of each layer; page 0 is added to `num_pages`. `zeros(shape, dtype)`: where
+        the cells come from, if not from torch, which writes all of them at once."""
         self.generation = 0
         self.page_size = page_size
         self.num_cells = (num_pages + 1) * page_size
         self.dtype = dtype
-        self._kv = [
-            (
-                torch.zeros(self.num_cells, heads, head_dim, dtype=dtype, device=device),
-                torch.zeros(self.num_cells, heads, head_dim, dtype=dtype, device=device),
-            )
-            for heads, head_dim in layers
-        ]
+        self._zeros = zeros or partial(_torch_zeros, device)
+        self._shapes = [(self.num_cells, heads, head_dim) for heads, head_dim in layers]
+        self._kv = self._allocate()
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have cells."""
+        return len(self._kv)
 
     def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """The layer's key and value cells, each [cells, kv_heads, head_dim]."""
@@ -86,8 +96,15 @@ class MHATokenToKVPool:
 
     def replace_storage(self) -> None:
         """Move to new, zeroed memory: every address changes, so plans and graphs made before are refused."""
-        self._kv = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in self._kv]
+        self._kv = self._allocate()
         self.generation += 1
+
+    def _allocate(self) -> list[tuple[Tensor, Tensor]]:
+        return [(self._zeros(shape, self.dtype), self._zeros(shape, self.dtype)) for shape in self._shapes]
+
+
+def _torch_zeros(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def cell_bytes(layers: tuple[tuple[int, int], ...], dtype: torch.dtype) -> int:

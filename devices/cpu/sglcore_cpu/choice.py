@@ -1,0 +1,74 @@
+"""Which kernels serve: the native ones of the highest instruction set that the processor announces, or torch's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from sglcore.device.errors import ConfigError
+from sglcore.device.ledger import Row
+from sglcore.runtime.kernels.table import KernelTable
+from sglcore_cpu.compile import ARM, X86
+from sglcore_cpu.kernels import torch_kernels
+from sglcore_cpu.native import Library, NativeUnavailable
+from sglcore_cpu.table import native_table
+
+TORCH = "torch"
+NAMES = tuple(one.name for one in (*X86, *ARM))
+"""Instruction sets, as `--kernels` takes them to have one in particular."""
+
+
+@functools.cache
+def load_library() -> Library:
+    """The library beside this package. It never changes while a process runs."""
+    return Library()
+
+
+def choose_kernels(
+    asked: str, threads: int, cores: Sequence[Sequence[int]] = (), load: Callable[[], Library] = load_library
+) -> tuple[KernelTable, Row]:
+    """The table for "auto", "torch" or an instruction set's name, and its row of the ledger.
+
+    Raises ConfigError for another name, or for an instruction set that is not usable here.
+    """
+    check_name(asked)
+    if asked == TORCH:
+        return torch_kernels(), Row("kernels", TORCH, TORCH, "asked for", "--kernels auto")
+    try:
+        library = load()
+        chosen = _instruction_set(asked, library)
+        engine = library.engine(chosen, threads, cores)
+    except NativeUnavailable as error:
+        if asked != "auto":
+            raise ConfigError(f"kernels {asked!r} can not serve: {error}", wanted="the native library") from None
+        return torch_kernels(), Row("kernels", "auto", TORCH, str(error), "the remedy in the reason", downgrade=True)
+    reason = "asked for" if asked != "auto" else "the highest that this processor announces"
+    return native_table(engine), Row("kernels", asked, f"native, {chosen}", reason, f"--kernels {TORCH}")
+
+
+def check_name(asked: str) -> None:
+    """Raise ConfigError for what names no kernels."""
+    if asked not in ("auto", TORCH, *NAMES):
+        raise ConfigError(f"kernels is {asked!r}", wanted=f"one of auto, reference, {TORCH}, {', '.join(NAMES)}")
+
+
+def kernels() -> KernelTable:
+    """The table of this processor, with as many threads as torch has."""
+    return choose_kernels("auto", torch.get_num_threads())[0]
+
+
+def _instruction_set(asked: str, library: Library) -> str:
+    usable = library.usable()
+    if not usable:
+        raise NativeUnavailable(
+            f"this processor has none of the instruction sets that the library is built for: {', '.join(library.levels)}"
+        )
+    if asked == "auto":
+        return usable[-1]
+    if asked not in usable:
+        raise ConfigError(
+            f"kernels is {asked!r}, and this processor does not announce it", wanted=f"one of {', '.join(usable)}"
+        )
+    return asked

@@ -1,0 +1,230 @@
+"""Builds the native library: every topic's kernels once for each instruction set, with one C interface over them.
+
+It runs when the package is installed, and by hand as `python -m sglcore_cpu.compile`. Standard library only: nothing of
+this package or of any other is imported, for an installer has neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent / "native"
+LIBRARY = "libsglcore_cpu.so"
+PLAIN = ("api.cpp", "pool.cpp", "processor.cpp")
+"""What is compiled once; every folder of sources is a topic, compiled for each instruction set."""
+
+COMMON = (
+    "-std=c++17",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-Wall",
+    "-Wextra",
+    "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized",
+)
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
+EMULATED = (*AVX512, "-DSGL_EMULATE", "-O1")
+SANITIZE = (
+    "-fsanitize=address,undefined",
+    "-fno-sanitize=nonnull-attribute",  # no bytes may be copied from nowhere
+    "-fno-sanitize-recover=undefined",
+    "-fno-omit-frame-pointer",
+    "-g1",
+    "-O1",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """A name, its level in `isa.h`, and what the compiler must be told."""
+
+    name: str
+    level: int
+    flags: tuple[str, ...]
+
+
+X86 = (
+    InstructionSet("avx2", 2, AVX2),
+    InstructionSet("avx512", 3, AVX512),
+    InstructionSet("avx512_vnni", 4, (*AVX512, "-mavx512vnni")),
+    InstructionSet("avx512_bf16", 5, (*AVX512, "-mavx512vnni", "-mavx512bf16")),
+    InstructionSet("amx", 6, (*AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
+)
+ARM = (InstructionSet("neon", 1, ("-march=armv8.2-a+bf16+i8mm+dotprod+fp16",)),)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What is built: `emulate` builds the levels above avx512 from its instructions alone; `sanitize` with the address
+    and undefined-behaviour sanitizers; `topics` and `names` only some topics and instruction sets (none: all)."""
+
+    compiler: str = "c++"
+    machine: str = field(default_factory=platform.machine)
+    emulate: bool = False
+    sanitize: bool = False
+    topics: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+
+    @property
+    def instruction_sets(self) -> tuple[InstructionSet, ...]:
+        """Those of the machine that is built for; none for one that is not known."""
+        every = {"x86_64": X86, "AMD64": X86, "aarch64": ARM, "arm64": ARM}.get(self.machine, ())
+        sets = tuple(one for one in every if not self.names or one.name in self.names)
+        if not self.emulate:
+            return sets
+        return tuple(InstructionSet(s.name, s.level, EMULATED) if s.level > 3 else s for s in sets)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """For every file."""
+        return (*COMMON, "-O3", *(SANITIZE if self.sanitize else ()))
+
+
+class BuildError(RuntimeError):
+    """The compiler is missing or refused a file; the text is what it said."""
+
+
+def topics(sources: Path = SOURCES) -> tuple[str, ...]:
+    """The folders of kernels."""
+    return tuple(sorted(folder.name for folder in sources.iterdir() if any(folder.glob("*.cpp"))))
+
+
+def source_digest(sources: Path = SOURCES) -> str:
+    """A fingerprint of all sources, which the library carries."""
+    total = hashlib.sha256()
+    for path in sorted(path for path in sources.rglob("*") if path.suffix in (".cpp", ".h")):
+        total.update(path.relative_to(sources).as_posix().encode() + b"\0" + path.read_bytes())
+    return total.hexdigest()[:16]
+
+
+def build(target: Path, variant: Variant = Variant(), cache: Path | None = None, sources: Path = SOURCES) -> Path:
+    """Compile and link to `target`; raises `BuildError`. `cache` keeps compiled files by their content. Waits, minutes."""
+    if shutil.which(variant.compiler) is None:
+        raise BuildError(f"there is no C++ compiler {variant.compiler!r} here")
+    if not variant.instruction_sets:
+        raise BuildError(f"there are no kernels for the machine {variant.machine!r}")
+    variant = understood(variant)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = cache or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        registry = Path(scratch) / "registry.cpp"
+        registry.write_text(registry_text(variant, sources), encoding="utf-8")
+        jobs: list[tuple[Path, tuple[str, ...]]] = [
+            (path, ()) for path in (*(sources / name for name in PLAIN), registry)
+        ]
+        jobs += [job for one in variant.instruction_sets for job in _topic_jobs(one, variant, sources)]
+        with ThreadPoolExecutor(_cores()) as threads:
+            objects = list(threads.map(lambda job: _compile(job[0], job[1], variant, folder, sources), jobs))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fresh = target.with_name(f"{target.name}.{os.getpid()}")
+        whole = ("-Wl,-z,defs",) if sys.platform == "linux" else ()  # elsewhere a missing symbol is an error anyway
+        _run((variant.compiler, *variant.flags, *whole, "-shared", "-pthread", "-o", str(fresh), *map(str, objects)))
+        fresh.replace(target)
+    return target
+
+
+def understood(variant: Variant) -> Variant:
+    """Without the instruction sets whose flags an older compiler does not know; raises `BuildError` if none is left."""
+    names = tuple(one.name for one in variant.instruction_sets if _takes(variant.compiler, one.flags))
+    if not names:
+        raise BuildError(f"{variant.compiler} knows none of the instruction sets that kernels are written for")
+    return replace(variant, names=names)
+
+
+def _takes(compiler: str, flags: Sequence[str]) -> bool:
+    command = (compiler, *flags, "-x", "c++", "-E", os.devnull)
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def _cores() -> int:
+    """Compilers at a time: one for each core that this process may use, and few enough for their memory."""
+    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return min(usable, 8)
+
+
+def registry_text(variant: Variant, sources: Path = SOURCES) -> str:
+    """The C++ list of instruction sets and topics."""
+    chosen = variant.topics or topics(sources)
+    lines = ['#include "library.h"']
+    for one in variant.instruction_sets:
+        declared = " ".join(f"extern const KernelList {topic}_kernels;" for topic in chosen)
+        lines.append(f"namespace sgl::{one.name} {{ {declared} }}")
+    lines.append("namespace sgl {")
+    for one in variant.instruction_sets:
+        listed = ", ".join(f"&{one.name}::{topic}_kernels" for topic in chosen)
+        lines.append(f"static const KernelList* const {one.name}_topics[] = {{{listed}}};")
+    sets = ", ".join(f'{{"{s.name}", {s.level}, {s.name}_topics, {len(chosen)}}}' for s in variant.instruction_sets)
+    lines.append(f"const InstructionSet kInstructionSets[] = {{{sets}}};")
+    lines.append(f"const int kNumInstructionSets = {len(variant.instruction_sets)};")
+    lines.append(f'const char* const kSourceDigest = "{source_digest(sources)}";')
+    lines.append(f"const bool kEmulates = {'true' if variant.emulate else 'false'};")
+    return "\n".join([*lines, "}", ""])
+
+
+def _topic_jobs(one: InstructionSet, variant: Variant, sources: Path) -> list[tuple[Path, tuple[str, ...]]]:
+    flags = (*one.flags, f"-DSGL_ISA={one.name}", f"-DSGL_LEVEL={one.level}")
+    chosen = variant.topics or topics(sources)
+    return [(path, flags) for topic in chosen for path in sorted((sources / topic).glob("*.cpp"))]
+
+
+def _compile(path: Path, flags: Sequence[str], variant: Variant, folder: Path, sources: Path) -> Path:
+    """The object file of one source, from the folder if it is there already."""
+    plain = (variant.compiler, *variant.flags, *flags)
+    command = (*plain, f"-I{sources}")
+    preprocessed = _run((*command, "-E", "-P", str(path)))
+    name = hashlib.sha256("\0".join((*plain, preprocessed)).encode()).hexdigest()[:24]
+    target = folder / f"{name}.o"
+    if not target.exists():
+        fresh = folder / f"{name}.{os.getpid()}.o"
+        _run((*command, "-c", str(path), "-o", str(fresh)))
+        fresh.replace(target)
+    return target
+
+
+def _run(command: Sequence[str]) -> str:
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        said = ran.stderr.splitlines()
+        lines = [line for line in said if "error" in line or "undefined reference" in line] or said
+        raise BuildError(f"{command[0]} failed: {' '.join(lines[:3]) or f'exit status {ran.returncode}'}")
+    if ran.stderr.strip():
+        print(ran.stderr.strip(), file=sys.stderr)
+    return ran.stdout
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build one variant; 1 with the compiler's words when it fails."""
+    parser = argparse.ArgumentParser(prog="sglcore_cpu.compile", description="Build the native kernels.")
+    parser.add_argument("--out", type=Path, default=SOURCES.parent / LIBRARY)
+    parser.add_argument("--compiler", default=os.environ.get("CXX", "c++"))
+    parser.add_argument("--machine", default=platform.machine(), help="x86_64 or aarch64, for a cross compiler")
+    parser.add_argument("--emulate", action="store_true", help="build what is above avx512 from its instructions")
+    parser.add_argument("--sanitize", action="store_true", help="with the address and undefined-behaviour sanitizers")
+    parser.add_argument("--topics", nargs="*", default=(), help="some folders of kernels only")
+    parser.add_argument("--cache", type=Path, default=None, help="a folder for compiled files")
+    asked = parser.parse_args(arguments)
+    variant = Variant(asked.compiler, asked.machine, asked.emulate, asked.sanitize, tuple(asked.topics))
+    try:
+        print(build(asked.out, variant, asked.cache))
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+// What a kernel is to the library: a name, a function over one record of arguments, and the layout of that record.
+//
+// A record's fields are words of eight bytes, declared once:
+//
+//     #define SGL_SCALE_ARGS(P, I, D) P(x) I(count) D(factor)     // a pointer, an integer, a double
+//     SGL_ARGS(ScaleArgs, SGL_SCALE_ARGS)
+//
+// Python packs the same words by the layout's text, so nothing is written twice.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "pool.h"
+
+namespace sgl {
+
+struct Kernel {
+    const char* name;
+    void (*run)(const void* args, Pool& pool);
+    size_t args_size;
+    const char* layout;  // "P:x I:count D:factor "
+};
+
+// The kernels of one topic for one instruction set.
+struct KernelList {
+    const Kernel* kernels;
+    int count;
+};
+
+// Element types as arguments name them.
+enum Type : int64_t { kF32 = 0, kBF16 = 1, kI8 = 2 };
+
+}  // namespace sgl
+
+#define SGL_FIELD_P(name) void* name;
+#define SGL_FIELD_I(name) int64_t name;
+#define SGL_FIELD_D(name) double name;
+#define SGL_TEXT_P(name) "P:" #name " "
+#define SGL_TEXT_I(name) "I:" #name " "
+#define SGL_TEXT_D(name) "D:" #name " "
+
+#define SGL_ARGS(Record, FIELDS)                                                        \
+    namespace sgl {                                                                     \
+    struct Record {                                                                     \
+        FIELDS(SGL_FIELD_P, SGL_FIELD_I, SGL_FIELD_D)                                   \
+        static constexpr const char* layout = FIELDS(SGL_TEXT_P, SGL_TEXT_I, SGL_TEXT_D); \
+    };                                                                                  \
+    }
+
+// An entry of a topic's list: void function(const Record&, Pool&) under the name that Python asks for.
+#define SGL_KERNEL(name, function, Record)                                                       \
+    ::sgl::Kernel {                                                                              \
+        name, [](const void* args, ::sgl::Pool& pool) { function(*static_cast<const Record*>(args), pool); }, \
+            sizeof(Record), Record::layout                                                       \
+    }

@@ -1,0 +1,20 @@
+// The instruction sets this library was built for, and the kernels of each; the list itself is written by the build.
+#pragma once
+
+#include "kernels.h"
+
+namespace sgl {
+
+struct InstructionSet {
+    const char* name;
+    int level;
+    const KernelList* const* topics;
+    int num_topics;
+};
+
+extern const InstructionSet kInstructionSets[];  // ascending
+extern const int kNumInstructionSets;
+extern const char* const kSourceDigest;
+extern const bool kEmulates;
+
+}  // namespace sgl

@@ -1,0 +1,93 @@
+#include "normed.h"
+#include "operations.h"
+
+namespace sgl::SGL_ISA {
+
+namespace {
+
+// residual += x, in T; the sum of the squares of what is stored.
+template <class T>
+float add_row(const T* x, T* residual, int64_t width) {
+    f32x16 sums[2] = {zero(), zero()};
+    for (int64_t i = 0, part = 0; i < width; i += 16, part ^= 1) {
+        int64_t left = width - i;
+        f32x16 total = cast<T>(add(get(residual + i, left), get(x + i, left)));
+        put(residual + i, total, left);
+        sums[part] = fma(total, total, sums[part]);
+    }
+    return reduce_add(add(sums[0], sums[1]));
+}
+
+template <class T>
+float sum_of(const T* x, int64_t width) {
+    f32x16 sum = zero();
+    for (int64_t i = 0; i < width; i += 16) sum = add(sum, get(x + i, width - i));
+    return reduce_add(sum);
+}
+
+template <class T>
+float sum_of_deviations(const T* x, int64_t width, float mean) {
+    f32x16 sum = zero();
+    int64_t i = 0;
+    for (; i + 16 <= width; i += 16) {
+        f32x16 off = sub(load16(x + i), set1(mean));
+        sum = fma(off, off, sum);
+    }
+    float total = reduce_add(sum);
+    if (i == width) return total;
+    // The lanes beyond the row are 0, so each adds the square of the mean; they are not counted.
+    alignas(64) float lanes[16];
+    store(lanes, get(x + i, width - i));
+    for (int64_t lane = 0; lane < width - i; ++lane) total += (lanes[lane] - mean) * (lanes[lane] - mean);
+    return total;
+}
+
+template <class T>
+void layer_norm_row(const LayerNormArgs& args, int64_t row) {
+    const T* x = row_of<T>(args.x, row, args.x_stride);
+    T* out = row_of<T>(args.out, row, args.width);
+    auto width = static_cast<float>(args.width);
+    float mean = sum_of(x, args.width) / width;
+    float variance = sum_of_deviations(x, args.width, mean) / width;
+    f32x16 center = set1(mean), factor = set1(1.0f / std::sqrt(variance + static_cast<float>(args.eps)));
+    for (int64_t i = 0; i < args.width; i += 16) {
+        int64_t left = args.width - i;
+        f32x16 scaled = mul(sub(get(x + i, left), center), factor);
+        f32x16 weight = get(row_of<T>(args.weight, 0, 0) + i, left), bias = get(row_of<T>(args.bias, 0, 0) + i, left);
+        put(out + i, fma(scaled, weight, bias), left);
+    }
+}
+
+}  // namespace
+
+void rms_norm(const RmsNormArgs& args, Pool& pool) {
+    with_type(args.type, [&](auto element) {
+        using T = decltype(element);
+        each_row(pool, args.rows, args.width, [&](int64_t row, int) {
+            const T* x = row_of<T>(args.x, row / args.inner, args.outer_stride) + row % args.inner * args.inner_stride;
+            float factor = norm_factor(sum_of_squares(x, args.width), args.width, args.eps);
+            norm_row<T>(x, row_of<T>(args.weight, 0, 0), row_of<T>(args.out, row, args.width), args.width, factor);
+        });
+    });
+}
+
+void add_rms_norm(const AddRmsNormArgs& args, Pool& pool) {
+    with_type(args.type, [&](auto element) {
+        using T = decltype(element);
+        each_row(pool, args.rows, args.width, [&](int64_t row, int) {
+            T* x = row_of<T>(args.x, row, args.x_stride);
+            T* residual = row_of<T>(args.residual, row, args.residual_stride);
+            float factor = norm_factor(add_row<T>(x, residual, args.width), args.width, args.eps);
+            norm_row<T>(residual, row_of<T>(args.weight, 0, 0), x, args.width, factor);
+        });
+    });
+}
+
+void layer_norm(const LayerNormArgs& args, Pool& pool) {
+    with_type(args.type, [&](auto element) {
+        using T = decltype(element);
+        each_row(pool, args.rows, args.width, [&](int64_t row, int) { layer_norm_row<T>(args, row); });
+    });
+}
+
+}  // namespace sgl::SGL_ISA

@@ -1,0 +1,26 @@
+#include "operations.h"
+
+namespace sgl::SGL_ISA {
+
+namespace {
+
+const Kernel kernels[] = {
+    SGL_KERNEL("rms_norm", rms_norm, RmsNormArgs),
+    SGL_KERNEL("add_rms_norm", add_rms_norm, AddRmsNormArgs),
+    SGL_KERNEL("layer_norm", layer_norm, LayerNormArgs),
+    SGL_KERNEL("silu_and_mul", silu_and_mul, ActivationArgs),
+    SGL_KERNEL("gelu", gelu, ActivationArgs),
+    SGL_KERNEL("rotate", rotate, RotateArgs),
+    SGL_KERNEL("copy_rows", copy_rows, CopyRowsArgs),
+    SGL_KERNEL("embedding", embedding, EmbeddingArgs),
+    SGL_KERNEL("cache_locations", cache_locations, CacheLocationsArgs),
+    SGL_KERNEL("top_k_routing", top_k_routing, RoutingArgs),
+    SGL_KERNEL("moe", moe, MoeArgs),
+};
+
+}  // namespace
+
+extern const KernelList operations_kernels;
+const KernelList operations_kernels = {kernels, sizeof(kernels) / sizeof(kernels[0])};
+
+}  // namespace sgl::SGL_ISA

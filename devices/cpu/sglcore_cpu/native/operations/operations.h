@@ -1,0 +1,75 @@
+// The small operations of a layer. Element types are f32 or bf16 (`type`); strides are elements from row to row; indices
+// are i32 or i64 (`..._bytes`). Where the reference casts to the element type between two operations, so do these.
+#pragma once
+
+#include "elements.h"
+
+// out[r] = x[r] / sqrt(mean(x[r]^2) + eps) * weight. A row is [inner] rows of an outer one: row r begins at
+// (r / inner) * outer_stride + (r % inner) * inner_stride.
+#define SGL_RMS_NORM_ARGS(P, I, D) \
+    P(x) I(outer_stride) I(inner) I(inner_stride) P(weight) P(out) I(rows) I(width) I(type) D(eps)
+SGL_ARGS(RmsNormArgs, SGL_RMS_NORM_ARGS)
+
+// residual += x, x = the norm of that.
+#define SGL_ADD_RMS_NORM_ARGS(P, I, D) \
+    P(x) I(x_stride) P(residual) I(residual_stride) P(weight) I(rows) I(width) I(type) D(eps)
+SGL_ARGS(AddRmsNormArgs, SGL_ADD_RMS_NORM_ARGS)
+
+#define SGL_LAYER_NORM_ARGS(P, I, D) P(x) I(x_stride) P(weight) P(bias) P(out) I(rows) I(width) I(type) D(eps)
+SGL_ARGS(LayerNormArgs, SGL_LAYER_NORM_ARGS)
+
+// out [rows, width]; x [rows, 2 * width] for silu_and_mul, [rows, width] for gelu.
+#define SGL_ACTIVATION_ARGS(P, I, D) P(x) I(x_stride) P(out) I(rows) I(width) I(type)
+SGL_ARGS(ActivationArgs, SGL_ACTIVATION_ARGS)
+
+// q and k rotated to q_out and k_out, v copied to v_out (none if v is null). k_out and v_out have `store_type` and are
+// rows of a cache where `cells` is not null; else k_out's rows are those of k. Norms of each head before, where q_norm is
+// not null. cos_sin [.., rotary_dim] f32: cosines, then sines.
+#define SGL_ROTATE_ARGS(P, I, D)                                                                               \
+    P(q) I(q_stride) P(k) I(k_stride) P(v) I(v_stride) P(q_out) P(k_out) P(v_out) I(out_stride) P(cells)       \
+    I(cells_bytes) P(positions) I(positions_bytes) P(cos_sin) I(cos_sin_stride) P(q_norm) P(k_norm) D(eps)     \
+    I(tokens) I(q_heads) I(kv_heads) I(head_dim) I(rotary_dim) I(type) I(store_type)
+SGL_ARGS(RotateArgs, SGL_ROTATE_ARGS)
+
+// Rows of x cast into rows of out, and of y into second, which may be null; row r goes to row cells[r] where cells is not
+// null.
+#define SGL_COPY_ROWS_ARGS(P, I, D)                                                                         \
+    P(x) I(x_stride) P(y) I(y_stride) P(out) P(second) I(out_stride) P(cells) I(cells_bytes) I(rows) I(width) \
+    I(type) I(out_type)
+SGL_ARGS(CopyRowsArgs, SGL_COPY_ROWS_ARGS)
+
+// out[r] = weight[ids[r]]: rows of row_bytes.
+#define SGL_EMBEDDING_ARGS(P, I, D) P(ids) I(ids_bytes) P(weight) I(weight_stride) P(out) I(rows) I(row_bytes)
+SGL_ARGS(EmbeddingArgs, SGL_EMBEDDING_ARGS)
+
+// out[t] = page_table[slots[t], positions[t] / page_size] * page_size + positions[t] % page_size.
+#define SGL_CACHE_LOCATIONS_ARGS(P, I, D) \
+    P(page_table) I(table_stride) P(slots) P(positions) I(page_size) P(out) I(out_bytes) I(tokens)
+SGL_ARGS(CacheLocationsArgs, SGL_CACHE_LOCATIONS_ARGS)
+
+// The k largest of softmax(logits), largest first, of equal ones the first; weights of `type`, ids i64.
+#define SGL_ROUTING_ARGS(P, I, D) P(logits) I(stride) P(weights) P(ids) I(tokens) I(experts) I(k) I(normalize) I(type)
+SGL_ARGS(RoutingArgs, SGL_ROUTING_ARGS)
+
+// out[t] = the sum over k of weights[t, k] * w2[e] silu_and_mul(w13[e] hidden[t]), e = ids[t, k], none where that is -1.
+// w13 [experts, 2 * inner, hidden_size], w2 [experts, hidden_size, inner], weights and ids [tokens, choices], contiguous.
+#define SGL_MOE_ARGS(P, I, D)                                                                                   \
+    P(hidden) I(hidden_stride) P(weights) P(ids) I(ids_bytes) P(w13) P(w2) P(out) I(tokens) I(choices) I(experts) \
+    I(hidden_size) I(inner) I(type)
+SGL_ARGS(MoeArgs, SGL_MOE_ARGS)
+
+namespace sgl::SGL_ISA {
+
+void rms_norm(const RmsNormArgs& args, Pool& pool);
+void add_rms_norm(const AddRmsNormArgs& args, Pool& pool);
+void layer_norm(const LayerNormArgs& args, Pool& pool);
+void silu_and_mul(const ActivationArgs& args, Pool& pool);
+void gelu(const ActivationArgs& args, Pool& pool);
+void rotate(const RotateArgs& args, Pool& pool);
+void copy_rows(const CopyRowsArgs& args, Pool& pool);
+void embedding(const EmbeddingArgs& args, Pool& pool);
+void cache_locations(const CacheLocationsArgs& args, Pool& pool);
+void top_k_routing(const RoutingArgs& args, Pool& pool);
+void moe(const MoeArgs& args, Pool& pool);
+
+}  // namespace sgl::SGL_ISA

@@ -1,0 +1,396 @@
+"""The small operations of the kernel table by the native kernels: norms, activations, rotation, cells, routing.
+
+Float32 and bfloat16 whose last dimension is contiguous are served; everything else goes to the table in plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from sglcore.runtime.kernels.reference import norm_rotary_and_store as torch_norm_rotary_and_store
+from sglcore.runtime.kernels.reference import rotary_and_store as torch_rotary_and_store
+from sglcore_cpu.kernels import torch_kernels
+from sglcore_cpu.native import TYPES, Engine
+
+INDEX_BYTES: Mapping[torch.dtype, int] = MappingProxyType({torch.int32: 4, torch.int64: 8})
+
+Rows = tuple[int, int, int, int, int]
+"""Number of rows; elements from one outer row to the next; inner rows of each; elements between those; row width."""
+
+
+class Operations:
+    """Entries of the kernel table, each as the table says, on one engine. Every one waits until its result is there."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._empty = engine.empty
+        self._torch = torch_kernels()
+        self._rms_norm, self._add_rms_norm, self._layer_norm, self._silu_and_mul, self._gelu = (
+            engine.kernel(name).bind() for name in ("rms_norm", "add_rms_norm", "layer_norm", "silu_and_mul", "gelu")
+        )
+        self._rotate, self._copy_rows, self._embedding, self._cache_locations, self._routing, self._moe = (
+            engine.kernel(name).bind()
+            for name in ("rotate", "copy_rows", "embedding", "cache_locations", "top_k_routing", "moe")
+        )
+
+    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Rows of a plain weight of any type."""
+        ids_bytes, strides = INDEX_BYTES.get(ids.dtype), weight.stride()
+        if ids_bytes is None or ids.dim() != 1 or strides[1] != 1 or ids.stride() != (1,):
+            return self._torch.embedding(ids, weight)
+        rows, width, size = ids.numel(), weight.shape[1], weight.element_size()
+        out = self._empty(rows, width, dtype=weight.dtype)
+        self._embedding(
+            ids=ids.data_ptr(),
+            ids_bytes=ids_bytes,
+            weight=weight.data_ptr(),
+            weight_stride=strides[0] * size,
+            out=out.data_ptr(),
+            rows=rows,
+            row_bytes=width * size,
+        )
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Of the last dimension, over any others."""
+        element, rows = TYPES.get(x.dtype), _rows(x)
+        if element is None or rows is None or weight.dtype is not x.dtype or weight.stride() != (1,):
+            return self._torch.rms_norm(x, weight, eps)
+        count, outer_stride, inner, inner_stride, width = rows
+        out = self._empty(*x.shape, dtype=x.dtype)
+        self._rms_norm(
+            x=x.data_ptr(),
+            outer_stride=outer_stride,
+            inner=inner,
+            inner_stride=inner_stride,
+            weight=weight.data_ptr(),
+            out=out.data_ptr(),
+            rows=count,
+            width=width,
+            type=element,
+            eps=eps,
+        )
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Writes both results over the arguments."""
+        element, x_stride, residual_stride = TYPES.get(x.dtype), x.stride(), residual.stride()
+        if element is None or residual.dtype is not x.dtype or weight.dtype is not x.dtype or x.dim() != 2:
+            return self._torch.add_rms_norm(x, residual, weight, eps)
+        if x_stride[1] != 1 or residual_stride[1] != 1 or weight.stride() != (1,):
+            return self._torch.add_rms_norm(x, residual, weight, eps)
+        rows, width = x.shape
+        self._add_rms_norm(
+            x=x.data_ptr(),
+            x_stride=x_stride[0],
+            residual=residual.data_ptr(),
+            residual_stride=residual_stride[0],
+            weight=weight.data_ptr(),
+            rows=rows,
+            width=width,
+            type=element,
+            eps=eps,
+        )
+        return x, residual
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """Mean and variance in two passes, so that a large mean costs no digits."""
+        element, strides = TYPES.get(x.dtype), x.stride()
+        if element is None or len(strides) != 2 or strides[1] != 1 or weight.stride() != (1,) or bias.stride() != (1,):
+            return self._torch.layer_norm(x, weight, bias, eps)
+        if weight.dtype is not x.dtype or bias.dtype is not x.dtype:
+            return self._torch.layer_norm(x, weight, bias, eps)
+        rows, width = x.shape
+        out = self._empty(rows, width, dtype=x.dtype)
+        self._layer_norm(
+            x=x.data_ptr(),
+            x_stride=strides[0],
+            weight=weight.data_ptr(),
+            bias=bias.data_ptr(),
+            out=out.data_ptr(),
+            rows=rows,
+            width=width,
+            type=element,
+            eps=eps,
+        )
+        return out
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """Gate first."""
+        element, strides = TYPES.get(x.dtype), x.stride()
+        if element is None or len(strides) != 2 or strides[1] != 1:
+            return self._torch.silu_and_mul(x)
+        rows, width = x.shape
+        out = self._empty(rows, width // 2, dtype=x.dtype)
+        self._silu_and_mul(
+            x=x.data_ptr(), x_stride=strides[0], out=out.data_ptr(), rows=rows, width=width // 2, type=element
+        )
+        return out
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """With the error function within 3e-7."""
+        element, strides = TYPES.get(x.dtype), x.stride()
+        if element is None or len(strides) != 2 or strides[1] != 1:
+            return self._torch.gelu(x)
+        rows, width = x.shape
+        out = self._empty(rows, width, dtype=x.dtype)
+        self._gelu(x=x.data_ptr(), x_stride=strides[0], out=out.data_ptr(), rows=rows, width=width, type=element)
+        return out
+
+    def rotary(
+        self, q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int
+    ) -> tuple[Tensor, Tensor]:
+        """Into new tensors."""
+        if not _can_rotate(q, k, positions, cos_sin_cache):
+            return self._torch.rotary(q, k, positions, cos_sin_cache, head_dim)
+        out = self._empty(*k.shape, dtype=k.dtype)
+        return self._rotated(q, k, None, positions, cos_sin_cache, head_dim, (out, None, None), (None, None, 0.0)), out
+
+    def rotary_and_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        head_dim: int,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out_cache_loc: Tensor,
+    ) -> Tensor:
+        """Keys go from their projection to their cells."""
+        cells = k_cache, v_cache, out_cache_loc
+        if not _can_rotate(q, k, positions, cos_sin_cache) or not _can_store(q, v, *cells):
+            return torch_rotary_and_store(q, k, v, positions, cos_sin_cache, head_dim, *cells)
+        return self._rotated(q, k, v, positions, cos_sin_cache, head_dim, cells, (None, None, 0.0))
+
+    def norm_rotary_and_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        head_dim: int,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out_cache_loc: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """Queries and keys are read once."""
+        cells, norms = (k_cache, v_cache, out_cache_loc), (q_weight, k_weight, eps)
+        weights_fit = q_weight.dtype is q.dtype is k_weight.dtype and q_weight.stride() == k_weight.stride() == (1,)
+        if not weights_fit or not _can_rotate(q, k, positions, cos_sin_cache) or not _can_store(q, v, *cells):
+            return torch_norm_rotary_and_store(q, k, v, positions, cos_sin_cache, head_dim, *cells, *norms)
+        return self._rotated(q, k, v, positions, cos_sin_cache, head_dim, cells, norms)
+
+    def _rotated(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        head_dim: int,
+        store: tuple[Tensor, Tensor | None, Tensor | None],
+        norms: tuple[Tensor | None, Tensor | None, float],
+    ) -> Tensor:
+        """q rotated; k and v go to `store`: a tensor of k's rows, or caches and cells."""
+        (k_out, v_out, cells), (q_norm, k_norm, eps) = store, norms
+        tokens, width = q.shape
+        out = self._empty(tokens, width, dtype=q.dtype)
+        self._rotate(
+            q=q.data_ptr(),
+            q_stride=q.stride()[0],
+            k=k.data_ptr(),
+            k_stride=k.stride()[0],
+            v=0 if v is None else v.data_ptr(),
+            v_stride=0 if v is None else v.stride()[0],
+            q_out=out.data_ptr(),
+            k_out=k_out.data_ptr(),
+            v_out=0 if v_out is None else v_out.data_ptr(),
+            out_stride=k_out.stride()[0],
+            cells=0 if cells is None else cells.data_ptr(),
+            cells_bytes=0 if cells is None else INDEX_BYTES[cells.dtype],
+            positions=positions.data_ptr(),
+            positions_bytes=INDEX_BYTES[positions.dtype],
+            cos_sin=cos_sin_cache.data_ptr(),
+            cos_sin_stride=cos_sin_cache.stride()[0],
+            q_norm=0 if q_norm is None else q_norm.data_ptr(),
+            k_norm=0 if k_norm is None else k_norm.data_ptr(),
+            eps=eps,
+            tokens=tokens,
+            q_heads=width // head_dim,
+            kv_heads=k.shape[1] // head_dim,
+            head_dim=head_dim,
+            rotary_dim=cos_sin_cache.shape[1],
+            type=TYPES[q.dtype],
+            store_type=TYPES[k_out.dtype],
+        )
+        return out
+
+    def store_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
+        """One pass over both."""
+        if value.stride()[1:] != key.stride()[1:] or not _can_store(key, value, k_cache, v_cache, out_cache_loc):
+            return self._torch.store_kv(key, value, k_cache, v_cache, out_cache_loc)
+        rows, heads, head_dim = key.shape
+        self._copy_rows(
+            x=key.data_ptr(),
+            x_stride=key.stride()[0],
+            y=value.data_ptr(),
+            y_stride=value.stride()[0],
+            out=k_cache.data_ptr(),
+            second=v_cache.data_ptr(),
+            out_stride=k_cache.stride()[0],
+            cells=out_cache_loc.data_ptr(),
+            cells_bytes=INDEX_BYTES[out_cache_loc.dtype],
+            rows=rows,
+            width=heads * head_dim,
+            type=TYPES[key.dtype],
+            out_type=TYPES[k_cache.dtype],
+        )
+        return None
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x [T, N], its rows strided or not, as a new contiguous tensor of `dtype`."""
+        element, out_type, strides = TYPES.get(x.dtype), TYPES.get(dtype), x.stride()
+        if element is None or out_type is None or len(strides) != 2 or strides[1] != 1:
+            return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        rows, width = x.shape
+        out = self._empty(rows, width, dtype=dtype)
+        self._copy_rows(
+            x=x.data_ptr(),
+            x_stride=strides[0],
+            y=0,
+            y_stride=0,
+            out=out.data_ptr(),
+            second=0,
+            out_stride=width,
+            cells=0,
+            cells_bytes=0,
+            rows=rows,
+            width=width,
+            type=element,
+            out_type=out_type,
+        )
+        return out
+
+    def cache_locations(
+        self, page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int, out: Tensor
+    ) -> None:
+        """On the calling thread, but for very long prompts."""
+        out_bytes, table_stride = INDEX_BYTES.get(out.dtype), page_table.stride()
+        is_plain = slots.stride() == positions.stride() == out.stride() == (1,) and table_stride[1] == 1
+        are_int32 = page_table.dtype is slots.dtype is positions.dtype is torch.int32
+        if out_bytes is None or not is_plain or not are_int32:
+            return self._torch.cache_locations(page_table, slots, positions, page_size, out)
+        self._cache_locations(
+            page_table=page_table.data_ptr(),
+            table_stride=table_stride[0],
+            slots=slots.data_ptr(),
+            positions=positions.data_ptr(),
+            page_size=page_size,
+            out=out.data_ptr(),
+            out_bytes=out_bytes,
+            tokens=out.numel(),
+        )
+        return None
+
+    def top_k_routing(self, logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+        """Of equal logits the first expert is chosen first."""
+        element, strides = TYPES.get(logits.dtype), logits.stride()
+        if element is None or strides[1] != 1:
+            return self._torch.top_k_routing(logits, k, normalize)
+        tokens, experts = logits.shape
+        weights = self._empty(tokens, k, dtype=logits.dtype)
+        ids = self._empty(tokens, k, dtype=torch.int64)
+        self._routing(
+            logits=logits.data_ptr(),
+            stride=strides[0],
+            weights=weights.data_ptr(),
+            ids=ids.data_ptr(),
+            tokens=tokens,
+            experts=experts,
+            k=k,
+            normalize=int(normalize),
+            type=element,
+        )
+        return weights, ids
+
+    def moe(self, hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        """Of each chosen expert's plain weights, one pass over both."""
+        element, ids_bytes = TYPES.get(hidden.dtype), INDEX_BYTES.get(ids.dtype)
+        parts = weights, ids, w13, w2
+        is_plain = hidden.stride()[1] == 1 and all(part.is_contiguous() for part in parts)
+        if element is None or ids_bytes is None or not is_plain or not _same_dtype(hidden, weights, w13, w2):
+            return self._torch.moe(hidden, *parts)
+        tokens, hidden_size = hidden.shape
+        out = self._empty(tokens, hidden_size, dtype=hidden.dtype)
+        self._moe(
+            hidden=hidden.data_ptr(),
+            hidden_stride=hidden.stride()[0],
+            weights=weights.data_ptr(),
+            ids=ids.data_ptr(),
+            ids_bytes=ids_bytes,
+            w13=w13.data_ptr(),
+            w2=w2.data_ptr(),
+            out=out.data_ptr(),
+            tokens=tokens,
+            choices=ids.shape[1],
+            experts=w13.shape[0],
+            hidden_size=hidden_size,
+            inner=w2.shape[2],
+            type=element,
+        )
+        return out
+
+
+def _same_dtype(first: Tensor, *others: Tensor) -> bool:
+    return all(other.dtype is first.dtype for other in others)
+
+
+def _rows(x: Tensor) -> Rows | None:
+    """The rows of x, or None if one pair of strides can not say where they are."""
+    shape, strides = x.shape, x.stride()
+    if len(shape) == 2 and strides[1] == 1:
+        return shape[0], strides[0], 1, 0, shape[1]
+    if len(shape) == 3 and strides[2] == 1:
+        return shape[0] * shape[1], strides[0], max(shape[1], 1), strides[1], shape[2]
+    if not shape or not x.is_contiguous():
+        return None
+    width = shape[-1]
+    return x.numel() // max(width, 1), width, 1, 0, width
+
+
+def _can_rotate(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> bool:
+    return (
+        q.dtype in TYPES
+        and k.dtype is q.dtype
+        and q.stride()[1] == 1
+        and k.stride()[1] == 1
+        and positions.dtype in INDEX_BYTES
+        and positions.stride() == (1,)
+        and cos_sin_cache.dtype is torch.float32
+        and cos_sin_cache.stride()[1] == 1
+    )
+
+
+def _can_store(like: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> bool:
+    """v [T, heads * D] or [T, heads, D] can go to cells of both caches in one pass."""
+    strides, head_dim = k_cache.stride(), k_cache.shape[2]
+    return (
+        like.dtype in TYPES
+        and v.dtype is like.dtype
+        and v.stride()[1:] in ((1,), (head_dim, 1))
+        and k_cache.dtype in TYPES
+        and v_cache.dtype is k_cache.dtype
+        and strides == v_cache.stride()
+        and strides[1:] == (head_dim, 1)
+        and out_cache_loc.dtype in INDEX_BYTES
+        and out_cache_loc.stride() == (1,)
+    )

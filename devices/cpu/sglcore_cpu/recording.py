@@ -1,0 +1,209 @@
+"""A step as a list: kernel calls as they were made, and between them what torch itself computed.
+
+Kernels do not run while a step is recorded: their results are zeros, so that recording a large batch costs no more than a
+small one. Views are addresses and cost nothing at replay. Results of kernels share an arena: memory whose last tensor is gone serves
+a later result of the same step, as it would have in the step itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sglcore_cpu.native import Engine, Program, recorder
+
+ALIGNMENT = 64
+READS = frozenset(("aten::_local_scalar_dense", "aten::item", "aten::nonzero"))
+"""Operations whose result the host would have to know: their replay could take another way."""
+
+
+class NotCapturable(RuntimeError):
+    """A step that can not be replayed; the text names the operation."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostCall:
+    """What torch computed between two kernels: at replay it is computed again, into the same `results`."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    results: tuple[Tensor, ...]
+
+    def run(self) -> None:
+        """Compute it again."""
+        again = self.function(*self.arguments, **self.named)
+        for kept, fresh in zip(self.results, _tensors(again), strict=True) if self.results else ():
+            kept.copy_(fresh)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCalls:
+    """The calls [first, last) of the program."""
+
+    program: Program
+    first: int
+    last: int
+
+    def run(self) -> None:
+        """Run them."""
+        self.program.run(self.first, self.last)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Memory that was only made, and whose address a kernel may have."""
+
+    tensors: tuple[Tensor, ...]
+
+    def run(self) -> None:
+        """Nothing is to be done again."""
+
+
+class Block:
+    """A piece of memory, uint8 at a multiple of 64 bytes, and the tensor that it serves."""
+
+    __slots__ = ("memory", "user")
+
+    def __init__(self, size: int) -> None:
+        # Not by torch, which is being recorded.
+        whole = np.zeros(size + ALIGNMENT, dtype=np.uint8)
+        start = -whole.ctypes.data % ALIGNMENT
+        self.memory = whole[start : start + size]
+        self.user: StorageWeakRef | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Its last tensor is gone."""
+        return self.user is None or self.user.expired()
+
+    def lend(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor of zeros with a storage of its own over this memory."""
+        size = _size(shape, dtype)
+        held = self.memory[: max(size, dtype.itemsize)]
+        held[:] = 0
+        tensor = torch.frombuffer(held.data, dtype=dtype)
+        self.user = StorageWeakRef(tensor.untyped_storage())
+        return tensor[: size // dtype.itemsize].view(tuple(shape))
+
+
+class StepArena:
+    """Blocks for the results of steps that never run at the same time."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Block] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all blocks."""
+        return sum(block.memory.size for block in self._blocks)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The smallest free block that holds it, or a new one."""
+        size = max(ALIGNMENT, -(-_size(shape, dtype) // ALIGNMENT) * ALIGNMENT)
+        fitting = [block for block in self._blocks if block.memory.size >= size and block.is_free]
+        block = min(fitting, key=lambda block: block.memory.size, default=None)
+        if block is None:
+            block = Block(size)
+            self._blocks.append(block)
+        return block.lend(shape, dtype)
+
+
+Part = KernelCalls | HostCall | Kept
+
+
+class Watch(TorchDispatchMode):
+    """Tells a recording of every operation of torch; composite ones as what they are made of."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch asks it while the class is made; yes would import its compiler, a second of every start.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        with self:
+            decomposed = func.decompose(*args, **named)
+        if decomposed is not NotImplemented:
+            return decomposed
+        result = func(*args, **named)
+        if not func.is_view:
+            self._recording.keep(func, args, named, result)
+        return result
+
+
+class Recording:
+    """Inside a `with` block: a step's calls become a list of `parts`."""
+
+    def __init__(self, arena: StepArena) -> None:
+        self.parts: list[Part] = []
+        self._arena = arena
+        self._watch = Watch(self)
+        self._program: Program | None = None
+        self._engine: Engine | None = None
+        self._begun = 0
+
+    def __enter__(self) -> Recording:
+        self._token = recorder.set(self)
+        self._watch.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._watch.__exit__(*error)
+        recorder.reset(self._token)
+        self._end_kernels()
+
+    def add(self, engine: Engine, kernel: int, arguments: bytes) -> None:
+        """A kernel call. Raises NotCapturable if it belongs to another engine than the one before."""
+        if self._engine is None or self._program is None:
+            self._engine, self._program = engine, engine.program()
+        if self._engine is not engine:
+            raise NotCapturable("one step calls the kernels of two engines; found a second, wanted one")
+        self._program.add(kernel, arguments)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for a kernel's result, from the arena."""
+        return self._arena.empty(shape, dtype)
+
+    def keep(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+        """An operation that torch computed. Raises NotCapturable if its result goes to the host."""
+        name, results = func._schema.name, _tensors(result)
+        if name in READS or not (results or func._schema.is_mutable):
+            raise NotCapturable(
+                f"{name} gives the host a value in the middle of a step; run it eagerly with --graph off"
+            )
+        if name.startswith("aten::empty"):
+            self.parts.append(Kept(results))
+            return
+        self._end_kernels()
+        self.parts.append(HostCall(func, args, named, () if func._schema.is_mutable else results))
+
+    def _end_kernels(self) -> None:
+        if self._program is None or len(self._program) == self._begun:
+            return
+        self.parts.append(KernelCalls(self._program, self._begun, len(self._program)))
+        self._begun = len(self._program)
+
+
+def _tensors(result: Any) -> tuple[Tensor, ...]:
+    """What an operation gave, as the tensors that are in it."""
+    parts = result if isinstance(result, tuple | list) else (result,)
+    return tuple(part for part in parts if isinstance(part, Tensor))
+
+
+def _size(shape: Sequence[int], dtype: torch.dtype) -> int:
+    count = dtype.itemsize
+    for extent in shape:
+        count *= extent
+    return count

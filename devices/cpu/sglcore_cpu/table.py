@@ -1,0 +1,188 @@
+"""The kernel table of the native kernels, over torch's where they do not serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglcore.device.errors import ConfigError
+from sglcore.runtime.attention.contract import Unavailable
+from sglcore.runtime.kernels.table import KernelTable, QuantizedCodes
+from sglcore_cpu.draw import NativeDraw
+from sglcore_cpu.kernels import linear as torch_linear
+from sglcore_cpu.kernels import torch_kernels
+from sglcore_cpu.kv_pool import Int8Store
+from sglcore_cpu.native import Engine, recorder
+from sglcore_cpu.operations import Operations
+from sglcore_cpu.packed import PackedWeight
+from sglcore_cpu.panels import pack, pack_parts
+from sglcore_cpu.quantized_form import pack_quantized, quantize
+
+TILED = ("amx",)
+"""Where torch's grouped products use instructions that the native experts do not."""
+MANY_ROWS = 16
+"""Rows for each expert from which a tile is full."""
+BITS: Mapping[str, int] = MappingProxyType({"int8": 8, "int4": 4})
+SERVED = (torch.float32, torch.bfloat16)
+"""Element types that the native kernels compute in."""
+
+
+class NativeLinear:
+    """Products with packed weights; plain ones, such as float16's, go to torch."""
+
+    def __init__(self, engine: Engine, operations: Operations) -> None:
+        self.engine = engine
+        self._embedding = operations.embedding
+        self._silu_and_mul = operations.silu_and_mul
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """As the table's entry."""
+        if isinstance(weight, PackedWeight):
+            return weight.form.multiply(x, bias)
+        return torch_linear(x, weight, bias)
+
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """As the table's entry; in two passes where the weight's form has none for both."""
+        gated = weight.form.multiply_gated(x) if isinstance(weight, PackedWeight) else None
+        return self._silu_and_mul(self.linear(x, weight, None)) if gated is None else gated
+
+    def head(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """As the table's entry."""
+        if isinstance(weight, PackedWeight):
+            return weight.form.multiply(hidden, None, wide=True)
+        return torch_linear(hidden, weight, None).float()
+
+    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """As the table's entry, of plain and packed weights."""
+        if isinstance(weight, PackedWeight):
+            return weight.form.rows(ids, weight.dtype)
+        return self._embedding(ids, weight)
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """Panels, where the native kernels compute in its type."""
+        return pack(self.engine, weight) if weight.dtype in SERVED else weight
+
+    def pack_parts(self, parts: Sequence[Tensor], done: Callable[[int], None]) -> Tensor | None:
+        """As the table's entry."""
+        return pack_parts(self.engine, parts, done)
+
+    def pack_quantized(self, quantized: QuantizedCodes) -> Tensor:
+        """As the table's entry."""
+        check_served(quantized.dtype)
+        codes, scales, zeros = quantized.codes, quantized.scales, quantized.zeros
+        return pack_quantized(self.engine, codes, scales, zeros, quantized.bits, quantized.group, quantized.dtype)
+
+    def quantize(self, weight: Tensor, kind: str) -> Tensor:
+        """As the table's entry."""
+        check_served(weight.dtype)
+        return quantize(self.engine, weight, BITS[kind])
+
+
+def check_served(dtype: torch.dtype) -> None:
+    """Raise ConfigError for a type in which weights of 8 or 4 bits can not be multiplied."""
+    if dtype not in SERVED:
+        raise ConfigError(
+            f"weights of 8 or 4 bits are multiplied in bfloat16 or float32; found the dtype {dtype}".replace(
+                "torch.", ""
+            ),
+            remedy="--dtype bfloat16",
+        )
+
+
+class NativeExperts:
+    """Prompts go to torch's grouped products where those use tiles; a recorded step always to the native kernel, which
+    needs no memory of its own in the record."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._native, self._torch = operations.moe, torch_kernels().moe
+
+    def __call__(self, hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        """As the table's entry `moe`."""
+        is_large = ids.numel() >= MANY_ROWS * w13.shape[0] and recorder.get() is None
+        return (self._torch if is_large else self._native)(hidden, weights, ids, w13, w2)
+
+
+class NativeCells:
+    """Stores into cells of the model's own type, or of 8 bits."""
+
+    def __init__(self, engine: Engine, operations: Operations) -> None:
+        self._operations = operations
+        self.store = Int8Store(engine, operations.store_kv)
+
+    def rotary_and_store(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, head_dim: int, *cells: Tensor
+    ) -> Tensor:
+        """As the table's entry; in two passes where cells have 8 bits."""
+        if cells[0].dtype is not torch.uint8:
+            return self._operations.rotary_and_store(q, k, v, positions, cos_sin, head_dim, *cells)
+        q, k = self._operations.rotary(q, k, positions, cos_sin, head_dim)
+        heads = (k.shape[0], k.shape[1] // head_dim, head_dim)
+        self.store(k.view(heads), v.unflatten(1, heads[1:]), *cells)
+        return q
+
+    def norm_rotary_and_store(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, head_dim: int, *rest: Any
+    ) -> Tensor:
+        """As the table's entry; in as many passes as there are parts where cells have 8 bits."""
+        cells, (q_weight, k_weight, eps) = rest[:3], rest[3:]
+        if cells[0].dtype is not torch.uint8:
+            return self._operations.norm_rotary_and_store(q, k, v, positions, cos_sin, head_dim, *rest)
+        q, k = self._normed(q, q_weight, eps), self._normed(k, k_weight, eps)
+        return self.rotary_and_store(q, k, v, positions, cos_sin, head_dim, *cells)
+
+    def _normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        heads = x.unflatten(1, (x.shape[1] // weight.shape[0], weight.shape[0]))
+        return self._operations.rms_norm(heads, weight, eps).view(x.shape)
+
+
+def native_table(engine: Engine) -> KernelTable:
+    """Every entry that the engine serves; the others are torch's."""
+    operations = Operations(engine)
+    linear, cells, draw = NativeLinear(engine, operations), NativeCells(engine, operations), NativeDraw(engine)
+    return torch_kernels().replace(
+        linear=linear.linear,
+        gated_linear=linear.gated_linear,
+        pack_linear=linear.pack,
+        pack_head=linear.pack,
+        pack_parts=linear.pack_parts,
+        pack_quantized=linear.pack_quantized,
+        quantize_linear=linear.quantize,
+        head=linear.head,
+        embedding=linear.embedding,
+        rms_norm=operations.rms_norm,
+        add_rms_norm=operations.add_rms_norm,
+        layer_norm=operations.layer_norm,
+        silu_and_mul=operations.silu_and_mul,
+        gelu=operations.gelu,
+        rotary=operations.rotary,
+        rotary_and_store=cells.rotary_and_store,
+        norm_rotary_and_store=cells.norm_rotary_and_store,
+        store_kv=cells.store,
+        cache_locations=operations.cache_locations,
+        top_k_routing=operations.top_k_routing,
+        draw=draw,
+        greedy=draw.greedy,
+        moe=NativeExperts(operations) if engine.instruction_set in TILED else operations.moe,
+    )
+
+
+def is_native(kernels: KernelTable) -> bool:
+    """Made by `native_table`."""
+    return _owner(kernels) is not None
+
+
+def engine_of(kernels: KernelTable) -> Engine:
+    """The engine of a native table; raises Unavailable for any other, so that attention is chosen among the rest."""
+    owner = _owner(kernels)
+    if owner is None:
+        raise Unavailable("it needs the native kernels, which do not serve here; the row `kernels` says why")
+    return owner.engine
+
+
+def _owner(kernels: KernelTable) -> NativeLinear | None:
+    owner = kernels.linear.__self__ if isinstance(kernels.linear, MethodType) else None
+    return owner if isinstance(owner, NativeLinear) else None

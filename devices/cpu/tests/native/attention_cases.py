@@ -1,0 +1,175 @@
+"""Random requests over random pages for the native attention kernels, in guarded memory, and what must come of them.
+
+The pool holds NaN in every cell that is no row's own; the oracle works each query out by itself in float64.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from devices.cpu.tests.native.guarded import guarded, guarded_copy
+from sglcore_cpu.attention import CELL_TYPES
+from sglcore_cpu.kv_pool import read_int8
+from sglcore_cpu.native import Engine
+from tests.attention.rows import Heads, visible
+
+FLOAT, HALF, BYTE = torch.float32, torch.bfloat16, torch.uint8
+BOUNDS = {FLOAT: 2e-5, HALF: 1e-2}
+"""Of results of that type, absolute and relative: the rounding of a result of bf16, and of probabilities before it."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """`rows` hold (tokens before, tokens now) of each request; `padding` rows of slot 0 follow, one token each."""
+
+    rows: Sequence[tuple[int, int]]
+    heads: Heads = Heads()
+    page_size: int = 4
+    dtype: torch.dtype = FLOAT
+    cells: torch.dtype = FLOAT
+    padding: int = 0
+    seed: int = 0
+
+
+@dataclass
+class Case:
+    """Everything that a kernel is given, and the rows' keys and values [length, kv_heads, dim] as they are in the cells."""
+
+    ask: Ask
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    page_table: Tensor
+    slots: Tensor
+    seq_lens: Tensor
+    starts: Tensor
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    checks: list[Callable[[], None]] = field(default_factory=list)
+
+    def arguments(self, kernel: str, out: Tensor) -> dict[str, float]:
+        """Those of `paged_decode` or `paged_prefill`."""
+        heads = self.ask.heads
+        more = {"starts": self.starts.data_ptr()} if kernel == "paged_prefill" else {}
+        return {
+            "q": self.q.data_ptr(),
+            "q_stride": self.q.stride(0),
+            "q_type": CELL_TYPES[self.q.dtype],
+            "keys": self.k_cache.data_ptr(),
+            "values": self.v_cache.data_ptr(),
+            "kv_type": CELL_TYPES[self.k_cache.dtype],
+            "page_table": self.page_table.data_ptr(),
+            "table_stride": self.page_table.stride(0),
+            "slots": self.slots.data_ptr(),
+            "seq_lens": self.seq_lens.data_ptr(),
+            "out": out.data_ptr(),
+            "rows": len(self.slots),
+            "tokens": len(self.q),
+            "heads": heads.heads,
+            "kv_heads": heads.kv_heads,
+            "dim": heads.dim,
+            "page_size": self.ask.page_size,
+            "window": heads.window or 0,
+            "scaling": heads.scaling or heads.dim**-0.5,
+            **more,
+        }
+
+    def run(self, engine: Engine, kernel: str, **changes: float) -> Tensor:
+        """The kernel's result [T, heads * dim]; `changes` are arguments that are given instead of the true ones."""
+        out, check = guarded(self.q.shape, self.q.dtype)
+        engine.kernel(kernel).bind()(**self.arguments(kernel, out) | changes)
+        for one in (check, *self.checks):
+            one()
+        return out
+
+    def expected(self) -> Tensor:
+        """float64 [T, heads * dim]; zero for padding."""
+        heads, outs, first = self.ask.heads, [], 0
+        for (_, new), keys, values in zip(self.ask.rows, self.keys, self.values, strict=True):
+            query = self.q[first : first + new].double().view(new, heads.heads, heads.dim)
+            outs.append(dense(query, keys.double(), values.double(), heads).flatten(1))
+            first += new
+        outs.append(torch.zeros(len(self.q) - first, heads.heads * heads.dim, dtype=torch.float64))
+        return torch.cat(outs)
+
+    def check(self, found: Tensor) -> None:
+        """It is what the oracle gives."""
+        bound = BOUNDS[found.dtype]
+        torch.testing.assert_close(found.double(), self.expected(), atol=bound, rtol=bound)
+
+
+def dense(query: Tensor, keys: Tensor, values: Tensor, heads: Heads) -> Tensor:
+    """query [n, heads, dim] over keys and values [length, kv_heads, dim]; returns query's shape."""
+    group = heads.heads // heads.kv_heads
+    keys, values = (part.repeat_interleave(group, 1).transpose(0, 1) for part in (keys, values))
+    scores = query.transpose(0, 1) @ keys.transpose(1, 2) * (heads.scaling or heads.dim**-0.5)
+    mask = visible(keys.shape[1], len(query), heads.window)
+    return (torch.softmax(scores.masked_fill(~mask, -torch.inf), -1) @ values).transpose(0, 1)
+
+
+def make_case(ask: Ask) -> Case:
+    """Slots and pages are drawn at random; every buffer is guarded, rows of q lie apart."""
+    rng = random.Random(ask.seed)
+    torch.manual_seed(ask.seed)
+    needed = [math.ceil((prefix + new) / ask.page_size) for prefix, new in ask.rows]
+    pages = rng.sample(range(1, sum(needed) + 4), sum(needed))
+    slots = rng.sample(range(1, len(ask.rows) + 3), len(ask.rows))
+    tokens = sum(new for _, new in ask.rows) + ask.padding
+    width, checks = ask.heads.heads * ask.heads.dim, []
+
+    def place(tensor: Tensor, gap: int = 0, offset: int = 0) -> Tensor:
+        made, check = guarded_copy(tensor, offset, gap)
+        checks.append(check)
+        return made
+
+    table = torch.zeros(len(ask.rows) + 3, max(needed, default=1), dtype=torch.int32)
+    caches = [foreign_cells(ask, (sum(needed) + 4) * ask.page_size) for _ in range(2)]
+    none = torch.empty(0)
+    case = Case(ask, none, none, none, none, none, none, none, checks=checks)
+    for (prefix, new), slot, count in zip(ask.rows, slots, needed, strict=True):
+        own, pages = torch.tensor(pages[:count]), pages[count:]
+        table[slot, :count] = own
+        where = torch.arange(prefix + new)
+        cells = own[where // ask.page_size] * ask.page_size + where % ask.page_size
+        for cache, kept in zip(caches, (case.keys, case.values), strict=True):
+            kept.append(fill(cache, cells, ask))
+    new = torch.tensor([0, *(new for _, new in ask.rows), *[1] * ask.padding]).cumsum(0)
+    lengths = [prefix + new for prefix, new in ask.rows] + [1] * ask.padding
+    q = torch.randn(tokens, width).to(ask.dtype)
+    q[tokens - ask.padding :] = torch.nan
+    case.q = place(q, gap=rng.choice((0, 3, 16)), offset=rng.choice((0, 1, 8)))
+    case.k_cache, case.v_cache = (place(cache) for cache in caches)
+    case.page_table, case.starts = place(table), place(new.int())
+    case.slots, case.seq_lens = (
+        place(torch.tensor(values, dtype=torch.int32)) for values in (slots + [0] * ask.padding, lengths)
+    )
+    return case
+
+
+def foreign_cells(ask: Ask, count: int) -> Tensor:
+    """Cells that hold NaN; those of bytes hold codes with a scale of NaN."""
+    shape = (count, ask.heads.kv_heads, ask.heads.dim)
+    if ask.cells is not BYTE:
+        return torch.full(shape, torch.nan, dtype=ask.cells)
+    return with_scales(torch.randint(-127, 128, shape, dtype=torch.int8), torch.full((*shape[:2], 1), torch.nan))
+
+
+def fill(cache: Tensor, cells: Tensor, ask: Ask) -> Tensor:
+    """Random elements for these cells; returns them as attention takes them for, float32."""
+    shape = (len(cells), ask.heads.kv_heads, ask.heads.dim)
+    if ask.cells is BYTE:
+        cache[cells] = with_scales(torch.randint(-127, 128, shape, dtype=torch.int8), torch.rand(*shape[:2], 1) / 64)
+        return read_int8(cache[cells])
+    cache[cells] = torch.randn(shape).to(ask.cells)
+    return cache[cells].float()
+
+
+def with_scales(codes: Tensor, scales: Tensor) -> Tensor:
+    """Cells of bytes."""
+    return torch.cat([codes.view(BYTE), scales.view(BYTE)], dim=-1)

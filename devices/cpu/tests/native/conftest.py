@@ -1,0 +1,47 @@
+"""For tests of native kernels: `library`, which stands in for every instruction set, and `engine`, once for each.
+
+A run that brings a library of its own (see `run_with.py`) registers it as a plugin.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from devices.cpu.tests.native.far import FarLibrary
+from devices.cpu.tests.native.libraries import PLUGIN, GivenLibrary, emulated, loaded
+from sglcore_cpu.compile import Variant
+from sglcore_cpu.native import Engine, Library
+
+CAPABILITIES = {"avx2": "AVX2 with FMA and F16C", "neon": "NEON with bf16, i8mm and dotprod"}
+ABOVE = "AVX-512 (F, BW, VL, DQ), by which the others are emulated"
+
+
+def given(config: pytest.Config) -> GivenLibrary | None:
+    """The library that this run brought."""
+    plugin = config.pluginmanager.get_plugin(PLUGIN)
+    return plugin if isinstance(plugin, GivenLibrary) else None
+
+
+@pytest.fixture(scope="session")
+def library(pytestconfig: pytest.Config) -> Library | FarLibrary:
+    """Every topic for every instruction set of this kind of machine. Waits, minutes where it must be built."""
+    own = given(pytestconfig)
+    return own.library if own else loaded(emulated())
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`engine` once for each instruction set, with one thread and with two."""
+    if "engine" in metafunc.fixturenames:
+        own = given(metafunc.config)
+        names = own.names if own else [one.name for one in Variant().instruction_sets]
+        cases = [(name, threads) for name in names for threads in (own.threads if own else (1, 2))]
+        metafunc.parametrize("engine", cases, indirect=True, ids=[f"{name}-{threads}" for name, threads in cases])
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, library: Library) -> Engine:
+    """The kernels of one instruction set, with one thread or two."""
+    name, threads = request.param
+    if name not in library.usable():
+        pytest.skip(f"this processor lacks {CAPABILITIES.get(name, ABOVE)}")
+    return library.engine(name, threads)

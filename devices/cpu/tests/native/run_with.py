@@ -1,0 +1,80 @@
+"""Runs the tests of native kernels in a process of its own with a library that is given, and fewer examples of each.
+
+    python devices/cpu/tests/native/run_with.py KIND PATH [pytest's words]
+
+KIND is `here` for a library of this kind of machine, which a sanitizer may need loaded before Python, or `far` for the
+driver of another kind under an emulator.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from ci.lanes import ROOT
+from ci.run import NO_PLUGINS
+from devices.cpu.tests.native.far import FarLibrary
+from devices.cpu.tests.native.libraries import PLUGIN, GivenLibrary, loaded
+
+FOLDER = Path(__file__).parent
+OTHERS = ("compile", "pool_stress", "sanitized", "arm")
+"""Tests that build programs themselves."""
+EXAMPLES = 4
+TAIL = 6000
+WORKERS = 2
+
+
+class Given:
+    """Pytest's plugin that brings the library and makes examples few."""
+
+    def __init__(self, library: GivenLibrary) -> None:
+        self._library = library
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Before anything is collected."""
+        config.pluginmanager.register(self._library, PLUGIN)
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Whatever a test asks for itself."""
+        for item in items:
+            function = getattr(item, "obj", None)  # foreign: pytest's name for a test's function
+            asked = getattr(function, "_hypothesis_internal_use_settings", None)  # foreign: hypothesis has no other way
+            if function is not None and asked is not None and asked.max_examples > EXAMPLES:
+                function._hypothesis_internal_use_settings = settings(asked, max_examples=EXAMPLES)
+
+
+def child(kind: str, path: Path, *words: str, preload: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """This program in a child process; its output is in `stdout`. Waits, minutes."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if preload:
+        environment |= {"LD_PRELOAD": " ".join(preload), "ASAN_OPTIONS": "detect_leaks=0"}
+    command = [sys.executable, str(Path(__file__)), kind, str(path), *words]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Pytest's status."""
+    kind, path, *words = arguments
+    if kind == "far":
+        library: GivenLibrary = GivenLibrary(FarLibrary(Path(path)), ("neon",))
+    else:
+        here = loaded(Path(path))
+        library = GivenLibrary(here, here.usable(), (2,))
+    ignored = [f"--ignore-glob={FOLDER}/test_native_{other}*.py" for other in OTHERS]
+    chosen = words or [str(FOLDER)]
+    # Without capture of file descriptors, so that what a sanitizer says as it ends the process is not lost.
+    return pytest.main(
+        ["--capture=sys", "-n0", "-v", "--tb=short", *NO_PLUGINS.split(), *ignored, *chosen], plugins=[Given(library)]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,109 @@
+"""The model laws in bfloat16, the type that most people run: eager and recorded steps, forced instruction sets.
+
+Log-probabilities are compared with transformers' in float32 on the same rounded weights; rounding activations to bfloat16
+moves them by hundredths, a wrong mask, page or row by whole units.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from devices.cpu.tests.native.libraries import emulated, loaded
+from sglcore_cpu import bring_up
+from sglcore_cpu.choice import load_library
+from sglcore_cpu.compile import Variant
+from tests.checkpoints import save
+from tests.laws.engine import TokenEngine, random_prompts
+from tests.laws.test_model_laws import ARCHITECTURES
+
+TOLERANCE = 0.15
+
+
+class Rounded:
+    """A saved checkpoint whose weights are bfloat16 values, and its oracle."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.oracle = ARCHITECTURES[name]()
+        with torch.no_grad():
+            for parameter in self.oracle.parameters():
+                parameter.copy_(parameter.bfloat16().float())
+        self.folder = save(self.oracle, folder)
+
+    def check(self, **settings: Any) -> set[str]:
+        """Ragged requests in chunks that join late and share prefixes; gives the paths of the steps."""
+        defaults: dict[str, Any] = {
+            "dtype": "bfloat16",
+            "max_batch_tokens": 24,
+            "graph_buckets": (1, 4),
+            "poison": True,
+        }
+        engine = TokenEngine(self.folder, **{**defaults, **settings})
+        try:
+            prompts = random_prompts(5, (3, 19, 33))
+            results = engine.run(prompts, 8, score_prompts=True, stagger=2)
+            results += engine.run([prompts[2][:21] + [7, 8, 9], prompts[1]], 8, stagger=1)
+        finally:
+            engine.worker.close()
+        for result in results:
+            compare(result, self.oracle)
+        return engine.paths
+
+
+def compare(result: Any, oracle: Any) -> None:
+    """Every log-probability that was given."""
+    ids = result.prompt + result.tokens
+    with torch.no_grad():
+        expected = oracle(torch.tensor([ids])).logits[0].log_softmax(-1)
+    found = [*result.prompt_logprobs, *result.logprobs]
+    wanted = [float(expected[i - 1, ids[i]]) for i in range(len(ids) - len(found), len(ids))]
+    np.testing.assert_allclose(found, wanted, atol=TOLERANCE, rtol=0)
+
+
+@pytest.fixture(scope="module", params=list(ARCHITECTURES))
+def rounded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rounded]:
+    yield Rounded(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("graph", ["off", "native"])
+def test_log_probabilities_are_those_of_transformers(rounded: Rounded, graph: str) -> None:
+    paths = rounded.check(graph=graph)
+    assert any(path.startswith("native") for path in paths) == (graph == "native")
+
+
+def test_two_threads_change_nothing(rounded: Rounded) -> None:
+    rounded.check(threads=2)
+
+
+@pytest.mark.parametrize("name", [one.name for one in Variant().instruction_sets])
+def test_every_instruction_set_gives_them(rounded: Rounded, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the processor does not announce runs by emulation."""
+    if name not in load_library().usable():
+        choose = functools.partial(bring_up.choose_kernels, load=lambda: loaded(emulated()))
+        monkeypatch.setattr(bring_up, "choose_kernels", choose)
+    rounded.check(kernels=name, graph="native")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"kernels": "torch"}, {"kernels": "reference"}, {"attention_backend": "reference"}]
+)
+def test_slower_ways_give_them_too(rounded: Rounded, settings: dict[str, str]) -> None:
+    assert rounded.check(**settings) == {"eager"}
+
+
+def test_a_wrong_row_would_be_seen(rounded: Rounded) -> None:
+    engine = TokenEngine(rounded.folder, dtype="bfloat16", max_batch_tokens=24)
+    (result,) = engine.run(random_prompts(6, (12,)), 4, score_prompts=True)
+    result.prompt[5] += 1
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        compare(result, rounded.oracle)
+
+
+def test_cells_of_8_bits_stay_close(rounded: Rounded) -> None:
+    rounded.check(kv_cache_dtype="int8", graph="native")

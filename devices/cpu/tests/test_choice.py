@@ -1,0 +1,96 @@
+"""Which kernels serve is said and never changes in silence: native where they can run, torch's with the reason elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglcore.device.errors import ConfigError
+from sglcore_cpu.choice import choose_kernels, load_library
+from sglcore_cpu.native import Library, NativeUnavailable
+from sglcore_cpu.table import is_native
+
+
+@dataclass
+class Announced:
+    """The real library on a processor that announces only some of its instruction sets."""
+
+    names: tuple[str, ...]
+
+    @property
+    def levels(self) -> dict[str, int]:
+        return load_library().levels
+
+    def usable(self) -> tuple[str, ...]:
+        return self.names
+
+    def engine(self, name: str, threads: int, cores: Sequence[Sequence[int]]) -> Any:
+        return load_library().engine(name, threads, cores)
+
+
+def test_the_highest_announced_instruction_set_serves() -> None:
+    table, row = choose_kernels("auto", 1)
+    assert is_native(table)
+    assert row.effective == f"native, {load_library().usable()[-1]}"
+    assert not row.downgrade
+
+
+def test_one_can_be_asked_for_by_name() -> None:
+    name = load_library().usable()[0]
+    table, row = choose_kernels(name, 1)
+    assert is_native(table)
+    assert (row.requested, row.effective) == (name, f"native, {name}")
+
+
+def test_torch_can_be_asked_for() -> None:
+    table, row = choose_kernels("torch", 1)
+    assert not is_native(table)
+    assert row.effective == "torch" and not row.downgrade
+
+
+def test_what_the_processor_does_not_announce_is_refused_by_name() -> None:
+    library = Announced(("avx2",))
+    with pytest.raises(ConfigError, match="'amx', and this processor does not announce it.*one of avx2"):
+        choose_kernels("amx", 1, load=lambda: library)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_processor_without_any_falls_back_to_torch_with_the_reason() -> None:
+    library = Announced(())
+    table, row = choose_kernels("auto", 1, load=lambda: library)  # pyright: ignore[reportArgumentType]
+    assert not is_native(table)
+    assert row.effective == "torch" and row.downgrade
+    assert "none of the instruction sets" in row.reason
+
+
+def test_a_name_that_is_none_lists_those_that_are() -> None:
+    with pytest.raises(ConfigError, match="kernels is 'sse'.*auto, reference, torch, avx2"):
+        choose_kernels("sse", 1)
+
+
+def test_a_library_that_was_not_built_gives_what_the_compiler_said(tmp_path: Path) -> None:
+    (tmp_path / "lib.error").write_text("c++ failed: fatal error: out of ideas\n")
+
+    def load() -> Library:
+        return Library(tmp_path / "lib.so")
+
+    table, row = choose_kernels("auto", 1, load=load)
+    assert not is_native(table)
+    assert "lib.so is not there; c++ failed: fatal error: out of ideas" in row.reason
+    with pytest.raises(ConfigError, match="kernels 'avx2' can not serve: lib.so is not there"):
+        choose_kernels("avx2", 1, load=load)
+
+
+def test_a_damaged_library_is_named(tmp_path: Path) -> None:
+    (tmp_path / "lib.so").write_bytes(b"no library")
+    with pytest.raises(NativeUnavailable, match=r"lib.so can not be loaded: .*python -m sglcore_cpu.compile"):
+        Library(tmp_path / "lib.so")
+
+
+def test_a_library_of_other_sources_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "new.cpp").write_text("int x;")
+    with pytest.raises(NativeUnavailable, match="built from other sources"):
+        Library(load_library().path, tmp_path)

@@ -1,0 +1,37 @@
+"""Weights that do not fit are refused before they are read, with what there is and what would fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglcore.device.config import EngineConfig
+from sglcore.device.errors import ConfigError
+from sglcore_cpu.bring_up import room
+from sglcore_cpu.memory import weight_bytes
+
+
+def sparse(path: Path, size: int) -> None:
+    with path.open("wb") as file:
+        file.truncate(size)
+
+
+def test_the_weights_of_a_folder_are_the_files_that_are_loaded(tmp_path: Path) -> None:
+    sparse(tmp_path / "model.safetensors", 300)
+    sparse(tmp_path / "other.safetensors", 200)
+    sparse(tmp_path / "tokenizer.json", 999)
+    assert weight_bytes(tmp_path) == 300
+    assert weight_bytes(tmp_path, "int8") < 200 and weight_bytes(tmp_path, "int4") < weight_bytes(tmp_path, "int8")
+    assert weight_bytes(tmp_path / "other.safetensors") == 200
+
+
+def test_weights_larger_than_the_memory_are_refused_in_one_line(tmp_path: Path) -> None:
+    sparse(tmp_path / "model.safetensors", 1 << 43)
+    with pytest.raises(ConfigError, match=r"the weights need about 8192.0 GiB, and there is .*--quantize int4"):
+        room(EngineConfig(), tmp_path)
+
+
+def test_weights_that_fit_are_counted(tmp_path: Path) -> None:
+    sparse(tmp_path / "model.safetensors", 1 << 20)
+    assert room(EngineConfig(), tmp_path) == 1 << 20

@@ -1,0 +1,220 @@
+"""The header of a GGUF file: its metadata, and where each tensor lies. Read whole, little-endian, versions 2 and 3.
+
+The data behind it is read by whoever wants it. Shapes here have the rows first, as everywhere but in the file.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from sglcore.device.errors import CheckpointError
+
+SUFFIX = ".gguf"
+MAGIC = b"GGUF"
+ALIGNMENT = 32
+REMEDY = "download it again"
+
+TYPES: Mapping[int, tuple[str, int, int]] = MappingProxyType(
+    {
+        0: ("F32", 1, 4),
+        1: ("F16", 1, 2),
+        2: ("Q4_0", 32, 18),
+        3: ("Q4_1", 32, 20),
+        6: ("Q5_0", 32, 22),
+        7: ("Q5_1", 32, 24),
+        8: ("Q8_0", 32, 34),
+        12: ("Q4_K", 256, 144),
+        13: ("Q5_K", 256, 176),
+        14: ("Q6_K", 256, 210),
+        30: ("BF16", 1, 2),
+    }
+)
+"""The element types that can be loaded: number -> name, elements of a block, bytes of a block."""
+
+_OTHERS: Mapping[int, str] = MappingProxyType(
+    {10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL"}
+    | {21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"}
+)
+_SCALARS = "BbHhIif?"
+"""`struct` formats of the value types 0 to 7; 8 is text, 9 an array, 10 to 12 are QqD in the format's own numbers."""
+
+_TEXT, _ARRAY = 8, 9
+_WIDE: Mapping[int, str] = MappingProxyType({10: "Q", 11: "q", 12: "d"})
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor: the name of its type, its shape, and its bytes [start, end) counted from the file's start."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What a file says of itself. `metadata` holds numbers, texts, booleans and lists of them."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+    def need(self, key: str, kind: type) -> Any:
+        """A value of the metadata; raises `CheckpointError` if it is missing or of another kind."""
+        value = self.metadata.get(key)
+        if not isinstance(value, kind):
+            raise CheckpointError(
+                f"{self.path} says {key} = {value!r:.60}", wanted=f"a value of kind {kind.__name__}", remedy=REMEDY
+            )
+        return value
+
+    def floats(self, name: str) -> tuple[float, ...]:
+        """The values of a small F32 tensor."""
+        tensor = self.tensors[name]
+        if tensor.type != "F32":
+            raise CheckpointError(f"{name!r} in {self.path} has the type {tensor.type}", wanted="F32")
+        with self.path.open("rb") as file:
+            file.seek(tensor.start)
+            return struct.unpack(f"<{(tensor.end - tensor.start) // 4}f", file.read(tensor.end - tensor.start))
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether a model's path names a GGUF file."""
+    return Path(path).suffix == SUFFIX and Path(path).is_file()
+
+
+def read_header(path: Path, *, texts: bool = False) -> GgufHeader:
+    """Read a file's header; raises `CheckpointError` for a file that is damaged or of a kind that can not be loaded.
+
+    Lists of texts, which are vocabularies and take most of the time, are left out unless `texts` asks for them.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(path, data, texts).header()
+    except OSError as error:
+        raise CheckpointError(f"{path} can not be read: {error.strerror}", remedy="check its permissions") from None
+    except RecursionError:
+        raise CheckpointError(f"{path} is damaged: it has lists in lists without end", remedy=REMEDY) from None
+    except (struct.error, ValueError, IndexError, OverflowError, MemoryError):
+        raise CheckpointError(f"{path} is damaged: it ends inside its header", remedy=REMEDY) from None
+
+
+class _Reader:
+    """A position in the header."""
+
+    def __init__(self, path: Path, data: mmap.mmap, texts: bool) -> None:
+        self._path = path
+        self._data = data
+        self._keeps_texts = texts
+        self._at = 0
+
+    def header(self) -> GgufHeader:
+        """All of it."""
+        if self._take(4) != MAGIC:
+            raise self._damaged("it does not begin with GGUF")
+        version = self._number("I")
+        if version not in (2, 3):
+            raise CheckpointError(f"{self._path} is GGUF version {version}", wanted="2 or 3", remedy="convert it again")
+        tensors, keys = self._number("Q"), self._number("Q")
+        values = [(self._text(), self._value(self._number("I"))) for _ in range(keys)]
+        metadata = {key: value for key, value in values if value is not None}
+        split = metadata.get("split.count", 1)
+        if split != 1:
+            raise CheckpointError(
+                f"{self._path} is one of {split} parts",
+                wanted="one file",
+                remedy="join them with llama-gguf-split --merge",
+            )
+        found = [self._tensor() for _ in range(tensors)]
+        alignment = metadata.get("general.alignment", ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise self._damaged(f"it says general.alignment = {alignment!r:.60}")
+        base = -(-self._at // alignment) * alignment
+        placed = {tensor.name: self._placed(tensor, base) for tensor in found}
+        if len(placed) != len(found):
+            raise self._damaged("it has two tensors of one name")
+        return GgufHeader(self._path, MappingProxyType(metadata), MappingProxyType(placed))
+
+    def _tensor(self) -> GgufTensor:
+        """With its start counted from the data's."""
+        name = self._text()
+        shape = tuple(reversed([self._number("Q") for _ in range(self._number("I"))]))
+        number, start = self._number("I"), self._number("Q")
+        if number not in TYPES:
+            raise CheckpointError(
+                f"{name!r} in {self._path} has the type {_OTHERS.get(number, number)}",
+                wanted=f"one of {', '.join(known for known, _, _ in TYPES.values())}",
+                remedy="use another quantisation of this model, such as Q4_K_M or Q8_0",
+            )
+        kind, block, size = TYPES[number]
+        count = math.prod(shape)
+        if shape and shape[-1] % block:
+            raise self._damaged(f"{name!r} has rows of {shape[-1]} elements, and {kind} has blocks of {block}")
+        return GgufTensor(name, kind, shape, start, start + count // block * size)
+
+    def _placed(self, tensor: GgufTensor, base: int) -> GgufTensor:
+        if base + tensor.end > len(self._data):
+            raise self._damaged(f"it has {len(self._data)} bytes, and {tensor.name!r} ends at {base + tensor.end}")
+        return GgufTensor(tensor.name, tensor.type, tensor.shape, base + tensor.start, base + tensor.end)
+
+    def _value(self, kind: int) -> Any:
+        if kind == _TEXT:
+            return self._text()
+        if kind == _ARRAY:
+            item, count = self._number("I"), self._number("Q")
+            return self._array(item, count)
+        return self._number(self._format(kind))
+
+    def _array(self, kind: int, count: int) -> list[Any] | None:
+        if kind == _TEXT:
+            found = self._texts(count)
+            return found if self._keeps_texts else None
+        if kind == _ARRAY:
+            return [self._value(kind) for _ in range(count)]
+        size = struct.calcsize(f"<{self._format(kind)}") * count
+        return list(struct.unpack(f"<{count}{self._format(kind)}", self._take(size)))
+
+    def _texts(self, count: int) -> list[str]:
+        """Texts one after another, or a walk over them."""
+        data, at, length, found = self._data, self._at, struct.Struct("<Q").unpack_from, list[str]()
+        for _ in range(count):
+            first = at + 8
+            at = first + length(data, at)[0]
+            if self._keeps_texts:
+                found.append(data[first:at].decode("utf-8", "replace"))
+        if at > len(data):
+            raise struct.error
+        self._at = at
+        return found
+
+    def _format(self, kind: int) -> str:
+        found = _WIDE.get(kind) if kind >= len(_SCALARS) else _SCALARS[kind]
+        if found is None:
+            raise self._damaged(f"it has a value of the unknown type {kind}")
+        return found
+
+    def _text(self) -> str:
+        return self._take(self._number("Q")).decode("utf-8", "replace")
+
+    def _number(self, code: str) -> Any:
+        found = struct.unpack_from(f"<{code}", self._data, self._at)[0]
+        self._at += struct.calcsize(f"<{code}")
+        return found
+
+    def _take(self, size: int) -> bytes:
+        if size > len(self._data) - self._at:
+            raise struct.error
+        self._at += size
+        return self._data[self._at - size : self._at]
+
+    def _damaged(self, found: str) -> CheckpointError:
+        return CheckpointError(f"{self._path} is damaged: {found}", remedy=REMEDY)

@@ -1,0 +1,204 @@
+"""A GGUF file's metadata in the words of a `config.json`, and its tensors' names in those of the same checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from sglcore.checkpoint.gguf import REMEDY, GgufHeader, read_header
+from sglcore.device.errors import CheckpointError
+
+ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {
+        "llama": "LlamaForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "qwen3moe": "Qwen3MoeForCausalLM",
+    }
+)
+"""`general.architecture` -> the architecture of a `config.json`."""
+
+LARGEST = 1 << 24
+"""More of anything is a damaged number."""
+
+EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+
+_OUTER: Mapping[str, str] = MappingProxyType(
+    {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+)
+_INNER: Mapping[str, str] = MappingProxyType(
+    {
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+        "ffn_up_exps": "mlp.experts.{}.up_proj",
+        "ffn_down_exps": "mlp.experts.{}.down_proj",
+    }
+)
+CONTROL = 3
+"""The type of tokens that no text has."""
+
+TOKENS = "tokenizer.ggml.tokens"
+_ENDS = ("<|eot_id|>", "<|im_end|>", "<|endoftext|>")
+"""Control tokens that end a text whatever the metadata names: early files name one of two, and chats end with the other."""
+
+_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get
+
+
+def checkpoint_name(name: str) -> str | None:
+    """A tensor's name in a checkpoint, with a "{}" for the expert where it holds several; None if there is none."""
+    block = _BLOCK.fullmatch(name)
+    if block is not None and block[2] in _INNER:
+        return f"model.layers.{block[1]}.{_INNER[block[2]]}.{block[3]}"
+    outer, _, kind = name.rpartition(".")
+    return f"{_OUTER[outer]}.{kind}" if outer in _OUTER else None
+
+
+def has_paired_rotation(header: GgufHeader) -> bool:
+    """Whether heads are stored with the two numbers that are rotated together side by side, not half a head apart."""
+    return header.metadata.get("general.architecture") == "llama"
+
+
+def gguf_config(header: GgufHeader) -> dict[str, Any]:
+    """The keys of a `config.json` that the metadata means; raises `CheckpointError` for an architecture that we lack."""
+    name = header.need("general.architecture", str)
+    if name not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{header.path} has the architecture {name!r}",
+            wanted=f"one of {', '.join(ARCHITECTURES)}",
+            remedy="choose another model",
+        )
+    if EMBEDDING not in header.tensors:
+        raise CheckpointError(f"{header.path} has no {EMBEDDING!r}", wanted="a whole model", remedy=REMEDY)
+
+    def number(key: str, default: int | None = None) -> int:
+        return _count(header, f"{name}.{key}", default)
+
+    heads, hidden, layers = number("attention.head_count"), number("embedding_length"), number("block_count")
+    head_dim = number("attention.key_length", hidden // heads)
+    _check_sizes(header, hidden, layers)
+    vocabulary = header.tensors[EMBEDDING].shape[0]
+    return {
+        "architectures": [ARCHITECTURES[name]],
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": number("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "intermediate_size": number("feed_forward_length", 0),
+        "vocab_size": vocabulary,
+        "max_position_embeddings": number("context_length"),
+        "rms_norm_eps": header.need(f"{name}.attention.layer_norm_rms_epsilon", float),
+        "rope_parameters": _rope(header, name, head_dim),
+        "tie_word_embeddings": HEAD not in header.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
+        "sliding_window": None,
+        "dtype": _dtype(header),
+        "bos_token_id": token_id(header, "bos", vocabulary),
+        "pad_token_id": token_id(header, "padding", vocabulary),
+        "eos_token_id": list(end_tokens(header)) or None,
+        **_experts(header, name),
+    }
+
+
+def _count(header: GgufHeader, key: str, default: int | None = None) -> int:
+    """A number from 1 to `LARGEST`, or the default where there is none."""
+    if default is not None and key not in header.metadata:
+        return default
+    found = header.need(key, int)
+    if not 1 <= found <= LARGEST:
+        raise CheckpointError(f"{header.path} says {key} = {found}", wanted=f"1 to {LARGEST}", remedy=REMEDY)
+    return found
+
+
+def _check_sizes(header: GgufHeader, hidden: int, layers: int) -> None:
+    """The two numbers that most memory depends on, against the tensors."""
+    blocks = {block[1] for tensor in header.tensors if (block := _BLOCK.fullmatch(tensor))}
+    shape = header.tensors[EMBEDDING].shape
+    if len(blocks) != layers or len(shape) != 2 or shape[1] != hidden:
+        raise CheckpointError(
+            f"{header.path} has the tensors of {len(blocks)} blocks and embeddings of the shape {list(shape)}",
+            wanted=f"{layers} blocks and embeddings of {hidden} columns, as its metadata says",
+            remedy=REMEDY,
+        )
+
+
+def token_id(header: GgufHeader, name: str, count: int = LARGEST) -> int | None:
+    """The `name` token of a vocabulary of `count`, None where there is none; raises `CheckpointError` for another one."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    found = header.metadata.get(key)
+    if found is not None and (not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < count):
+        raise CheckpointError(f"{header.path} says {key} = {found!r:.60}", wanted=f"0 to {count - 1}", remedy=REMEDY)
+    return found
+
+
+def end_tokens(header: GgufHeader) -> tuple[int, ...]:
+    """The tokens that end a text. Reads the vocabulary; raises `CheckpointError` for one that it does not have."""
+    embedding = header.tensors.get(EMBEDDING)
+    count = embedding.shape[0] if embedding is not None and embedding.shape else LARGEST
+    named = (token_id(header, name, count) for name in ("eos", "eot", "eom"))
+    return tuple(dict.fromkeys([*(token for token in named if token is not None), *_usual_ends(header)]))
+
+
+def _usual_ends(header: GgufHeader) -> list[int]:
+    """Where `_ENDS` are in the vocabulary, as control tokens."""
+    kinds = header.metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(kinds, list) or CONTROL not in kinds:
+        return []
+    tokens = read_header(header.path, texts=True).metadata.get(TOKENS)
+    if not isinstance(tokens, list):
+        return []
+    pairs = enumerate(zip(tokens, kinds, strict=False))
+    return [place for place, (token, kind) in pairs if kind == CONTROL and token in _ENDS]
+
+
+def _dtype(header: GgufHeader) -> str:
+    """The type of the weights, if they are plain; quantised ones are computed in bfloat16."""
+    kinds = {tensor.type for name, tensor in header.tensors.items() if len(tensor.shape) > 1}
+    return _PLAIN(next(iter(kinds)), "bfloat16") if len(kinds) == 1 else "bfloat16"
+
+
+def _rope(header: GgufHeader, name: str, head_dim: int) -> dict[str, Any]:
+    """Scaling by type; a tensor of factors, one for each frequency, is what longrope means with a factor of 1 for heads."""
+    get, base_key = header.metadata.get, f"{name}.rope.freq_base"
+    base = header.need(base_key, float) if base_key in header.metadata else 10000.0
+    found: dict[str, Any] = {"rope_theta": base, "rope_type": "default"}
+    rotated = _count(header, f"{name}.rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        found["partial_rotary_factor"] = rotated / head_dim
+    kind = get(f"{name}.rope.scaling.type", "none")
+    if kind not in ("none", "linear", "yarn"):
+        raise CheckpointError(f"{header.path} scales positions by {kind!r}", wanted="none, linear or yarn")
+    if kind != "none":
+        found |= {"rope_type": kind, "factor": float(header.need(f"{name}.rope.scaling.factor", float))}
+        key = f"{name}.rope.scaling.original_context_length"
+        found |= {"original_max_position_embeddings": _count(header, key)} if get(key) else {}
+    if ROPE_FACTORS in header.tensors:
+        factors = list(header.floats(ROPE_FACTORS))
+        found |= {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
+    return found
+
+
+def _experts(header: GgufHeader, name: str) -> dict[str, Any]:
+    if name != "qwen3moe":
+        return {}
+    return {
+        "num_experts": _count(header, f"{name}.expert_count"),
+        "num_experts_per_tok": _count(header, f"{name}.expert_used_count"),
+        "moe_intermediate_size": _count(header, f"{name}.expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }

@@ -1,0 +1,198 @@
+"""Weights that a checkpoint stores quantised, whatever its format: as integer codes, or as something else that has values.
+
+Everything here is on the host, works on rows in pieces, and rounds nothing but in `rounded`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+GROUPS = (128, 64, 32)
+"""Columns that may share a scale in a packed weight."""
+
+PIECE = 1 << 21
+"""Elements that are dequantised at a time."""
+
+
+class Stored(Protocol):
+    """A weight [N, K] as a checkpoint stores it; `form` is what a person calls it."""
+
+    @property
+    def form(self) -> str:
+        """Such as "8-bit floats"."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        ...
+
+    def values(self, rows: slice) -> Tensor:
+        """float32 values of some rows."""
+        ...
+
+    def as_codes(self) -> QuantizedWeight | None:
+        """The same as integer codes; None if that would need rounding."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """Integer codes: w[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g]) with g = k // group.
+
+    `codes` uint8 [N, K]; `scales` float32 [N, ceil(K / group)]; `zeros` the same, None where all are 2 ** (bits - 1);
+    `dtype` is what the model is computed in.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bits: int
+    group: int
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def form(self) -> str:
+        """What a person calls it."""
+        return f"{self.bits}-bit groups of {self.group}"
+
+    def as_codes(self) -> QuantizedWeight | None:
+        """Itself."""
+        return self
+
+    def values(self, rows: slice) -> Tensor:
+        """float32 values of some rows."""
+        zeros = 1 << (self.bits - 1) if self.zeros is None else self._spread(self.zeros[rows])
+        return (self.codes[rows].float() - zeros) * self._spread(self.scales[rows])
+
+    def _spread(self, by_group: Tensor) -> Tensor:
+        return by_group.repeat_interleave(self.group, 1)[:, : self.codes.shape[1]]
+
+
+@dataclass(frozen=True, slots=True)
+class ScatteredWeight:
+    """Integer codes whose groups are scattered: column k belongs to the group `group_of[k]`, int64 [K]."""
+
+    weight: QuantizedWeight
+    group_of: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.weight.shape
+
+    @property
+    def form(self) -> str:
+        """What a person calls it."""
+        return "groups in another order than the columns (act-order)"
+
+    def as_codes(self) -> QuantizedWeight | None:
+        """Groups of a packed weight are columns in order."""
+        return None
+
+    def values(self, rows: slice) -> Tensor:
+        """float32 values of some rows."""
+        whole = self.weight
+        zeros = 1 << (whole.bits - 1) if whole.zeros is None else whole.zeros[rows][:, self.group_of]
+        return (whole.codes[rows].float() - zeros) * whole.scales[rows][:, self.group_of]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledFloats:
+    """Narrow floats [N, K] times scales float32 [rows of blocks, columns of blocks] of `block` = (rows, columns)."""
+
+    floats: Tensor
+    scales: Tensor
+    block: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.floats.shape[0], self.floats.shape[1]
+
+    @property
+    def form(self) -> str:
+        """What a person calls it."""
+        return "8-bit floats"
+
+    def as_codes(self) -> QuantizedWeight | None:
+        """Floats are no integers."""
+        return None
+
+    def values(self, rows: slice) -> Tensor:
+        """float32 values of some rows."""
+        first, last, _ = rows.indices(self.floats.shape[0])
+        scales = self.scales[torch.arange(first, last) // self.block[0]]
+        return self.floats[rows].float() * scales.repeat_interleave(self.block[1], 1)[:, : self.floats.shape[1]]
+
+
+def fill(stored: Stored, target: Tensor) -> None:
+    """Write the values into a tensor [N, K] of any dtype and device, cast to its dtype."""
+    for rows in pieces(stored.shape):
+        target[rows].copy_(stored.values(rows))
+
+
+def pieces(shape: tuple[int, int]) -> Iterator[slice]:
+    """The rows of a weight, some at a time."""
+    count = max(1, PIECE // max(shape[1], 1))
+    return (slice(first, min(first + count, shape[0])) for first in range(0, shape[0], count))
+
+
+def packable(weight: QuantizedWeight) -> QuantizedWeight | None:
+    """The same values in 4 or 8 bits and groups of one of `GROUPS`; None if that would need rounding."""
+    group = next((size for size in GROUPS if weight.group % size == 0), None)
+    if weight.group >= weight.shape[1]:
+        group = next((size for size in GROUPS if weight.shape[1] % size == 0), GROUPS[-1])
+    return None if group is None else _as(weight, 4 if weight.bits <= 4 else 8, group)
+
+
+def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """The rows of packable weights as one, in the bits of the widest and the groups of the smallest; rounds nothing."""
+    bits, group = max(part.bits for part in parts), min(part.group for part in parts)
+    alike = [_as(part, bits, group) for part in parts]
+    codes, scales = torch.cat([part.codes for part in alike]), torch.cat([part.scales for part in alike])
+    if all(part.zeros is None for part in alike):
+        return QuantizedWeight(codes, scales, None, bits, group)
+    return QuantizedWeight(codes, scales, torch.cat([_zeros(part) for part in alike]), bits, group)
+
+
+def rounded(stored: Stored, group: int = GROUPS[-1]) -> QuantizedWeight:
+    """8-bit codes nearest to the values, with zeros of 128; K must be a multiple of `group`."""
+    rows, columns = stored.shape
+    codes = torch.empty(rows, columns, dtype=torch.uint8)
+    scales = torch.empty(rows, columns // group)
+    for piece in pieces(stored.shape):
+        values = stored.values(piece).unflatten(1, (columns // group, group))
+        scales[piece] = values.abs().amax(-1) / 127
+        inverse = torch.where(scales[piece] > 0, 1 / scales[piece], 0).unsqueeze(-1)
+        codes[piece] = (values * inverse).round_().add_(128).to(torch.uint8).flatten(1)
+    return QuantizedWeight(codes, scales, None, 8, group)
+
+
+def _as(weight: QuantizedWeight, bits: int, group: int) -> QuantizedWeight:
+    columns = weight.shape[1]
+    count = -(-columns // group)
+
+    def finer(by_group: Tensor) -> Tensor:
+        if by_group.shape[1] == 1:
+            return by_group.expand(-1, count).contiguous()
+        return by_group if weight.group == group else by_group.repeat_interleave(weight.group // group, 1)[:, :count]
+
+    zeros = weight.zeros if weight.zeros is not None or bits == weight.bits else _zeros(weight)
+    return QuantizedWeight(weight.codes, finer(weight.scales), None if zeros is None else finer(zeros), bits, group)
+
+
+def _zeros(weight: QuantizedWeight) -> Tensor:
+    if weight.zeros is not None:
+        return weight.zeros
+    return torch.full_like(weight.scales, 1 << (weight.bits - 1))

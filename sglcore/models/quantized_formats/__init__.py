@@ -1,0 +1,1 @@
+"""The formats in which checkpoints store quantised weights: which tensors a layer has, and what they mean."""

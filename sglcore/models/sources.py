@@ -1,0 +1,263 @@
+"""Where each wanted tensor of a model comes from: an entry of a file, or the several tensors of a quantised layer.
+
+The model says which tensors it wants, the files say what there is; every difference is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sglcore.checkpoint.quantization import Quantization
+from sglcore.device.errors import CheckpointError
+from sglcore.models.quantized import Stored, fill
+from sglcore.models.quantized_formats.registry import FORMATS
+from sglcore.models.quantized_formats.tensors import LayerTensors
+from sglcore.models.safetensors_file import DTYPES, PIECE_BYTES, READABLE, Entry, SafetensorsFile
+
+Report = Callable[[int], None]
+"""Called with the bytes of each piece that was read."""
+
+ROWS = 64
+"""Pieces of a matrix are of a multiple of these, so that a device's form has whole blocks."""
+_WEIGHT = ".weight"
+_LEFT_BY_QUANTISERS = (r".*\.(k_scale|v_scale|q_scale|kv_scale|output_scale)",)
+"""Scales of other things than weights."""
+
+
+class Source(Protocol):
+    """One wanted tensor in the files. `num_bytes` is what reading it reads; `form` says how it is quantised, None: not."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the files."""
+        ...
+
+    @property
+    def form(self) -> str | None:
+        """How a person calls its quantisation."""
+        ...
+
+    def copy(self, target: Tensor, report: Report) -> None:
+        """Fill a tensor of its shape with its values, cast to the tensor's dtype."""
+        ...
+
+    def stored(self, report: Report) -> Stored:
+        """What is stored, read to the host; only where `form` is not None."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MappedRows:
+    """Some rows of a matrix in its file, from byte `start`."""
+
+    file: SafetensorsFile
+    rows: Tensor
+    start: int
+
+    def release(self, report: Report) -> None:
+        """They were read."""
+        self.file.release(self.start, self.start + self.rows.nbytes)
+        report(self.rows.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainSource:
+    """A tensor as it is."""
+
+    file: SafetensorsFile
+    entry: Entry
+    form: None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return self.entry.end - self.entry.start
+
+    def copy(self, target: Tensor, report: Report) -> None:
+        """Read it straight to its place."""
+        self.file.copy(self.entry, target, report)
+
+    def mapped(self, dtype: torch.dtype) -> list[MappedRows] | None:
+        """A matrix where it lies in its file, in pieces of some MiB; None if it is of another dtype there, or no matrix."""
+        entry = self.entry
+        if DTYPES[entry.dtype] is not dtype or len(entry.shape) != 2 or not self.num_bytes:
+            return None
+        row = self.num_bytes // entry.shape[0]
+        count = max(PIECE_BYTES // row // ROWS * ROWS, ROWS)
+        pieces = self.file.mapped(entry).split(count)
+        starts = [entry.start + place * count * row for place in range(len(pieces))]
+        return [MappedRows(self.file, piece, start) for piece, start in zip(pieces, starts, strict=True)]
+
+    def stored(self, report: Report) -> Stored:
+        """There is nothing but values."""
+        raise TypeError(f"{self.entry.name!r} is plain")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedSource:
+    """The weight of a quantised layer."""
+
+    layer: LayerTensors
+    num_bytes: int
+
+    @property
+    def form(self) -> str:
+        """Bits and groups."""
+        return self.layer.scheme.text
+
+    def copy(self, target: Tensor, report: Report) -> None:
+        """Dequantise it."""
+        fill(self.stored(report), target)
+
+    def stored(self, report: Report) -> Stored:
+        """Its codes or floats."""
+        found = FORMATS[self.layer.scheme.kind].read(self.layer)
+        report(self.num_bytes)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    file: SafetensorsFile
+    entry: Entry
+
+
+def find_sources(
+    files: Sequence[SafetensorsFile],
+    targets: Mapping[str, Tensor],
+    stripped: str,
+    harmless: Iterable[str],
+    quantization: Quantization | None,
+) -> dict[str, Source]:
+    """The source of each target, in the order of the files; `stripped` is a prefix that names in files may have.
+
+    Raises `CheckpointError` for missing, unknown, doubled and misshapen tensors.
+    """
+    places = _by_name(files, stripped)
+    used: set[str] = set()
+    found: dict[str, Source] = {}
+    for name, target in targets.items():
+        layer = _layer(name, target, places, quantization)
+        if layer is not None:
+            names = [f"{layer.module}.{suffix}" for suffix in layer.stored]
+            found[name] = QuantizedSource(layer, sum(_size(places[each]) for each in names))
+            used.update(names)
+        elif name in places:
+            found[name] = _plain(places[name], target)
+            used.add(name)
+    check_missing(targets, found, [file.path.name for file in files])
+    patterns = (*harmless, *(_LEFT_BY_QUANTISERS if quantization else ()))
+    is_harmless = re.compile("|".join(f"(?:{pattern})" for pattern in patterns)).fullmatch
+    unknown = [name for name in places if name not in used and not is_harmless(name)]
+    check_unknown([places[name].entry.name for name in unknown if not _is_empty_bias(places[name], quantization)])
+    order = {name: place for place, name in enumerate(places)}
+    return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def check_missing(wanted: Iterable[str], found: Mapping[str, object], files: Sequence[str]) -> None:
+    """Raise `CheckpointError` for tensors that no file has."""
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise CheckpointError(
+            f"{some(missing)} not in the checkpoint ({', '.join(files)})",
+            remedy="check config.json, or download it again",
+        )
+
+
+def check_unknown(unknown: Sequence[str]) -> None:
+    """Raise `CheckpointError` for tensors that the model does not want."""
+    if unknown:
+        raise CheckpointError(
+            f"the checkpoint has {some(unknown)}, which this architecture does not use",
+            remedy="check that config.json belongs to these weights",
+        )
+
+
+def some(names: Sequence[str], shown: int = 8) -> str:
+    """The first names, and how many more."""
+    listed = ", ".join(repr(name) for name in names[:shown])
+    return listed if len(names) <= shown else f"{listed} and {len(names) - shown} more"
+
+
+def _by_name(files: Sequence[SafetensorsFile], stripped: str) -> dict[str, _Place]:
+    places: dict[str, _Place] = {}
+    for file in files:
+        for entry in file.entries:
+            name = entry.name.removeprefix(stripped)
+            if name in places:
+                raise CheckpointError(
+                    f"{entry.name!r} is in both {places[name].file.path.name} and {file.path.name}",
+                    wanted="it once",
+                    remedy="download the checkpoint again",
+                )
+            places[name] = _Place(file, entry)
+    return places
+
+
+def _layer(
+    name: str, target: Tensor, places: Mapping[str, _Place], quantization: Quantization | None
+) -> LayerTensors | None:
+    """The stored tensors of a quantised layer; None if its weight is plain, or not quantised in this form."""
+    is_plain = name in places and places[name].entry.dtype in DTYPES
+    if quantization is None or is_plain or not name.endswith(_WEIGHT) or target.dim() != 2:
+        return None
+    module = name.removesuffix(_WEIGHT)
+    scheme = quantization.scheme(module)
+    if scheme is None:
+        return None
+    form = FORMATS[scheme.kind]
+    there = {s: places[f"{module}.{s}"] for s in (*form.needs, *form.may_have) if f"{module}.{s}" in places}
+    if not any(suffix in there for suffix in form.needs):
+        return None
+    check_missing([f"{module}.{s}" for s in form.needs], {f"{module}.{s}": 0 for s in there}, _names(there.values()))
+    stored = {suffix: partial(_read, place) for suffix, place in there.items()}
+    return LayerTensors(module, target.shape[0], target.shape[1], scheme, stored)
+
+
+def _names(places: Iterable[_Place]) -> list[str]:
+    return sorted({place.file.path.name for place in places})
+
+
+def _read(place: _Place) -> Tensor:
+    if place.entry.dtype not in READABLE:
+        raise CheckpointError(
+            f"{place.entry.name!r} in {place.file.path.name} has the type {place.entry.dtype}",
+            wanted=f"one of {', '.join(READABLE)}",
+            remedy="use another quantisation of this model",
+        )
+    return place.file.read(place.entry)
+
+
+def _size(place: _Place) -> int:
+    return place.entry.end - place.entry.start
+
+
+def _is_empty_bias(place: _Place, quantization: Quantization | None) -> bool:
+    """GPTQ's tools write a bias of zeros beside layers that have none."""
+    if quantization is None or quantization.method != "gptq" or not place.entry.name.endswith(".bias"):
+        return False
+    return place.entry.dtype in READABLE and not bool(place.file.read(place.entry).any())
+
+
+def _plain(place: _Place, target: Tensor) -> PlainSource:
+    entry, where = place.entry, place.file.path.name
+    if entry.dtype not in DTYPES:
+        raise CheckpointError(
+            f"{entry.name!r} in {where} has the type {entry.dtype}",
+            wanted=f"one of {', '.join(DTYPES)}",
+            remedy="use the unquantised version of this model",
+        )
+    if entry.shape != tuple(target.shape):
+        raise CheckpointError(
+            f"{entry.name!r} in {where} has the shape {list(entry.shape)}",
+            wanted=f"{list(target.shape)} as config.json implies",
+            remedy="check that config.json belongs to these weights",
+        )
+    return PlainSource(place.file, entry)

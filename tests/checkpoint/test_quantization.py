@@ -1,0 +1,142 @@
+"""What `quantization_config` says, in every dialect, and what we lack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglcore.checkpoint.quantization import Quantization, Scheme, read_quantization
+from sglcore.device.errors import CheckpointError
+
+PACKED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
+
+
+def compressed(form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
+    """A configuration of compressed-tensors with one group."""
+    group = {"targets": ["Linear"], "weights": {**PACKED, **weights}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+
+
+def target(text: Any) -> dict[str, Any]:
+    """The same for another target."""
+    return {**compressed(), "config_groups": {"group_0": {"targets": [text], "weights": PACKED}}}
+
+
+def scheme(given: dict[str, Any], module: str = "model.layers.3.mlp.down_proj") -> Scheme | None:
+    """The scheme of a module."""
+    found = read_quantization({"quantization_config": given})
+    assert found is not None
+    return found.scheme(module)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, Scheme("gptq", 4, (1, 128), True, 1)),
+        (
+            {"quant_method": "gptq", "bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"},
+            Scheme("gptq", 8, (1, None)),
+        ),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "GEMM"}, Scheme("awq", 4, (1, 64), False)),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128}, Scheme("awq", 4, (1, 128), False)),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, Scheme("float8", 8, (None, None))),
+        ({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}, Scheme("float8", 8, (128, 128))),
+        (compressed(), Scheme("packed", 4, (1, 64))),
+        (compressed(strategy="channel", symmetric=False), Scheme("packed", 4, (1, None), False)),
+        (compressed("int-quantized", num_bits=8, strategy="tensor"), Scheme("integers", 8, (None, None))),
+        (compressed("naive-quantized", num_bits=8, strategy="channel"), Scheme("integers", 8, (1, None))),
+        (compressed("float-quantized", num_bits=8, type="float", strategy="channel"), Scheme("float8", 8, (1, None))),
+        (
+            compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[128, 64]),
+            Scheme("float8", 8, (128, 64)),
+        ),
+        (
+            compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure="128x64"),
+            Scheme("float8", 8, (128, 64)),
+        ),
+    ],
+)
+def test_every_dialect_is_read(given: dict[str, Any], wanted: Scheme) -> None:
+    assert scheme(given) == wanted
+
+
+def test_a_plain_checkpoint_has_none() -> None:
+    assert read_quantization({"hidden_size": 4, "quantization_config": None}) is None
+
+
+def test_the_older_key_of_compressed_tensors_is_known() -> None:
+    found = read_quantization({"compression_config": compressed()})
+    assert isinstance(found, Quantization) and found.method == "compressed-tensors"
+
+
+def test_names_and_patterns_come_before_the_class_of_all_layers() -> None:
+    given = compressed()
+    own = {"targets": ["re:.*down_proj$", "lm_head"], "weights": {**PACKED, "num_bits": 8}}
+    given["config_groups"]["group_1"] = own
+    assert (found := scheme(given)) is not None and found.bits == 8
+    assert (found := scheme(given, "lm_head")) is not None and found.bits == 8
+    assert (found := scheme(given, "model.layers.0.self_attn.q_proj")) is not None and found.bits == 4
+
+
+def test_a_module_that_no_target_matches_has_no_scheme() -> None:
+    given = compressed()
+    given["config_groups"]["group_0"]["targets"] = ["re:.*q_proj"]
+    assert scheme(given) is None
+
+
+@pytest.mark.parametrize(
+    ("scheme", "text"),
+    [
+        (Scheme("packed", 4, (1, 64)), "4 bits in groups of 64"),
+        (Scheme("float8", 8, (128, 128)), "8-bit floats in blocks of 128 x 128"),
+        (Scheme("integers", 8, (1, None)), "8 bits with a scale for each row"),
+        (Scheme("float8", 8, (None, None)), "8-bit floats with a scale for each tensor"),
+    ],
+)
+def test_a_scheme_has_words(scheme: Scheme, text: str) -> None:
+    assert scheme.text == text
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "is quantised by 'bitsandbytes'; wanted gptq, awq"),
+        ("everything", "is quantised by 'everything'"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "with 3 bits of gptq; wanted 2, 4 or 8"),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"},
+            "the gptq format 'marlin'; wanted gptq or gptq_v2",
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:.*": {"bits": 8}}},
+            "gptq settings that differ by layer",
+        ),
+        ({"quant_method": "gptq", "group_size": 128}, "quantization_config of 'gptq' is damaged: KeyError 'bits'"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}, "awq in the version 'gemv'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "the fp8 format 'e5m2'; wanted e4m3"),
+        ({"quant_method": ["gptq"], "bits": 4}, r"is quantised by \['gptq'\]; wanted gptq, awq"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "of 'gptq' is damaged: ValueError a block of 0"),
+        ({"quant_method": "fp8", "weight_block_size": [40]}, "quantization_config of 'fp8' is damaged: ValueError"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 24]}, "is damaged: ValueError a block of 0"),
+        (target("re:("), "is damaged: error missing \\), unterminated subpattern"),
+        (target(3), "is damaged: TypeError the target 3"),
+        ({**compressed(), "config_groups": {"a": {"targets": "Linear", "weights": PACKED}}}, "the targets 'Linear'"),
+        (compressed("marlin-24"), "in the format 'marlin-24' of compressed-tensors"),
+        (compressed(num_bits=3), "3 bits of int in the format 'pack-quantized'"),
+        (compressed("nvfp4-pack-quantized", type="float"), "4 bits of float in the format 'nvfp4-pack-quantized'"),
+        (compressed(strategy="token"), "the strategy 'token'; wanted tensor, channel, group or block"),
+        ({**compressed(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity format 'sparse-24-bitmask'"),
+        ({**compressed(), "config_groups": {"a": {"targets": ["Linear"], "weights": None}}}, "activations alone"),
+        ({**compressed(), "config_groups": ["a"]}, "quantization_config of 'compressed-tensors' is damaged"),
+    ],
+)
+def test_what_we_lack_is_an_error_of_one_line_with_a_remedy(given: Any, text: str) -> None:
+    with pytest.raises(CheckpointError, match=text) as error:
+        read_quantization({"quantization_config": given})
+    assert "\n" not in str(error.value) and error.value.remedy
+
+
+def test_a_quantisation_of_another_library_is_an_error() -> None:
+    with pytest.raises(CheckpointError, match="config.json has 'quantization'"):
+        read_quantization({"quantization": {"group_size": 64, "bits": 4}})

@@ -1,0 +1,209 @@
+"""The tokenizer of a GGUF file against those that it was made of: our own, transformers', and sentencepiece."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import sentencepiece
+from gguf import GGUFWriter, TokenType
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
+
+from sglcore.device.errors import CheckpointError
+from sglcore.engine.start import embedded_model
+from sglcore.engine.text import TextCodec, eos_token_ids
+
+TEXTS = (
+    "",
+    "Once upon a time, there was a kind boy.",
+    " Two  spaces\n\n\tand tabs \r\n",
+    "It's 12345 o'clock; WE'LL see: 3.14159",
+    "naïve café — 你好, мир! \U0001f600\u200b",
+    "<|end|> in the middle<|bos|>and\n<|end|>",
+    "def f(x):\n    return x**2  # {}",
+    "e\u0301 \u00e9",
+)
+
+
+def random_texts(count: int) -> list[str]:
+    """Seeded texts of letters, digits, spaces and symbols."""
+    draw = random.Random(11)
+    alphabet = "aabcdeeilnorstt  \n'.,;:!-_09A\u00e9\u4f60<|>"
+    return ["".join(draw.choices(alphabet, k=draw.randint(1, 80))) for _ in range(count)]
+
+
+def write(file: Path, values: dict[str, Any]) -> Path:
+    """A GGUF file of nothing but metadata."""
+    writer = GGUFWriter(file, "llama")
+    for key, value in values.items():
+        add = {list: writer.add_array, bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
+        add[type(value)](f"tokenizer.{key}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return file
+
+
+def byte_level(tokenizer: Tokenizer, pre: str, **more: Any) -> dict[str, Any]:
+    """The metadata of a byte-level tokenizer."""
+    model = json.loads(tokenizer.to_str())["model"]
+    added = tokenizer.get_added_tokens_decoder()
+    tokens = [tokenizer.id_to_token(token_id) for token_id in range(tokenizer.get_vocab_size())]
+    kinds = [int(TokenType.CONTROL if n in added else TokenType.NORMAL) for n in range(len(tokens))]
+    merges = [" ".join(merge) for merge in model["merges"]]
+    values = {"ggml.model": "gpt2", "ggml.pre": pre, "ggml.tokens": tokens, "ggml.token_type": kinds}
+    return {**values, "ggml.merges": merges, **more}
+
+
+def test_our_own_tokenizer_comes_back_whole(tmp_path: Path) -> None:
+    own = TextCodec(embedded_model())
+    more = {"ggml.bos_token_id": 1, "ggml.eos_token_id": 2, "ggml.padding_token_id": 0, "ggml.add_bos_token": True}
+    template = own.template.source()
+    assert template is not None
+    file = write(tmp_path / "m.gguf", byte_level(own.tokenizer, "smollm", chat_template=template, **more))
+    codec = TextCodec(file)
+    for text in (*TEXTS, *random_texts(100)):
+        for special in (True, False):
+            ids = own.encode(text, special=special)
+            assert codec.encode(text, special=special) == ids, text
+            assert codec.decode(ids) == own.decode(ids)
+    messages = [{"role": "user", "content": "Hello"}]
+    assert codec.render_chat(messages) == own.render_chat(messages)
+    assert codec.special_ids == own.special_ids and eos_token_ids(file) == {2}
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "gpt-2"])
+def test_bytes_are_cut_as_by_transformers(pre: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    split: Any = pre_tokenizers.Split(Regex(r"\s+|\w+|\W"), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, special_tokens=["<|end|>", "<|bos|>"])
+    tokenizer.train_from_iterator([*TEXTS, *random_texts(50), "12 123 1234 the then there"], trainer)
+    file = write(tmp_path / "m.gguf", byte_level(tokenizer, pre, **{"ggml.bos_token_id": 1}))
+    codec, (oracle, _) = TextCodec(file), convert_gguf_tokenizer(*get_gguf_tokenizer(str(file))[:2])
+    for text in (*TEXTS, *random_texts(200)):
+        ids = codec.encode(text, special=False)
+        assert codec.decode(ids, skip_special_tokens=False) == (text if pre != "qwen2" else nfc(text))
+        if pre != "qwen2" or text == nfc(text):
+            assert ids == oracle.encode(text, add_special_tokens=False).ids, text
+    assert codec.encode("a")[0] == 1 if pre == "llama-bpe" else codec.encode("a") == codec.encode("a", special=False)
+
+
+def nfc(text: str) -> str:
+    """The composed form, which Qwen reads."""
+    import unicodedata
+
+    return unicodedata.normalize("NFC", text)
+
+
+def trained_pieces() -> sentencepiece.SentencePieceProcessor:
+    """A small sentencepiece model of the kind that Llama 2 has."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([*TEXTS[1:], *random_texts(300), *["there was a time when there were three"] * 20]),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=420,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        minloglevel=2,
+    )
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+def test_pieces_are_merged_as_by_sentencepiece(tmp_path: Path) -> None:
+    oracle = trained_pieces()
+    count = oracle.get_piece_size()
+    kinds = [
+        TokenType.UNKNOWN if oracle.is_unknown(n)
+        else TokenType.CONTROL if oracle.is_control(n)
+        else TokenType.BYTE if oracle.is_byte(n)
+        else TokenType.NORMAL
+        for n in range(count)
+    ]  # fmt: skip
+    values = {
+        "ggml.model": "llama",
+        "ggml.pre": "default",
+        "ggml.tokens": [oracle.id_to_piece(n) for n in range(count)],
+        "ggml.scores": [float(oracle.get_score(n)) for n in range(count)],
+        "ggml.token_type": [int(kind) for kind in kinds],
+        "ggml.bos_token_id": oracle.bos_id(),
+        "ggml.eos_token_id": oracle.eos_id(),
+        "ggml.unknown_token_id": oracle.unk_id(),
+    }
+    codec = TextCodec(write(tmp_path / "m.gguf", values))
+    for text in (*TEXTS[1:], *random_texts(200)):
+        ids = oracle.encode(text)
+        assert codec.encode(text, special=False) == ids, text
+        assert codec.encode(text) == [oracle.bos_id(), *ids]
+        assert codec.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"ggml.model": "t5", "ggml.tokens": ["a"]}, "a vocabulary of the kind 't5'; wanted gpt2 or llama"),
+        ({"ggml.model": "gpt2"}, "says tokenizer.ggml.tokens = None; wanted a value of kind list"),
+        (
+            {"ggml.model": "gpt2", "ggml.tokens": ["a", "b", "ab"], "ggml.merges": ["a b"], "ggml.pre": "tekken"},
+            "cuts text by the rule 'tekken' .*; wanted one of llama-bpe, qwen2, gpt-2",
+        ),
+    ],
+)
+def test_a_tokenizer_that_we_lack_is_named(values: dict[str, Any], text: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        TextCodec(write(tmp_path / "m.gguf", values))
+
+
+SMALL = {"ggml.model": "gpt2", "ggml.pre": "gpt-2", "ggml.tokens": ["a", "b", "ab"], "ggml.merges": ["a b"]}
+PIECES = {"ggml.model": "llama", "ggml.tokens": ["a", "b", "ab"], "ggml.scores": [0.0, 0.0, -1.0]}
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({**SMALL, "ggml.bos_token_id": 3}, "says tokenizer.ggml.bos_token_id = 3; wanted 0 to 2; download it again"),
+        ({**SMALL, "ggml.eos_token_id": "x"}, "eos_token_id = 'x'; wanted 0 to 2"),
+        ({**SMALL, "ggml.padding_token_id": 9999}, "padding_token_id = 9999; wanted 0 to 2"),
+        ({**PIECES, "ggml.unknown_token_id": 3}, "unknown_token_id = 3; wanted 0 to 2"),
+        ({**SMALL, "ggml.tokens": ["a", "b", "ab", "b"]}, "has the token 'b' twice"),
+        ({**SMALL, "ggml.merges": ["x y"]}, "has a damaged tokenizer: Exception .*out of vocabulary"),
+        ({**SMALL, "ggml.merges": ["ab"]}, "has a damaged tokenizer"),
+        ({**SMALL, "ggml.merges": [1, 2]}, "has a damaged tokenizer: AttributeError"),
+        ({**SMALL, "ggml.token_type": 3}, "has a damaged tokenizer: TypeError"),
+        ({**SMALL, "ggml.pre": [1]}, "has a damaged tokenizer: TypeError"),
+        ({**SMALL, "chat_template": 3}, "has a damaged tokenizer: TypeError a chat template that is no text"),
+        ({**PIECES, "ggml.scores": [0.0]}, "has a damaged tokenizer: IndexError"),
+        ({**PIECES, "ggml.scores": ["a", "b", "c"]}, "has a damaged tokenizer: TypeError"),
+    ],
+)
+def test_a_damaged_tokenizer_is_an_error_of_one_line(values: dict[str, Any], text: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=text) as error:
+        TextCodec(write(tmp_path / "m.gguf", values))
+    assert "\n" not in str(error.value)
+
+
+def test_control_tokens_that_end_a_turn_end_a_text_too(tmp_path: Path) -> None:
+    tokens = ["a", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<|endoftext|>"]
+    values = {**SMALL, "ggml.tokens": tokens, "ggml.merges": ["a a"], "ggml.eos_token_id": 1}
+    kinds = [int(kind) for kind in (TokenType.NORMAL, *[TokenType.CONTROL] * 2, TokenType.NORMAL, TokenType.CONTROL)]
+    assert eos_token_ids(write(tmp_path / "m.gguf", {**values, "ggml.token_type": kinds})) == {1, 2, 4}
+    assert eos_token_ids(write(tmp_path / "n.gguf", values)) == {1}
+
+
+def test_several_templates_keep_their_names(tmp_path: Path) -> None:
+    base = {"ggml.model": "gpt2", "ggml.pre": "gpt-2", "ggml.tokens": ["a", "b", "ab"], "ggml.merges": ["a b"]}
+    named = {"chat_template": "one", "chat_template.tool_use": "two", "chat_templates": ["tool_use"]}
+    codec = TextCodec(write(tmp_path / "m.gguf", {**base, **named}))
+    assert codec.template.source() == "one" and codec.template.source(tools=True) == "two"
+    assert gguf.Keys.Tokenizer.CHAT_TEMPLATE == "tokenizer.chat_template"

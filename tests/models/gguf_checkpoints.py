@@ -1,0 +1,170 @@
+"""Small GGUF files, written by the gguf package, and the dense model that each of them means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+
+SIMPLE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+"""Types to which the gguf package quantises."""
+
+NONE: Mapping[str, Any] = MappingProxyType({})
+
+SUPER = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Types that it reads only, and where their float16 scales are in a block; they are made of random blocks."""
+
+OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+INNER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+}
+
+
+def gguf_name(name: str) -> str:
+    """The GGUF name of a parameter."""
+    module, _, kind = name.rpartition(".")
+    if module in OUTER:
+        return f"{OUTER[module]}.{kind}"
+    _, _, layer, rest = module.split(".", 3)
+    return f"blk.{layer}.{INNER[rest]}.{kind}"
+
+
+def random_blocks(kind: str, shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
+    """uint8 [rows, bytes] of blocks whose values have about the size of weights."""
+    elements, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    blocks = rng.integers(0, 256, (shape[0], shape[1] // elements, size), dtype=np.uint8)
+    for place in SUPER[kind]:
+        halves = rng.uniform(2e-5, 2e-4, (*blocks.shape[:2], 1)).astype(np.float16)
+        blocks[..., place : place + 2] = halves.view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
+def quantised(weight: np.ndarray, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """The data of a weight in a type, and the float32 values that the gguf package reads in it."""
+    number = GGMLQuantizationType[kind]
+    data = random_blocks(kind, weight.shape, rng) if kind in SUPER else gguf.quants.quantize(weight, number)
+    return data, gguf.quants.dequantize(data, number).reshape(weight.shape)
+
+
+def paired(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of heads as llama.cpp's rotation wants them: element i beside element i + half a head."""
+    shape = rows.shape
+    return rows.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+
+
+def unpaired(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The inverse."""
+    shape = rows.shape
+    return rows.reshape(heads, shape[0] // heads // 2, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+
+
+def add_metadata(writer: GGUFWriter, config: Any, tokenizer: Mapping[str, Any]) -> None:
+    """What llama.cpp's converter writes of a model."""
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if "Moe" in type(config).__name__:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    for key, value in tokenizer.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        else:
+            writer.add_string(key, value)
+
+
+def write(
+    oracle: Any,
+    file: Path,
+    arch: str,
+    kind: Callable[[str], str | None],
+    *,
+    tokenizer: Mapping[str, Any] = NONE,
+    extra: Mapping[str, np.ndarray] = NONE,
+    change: Callable[[GGUFWriter], object] = lambda writer: None,
+) -> Path:
+    """Write a model's GGUF file, `kind(name)` being the type of each matrix (None: F32), and make the oracle what it means.
+
+    `extra` are more tensors, and `change` may add or spoil metadata.
+    """
+    writer, rng = GGUFWriter(file, arch), np.random.default_rng(5)
+    add_metadata(writer, oracle.config, tokenizer)
+    change(writer)
+    with torch.no_grad():
+        for name, parameter in oracle.named_parameters():
+            _add(writer, name, parameter, kind(name) if parameter.dim() > 1 else None, arch, oracle.config, rng)
+    for name, values in extra.items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _add(
+    writer: GGUFWriter, name: str, parameter: torch.Tensor, kind: str | None, arch: str, config: Any, rng: Any
+) -> None:
+    if ".experts." in name:
+        _add_experts(writer, name, parameter, kind, rng)
+        return
+    values = parameter.numpy()
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2], 0)
+    values = paired(values, heads) if arch == "llama" and heads else values
+    data, meant = _stored(values, kind, rng)
+    writer.add_tensor(gguf_name(name), data, raw_dtype=None if kind is None else GGMLQuantizationType[kind])
+    meant = unpaired(meant, heads) if arch == "llama" and heads else meant
+    parameter.copy_(torch.from_numpy(np.ascontiguousarray(meant)))
+
+
+def _add_experts(writer: GGUFWriter, name: str, parameter: torch.Tensor, kind: str | None, rng: Any) -> None:
+    """The fused weights of all experts, gate and up apart."""
+    layer = name.split(".")[2]
+    parts = {"ffn_down_exps": parameter}
+    if "gate_up" in name:
+        half = parameter.shape[1] // 2
+        parts = {"ffn_gate_exps": parameter[:, :half], "ffn_up_exps": parameter[:, half:]}
+    for part, view in parts.items():
+        flat = np.ascontiguousarray(view.numpy()).reshape(-1, view.shape[2])
+        data, meant = _stored(flat, kind, rng)
+        shaped = data.reshape(view.shape[0], view.shape[1], -1)
+        number = None if kind is None else GGMLQuantizationType[kind]
+        writer.add_tensor(f"blk.{layer}.{part}.weight", shaped, raw_dtype=number)
+        view.copy_(torch.from_numpy(meant).view(view.shape))
+
+
+def _stored(values: np.ndarray, kind: str | None, rng: Any) -> tuple[np.ndarray, np.ndarray]:
+    if kind is None:
+        return np.ascontiguousarray(values), values
+    if kind in ("F16", "BF16"):
+        data = gguf.quants.quantize(np.ascontiguousarray(values), GGMLQuantizationType[kind])
+        return data, gguf.quants.dequantize(data, GGMLQuantizationType[kind]).reshape(values.shape)
+    return quantised(np.ascontiguousarray(values), kind, rng)
