@@ -1,6 +1,7 @@
 # make demo   install if needed, then write a story with the embedded model
 # make serve  install if needed, then serve the embedded model at http://127.0.0.1:8000
 # make test   lint, types, tests on every lane that needs no hardware
+# make bench-cpu  this processor's speed beside other engines: installs those it can, and says why not the others
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,10 +10,12 @@ PROMPT ?= Once upon a time
 WORKERS ?= 2
 LANES ?=
 TESTS ?=
+# Further options of bench-cpu, such as --quick or --engines sglcore,llama_cpp.
+BENCH ?=
 
 DECLARED := pyproject.toml constraints.txt $(wildcard devices/*/pyproject.toml simulator/pyproject.toml) tools/install_devices.py
 
-.PHONY: demo serve test lint clean
+.PHONY: demo serve test lint bench-cpu clean
 
 demo: $(VENV)/installed
 	@$(BIN)/sglcore generate --prompt "$(PROMPT)"
@@ -27,6 +30,10 @@ lint: $(VENV)/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+
+bench-cpu: $(VENV)/installed-test
+	$(BIN)/python -m benchmarks.peers.install
+	$(BIN)/python benchmarks/cpu_peers.py --json build/bench/cpu_peers.json --png build/bench/cpu_peers.png $(BENCH)
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis
@@ -43,4 +50,5 @@ $(VENV)/installed: $(VENV)/pyvenv.cfg $(DECLARED)
 $(VENV)/installed-test: $(VENV)/pyvenv.cfg $(DECLARED)
 	@$(BIN)/python tools/install_devices.py --extra test --all
 	@$(BIN)/python tools/install_browser.py
+	@$(BIN)/python tools/install_compilers.py
 	@touch $@ $(VENV)/installed

@@ -1,0 +1,70 @@
+"""OpenVINO GenAI in the comparison: its continuous batching pipeline, stepped by hand, scheduled as `LLMPipeline` does."""
+
+from __future__ import annotations
+
+import time
+from itertools import count
+from typing import Any
+
+import numpy as np
+import openvino as ov  # pyright: ignore[reportMissingImports]
+import openvino_genai as genai  # pyright: ignore[reportMissingImports]
+from runner import Job, Prompt, Reading, serve, steady
+
+
+class OpenVino:
+    """Precisions of products and cache, and the cache's size, are its own choice."""
+
+    def __init__(self, job: Job) -> None:
+        plan = genai.SchedulerConfig()
+        plan.max_num_batched_tokens = 1 << 20
+        plan.max_num_seqs = 32
+        plan.enable_prefix_caching = True
+        properties = {"INFERENCE_NUM_THREADS": job.threads}
+        self.pipeline = genai.ContinuousBatchingPipeline(job.model, plan, "CPU", properties)
+        self.names = count()
+        self.handles: list[Any] = []
+        self.tokens: list[list[int]] = []
+
+    def complete(self, prompt: Prompt, new: int) -> list[int]:
+        self._add([prompt], new)
+        self._finish()
+        return self.tokens[0]
+
+    def decode(self, prompts: list[Prompt], new: int) -> Reading:
+        self._add(prompts, new)
+        reading = steady(self._step, lambda: [len(ids) for ids in self.tokens], new)
+        self._finish()
+        return reading
+
+    def prefill(self, prompt: Prompt) -> Reading:
+        begin = time.perf_counter()
+        self.complete(prompt, 1)
+        return Reading(len(prompt), time.perf_counter() - begin)
+
+    def shared(self, prompts: list[Prompt], prefix: int, new: int) -> Reading:
+        begin = time.perf_counter()
+        self._add(prompts, new)
+        self._finish()
+        return Reading(sum(map(len, self.tokens)), time.perf_counter() - begin)
+
+    def _add(self, prompts: list[Prompt], new: int) -> None:
+        wanted = genai.GenerationConfig(max_new_tokens=new, ignore_eos=True, do_sample=False)
+        tensors = [ov.Tensor(np.array([prompt], np.int64)) for prompt in prompts]
+        self.handles = [self.pipeline.add_request(next(self.names), tensor, wanted) for tensor in tensors]
+        self.tokens = [[] for _ in prompts]
+
+    def _step(self) -> None:
+        self.pipeline.step()
+        for handle, tokens in zip(self.handles, self.tokens, strict=True):
+            while handle.can_read():
+                for output in handle.read().values():
+                    tokens += output.generated_ids
+
+    def _finish(self) -> None:
+        while self.pipeline.has_non_finished_requests():
+            self._step()
+
+
+if __name__ == "__main__":
+    serve(OpenVino)
