@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-from .geometry import BODY_PARAMETERS, CACHE_BYTES, HEAD, HEAD_PARAMETERS, HEADS, LAYERS
+from .geometry import BODY_PARAMETERS, CACHE_BYTES, HEAD, HEAD_PARAMETERS, HEADS, INT8_CACHE_BYTES, LAYERS
 
-WEIGHT_BYTES = {"bf16": 2.0, "int8": 8.5 / 8, "int4": 4.5 / 8}
-"""Of one weight: quantised ones with a 16-bit scale for each 32."""
+WEIGHT_BYTES: Mapping[str, float] = MappingProxyType({"bf16": 2.0, "int8": 8.5 / 8, "int4": 4.5 / 8, "kv8": 2.0})
+"""Of one weight: quantised ones with a 16-bit scale for each 32. The format "kv8" is the weights of "bf16" with keys and
+values of 8 bits."""
+
+PLAIN = ("bf16", "kv8")
+"""Formats whose weights are no integers."""
 
 ATTENTION_FLOPS = 4 * HEADS * HEAD * LAYERS
 """Of one query over one key: its score, and its share of the sum of values."""
@@ -25,7 +30,7 @@ class Bounds:
 
     def peak(self, form: str) -> float:
         """Operations each second with weights of this format, which may be widened."""
-        return max(rate for kind, rate in self.peaks.items() if kind != "int8" or form != "bf16")
+        return max(rate for kind, rate in self.peaks.items() if kind != "int8" or form not in PLAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +90,20 @@ class Case:
     def _weights(self) -> float:
         return (BODY_PARAMETERS + HEAD_PARAMETERS) * WEIGHT_BYTES[self.form]
 
+    def _cell(self) -> int:
+        """Bytes of keys and values of one token."""
+        return INT8_CACHE_BYTES if self.form == "kv8" else CACHE_BYTES
+
     def _prompt_step(self, tokens: int, pairs: float, logits: int) -> tuple[int, float, float]:
         """`pairs` of query and key, logits for some rows only."""
         products = 2.0 * (BODY_PARAMETERS * tokens + HEAD_PARAMETERS * logits)
-        return 1, self._weights() + tokens * CACHE_BYTES, products + ATTENTION_FLOPS * pairs
+        return 1, self._weights() + tokens * self._cell(), products + ATTENTION_FLOPS * pairs
 
     def _decode_step(self, times: int, cells: float, common: int) -> tuple[int, float, float]:
         """`cells` are the keys of all rows; a common beginning is read once, whatever the rows."""
         products = 2.0 * (BODY_PARAMETERS + HEAD_PARAMETERS) * self.batch
         attention = ATTENTION_FLOPS * (cells + self.batch * common)
-        return times, self._weights() + (cells + common) * CACHE_BYTES, products + attention
+        return times, self._weights() + (cells + common) * self._cell(), products + attention
 
     def _shared_steps(self) -> list[tuple[int, float, float]]:
         own = self.prompt - self.prefix
@@ -110,6 +119,7 @@ CASES = (
     Case("prefill", "prefill", prompt=2048, new=1),
     Case("shared", "shared", batch=32, prompt=1056, new=16, prefix=1024, timeout=420.0),
     Case("b1-8k", "decode", prompt=8192, timeout=600.0, only="sglcore"),
+    Case("b1-8k-int8kv", "decode", form="kv8", prompt=8192, timeout=600.0, only="sglcore"),
     Case("b1-busy", "decode", only="sglcore", is_disturbed=True),
     Case("b1-int8", "decode", form="int8"),
     Case("b32-int8", "decode", form="int8", batch=32, timeout=420.0),
@@ -117,8 +127,8 @@ CASES = (
     Case("start", "start", timeout=600.0),
 )
 QUICK = ("b1", "b8", "prefill", "b1-int8", "b1-int4")
-FORMATS = ("bf16", "int8", "int4")
-BESIDE_ITSELF = (("b1-8k", "b1"), ("b1-busy", "b1"))
+FORMATS = ("bf16", "int8", "int4", "kv8")
+BESIDE_ITSELF = (("b1-8k", "b1"), ("b1-8k-int8kv", "b1"), ("b1-busy", "b1"))
 """Pairs of cases of one engine, the first held against the second."""
 
 

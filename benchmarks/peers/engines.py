@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .cases import FORMATS
+
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / "build" / "peers"
 FILES = ROOT / "build" / "bench"
@@ -66,7 +68,7 @@ class Engine:
 
 CHECKPOINT_NAME = CHECKPOINT.name
 ENGINES = (
-    Engine("sglcore", "sglcore", dict.fromkeys(("bf16", "int8", "int4"), CHECKPOINT_NAME), "sglcore"),
+    Engine("sglcore", "sglcore", dict.fromkeys(FORMATS, CHECKPOINT_NAME), "sglcore"),
     Engine(
         "vllm",
         "vLLM CPU",

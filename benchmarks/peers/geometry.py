@@ -45,6 +45,9 @@ HEAD_PARAMETERS = VOCABULARY * HIDDEN
 CACHE_BYTES = LAYERS * 2 * KV_HEADS * HEAD * 2
 """Bytes of keys and values of one token at 16 bits."""
 
+INT8_CACHE_BYTES = LAYERS * 2 * KV_HEADS * (HEAD + 4)
+"""The same at 8 bits, with a 32-bit scale for each head."""
+
 
 def tensors() -> list[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor, by the checkpoint's own names, in the order of the file."""

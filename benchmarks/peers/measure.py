@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from .cases import Bounds, Case
 from .child import Child, ChildError
@@ -24,7 +25,7 @@ SLOW_STARTS = 2
 compiled code, once with them."""
 RESTARTS = 3
 CACHE_TOKENS = 8448
-ENGINE_BYTES = {"bf16": 7 << 29, "int8": 3 << 30, "int4": 3 << 30}
+ENGINE_BYTES = MappingProxyType({"bf16": 7 << 29, "int8": 3 << 30, "int4": 3 << 30, "kv8": 7 << 29})
 """Memory to expect of one engine: what they take in the mean, weights mapped from files included."""
 
 Say = Callable[[str], None]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from itertools import count
 from typing import Any
 
 import numpy as np
 import openvino as ov  # pyright: ignore[reportMissingImports]
 import openvino_genai as genai  # pyright: ignore[reportMissingImports]
-from runner import Job, Prompt, Reading, serve, steady
+from runner import Generates, Job, Prompt, Reading, serve, steady
 
 
-class OpenVino:
+class OpenVino(Generates):
     """Precisions of products and cache, and the cache's size, are its own choice."""
 
     def __init__(self, job: Job) -> None:
@@ -26,27 +25,16 @@ class OpenVino:
         self.handles: list[Any] = []
         self.tokens: list[list[int]] = []
 
-    def complete(self, prompt: Prompt, new: int) -> list[int]:
-        self._add([prompt], new)
+    def generate(self, prompts: list[Prompt], new: int) -> list[list[int]]:
+        self._add(prompts, new)
         self._finish()
-        return self.tokens[0]
+        return self.tokens
 
     def decode(self, prompts: list[Prompt], new: int) -> Reading:
         self._add(prompts, new)
         reading = steady(self._step, lambda: [len(ids) for ids in self.tokens], new)
         self._finish()
         return reading
-
-    def prefill(self, prompt: Prompt) -> Reading:
-        begin = time.perf_counter()
-        self.complete(prompt, 1)
-        return Reading(len(prompt), time.perf_counter() - begin)
-
-    def shared(self, prompts: list[Prompt], prefix: int, new: int) -> Reading:
-        begin = time.perf_counter()
-        self._add(prompts, new)
-        self._finish()
-        return Reading(sum(map(len, self.tokens)), time.perf_counter() - begin)
 
     def _add(self, prompts: list[Prompt], new: int) -> None:
         wanted = genai.GenerationConfig(max_new_tokens=new, ignore_eos=True, do_sample=False)

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import torch
-from runner import Job, NotOffered, Prompt, Reading, serve
+from runner import Generates, Job, NotOffered, Prompt, Reading, serve
 from transformers import AutoModelForCausalLM
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
@@ -22,7 +22,7 @@ class Stamps(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
-class Transformers:
+class Transformers(Generates):
     """A causal model in its checkpoint's dtype."""
 
     def __init__(self, job: Job) -> None:
@@ -31,19 +31,15 @@ class Transformers:
             job.model, dtype=torch.bfloat16, attn_implementation="sdpa"
         ).eval()
 
-    def complete(self, prompt: Prompt, new: int) -> list[int]:
-        return self._generate([prompt], new, Stamps())[0][len(prompt) :]
+    def generate(self, prompts: list[Prompt], new: int) -> list[list[int]]:
+        made = self._generate(prompts, new, Stamps())
+        return [ids[len(prompt) :] for ids, prompt in zip(made, prompts, strict=True)]
 
     def decode(self, prompts: list[Prompt], new: int) -> Reading:
         stamps = Stamps()
         self._generate(prompts, new, stamps)
         first, *others = stamps.moments
         return Reading(len(others) * len(prompts), others[-1] - first)
-
-    def prefill(self, prompt: Prompt) -> Reading:
-        begin = time.perf_counter()
-        self.complete(prompt, 1)
-        return Reading(len(prompt), time.perf_counter() - begin)
 
     def shared(self, prompts: list[Prompt], prefix: int, new: int) -> Reading:
         raise NotOffered("generate shares no prefix between requests")

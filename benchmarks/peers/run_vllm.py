@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from itertools import count
 
 from geometry import CACHE_BYTES
-from runner import Job, Prompt, Reading, serve, steady
+from runner import Generates, Job, Prompt, Reading, serve, steady
 
 CORES = sorted(os.sched_getaffinity(0))
 GIB = 1 << 30
 
 
-class Vllm:
+class Vllm(Generates):
     """By default one core is left idle, and the scheduler has a process of its own; both cost speed here."""
 
     def __init__(self, job: Job) -> None:
@@ -32,27 +31,16 @@ class Vllm:
         self.names = count()
         self.tokens: dict[str, list[int]] = {}
 
-    def complete(self, prompt: Prompt, new: int) -> list[int]:
-        self._add([prompt], new)
+    def generate(self, prompts: list[Prompt], new: int) -> list[list[int]]:
+        self._add(prompts, new)
         self._finish()
-        return next(iter(self.tokens.values()))
+        return list(self.tokens.values())
 
     def decode(self, prompts: list[Prompt], new: int) -> Reading:
         self._add(prompts, new)
         reading = steady(self._step, lambda: [len(ids) for ids in self.tokens.values()], new)
         self._finish()
         return reading
-
-    def prefill(self, prompt: Prompt) -> Reading:
-        begin = time.perf_counter()
-        self.complete(prompt, 1)
-        return Reading(len(prompt), time.perf_counter() - begin)
-
-    def shared(self, prompts: list[Prompt], prefix: int, new: int) -> Reading:
-        begin = time.perf_counter()
-        self._add(prompts, new)
-        self._finish()
-        return Reading(sum(map(len, self.tokens.values())), time.perf_counter() - begin)
 
     def _add(self, prompts: list[Prompt], new: int) -> None:
         params = self.params(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)

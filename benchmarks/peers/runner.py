@@ -13,6 +13,7 @@ import random
 import signal
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -27,8 +28,8 @@ CHECKED = 8
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a child is to load: `model` is a folder or file, `format` "bf16", "int8" or "int4", `cache_tokens` the size of
-    its KV cache."""
+    """What a child is to load: `model` is a folder or file, `format` one of `FORMATS` in cases.py, `cache_tokens` the size
+    of its KV cache."""
 
     model: str
     format: str
@@ -62,6 +63,30 @@ class Engine(Protocol):
     def shared(self, prompts: list[Prompt], prefix: int, new: int) -> Reading:
         """All prompts to their end, which begin with the same `prefix` tokens: new tokens, and the whole time."""
         ...
+
+
+class Generates(ABC):
+    """An engine that makes whole completions of many prompts at once: what of `Engine` follows from that."""
+
+    @abstractmethod
+    def generate(self, prompts: list[Prompt], new: int) -> list[list[int]]:
+        """The `new` greedy tokens after each prompt."""
+
+    def complete(self, prompt: Prompt, new: int) -> list[int]:
+        """As `Engine` says."""
+        return self.generate([prompt], new)[0]
+
+    def prefill(self, prompt: Prompt) -> Reading:
+        """As `Engine` says, by a completion of one token."""
+        begin = time.perf_counter()
+        self.complete(prompt, 1)
+        return Reading(len(prompt), time.perf_counter() - begin)
+
+    def shared(self, prompts: list[Prompt], prefix: int, new: int) -> Reading:
+        """As `Engine` says; the engine finds the common beginning by itself."""
+        begin = time.perf_counter()
+        made = self.generate(prompts, new)
+        return Reading(sum(map(len, made)), time.perf_counter() - begin)
 
 
 class NotOffered(Exception):

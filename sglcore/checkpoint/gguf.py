@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -61,12 +62,40 @@ class GgufTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class TextList:
+    """Where a list of texts lies: `count` of them, one after another from byte `start` of the file."""
+
+    start: int
+    count: int
+
+    def read(self, data: mmap.mmap, places: Collection[int]) -> dict[int, str]:
+        """The texts at some places; a place that it does not have is left out. Walks as far as the last of them."""
+        wanted, at, length, found = frozenset(places), self.start, struct.Struct("<Q").unpack_from, dict[int, str]()
+        for place in range(min(max(wanted, default=-1) + 1, self.count)):
+            first = at + 8
+            at = first + length(data, at)[0]
+            if place in wanted:
+                found[place] = data[first:at].decode("utf-8", "replace")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a file says of itself. `metadata` holds numbers, texts, booleans and lists of them."""
+    """What a file says of itself. `metadata` holds numbers, texts, booleans and lists of them; `left_out` are the lists of
+    texts that were not read."""
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
+    left_out: Mapping[str, TextList]
+
+    def some_texts(self, key: str, places: Collection[int]) -> Mapping[int, str]:
+        """The texts at some places of a list, whether it was left out or not; none of a key that is no list."""
+        kept, left_out = self.metadata.get(key), self.left_out.get(key)
+        if left_out is not None:
+            with _mapped(self.path) as data:
+                return left_out.read(data, places)
+        return {place: kept[place] for place in places if place < len(kept)} if isinstance(kept, list) else {}
 
     def need(self, key: str, kind: type) -> Any:
         """A value of the metadata; raises `CheckpointError` if it is missing or of another kind."""
@@ -97,9 +126,16 @@ def read_header(path: Path, *, texts: bool = False) -> GgufHeader:
 
     Lists of texts, which are vocabularies and take most of the time, are left out unless `texts` asks for them.
     """
+    with _mapped(path) as data:
+        return _Reader(path, data, texts).header()
+
+
+@contextmanager
+def _mapped(path: Path) -> Iterator[mmap.mmap]:
+    """The file's bytes; what is wrong with them while they are read is a `CheckpointError`."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(path, data, texts).header()
+            yield data
     except OSError as error:
         raise CheckpointError(f"{path} can not be read: {error.strerror}", remedy="check its permissions") from None
     except RecursionError:
@@ -126,7 +162,8 @@ class _Reader:
             raise CheckpointError(f"{self._path} is GGUF version {version}", wanted="2 or 3", remedy="convert it again")
         tensors, keys = self._number("Q"), self._number("Q")
         values = [(self._text(), self._value(self._number("I"))) for _ in range(keys)]
-        metadata = {key: value for key, value in values if value is not None}
+        metadata = {key: value for key, value in values if not isinstance(value, TextList)}
+        left_out = {key: value for key, value in values if isinstance(value, TextList)}
         split = metadata.get("split.count", 1)
         if split != 1:
             raise CheckpointError(
@@ -142,7 +179,7 @@ class _Reader:
         placed = {tensor.name: self._placed(tensor, base) for tensor in found}
         if len(placed) != len(found):
             raise self._damaged("it has two tensors of one name")
-        return GgufHeader(self._path, MappingProxyType(metadata), MappingProxyType(placed))
+        return GgufHeader(self._path, MappingProxyType(metadata), MappingProxyType(placed), MappingProxyType(left_out))
 
     def _tensor(self) -> GgufTensor:
         """With its start counted from the data's."""
@@ -174,10 +211,10 @@ class _Reader:
             return self._array(item, count)
         return self._number(self._format(kind))
 
-    def _array(self, kind: int, count: int) -> list[Any] | None:
+    def _array(self, kind: int, count: int) -> list[Any] | TextList:
         if kind == _TEXT:
-            found = self._texts(count)
-            return found if self._keeps_texts else None
+            place, found = TextList(self._at, count), self._texts(count)
+            return found if self._keeps_texts else place
         if kind == _ARRAY:
             return [self._value(kind) for _ in range(count)]
         size = struct.calcsize(f"<{self._format(kind)}") * count

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from sglcore.checkpoint.gguf import REMEDY, GgufHeader, read_header
+from sglcore.checkpoint.gguf import REMEDY, GgufHeader
 from sglcore.device.errors import CheckpointError
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
@@ -147,7 +147,7 @@ def token_id(header: GgufHeader, name: str, count: int = LARGEST) -> int | None:
 
 
 def end_tokens(header: GgufHeader) -> tuple[int, ...]:
-    """The tokens that end a text. Reads the vocabulary; raises `CheckpointError` for one that it does not have."""
+    """The tokens that end a text. Reads the vocabulary's control tokens; raises `CheckpointError` for one that it lacks."""
     embedding = header.tensors.get(EMBEDDING)
     count = embedding.shape[0] if embedding is not None and embedding.shape else LARGEST
     named = (token_id(header, name, count) for name in ("eos", "eot", "eom"))
@@ -159,11 +159,8 @@ def _usual_ends(header: GgufHeader) -> list[int]:
     kinds = header.metadata.get("tokenizer.ggml.token_type")
     if not isinstance(kinds, list) or CONTROL not in kinds:
         return []
-    tokens = read_header(header.path, texts=True).metadata.get(TOKENS)
-    if not isinstance(tokens, list):
-        return []
-    pairs = enumerate(zip(tokens, kinds, strict=False))
-    return [place for place, (token, kind) in pairs if kind == CONTROL and token in _ENDS]
+    tokens = header.some_texts(TOKENS, [place for place, kind in enumerate(kinds) if kind == CONTROL])
+    return [place for place, token in tokens.items() if token in _ENDS]
 
 
 def _dtype(header: GgufHeader) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from sglcore.checkpoint.gguf import is_gguf
 from sglcore.device.bring_up import BringUp
+from sglcore.device.collection import no_collection
 from sglcore.device.config import EngineConfig
 from sglcore.device.discovery import discover
 from sglcore.device.errors import ConfigError
@@ -69,6 +70,7 @@ def choose(config: EngineConfig, ledger: DecisionLedger) -> Choice:
     return choice
 
 
+@no_collection()
 def start(config: EngineConfig, progress: Progress = no_progress) -> Started:
     """Choose the device and run its bring-up; waits until the worker is ready. Raises SglcoreError for what a person
     can mend; what a package raises keeps its own traceback."""

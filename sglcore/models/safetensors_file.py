@@ -1,24 +1,18 @@
-"""One safetensors file: its header checked, its tensors read straight to where they belong.
-
-Format: 8 bytes little-endian header length, a JSON header, then the data that the header's offsets point into.
-"""
+"""One safetensors file: its tensors read straight to where they belong."""
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sglcore.device.errors import CheckpointError
+from sglcore.checkpoint.safetensors_header import Entry, damaged, open_file, read_entries
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -42,17 +36,6 @@ PIECE_BYTES = 8 << 20
 """How much is read at a time, and so how much memory a cast or a copy to a device takes besides the weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor in a file: `dtype` as the file names it, and its bytes [start, end) counted from the file's start."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-
 HOST = torch.device("cpu")
 """Where a file is read into."""
 
@@ -63,13 +46,9 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._map: mmap.mmap | None = None
+        self._file = open_file(path)
         try:
-            self._size = path.stat().st_size
-            self._file = path.open("rb", buffering=0)
-        except OSError as error:
-            raise CheckpointError(f"{path} can not be read: {error.strerror}", remedy="check its permissions") from None
-        try:
-            self.entries = self._read_header()
+            self.entries = read_entries(path, self._file)
         except BaseException:
             self.close()
             raise
@@ -127,32 +106,5 @@ class SafetensorsFile:
         while len(rest):
             got = self._file.readinto(rest)
             if not got:
-                raise self._damaged(f"it ends inside {entry.name!r}")
+                raise damaged(self.path, f"it ends inside {entry.name!r}")
             rest = rest[got:]
-
-    def _read_header(self) -> tuple[Entry, ...]:
-        length = self._file.read(8)
-        size = int.from_bytes(length, "little")
-        if len(length) < 8 or size > self._size - 8:
-            raise self._damaged(f"it has {self._size} bytes, and its header alone would need {size + 8}")
-        try:
-            header = json.loads(self._file.read(size))
-            header.pop("__metadata__", None)
-            entries = [self._entry(name, item, 8 + size) for name, item in header.items()]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise self._damaged("its header is not that of a safetensors file") from None
-        for entry in entries:
-            if entry.end > self._size:
-                raise self._damaged(f"it has {self._size} bytes, and {entry.name!r} ends at {entry.end}")
-        return tuple(sorted(entries, key=lambda entry: entry.start))
-
-    def _entry(self, name: str, item: dict[str, Any], base: int) -> Entry:
-        start, end = item["data_offsets"]
-        entry = Entry(name, item["dtype"], tuple(item["shape"]), base + start, base + end)
-        size = READABLE[entry.dtype].itemsize * math.prod(entry.shape) if entry.dtype in READABLE else end - start
-        if size != end - start or start < 0:
-            raise self._damaged(f"{name!r} of shape {list(entry.shape)} and type {entry.dtype} has {end - start} bytes")
-        return entry
-
-    def _damaged(self, found: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} is damaged: {found}", remedy="download it again")

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from sglcore.checkpoint.quantization import Quantization
+from sglcore.checkpoint.safetensors_header import Entry
 from sglcore.device.errors import CheckpointError
 from sglcore.models.quantized import Stored, fill
 from sglcore.models.quantized_formats.registry import FORMATS
 from sglcore.models.quantized_formats.tensors import LayerTensors
-from sglcore.models.safetensors_file import DTYPES, PIECE_BYTES, READABLE, Entry, SafetensorsFile
+from sglcore.models.safetensors_file import DTYPES, PIECE_BYTES, READABLE, SafetensorsFile
 
 Report = Callable[[int], None]
 """Called with the bytes of each piece that was read."""

@@ -5,18 +5,19 @@ The runner composes; nothing subclasses it. A graph holds strong references to a
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from sglcore.device.collection import no_collection
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.buffer_registry import BufferRegistry
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext
 from sglcore.runtime.graphs.backend import CapturedStep, GraphBackend, PromptBackend, Step
-from sglcore.runtime.graphs.capture import no_collection
 from sglcore.runtime.graphs.decode import DecodeGraphs
 from sglcore.runtime.graphs.policy import cells_of, planned, real_view
 from sglcore.runtime.graphs.prompts import PromptForward, PromptGraphs
@@ -131,6 +132,9 @@ class GraphRunner:
         total, done = sum(len(policy.sizes) for policy in self._policies), 0
         free = _free_memory(self._streams)
         _order(self._streams)
+        if self._streams.forward is not None:
+            gc.collect()  # what garbage holds of the device's memory is for the graphs to take
+        # A finalizer that frees device memory breaks a capture.
         with no_collection(), self._streams.running():
             # Prompts hold more memory, and come first: what they leave in the pool serves the decode graphs.
             for policy in reversed(self._policies):

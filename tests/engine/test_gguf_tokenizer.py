@@ -15,6 +15,8 @@ from gguf import GGUFWriter, TokenType
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 
+from sglcore.checkpoint.gguf import _Reader, read_header
+from sglcore.checkpoint.gguf_config import TOKENS, end_tokens
 from sglcore.device.errors import CheckpointError
 from sglcore.engine.start import embedded_model
 from sglcore.engine.text import TextCodec, eos_token_ids
@@ -199,6 +201,28 @@ def test_control_tokens_that_end_a_turn_end_a_text_too(tmp_path: Path) -> None:
     kinds = [int(kind) for kind in (TokenType.NORMAL, *[TokenType.CONTROL] * 2, TokenType.NORMAL, TokenType.CONTROL)]
     assert eos_token_ids(write(tmp_path / "m.gguf", {**values, "ggml.token_type": kinds})) == {1, 2, 4}
     assert eos_token_ids(write(tmp_path / "n.gguf", values)) == {1}
+
+
+def test_the_vocabulary_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, kinds = ["a", "b", "ab", "<|end|>", "<|im_end|>"], [1, 1, 1, int(TokenType.CONTROL), int(TokenType.CONTROL)]
+    values = {**SMALL, "ggml.tokens": tokens, "ggml.merges": ["a b"], "ggml.eos_token_id": 3, "ggml.token_type": kinds}
+    file, read = write(tmp_path / "m.gguf", values), list[list[str]]()
+    whole = _Reader._texts
+    monkeypatch.setattr(_Reader, "_texts", lambda self, count: read.append(whole(self, count)) or read[-1])
+    assert eos_token_ids(file) == {3, 4} and end_tokens(read_header(file)) == (3, 4)
+    TextCodec(file)
+    assert [each for each in read if each] == [tokens, ["a b"]]
+
+
+def test_texts_that_were_left_out_are_those_of_a_whole_read(tmp_path: Path) -> None:
+    tokens = ["a", "", "\u00e9\u4f60", "b" * 300]
+    file = write(tmp_path / "m.gguf", {**SMALL, "ggml.tokens": tokens, "ggml.merges": ["a a"]})
+    lazy, whole = read_header(file), read_header(file, texts=True)
+    assert TOKENS not in lazy.metadata and whole.metadata[TOKENS] == tokens and not whole.left_out
+    for header in (lazy, whole):
+        assert header.some_texts(TOKENS, range(9)) == dict(enumerate(tokens))
+        assert header.some_texts(TOKENS, [2, 7]) == {2: tokens[2]}
+        assert header.some_texts(TOKENS, []) == header.some_texts("tokenizer.ggml.none", [0]) == {}
 
 
 def test_several_templates_keep_their_names(tmp_path: Path) -> None:

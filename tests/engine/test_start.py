@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sglcore.device.config import EngineConfig, resolve_config
-from sglcore.device.errors import DeviceError
+from sglcore.device.errors import ConfigError, DeviceError
 from sglcore.device.worker import Limits
 from sglcore.engine.start import choose_overlap, start
 
@@ -58,3 +59,29 @@ def test_the_device_is_looked_for_below_the_root_that_was_given(tmp_path: Path) 
     node.touch()
     with pytest.raises(DeviceError, match="'cuda' is present but not usable: driver: there is no libcuda"):
         start(EngineConfig(max_requests=1, threads=1, system_root=str(tmp_path)))
+
+
+def test_no_garbage_is_collected_during_a_start_and_afterwards_it_is_again() -> None:
+    collects: list[bool] = []
+    started = start(EngineConfig(max_requests=1, threads=1), lambda phase, done, total: collects.append(gc.isenabled()))
+    started.worker.close()
+    assert collects and not any(collects)
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    "config", [EngineConfig(model="/nowhere"), EngineConfig(max_requests=1, threads=1, kv_cache_dtype="int3")]
+)
+def test_garbage_is_collected_again_after_a_start_that_failed(config: EngineConfig) -> None:
+    with pytest.raises(ConfigError):
+        start(config)
+    assert gc.isenabled()
+
+
+def test_a_start_leaves_a_collector_that_was_off_alone() -> None:
+    gc.disable()
+    try:
+        start(EngineConfig(max_requests=1, threads=1)).worker.close()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -13,12 +13,11 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs the library triton")
 
 from sglcore.runtime.kernels.triton import Tuning, drawing, race
-from sglcore.sampling.noise import fixed_min_p
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.race import make_race_tables
 from sglcore.sampling.sampler import Sampler, SamplingState, draw_rows
 from tests.kernels.guards import Guards, mutated
-from tests.sampling.rows import staged
+from tests.sampling.rows import at_min_p, signed_zeros, staged
 
 BLOCK = 64
 SMALL = Tuning(draw_tokens=BLOCK)
@@ -81,25 +80,11 @@ def ties(*params: dict) -> tuple[Tensor, SamplingState]:
     return logits, staged([(SamplingParams(temperature=1.0, **each), 3) for each in rows], range(len(rows)))
 
 
-def signed_zeros() -> tuple[Tensor, SamplingState]:
-    """Greedy rows beside a drawn one: zeros of both signs are equally best, and the first counts."""
-    logits = torch.full((3, BLOCK + 1), -1.0)
-    logits[:, 5], logits[:, 9], logits[:, BLOCK] = -0.0, 0.0, 0.0
-    return logits, staged([(SamplingParams(temperature=each), 4) for each in (0.0, 0.0, 1.0)], range(3))
-
-
-def at_min_p() -> tuple[Tensor, SamplingState]:
-    """The second token's gap is the largest that min_p keeps; the third's is so after rounding."""
-    edge = fixed_min_p(0.2)
-    row = torch.tensor([0.0, -edge / 65536, -(edge + 0.375) / 65536, -30.0])
-    return row.repeat(40, 1), staged([(SamplingParams(temperature=1.0, min_p=0.2), 5)] * 40, range(40))
-
-
 CASES = {
     "top-k among equals": lambda: ties({"top_k": 1}, {"top_k": 4}),
     "top-p among equals": lambda: ties({"top_p": 0.5}, {"top_p": 0.05}),
     "top-p after top-k": lambda: ties({"top_k": 3, "top_p": 0.5}, {"top_k": 4, "top_p": 1.0}),
-    "zeros of both signs": signed_zeros,
+    "zeros of both signs": lambda: signed_zeros(BLOCK),
     "gaps at min_p": at_min_p,
 }
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from sglcore.sampling.batch import SamplingBatch
+from sglcore.sampling.noise import fixed_min_p
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.processors import make_penalties
 from sglcore.sampling.race import draw_race, row_keys
@@ -47,3 +48,18 @@ def with_history(rows: Sequence[tuple], history: Sequence[Sequence[int]], vocab_
         chosen = torch.as_tensor(batch.penalty_rows()).long()
         table, lengths = table[chosen], lengths[chosen]
     return make_penalties(batch, table, lengths, vocab_size, all_rows)
+
+
+def signed_zeros(block: int) -> tuple[torch.Tensor, SamplingState]:
+    """Greedy rows beside a drawn one: zeros of both signs are equally best, and the first counts; the last
+    stands alone in its block of the kernel's."""
+    logits = torch.full((3, block + 1), -1.0)
+    logits[:, 5], logits[:, 9], logits[:, block] = -0.0, 0.0, 0.0
+    return logits, staged([(SamplingParams(temperature=each), 4) for each in (0.0, 0.0, 1.0)], range(3))
+
+
+def at_min_p() -> tuple[torch.Tensor, SamplingState]:
+    """The second token's gap is the largest that min_p keeps; the third's is so after rounding."""
+    edge = fixed_min_p(0.2)
+    row = torch.tensor([0.0, -edge / 65536, -(edge + 0.375) / 65536, -30.0])
+    return row.repeat(40, 1), staged([(SamplingParams(temperature=1.0, min_p=0.2), 5)] * 40, range(40))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
@@ -12,19 +13,20 @@ from subprocess import CalledProcessError
 import pytest
 
 from benchmarks.peers import engines as places
-from benchmarks.peers.cases import CASES, FORMATS, Bounds, Case, chosen_cases
-from benchmarks.peers.child import Child, ChildError
+from benchmarks.peers.cases import CASES, FORMATS, WEIGHT_BYTES, Bounds, Case, chosen_cases
+from benchmarks.peers.child import HERE, Child, ChildError
 from benchmarks.peers.engines import ENGINES, Engine, chosen_engines
 from benchmarks.peers.figures import Results, beside_itself, beside_the_best, ratios, rows, spread, table
 from benchmarks.peers.geometry import BODY_PARAMETERS, HEAD_PARAMETERS, tensors
 from benchmarks.peers.install import reason
-from benchmarks.peers.measure import Measurement
+from benchmarks.peers.measure import ENGINE_BYTES, Measurement
 from benchmarks.peers.picture import intensity, save_roofline, speed
 from benchmarks.peers.vocabulary import vocabulary, write_tokenizer
 
 BOUNDS = Bounds(30e9, {"fp32": 0.2e12, "bf16": 2e12, "int8": 4e12})
 B1, PREFILL, SHARED = (next(case for case in CASES if case.name == name) for name in ("b1", "prefill", "shared"))
 START = next(case for case in CASES if case.name == "start")
+LONG, LONG_INT8 = (next(case for case in CASES if case.name == name) for name in ("b1-8k", "b1-8k-int8kv"))
 B1_INT8 = next(case for case in CASES if case.name == "b1-int8")
 
 
@@ -125,9 +127,27 @@ def test_the_bound_at_batch_one_is_bandwidth_over_weights_and_cache() -> None:
     assert B1.bound(BOUNDS) == pytest.approx(30e9 / (weights + cache))
 
 
+def test_a_cache_of_8_bits_halves_what_a_long_context_reads_and_adds_a_scale_for_each_head() -> None:
+    weights, cells = 2 * 595_984_384, (8192 + 24) * 28 * 2 * 8
+    assert LONG.bound(BOUNDS) == pytest.approx(30e9 / (weights + cells * 256))
+    assert LONG_INT8.bound(BOUNDS) == pytest.approx(30e9 / (weights + cells * (128 + 4)))
+    assert replace(LONG_INT8, form="bf16", name=LONG.name) == LONG
+
+
+def test_a_case_with_a_cache_of_8_bits_is_held_against_the_short_one(results: Results) -> None:
+    for number, value in enumerate((10.0, 12.0, 11.0)):
+        results.add(LONG_INT8.name, "sglcore", number, value)
+    assert beside_itself(results)[0] == {
+        "case": LONG_INT8.name,
+        "against": "b1",
+        "ratio": {"min": 0.5, "median": 0.5, "max": 0.5},
+    }
+
+
 def test_only_quantised_cases_may_count_on_8_bit_products() -> None:
     assert BOUNDS.peak("bf16") == 2e12
     assert BOUNDS.peak("int4") == 4e12
+    assert BOUNDS.peak("kv8") == 2e12
     assert START.bound(BOUNDS) is None
 
 
@@ -152,6 +172,8 @@ def test_quick_is_fewer_and_shorter() -> None:
 def test_every_format_has_a_case_and_ours_serves_it() -> None:
     assert {case.form for case in CASES} == set(FORMATS)
     assert ENGINES[0].name == "sglcore" and set(ENGINES[0].models) == set(FORMATS)
+    assert set(WEIGHT_BYTES) == set(ENGINE_BYTES) == set(FORMATS)
+    assert not any("kv8" in engine.models for engine in ENGINES[1:])
 
 
 def test_an_engine_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +286,32 @@ def test_one_case_that_kills_an_engine_leaves_the_others(tmp_path: Path, monkeyp
     assert measured.results.failures["b4", "fake"] == "RuntimeError: no"
     assert measured.results.failures["b1-int8", "fake"] == "has no int8 weights here"
     assert len(told) == 1 + 2 + 2 and measured.results.tokens == {("bf16", "fake"): [7]}
+
+
+def answered(monkeypatch: pytest.MonkeyPatch, asked: str) -> dict[str, float]:
+    """What a runner says to one question whose engine makes `new` tokens of each prompt; nothing of it stays imported."""
+    monkeypatch.syspath_prepend(str(HERE))
+    runner = importlib.import_module("runner")
+
+    class Counting(runner.Generates):
+        def generate(self, prompts: list[list[int]], new: int) -> list[list[int]]:
+            time.sleep(0.01)
+            return [[prompt[0]] * new for prompt in prompts]
+
+    assert Counting().complete([7, 8], 2) == [7, 7]
+    question = Case("any", asked, batch=3, prompt=5, new=4, prefix=2).question(1)
+    found = runner.answer(Counting(), question)
+    for name in ("geometry", "runner"):
+        sys.modules.pop(name)
+    return found
+
+
+@pytest.mark.parametrize(("asked", "tokens"), [("prefill", 5), ("shared", 12)])
+def test_what_makes_whole_completions_is_timed_around_them(
+    asked: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = answered(monkeypatch, asked)
+    assert found["tokens"] == tokens and 0.01 <= found["seconds"] < 10
 
 
 def test_an_engine_that_can_not_load_fails_in_every_case_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,29 +5,29 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from sglcore.checkpoint.files import checkpoint_files
-from sglcore.checkpoint.quantization import read_quantization
+from sglcore.checkpoint.gguf import is_gguf
+from sglcore.device.config import EngineConfig
 from sglcore.device.errors import CheckpointError
+from sglcore_cpu.weight_size import folder_bytes, gguf_bytes
 
 UNLIMITED = 1 << 60
 
-SHARE_OF_BF16 = MappingProxyType({"int8": 0.55, "int4": 0.35})
-"""What quantising on load leaves of a checkpoint of 16 bits: codes with their scales, and what stays as it is."""
 
-
-def weight_bytes(model: Path, quantize: str = "auto") -> int:
-    """Bytes of a checkpoint's weights, a folder's or one file's, and about how many they will be once quantised; 0 where
-    files are missing, which the loader names."""
-    is_quantised = model.is_file() or read_quantization(_config(model)) is not None
+def weight_bytes(model: Path, asked: EngineConfig = EngineConfig()) -> int:
+    """About how many bytes the weights of a checkpoint, a folder or one file, take once they are loaded as asked; 0 where
+    files are missing, and the size of files that are damaged: the loader names both."""
+    raw = {} if model.is_file() else _config(model)
     try:
         files = (model,) if model.is_file() else checkpoint_files(model)
     except CheckpointError:
         return 0
-    share = 1.0 if is_quantised else SHARE_OF_BF16.get(quantize, 1.0)
-    return int(sum(file.stat().st_size for file in files) * share)
+    try:
+        return gguf_bytes(model, asked) if is_gguf(model) else folder_bytes(files, raw, asked)
+    except CheckpointError:
+        return sum(file.stat().st_size for file in files)
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
@@ -22,8 +24,18 @@ def test_the_weights_of_a_folder_are_the_files_that_are_loaded(tmp_path: Path) -
     sparse(tmp_path / "other.safetensors", 200)
     sparse(tmp_path / "tokenizer.json", 999)
     assert weight_bytes(tmp_path) == 300
-    assert weight_bytes(tmp_path, "int8") < 200 and weight_bytes(tmp_path, "int4") < weight_bytes(tmp_path, "int8")
     assert weight_bytes(tmp_path / "other.safetensors") == 200
+    (tmp_path / "model.safetensors").unlink()
+    assert weight_bytes(tmp_path) == 0
+
+
+def test_weights_are_counted_in_the_dtype_and_the_bits_that_are_asked_for(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.zeros(64, 32, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    assert room(EngineConfig(), tmp_path) == 64 * 32 * 2
+    assert room(EngineConfig(dtype="float32"), tmp_path) == 64 * 32 * 4
+    in_bits = {bits: room(EngineConfig(quantize=bits), tmp_path) for bits in ("int8", "int4")}
+    assert in_bits["int4"] < in_bits["int8"] < 64 * 32 * 2
 
 
 def test_weights_larger_than_the_memory_are_refused_in_one_line(tmp_path: Path) -> None:

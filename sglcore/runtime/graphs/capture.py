@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -102,16 +100,3 @@ def _check_stream(wanted: torch.Stream) -> None:
         raise CaptureError(
             f"the capture of {wanted} runs its step while {current} is current; enter the stream it was given"
         )
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Collect garbage before, none inside: a finalizer that frees device memory breaks a capture."""
-    was_on = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

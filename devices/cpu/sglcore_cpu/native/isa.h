@@ -66,11 +66,4 @@ SGL_INLINE f32x16 exp(f32x16 x) {
 // x / (1 + e^-x) (Elfwing et al. 2018).
 SGL_INLINE f32x16 silu(f32x16 x) { return div(x, add(set1(1.0f), exp(sub(zero(), x)))); }
 
-// The value after a round trip through bf16: where the reference casts, kernels cast too.
-SGL_INLINE f32x16 rounded(f32x16 x) {
-    alignas(32) bf16 narrow[16];
-    store_bf16(narrow, x);
-    return load_bf16(narrow);
-}
-
 }  // namespace sgl::SGL_ISA

@@ -87,13 +87,20 @@ SGL_INLINE __m256 widen(__m128i narrow) {
 SGL_INLINE f32x16 load_bf16(const bf16* p) {
     return {widen(_mm_loadu_si128((const __m128i*)p)), widen(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
-SGL_INLINE __m256i narrow_half(__m256 x) {
-    __m256i bits = _mm256_castps_si256(x), high = _mm256_srli_epi32(bits, 16);
-    __m256i bias = _mm256_add_epi32(_mm256_and_si256(high, _mm256_set1_epi32(1)), _mm256_set1_epi32(0x7fff));
-    __m256i even = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
-    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-    return _mm256_blendv_epi8(even, _mm256_or_si256(high, _mm256_set1_epi32(0x40)), nan);
+// The nearest bf16, ties to even, as the high half of each lane; NaN stays NaN.
+SGL_INLINE __m256i nearest_bf16(__m256 x) {
+    __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i even = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    return _mm256_blendv_epi8(even, quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
 }
+SGL_INLINE __m256i narrow_half(__m256 x) { return _mm256_srli_epi32(nearest_bf16(x), 16); }
+SGL_INLINE __m256 rounded_half(__m256 x) {
+    __m256i high = _mm256_set1_epi32(static_cast<int32_t>(0xffff0000u));
+    return _mm256_castsi256_ps(_mm256_and_si256(nearest_bf16(x), high));
+}
+// The value after a round trip through bf16: where the reference casts, kernels cast too.
+SGL_INLINE f32x16 rounded(f32x16 x) { return {rounded_half(x.a), rounded_half(x.b)}; }
 SGL_INLINE void store_bf16(bf16* p, f32x16 x) {
     __m256i mixed = _mm256_packus_epi32(narrow_half(x.a), narrow_half(x.b));
     _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(mixed, 0xd8));

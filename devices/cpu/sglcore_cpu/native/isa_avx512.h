@@ -49,13 +49,19 @@ SGL_INLINE f32x16 scale_by_power(f32x16 x, i32x16 n) {
 SGL_INLINE f32x16 load_bf16(const bf16* p) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
 }
-SGL_INLINE __m256i narrow_bf16(f32x16 x) {
+// The nearest bf16, ties to even, as the high half of each lane; NaN stays NaN.
+SGL_INLINE __m512i nearest_bf16(f32x16 x) {
     __m512i bits = _mm512_castps_si512(x.v);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i even = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+    __m512i even = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
     __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
-    __m512i quiet = _mm512_or_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(0x40));
-    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(even, nan, quiet));
+    return _mm512_mask_or_epi32(even, nan, bits, _mm512_set1_epi32(0x400000));
+}
+SGL_INLINE __m256i narrow_bf16(f32x16 x) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(nearest_bf16(x), 16)); }
+// The value after a round trip through bf16: where the reference casts, kernels cast too.
+SGL_INLINE f32x16 rounded(f32x16 x) {
+    __m512i high = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u));
+    return {_mm512_castsi512_ps(_mm512_and_si512(nearest_bf16(x), high))};
 }
 SGL_INLINE void store_bf16(bf16* p, f32x16 x) { _mm256_storeu_si256((__m256i*)p, narrow_bf16(x)); }
 SGL_INLINE f32x16 load_bf16_first(const bf16* p, int64_t n) {

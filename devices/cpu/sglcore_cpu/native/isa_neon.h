@@ -92,6 +92,11 @@ SGL_INLINE f32x16 load_bf16(const bf16* p) {
 SGL_INLINE uint16x8_t narrow(float32x4_t low, float32x4_t high) {
     return vreinterpretq_u16_bf16(vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(low), high));
 }
+// The value after a round trip through bf16: where the reference casts, kernels cast too.
+SGL_INLINE f32x16 rounded(f32x16 x) {
+    uint16x8_t low = narrow(x.a, x.b), high = narrow(x.c, x.d);
+    return {widen(vget_low_u16(low)), widen(vget_high_u16(low)), widen(vget_low_u16(high)), widen(vget_high_u16(high))};
+}
 SGL_INLINE void store_bf16(bf16* p, f32x16 x) {
     vst1q_u16(p, narrow(x.a, x.b));
     vst1q_u16(p + 8, narrow(x.c, x.d));

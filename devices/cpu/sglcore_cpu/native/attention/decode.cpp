@@ -124,7 +124,7 @@ class Decoder {
         }
         Chunk chunk{own.cells, count, args_.dim, width_};
         Fetcher ahead(keys_, values_, own.cells, count, item.head, item.heads);
-        for (int64_t i = 0; i < kAhead * item.heads; ++i) Fetcher::fetch(ahead);
+        for (int64_t i = 0; i < kAhead * item.heads; ++i) Fetcher::fetch<0>(ahead);
         walk<true>(keys_, item, chunk, own, ahead);
         for (int64_t head = 0; head < heads; ++head)
             normalize(own.scores + head * kChunk, count, own.tops + 2 * head);
@@ -169,10 +169,17 @@ class Decoder {
     void visit_few(const Visit& v, int64_t head) const {
         float *scores = v.own.scores + head * kChunk, *sums = v.own.sums + head * width_;
         const float* q = v.own.q + head * width_;
+        if (args_.dim == 128) return visit_size<Scoring, N, 4, Fetches>(v, q, scores, sums);
+        if (args_.dim == 64) return visit_size<Scoring, N, 2, Fetches>(v, q, scores, sums);
+        visit_size<Scoring, N, kAnySize, Fetches>(v, q, scores, sums);
+    }
+
+    template <bool Scoring, int N, int Lines, bool Fetches>
+    void visit_size(const Visit& v, const float* q, float* scores, float* sums) const {
         if constexpr (Scoring)
-            score<Kind, N, Fetches>(v.chunk, v.base, v.cell_bytes, v.first, v.last, q, scores, v.ahead);
+            score<Kind, N, Lines, Fetches>(v.chunk, v.base, v.cell_bytes, v.first, v.last, q, scores, v.ahead);
         else
-            gather<Kind, N, Fetches>(v.chunk, v.base, v.cell_bytes, v.first, v.last, scores, sums, v.ahead);
+            gather<Kind, N, Lines, Fetches>(v.chunk, v.base, v.cell_bytes, v.first, v.last, scores, sums, v.ahead);
     }
 
     // Scores become probabilities relative to their maximum; `tops` gets that and their total.

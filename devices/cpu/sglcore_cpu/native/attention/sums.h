@@ -8,10 +8,7 @@ namespace sgl::SGL_ISA {
 #if SGL_LEVEL >= 3
 
 // Where the vector must lie whose sum is to become lane `lane`.
-constexpr int place_of_sum(int lane) {
-    constexpr int in_quarter[] = {0, 2, 1, 3}, of_quarter[] = {0, 8, 4, 12};
-    return in_quarter[lane % 4] + of_quarter[lane / 4];
-}
+constexpr int kPlaceOfSum[16] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};
 
 SGL_INLINE f32x16 sixteen_sums(const f32x16* x) {
     __m512 half[8], quarter[4], pair[2];
@@ -31,7 +28,7 @@ SGL_INLINE f32x16 sixteen_sums(const f32x16* x) {
 
 #else
 
-constexpr int place_of_sum(int lane) { return lane; }
+constexpr int kPlaceOfSum[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 #if SGL_LEVEL == 2
 

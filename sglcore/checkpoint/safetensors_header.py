@@ -1,0 +1,84 @@
+"""What a safetensors file says of itself: its tensors' names, types, shapes and places, checked against its size.
+
+Format: 8 bytes little-endian header length, a JSON header, then the data that the header's offsets point into.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import RawIOBase
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from sglcore.device.errors import CheckpointError
+
+PLAIN_BYTES: Mapping[str, int] = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, "BF16": 2})
+"""The element types of plain weights, and what an element takes."""
+
+ELEMENT_BYTES: Mapping[str, int] = MappingProxyType(
+    {**PLAIN_BYTES, "U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8, "F8_E4M3": 1}
+)
+"""Those, and what quantised weights are made of. The bytes of a tensor of another type are not checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor in a file: `dtype` as the file names it, and its bytes [start, end) counted from the file's start."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def read_entries(path: Path, file: RawIOBase | None = None) -> tuple[Entry, ...]:
+    """The tensors of a file in the order of their bytes, from its open `file` at the start if there is one. Raises
+    `CheckpointError` if it can not be read or is damaged."""
+    if file is not None:
+        return _entries(path, file)
+    with open_file(path) as opened:
+        return _entries(path, opened)
+
+
+def open_file(path: Path) -> Any:
+    """The file, unbuffered. Raises `CheckpointError` if it can not be read."""
+    try:
+        return path.open("rb", buffering=0)
+    except OSError as error:
+        raise CheckpointError(f"{path} can not be read: {error.strerror}", remedy="check its permissions") from None
+
+
+def damaged(path: Path, found: str) -> CheckpointError:
+    """The error that says so."""
+    return CheckpointError(f"{path} is damaged: {found}", remedy="download it again")
+
+
+def _entries(path: Path, file: RawIOBase) -> tuple[Entry, ...]:
+    whole, length = path.stat().st_size, file.read(8) or b""
+    size = int.from_bytes(length, "little")
+    if len(length) < 8 or size > whole - 8:
+        raise damaged(path, f"it has {whole} bytes, and its header alone would need {size + 8}")
+    try:
+        header = json.loads(file.read(size) or b"")
+        header.pop("__metadata__", None)
+        entries = [_entry(path, name, item, 8 + size) for name, item in header.items()]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise damaged(path, "its header is not that of a safetensors file") from None
+    for entry in entries:
+        if entry.end > whole:
+            raise damaged(path, f"it has {whole} bytes, and {entry.name!r} ends at {entry.end}")
+    return tuple(sorted(entries, key=lambda entry: entry.start))
+
+
+def _entry(path: Path, name: str, item: dict[str, Any], base: int) -> Entry:
+    start, end = item["data_offsets"]
+    entry = Entry(name, item["dtype"], tuple(item["shape"]), base + start, base + end)
+    size = ELEMENT_BYTES[entry.dtype] * math.prod(entry.shape) if entry.dtype in ELEMENT_BYTES else end - start
+    if size != end - start or start < 0:
+        raise damaged(path, f"{name!r} of shape {list(entry.shape)} and type {entry.dtype} has {end - start} bytes")
+    return entry
