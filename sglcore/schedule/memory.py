@@ -32,6 +32,10 @@ class Memory:
         """Pages that hold so many cells."""
         return -(-cells // self.page_size)
 
+    def cached_pages(self, request: Request) -> int:
+        """Pages of its known tokens that the cache has; locks nothing."""
+        return len(self._match(request))
+
     def admit(self, request: Request, promised: int) -> bool:
         """Give the request its cached prefix if its known tokens fit beside `promised` pages; False changes nothing."""
         total = request.num_tokens

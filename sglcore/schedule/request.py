@@ -77,6 +77,14 @@ class Matcher(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """A running request that computes the first `pages` pages of another's prompt."""
+
+    request: Request
+    pages: int
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One generation or embedding.
@@ -123,6 +131,8 @@ class Request:
     leaving: bool = False
     prompt_published: bool = False
     scored_tokens: int = 0
+    awaited: Awaited | None = None
+    compared: int = 0
 
     def __post_init__(self) -> None:
         ids = np.asarray(self.prompt_ids)

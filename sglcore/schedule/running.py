@@ -10,6 +10,7 @@ from bisect import insort
 import numpy as np
 
 from sglcore.device.worker import Limits
+from sglcore.schedule.beginnings import Beginnings
 from sglcore.schedule.decode_rows import DecodeRows
 from sglcore.schedule.memory import Memory
 from sglcore.schedule.overlap import BatchRecord, InFlight
@@ -23,6 +24,7 @@ class Running:
     def __init__(self, limits: Limits, waiting: WaitingQueue, prefix_cache: bool) -> None:
         self.memory = Memory(limits, prefix_cache)
         self.in_flight = InFlight()
+        self._beginnings = Beginnings(self.memory)
         self.rows = DecodeRows(limits.max_requests)
         self.extending: list[Request] = []
         self.waiting = waiting
@@ -39,7 +41,7 @@ class Running:
     def admit_next(self) -> Request | None:
         """Give the first waiting request that may start a slot and its cached prefix; None if it must wait.
 
-        Only siblings whose leader computes their common prompt right now are passed over.
+        Only those are passed over whose beginning is computed right now, by their leader or another request.
         """
         if not self._free_slots or len(self) >= self._most:
             return None
@@ -110,10 +112,12 @@ class Running:
         assert slots == list(range(1, self._limits.max_requests + 1)), f"slots lost or held twice: {slots}"
 
     def _follows(self, request: Request) -> bool:
+        if not self.memory.caches or request.scores_prompt:
+            return False
         leader = request.leader
         if leader is None or leader.prompt_published or leader.state is State.FINISHED:
-            return False
-        return self.memory.caches and not request.scores_prompt
+            return self._beginnings.must_wait(request)
+        return True
 
     def _promised(self) -> int:
         """Pages spoken for: what extending requests need for their known tokens, and one for each running request."""
@@ -134,6 +138,8 @@ class Running:
         request.sent_pages = 0
         request.last_step = -1
         request.state = State.EXTENDING
+        request.awaited = None
+        self._beginnings.add(request)
         insort(self.extending, request, key=by_arrival)
 
     def _obtain(self, request: Request, count: int) -> bool:

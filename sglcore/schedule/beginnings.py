@@ -1,0 +1,73 @@
+"""Prompts that begin alike and come at once: one computes the common tokens, the others wait until they are cached."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sglcore.schedule.memory import Memory
+from sglcore.schedule.request import Awaited, Ints, Request, State
+
+LEAST_TOKENS = 64
+"""Fewer tokens are computed sooner than the end of a step is waited for."""
+LEAST_SHARE = 0.25
+"""Of what a request has to compute itself, that waiting must save."""
+MOST_COMPARED = 8
+"""Running prompts, the youngest, that a waiting one is compared with."""
+
+
+class Beginnings:
+    """The prompts that running requests compute at the moment."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._computing: list[Request] = []
+        self._version = 0
+
+    def add(self, request: Request) -> None:
+        """A request that was admitted computes its prompt from here on."""
+        self._computing = [*filter(_computes, self._computing), request]
+        self._version += 1
+
+    def must_wait(self, request: Request) -> bool:
+        """Whether a waiting request should let a running one compute what both begin with. Compares at most once for each
+        admission."""
+        if request.awaited is not None and self._goes_on(request.awaited):
+            return True
+        if request.compared == self._version:
+            return False
+        request.compared = self._version
+        request.awaited = self._find(request)
+        return request.awaited is not None
+
+    def _goes_on(self, awaited: Awaited) -> bool:
+        return _computes(awaited.request) and awaited.request.shared < awaited.pages
+
+    def _find(self, request: Request) -> Awaited | None:
+        computing = [other for other in self._computing[-MOST_COMPARED:] if _computes(other)]
+        if not computing:
+            return None
+        tokens = request.tokens(0, request.num_tokens)
+        pages, first = max(
+            (self._common_pages(tokens, other.prompt_ids), -place) for place, other in enumerate(computing)
+        )
+        if pages * self._memory.page_size < LEAST_TOKENS:
+            return None
+        cached = self._memory.cached_pages(request)
+        saved = (pages - cached) * self._memory.page_size
+        rest = len(tokens) - cached * self._memory.page_size
+        return Awaited(computing[-first], pages) if saved >= max(LEAST_TOKENS, LEAST_SHARE * rest) else None
+
+    def _common_pages(self, tokens: Ints, other: Ints) -> int:
+        """Pages of `tokens` that the cache will have once `other` is computed."""
+        size, lookahead = self._memory.page_size, self._memory.cache.lookahead
+        if not np.array_equal(tokens[:size], other[:size]):
+            return 0
+        length = min(len(tokens), len(other))
+        differ = np.flatnonzero(tokens[:length] != other[:length])
+        common = int(differ[0]) if len(differ) else length
+        return max(0, min(common - lookahead, len(tokens) - max(1, lookahead))) // size
+
+
+def _computes(request: Request) -> bool:
+    is_running = request.state is State.EXTENDING or request.state is State.DECODING
+    return is_running and not request.prompt_published and not request.leaving

@@ -1,0 +1,125 @@
+"""Prompts that begin alike and come at once are computed once; nobody waits for little, or for who stopped computing."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglcore.schedule import beginnings
+from sglcore.schedule.request import Request
+from tests.schedule.drive import Drive
+from tests.schedule.trace import draw_trace, play
+
+COMMON = [(3 * index) % 5 for index in range(96)]
+
+
+def wide(**given: Any) -> Drive:
+    return Drive(
+        **{"max_model_len": 256, "num_pages": 200, "page_size": 4, "max_batch_tokens": 400, "max_requests": 8, **given}
+    )
+
+
+def add_alike(drive: Drive, count: int, common: list[int] = COMMON, own: int = 9) -> list[Request]:
+    """Requests of `common` and `own` tokens of their own."""
+    return [drive.add(f"r{index}", [*common, index % 5, *([index % 3] * (own - 1))], 3) for index in range(count)]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_common_beginning_is_computed_once(overlap: bool) -> None:
+    drive = wide(overlap=overlap)
+    requests = add_alike(drive, 5)
+    drive.run()
+    assert [request.cached_tokens for request in requests] == [0, 96, 96, 96, 96]
+    assert all(request.output_ids == drive.alone(request) for request in requests)
+    assert drive.scheduler.stats()["computed_prompt_tokens"] == 105 + 4 * 9
+
+
+def test_without_a_cache_nobody_waits() -> None:
+    drive = wide(prefix_cache=False, max_batch_tokens=1000)
+    add_alike(drive, 5)
+    drive.step()
+    assert len(drive.worker.rids[0]) == 5
+    drive.run()
+
+
+@pytest.mark.parametrize(
+    ("common", "own", "together"), [(60, 9, True), (64, 9, False), (64, 250, True), (96, 250, False)]
+)
+def test_who_would_save_little_does_not_wait(common: int, own: int, together: bool) -> None:
+    drive = wide(max_model_len=512, max_batch_tokens=2000, num_pages=400)
+    add_alike(drive, 2, (COMMON * 2)[:common], own)
+    drive.step()
+    assert (len(drive.worker.rids[0]) == 2) == together
+    drive.run()
+
+
+def test_who_waits_starts_when_the_common_part_is_there_not_the_rest() -> None:
+    drive = wide(max_batch_tokens=100)
+    drive.add("a", COMMON + [1] * 140, 2)
+    second = drive.add("b", [*COMMON, 0, 0], 2)
+    drive.run()
+    assert drive.worker.rids[:3] == [["a"], ["a"], ["a", "b"]]
+    assert second.cached_tokens == 96
+
+
+def test_nobody_waits_for_an_aborted_request() -> None:
+    drive = wide(max_batch_tokens=50)
+    requests = add_alike(drive, 3)
+    drive.step()
+    drive.scheduler.abort("r0")
+    drive.run()
+    assert [request.finish_reason for request in requests] == ["abort", "length", "length"]
+    assert [request.cached_tokens for request in requests] == [0, 0, 48], "what the aborted one had computed"
+
+
+def test_others_may_run_meanwhile() -> None:
+    drive = wide()
+    add_alike(drive, 2)
+    drive.add("other", 20, 1)
+    drive.step()
+    assert drive.worker.rids[0] == ["r0", "other"]
+    drive.run()
+
+
+def test_who_scores_its_prompt_waits_for_nobody() -> None:
+    drive = wide()
+    add_alike(drive, 1)
+    drive.add("scores", [*COMMON, 2, 2], 1, prompt_logprobs=0)
+    drive.step()
+    assert drive.worker.rids[0] == ["r0", "scores"]
+    drive.run()
+
+
+def test_a_prompt_is_compared_once_for_each_admission(monkeypatch: pytest.MonkeyPatch) -> None:
+    drive, compared = wide(max_requests=2), []
+    find = beginnings.Beginnings._find
+    monkeypatch.setattr(
+        beginnings.Beginnings, "_find", lambda self, request: compared.append(request) or find(self, request)
+    )
+    for index in range(6):
+        drive.add(f"r{index}", 20 + index, 40)
+    drive.step(30)
+    assert len(compared) <= 6
+    drive.run()
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_waiting_keeps_the_laws_of_random_traces(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every common token were worth a step."""
+    monkeypatch.setattr(beginnings, "LEAST_TOKENS", 1)
+    play(draw_trace(Random(seed)))
+
+
+def test_the_traces_make_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beginnings, "LEAST_TOKENS", 1)
+    waited: list[bool] = []
+    must_wait = beginnings.Beginnings.must_wait
+    monkeypatch.setattr(
+        beginnings.Beginnings, "must_wait", lambda self, request: waited.append(must_wait(self, request)) or waited[-1]
+    )
+    for seed in range(40):
+        play(draw_trace(Random(seed)))
+    assert np.mean(waited) > 0.02
