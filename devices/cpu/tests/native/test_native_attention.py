@@ -133,6 +133,24 @@ def test_a_row_has_the_same_bits_in_any_batch(engine: Engine, q_type: torch.dtyp
 
 
 @pytest.mark.parametrize(("q_type", "cells"), TYPES[:3])
+@pytest.mark.parametrize("heads", [Heads(12, 6, 64), Heads(3, 3, 24)])
+def test_rows_that_share_pages_have_the_bits_that_each_has_alone(
+    engine: Engine, q_type: torch.dtype, cells: torch.dtype, heads: Heads
+) -> None:
+    """They are worked on in another order, a chunk of all rows after the other."""
+    case = make_case(Ask([(700, 1), (430, 1), (300, 1), (299, 1), (30, 1)], heads, 16, q_type, cells, padding=1))
+    slots = case.slots.tolist()
+    for row in (1, 2, 3):
+        case.page_table[slots[row], :18] = case.page_table[slots[0], :18]
+        for kept in (case.keys, case.values):
+            kept[row][:288] = kept[0][:288]
+    together = case.run(engine, "paged_decode")
+    case.check(together)
+    for row in range(5):
+        assert torch.equal(case.run(engine, "paged_decode", **alone(case, row))[0], together[row])
+
+
+@pytest.mark.parametrize(("q_type", "cells"), TYPES[:3])
 @pytest.mark.parametrize("window", [None, 50])
 def test_a_prompt_in_chunks_has_the_bits_of_the_whole(
     engine: Engine, q_type: torch.dtype, cells: torch.dtype, window: int | None

@@ -12,6 +12,7 @@ namespace sgl::SGL_ISA {
 namespace {
 
 constexpr int64_t kAhead = 2 * kBlock;  // cells between what is fetched and what is read
+constexpr int64_t kSharedHeads = 2;  // KV heads whose keys and values of a chunk stay in the second cache
 
 struct Item {
     int64_t row, head, heads, first, last;  // KV heads [head, head + heads), keys [first, last)
@@ -19,11 +20,13 @@ struct Item {
     std::atomic<int32_t>* left;             // chunks of the row that are not done
 };
 
-// What all threads share: work items, countdowns, and for each chunk and query head its maximum, total and sums.
+// What all threads share: work items, countdowns, for each chunk and query head its maximum, total and sums, and where
+// each row's of those begin.
 struct Work {
     Item* items;
     std::atomic<int32_t>* left;
     float* partial;
+    int64_t* places;
     int64_t count;
 };
 
@@ -63,39 +66,75 @@ class Decoder {
     }
 
     Work plan() const {
-        int64_t chunks = 0, partial = 0;
+        int64_t chunks = 0, most = 0;
         for (int64_t i = 0; i < args_.rows; ++i) {
             int64_t own = row(i).chunks();
-            chunks += own, partial += own > 1 ? own : 0;
+            chunks += own, most = std::max(most, own);
         }
+        bool shares = most > 0 && rows_share();
         int64_t heads = (args_.kv_heads + parts(chunks) - 1) / parts(chunks);
-        int64_t per_row = (args_.kv_heads + heads - 1) / heads;
-        size_t item_bytes = sizeof(Item) * static_cast<size_t>(chunks * per_row);
-        size_t left_bytes = static_cast<size_t>(rounded_up(4 * args_.rows * per_row, 64));
-        size_t floats = static_cast<size_t>(partial * args_.heads * (width_ + 16));
-        auto* memory = static_cast<char*>(pool_.shared(left_bytes + floats * 4 + item_bytes));
-        Work work{reinterpret_cast<Item*>(memory + left_bytes + floats * 4),
-                  reinterpret_cast<std::atomic<int32_t>*>(memory), reinterpret_cast<float*>(memory + left_bytes), 0};
-        int64_t place = 0;
-        for (int64_t i = 0; i < args_.rows; ++i) place = add_row(i, heads, per_row, place, work);
+        if (shares) heads = std::min(heads, kSharedHeads);
+        Order order{heads, (args_.kv_heads + heads - 1) / heads, most};
+        Work work = allocate(chunks, order.parts);
+        if (shares)  // rows that share pages meet a chunk one after the other, while it is in cache
+            for (int64_t chunk = 0; chunk < most; ++chunk)
+                for (int64_t part = 0; part < order.parts; ++part)
+                    for (int64_t i = 0; i < args_.rows; ++i) add_item(i, chunk, part, order, work);
+        else
+            for (int64_t i = 0; i < args_.rows; ++i)
+                for (int64_t chunk = 0; chunk < most; ++chunk)
+                    for (int64_t part = 0; part < order.parts; ++part) add_item(i, chunk, part, order, work);
         return work;
     }
 
-    int64_t add_row(int64_t index, int64_t heads, int64_t per_row, int64_t place, Work& work) const {
+    struct Order {
+        int64_t heads, parts, chunks;  // KV heads of an item, items of a chunk, most chunks of a row
+    };
+
+    // Memory for all items, with every row's countdowns and place; rows without keys are zero at once.
+    Work allocate(int64_t chunks, int64_t parts) const {
+        size_t item_bytes = sizeof(Item) * static_cast<size_t>(chunks * parts);
+        size_t place_bytes = static_cast<size_t>(rounded_up(8 * args_.rows, 64));
+        size_t left_bytes = static_cast<size_t>(rounded_up(4 * args_.rows * parts, 64));
+        int64_t partial = 0;
+        for (int64_t i = 0; i < args_.rows; ++i) partial += row(i).chunks() > 1 ? row(i).chunks() : 0;
+        size_t floats = static_cast<size_t>(partial * args_.heads * (width_ + 16));
+        auto* memory = static_cast<char*>(pool_.shared(left_bytes + place_bytes + floats * 4 + item_bytes));
+        auto* places = reinterpret_cast<int64_t*>(memory + left_bytes);
+        auto* sums = reinterpret_cast<float*>(memory + left_bytes + place_bytes);
+        Work work{reinterpret_cast<Item*>(sums + floats), reinterpret_cast<std::atomic<int32_t>*>(memory), sums, places, 0};
+        int64_t place = 0;
+        for (int64_t i = 0; i < args_.rows; ++i) {
+            int64_t own = row(i).chunks();
+            places[i] = place, place += own > 1 ? own : 0;
+            if (own == 0) fill_zero(args_.out, args_.q_type, i, i + 1, args_.heads * args_.dim);
+            for (int64_t part = 0; part < parts && own; ++part)
+                new (work.left + i * parts + part) std::atomic<int32_t>(static_cast<int32_t>(own));
+        }
+        return work;
+    }
+
+    void add_item(int64_t index, int64_t chunk, int64_t part, const Order& order, Work& work) const {
         Row keys = row(index);
-        int64_t chunks = keys.chunks();
-        if (chunks == 0) fill_zero(args_.out, args_.q_type, index, index + 1, args_.heads * args_.dim);
-        for (int64_t part = 0; part < per_row && chunks; ++part)
-            new (work.left + index * per_row + part) std::atomic<int32_t>(static_cast<int32_t>(chunks));
-        for (int64_t chunk = 0; chunk < chunks; ++chunk)
-            for (int64_t part = 0; part < per_row; ++part) {
-                int64_t begin = (keys.first / kChunk + chunk) * kChunk;
-                int64_t head = part * heads;
-                work.items[work.count++] = {index, head, std::min(heads, args_.kv_heads - head),
-                                            std::max(begin, keys.first), std::min(begin + kChunk, keys.last),
-                                            chunk, chunks, place, work.left + index * per_row + part};
-            }
-        return place + (chunks > 1 ? chunks : 0);
+        int64_t chunks = keys.chunks(), head = part * order.heads;
+        if (chunk >= chunks) return;
+        int64_t begin = (keys.first / kChunk + chunk) * kChunk;
+        work.items[work.count++] = {index, head, std::min(order.heads, args_.kv_heads - head),
+                                    std::max(begin, keys.first), std::min(begin + kChunk, keys.last),
+                                    chunk, chunks, work.places[index], work.left + index * order.parts + part};
+    }
+
+    // Whether most rows have their first chunk's last page in common with the row before.
+    bool rows_share() const {
+        if (args_.window > 0 || args_.rows < 2) return false;
+        const auto* table = static_cast<const int32_t*>(args_.page_table);
+        const auto* slots = static_cast<const int32_t*>(args_.slots);
+        int64_t column = (kChunk - 1) / args_.page_size, alike = 0;
+        for (int64_t i = 1; i < args_.rows; ++i) {
+            bool is_long = row(i).last >= kChunk && row(i - 1).last >= kChunk;
+            alike += is_long && table[slots[i] * args_.table_stride + column] == table[slots[i - 1] * args_.table_stride + column];
+        }
+        return alike * 2 >= args_.rows;
     }
 
     // A thread's own memory for one item.
