@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from geometry import CACHE_BYTES, INT8_CACHE_BYTES
 from runner import Generates, Job, Prompt, Reading, serve, steady
 
 from sglcore import LLM, SamplingParams
 from sglcore.engine.outputs import RequestOutput
-from sglcore_cpu.touch import NAME as CELLS_THREAD
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {"bf16": {}, "int8": {"quantize": "int8"}, "int4": {"quantize": "int4"}, "kv8": {"kv_cache_dtype": "int8"}}
 )
 """What a format asks of `LLM`."""
+PAGE_BYTES = 4096
 
 
 class Sglcore(Generates):
@@ -37,9 +37,9 @@ class Sglcore(Generates):
         self._is_started = False
 
     def complete(self, prompt: Prompt, new: int) -> list[int]:
-        """As `Engine` says. The first ends the start; a server that has started gives its cells memory while it waits."""
+        """As `Engine` says. The first ends the start; what follows it is measured as in a server that has run for a while."""
         if self._is_started:
-            wait_for_cells()
+            write_cells(self.llm)
         self._is_started = True
         return super().complete(prompt, new)
 
@@ -63,11 +63,14 @@ class Sglcore(Generates):
             self.llm.engine.step()
 
 
-def wait_for_cells() -> None:
-    """Until all cells have memory, which they get while cores are idle."""
-    for thread in threading.enumerate():
-        if thread.name == CELLS_THREAD:
-            thread.join()
+def write_cells(llm: LLM) -> None:
+    """Write to every page of the cells, as vLLM does before its start is over: a page's first write waits for the system,
+    which on a virtual machine may take longer than a prompt's products."""
+    worker: Any = llm.engine.worker
+    pool = worker.runner.attn_backend.token_to_kv_pool
+    for layer in range(pool.num_layers):
+        for cells in pool.kv(layer):
+            cells.view(torch.uint8).flatten()[::PAGE_BYTES].bitwise_or_(0)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import RawIOBase
@@ -59,7 +60,7 @@ def damaged(path: Path, found: str) -> CheckpointError:
 
 
 def _entries(path: Path, file: RawIOBase) -> tuple[Entry, ...]:
-    whole, length = path.stat().st_size, file.read(8) or b""
+    whole, length = os.fstat(file.fileno()).st_size, file.read(8) or b""
     size = int.from_bytes(length, "little")
     if len(length) < 8 or size > whole - 8:
         raise damaged(path, f"it has {whole} bytes, and its header alone would need {size + 8}")

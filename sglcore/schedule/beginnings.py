@@ -25,7 +25,7 @@ class Beginnings:
 
     def add(self, request: Request) -> None:
         """A request that was admitted computes its prompt from here on."""
-        self._computing = [*filter(_computes, self._computing), request]
+        self._computing = [*(other for other in self._computing if other is not request and _computes(other)), request]
         self._version += 1
 
     def must_wait(self, request: Request) -> bool:
@@ -69,5 +69,7 @@ class Beginnings:
 
 
 def _computes(request: Request) -> bool:
+    """Its prompt will be in the cache, with its last step if that emits its last token. One that has met a page of somebody
+    else's publishes nothing more while it runs."""
     is_running = request.state is State.EXTENDING or request.state is State.DECODING
-    return is_running and not request.prompt_published and not request.leaving
+    return is_running and not request.prompt_published and not request.met_double

@@ -47,6 +47,7 @@ class Memory:
         request.node = path[-1] if path else self.cache.root
         request.pages = [node.page for node in path]
         request.shared = len(path)
+        request.met_double = False
         request.num_cells = len(path) * self.page_size
         self.hit_tokens += request.num_cells
         self.looked_up_tokens += total
@@ -117,6 +118,7 @@ class Memory:
                 self.cache.use((found,))
                 doubles.append(request.pages[index])
             else:
+                request.met_double = True
                 break
             request.node = node = found
             request.shared = index + 1

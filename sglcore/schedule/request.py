@@ -131,6 +131,7 @@ class Request:
     leaving: bool = False
     prompt_published: bool = False
     scored_tokens: int = 0
+    met_double: bool = False
     awaited: Awaited | None = None
     compared: int = 0
 

@@ -17,6 +17,9 @@ from sglcore.schedule.overlap import BatchRecord, InFlight
 from sglcore.schedule.queue import WaitingQueue, by_arrival
 from sglcore.schedule.request import Request, State
 
+MOST_PASSED_OVER = 64
+"""Waiting requests, so that a step's planning does not grow with the queue."""
+
 
 class Running:
     """`extending` requests compute known tokens, in order of arrival; `rows` decode; `waiting` takes the retracted."""
@@ -41,14 +44,21 @@ class Running:
     def admit_next(self) -> Request | None:
         """Give the first waiting request that may start a slot and its cached prefix; None if it must wait.
 
-        Only those are passed over whose beginning is computed right now, by their leader or another request.
+        Only those are passed over whose beginning is computed right now, by their leader or another request; slots and
+        pages that they will want are kept for them.
         """
-        if not self._free_slots or len(self) >= self._most:
+        room, passed, kept = min(len(self._free_slots), self._most - len(self)), 0, 0
+        for request in self.waiting:
+            if passed >= min(room, MOST_PASSED_OVER):
+                return None
+            if not self._follows(request):
+                break
+            passed, kept = passed + 1, kept + self._own_pages(request)
+        else:
             return None
-        request = next((request for request in self.waiting if not self._follows(request)), None)
-        if request is None or request.leaving or self._refused == (request, self.memory.version):
+        if request.leaving or self._refused == (request, self.memory.version):
             return None
-        if not self.memory.admit(request, self._promised()):
+        if not self.memory.admit(request, self._promised() + kept):
             self._refused = (request, self.memory.version)
             return None
         self.waiting.remove(request)
@@ -118,6 +128,12 @@ class Running:
         if leader is None or leader.prompt_published or leader.state is State.FINISHED:
             return self._beginnings.must_wait(request)
         return True
+
+    def _own_pages(self, request: Request) -> int:
+        """Pages that one who was passed over will want besides those that it waits for."""
+        awaited = request.awaited
+        common = len(request.prompt_ids) // self._limits.page_size if awaited is None else awaited.pages
+        return max(1, self.memory.pages_for(request.num_tokens) - common)
 
     def _promised(self) -> int:
         """Pages spoken for: what extending requests need for their known tokens, and one for each running request."""

@@ -335,7 +335,7 @@ class Scheduler:
         elif self.in_flight.naming(request.last_step) is not None:
             self.in_flight.mark_zombies()
         request.state = State.FINISHED
-        request.matcher = None
+        request.matcher = request.awaited = None
         update = Update(request, [])
         update.finish_reason = reason
         return update

@@ -56,6 +56,8 @@ Answer with <tool_call>
 """A chat template for the embedded model that knows tools in the manner of Hermes, and thinking when asked for it."""
 
 
+SAME_TEXT = ("--dtype", "float32")
+"""So that a request's text depends neither on what runs beside it nor on what is cached."""
 SHARED = ("tool_server", "encoder_server", "server")
 
 
@@ -70,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of the embedded model."""
-    with running(tmp_path_factory.mktemp("server")) as found:
+    with running(tmp_path_factory.mktemp("server"), *SAME_TEXT) as found:
         yield found
 
 
@@ -80,7 +82,7 @@ def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("tool-server")
     template = folder / "template.jinja"
     template.write_text(TOOL_TEMPLATE)
-    with running(folder, "--chat-template", str(template)) as found:
+    with running(folder, "--chat-template", str(template), *SAME_TEXT) as found:
         yield found
 
 

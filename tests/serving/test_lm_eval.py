@@ -39,7 +39,7 @@ metric_list:
 @pytest.fixture(scope="module")
 def expected() -> list[list[float]]:
     """For each document the log-likelihood of each ending, by the offline engine."""
-    with LLM() as llm:
+    with LLM(dtype="float32") as llm:
         return [[_score(llm, doc["context"], f" {ending}") for ending in doc["endings"]] for doc in DOCS]
 
 

@@ -44,7 +44,6 @@ from sglcore_cpu.recording import NotCapturable
 from sglcore_cpu.rows import kernel_rows, pages_row
 from sglcore_cpu.table import SERVED, is_native
 from sglcore_cpu.topology import read_topology
-from sglcore_cpu.touch import touch_when_idle
 
 INT8 = "int8"
 PAGED = "paged"
@@ -153,15 +152,6 @@ def spread_cells(memory_pools: Pools, threads: Placement) -> int:
     return sum(interleave(part.data_ptr(), part.nbytes, threads.nodes) for part in cells)
 
 
-def touch_cells(memory_pools: Pools, spread_cells: int, device_memory: MemoryBudget, ledger: DecisionLedger) -> bool:
-    """Give cells their memory in advance where there is plenty, after it was said on which nodes."""
-    pool = memory_pools.token_to_kv
-    cells = [part for layer in range(pool.num_layers) for part in pool.kv(layer)]
-    does, how = touch_when_idle(cells, device_memory.available)
-    ledger.record(Row("memory of cells", "auto", "early" if does else "late", how, "kv_cache_memory"))
-    return does
-
-
 def processor_attention(
     config: EngineConfig,
     package: DevicePackage,
@@ -239,7 +229,6 @@ BRING_UP = (
     .replace(size_memory, processor_sizes)
     .replace(memory_pools, processor_pools)
     .insert(spread_cells, after="memory_pools")
-    .insert(touch_cells, after="spread_cells")
     .replace(attention, processor_attention)
     .replace(graphs, processor_graphs)
     .insert(kernel_choices, after="load_weights")

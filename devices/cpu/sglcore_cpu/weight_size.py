@@ -56,7 +56,7 @@ class Kept:
 def folder_bytes(files: Sequence[Path], raw: Mapping[str, Any], asked: EngineConfig) -> int:
     """Of safetensors files whose `config.json` is `raw`; raises `CheckpointError` for a damaged one."""
     quantization = read_quantization(raw)
-    kept = Kept.of(asked, str(raw.get("dtype", raw.get("torch_dtype", "float32"))).removeprefix("torch."))
+    kept = Kept.of(asked, str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."))
     entries = [entry for file in files for entry in read_entries(file)]
     out_of_order = _OutOfOrder(raw, frozenset(entry.name for entry in entries))
     return int(sum(_entry_bytes(entry, kept, quantization, out_of_order) for entry in entries))

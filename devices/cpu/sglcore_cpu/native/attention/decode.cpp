@@ -71,24 +71,25 @@ class Decoder {
             int64_t own = row(i).chunks();
             chunks += own, most = std::max(most, own);
         }
-        bool shares = most > 0 && rows_share();
+        bool shares = chunks > 0 && rows_share();
         int64_t heads = (args_.kv_heads + parts(chunks) - 1) / parts(chunks);
         if (shares) heads = std::min(heads, kSharedHeads);
-        Order order{heads, (args_.kv_heads + heads - 1) / heads, most};
+        Order order{heads, (args_.kv_heads + heads - 1) / heads};
         Work work = allocate(chunks, order.parts);
-        if (shares)  // rows that share pages meet a chunk one after the other, while it is in cache
-            for (int64_t chunk = 0; chunk < most; ++chunk)
-                for (int64_t part = 0; part < order.parts; ++part)
-                    for (int64_t i = 0; i < args_.rows; ++i) add_item(i, chunk, part, order, work);
-        else
-            for (int64_t i = 0; i < args_.rows; ++i)
-                for (int64_t chunk = 0; chunk < most; ++chunk)
-                    for (int64_t part = 0; part < order.parts; ++part) add_item(i, chunk, part, order, work);
+        // Rows that share pages meet a chunk one after the other, while it is in cache; what only few rows reach does not
+        // go by that order, whose planning visits every row for every chunk.
+        int64_t together = shares ? std::min(most, 2 * (chunks / args_.rows)) : 0;
+        for (int64_t chunk = 0; chunk < together; ++chunk)
+            for (int64_t part = 0; part < order.parts; ++part)
+                for (int64_t i = 0; i < args_.rows; ++i) add_item(i, chunk, part, order, work);
+        for (int64_t i = 0; i < args_.rows; ++i)
+            for (int64_t chunk = together; chunk < row(i).chunks(); ++chunk)
+                for (int64_t part = 0; part < order.parts; ++part) add_item(i, chunk, part, order, work);
         return work;
     }
 
     struct Order {
-        int64_t heads, parts, chunks;  // KV heads of an item, items of a chunk, most chunks of a row
+        int64_t heads, parts;  // KV heads of an item, items of a chunk
     };
 
     // Memory for all items, with every row's countdowns and place; rows without keys are zero at once.

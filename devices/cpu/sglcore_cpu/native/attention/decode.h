@@ -123,7 +123,7 @@ struct Queries<Kind, N, kAnySize> {
 // absent keys of the block are zero.
 template <int64_t Kind, int N, int Lines, bool Fetches>
 void score(const Chunk& chunk, const char* head, int64_t cell_bytes, int64_t first, int64_t last,
-                      const float* q, float* scores, Fetcher& ahead) {
+           const float* q, float* scores, Fetcher& ahead) {
     using Q = Queries<Kind, N, Lines>;
     const Q queries = Q::load_all(q, chunk.width);
     f32x16 sums[N][kBlock];
@@ -151,7 +151,7 @@ void score(const Chunk& chunk, const char* head, int64_t cell_bytes, int64_t fir
 // last of them may have `rest` elements only (0: all 32).
 template <int64_t Kind, int N, int L, int Lines, bool Fetches>
 void gather_lines(const Chunk& chunk, const char* head, int64_t cell_bytes, int64_t first, int64_t last,
-                             const float* weights, float* sums, int64_t at, int64_t rest, Fetcher& ahead) {
+                  const float* weights, float* sums, int64_t at, int64_t rest, Fetcher& ahead) {
     int64_t width = chunk.width;
     f32x16 sum[N][2 * L];
     for (int n = 0; n < N; ++n)
@@ -176,7 +176,7 @@ void gather_lines(const Chunk& chunk, const char* head, int64_t cell_bytes, int6
 
 template <int64_t Kind, int N, int Lines, bool Fetches>
 void gather(const Chunk& chunk, const char* head, int64_t cell_bytes, int64_t first, int64_t last,
-                       float* weights, float* sums, Fetcher& ahead) {
+            float* weights, float* sums, Fetcher& ahead) {
     constexpr int L = lines_at_once(N);
     if (Kind == kI8)  // each value's scale goes into its weight
         for (int64_t i = first; i < last; ++i) {
