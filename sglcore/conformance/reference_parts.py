@@ -11,7 +11,7 @@ from sglcore.conformance.reference import package
 from sglcore.conformance.target import Target
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.bring_up import STANDARD
-from sglcore.runtime.memory.sizing import MemoryBudget
+from sglcore.step.sizing import MemoryBudget
 
 MEMORY = 256 << 20
 """Bytes that the reference may take for KV; the kit's models need a small part of it."""

@@ -14,7 +14,6 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import TokenLogprobs as HostLogprobs
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.rows import RowPlan
 from sglcore.runtime.staging import Parcel
 from sglcore.runtime.token_table import TokenTable
 from sglcore.sampling.batch import SamplingBatch, SamplingNeeds
@@ -28,6 +27,7 @@ from sglcore.sampling.processors import (
     place_penalties,
 )
 from sglcore.sampling.sampler import SampledTokens, Sampler, SamplingState, place_state, state_arrays
+from sglcore.step.rows import RowPlan
 
 PROMPT_LOGITS_ELEMENTS = 1 << 24
 """Prompt log-probabilities are worked on this many logits at a time, so that long prompts need no vocabulary-sized

@@ -15,10 +15,10 @@ from sglcore.runtime.fields import retained
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.outbox import Letter, Outbox
-from sglcore.runtime.rows import RowPlan, plan_rows
 from sglcore.runtime.sample_step import Sampled, SampleStep
 from sglcore.runtime.staging import RING, Parcel
 from sglcore.runtime.token_table import TokenTable
+from sglcore.step.rows import RowPlan, plan_rows
 
 
 @dataclass(slots=True)

@@ -16,7 +16,8 @@ ARROWS: Mapping[str, frozenset[str]] = MappingProxyType(
         "checkpoint": frozenset({"device"}),
         "sampling": frozenset({"device"}),
         "schedule": frozenset({"device", "sampling"}),
-        "runtime": frozenset({"device", "sampling"}),
+        "step": frozenset({"device", "sampling"}),
+        "runtime": frozenset({"device", "sampling", "step"}),
         "layers": frozenset({"device", "checkpoint", "runtime"}),
         "models": frozenset({"device", "checkpoint", "runtime", "layers"}),
         "engine": frozenset({"device", "checkpoint", "sampling", "schedule"}),
@@ -24,14 +25,16 @@ ARROWS: Mapping[str, frozenset[str]] = MappingProxyType(
         "bench": frozenset({"device", "sampling", "engine"}),
         "cli": frozenset({"device", "sampling", "schedule", "engine", "serving", "conformance", "bench"}),
         "conformance": frozenset(
-            {"device", "checkpoint", "sampling", "schedule", "runtime", "layers", "models", "engine", "serving"}
+            {"device", "checkpoint", "sampling", "schedule", "step", "runtime", "layers", "models", "engine", "serving"}
         ),
     }
 )
 """What each part of `sglcore` may import besides itself; "" is `sglcore/__init__.py`."""
 
-DEVICE_ARROWS = frozenset({"device", "checkpoint", "sampling", "runtime"})
-"""What a device package may import of the core; a package without torch stays with files that do not load it."""
+DEVICE_ARROWS = frozenset({"device", "checkpoint", "sampling", "step", "runtime"})
+"""What a device package may import of the core."""
+TORCH_PARTS = frozenset({"runtime", "layers"})
+"""What a device package may import only if it runs on torch; of the other parts, files that load torch are not for it."""
 
 ANYWHERE = ("cuda", "rocm", "nvidia")
 WHOLE = ("hip", "musa", "npu", "ascend", "mlx", "xpu", "amd")
@@ -116,6 +119,34 @@ def _ok(imported: tuple[str, ...]) -> bool:
 
 def _list(names: frozenset[str]) -> str:
     return ", ".join(sorted(names))
+
+
+def without_torch(root: Path) -> dict[str, list[Source]]:
+    """The files of each device package of which none imports torch."""
+    packages: dict[str, list[Source]] = {}
+    for source in sources(root, "devices/*/sglcore_*/**/*.py"):
+        packages.setdefault(Path(source.name).parts[1], []).append(source)
+    return {name: files for name, files in packages.items() if not any(_loads_torch(source) for source in files)}
+
+
+def core_modules(source: Source) -> list[tuple[ast.AST, str]]:
+    """What a file imports of the core, as `sglcore.part.module`."""
+    return [(node, module) for node, module in _imports(source) if module.startswith("sglcore.")]
+
+
+def _loads_torch(source: Source) -> bool:
+    return any(module.split(".")[0] == "torch" for _, module in _imports(source))
+
+
+def torch_parts(root: Path) -> list[str]:
+    """Imports of a part that is torch's by a device package without torch."""
+    return [
+        source.finding(node, f"imports {module}, and no file of this package imports torch")
+        for files in without_torch(root).values()
+        for source in files
+        for node, module in core_modules(source)
+        if module.split(".")[1] in TORCH_PARTS
+    ]
 
 
 def device_words(root: Path) -> list[str]:

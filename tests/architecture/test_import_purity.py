@@ -7,19 +7,17 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.imports import imported, modules_of
+from tests.architecture.rules import core_modules, without_torch
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = frozenset({"torch", "numpy", "mlx", "transformers", "tokenizers", "triton", "typer", "rich"})
 TENSORS = frozenset({"torch", "mlx", "triton", "transformers"})
 WITHOUT_TENSORS = (
     "sglcore.sampling.params",
-    "sglcore.sampling.batch",
-    "sglcore.sampling.noise",
     "sglcore.sampling.reference",
-    "sglcore.runtime.memory.sizing",
     "sglcore.conformance.plugin",
 )
-"""Modules of packages that are otherwise torch's, on which a device without torch builds, or which pytest loads there."""
+"""Modules of packages that are otherwise torch's, which the engine or the kit loads beside a device without torch."""
 
 
 def tree(root: Path, text: str) -> Path:
@@ -39,16 +37,16 @@ def test_importing_sglcore_takes_less_than_a_tenth_of_a_second() -> None:
     assert min(imported(ROOT, ["sglcore"]).seconds for _ in range(5)) < 0.1
 
 
-@pytest.mark.parametrize("package", ["sglcore.device", "sglcore.checkpoint", "sglcore.schedule", "sglcore.engine"])
-def test_the_seam_the_scheduler_and_the_engine_load_no_tensor_library(package: str) -> None:
-    modules = modules_of(ROOT, package)
-    if not modules:
-        pytest.skip(f"this tree has no {package}")
-    assert not imported(ROOT, modules).modules & TENSORS
+@pytest.mark.parametrize("part", ["device", "checkpoint", "schedule", "step", "engine"])
+def test_the_seam_the_scheduler_the_host_half_and_the_engine_load_no_tensor_library(part: str) -> None:
+    assert not imported(ROOT, modules_of(ROOT, f"sglcore.{part}")).modules & TENSORS
 
 
-def test_what_a_device_without_torch_builds_on_loads_no_tensor_library() -> None:
-    assert not imported(ROOT, WITHOUT_TENSORS).modules & TENSORS
+def test_what_a_device_without_torch_imports_of_the_core_loads_no_tensor_library() -> None:
+    files = [source for package in without_torch(ROOT).values() for source in package]
+    modules = {module for source in files for _, module in core_modules(source)}
+    assert "sglcore.sampling.batch" in modules
+    assert not imported(ROOT, (*WITHOUT_TENSORS, *sorted(modules))).modules & TENSORS
 
 
 def test_the_declarations_of_all_device_packages_load_nothing_heavy() -> None:

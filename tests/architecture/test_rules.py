@@ -12,6 +12,7 @@ from tests.architecture import rules
 ROOT = Path(__file__).resolve().parents[2]
 ALL = (
     rules.import_direction,
+    rules.torch_parts,
     rules.device_words,
     rules.mutable_globals,
     rules.guessed_attributes,
@@ -35,6 +36,9 @@ MUTANTS: tuple[tuple[Rule, str, str], ...] = (
     (rules.import_direction, "sglcore/runtime/x.py", "from ..device import package"),
     (rules.import_direction, "devices/one/sglcore_one/x.py", "from sglcore_two import package"),
     (rules.import_direction, "devices/one/sglcore_one/x.py", "from sglcore.engine.llm import LLM"),
+    (rules.import_direction, "sglcore/step/x.py", "from sglcore.runtime.y import z"),
+    (rules.torch_parts, "devices/one/sglcore_one/x.py", "from sglcore.runtime.y import z"),
+    (rules.torch_parts, "devices/one/sglcore_one/x.py", "def later():\n    from sglcore.layers import y"),
     (rules.device_words, "sglcore/x.py", "# only on cuda"),
     (rules.device_words, "sglcore/x.py", "is_npu = False"),
     (rules.device_words, "sglcore/x.py", "class HipGraph: ..."),
@@ -64,6 +68,8 @@ HARMLESS: tuple[tuple[Rule, str, str], ...] = (
     (rules.import_direction, "sglcore/engine/x.py", "from sglcore.schedule.y import z\nimport numpy"),
     (rules.import_direction, "sglcore/models/x.py", "from sglcore import __version__"),
     (rules.import_direction, "devices/one/sglcore_one/x.py", "from sglcore.runtime.y import z\nimport sglcore_one.y"),
+    (rules.torch_parts, "devices/one/sglcore_one/x.py", "import torch\nfrom sglcore.runtime.y import z"),
+    (rules.torch_parts, "devices/one/sglcore_one/x.py", "from sglcore.step.y import z"),
     (rules.device_words, "sglcore/x.py", "inputs = relationship = ascending = 1"),
     (rules.device_words, "sglcore/cli/aliases.py", "ROCM = 'hip'"),
     (rules.device_words, "sglcore/assets/demo/x.json", '"nvidia"'),

@@ -29,10 +29,10 @@ from sglcore.runtime.bring_up import (
 from sglcore.runtime.kernels.reference import reference_kernels
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
-from sglcore.runtime.memory.sizing import MemoryBudget, MemorySizes
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.streams import Streams
 from sglcore.runtime.token_table import TokenTable
+from sglcore.step.sizing import MemoryBudget, MemorySizes
 from sglcore_cpu.arena import huge_zeros
 from sglcore_cpu.attention import PagedAttention
 from sglcore_cpu.choice import TORCH, check_name, choose_kernels

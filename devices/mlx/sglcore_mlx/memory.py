@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from sglcore.device.system import System, host_system
-from sglcore.runtime.memory.sizing import MemoryBudget, size_text
+from sglcore.step.sizing import MemoryBudget, size_text
 from sglcore_mlx import sysctl
 
 OWN_SHARE = 0.8

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglcore.device.batch import ScheduleBatch
-from sglcore.runtime.memory.sizing import MemorySizes
+from sglcore.step.sizing import MemorySizes
 from sglcore_mlx.models.contract import LayerShape
 
 

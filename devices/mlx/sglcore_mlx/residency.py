@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import mlx.core as mx
 
 from sglcore.device.ledger import Row
-from sglcore.runtime.memory.sizing import size_text
+from sglcore.step.sizing import size_text
 
 CACHE_SHARE = 16
 """MLX may keep one part in so many of the GPU's memory for arrays to come: prompts of many lengths would fill it all."""

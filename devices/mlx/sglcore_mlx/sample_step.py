@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import TokenLogprobs
-from sglcore.runtime.memory.sizing import MemorySizes
-from sglcore.runtime.rows import RowPlan
 from sglcore.sampling.batch import SamplingBatch
+from sglcore.step.rows import RowPlan
+from sglcore.step.sizing import MemorySizes
 from sglcore_mlx.forward import resolve_ids
 from sglcore_mlx.models.contract import Model
 from sglcore_mlx.pool import DeviceState

@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
-from sglcore.runtime.memory.sizing import MemorySizes
-from sglcore.runtime.rows import RowPlan
+from sglcore.step.rows import RowPlan
+from sglcore.step.sizing import MemorySizes
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.attention.encoder import EncoderRows
 from sglcore_mlx.forward import DecodeForward, extend_forward

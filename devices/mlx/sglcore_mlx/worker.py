@@ -12,7 +12,7 @@ import numpy as np
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import BatchResult, Limits, Ticket
-from sglcore.runtime.rows import RowPlan, plan_rows
+from sglcore.step.rows import RowPlan, plan_rows
 from sglcore_mlx.sample_step import host_logprobs
 from sglcore_mlx.stepper import Launched, Stepper
 from sglcore_mlx.thread import StreamThread

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
-from sglcore.runtime.memory.sizing import MemorySizes
-from sglcore.runtime.rows import plan_rows
+from sglcore.step.rows import plan_rows
+from sglcore.step.sizing import MemorySizes
 from sglcore_mlx.attention.prompt import PromptRow
 from sglcore_mlx.inputs import SingleRows, bucket, decode_inputs, parts_of, row_bucket, token_places
 from sglcore_mlx.pool import PageTable

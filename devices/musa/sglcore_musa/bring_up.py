@@ -11,7 +11,7 @@ from sglcore.device.bring_up import BringUp
 from sglcore.device.errors import DeviceError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.runtime.bring_up import STANDARD
-from sglcore.runtime.memory.sizing import MemoryBudget, size_text
+from sglcore.step.sizing import MemoryBudget, size_text
 from sglcore_musa.kernels import triton_gap
 from sglcore_musa.probe import EXTENSION, same_release
 from sglcore_musa.vendor import musa

@@ -16,9 +16,9 @@ from sglcore.runtime.graph_runner import GraphRunner
 from sglcore.runtime.graphs.backend import BreakableModel, GraphBackend, PromptBackend
 from sglcore.runtime.graphs.limits import Buckets, limit_row, within
 from sglcore.runtime.graphs.prompts import PromptForward, token_buckets
-from sglcore.runtime.memory.sizing import size_text
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.streams import Streams
+from sglcore.step.sizing import size_text
 
 WITHOUT_STREAMS = 1
 """The API number whose graph factories take no arguments."""

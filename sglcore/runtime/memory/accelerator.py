@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglcore.device.facts import Facts
-from sglcore.runtime.memory.sizing import MemoryBudget, size_text
+from sglcore.step.sizing import MemoryBudget, size_text
 
 DEFAULT_SHARE = 0.85
 """The share of free memory that cells may take: the rest is for activations, graphs and the allocator's own slack."""

@@ -1,7 +1,7 @@
 """The old device's bring-up: the standard order and its memory."""
 
 from sglcore.runtime.bring_up import STANDARD
-from sglcore.runtime.memory.sizing import MemoryBudget
+from sglcore.step.sizing import MemoryBudget
 
 
 def device_memory(load_weights):

@@ -14,7 +14,7 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError, StrictError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool, cell_bytes
-from sglcore.runtime.memory.sizing import GIB, MemoryBudget, MemorySizes, size_pools
+from sglcore.step.sizing import GIB, MemoryBudget, MemorySizes, size_pools
 from tests.runtime.tiny import Desk
 
 CELL, PAGE, CONTEXT = 1000, 16, 160
