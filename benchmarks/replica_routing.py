@@ -1,6 +1,6 @@
-"""Prefill work and time of two replicas under prompts that share beginnings, by how the router chooses.
+"""Prefill work and time of two replicas under prompts that share prefixes, by how the router chooses.
 
-The beginnings together fill the pages of more than one replica, and some are asked for far more often than others, so a
+The prefixes together fill the pages of more than one replica, and some are asked for far more often than others, so a
 router has to keep each in one place and still leave no replica idle. Engines run on this machine, one thread each.
 
     python benchmarks/replica_routing.py [--json FILE] [--requests 120] [--replicas 2]
@@ -26,7 +26,7 @@ from sglcore.serving.replica import Replica
 from sglcore.serving.router import Router, block_hashes
 
 GROUPS, SHARED, OWN, NEW = 32, 512, 24, 16
-"""Beginnings, their tokens, tokens of a prompt of its own, and tokens that are drawn for it."""
+"""Prefixes, their tokens, tokens of a prompt of its own, and tokens that are drawn for it."""
 CONCURRENT = 16
 KV_BYTES = 36 << 20
 NO_BOUND = 1 << 30
@@ -52,12 +52,12 @@ ROUTERS: dict[str, Callable[[], Router]] = {
     "prefix, as served": Router,
     "prefix, no bound": lambda: Router(slack=NO_BOUND),
 }
-ONE_BEGINNING = ("prefix, as served", "prefix, no bound")
+ONE_PREFIX = ("prefix, as served", "prefix, no bound")
 """Routers that are also measured where all prompts begin alike, which is what the bound is for."""
 
 
 def make_prompts(count: int, groups: int) -> list[list[int]]:
-    """Prompts whose beginnings are asked for with odds of 1, 1/2, 1/3 and so on."""
+    """Prompts whose prefixes are asked for with odds of 1, 1/2, 1/3 and so on."""
     rng = np.random.default_rng(7)
     odds = 1 / np.arange(1, groups + 1)
     begins = rng.integers(10, 2000, (groups, SHARED))
@@ -136,7 +136,7 @@ def main() -> None:
     given = parser.parse_args()
     cost = routing_cost()
     print(f"routing a prompt of 4096 tokens: {cost:.0f} microseconds")
-    loads = {f"{GROUPS} beginnings": (GROUPS, tuple(ROUTERS)), "one beginning": (1, ONE_BEGINNING)}
+    loads = {f"{GROUPS} prefixes": (GROUPS, tuple(ROUTERS)), "one prefix": (1, ONE_PREFIX)}
     rows: dict[str, dict[str, dict[str, float]]] = {}
     for load, (groups, names) in loads.items():
         prompts = make_prompts(given.requests, groups)

@@ -119,7 +119,7 @@ def choose_overlap(config: EngineConfig, limits: Limits) -> tuple[bool, Row]:
 def _prefix_row(config: EngineConfig) -> Row:
     kept = _switch(config.prefix_cache)
     asked = kept if "prefix_cache" in config.sources else "auto"
-    reason = "prompts share the pages of their common beginning" if config.prefix_cache else "every prompt is computed"
+    reason = "prompts share the pages of their common prefix" if config.prefix_cache else "every prompt is computed"
     return Row("prefix cache", asked, kept, reason, "SGLCORE_PREFIX_CACHE=0 or 1")
 
 

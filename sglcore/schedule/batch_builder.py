@@ -47,7 +47,7 @@ class BatchBuilder:
         lengths = _join(np.ones(len(chosen), dtype=np.int32), [count for _, count in chunks])
         slots = _join(rows.slots[chosen], [request.slot for request in extended])
         page_counts = _join(rows.page_counts[chosen], [request.sent_pages for request in extended])
-        totals = _join(rows.rooms[chosen] // self._page_size, [len(request.pages) for request in extended])
+        totals = _join(rows.allocated_lens[chosen] // self._page_size, [len(request.pages) for request in extended])
         emits = np.ones(len(slots), dtype=bool)
         emits[len(chosen) :] = [emits_after(request, count) for request, count in chunks]
         decode_ids = self._decode_ids(slots[: len(chosen)], rows.last_steps[chosen] > collected)
@@ -87,7 +87,7 @@ class BatchBuilder:
         np.subtract(rows.seq_lens, 1, out=batch.prefix_lens)
         # Every row took part in the step before, so all the last tokens are known or none is.
         batch.input_ids = self._placeholders if collected < step - 1 else self.last_tokens[rows.slots]
-        fresh = np.flatnonzero(rows.rooms > rows.page_counts * self._page_size)
+        fresh = np.flatnonzero(rows.allocated_lens > rows.page_counts * self._page_size)
         if not len(fresh):
             batch.page_counts = rows.page_counts
             batch.new_page_offsets, batch.new_pages = self._no_offsets, self._no_pages

@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
 import numpy as np
 
-from sglcore.schedule.request import Request, State
-
-COLUMNS = 6
+from sglcore.schedule.request import Ints, Request, State
 
 
+def _column(begin: Callable[[Request, int], int], *, back: str = "") -> Any:
+    """Declare a column: its value for a request that begins to decode, given the page size, and the request's attribute
+    that takes it back when the row is removed ("": none)."""
+    return field(metadata={"begin": begin, "back": back})
+
+
+@dataclass(init=False, eq=False, slots=True)
 class DecodeRows:
-    """`requests[i]` is row i; the arrays are live int32[B] views of one table.
+    """`requests[i]` is row i; the columns are live int32[B] views of one table.
 
-    `seq_lens`: cells written once all submitted steps ran; `rooms`: cells that fit in the pages held; `last_lens`: the
-    `seq_lens` at which the last token is emitted; `last_steps`: the last step that named the row; `page_counts`:
-    page-table entries that the device has; `version` changes with the rows or their order. Views taken before rows were
-    removed stay as they were.
+    `version` changes with the rows or their order. Views taken before rows were removed stay as they were.
     """
 
-    __slots__ = (
-        "_table",
-        "last_lens",
-        "last_steps",
-        "page_counts",
-        "requests",
-        "rooms",
-        "seq_lens",
-        "slots",
-        "version",
-    )
+    requests: list[Request]
+    version: int
+    _table: Ints
+
+    slots: Ints = _column(lambda request, _: request.slot)
+    seq_lens: Ints = _column(lambda request, _: request.num_cells, back="num_cells")
+    """Cells written once all submitted steps ran."""
+    allocated_lens: Ints = _column(lambda request, page_size: len(request.pages) * page_size)
+    """Cells that fit in the pages held."""
+    final_seq_lens: Ints = _column(lambda request, _: request.final_seq_len)
+    """The `seq_lens` at which the last token is emitted."""
+    last_steps: Ints = _column(lambda request, _: request.last_step, back="last_step")
+    """The last step that named the row."""
+    page_counts: Ints = _column(lambda request, _: request.sent_pages)
+    """Page-table entries that the device has."""
 
     def __init__(self, capacity: int) -> None:
-        self.requests: list[Request] = []
+        self.requests = []
         self.version = 0
-        self._table = np.zeros((COLUMNS, capacity), dtype=np.int32)
+        self._table = np.zeros((len(COLUMNS), capacity), dtype=np.int32)
         self._view()
 
     def append(self, request: Request, page_size: int) -> None:
@@ -41,14 +51,7 @@ class DecodeRows:
         row = len(self.requests)
         self.requests.append(request)
         request.state = State.DECODING
-        self._table[:, row] = (
-            request.slot,
-            request.num_cells,
-            len(request.pages) * page_size,
-            request.last_len,
-            request.last_step,
-            request.sent_pages,
-        )
+        self._table[:, row] = [begin(request, page_size) for begin in _BEGIN]
         self._view()
 
     def remove(self, request: Request) -> None:
@@ -58,14 +61,13 @@ class DecodeRows:
     def remove_rows(self, rows: list[int]) -> None:
         """Take rows (ascending) out; their progress goes back into the requests, the others keep their order."""
         for row in rows:
-            request = self.requests[row]
-            request.num_cells = int(self.seq_lens[row])
-            request.last_step = int(self.last_steps[row])
+            for column, name in _BACK:
+                setattr(self.requests[row], name, int(self._table[column, row]))
         count = len(self.requests)
         keep = np.ones(count, dtype=bool)
         keep[rows] = False
-        table = np.zeros_like(self._table)
-        table[:, : count - len(rows)] = self._table[:, :count][:, keep]
+        table = np.empty_like(self._table)
+        np.compress(keep, self._table[:, :count], axis=1, out=table[:, : count - len(rows)])
         self._table = table
         for row in reversed(rows):
             del self.requests[row]
@@ -73,5 +75,11 @@ class DecodeRows:
 
     def _view(self) -> None:
         self.version += 1
-        table = self._table[:, : len(self.requests)]
-        self.slots, self.seq_lens, self.rooms, self.last_lens, self.last_steps, self.page_counts = table
+        for name, values in zip(COLUMNS, self._table[:, : len(self.requests)], strict=True):
+            setattr(self, name, values)
+
+
+_DECLARED = tuple(item for item in fields(DecodeRows) if item.metadata)
+COLUMNS = tuple(item.name for item in _DECLARED)
+_BEGIN = tuple(item.metadata["begin"] for item in _DECLARED)
+_BACK = tuple((row, item.metadata["back"]) for row, item in enumerate(_DECLARED) if item.metadata["back"])

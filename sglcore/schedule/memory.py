@@ -47,7 +47,7 @@ class Memory:
         request.node = path[-1] if path else self.cache.root
         request.pages = [node.page for node in path]
         request.shared = len(path)
-        request.met_double = False
+        request.is_duplicate = False
         request.num_cells = len(path) * self.page_size
         self.hit_tokens += request.num_cells
         self.looked_up_tokens += total
@@ -79,8 +79,8 @@ class Memory:
 
         Only after the last ticket that names the request was collected. `cells` 0 publishes nothing more.
         """
-        doubles = self._publish(request, cells, leaving=True) if self.caches else []
-        self.pool.give(doubles)
+        duplicates = self._publish(request, cells, leaving=True) if self.caches else []
+        self.pool.give(duplicates)
         self.pool.give(request.pages[request.shared :])
         self.cache.leave(request.node)
         self.version += 1
@@ -108,7 +108,7 @@ class Memory:
         if full <= first or node is None:
             return []
         tokens = request.tokens(first * size, full * size + lookahead)
-        doubles: list[int] = []
+        duplicates: list[int] = []
         for index in range(first, full):
             key = self.cache.key(tokens, index - first)
             found = node.children.get(key)
@@ -116,11 +116,11 @@ class Memory:
                 found = self.cache.insert(node, key, request.pages[index])
             elif leaving:
                 self.cache.use((found,))
-                doubles.append(request.pages[index])
+                duplicates.append(request.pages[index])
             else:
-                request.met_double = True
+                request.is_duplicate = True
                 break
             request.node = node = found
             request.shared = index + 1
         self.version += 1
-        return doubles
+        return duplicates

@@ -20,8 +20,8 @@ class BatchRecord:
     """One step between its planning and its collect.
 
     `requests` row for row; the last `len(spans)` rows are chunks over tokens start..end-1. `slots` int32: of the rows
-    that emit a token. `finals` emit their last token in this step. `leavers` gave up their slot and pages while this
-    step was the last to name them: both are released at its collect. `has_zombies`: since the step was planned, some
+    that emit a token. `finishing` emit their last token in this step. `released` gave up their slot and pages while this
+    step was the last to name them: both go back at its collect. `has_stale_rows`: since the step was planned, some
     row's request ended or was retracted. `is_masked`: some row emits under a grammar, so that its next mask needs what this
     step brings.
     """
@@ -30,18 +30,18 @@ class BatchRecord:
     requests: list[Request]
     slots: NDArray[np.int32]
     spans: list[tuple[int, int]] = field(default_factory=list)
-    finals: list[Request] = field(default_factory=list)
-    leavers: list[Request] = field(default_factory=list)
-    has_zombies: bool = False
+    finishing: list[Request] = field(default_factory=list)
+    released: list[Request] = field(default_factory=list)
+    has_stale_rows: bool = False
     is_masked: bool = False
     batch: ScheduleBatch | None = None
     ticket: Ticket | None = None
 
-    def add_final(self, request: Request) -> None:
+    def add_finishing(self, request: Request) -> None:
         """This step emits the request's last token, and its slot and pages go back when it is collected."""
         request.leaving = True
-        self.finals.append(request)
-        self.leavers.append(request)
+        self.finishing.append(request)
+        self.released.append(request)
 
 
 class InFlight:
@@ -75,10 +75,10 @@ class InFlight:
         self._records.popleft()
         record.batch = record.ticket = None
 
-    def mark_zombies(self) -> None:
+    def mark_stale(self) -> None:
         """Some request ended or was retracted: look at each row of what is in flight when it comes."""
         for record in self._records:
-            record.has_zombies = True
+            record.has_stale_rows = True
 
     def naming(self, step: int) -> BatchRecord | None:
         """The record of a step, if it is still in flight."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
-STALE_SLACK = 64
+SLACK = 64
 
 
 class Node:
@@ -118,7 +118,7 @@ class PrefixCache:
             return
         self._serial += 1
         heapq.heappush(self._leaves, (node.tick, self._serial, node))
-        if len(self._leaves) > 2 * self.num_pages + STALE_SLACK:
+        if len(self._leaves) > 2 * self.num_pages + SLACK:
             live = {
                 id(entry[2]): entry for entry in self._leaves if self._evictable(entry[2]) and entry[2].tick == entry[0]
             }

@@ -122,7 +122,7 @@ class Request:
     slot: int = 0
     num_cells: int = 0
     target: int = 0
-    last_len: int = 0
+    final_seq_len: int = 0
     last_step: int = -1
     pages: list[int] = field(default_factory=list)
     sent_pages: int = 0
@@ -131,7 +131,7 @@ class Request:
     leaving: bool = False
     prompt_published: bool = False
     scored_tokens: int = 0
-    met_double: bool = False
+    is_duplicate: bool = False
     awaited: Awaited | None = None
     compared: int = 0
 

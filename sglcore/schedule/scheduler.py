@@ -15,7 +15,7 @@ from sglcore.schedule.overlap import BatchRecord, InFlight
 from sglcore.schedule.queue import WaitingQueue
 from sglcore.schedule.request import FinishReason, Request, RequestError, State, Update
 from sglcore.schedule.results import check_request, check_result, cut_logprobs, take_prompt_logprobs
-from sglcore.schedule.running import Running
+from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.sampling_rows import SamplingRows
 
 
@@ -36,7 +36,7 @@ class Scheduler:
         self.limits = limits
         self._waiting = WaitingQueue()
         self._embedding = WaitingQueue()
-        self._running = Running(limits, self._waiting, prefix_cache)
+        self._running = RunningRequests(limits, self._waiting, prefix_cache)
         self._builder = BatchBuilder(
             limits.max_requests, limits.page_size, limits.vocab_size, compose or SamplingRows()
         )
@@ -104,14 +104,14 @@ class Scheduler:
         check_result(record, result)
         self._close(record)
         self._builder.last_tokens[record.slots] = result.token_ids
-        special = record.has_zombies or result.logprobs is not None or result.bad_rows.any()
+        special = record.has_stale_rows or result.logprobs is not None or result.bad_rows.any()
         plain = 0 if special else len(record.requests) - len(record.spans)
         updates = self._take_tokens(record.requests[:plain], result.token_ids[:plain].tolist())
         if plain < len(record.requests):
             updates += self._take_rows(record, result, plain)
-        if record.finals:
-            self._end_finals(record, updates)
-        self._running.release_leavers(record)
+        if record.finishing:
+            self._end_finishing(record, updates)
+        self._running.release(record)
         return updates
 
     def drop(self, record: BatchRecord, error: BaseException) -> list[Update]:
@@ -120,7 +120,7 @@ class Scheduler:
         unfinished = [request for request in record.requests if request.state is not State.FINISHED]
         updates = [self._end(request, "error", error=text) for request in unfinished]
         self._close(record)
-        self._running.release_leavers(record)
+        self._running.release(record)
         return updates
 
     def stats(self) -> dict[str, int]:
@@ -190,7 +190,7 @@ class Scheduler:
             batch = self._builder.build_decode(step, rows, self._collected)
             rows.last_steps[:] = step
         else:
-            chosen = np.flatnonzero(rows.seq_lens < rows.rooms) if decodes else np.zeros(0, dtype=np.intp)
+            chosen = np.flatnonzero(rows.seq_lens < rows.allocated_lens) if decodes else np.zeros(0, dtype=np.intp)
             if not len(chosen) and not chunks:
                 return None
             rows.seq_lens[chosen] += 1
@@ -198,7 +198,7 @@ class Scheduler:
             rows.last_steps[chosen] = step
         record = self._open_record(chunks)
         record.is_masked = batch.masks is not None
-        self._part_with_finals(record)
+        self._part_with_finishing(record)
         self._advance_chunks(record, chunks)
         return batch
 
@@ -210,16 +210,16 @@ class Scheduler:
         self.in_flight.open(record)
         return record
 
-    def _part_with_finals(self, record: BatchRecord) -> None:
+    def _part_with_finishing(self, record: BatchRecord) -> None:
         """Rows whose last token this step emits leave now, so that no later step names them."""
         rows = self._running.rows
-        last = np.flatnonzero(rows.seq_lens >= rows.last_lens)
+        last = np.flatnonzero(rows.seq_lens >= rows.final_seq_lens)
         if not len(last):
             return
         requests = [rows.requests[row] for row in last.tolist()]
         rows.remove_rows(last.tolist())
         for request in requests:
-            record.add_final(request)
+            record.add_finishing(request)
 
     def _advance_chunks(self, record: BatchRecord, chunks: list[Chunk]) -> None:
         running = self._running
@@ -230,8 +230,8 @@ class Scheduler:
             if request.num_cells < request.target:
                 continue
             running.extending.remove(request)
-            if request.num_cells >= request.last_len:
-                record.add_final(request)
+            if request.num_cells >= request.final_seq_len:
+                record.add_finishing(request)
             else:
                 running.rows.append(request, self.limits.page_size)
 
@@ -319,9 +319,9 @@ class Scheduler:
         reason = request.matcher.error or "the device did not apply the mask"
         return self._end(request, "error", error=f"token {token} does not follow the grammar: {reason}")
 
-    def _end_finals(self, record: BatchRecord, updates: list[Update]) -> None:
+    def _end_finishing(self, record: BatchRecord, updates: list[Update]) -> None:
         by_request = {update.request: update for update in updates}
-        for request in record.finals:
+        for request in record.finishing:
             if request.state is not State.FINISHED:
                 by_request[request].finish_reason = self._end(request, "length").finish_reason
 
@@ -333,7 +333,7 @@ class Scheduler:
         elif not request.leaving:
             self._running.leave(request)
         elif self.in_flight.naming(request.last_step) is not None:
-            self.in_flight.mark_zombies()
+            self.in_flight.mark_stale()
         request.state = State.FINISHED
         request.matcher = request.awaited = None
         update = Update(request, [])

@@ -13,7 +13,7 @@ import pytest
 from sglcore.conformance.matcher import HashedMatcher, follows
 from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.sample_step import SampleStep
-from sglcore.schedule.running import Running
+from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
 from tests.checkpoints import llama, save
 from tests.laws.engine import Result, TokenEngine, random_prompts
@@ -111,7 +111,7 @@ class PlansAhead(Scheduler):
         return False
 
 
-class ForgetsWhenRetracted(Running):
+class ForgetsWhenRetracted(RunningRequests):
     """A grammar begins again after a retraction."""
 
     def _retract(self, victim: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from sglcore.schedule.queue import WaitingQueue
 from sglcore.schedule.request import Request
-from sglcore.schedule.running import Running
+from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
 from tests.schedule.drive import Drive
 
@@ -64,7 +64,7 @@ class PromptsFirst(Scheduler):
         return None
 
 
-class SendsTheRetractedToTheBack(Running):
+class SendsTheRetractedToTheBack(RunningRequests):
     def _retract(self, victim: Request) -> None:
         oldest = min((*self.rows.requests, *self.extending), key=lambda request: request.arrival)
         oldest.arrival += 1_000_000

@@ -13,7 +13,7 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.schedule.batch_builder import BatchBuilder
 from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request, RequestError, State
-from sglcore.schedule.running import Running
+from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
 from tests.schedule.drive import Drive
 from tests.schedule.fake_worker import FakeMatcher
@@ -78,7 +78,7 @@ class MasksOnlyDecodes(BatchBuilder):
             super()._add_masks(batch)
 
 
-class ForgetsWhenRetracted(Running):
+class ForgetsWhenRetracted(RunningRequests):
     def _retract(self, victim: Request) -> None:
         super()._retract(victim)
         if isinstance(victim.matcher, FakeMatcher):

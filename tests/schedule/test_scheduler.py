@@ -178,7 +178,7 @@ def test_output_ends_where_the_context_is_full(prompt: int, outputs: int) -> Non
     assert (len(request.output_ids), request.finish_reason) == (outputs, "length")
 
 
-def test_a_stop_token_leaves_one_zombie_step_whose_result_is_dropped() -> None:
+def test_a_stop_token_leaves_one_stale_step_whose_result_is_dropped() -> None:
     drive = Drive()
     request = drive.stop_after(drive.make("a", 3, None), 4)
     drive.scheduler.add(request)
@@ -188,7 +188,7 @@ def test_a_stop_token_leaves_one_zombie_step_whose_result_is_dropped() -> None:
     assert (request.finish_reason, request.stop_cause) == ("stop", request.output_ids[-1])
 
 
-def test_a_zombie_keeps_slot_and_pages_until_its_last_ticket_is_collected() -> None:
+def test_a_stale_request_keeps_slot_and_pages_until_its_last_ticket_is_collected() -> None:
     drive = Drive(max_requests=1, prefix_cache=False)
     request = drive.stop_after(drive.make("a", 3, None), 2)
     drive.scheduler.add(request)

@@ -20,7 +20,7 @@ from sglcore.schedule.memory import Memory
 from sglcore.schedule.overlap import BatchRecord
 from sglcore.schedule.prefix_cache import Node, PrefixCache
 from sglcore.schedule.request import Request, State, Update
-from sglcore.schedule.running import Running
+from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
 from tests.schedule.trace import draw_trace, play
 
@@ -63,7 +63,7 @@ class PublishesBeforeCollect(Scheduler):
             self._running.memory.publish(request, request.num_cells)
 
 
-class TakesZombieTokens(Scheduler):
+class TakesStaleTokens(Scheduler):
     def _take_rows(self, record: BatchRecord, result: BatchResult, first: int) -> list[Update]:
         for row, request in enumerate(record.requests):
             if request.state is State.FINISHED and request.task == "generate":
@@ -71,49 +71,49 @@ class TakesZombieTokens(Scheduler):
         return super()._take_rows(record, result, first)
 
 
-class ForgetsToMarkZombies(Scheduler):
+class ForgetsToMarkStale(Scheduler):
     def finish(self, record: BatchRecord, result: BatchResult) -> list[Update]:
-        record.has_zombies = False
+        record.has_stale_rows = False
         return super().finish(record, result)
 
 
-class FreesBeforeCollect(Running):
+class FreesBeforeCollect(RunningRequests):
     def leave(self, request: Request) -> None:
         if request.state is State.EXTENDING:
             self.extending.remove(request)
         else:
             self.rows.remove(request)
-        self.in_flight.mark_zombies()
+        self.in_flight.mark_stale()
         self._release(request)
 
 
-class LeaksAbortedSlots(Running):
+class LeaksAbortedSlots(RunningRequests):
     def _release(self, request: Request) -> None:
         super()._release(request)
         if request.finish_reason == "abort":
             self._free_slots.pop()
 
 
-class LosesPages(Running):
+class LosesPages(RunningRequests):
     def _release(self, request: Request) -> None:
         if request.pages[request.shared :]:
             request.pages.pop()
         super()._release(request)
 
 
-class ForgetsOutputsOnRetraction(Running):
+class ForgetsOutputsOnRetraction(RunningRequests):
     def _retract(self, victim: Request) -> None:
         super()._retract(victim)
         victim.output_ids.clear()
 
 
-class RecomputesOnlyThePrompt(Running):
+class RecomputesOnlyThePrompt(RunningRequests):
     def _start(self, request: Request) -> None:
         super()._start(request)
         request.target = len(request.prompt_ids)
 
 
-class NeverRetracts(Running):
+class NeverRetracts(RunningRequests):
     def _obtain(self, request: Request, count: int) -> bool:
         return self.memory.grow(request, count)
 
@@ -141,7 +141,7 @@ class TakesOneTokenForDecode(BatchBuilder):
         return batch
 
 
-class ContinuesStaleTokens(BatchBuilder):
+class ContinuesOldTokens(BatchBuilder):
     def build(self, step: int, rows, chosen, chunks, collected: int) -> ScheduleBatch:
         return super().build(step, rows, chosen, chunks, step)
 
@@ -251,8 +251,8 @@ def _as_part(kind: type, path: str) -> Callable[[Scheduler], None]:
 SCHEDULER, RUNNING, BUILDER, MEMORY, CACHE = "", "_running", "_builder", "_running.memory", "_running.memory.cache"
 MUTANTS = (
     (PublishesBeforeCollect, SCHEDULER, "before its writer is collected"),
-    (TakesZombieTokens, SCHEDULER, "news and results differ"),
-    (ForgetsToMarkZombies, SCHEDULER, "has news after its end"),
+    (TakesStaleTokens, SCHEDULER, "news and results differ"),
+    (ForgetsToMarkStale, SCHEDULER, "has news after its end"),
     (FreesBeforeCollect, RUNNING, "still reads it"),
     (FreesBeforeCollect, RUNNING, "reused while in flight"),
     (LeaksAbortedSlots, RUNNING, "slots lost"),
@@ -263,7 +263,7 @@ MUTANTS = (
     (DropsPageDifferences, BUILDER, "beyond the page table"),
     (CountsPagesAfterTheStep, BUILDER, "the device has"),
     (TakesOneTokenForDecode, BUILDER, "a row decodes that has sampled nothing"),
-    (ContinuesStaleTokens, BUILDER, "instead of the last sampled"),
+    (ContinuesOldTokens, BUILDER, "instead of the last sampled"),
     (KeepsComposition, BUILDER, "one composition"),
     (SendsOnlyThePromptsHistory, BUILDER, "is not complete"),
     (IgnoresLookahead, CACHE, "other following tokens"),

@@ -1,4 +1,4 @@
-"""Random lives of a started device: arrivals, aborts, stops, shared beginnings, too few pages. Whatever happens, a request
+"""Random lives of a started device: arrivals, aborts, stops, shared prefixes, too few pages. Whatever happens, a request
 gets the tokens and the log-probabilities that it gets alone, and every page and slot comes back. No torch.
 """
 

@@ -209,9 +209,9 @@ class Scanner:
         return self._text[start : self._at], ""
 
     def _partial(self, marks: tuple[str, ...], start: int) -> int:
-        beginnings, longest = _beginnings(marks)
+        prefixes, longest = _prefixes(marks)
         for size in range(min(longest, len(self._text) - start), 0, -1):
-            if self._text[-size:] in beginnings:
+            if self._text[-size:] in prefixes:
                 return size
         return 0
 
@@ -225,6 +225,6 @@ def _pattern(marks: tuple[str, ...]) -> re.Pattern[str]:
 
 
 @lru_cache(maxsize=256)
-def _beginnings(marks: tuple[str, ...]) -> tuple[frozenset[str], int]:
+def _prefixes(marks: tuple[str, ...]) -> tuple[frozenset[str], int]:
     found = frozenset(mark[:size] for mark in marks for size in range(1, len(mark)))
     return found, max(map(len, found), default=0)

@@ -1,4 +1,4 @@
-"""Prompts that begin alike and come at once: one computes the common tokens, the others wait until they are cached."""
+"""Prompts that come at once with a common prefix: one computes it, the others wait until it is cached."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_COMPARED = 8
 """Running prompts, the youngest, that a waiting one is compared with."""
 
 
-class Beginnings:
+class InBatchPrefixes:
     """The prompts that running requests compute at the moment."""
 
     def __init__(self, memory: Memory) -> None:
@@ -72,4 +72,4 @@ def _computes(request: Request) -> bool:
     """Its prompt will be in the cache, with its last step if that emits its last token. One that has met a page of somebody
     else's publishes nothing more while it runs."""
     is_running = request.state is State.EXTENDING or request.state is State.DECODING
-    return is_running and not request.prompt_published and not request.met_double
+    return is_running and not request.prompt_published and not request.is_duplicate

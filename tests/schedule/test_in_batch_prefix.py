@@ -1,4 +1,4 @@
-"""Prompts that begin alike and come at once are computed once; nobody waits for little, or for who stopped computing."""
+"""A common prefix of prompts that come at once is computed once; nobody waits for little, or for who stopped computing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from sglcore.schedule import beginnings
+from sglcore.schedule import in_batch_prefix
 from sglcore.schedule.request import Request
-from sglcore.schedule.running import MOST_PASSED_OVER
+from sglcore.schedule.running_requests import MOST_PASSED_OVER
 from tests.schedule.drive import Drive
 from tests.schedule.trace import draw_trace, play
 
@@ -28,7 +28,7 @@ def add_alike(drive: Drive, count: int, common: list[int] = COMMON, own: int = 9
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_common_beginning_is_computed_once(overlap: bool) -> None:
+def test_a_common_prefix_is_computed_once(overlap: bool) -> None:
     drive = wide(overlap=overlap)
     requests = add_alike(drive, 5)
     drive.run()
@@ -76,10 +76,10 @@ def test_nobody_waits_for_who_publishes_nothing_more() -> None:
     """Two who share a page compute it both; the second one's pages are its own from there on."""
     drive = wide(max_batch_tokens=60, max_model_len=700, num_pages=800)
     page, alike = COMMON[:8], [2 + index % 3 for index in range(400)]
-    for rid, rest in (("first", [1] * 20), ("double", alike), ("third", [*alike, 0])):
+    for rid, rest in (("first", [1] * 20), ("duplicate", alike), ("third", [*alike, 0])):
         drive.add(rid, page + rest, 3)
     drive.step(12)
-    assert any({"double", "third"} <= set(rids) for rids in drive.worker.rids)
+    assert any({"duplicate", "third"} <= set(rids) for rids in drive.worker.rids)
     drive.run()
 
 
@@ -106,9 +106,11 @@ def test_who_is_passed_over_keeps_its_pages() -> None:
 
 def test_planning_does_not_grow_with_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     drive, asked = wide(max_requests=100, max_batch_tokens=2000, num_pages=3000), []
-    must_wait = beginnings.Beginnings.must_wait
+    must_wait = in_batch_prefix.InBatchPrefixes.must_wait
     monkeypatch.setattr(
-        beginnings.Beginnings, "must_wait", lambda self, request: asked.append(request) or must_wait(self, request)
+        in_batch_prefix.InBatchPrefixes,
+        "must_wait",
+        lambda self, request: asked.append(request) or must_wait(self, request),
     )
     add_alike(drive, 300)
     drive.step()
@@ -146,9 +148,9 @@ def test_who_scores_its_prompt_waits_for_nobody() -> None:
 
 def test_a_prompt_is_compared_once_for_each_admission(monkeypatch: pytest.MonkeyPatch) -> None:
     drive, compared = wide(max_requests=2), []
-    find = beginnings.Beginnings._find
+    find = in_batch_prefix.InBatchPrefixes._find
     monkeypatch.setattr(
-        beginnings.Beginnings, "_find", lambda self, request: compared.append(request) or find(self, request)
+        in_batch_prefix.InBatchPrefixes, "_find", lambda self, request: compared.append(request) or find(self, request)
     )
     for index in range(6):
         drive.add(f"r{index}", 20 + index, 40)
@@ -159,12 +161,14 @@ def test_a_prompt_is_compared_once_for_each_admission(monkeypatch: pytest.Monkey
 
 def test_waiting_keeps_the_laws_of_random_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every common page were worth a step."""
-    monkeypatch.setattr(beginnings, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(beginnings, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(in_batch_prefix, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(in_batch_prefix, "LEAST_SHARE", 0.0)
     waited: list[bool] = []
-    must_wait = beginnings.Beginnings.must_wait
+    must_wait = in_batch_prefix.InBatchPrefixes.must_wait
     monkeypatch.setattr(
-        beginnings.Beginnings, "must_wait", lambda self, request: waited.append(must_wait(self, request)) or waited[-1]
+        in_batch_prefix.InBatchPrefixes,
+        "must_wait",
+        lambda self, request: waited.append(must_wait(self, request)) or waited[-1],
     )
     for seed in range(400):
         print("seed", seed)

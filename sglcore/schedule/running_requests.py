@@ -10,8 +10,8 @@ from bisect import insort
 import numpy as np
 
 from sglcore.device.worker import Limits
-from sglcore.schedule.beginnings import Beginnings
 from sglcore.schedule.decode_rows import DecodeRows
+from sglcore.schedule.in_batch_prefix import InBatchPrefixes
 from sglcore.schedule.memory import Memory
 from sglcore.schedule.overlap import BatchRecord, InFlight
 from sglcore.schedule.queue import WaitingQueue, by_arrival
@@ -21,13 +21,13 @@ MOST_PASSED_OVER = 64
 """Waiting requests, so that a step's planning does not grow with the queue."""
 
 
-class Running:
+class RunningRequests:
     """`extending` requests compute known tokens, in order of arrival; `rows` decode; `waiting` takes the retracted."""
 
     def __init__(self, limits: Limits, waiting: WaitingQueue, prefix_cache: bool) -> None:
         self.memory = Memory(limits, prefix_cache)
         self.in_flight = InFlight()
-        self._beginnings = Beginnings(self.memory)
+        self._in_batch_prefixes = InBatchPrefixes(self.memory)
         self.rows = DecodeRows(limits.max_requests)
         self.extending: list[Request] = []
         self.waiting = waiting
@@ -44,7 +44,7 @@ class Running:
     def admit_next(self) -> Request | None:
         """Give the first waiting request that may start a slot and its cached prefix; None if it must wait.
 
-        Only those are passed over whose beginning is computed right now, by their leader or another request; slots and
+        Only those are passed over whose prefix is computed right now, by their leader or another request; slots and
         pages that they will want are kept for them.
         """
         room, passed, kept = min(len(self._free_slots), self._most - len(self)), 0, 0
@@ -71,13 +71,13 @@ class Running:
         False if pages were short: some row got none and stays out of this step, or somebody was retracted.
         """
         rows, size = self.rows, self._limits.page_size
-        full = np.flatnonzero(rows.seq_lens >= rows.rooms).tolist()
+        full = np.flatnonzero(rows.seq_lens >= rows.allocated_lens).tolist()
         version, all_served = rows.version, True
         for row, request in [(row, rows.requests[row]) for row in full]:
             if request.state is not State.DECODING:
                 continue
             if self._obtain(request, 1):
-                rows.rooms[row if rows.version == version else rows.requests.index(request)] += size
+                rows.allocated_lens[row if rows.version == version else rows.requests.index(request)] += size
             else:
                 all_served = False
         return all_served and rows.version == version
@@ -102,17 +102,17 @@ class Running:
             self._release(request)
             return
         request.leaving = True
-        record.leavers.append(request)
-        self.in_flight.mark_zombies()
+        record.released.append(request)
+        self.in_flight.mark_stale()
 
-    def release_leavers(self, record: BatchRecord) -> None:
-        """The record's ticket was collected: what it was the last to name is free."""
-        for request in record.leavers:
+    def release(self, record: BatchRecord) -> None:
+        """The record's ticket was collected: take back what it was the last to name."""
+        for request in record.released:
             self._release(request)
 
     def holders(self) -> list[Request]:
         """All requests that hold a slot, for audits."""
-        return [*self.rows.requests, *self.extending, *(gone for record in self.in_flight for gone in record.leavers)]
+        return [*self.rows.requests, *self.extending, *(gone for record in self.in_flight for gone in record.released)]
 
     def audit(self) -> None:
         """Raise AssertionError if a page or a slot is lost or held twice; O(num_pages)."""
@@ -126,7 +126,7 @@ class Running:
             return False
         leader = request.leader
         if leader is None or leader.prompt_published or leader.state is State.FINISHED:
-            return self._beginnings.must_wait(request)
+            return self._in_batch_prefixes.must_wait(request)
         return True
 
     def _own_pages(self, request: Request) -> int:
@@ -148,14 +148,14 @@ class Running:
             request.cached_tokens = request.num_cells
         prompt, most = len(request.prompt_ids), request.params.max_tokens
         context = self._limits.max_model_len
-        request.last_len = (context if most is None else min(prompt + most, context)) - 1
+        request.final_seq_len = (context if most is None else min(prompt + most, context)) - 1
         request.target = request.num_tokens
         request.slot = self._free_slots.pop()
         request.sent_pages = 0
         request.last_step = -1
         request.state = State.EXTENDING
         request.awaited = None
-        self._beginnings.add(request)
+        self._in_batch_prefixes.add(request)
         insort(self.extending, request, key=by_arrival)
 
     def _obtain(self, request: Request, count: int) -> bool:
@@ -170,7 +170,7 @@ class Running:
         return True
 
     def _pages_leaving(self) -> int:
-        return sum(len(request.pages) for record in self.in_flight for request in record.leavers)
+        return sum(len(request.pages) for record in self.in_flight for request in record.released)
 
     def _retract(self, victim: Request) -> None:
         """Back to its place in the queue; it will recompute its prompt and its output so far, less what stays cached.
