@@ -12,13 +12,13 @@ from sglcore.runtime.attention import triton_decode, triton_extend
 from sglcore.runtime.kernels.triton import (
     activation,
     cells,
-    drawing,
     experts,
     norm,
     race,
     rotated_store,
     rotation,
     routing,
+    sampling,
 )
 from sglcore.runtime.kernels.triton.tuning import Tuning
 from sglcore.sampling.batch import SamplingBatch
@@ -27,7 +27,7 @@ from sglcore.sampling.race import make_race_tables
 from sglcore.sampling.sampler import make_state
 
 KERNELS: tuple[ModuleType, ...] = (
-    *(activation, cells, drawing, experts, norm, race, rotated_store, rotation, routing),
+    *(activation, cells, sampling, experts, norm, race, rotated_store, rotation, routing),
     *(triton_decode, triton_extend),
 )
 """Where the kernels are."""
@@ -117,4 +117,4 @@ def _experts(dtype: torch.dtype, tokens: int, tuning: Tuning) -> None:
 def _draw(dtype: torch.dtype, params: SamplingParams, tuning: Tuning) -> None:
     logits, positions = torch.empty(4, 151_936, dtype=dtype), torch.zeros(4, dtype=torch.int32)
     state = make_state(SamplingBatch.from_params([(params, 1)] * 4), positions)
-    drawing.draw(logits, state, make_race_tables(151_936, "cpu"), tuning)
+    sampling.draw(logits, state, make_race_tables(151_936, "cpu"), tuning)

@@ -38,7 +38,8 @@ REMEMBERED = 1024
 """Views of so many sizes are remembered: decode sizes keep coming back, prefill sizes hardly do."""
 
 SPARE, SPARE_LEAST = 4, 64
-"""Words per request, and at least, that a parcel may use of the block: the page-table differences of a decode step always fit."""
+"""Words per request, and at least, that a step's other arrays may use of the block: the page-table differences of a
+decode step always fit."""
 
 PostFill = Callable[[Tensor, "ForwardBatch", FillContext], None]
 SourceFn = Callable[["ForwardBatch", FillContext], "Tensor | None"]

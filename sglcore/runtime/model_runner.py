@@ -15,7 +15,7 @@ from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.graph_runner import GraphRunner
-from sglcore.runtime.staging import Parcel, PinnedRing
+from sglcore.runtime.staging import PinnedRing, StagedArrays
 from sglcore.runtime.streams import Streams
 from sglcore.runtime.token_table import TokenTable
 
@@ -61,7 +61,7 @@ class ModelRunner:
         self.graphs = graphs
         self.streams = streams
         block = prefill_registry.block
-        self.parcels = PinnedRing(block.device, block.pinned and not block.shares_memory)
+        self.staging_ring = PinnedRing(block.device, block.pinned and not block.shares_memory)
         self._poison = poison
         self._no_copy = eager_input_no_copy
         self._layers = model.attention_layers
@@ -70,19 +70,19 @@ class ModelRunner:
         """The registry whose slots this kind of step uses."""
         return self.decode_registry if batch.forward_mode.is_decode else self.prefill_registry
 
-    def init_batch(self, batch: ScheduleBatch, parcel: Parcel | None = None) -> ForwardBatch:
-        """Stage a host batch on the device: page-table differences, inputs, last tokens, and what else is in the parcel.
+    def init_batch(self, batch: ScheduleBatch, arrays: StagedArrays | None = None) -> ForwardBatch:
+        """Stage a host batch on the device: page-table differences, inputs, last tokens, and what else is in `arrays`.
 
-        All of it is one copy to the device, or two if the parcel is large. Does not wait.
+        All of it is one copy to the device, or two if `arrays` is large. Does not wait.
         """
         registry = self.registry_for(batch)
         if self._poison:
             registry.poison()
         pages, history = self.attn_backend.req_to_token_pool.changes(batch), self.token_table.admissions(batch)
-        if pages is None and history is None and parcel is None:
+        if pages is None and history is None and arrays is None:
             staged = ForwardBatch.init_new(batch, registry)
         else:
-            staged = self._init_with(batch, registry, parcel or Parcel(), pages, history)
+            staged = self._init_with(batch, registry, arrays or StagedArrays(), pages, history)
         assert staged.input_ids is not None and staged.req_pool_indices is not None
         if batch.forward_mode.is_decode:
             self.token_table.resolve_decode(staged.input_ids, staged.req_pool_indices)
@@ -94,20 +94,20 @@ class ModelRunner:
         self,
         batch: ScheduleBatch,
         registry: BufferRegistry,
-        parcel: Parcel,
+        arrays: StagedArrays,
         pages: tuple[NDArray, ...] | None,
         history: tuple[NDArray, ...] | None,
     ) -> ForwardBatch:
-        page_places = [parcel.add(values) for values in pages or ()]
-        history_places = [parcel.add(values) for values in history or ()]
+        page_places = [arrays.add(values) for values in pages or ()]
+        history_places = [arrays.add(values) for values in history or ()]
         registry.ensure(batch.batch_size, batch.num_tokens)
-        parcel.pack(registry.block, self.parcels)
+        arrays.pack(registry.block, self.staging_ring)
         staged = ForwardBatch.init_new(batch, registry)
-        parcel.arrive(registry.block)
+        arrays.arrive(registry.block)
         if page_places:
-            self.attn_backend.req_to_token_pool.write(*(parcel[place] for place in page_places))
+            self.attn_backend.req_to_token_pool.write(*(arrays[place] for place in page_places))
         if history_places:
-            self.token_table.admit_history(*(parcel[place] for place in history_places))
+            self.token_table.admit_history(*(arrays[place] for place in history_places))
         return staged
 
     def forward(self, batch: ForwardBatch) -> tuple[Tensor, str]:

@@ -14,7 +14,7 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import TokenLogprobs as HostLogprobs
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.staging import Parcel
+from sglcore.runtime.staging import StagedArrays
 from sglcore.runtime.token_table import TokenTable
 from sglcore.sampling.batch import SamplingBatch, SamplingNeeds
 from sglcore.sampling.logprobs import TokenLogprobs, logprobs_of
@@ -77,12 +77,12 @@ class Scored:
 
 @dataclass(slots=True)
 class Order:
-    """What sampling needs of one host batch, by its places in `parcel`; -1 and empty where it needs nothing.
+    """What sampling needs of one host batch, by its places in `arrays`; -1 and empty where it needs nothing.
 
     `host` is the sampling state of the emitting rows, if the composition is new.
     """
 
-    parcel: Parcel = field(default_factory=Parcel)
+    arrays: StagedArrays = field(default_factory=StagedArrays)
     host: SamplingBatch | None = None
     needs: SamplingNeeds | None = None
     state: dict[str, int] = field(default_factory=dict)
@@ -128,8 +128,8 @@ class SampleStep:
             return None
         order, emitting = Order(), rows.emitting
         if emitting is not None:
-            order.positions = order.parcel.add(batch.seq_lens[emitting])
-            order.last = order.parcel.add(batch.token_offsets[1:][emitting] - np.int32(1))
+            order.positions = order.arrays.add(batch.seq_lens[emitting])
+            order.last = order.arrays.add(batch.token_offsets[1:][emitting] - np.int32(1))
         if not known:
             _order_state(order, batch, emitting)
         if batch.prompt_logprobs is not None:
@@ -152,11 +152,11 @@ class SampleStep:
         if order is None or order.last < 0:
             positions, logits = staged.seq_lens, self._runner.logits(hidden, None)
         else:
-            arrived = order.parcel
+            arrived = order.arrays
             positions, logits = arrived[order.positions], self._runner.logits(hidden, arrived[order.last].long())
         state = self._state_for(batch, rows, order, positions)
         if order is not None and order.masks >= 0:
-            state = replace(state, masks=MaskState(order.parcel[order.mask_rows].long(), order.parcel[order.masks]))
+            state = replace(state, masks=MaskState(order.arrays[order.mask_rows].long(), order.arrays[order.masks]))
         sampled = self._sampler.sample(logits, state)
         composition = self._composition
         assert composition is not None
@@ -170,7 +170,7 @@ class SampleStep:
             assert order.needs is not None
             composition = _composition(batch.composition, order)
             penalties = self._penalties(composition, batch, rows, positions)
-            parts = {name: order.parcel[place] for name, place in order.state.items()}
+            parts = {name: order.arrays[place] for name, place in order.state.items()}
             self._state = place_state(order.needs, positions, parts, penalties)
             self._composition = composition
             return self._state
@@ -197,7 +197,7 @@ class SampleStep:
     def _score_prompts(self, order: Order, hidden: Tensor) -> Iterator[tuple[int, TokenLogprobs]]:
         """Each asking row's chunk: token j predicts the prompt token after it; a sampled token is not scored here."""
         for part in order.scored:
-            targets = order.parcel[order.targets][part.first : part.first + part.end - part.start]
+            targets = order.arrays[order.targets][part.first : part.first + part.end - part.start]
             yield part.row, self._score(hidden[part.start : part.end], targets, part.top_n)
 
     def _score(self, hidden: Tensor, targets: Tensor, top_n: int) -> TokenLogprobs:
@@ -216,11 +216,11 @@ class SampleStep:
 
 def _composition(number: int, order: Order) -> Composition:
     assert order.host is not None
-    parcel = order.parcel
-    slots = parcel[order.slots].long()
+    arrays = order.arrays
+    slots = arrays[order.slots].long()
     if not order.penalties:
         return Composition(number, slots, np.zeros(0, dtype=np.int32), None, None)
-    constant = place_penalties({name: parcel[place] for name, place in order.penalties.items()})
+    constant = place_penalties({name: arrays[place] for name, place in order.penalties.items()})
     assert constant.rows is not None
     return Composition(number, slots, order.host.penalty_rows(), constant, slots.index_select(0, constant.rows))
 
@@ -228,7 +228,7 @@ def _composition(number: int, order: Order) -> Composition:
 def _order_state(order: Order, batch: ScheduleBatch, emitting: NDArray[np.int64] | None) -> None:
     assert isinstance(batch.sampling, SamplingBatch)
     host = batch.sampling if emitting is None else batch.sampling.select(emitting)
-    needs, add = host.needs, order.parcel.add
+    needs, add = host.needs, order.arrays.add
     order.host, order.needs = host, needs
     order.state = {name: add(values, lasting=True) for name, values in state_arrays(host, needs).items()}
     order.slots = add(batch.slots if emitting is None else batch.slots[emitting], lasting=True)
@@ -240,7 +240,7 @@ def _order_masks(order: Order, batch: ScheduleBatch, emitting: NDArray[np.int64]
     """This step's masks, by the place of their rows among those that emit."""
     assert batch.mask_rows is not None and batch.masks is not None
     rows = batch.mask_rows if emitting is None else np.searchsorted(emitting, batch.mask_rows).astype(np.int32)
-    order.mask_rows, order.masks = order.parcel.add(rows), order.parcel.add(batch.masks)
+    order.mask_rows, order.masks = order.arrays.add(rows), order.arrays.add(batch.masks)
 
 
 def _order_targets(order: Order, batch: ScheduleBatch) -> None:
@@ -256,4 +256,4 @@ def _order_targets(order: Order, batch: ScheduleBatch) -> None:
         targets.append(wanted)
         first += len(wanted)
     if targets:
-        order.targets = order.parcel.add(np.concatenate(targets))
+        order.targets = order.arrays.add(np.concatenate(targets))

@@ -1,4 +1,4 @@
-"""Host data on their way to the device: one block of int32 values with its twin there, and one parcel a step for the rest.
+"""Host data on their way to the device: one block of int32 values with its twin there, and a step's other arrays.
 
 Where host and device share memory the twin is the same bytes. Elsewhere the host side is a ring of pinned buffers, so
 that writing the next step never races with the copy of the last one still under way.
@@ -93,8 +93,8 @@ class PinnedRing:
 
 
 class HostBlock:
-    """`size` int32 values on the host and on `device`, then `spare` for one step's parcel. At most RING commits may be in
-    flight; `waits` counts those that found the copy before the last still under way."""
+    """`size` int32 values on the host and on `device`, then `spare` for one step's other arrays. At most RING commits may be
+    in flight; `waits` counts those that found the copy before the last still under way."""
 
     def __init__(self, size: int, device: str, *, shares_memory: bool, pinned: bool, spare: int = 0) -> None:
         self.shares_memory, self.pinned, self.device = shares_memory, pinned, torch.device(device)
@@ -137,7 +137,7 @@ class HostBlock:
         mirror.copied()
 
 
-class Parcel:
+class StagedArrays:
     """Host arrays of one step that have no place in the block. They ride in its spare words where they fit, and else in
     one copy of their own; `add` them, `pack` before the block's commit and `arrive` after it, then read their places."""
 

@@ -14,30 +14,30 @@ from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.runtime.fields import retained
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.outbox import Letter, Outbox
+from sglcore.runtime.readback import Readback, ReadbackQueue
 from sglcore.runtime.sample_step import Sampled, SampleStep
-from sglcore.runtime.staging import RING, Parcel
+from sglcore.runtime.staging import RING, StagedArrays
 from sglcore.runtime.token_table import TokenTable
 from sglcore.step.rows import RowPlan, plan_rows
 
 
 @dataclass(slots=True)
 class Pending:
-    """What a ticket holds until it is collected: results under way, and the staged batch with its plan and its parcel,
-    which is all that the device still reads."""
+    """What a ticket holds until it is collected: results under way, and the staged batch with its plan, and the arrays sent
+    with it, which is all that the device still reads."""
 
     rows: RowPlan
     path: str
     batch: ForwardBatch
-    parcel: Parcel | None
-    letter: Letter
+    arrays: StagedArrays | None
+    readback: Readback
     sampled: Sampled | None = None
 
     @property
     def kept(self) -> list[Tensor]:
-        """Every tensor that the device may still read or write: the batch's, by its declarations, the parcel's, the results."""
-        sent = () if self.parcel is None else self.parcel.tensors
-        return [*retained(self.batch), *sent, *self.letter.kept]
+        """Every tensor that the device may still read or write: the batch's, by its declarations, what was sent, the results."""
+        sent = () if self.arrays is None else self.arrays.tensors
+        return [*retained(self.batch), *sent, *self.readback.kept]
 
 
 class TpModelWorker:
@@ -48,7 +48,7 @@ class TpModelWorker:
         self._limits = limits
         self._sampling = SampleStep(runner, token_table, limits.vocab_size)
         self._streams = runner.streams
-        self._outbox = Outbox(runner.streams, token_table.last.device, runner.parcels.pinned)
+        self._readbacks = ReadbackQueue(runner.streams, token_table.last.device, runner.staging_ring.pinned)
         self._out: list[weakref.ref[Ticket]] = []
         self._closed = False
         self._take_over()
@@ -98,21 +98,21 @@ class TpModelWorker:
             raise ValueError(f"step {batch.step} asks for hidden states; this worker hands back tokens and scores only")
         rows = plan_rows(batch)
         order = self._sampling.order(batch, rows)
-        parcel = None if order is None else order.parcel
-        staged = self.runner.init_batch(batch, parcel)
+        arrays = None if order is None else order.arrays
+        staged = self.runner.init_batch(batch, arrays)
         hidden, path = self.runner.forward(staged)
         sampled = self._sampling.run(batch, staged, rows, hidden, order)
-        letter = self._outbox.post(sampled.tensors())
-        return Ticket(batch.step, Pending(rows, path, staged, parcel, letter, sampled))
+        readback = self._readbacks.post(sampled.tensors())
+        return Ticket(batch.step, Pending(rows, path, staged, arrays, readback, sampled))
 
     @torch.inference_mode()
     def forward_batch_embedding(self, batch: ScheduleBatch) -> Ticket:
         """One forward of whole prompts; each row's embedding is the mean of its hidden states, of length 1."""
-        parcel = Parcel()
-        staged = self.runner.init_batch(batch, parcel)
+        arrays = StagedArrays()
+        staged = self.runner.init_batch(batch, arrays)
         hidden, path = self.runner.forward(staged)
-        letter = self._outbox.post([mean_pool(hidden, staged)])
-        return Ticket(batch.step, Pending(plan_rows(batch), path, staged, parcel, letter))
+        readback = self._readbacks.post([mean_pool(hidden, staged)])
+        return Ticket(batch.step, Pending(plan_rows(batch), path, staged, arrays, readback))
 
     def collect(self, ticket: Ticket) -> BatchResult:
         """Wait for a step and give its results; a ticket is collected once."""
@@ -120,7 +120,7 @@ class TpModelWorker:
         if not isinstance(pending, Pending):
             raise ValueError(f"step {ticket.step} was collected before; a ticket is collected once")
         ticket.payload = None
-        rows, arrays = pending.rows, pending.letter.read()
+        rows, arrays = pending.rows, pending.readback.read()
         if pending.sampled is None:
             (embeddings,) = arrays
             none = np.zeros(0, dtype=np.int32)

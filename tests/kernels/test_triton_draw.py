@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs the library triton")
 
-from sglcore.runtime.kernels.triton import Tuning, drawing, race
+from sglcore.runtime.kernels.triton import Tuning, race, sampling
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.race import make_race_tables
 from sglcore.sampling.sampler import Sampler, SamplingState, draw_rows
@@ -69,7 +69,7 @@ def test_every_token_is_the_samplers(seed: int, monkeypatch: pytest.MonkeyPatch)
     rng, guards = random.Random(seed), Guards(monkeypatch)
     count, vocab = rng.choice((1, 4)), VOCABULARIES[seed % len(VOCABULARIES)]
     state = staged(some_rows(rng, count), [rng.randrange(1000) for _ in range(count)])
-    assert_same(drawing, guards, some_logits(rng, count, vocab), state)
+    assert_same(sampling, guards, some_logits(rng, count, vocab), state)
 
 
 def ties(*params: dict) -> tuple[Tensor, SamplingState]:
@@ -91,32 +91,32 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_cuts_and_ties_are_the_samplers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_same(drawing, Guards(monkeypatch), *CASES[name]())
+    assert_same(sampling, Guards(monkeypatch), *CASES[name]())
 
 
 def test_no_rows_draw_nothing() -> None:
-    tokens, bad = drawing.draw(torch.zeros(0, 9), staged([], []), make_race_tables(9, "cpu"), SMALL)
+    tokens, bad = sampling.draw(torch.zeros(0, 9), staged([], []), make_race_tables(9, "cpu"), SMALL)
     assert tokens.shape == bad.shape == (0,)
 
 
 def test_a_sampler_takes_it_in_place_of_its_own() -> None:
     rng = random.Random(5)
     state, logits = staged(some_rows(rng, 3), [1, 2, 3]), some_logits(rng, 3, 70)
-    own = Sampler(70, "cpu", draw=drawing.draw).sample(logits, state)
+    own = Sampler(70, "cpu", draw=sampling.draw).sample(logits, state)
     assert torch.equal(own.token_ids, Sampler(70, "cpu").sample(logits, state).token_ids)
 
 
 K, P, BOTH, ZEROS, EDGE = CASES
 MUTANTS = (
-    (drawing, "ids < vocab", "ids <= vocab", ZEROS),
-    (drawing, "> allowed", ">= allowed", K),
-    (drawing, "part < tl.program_id(1)", "part <= tl.program_id(1)", K),
-    (drawing, "tl.where(column < reached, sums, 0)", "tl.where(column <= reached, sums, 0)", K),
-    (drawing, "gap < tl.load(cut", "gap <= tl.load(cut", BOTH),
-    (drawing, "+ tl.where(here, kept, 0)", "", BOTH),
-    (drawing, "left + each - 1", "left", P),
-    (drawing, "token = tl.where(tl.load(greedy + row) != 0, first, token)", "", ZEROS),
-    (drawing, "gap <= tl.load(min_p + row)", "gap < tl.load(min_p + row)", EDGE),
+    (sampling, "ids < vocab", "ids <= vocab", ZEROS),
+    (sampling, "> allowed", ">= allowed", K),
+    (sampling, "part < tl.program_id(1)", "part <= tl.program_id(1)", K),
+    (sampling, "tl.where(column < reached, sums, 0)", "tl.where(column <= reached, sums, 0)", K),
+    (sampling, "gap < tl.load(cut", "gap <= tl.load(cut", BOTH),
+    (sampling, "+ tl.where(here, kept, 0)", "", BOTH),
+    (sampling, "left + each - 1", "left", P),
+    (sampling, "token = tl.where(tl.load(greedy + row) != 0, first, token)", "", ZEROS),
+    (sampling, "gap <= tl.load(min_p + row)", "gap < tl.load(min_p + row)", EDGE),
     (race, "ids ^ LAST_ID", "ids", ZEROS),
     (race, "tl.where(x == 0, 0.0, x)", "x", ZEROS),
     (race, "mix32(second + first) | 1", "mix32(second + first)", EDGE),
@@ -134,6 +134,6 @@ def test_a_defect_is_caught(
     guards = Guards(monkeypatch)
     defect = mutated(module, tmp_path, old, new)
     if module is race:
-        defect = mutated(drawing, tmp_path, f"from {race.__name__} import", f"from {defect.__name__} import")
+        defect = mutated(sampling, tmp_path, f"from {race.__name__} import", f"from {defect.__name__} import")
     with pytest.raises(AssertionError):
         assert_same(defect, guards, *CASES[case]())

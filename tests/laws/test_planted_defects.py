@@ -68,15 +68,15 @@ def serve(made: TokenEngine, oracle: Any) -> None:
 
 
 def missing_wait(made: TokenEngine) -> None:
-    made.worker._outbox.__class__ = NoWait
+    made.worker._readbacks.__class__ = NoWait
 
 
 def missing_retention(made: TokenEngine) -> None:
-    made.worker._outbox.__class__ = Unrecorded
+    made.worker._readbacks.__class__ = Unrecorded
 
 
 def read_before_the_event(made: TokenEngine) -> None:
-    made.worker._outbox.__class__ = Early
+    made.worker._readbacks.__class__ = Early
 
 
 def wrong_stream(made: TokenEngine) -> None:

@@ -21,7 +21,7 @@ from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.kernels.reference import reference_kernels
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.outbox import Letter, Outbox
+from sglcore.runtime.readback import Readback, ReadbackQueue
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
 from sglcore.runtime.staging import HostBlock, PinnedRing
 from sglcore.runtime.streams import Streams, make_streams
@@ -100,7 +100,7 @@ class Bench:
     def waits(self) -> int:
         """How often a pinned buffer was wanted before its copy had passed."""
         registries = (self.runner.decode_registry, self.runner.prefill_registry)
-        rings = (self.runner.parcels, self.worker._outbox.ring)
+        rings = (self.runner.staging_ring, self.worker._readbacks.ring)
         return sum(registry.block.waits for registry in registries) + sum(ring.waits for ring in rings)
 
 
@@ -240,9 +240,9 @@ def test_what_the_device_uses_is_kept_until_collect_and_no_longer(sim: Any) -> N
     bench = Bench(sim)
     ticket = bench.start()
     pending = ticket.payload
-    assert isinstance(pending, Pending) and pending.parcel is not None
+    assert isinstance(pending, Pending) and pending.arrays is not None
     addresses = {tensor.data_ptr() for tensor in pending.kept}
-    for tensor in (*pending.parcel.tensors, *pending.letter.kept):
+    for tensor in (*pending.arrays.tensors, *pending.readback.kept):
         assert tensor.data_ptr() in addresses
     for name in ("input_ids", "seq_lens", "out_cache_loc", "extend_seq_lens"):
         buffer = bench.runner.prefill_registry.slot(name).buffer
@@ -290,20 +290,20 @@ def test_closing_waits_for_steps_under_way(sim: Any) -> None:
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 
-class NoWait(Outbox):
+class NoWait(ReadbackQueue):
     """Results are copied out without waiting for the step."""
 
-    def post(self, tensors: Any) -> Letter:
+    def post(self, tensors: Any) -> Readback:
         schedule = self._streams.schedule
         assert schedule is not None
         lease = self.ring.lease(tensors[0].numel())
         with schedule:
             lease.buffer.memory[: tensors[0].numel()].copy_(tensors[0], non_blocking=True)
             lease.buffer.copied()
-        return Letter(tensors[:1], tensors[0], lease)
+        return Readback(tensors[:1], tensors[0], lease)
 
 
-class ReadsEarly(Letter):
+class ReadsEarly(Readback):
     """Results are read without waiting for their event."""
 
     def read(self) -> list[Any]:
@@ -311,18 +311,18 @@ class ReadsEarly(Letter):
         return [self._lease.buffer.memory[: self._packed.numel()].tolist()]
 
 
-class Early(Outbox):
-    """Gives letters that are read too early."""
+class Early(ReadbackQueue):
+    """Gives readbacks that are read too early."""
 
-    def post(self, tensors: Any) -> Letter:
-        letter = super().post(tensors)
-        return ReadsEarly(letter._tensors, letter._packed, letter._lease)
+    def post(self, tensors: Any) -> Readback:
+        readback = super().post(tensors)
+        return ReadsEarly(readback._tensors, readback._packed, readback._lease)
 
 
-class Unrecorded(Outbox):
+class Unrecorded(ReadbackQueue):
     """Results are freed while the copy on the other stream still reads them."""
 
-    def post(self, tensors: Any) -> Letter:
+    def post(self, tensors: Any) -> Readback:
         forward, schedule = self._streams.forward, self._streams.schedule
         assert forward is not None and schedule is not None
         lease = self.ring.lease(tensors[0].numel())
@@ -332,7 +332,7 @@ class Unrecorded(Outbox):
             lease.buffer.memory[: results.numel()].copy_(results, non_blocking=True)
             lease.buffer.copied()
         del results
-        return Letter([torch.empty(0, device=tensors[0].device)], torch.zeros_like(tensors[0]), lease)
+        return Readback([torch.empty(0, device=tensors[0].device)], torch.zeros_like(tensors[0]), lease)
 
 
 class OtherStream(Streams):
@@ -367,21 +367,21 @@ class NeverTakesOver(TpModelWorker):
         self.runner.token_table.last.zero_()
 
 
-def break_outbox(bench: Bench, kind: type[Outbox]) -> None:
+def break_readback(bench: Bench, kind: type[ReadbackQueue]) -> None:
     """Post results in a broken way."""
-    bench.worker._outbox = kind(bench.runner.streams, torch.device(bench.facts.tensor_device), True)
+    bench.worker._readbacks = kind(bench.runner.streams, torch.device(bench.facts.tensor_device), True)
 
 
 def test_results_copied_before_the_step_is_through_are_caught(sim: Any) -> None:
     bench = Bench(sim)
-    break_outbox(bench, NoWait)
+    break_readback(bench, NoWait)
     with sim.expect("race"):
         bench.start()
 
 
 def test_results_read_before_their_event_are_caught(sim: Any) -> None:
     bench = Bench(sim)
-    break_outbox(bench, Early)
+    break_readback(bench, Early)
     ticket = bench.start()
     with sim.expect("pinned_read_early"):
         bench.worker.collect(ticket)
@@ -389,7 +389,7 @@ def test_results_read_before_their_event_are_caught(sim: Any) -> None:
 
 def test_results_freed_while_they_are_copied_are_caught(sim: Any) -> None:
     bench = Bench(sim)
-    break_outbox(bench, Unrecorded)
+    break_readback(bench, Unrecorded)
     with sim.expect("use_after_free"):
         bench.start()
         for _ in range(2):
@@ -433,7 +433,7 @@ def test_a_pinned_buffer_that_is_refilled_under_a_copy_is_caught(sim: Any) -> No
 
 def test_results_of_two_steps_in_one_buffer_are_caught(sim: Any) -> None:
     bench = Bench(sim)
-    bench.worker._outbox.ring = OneBuffer(torch.device(bench.facts.tensor_device), True)
+    bench.worker._readbacks.ring = OneBuffer(torch.device(bench.facts.tensor_device), True)
     first = bench.start()
     second = bench.worker.submit(bench.desk.decode(*PROMPTS, composition=1))
     one, two = bench.worker.collect(first), bench.worker.collect(second)

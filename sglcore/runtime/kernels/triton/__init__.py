@@ -19,12 +19,12 @@ from sglcore.runtime.kernels.reference import reference_kernels
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.kernels.triton.activation import silu_and_mul
 from sglcore.runtime.kernels.triton.cells import cache_locations, store_kv
-from sglcore.runtime.kernels.triton.drawing import draw
 from sglcore.runtime.kernels.triton.experts import moe
 from sglcore.runtime.kernels.triton.norm import add_rms_norm, rms_norm
 from sglcore.runtime.kernels.triton.rotated_store import rotary_and_store
 from sglcore.runtime.kernels.triton.rotation import rotary
 from sglcore.runtime.kernels.triton.routing import top_k_routing
+from sglcore.runtime.kernels.triton.sampling import draw
 from sglcore.runtime.kernels.triton.tuning import LaunchConfig, Tuning
 
 __all__ = ["LaunchConfig", "Tuning", "triton_kernels"]

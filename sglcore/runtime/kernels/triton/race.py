@@ -1,6 +1,6 @@
 """The parts of the integer race that the kernels of a draw share: gaps, weights, noise, and keys that order like floats.
 
-The same integers as `sglcore.sampling`, whose words these are; `drawing.py` puts them together.
+The same integers as `sglcore.sampling`, whose words these are; `sampling.py` puts them together.
 """
 
 # A kernel is not Python to a type checker.

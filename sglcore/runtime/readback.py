@@ -14,7 +14,7 @@ from sglcore.runtime.staging import Lease, PinnedRing
 from sglcore.runtime.streams import Streams
 
 
-class Letter:
+class Readback:
     """The results of one step. Holds their tensors until it is gone."""
 
     __slots__ = ("_lease", "_packed", "_tensors")
@@ -38,18 +38,18 @@ class Letter:
         return _unpack(buffer.words[:count].copy(), self._tensors)
 
 
-class Outbox:
+class ReadbackQueue:
     """Where a worker posts results. `ring` lends the pinned memory; without streams results are read from the device."""
 
     def __init__(self, streams: Streams, device: torch.device, pinned: bool) -> None:
         self._streams, self._pinned = streams, pinned
         self.ring = PinnedRing(device, pinned)
 
-    def post(self, tensors: Sequence[Tensor]) -> Letter:
+    def post(self, tensors: Sequence[Tensor]) -> Readback:
         """Send tensors of int32, float32 or bool, made on the forward stream. Does not wait."""
         schedule, forward = self._streams.schedule, self._streams.forward
         if forward is None or schedule is None:
-            return Letter(tensors)
+            return Readback(tensors)
         words = [_words(tensor) for tensor in tensors]
         packed = words[0] if len(words) == 1 else torch.cat(words)
         lease = self.ring.lease(max(packed.numel(), 1))
@@ -59,7 +59,7 @@ class Outbox:
                 lease.buffer.memory[: packed.numel()].copy_(packed, non_blocking=self._pinned)
                 packed.record_stream(schedule)
             lease.buffer.copied()
-        return Letter(tensors, packed, lease)
+        return Readback(tensors, packed, lease)
 
 
 def _words(tensor: Tensor) -> Tensor:
