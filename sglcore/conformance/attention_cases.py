@@ -104,7 +104,7 @@ def attend(
     bench: Bench, mode: ForwardMode, contents: Contents, again: Callable[[Any, Probe], Tensor | None] | None = None
 ) -> Seen:
     """Run one step of attention on a bench. `again(backend, probe)` may run it another way, within the same step."""
-    runner = copy(bench.running.built["graphs"])
+    runner = copy(bench.running.built["runner"])
     layer: Attention = runner.model.attention_layers[0]
     keys, values = runner.attn_backend.token_to_kv_pool.kv(0)
     probe = Probe(layer, contents, bench.facts.tensor_device, keys.dtype)

@@ -47,7 +47,7 @@ def _check_page_size(trial: Trial, model: str, backend: str, mode: str, size: in
         return False
     reference = trial.kit.reference(model, bench.geometry.head_dim, page_size=size)
     forward_mode, batches = MODES[mode]
-    layer = bench.running.built["graphs"].model.attention_layers[0]
+    layer = bench.running.built["runner"].model.attention_layers[0]
     for seed, rows in enumerate(batches):
         contents = draw_contents(seed, rows, min((bench, reference), key=lambda item: item.limits.num_pages), layer)
         found = attend(bench, forward_mode, contents, _refreshed if mode == "decode" else None)

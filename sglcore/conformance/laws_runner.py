@@ -75,7 +75,7 @@ def padding_is_inert(trial: Trial) -> None:
 
 
 def _spoil_page_zero(bench: Bench) -> None:
-    pools = bench.running.built["memory_pools"]
+    pools = bench.running.built["pools"]
     with torch.inference_mode():
         for layer in range(2):
             for cells in pools.token_to_kv.kv(layer):

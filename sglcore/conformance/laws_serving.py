@@ -138,7 +138,7 @@ def stats_are_true(trial: Trial) -> None:
 
 def _check_cells(bench: Bench) -> None:
     """The pool has the cells."""
-    cells = bench.running.built["memory_pools"].token_to_kv.num_cells
+    cells = bench.running.built["pools"].token_to_kv.num_cells
     if bench.limits.capacity > cells - bench.limits.page_size:
         raise LawBroken(f"the limits say {bench.limits.capacity} tokens, the pool has {cells} cells")
 

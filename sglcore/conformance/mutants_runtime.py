@@ -97,13 +97,13 @@ TORCH = frozenset({"torch_runtime"})
 PADS_NOTHING = Mutant(
     name="padding not filled",
     says="Padding rows keep what an older batch left in them.",
-    steps=_steps(graphs=broken_registries(pads_nothing)),
+    steps=_steps(runner=broken_registries(pads_nothing)),
     needs=TORCH,
 )
 STAGES_ONCE = Mutant(
     name="inputs staged once",
     says="A field of the first batch is taken for that of every batch.",
-    steps=_steps(graphs=broken_registries(stages_once)),
+    steps=_steps(runner=broken_registries(stages_once)),
     needs=TORCH,
 )
 ROWS_MIX = Mutant(

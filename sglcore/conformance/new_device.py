@@ -46,7 +46,7 @@ def _order_text() -> str:
     from sglcore.runtime.bring_up import STANDARD
     from sglcore.runtime.memory.accelerator import device_memory
 
-    return STANDARD.insert(device_memory, before="size_memory").text()
+    return STANDARD.insert(device_memory, before="sizes").text()
 
 
 def _sources(source: Traversable, target: Path, name: str) -> list[tuple[Traversable, Path]]:

@@ -53,12 +53,12 @@ def replayed(*_: object) -> ReplayedGraphs:
     return ReplayedGraphs()
 
 
-def device_memory(load_weights: object) -> MemoryBudget:
+def device_memory(model: object) -> MemoryBudget:
     """A fixed budget."""
     return MemoryBudget(MEMORY, MEMORY, "the reference's fixed budget")
 
 
-BRING_UP = STANDARD.insert(device_memory, before="size_memory")
+BRING_UP = STANDARD.insert(device_memory, before="sizes")
 
 REFERENCE = Target(package, "sglcore")
 """The reference as a device under test."""

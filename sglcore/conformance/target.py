@@ -26,7 +26,7 @@ GIVEN = ("config", "package", "facts", "ledger", "progress", "model_path")
 HEAD_DIMS = (16, 32, 64, 128, 256)
 PAGE_SIZES = (4, 8, 16, 32, 64, 128)
 DTYPES = ("float32", "bfloat16", "float16")
-TORCH_STEPS = frozenset({"kernels", "memory_pools", "attention", "graphs"})
+TORCH_STEPS = frozenset({"kernels", "pools", "attention", "runner"})
 """Steps of the bring-up of a device that runs on the torch runtime, which some laws look into."""
 
 

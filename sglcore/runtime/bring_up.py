@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
+import torch
+from torch import Tensor
+
+from sglcore.checkpoint.config import ModelConfig
 from sglcore.device.bring_up import BringUp
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
@@ -22,8 +26,8 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.graphs.backend import PromptBackend
 from sglcore.runtime.graphs.build import capture, make_backend
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool, TokenToKVPool, cell_bytes
-from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.memory.pools import PER_HEAD, LayerShapes, PoolKind, ReqToTokenPool, TokenToKVPool
+from sglcore.runtime.model_runner import Model, ModelRunner
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
 from sglcore.runtime.streams import Streams, make_streams
 from sglcore.runtime.token_table import TokenTable
@@ -38,6 +42,48 @@ REFERENCE = "sglcore.runtime.kernels.reference"
 
 Progress = Callable[[str, int, int], None]
 """`progress(phase, done, total)`."""
+
+
+class LinearLayer(Protocol):
+    """A linear layer of a loaded model."""
+
+    @property
+    def weight(self) -> Tensor:
+        """In whatever form the device's kernels read."""
+        ...
+
+
+class Weights(Protocol):
+    """What a model was loaded with."""
+
+    @property
+    def linears(self) -> Sequence[LinearLayer]:
+        """The layers whose weights the device may keep in a form of its own."""
+        ...
+
+
+class LoadedModel(Model, Protocol):
+    """A model with its weights on the device: what a start asks of it beside what the runner does."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its geometry."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it is computed in."""
+        ...
+
+    @property
+    def kernels(self) -> KernelTable:
+        """The functions it calls."""
+        ...
+
+    @property
+    def weights(self) -> Weights:
+        """What was loaded."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +118,7 @@ def streams(facts: Facts) -> Streams:
     return make_streams(facts)
 
 
-def load_weights(
-    config: EngineConfig,
-    facts: Facts,
-    ledger: DecisionLedger,
-    progress: Progress,
-    model_path: Path,
-    kernels: KernelTable,
-    groups: tuple[()],
-) -> Any:
-    """The model with its weights on the device, its operations from the package's kernel table."""
-    load = resolve(MODEL_LOADER)
-    return load(config, model_path, facts=facts, kernels=kernels, ledger=ledger, progress=progress)
-
-
-def kernels(package: DevicePackage, ledger: DecisionLedger, config: EngineConfig = EngineConfig()) -> KernelTable:
+def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger) -> KernelTable:
     """The functions that models and attention run on this device, or the reference's where they were asked for."""
     if config.kernels == "reference":
         ledger.record(Row("kernels", "reference", REFERENCE, "asked for, to compare numbers", "--kernels auto"))
@@ -104,46 +136,56 @@ def kernels(package: DevicePackage, ledger: DecisionLedger, config: EngineConfig
     return table
 
 
-def size_memory(
-    config: EngineConfig, facts: Facts, load_weights: Any, device_memory: MemoryBudget, ledger: DecisionLedger
+def model(
+    config: EngineConfig,
+    facts: Facts,
+    ledger: DecisionLedger,
+    progress: Progress,
+    model_path: Path,
+    kernels: KernelTable,
+    groups: tuple[()],
+) -> LoadedModel:
+    """The model with its weights on the device, its operations from the package's kernel table."""
+    load = resolve(MODEL_LOADER)
+    return load(config, model_path, facts=facts, kernels=kernels, ledger=ledger, progress=progress)
+
+
+def sizes(
+    config: EngineConfig,
+    facts: Facts,
+    model: LoadedModel,
+    device_memory: MemoryBudget,
+    ledger: DecisionLedger,
+    pool_kind: PoolKind = PER_HEAD,
 ) -> MemorySizes:
-    """Pages and context, from what the device has left beside the weights; cells are of the model's type."""
-    if config.kv_cache_dtype != "auto":
+    """Pages and context, from what the device has left beside the weights and what a cell of these pools takes."""
+    if config.kv_cache_dtype != pool_kind.kv_cache_dtype:
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype!r}, and this device keeps keys and values in the model's type",
             remedy="leave --kv-cache-dtype out",
         )
-    model = load_weights
-    return sized(config, facts, model, device_memory, ledger, cell_bytes(layer_shapes(model), model.weights.dtype))
-
-
-def sized(
-    config: EngineConfig, facts: Facts, model: Any, device_memory: MemoryBudget, ledger: DecisionLedger, cell: int
-) -> MemorySizes:
-    """Pages and context where one token's keys and values take `cell` bytes over all layers."""
+    cell = 0 if model.config.is_encoder else pool_kind.cell_bytes(layer_shapes(model), model.dtype)
     return size_pools(
         config,
         context_len=model.config.context_length,
-        bytes_per_cell=0 if model.config.is_encoder else cell,
+        bytes_per_cell=cell,
         page_size=config.page_size or facts.page_size,
         budget=device_memory,
         ledger=ledger,
     )
 
 
-def memory_pools(size_memory: MemorySizes, load_weights: Any, facts: Facts) -> Pools:
-    """The page table, the KV cells and the token table."""
-    sizes, device = size_memory, facts.tensor_device
-    pages = 1 if load_weights.config.is_encoder else sizes.num_pages
-    kv = MHATokenToKVPool(pages, sizes.page_size, layer_shapes(load_weights), load_weights.weights.dtype, device)
+def pools(facts: Facts, model: LoadedModel, sizes: MemorySizes, pool_kind: PoolKind = PER_HEAD) -> Pools:
+    """The page table, the cells, one page of them for an encoder, and the token table."""
+    device, pages = facts.tensor_device, 1 if model.config.is_encoder else sizes.num_pages
     return Pools(
         ReqToTokenPool(sizes.max_requests, sizes.max_model_len, sizes.page_size, device),
-        kv,
+        pool_kind.make_pool(pages, sizes.page_size, layer_shapes(model), model.dtype, device),
         TokenTable(sizes.max_requests, sizes.max_model_len, device),
     )
 
 
-def hisparse(config: EngineConfig, memory_pools: Pools) -> None:
+def hisparse(config: EngineConfig, pools: Pools) -> None:
     """No tiered KV: no model of this release asks for it."""
     return None
 
@@ -152,22 +194,21 @@ def attention(
     config: EngineConfig,
     package: DevicePackage,
     facts: Facts,
-    load_weights: Any,
-    memory_pools: Pools,
+    model: LoadedModel,
+    pools: Pools,
     kernels: KernelTable,
     hisparse: object | None,
     ledger: DecisionLedger,
 ) -> AttentionBackend:
     """The backend that serves this model, built over the pools."""
-    model = load_weights
     windows = tuple(dict.fromkeys(layer.sliding_window for layer in model.attention_layers))
     heads = max(layer.num_heads for layer in model.attention_layers)
     shape = AttentionShape(heads, layer_shapes(model), windows, model.config.is_encoder)
     captured = facts.has_streams and facts.graph_kind(config.graph) != "off" and not shape.is_encoder
     needs = AttentionNeeds(
         tuple(sorted({head_dim for _, head_dim in shape.layers})),
-        memory_pools.token_to_kv.page_size,
-        str(model.weights.dtype).removeprefix("torch."),
+        pools.token_to_kv.page_size,
+        str(model.dtype).removeprefix("torch."),
         _features(shape, captured),
         facts.cache_loc_dtype,
         int(spec_of(ForwardBatch, "seq_lens").padding.value),
@@ -181,16 +222,16 @@ def attention(
         # Nobody asked for graphs: a backend that can not be captured is better than none.
         needs = replace(needs, features=_features(shape, captured=False))
         backend = select(needs, config.attention_backend, package.name, ledger)
-    return backend(shape, memory_pools.req_to_token, memory_pools.token_to_kv, kernels, hisparse)
+    return backend(shape, pools.req_to_token, pools.token_to_kv, kernels, hisparse)
 
 
-def graphs(
+def runner(
     config: EngineConfig,
     package: DevicePackage,
     facts: Facts,
-    load_weights: Any,
-    memory_pools: Pools,
-    size_memory: MemorySizes,
+    model: LoadedModel,
+    pools: Pools,
+    sizes: MemorySizes,
     attention: AttentionBackend,
     kernels: KernelTable,
     ledger: DecisionLedger,
@@ -199,26 +240,26 @@ def graphs(
 ) -> ModelRunner:
     """The runner with its registries, and the graphs that were asked for or that the device takes by itself."""
     backend = make_backend(config, package, facts, streams, attention, ledger)
-    pool = None if load_weights.config.is_encoder else memory_pools.req_to_token
-    decode = build_decode_registry(facts, pool, max_bs=size_memory.max_requests, cells=kernels.cache_locations)
-    max_bs, max_num_tokens = _prompt_sizes(config, size_memory, captured=isinstance(backend, PromptBackend))
+    pool = None if model.config.is_encoder else pools.req_to_token
+    decode = build_decode_registry(facts, pool, max_bs=sizes.max_requests, cells=kernels.cache_locations)
+    max_bs, max_num_tokens = _prompt_sizes(config, sizes, captured=isinstance(backend, PromptBackend))
     prefill = build_prefill_registry(
         facts, pool, max_bs=max_bs, cells=kernels.cache_locations, max_num_tokens=max_num_tokens
     )
-    runner = ModelRunner(
-        load_weights,
+    made = ModelRunner(
+        model,
         attention,
         decode,
         prefill,
-        memory_pools.token_table,
+        pools.token_table,
         poison=config.poison,
         eager_input_no_copy=config.eager_input_no_copy,
         streams=streams,
     )
     if backend is not None:
         told = partial(progress, "capturing graphs")
-        runner.graphs = capture(config, facts, backend, runner, streams, ledger, told)
-    return runner
+        made.graphs = capture(config, facts, backend, made, streams, ledger, told)
+    return made
 
 
 def _prompt_sizes(config: EngineConfig, sizes: MemorySizes, captured: bool) -> tuple[int, int]:
@@ -233,29 +274,28 @@ def worker(
     config: EngineConfig,
     package: DevicePackage,
     facts: Facts,
-    load_weights: Any,
-    memory_pools: Pools,
-    size_memory: MemorySizes,
-    graphs: ModelRunner,
+    model: LoadedModel,
+    pools: Pools,
+    sizes: MemorySizes,
+    runner: ModelRunner,
 ) -> TpModelWorker:
     """The worker that the scheduler submits to."""
-    sizes = size_memory
     limits = Limits(
         max_model_len=sizes.max_model_len,
         max_requests=sizes.max_requests,
         page_size=sizes.page_size,
         num_pages=sizes.num_pages,
         max_batch_tokens=max(config.max_batch_tokens, 1),
-        vocab_size=load_weights.config.vocab_size,
+        vocab_size=model.config.vocab_size,
         allows_mixed_batches=facts.allows_mixed_batches,
         runs_ahead=facts.has_streams,
-        generates=not load_weights.config.is_encoder,
+        generates=not model.config.is_encoder,
         takes_masks=True,
     )
-    return resolve(package.worker, package.name)(graphs, memory_pools.token_table, limits)
+    return resolve(package.worker, package.name)(runner, pools.token_table, limits)
 
 
-def layer_shapes(model: Any) -> tuple[tuple[int, int], ...]:
+def layer_shapes(model: Model) -> LayerShapes:
     """(kv_heads, head_dim) of each layer."""
     return tuple((layer.num_kv_heads, layer.head_dim) for layer in model.attention_layers)
 
@@ -269,7 +309,5 @@ def _features(shape: AttentionShape, captured: bool) -> frozenset[str]:
     return frozenset(wanted)
 
 
-STANDARD = BringUp(
-    (world, groups, streams, kernels, load_weights, size_memory, memory_pools, hisparse, attention, graphs, worker)
-)
-"""Every torch device starts from this order; `device_memory` is what a package must insert before `size_memory`."""
+STANDARD = BringUp((world, groups, streams, kernels, model, sizes, pools, hisparse, attention, runner, worker))
+"""Every torch device starts from this order; `device_memory` is what a package must insert before `sizes`."""

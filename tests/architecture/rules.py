@@ -17,7 +17,7 @@ ARROWS: Mapping[str, frozenset[str]] = MappingProxyType(
         "sampling": frozenset({"device"}),
         "schedule": frozenset({"device", "sampling"}),
         "step": frozenset({"device", "sampling"}),
-        "runtime": frozenset({"device", "sampling", "step"}),
+        "runtime": frozenset({"device", "checkpoint", "sampling", "step"}),
         "layers": frozenset({"device", "checkpoint", "runtime"}),
         "models": frozenset({"device", "checkpoint", "runtime", "layers"}),
         "engine": frozenset({"device", "checkpoint", "sampling", "schedule"}),

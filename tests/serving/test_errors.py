@@ -89,21 +89,21 @@ def test_unknown_paths_and_methods_are_errors_like_all_others(server: Server) ->
 
 def test_before_the_model_is_there_the_phase_is_told_and_nothing_is_run() -> None:
     health = Health()
-    health.begin("load_weights", 3, 12)
+    health.begin("loading weights", 3, 12)
     front = make_front(raises(AssertionError("nothing may run")), health=health)
     for path, body in BODIES.items():
         answer = ask(front, "POST", path, body)
         error = error_of(answer, 503)
-        assert "load_weights" in error["message"] and int(answer.headers["retry-after"]) >= 1
+        assert "loading weights" in error["message"] and int(answer.headers["retry-after"]) >= 1
     for path, status in (("/livez", 200), ("/readyz", 503), ("/startupz", 503), ("/health", 503)):
         answer = ask(front, "GET", path)
         assert answer.status_code == status
         told_of = answer.json()
-        assert (told_of["phase"], told_of["done"], told_of["total"]) == ("load_weights", 3, 12)
+        assert (told_of["phase"], told_of["done"], told_of["total"]) == ("loading weights", 3, 12)
         assert told_of["elapsed_s"] >= 0
     assert ask(front, "POST", "/tokenize", {"prompt": "Hello"}).json()["count"] > 0
     info = ask(front, "GET", "/server_info").json()
-    assert info["phase"] == "load_weights" and info["device"] is None and info["served_model_names"] == ["demo"]
+    assert info["phase"] == "loading weights" and info["device"] is None and info["served_model_names"] == ["demo"]
     assert ask(front, "GET", "/v1/models").json()["data"][0]["max_model_len"] is None
 
 

@@ -49,11 +49,11 @@ def test_a_start_shows_its_phases_and_takes_no_request() -> None:
     async def play() -> None:
         async with staged() as stage:
             engine = await stage.launched()
-            engine.say(Phase("load_weights", 3, 9))
-            await until(lambda: stage.fleet.health.phase == "load_weights")
+            engine.say(Phase("loading weights", 3, 9))
+            await until(lambda: stage.fleet.health.phase == "loading weights")
             snapshot = stage.fleet.health.snapshot()
             assert (snapshot["done"], snapshot["total"]) == (3, 9)
-            with pytest.raises(NotReady, match="load_weights"):
+            with pytest.raises(NotReady, match="loading weights"):
                 stage.submit("early")
 
     run(play())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,30 +14,18 @@ from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage
 from sglcore.runtime.attention.contract import AttentionBackend
-from sglcore.runtime.bring_up import (
-    STANDARD,
-    Pools,
-    Progress,
-    attention,
-    graphs,
-    kernels,
-    layer_shapes,
-    memory_pools,
-    size_memory,
-    sized,
-)
+from sglcore.runtime.bring_up import STANDARD, LoadedModel, Pools, Progress, attention, kernels, runner
 from sglcore.runtime.kernels.reference import reference_kernels
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
+from sglcore.runtime.memory.pools import MHATokenToKVPool, PoolKind, cell_bytes
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.streams import Streams
-from sglcore.runtime.token_table import TokenTable
 from sglcore.step.sizing import MemoryBudget, MemorySizes
 from sglcore_cpu.arena import huge_zeros
 from sglcore_cpu.attention import PagedAttention
 from sglcore_cpu.choice import TORCH, check_name, choose_kernels
 from sglcore_cpu.kernels import torch_kernels
-from sglcore_cpu.kv_pool import Int8KVPool, int8_cell_bytes
+from sglcore_cpu.kv_pool import INT8_POOL
 from sglcore_cpu.memory import available_memory, total_memory, weight_bytes
 from sglcore_cpu.placement import Placement, bind_process, interleave, plan_placement
 from sglcore_cpu.recording import NotCapturable
@@ -45,7 +33,6 @@ from sglcore_cpu.rows import kernel_rows, pages_row
 from sglcore_cpu.table import SERVED, is_native
 from sglcore_cpu.topology import read_topology
 
-INT8 = "int8"
 PAGED = "paged"
 SMALL_WEIGHTS = 64 << 20
 """Below this many bytes the weights stay in cache, and a second thread waits at barriers longer than it works."""
@@ -84,7 +71,7 @@ def processor_kernels(
 ) -> KernelTable:
     """The native table, or torch's; a compiler traces torch's only, and reads plain weights."""
     if config.kernels == "reference":
-        return kernels(package, ledger, config)
+        return kernels(config, package, ledger)
     if facts.graph_kind(config.graph) == "compiled":
         check_name(config.kernels)
         is_other = config.kernels not in ("auto", TORCH)
@@ -98,56 +85,34 @@ def processor_kernels(
     return table
 
 
-def kernel_choices(config: EngineConfig, facts: Facts, load_weights: Any, ledger: DecisionLedger) -> tuple[Row, ...]:
+def kernel_choices(config: EngineConfig, facts: Facts, model: LoadedModel, ledger: DecisionLedger) -> tuple[Row, ...]:
     """Say in the ledger which implementation serves this model where that depends on it."""
-    rows = tuple(kernel_rows(load_weights, facts.graph_kind(config.graph)))
+    rows = tuple(kernel_rows(model, facts.graph_kind(config.graph)))
     ledger.record(*rows)
     return rows
 
 
-def processor_sizes(
-    config: EngineConfig,
-    facts: Facts,
-    load_weights: Any,
-    device_memory: MemoryBudget,
-    kernels: KernelTable,
-    ledger: DecisionLedger,
-) -> MemorySizes:
-    """The standard sizes; cells may have 8 bits where the native kernels read them."""
+def pool_kind(config: EngineConfig, model: LoadedModel, kernels: KernelTable, ledger: DecisionLedger) -> PoolKind:
+    """Cells of the model's type, or of 8 bits where the native kernels read them; all take memory only as they are used."""
     if config.kv_cache_dtype == "auto":
-        return size_memory(config, facts, load_weights, device_memory, ledger)
-    if config.kv_cache_dtype != INT8:
-        raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype!r}", wanted=f"auto or {INT8}")
-    is_served = is_native(kernels) and load_weights.weights.dtype in SERVED
-    if not is_served or load_weights.config.is_encoder or config.attention_backend not in (None, PAGED):
+        return PoolKind(partial(MHATokenToKVPool, zeros=huge_zeros), cell_bytes)
+    if config.kv_cache_dtype != INT8_POOL.kv_cache_dtype:
+        raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype!r}", wanted=f"auto or {INT8_POOL.kv_cache_dtype}")
+    is_served = is_native(kernels) and model.dtype in SERVED
+    if not is_served or model.config.is_encoder or config.attention_backend not in (None, PAGED):
         raise ConfigError(
             "keys and values of 8 bits need the paged attention of the native kernels, in bfloat16 or float32, on a model "
-            f"that has a cache; found {load_weights.weights.dtype} and the kernels {kernels.origin['linear']}",
+            f"that has a cache; found {model.dtype} and the kernels {kernels.origin['linear']}",
             remedy="leave --kv-cache-dtype out; sglcore explain without it says why other kernels serve",
         )
     told = "a scale for each cell and head; half the memory and half of what a step reads of it"
-    ledger.record(Row("kv cells", INT8, INT8, told, "--kv-cache-dtype auto"))
-    return sized(config, facts, load_weights, device_memory, ledger, int8_cell_bytes(layer_shapes(load_weights)))
+    ledger.record(Row("kv cells", config.kv_cache_dtype, config.kv_cache_dtype, told, "--kv-cache-dtype auto"))
+    return INT8_POOL
 
 
-def processor_pools(config: EngineConfig, size_memory: MemorySizes, load_weights: Any, facts: Facts) -> Pools:
-    """The standard tables; cells of the model's type or of 8 bits, which take memory only as they are used."""
-    sizes, layers, dtype = size_memory, layer_shapes(load_weights), load_weights.weights.dtype
-    pages = 1 if load_weights.config.is_encoder else sizes.num_pages
-    if config.kv_cache_dtype == INT8:
-        cells = Int8KVPool(pages, sizes.page_size, layers)
-    else:
-        cells = MHATokenToKVPool(pages, sizes.page_size, layers, dtype, facts.tensor_device, huge_zeros)
-    return Pools(
-        ReqToTokenPool(sizes.max_requests, sizes.max_model_len, sizes.page_size, facts.tensor_device),
-        cells,
-        TokenTable(sizes.max_requests, sizes.max_model_len, facts.tensor_device),
-    )
-
-
-def spread_cells(memory_pools: Pools, threads: Placement) -> int:
+def spread_cells(pools: Pools, threads: Placement) -> int:
     """Over the memory nodes that the threads are near: how many tensors of keys and values were spread."""
-    pool = memory_pools.token_to_kv
+    pool = pools.token_to_kv
     cells = [part for layer in range(pool.num_layers) for part in pool.kv(layer)]
     return sum(interleave(part.data_ptr(), part.nbytes, threads.nodes) for part in cells)
 
@@ -156,8 +121,8 @@ def processor_attention(
     config: EngineConfig,
     package: DevicePackage,
     facts: Facts,
-    load_weights: Any,
-    memory_pools: Pools,
+    model: LoadedModel,
+    pools: Pools,
     kernels: KernelTable,
     hisparse: object | None,
     ledger: DecisionLedger,
@@ -171,23 +136,23 @@ def processor_attention(
             )
         others = {name: ref for name, ref in package.attention.items() if name != PAGED}
         package = replace(package, attention=others)
-    return attention(config, package, facts, load_weights, memory_pools, kernels, hisparse, ledger)
+    return attention(config, package, facts, model, pools, kernels, hisparse, ledger)
 
 
-def processor_graphs(
+def processor_runner(
     config: EngineConfig,
     package: DevicePackage,
     facts: Facts,
-    load_weights: Any,
-    memory_pools: Pools,
-    size_memory: MemorySizes,
+    model: LoadedModel,
+    pools: Pools,
+    sizes: MemorySizes,
     attention: AttentionBackend,
     kernels: KernelTable,
     ledger: DecisionLedger,
     progress: Progress,
     streams: Streams,
 ) -> ModelRunner:
-    """The standard graphs. A step is recorded only where native kernels compute all of it."""
+    """The standard runner. A step is recorded only where native kernels compute all of it."""
     if facts.graph_kind(config.graph) == "native":
         reason = reason_against_recording(kernels, attention)
         if reason and config.graph != "auto":
@@ -195,14 +160,14 @@ def processor_graphs(
         if reason:
             ledger.record(Row("native graph", "auto", "off", reason, "--graph compiled"))
             facts = replace(facts, default_graph="off")
-    parts = load_weights, memory_pools, size_memory, attention, kernels, ledger, progress, streams
+    parts = model, pools, sizes, attention, kernels, ledger, progress, streams
     try:
-        return graphs(config, package, facts, *parts)
+        return runner(config, package, facts, *parts)
     except NotCapturable as error:
         if config.graph != "auto":
             raise ConfigError(f"graph {config.graph!r} can not serve: {error}", remedy="--graph off") from None
         ledger.record(Row("native graph", "auto", "off", str(error), "--graph compiled"))
-        return graphs(config, package, replace(facts, default_graph="off"), *parts)
+        return runner(config, package, replace(facts, default_graph="off"), *parts)
 
 
 def reason_against_recording(kernels: KernelTable, attention: AttentionBackend) -> str:
@@ -216,7 +181,7 @@ def reason_against_recording(kernels: KernelTable, attention: AttentionBackend) 
     return ""
 
 
-def device_memory(load_weights: object) -> MemoryBudget:
+def device_memory(model: object) -> MemoryBudget:
     """What the system leaves for KV once the weights are in."""
     available, evidence = available_memory()
     return MemoryBudget(total_memory()[0], available, evidence, default_share=0.5)
@@ -225,12 +190,11 @@ def device_memory(load_weights: object) -> MemoryBudget:
 BRING_UP = (
     STANDARD.replace(kernels, processor_kernels)
     .insert(threads, before="kernels")
-    .insert(room, before="load_weights")
-    .replace(size_memory, processor_sizes)
-    .replace(memory_pools, processor_pools)
-    .insert(spread_cells, after="memory_pools")
+    .insert(room, before="model")
+    .insert(kernel_choices, after="model")
+    .insert(device_memory, before="sizes")
+    .insert(pool_kind, before="sizes")
+    .insert(spread_cells, after="pools")
     .replace(attention, processor_attention)
-    .replace(graphs, processor_graphs)
-    .insert(kernel_choices, after="load_weights")
-    .insert(device_memory, before="size_memory")
+    .replace(runner, processor_runner)
 )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sglcore.runtime.memory.pools import MHATokenToKVPool
+from sglcore.runtime.memory.pools import LayerShapes, MHATokenToKVPool, PoolKind, cell_bytes
 from sglcore_cpu.arena import huge_zeros
 from sglcore_cpu.native import TYPES, Engine
 
@@ -18,18 +18,25 @@ SCALE_BYTES = 4
 """A float32 for each cell and head."""
 
 
-class Int8KVPool(MHATokenToKVPool):
-    """Cells of bytes [cells, kv_heads, head_dim + 4], as many for keys as for values, on huge pages."""
+def make_int8_pool(
+    num_pages: int, page_size: int, layers: LayerShapes, dtype: torch.dtype, device: str
+) -> MHATokenToKVPool:
+    """Cells of bytes [cells, kv_heads, head_dim + 4], as many for keys as for values, on huge pages; whatever the `dtype` of
+    the model. Raises MemoryError."""
+    return MHATokenToKVPool(num_pages, page_size, _wider(layers), torch.uint8, device, huge_zeros)
 
-    def __init__(self, num_pages: int, page_size: int, layers: tuple[tuple[int, int], ...]) -> None:
-        """`layers` holds (kv_heads, head_dim) of each layer; page 0 is added to `num_pages`. Raises MemoryError."""
-        wider = tuple((heads, head_dim + SCALE_BYTES) for heads, head_dim in layers)
-        super().__init__(num_pages, page_size, wider, torch.uint8, "cpu", huge_zeros)
 
-
-def int8_cell_bytes(layers: tuple[tuple[int, int], ...]) -> int:
+def int8_cell_bytes(layers: LayerShapes, dtype: torch.dtype) -> int:
     """Bytes of one token's KV over all layers: 2 * kv_heads * (head_dim + 4), summed."""
-    return sum(2 * heads * (head_dim + SCALE_BYTES) for heads, head_dim in layers)
+    return cell_bytes(_wider(layers), torch.uint8)
+
+
+def _wider(layers: LayerShapes) -> LayerShapes:
+    return tuple((heads, head_dim + SCALE_BYTES) for heads, head_dim in layers)
+
+
+INT8_POOL = PoolKind(make_int8_pool, int8_cell_bytes, kv_cache_dtype="int8")
+"""What `--kv-cache-dtype int8` asks for."""
 
 
 def read_int8(cells: Tensor) -> Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from sglcore.checkpoint.rotary import rotary_dim
 from sglcore.device.ledger import Row
+from sglcore.runtime.bring_up import LoadedModel
 from sglcore_cpu.arena import huge_pages
 from sglcore_cpu.kernels import takes_grouped
 from sglcore_cpu.packed import PackedWeight
@@ -18,7 +19,7 @@ PLAIN = "plain"
 NATIVE_EXPERTS = Row("experts", "auto", "native", "only the chosen experts are computed", "--kernels torch")
 
 
-def kernel_rows(model: Any, graph: str) -> list[Row]:
+def kernel_rows(model: LoadedModel, graph: str) -> list[Row]:
     """Rows for the entries whose implementation depends on the model's dtype and shapes."""
     rows = [linear_row(model, graph)]
     config = model.config
@@ -26,13 +27,13 @@ def kernel_rows(model: Any, graph: str) -> list[Row]:
         sizes = config.hidden_size, config.moe.intermediate_size
         by_torch = not is_native(model.kernels) or model.dtype not in SERVED
         rows.append(experts_row(*sizes, model.dtype, graph) if by_torch else NATIVE_EXPERTS)
-    if not config.is_encoder and not is_native(model.kernels) and model.cos_sin.shape[1] != config.head_dim:
-        reason = f"{model.cos_sin.shape[1]} of {config.head_dim} elements of a head are rotated"
+    if not config.is_encoder and not is_native(model.kernels) and rotary_dim(config) != config.head_dim:
+        reason = f"{rotary_dim(config)} of {config.head_dim} elements of a head are rotated"
         rows.append(Row("rotary", "auto", "reference", reason, "none on this device"))
     return rows
 
 
-def linear_row(model: Any, graph: str) -> Row:
+def linear_row(model: LoadedModel, graph: str) -> Row:
     """In which forms the linear layers' weights lie, and so which kernel reads them."""
     layers = model.weights.linears
     forms = Counter(_form(layer.weight) for layer in layers)

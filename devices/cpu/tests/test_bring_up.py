@@ -1,26 +1,14 @@
-"""The processor's bring-up: the order is the reviewed text, its needs hold, and a wrong order fails before any work."""
+"""The processor's bring-up: what the standard order lacks, and a wrong order, fail before any work."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from sglcore.conformance.target import GIVEN
 from sglcore.device.bring_up import BringUp
 from sglcore.device.errors import BringUpError
 from sglcore.runtime.bring_up import STANDARD
 from sglcore_cpu.bring_up import BRING_UP
-
-GIVEN = ("config", "package", "facts", "ledger", "progress", "model_path")
-
-
-def test_the_order_is_the_text_in_the_package() -> None:
-    reviewed = Path(__file__).parents[1] / "bring_up.txt"
-    assert BRING_UP.text() == reviewed.read_text(encoding="utf-8")
-
-
-def test_its_needs_are_met_by_what_an_engine_gives() -> None:
-    BRING_UP.check(GIVEN)
 
 
 def test_the_standard_order_names_what_a_device_must_add() -> None:

@@ -16,9 +16,9 @@ from sglcore.runtime.attention.contract import Bucket, Unavailable
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.selection import AttentionNeeds, refusal
 from sglcore.runtime.kernels.reference import reference_kernels
-from sglcore.runtime.memory.pools import MHATokenToKVPool
+from sglcore.runtime.memory.pools import LayerShapes, MHATokenToKVPool
 from sglcore_cpu.attention import PagedAttention
-from sglcore_cpu.kv_pool import Int8KVPool, Int8Store, int8_cell_bytes
+from sglcore_cpu.kv_pool import INT8_POOL, Int8Store
 from sglcore_cpu.native import Engine
 from sglcore_cpu.recording import Recording, StepArena
 from tests.attention.rows import Case, Heads, make_case
@@ -207,11 +207,18 @@ def test_a_bucket_of_several_tokens_a_row_is_refused(engine: Engine) -> None:
 # -- cells of 8 bits ---------------------------------------------------------------------------------------------------
 
 
+def int8_pool(num_pages: int, page_size: int, layers: LayerShapes) -> MHATokenToKVPool:
+    """Cells of 8 bits for a model in float32."""
+    pool = INT8_POOL.make_pool(num_pages, page_size, layers, torch.float32, "cpu")
+    assert isinstance(pool, MHATokenToKVPool)
+    return pool
+
+
 def int8_case(engine: Engine, rows: Any, heads: Heads, dtype: torch.dtype, **how: Any) -> Case:
     """A case over a pool of 8 bits, what was in its cells stored there."""
     case = make_case(rows, heads, 16, **how)
     old = case.backend.token_to_kv_pool
-    pool = Int8KVPool(old.num_cells // old.page_size - 1, old.page_size, case.backend.shape.layers)
+    pool = int8_pool(old.num_cells // old.page_size - 1, old.page_size, case.backend.shape.layers)
     kernels = reference_kernels()
     kernels = kernels.replace(store_kv=Int8Store(engine, kernels.store_kv))
     key, value = (cells.to(dtype) for cells in old.kv(0))
@@ -242,7 +249,7 @@ def test_other_cells_are_stored_by_the_table(engine: Engine) -> None:
 @pytest.mark.parametrize("change", [{"key": torch.float16}, {"where": torch.int32}], ids=str)
 def test_what_the_store_does_not_take_is_named(engine: Engine, change: dict[str, torch.dtype]) -> None:
     x = torch.zeros(1, 1, 8, dtype=change.get("key", torch.float32))
-    cells = Int8KVPool(1, 4, ((1, 8),)).kv(0)
+    cells = int8_pool(1, 4, ((1, 8),)).kv(0)
     with pytest.raises(TypeError, match="wanted float32 or bfloat16 at int64 cells"):
         Int8Store(engine, reference_kernels().store_kv)(
             x, x, *cells, torch.zeros(1, dtype=change.get("where", torch.int64))
@@ -250,7 +257,7 @@ def test_what_the_store_does_not_take_is_named(engine: Engine, change: dict[str,
 
 
 def test_a_pool_has_the_cells_that_it_says() -> None:
-    pool = Int8KVPool(3, 4, ((2, 8), (1, 16)))
+    pool = int8_pool(3, 4, ((2, 8), (1, 16)))
     assert (pool.page_size, pool.num_cells, pool.num_layers, pool.generation) == (4, 16, 2, 0)
     assert [cells.shape for cells in pool.kv(0)] == [(16, 2, 12)] * 2
     assert [cells.shape for cells in pool.kv(1)] == [(16, 1, 20)] * 2
@@ -262,9 +269,9 @@ def test_a_pool_has_the_cells_that_it_says() -> None:
 
 def test_a_cell_of_8_bits_takes_what_is_counted() -> None:
     layers = ((2, 8), (1, 16))
-    pool = Int8KVPool(3, 4, layers)
+    pool = int8_pool(3, 4, layers)
     held = sum(cells.numel() for layer in range(2) for cells in pool.kv(layer))
-    assert held == pool.num_cells * int8_cell_bytes(layers)
+    assert held == pool.num_cells * INT8_POOL.cell_bytes(layers, torch.float32)
 
 
 # -- what it refuses ---------------------------------------------------------------------------------------------------

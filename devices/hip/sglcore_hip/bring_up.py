@@ -16,4 +16,4 @@ def capability(ledger: DecisionLedger) -> Capability:
     return found
 
 
-BRING_UP: BringUp = STANDARD.insert(capability, before="kernels").insert(device_memory, before="size_memory")
+BRING_UP: BringUp = STANDARD.insert(capability, before="kernels").insert(device_memory, before="sizes")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import sglcore_hip.capability
+from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError, DeviceError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.attention.contract import Unavailable
@@ -52,7 +53,7 @@ def test_the_fp8_format_is_that_of_the_matrix_units(capability: tuple[int, int],
 
 def test_the_ledger_says_which_entries_are_replaced() -> None:
     ledger = DecisionLedger()
-    table = kernels_step(package, ledger)
+    table = kernels_step(EngineConfig(), package, ledger)
     assert "triton" in table.origin["rms_norm"] and "rms_norm" in ledger.rows[-1].reason
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
@@ -18,10 +18,11 @@ from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, resolve
 from sglcore.device.worker import Limits
-from sglcore.step.sizing import MemorySizes, size_pools
+from sglcore.step.sizing import MemoryBudget, MemorySizes, size_pools
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.attention.select import select_attention
 from sglcore_mlx.hardware import Hardware, open_hardware
+from sglcore_mlx.kernels import KernelNames
 from sglcore_mlx.layers.linear import LinearParts
 from sglcore_mlx.load import load_model
 from sglcore_mlx.memory import device_memory
@@ -62,9 +63,9 @@ def residency(hardware: Hardware, ledger: DecisionLedger) -> Residency:
     return kept
 
 
-def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger) -> Any:
+def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger) -> KernelNames:
     """The names of what runs each operation. There is one implementation of each."""
-    table = resolve(package.kernels, package.name)()
+    table: KernelNames = resolve(package.kernels, package.name)()
     if config.kernels not in ("auto", "reference"):
         raise ConfigError(f"kernels is {config.kernels!r}", wanted="auto or reference")
     for name, value in (("quantize", config.quantize), ("kv_cache_dtype", config.kv_cache_dtype)):
@@ -97,15 +98,15 @@ def computing(config: EngineConfig, hardware: Hardware, ledger: DecisionLedger) 
     return Computing(compiles, compiles and hardware.kind != "cpu")
 
 
-def load_weights(
+def model(
     stream_thread: StreamThread,
     hardware: Hardware,
-    kernels: Any,
+    kernels: KernelNames,
     config: EngineConfig,
     facts: Facts,
     model_path: Path,
     ledger: DecisionLedger,
-    progress: Any,
+    progress: Callable[[str, int, int], None],
 ) -> Model:
     """The model with its weights in memory."""
     model_config = read_config(model_path, ARCHITECTURES)
@@ -141,11 +142,10 @@ def load_weights(
     return model
 
 
-def size_memory(
-    config: EngineConfig, facts: Facts, load_weights: Model, device_memory: Any, ledger: DecisionLedger
+def sizes(
+    config: EngineConfig, facts: Facts, model: Model, device_memory: MemoryBudget, ledger: DecisionLedger
 ) -> MemorySizes:
     """Pages and context, from what the device has left beside the weights."""
-    model = load_weights
     return size_pools(
         config,
         context_len=model.config.context_length,
@@ -156,11 +156,8 @@ def size_memory(
     )
 
 
-def memory_pools(
-    stream_thread: StreamThread, config: EngineConfig, load_weights: Model, size_memory: MemorySizes
-) -> DeviceState:
+def pools(stream_thread: StreamThread, config: EngineConfig, model: Model, sizes: MemorySizes) -> DeviceState:
     """The cells of every layer, and the tokens of every slot. Poisoned cells show whoever reads what nobody wrote."""
-    model, sizes = load_weights, size_memory
     fill = float("nan") if config.poison else 0.0
 
     def make() -> DeviceState:
@@ -177,12 +174,12 @@ def attention(
     config: EngineConfig,
     package: DevicePackage,
     hardware: Hardware,
-    load_weights: Model,
-    size_memory: MemorySizes,
+    model: Model,
+    sizes: MemorySizes,
     ledger: DecisionLedger,
 ) -> DecodeAttention:
     """The backend of rows that bring one token; prompts have `mx.fast` attention everywhere."""
-    model, page_size = load_weights, size_memory.page_size
+    page_size = sizes.page_size
     kind = select_attention(
         package.attention,
         config.attention_backend,
@@ -199,15 +196,14 @@ def worker(
     stream_thread: StreamThread,
     config: EngineConfig,
     package: DevicePackage,
-    load_weights: Model,
-    size_memory: MemorySizes,
-    memory_pools: DeviceState,
+    model: Model,
+    sizes: MemorySizes,
+    pools: DeviceState,
     attention: DecodeAttention,
     computing: Computing,
     residency: Residency,
 ) -> MlxWorker:
     """The worker that the scheduler submits to."""
-    model, sizes = load_weights, size_memory
     limits = Limits(
         max_model_len=sizes.max_model_len,
         max_requests=sizes.max_requests,
@@ -224,7 +220,7 @@ def worker(
         return Stepper(
             model,
             attention,
-            memory_pools,
+            pools,
             sizes,
             compiles=computing.compiles,
             compiles_draw=computing.compiles_draw,
@@ -241,10 +237,10 @@ BRING_UP = BringUp(
         residency,
         kernels,
         computing,
-        load_weights,
+        model,
         device_memory,
-        size_memory,
-        memory_pools,
+        sizes,
+        pools,
         attention,
         worker,
     )

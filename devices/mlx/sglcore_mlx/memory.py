@@ -20,7 +20,7 @@ PROCESSOR_SHARE = 0.5
 """The share of a processor's: everything else on the machine takes from the same memory."""
 
 
-def device_memory(load_weights: object) -> MemoryBudget:
+def device_memory(model: object) -> MemoryBudget:
     """A bring-up step: what is left for cells once the weights are in. Weights that were not evaluated do not count yet.
 
     Memory that MLX keeps cached for later arrays is released first, so that it counts as free.

@@ -39,7 +39,7 @@ def bytes_beside(built: Mapping[str, Any], prompts: int) -> int:
 @pytest.mark.parametrize("graph", ["off", "compiled"])
 def test_steps_in_flight_never_copy_the_cells_of_a_layer(graph: str) -> None:
     with running(kv_cache_memory=CELLS, max_requests=64, graph=graph, dtype="float32") as built:
-        layer = built["memory_pools"].cells[0].nbytes
+        layer = built["pools"].cells[0].nbytes
         assert layer > 14 << 20
         assert bytes_beside(built, prompts=3) < layer
 
@@ -55,6 +55,6 @@ class _Holding(Stepper):
 
 def test_cells_that_something_else_holds_are_seen_to_be_copied() -> None:
     with running(kv_cache_memory=CELLS, max_requests=64, graph="off", dtype="float32") as built:
-        layer = built["memory_pools"].cells[0].nbytes
+        layer = built["pools"].cells[0].nbytes
         built["worker"]._stepper.__class__ = _Holding
         assert bytes_beside(built, prompts=1) > layer

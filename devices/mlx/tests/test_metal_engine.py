@@ -21,9 +21,9 @@ def run(host: Host | None) -> list[Request]:
     with running(dtype="float32", graph="off", page_size=8, max_batch_tokens=24) as built:
         worker = built["worker"]
         if host is not None:
-            model, sizes = built["load_weights"], built["size_memory"]
+            model, sizes = built["model"], built["sizes"]
             attention = MetalAttention(model.layers, sizes.page_size, launcher=host.launch)
-            make = lambda: Stepper(model, attention, built["memory_pools"], sizes, compiles=False)  # noqa: E731
+            make = lambda: Stepper(model, attention, built["pools"], sizes, compiles=False)  # noqa: E731
             worker._stepper = built["stream_thread"].call(make)
         scheduler = Scheduler(worker.limits)
         rng, requests = np.random.default_rng(2), []

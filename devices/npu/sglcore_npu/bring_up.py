@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
 
 import torch
 
+from sglcore.checkpoint.rotary import rotary_dim
 from sglcore.device.bring_up import BringUp
 from sglcore.device.errors import DeviceError
 from sglcore.device.ledger import DecisionLedger, Row
-from sglcore.runtime.bring_up import STANDARD
+from sglcore.runtime.bring_up import STANDARD, LoadedModel
 from sglcore.runtime.memory.accelerator import device_memory
 from sglcore_npu.kernels import LARGE, OPERATORS, offers, takes_nz
 from sglcore_npu.probe import same_release
@@ -34,9 +34,8 @@ def extension(ledger: DecisionLedger) -> str:
     return found
 
 
-def kernel_choices(load_weights: Any, ledger: DecisionLedger) -> tuple[Row, ...]:
+def kernel_choices(model: LoadedModel, ledger: DecisionLedger) -> tuple[Row, ...]:
     """Say in the ledger which implementation serves this model where that depends on it."""
-    model = load_weights
     layers = model.weights.linears
     packed = sum(takes_nz(layer.weight) for layer in layers) if offers("npu_format_cast") else 0
     what = f"{packed} of {len(layers)} weights in blocks"
@@ -50,8 +49,8 @@ def kernel_choices(load_weights: Any, ledger: DecisionLedger) -> tuple[Row, ...]
     if model.config.moe is not None:
         reason = "every expert runs on every token: the vendor's routed product takes no token without an expert"
         rows.append(Row("experts", "auto", "reference", reason, "none on this device"))
-    if not model.config.is_encoder and model.cos_sin.shape[1] != model.config.head_dim:
-        reason = f"{model.cos_sin.shape[1]} of {model.config.head_dim} elements of a head are rotated"
+    if not model.config.is_encoder and rotary_dim(model.config) != model.config.head_dim:
+        reason = f"{rotary_dim(model.config)} of {model.config.head_dim} elements of a head are rotated"
         rows.append(Row("rotary", "auto", "reference", reason, "none on this device"))
     ledger.record(*rows)
     return tuple(rows)
@@ -59,6 +58,6 @@ def kernel_choices(load_weights: Any, ledger: DecisionLedger) -> tuple[Row, ...]
 
 BRING_UP: BringUp = (
     STANDARD.insert(extension, before="world")
-    .insert(kernel_choices, after="load_weights")
-    .insert(device_memory, before="size_memory")
+    .insert(kernel_choices, after="model")
+    .insert(device_memory, before="sizes")
 )

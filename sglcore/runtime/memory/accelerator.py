@@ -26,6 +26,6 @@ def accelerator_budget(facts: Facts, default_share: float = DEFAULT_SHARE) -> Me
     return MemoryBudget(total, free, evidence, default_share)
 
 
-def device_memory(facts: Facts, load_weights: object) -> MemoryBudget:
+def device_memory(facts: Facts, model: object) -> MemoryBudget:
     """A bring-up step: what the accelerator has left once the weights are in."""
     return accelerator_budget(facts)

@@ -6,8 +6,9 @@ Slot 0 and page 0 belong to nobody: padding rows point at them, so whatever they
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.device.batch import ScheduleBatch
+
+LayerShapes: TypeAlias = tuple[tuple[int, int], ...]
+"""(kv_heads, head_dim) of each layer."""
 
 
 class ReqToTokenPool:
@@ -70,7 +74,7 @@ class MHATokenToKVPool:
         self,
         num_pages: int,
         page_size: int,
-        layers: tuple[tuple[int, int], ...],
+        layers: LayerShapes,
         dtype: torch.dtype,
         device: str,
         zeros: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
@@ -107,6 +111,21 @@ def _torch_zeros(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def cell_bytes(layers: tuple[tuple[int, int], ...], dtype: torch.dtype) -> int:
+def cell_bytes(layers: LayerShapes, dtype: torch.dtype) -> int:
     """Bytes of one token's KV over all layers: 2 * kv_heads * head_dim * element size, summed."""
     return sum(2 * heads * head_dim for heads, head_dim in layers) * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class PoolKind:
+    """How a device keeps keys and values. `make_pool(num_pages, page_size, layers, dtype, device)` allocates them for a model
+    that is computed in `dtype`; `cell_bytes(layers, dtype)` are those of one token over all layers; `kv_cache_dtype` is what
+    a configuration asks for to have them."""
+
+    make_pool: Callable[[int, int, LayerShapes, torch.dtype, str], TokenToKVPool]
+    cell_bytes: Callable[[LayerShapes, torch.dtype], int]
+    kv_cache_dtype: str = "auto"
+
+
+PER_HEAD = PoolKind(MHATokenToKVPool, cell_bytes)
+"""In the model's type, by head."""

@@ -5,5 +5,5 @@ from __future__ import annotations
 from sglcore.runtime.bring_up import STANDARD
 from sglcore.runtime.memory.accelerator import device_memory
 
-BRING_UP = STANDARD.insert(device_memory, before="size_memory")
+BRING_UP = STANDARD.insert(device_memory, before="sizes")
 """When this changes: sglcore devices acme --bring-up > bring_up.txt"""
