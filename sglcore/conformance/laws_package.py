@@ -16,7 +16,7 @@ from sglcore.conformance.target import GIVEN, Target
 from sglcore.conformance.trial import Trial
 from sglcore.device.errors import BringUpError, DeviceError
 from sglcore.device.facts import Facts
-from sglcore.device.package import SUPPORTED, resolve
+from sglcore.device.package import API, resolve
 
 PROBE_SECONDS = 120
 LAYOUTS = frozenset({"cell_major", "page_major"})
@@ -36,7 +36,7 @@ from sglcore.device.system import System, host_system
 probe, reports = resolve(given["probe"]), {}
 for place, system in {"here": host_system(), "empty": System(Path(given["empty"]))}.items():
     for named in (False, True):
-        report = probe(*((named, system) if given["api"] > 1 else (named,)))
+        report = probe(named, system)
         reports[f"{place}, named" if named else place] = {name: asdict(fact) for name, fact in report.facts.items()}
 print(json.dumps({"reports": reports, "modules": sorted({name.partition(".")[0] for name in set(sys.modules) - before}), "nodes": nodes}))
 """
@@ -83,7 +83,7 @@ def four_facts(trial: Trial) -> None:
 def _run_probe(target: Target) -> Mapping[str, Any]:
     """What the probe says and loads in a fresh process. Raises LawBroken with its own traceback if it raises."""
     with tempfile.TemporaryDirectory() as empty:
-        given = {"path": sys.path, "probe": target.package.probe, "api": target.package.api, "empty": empty}
+        given = {"path": sys.path, "probe": target.package.probe, "empty": empty}
         command = (sys.executable, "-c", _PROBE, json.dumps(given))
         ran = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
     if ran.returncode:
@@ -156,16 +156,15 @@ def _contradictions(target: Target, facts: Facts) -> Iterator[tuple[bool, str]]:
 
 
 def api_holds(trial: Trial) -> None:
-    """The number is one that this core understands, and what the package names can be called as that number says."""
+    """The number is the one that this core understands, and what the package names can be called as that number says."""
     package = trial.target.package
-    if package.api not in SUPPORTED:
-        raise LawBroken(f"the package says API {package.api}, this core understands {SUPPORTED[0]} to {SUPPORTED[-1]}")
-    arguments = 2 if package.api > 1 else 0
-    _callable_with(package.probe, arguments or 1)
+    if package.api != API:
+        raise LawBroken(f"the package says API {package.api}, this core understands {API}")
+    _callable_with(package.probe, 2)
     _callable_with(package.facts, 0)
     _callable_with(package.kernels, 0)
     for ref in package.graphs.values():
-        _callable_with(ref, arguments)
+        _callable_with(ref, 2)
     implements = _implements_attention if "torch_runtime" in trial.target.capabilities() else _states_sizes
     for name, backend in trial.target.importable_attention().items():
         implements(name, backend)
@@ -241,7 +240,7 @@ LAWS: tuple[Law, ...] = (
         "api_holds",
         "What the package names can be called as its API number says.",
         api_holds,
-        broken.OLD_PROBE,
+        broken.BLIND_PROBE,
         broken.HALF_ATTENTION,
     ),
 )

@@ -51,8 +51,8 @@ def lying_probe(named: bool, system: System) -> ProbeReport:
     return ProbeReport(fact, fact, fact, fact)
 
 
-def old_probe(named: bool) -> ProbeReport:
-    """As API 1 called it."""
+def blind_probe(named: bool) -> ProbeReport:
+    """Looks at the machine it runs on, whichever it is given."""
     fact = Fact(True, "here")
     return ProbeReport(fact, fact, fact, fact)
 
@@ -105,7 +105,7 @@ WRONG_FACTS = Mutant(
     says="A default graph that is not offered.",
     package=lambda package: replace(package, facts=f"{HERE}:wrong_facts"),
 )
-OLD_PROBE = _probe("old probe", "A probe of the contract before this one.", old_probe)
+BLIND_PROBE = _probe("blind probe", "A probe that takes no system.", blind_probe)
 HALF_ATTENTION = Mutant(
     name="half attention", says="A backend without the contract's methods.", package=_half_attention
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
 from sglcore.device.errors import DeviceError
-from sglcore.device.package import SUPPORTED, DevicePackage
+from sglcore.device.package import API, DevicePackage
 
 GROUP = "sglcore.devices"
 _API_TAG = re.compile(r"\[\s*api-(\d+)\s*\]\s*$")
@@ -42,16 +42,12 @@ def discover(found: Iterable[EntryPoint] | None = None) -> tuple[Installed, ...]
 
 def check_api(number: int, distribution: str, name: str) -> None:
     """Raise `DeviceError` unless this core understands the contract that a package was written for."""
-    if number in SUPPORTED:
-        return
-    newest = SUPPORTED[-1]
-    wanted = f"API {newest}" if len(SUPPORTED) == 1 else f"API {SUPPORTED[0]} to {newest}"
-    behind = distribution if number < SUPPORTED[0] else "sglcore"
-    raise DeviceError(
-        f"device {name!r} of {distribution} was written for API {number}",
-        wanted=f"{wanted}, which this sglcore understands",
-        remedy=f"pip install --upgrade {behind}",
-    )
+    if number != API:
+        raise DeviceError(
+            f"device {name!r} of {distribution} was written for API {number}",
+            wanted=f"API {API}, which this sglcore understands",
+            remedy=f"pip install --upgrade {distribution if number < API else 'sglcore'}",
+        )
 
 
 def _load(point: EntryPoint, same_name: list[EntryPoint]) -> Installed:
@@ -89,7 +85,7 @@ def _api_number(point: EntryPoint, distribution: str) -> int:
     if tag is None:
         raise DeviceError(
             f"the entry point {point.name} = {point.value!r} of {distribution} does not say its API number",
-            wanted=f"'module:name [api-{SUPPORTED[-1]}]'",
+            wanted=f"'module:name [api-{API}]'",
             remedy=f"pip install --upgrade {distribution}",
         )
     return int(tag.group(1))

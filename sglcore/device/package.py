@@ -14,10 +14,7 @@ from typing import Any, TypeAlias
 from sglcore.device.errors import DeviceError
 
 API = 2
-"""The number of the contract that a package written today declares."""
-
-SUPPORTED = range(1, 3)
-"""The numbers of the contract that this core understands."""
+"""The number of the contract that this core understands, and that a package declares."""
 
 Ref: TypeAlias = str
 """`"module:name"`: something that is imported only when it is used."""
@@ -37,7 +34,7 @@ class DevicePackage:
     """True for the processor itself, which is chosen when no accelerator is present."""
     probe: Ref
     """`probe(named: bool, system: System) -> ProbeReport`: looks through `system` only; `named` when a person asked for
-    this device. (API 1: `probe(named)`.)"""
+    this device."""
     facts: Ref
     """`facts() -> Facts`: the values by which this device differs from others."""
     worker: Ref
@@ -45,8 +42,7 @@ class DevicePackage:
     attention: Mapping[str, Ref]
     """Attention backends by name, the preferred first."""
     graphs: Mapping[str, Ref]
-    """Graph backends by kind, each `factory(facts, streams) -> GraphBackend`; empty when the device needs none. (API 1:
-    `factory()`.)"""
+    """Graph backends by kind, each `factory(facts, streams) -> GraphBackend`; empty when the device needs none."""
     kernels: Ref
     """`kernels() -> KernelTable`: the functions that this device replaces, over the reference. A device with a runtime of
     its own gives a record whose `origin` says by name what runs each operation."""

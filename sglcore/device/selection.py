@@ -67,9 +67,8 @@ def requested_device(option: str | None, environ: Mapping[str, str] = os.environ
 def run_probe(package: DevicePackage, named: bool, system: System | None = None) -> ProbeReport:
     """Call a package's probe on `system` (None: `host_system()`). What it raises keeps its own traceback and gets a note
     that names the package."""
-    seen = () if package.api < 2 else (system or host_system(),)
     try:
-        report = resolve(package.probe, package.name)(named, *seen)
+        report = resolve(package.probe, package.name)(named, system or host_system())
     except Exception as error:
         error.add_note(f"in the probe {package.probe!r} of device {package.name!r}")
         raise

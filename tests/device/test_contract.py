@@ -51,7 +51,7 @@ CONSTRUCTORS = ((contract.AttentionBackend, "__init__"),)
 
 def describe() -> str:
     """API number, fields with types and defaults, methods with signatures."""
-    lines = [f"API {package.API}, understands {package.SUPPORTED.start} to {package.SUPPORTED.stop - 1}"]
+    lines = [f"API {package.API}"]
     for record in RECORDS:
         lines.append(f"\n{record.__name__}")
         lines += [f"    {field.name}: {field.type}{_default(field)}" for field in dataclasses.fields(record)]

@@ -7,12 +7,12 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from sglcore.device.errors import DeviceError
-from sglcore.device.package import API, SUPPORTED, DevicePackage, resolve
+from sglcore.device.package import DevicePackage, resolve
 from tests.device.site import Site
 
 PACKAGE = DevicePackage(
     name="one",
-    api=1,
+    api=2,
     summary="planted",
     probe="a:probe",
     facts="a:facts",
@@ -22,10 +22,6 @@ PACKAGE = DevicePackage(
     kernels="a:kernels",
     bring_up="a:BRING_UP",
 )
-
-
-def test_the_core_supports_the_api_it_declares() -> None:
-    assert API in SUPPORTED
 
 
 def test_a_declaration_is_frozen_and_keeps_copies_in_the_order_they_were_given() -> None:

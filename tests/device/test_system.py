@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sglcore.device.package import DevicePackage
+from sglcore.device.probe import Fact, ProbeReport
 from sglcore.device.selection import run_probe
 from sglcore.device.system import VARIABLE, System, host_system
 
@@ -84,24 +85,12 @@ def test_the_variable_names_the_root(tmp_path: Path) -> None:
     assert host_system({}).is_this_machine and host_system({VARIABLE: ""}).is_this_machine
 
 
-def test_a_probe_is_given_the_system_from_api_2_on(tmp_path: Path) -> None:
+def test_a_probe_is_given_the_system(tmp_path: Path) -> None:
     refs = dict.fromkeys(("facts", "worker", "kernels", "bring_up"), "a:b")
-    new = DevicePackage(name="n", api=2, summary="", probe=f"{__name__}:new", attention={}, graphs={}, **refs)
-    old = DevicePackage(name="o", api=1, summary="", probe=f"{__name__}:old", attention={}, graphs={}, **refs)
-    assert run_probe(new, False, System(tmp_path)).hardware.evidence == str(tmp_path)
-    assert run_probe(old, True, System(tmp_path)).hardware.evidence == "True"
+    package = DevicePackage(name="n", api=2, summary="", probe=f"{__name__}:probe", attention={}, graphs={}, **refs)
+    assert run_probe(package, False, System(tmp_path)).hardware.evidence == str(tmp_path)
 
 
-def report(evidence: str):
-    from sglcore.device.probe import Fact, ProbeReport
-
-    fact = Fact(True, evidence)
+def probe(named: bool, system: System) -> ProbeReport:
+    fact = Fact(True, str(system.root))
     return ProbeReport(fact, fact, fact, fact)
-
-
-def new(named: bool, system: System):
-    return report(str(system.root))
-
-
-def old(named: bool):
-    return report(str(named))

@@ -39,16 +39,16 @@ def breakable(facts: Facts, streams: Streams) -> FullGraphs:
     return mechanism("breakable", RecordingCapture(), streams)
 
 
-def old() -> RecordedGraphs:
-    """A factory of the contract before."""
+def again(facts: Facts, streams: Streams) -> RecordedGraphs:
+    """A factory that needs no streams."""
     return RecordedGraphs()
 
 
-def package(api: int = 2, **graphs: str) -> DevicePackage:
+def package(**graphs: str) -> DevicePackage:
     """A device with these graphs."""
     return DevicePackage(
         name="made",
-        api=api,
+        api=2,
         summary="made up",
         probe="a:b",
         facts="a:b",
@@ -63,14 +63,12 @@ def package(api: int = 2, **graphs: str) -> DevicePackage:
     )
 
 
-def choose(
-    graph: str, facts: Facts = STREAMS, site: Site | None = None, api: int = 2, strict: bool = False, **graphs: str
-):
+def choose(graph: str, facts: Facts = STREAMS, site: Site | None = None, strict: bool = False, **graphs: str):
     """The mechanism, and the ledger's rows."""
     ledger = DecisionLedger(strict=strict)
     site = site or make_site(attention=GatheredAttention)
     config = EngineConfig(graph=graph)
-    backend = make_backend(config, package(api, **graphs), facts, make_streams(), site.attention, ledger)
+    backend = make_backend(config, package(**graphs), facts, make_streams(), site.attention, ledger)
     return backend, ledger.rows
 
 
@@ -111,14 +109,8 @@ def test_an_explicit_kind_that_can_not_be_had_is_a_downgrade_and_strict_refuses_
 
 def test_a_device_without_streams_captures_any_attention() -> None:
     host = Facts(tensor_device="cpu")
-    backend, _ = choose("again", host, make_site(), api=1, again=f"{NAME}:old")
+    backend, _ = choose("again", host, make_site(), again=f"{NAME}:again")
     assert isinstance(backend, RecordedGraphs)
-
-
-def test_a_factory_of_the_number_before_is_called_without_arguments() -> None:
-    with pytest.raises(TypeError):
-        choose("again", api=2, again=f"{NAME}:old")
-    assert isinstance(choose("again", api=1, again=f"{NAME}:old")[0], RecordedGraphs)
 
 
 class Silent:

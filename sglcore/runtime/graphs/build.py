@@ -20,9 +20,6 @@ from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.streams import Streams
 from sglcore.step.sizing import size_text
 
-WITHOUT_STREAMS = 1
-"""The API number whose graph factories take no arguments."""
-
 
 def make_backend(
     config: EngineConfig,
@@ -51,8 +48,7 @@ def make_backend(
         row = Row("graph", config.graph, "eager", reason, "--graph off", downgrade=not is_automatic)
         ledger.record(row)
         return None
-    factory = resolve(package.graphs[kind], package.name)
-    return factory() if package.api == WITHOUT_STREAMS else factory(facts, streams)
+    return resolve(package.graphs[kind], package.name)(facts, streams)
 
 
 def _reason_against(facts: Facts, attn_backend: AttentionBackend) -> str:
