@@ -11,7 +11,7 @@ import sglcore
 ROOT = Path(sglcore.__file__).parents[1]
 PROBE = """
 from sglcore.device.probe import Fact, ProbeReport
-def probe(named):
+def probe(named, system):
     {body}
     return ProbeReport(hardware=Fact({hardware}, "seen"), driver=Fact(True, ""), package=Fact(True, ""), runtime=Fact(True, ""))
 """
