@@ -12,8 +12,9 @@ from sglcore.conformance.law import LOGPROBS, Law, LawBroken
 from sglcore.conformance.trial import Trial
 from sglcore.device.errors import SglcoreError
 from sglcore.engine.core import Engine, Prompt
-from sglcore.engine.outputs import Completion, RequestOutput, TokenLogprob
+from sglcore.engine.outputs import Completion, RequestOutput
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.output import TokenLogprob
 
 PROMPTS = ("Once upon a time", "The river was wide, and", "A", "Nobody knew why the old clock", "Seven birds sat")
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sglcore.engine.news import TokenNews
-from sglcore.engine.outputs import Completion, Piece, RequestOutput, TokenLogprob
+from sglcore.engine.outputs import Completion, Piece, RequestOutput
 from sglcore.engine.text import GrowingText, TextCodec
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.output import EngineOutput, TokenLogprob
 
 
 class Assembly:
@@ -34,7 +34,7 @@ class Assembly:
             for _ in range(params.n)
         ]
 
-    def take(self, news: TokenNews) -> Piece | None:
+    def take(self, news: EngineOutput) -> Piece | None:
         """The piece of text that became final; None for news of a sample that has ended.
 
         A piece that ends by "stop" or "error" while `news` goes on: the token side must be told to end the sample.
@@ -54,7 +54,7 @@ class Assembly:
         completion.finish_reason, completion.error = "error", reason
         return Piece(self.output.request_id, index, "", (), "error", error=reason)
 
-    def _grow(self, completion: Completion, text: GrowingText, news: TokenNews) -> Piece:
+    def _grow(self, completion: Completion, text: GrowingText, news: EngineOutput) -> Piece:
         self._take_prompt(news)
         logprobs = self._take_tokens(completion, news)
         visible = news.token_ids
@@ -75,20 +75,20 @@ class Assembly:
             completion.error,
         )
 
-    def _take_prompt(self, news: TokenNews) -> None:
+    def _take_prompt(self, news: EngineOutput) -> None:
         output = self.output
         output.cached_tokens = max(output.cached_tokens, news.cached_tokens)
         if output.prompt_logprobs is not None and len(output.prompt_logprobs) == 1 and news.prompt_logprobs:
             output.prompt_logprobs += news.prompt_logprobs
 
-    def _take_tokens(self, completion: Completion, news: TokenNews) -> tuple[TokenLogprob, ...] | None:
+    def _take_tokens(self, completion: Completion, news: EngineOutput) -> tuple[TokenLogprob, ...] | None:
         completion.token_ids.extend(news.token_ids)
         if completion.logprobs is None or news.logprobs is None:
             return None
         completion.logprobs.extend(news.logprobs)
         return tuple(news.logprobs)
 
-    def _end(self, completion: Completion, text: GrowingText, news: TokenNews) -> None:
+    def _end(self, completion: Completion, text: GrowingText, news: EngineOutput) -> None:
         stopped = text.stopped_by is not None
         completion.finish_reason = "stop" if stopped else news.finish_reason
         completion.stop_cause = text.stopped_by if stopped else news.stop_cause

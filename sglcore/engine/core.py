@@ -16,11 +16,11 @@ from sglcore.device.ledger import Row
 from sglcore.device.worker import ModelWorker
 from sglcore.engine.assembly import Assembly
 from sglcore.engine.grammar import Grammars, Vocabulary, open_grammars
-from sglcore.engine.news import TokenNews
 from sglcore.engine.outputs import Piece, RequestOutput
 from sglcore.engine.text import TextCodec, TextError, eos_token_ids
 from sglcore.engine.tokens import TokenEngine
 from sglcore.sampling.params import SamplingParams, fresh_seed
+from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Request
 from sglcore.schedule.results import check_request
 
@@ -135,10 +135,10 @@ class Engine:
             raise TextError(f"text {place}: {error}") from None
         return request
 
-    def _absorb(self, news: Sequence[TokenNews]) -> list[Piece]:
+    def _absorb(self, news: Sequence[EngineOutput]) -> list[Piece]:
         return [piece for each in news if (piece := self._take(each)) is not None]
 
-    def _take(self, news: TokenNews) -> Piece | None:
+    def _take(self, news: EngineOutput) -> Piece | None:
         assembly = self._texts.get(news.request_id)
         piece = None if assembly is None else assembly.take(news)
         if assembly is None or piece is None:
@@ -149,7 +149,7 @@ class Engine:
             self._texts.pop(news.request_id, None)
         return piece
 
-    def _end_sample(self, assembly: Assembly, news: TokenNews) -> None:
+    def _end_sample(self, assembly: Assembly, news: EngineOutput) -> None:
         """The text has ended before the tokens did: at a stop string, or because it can not be made."""
         cause = assembly.output.outputs[news.index].stop_cause
         if isinstance(cause, str):

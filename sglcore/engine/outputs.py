@@ -3,24 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
-import numpy as np
-
-from sglcore.device.worker import TokenLogprobs
-
-FinishReason = Literal["stop", "length", "abort", "error"]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """One token's natural-log probability under the model's raw logits; `rank` 1 is the most likely. `top` holds the
-    most likely (token id, log-probability) pairs that were asked for."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
+from sglcore.schedule.output import FinishReason, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -76,17 +60,3 @@ class PromptProgress:
     total: int
     cached: int
     processed: int
-
-
-def token_logprobs(ids: list[int], found: TokenLogprobs, wanted: int) -> list[TokenLogprob]:
-    """Records for N tokens, each with its `wanted` most likely alternatives."""
-    top_ids, top_values = np.asarray(found.top_ids), np.asarray(found.top_logprobs)
-    return [
-        TokenLogprob(
-            token_id,
-            float(found.chosen[place]),
-            int(found.ranks[place]),
-            tuple(zip(top_ids[place, :wanted].tolist(), top_values[place, :wanted].tolist(), strict=True)),
-        )
-        for place, token_id in enumerate(ids)
-    ]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sglcore.device.worker import ModelWorker
+from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.overlap import BatchRecord, overlap_forward_isolation, record_batch_in_overlap
-from sglcore.schedule.request import Update
 from sglcore.schedule.scheduler import Scheduler
 
 
@@ -17,18 +17,18 @@ class Loop:
         self.worker = worker
         self.overlap = overlap and worker.limits.can_overlap
         self._running: BatchRecord | None = None
-        self._unsent: list[Update] = []
+        self._unsent: list[EngineOutput] = []
 
     @property
     def has_work(self) -> bool:
         """A call of `step` has something to do."""
         return bool(self._unsent) or self.scheduler.has_work
 
-    def step(self) -> list[Update]:
-        """Submit a step and collect one; returns the news. Waits for the device.
+    def step(self) -> list[EngineOutput]:
+        """Submit a step and collect one; returns the outputs. Waits for the device.
 
         If the worker raises, everything in flight is collected or dropped, the requests of the failed steps finish with
-        "error", and the exception goes on to the caller. The news are then in `drain`: take them before another request
+        "error", and the exception goes on to the caller. The outputs are then in `drain`: take them before another request
         is ended by name. Further calls go on with the other requests.
         """
         if self._unsent:
@@ -41,13 +41,13 @@ class Loop:
         running, self._running = self._running, queued
         return self._collect(running)
 
-    def drain(self) -> list[Update]:
-        """Collect what is in flight and submit nothing; returns the news. Waits for the device."""
+    def drain(self) -> list[EngineOutput]:
+        """Collect what is in flight and submit nothing; returns the outputs. Waits for the device."""
         running, self._running = self._running, None
         return self._take_unsent() + self._collect(running)
 
-    def _step_in_turn(self) -> list[Update]:
-        """Collect, then submit what depends on it; if that raises, the news wait for `drain`."""
+    def _step_in_turn(self) -> list[EngineOutput]:
+        """Collect, then submit what depends on it; if that raises, the outputs wait for `drain`."""
         running, self._running = self._running, None
         self._unsent += self._collect(running)
         self._running = self._submit()
@@ -66,7 +66,7 @@ class Loop:
             self._abandon(error)
             raise
 
-    def _collect(self, record: BatchRecord | None) -> list[Update]:
+    def _collect(self, record: BatchRecord | None) -> list[EngineOutput]:
         if record is None:
             return []
         try:
@@ -75,7 +75,7 @@ class Loop:
             self._abandon(error)
             raise
 
-    def _finish(self, record: BatchRecord) -> list[Update]:
+    def _finish(self, record: BatchRecord) -> list[EngineOutput]:
         ticket, record.ticket = record.ticket, None
         assert ticket is not None
         return self.scheduler.finish(record, self.worker.collect(ticket))
@@ -96,6 +96,6 @@ class Loop:
         if self.scheduler.has_work and not len(self.scheduler.in_flight):
             raise RuntimeError(f"nothing can run and nothing is in flight: {self.scheduler.stats()}")
 
-    def _take_unsent(self) -> list[Update]:
+    def _take_unsent(self) -> list[EngineOutput]:
         unsent, self._unsent = self._unsent, []
         return unsent

@@ -1,4 +1,4 @@
-"""A request and what the scheduler tells about it. The request's state, never a length, says how a row goes on."""
+"""A request as the scheduler has it. Its state, never a length, says how a row goes on."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from sglcore.device.errors import SglcoreError
 from sglcore.device.worker import TokenLogprobs
+from sglcore.schedule.output import EngineOutput, FinishReason, TokenLogprob, token_logprobs
 from sglcore.schedule.prefix_cache import Node
 
 Ints = NDArray[np.int32]
 MAX_TOKEN = 2**31 - 1
-FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class RequestError(SglcoreError, ValueError):
@@ -89,7 +89,7 @@ class Awaited:
 class Request:
     """One generation or embedding.
 
-    `seed` is the resolved 64-bit seed; `sample_index` tells siblings of one prompt apart. A sampled token in `stop_ids`
+    `rid` is its own name, `request_id` that of the request whose sample `sample_index` it is (none given: `rid`). `seed` is the resolved 64-bit seed. A sampled token in `stop_ids`
     ends the request ("stop"). `leader`: a sibling with the same prompt, whose published prompt this one waits for.
     Results: `output_ids` (a stop token included); `logprobs`, one entry of N = 1 per emitted token; `prompt_logprobs`,
     entries that together cover prompt tokens 1..P-1. `stop_cause` is the stop token's id or the stop string found.
@@ -107,6 +107,7 @@ class Request:
     task: Literal["generate", "embed"] = "generate"
     leader: Request | None = None
     matcher: Matcher | None = None
+    request_id: str = ""
 
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -136,6 +137,7 @@ class Request:
     compared: int = 0
 
     def __post_init__(self) -> None:
+        self.request_id = self.request_id or self.rid
         ids = np.asarray(self.prompt_ids)
         if ids.size and ids.dtype.kind not in "iu":
             raise RequestError(f"the prompt of {self.rid!r} holds {ids.dtype}; give integer token ids")
@@ -164,22 +166,19 @@ class Request:
         outputs = np.array(self.output_ids[max(start - prompt, 0) : end - prompt], dtype=np.int32)
         return np.concatenate([self.prompt_ids[start:], outputs]) if start < prompt else outputs
 
+    def output(self, token_ids: list[int]) -> EngineOutput:
+        """What to tell of tokens that it emitted last; with the first ones, what is known of its prompt."""
+        output = EngineOutput(self.request_id, self.sample_index, token_ids)
+        if len(self.output_ids) == len(token_ids):
+            output.cached_tokens = self.cached_tokens
+            if self.params.prompt_logprobs is not None and not self.scores_prompt:
+                output.prompt_logprobs = self._prompt_records(self.params.prompt_logprobs)
+        return output
 
-class Update:
-    """News of one request: the tokens it emitted in a step, and why it ended if it did (then it is the last news).
-
-    `token_ids` list[int]; `logprobs` runs along them (None: not asked for). `request` holds all results so far.
-    """
-
-    __slots__ = ("finish_reason", "logprobs", "request", "token_ids")
-
-    def __init__(self, request: Request, token_ids: list[int], logprobs: TokenLogprobs | None = None) -> None:
-        self.request = request
-        self.token_ids = token_ids
-        self.logprobs = logprobs
-        self.finish_reason: FinishReason | None = None
-
-    @property
-    def finished(self) -> bool:
-        """No further news of this request will come."""
-        return self.finish_reason is not None
+    def _prompt_records(self, wanted: int) -> list[TokenLogprob]:
+        records: list[TokenLogprob] = []
+        for found in self.prompt_logprobs:
+            first = len(records) + 1
+            ids = self.prompt_ids[first : first + len(found.chosen)].tolist()
+            records += token_logprobs(ids, found, wanted)
+        return records

@@ -11,9 +11,10 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.device.errors import ConfigError
 from sglcore.device.worker import BatchResult, Limits
 from sglcore.schedule.batch_builder import BatchBuilder, Chunk, Compose
+from sglcore.schedule.output import EngineOutput, FinishReason, token_logprobs
 from sglcore.schedule.overlap import BatchRecord, InFlight
 from sglcore.schedule.queue import WaitingQueue
-from sglcore.schedule.request import FinishReason, Request, RequestError, State, Update
+from sglcore.schedule.request import Request, RequestError, State
 from sglcore.schedule.results import check_request, check_result, cut_logprobs, take_prompt_logprobs
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.sampling_rows import SamplingRows
@@ -75,13 +76,13 @@ class Scheduler:
         request.arrival = self._arrivals
         self._queue_of(request).add(request)
 
-    def abort(self, rid: str) -> Update | None:
-        """End a request now, whatever its state; its last news, or None if it is unknown or has ended."""
+    def abort(self, rid: str) -> EngineOutput | None:
+        """End a request now, whatever its state; its last output, or None if it is unknown or has ended."""
         request = self._requests.get(rid)
         return None if request is None else self._end(request, "abort")
 
-    def stop(self, rid: str, cause: str) -> Update | None:
-        """End a request whose text reached a stop string; its last news, or None if it is unknown or has ended."""
+    def stop(self, rid: str, cause: str) -> EngineOutput | None:
+        """End a request whose text reached a stop string; its last output, or None if it is unknown or has ended."""
         request = self._requests.get(rid)
         return None if request is None else self._end(request, "stop", cause)
 
@@ -99,29 +100,29 @@ class Scheduler:
         self._embedded_last = batch is None and len(self._embedding) > 0
         return self._embed() if self._embedded_last else batch
 
-    def finish(self, record: BatchRecord, result: BatchResult) -> list[Update]:
-        """Take in the results of the oldest step in flight; returns the news, in row order."""
+    def finish(self, record: BatchRecord, result: BatchResult) -> list[EngineOutput]:
+        """Take in the results of the oldest step in flight; returns the outputs, in row order."""
         check_result(record, result)
         self._close(record)
         self._builder.last_tokens[record.slots] = result.token_ids
         special = record.has_stale_rows or result.logprobs is not None or result.bad_rows.any()
         plain = 0 if special else len(record.requests) - len(record.spans)
-        updates = self._take_tokens(record.requests[:plain], result.token_ids[:plain].tolist())
+        outputs = self._take_tokens(record.requests[:plain], result.token_ids[:plain].tolist())
         if plain < len(record.requests):
-            updates += self._take_rows(record, result, plain)
+            outputs += self._take_rows(record, result, plain)
         if record.finishing:
-            self._end_finishing(record, updates)
+            self._end_finishing(record, outputs)
         self._running.release(record)
-        return updates
+        return outputs
 
-    def drop(self, record: BatchRecord, error: BaseException) -> list[Update]:
-        """The oldest step in flight brings no results: its requests end with "error". Returns their last news."""
+    def drop(self, record: BatchRecord, error: BaseException) -> list[EngineOutput]:
+        """The oldest step in flight brings no results: its requests end with "error". Returns their last outputs."""
         text = f"step {record.step} failed: {type(error).__name__}: {error}"
         unfinished = [request for request in record.requests if request.state is not State.FINISHED]
-        updates = [self._end(request, "error", error=text) for request in unfinished]
+        outputs = [self._end(request, "error", error=text) for request in unfinished]
         self._close(record)
         self._running.release(record)
-        return updates
+        return outputs
 
     def stats(self) -> dict[str, int]:
         """Counts of requests, steps, pages and tokens."""
@@ -257,39 +258,39 @@ class Scheduler:
         self.in_flight.close(record)
         self._collected = record.step
 
-    def _take_tokens(self, requests: list[Request], tokens: list[int]) -> list[Update]:
+    def _take_tokens(self, requests: list[Request], tokens: list[int]) -> list[EngineOutput]:
         """The common case: decode rows that emitted one good token each and whose requests are still there."""
-        updates = []
+        outputs = []
         for request, token in zip(requests, tokens, strict=True):
             if request.matcher is not None and not _follows(request, token):
-                updates.append(self._refuse(request, token))
+                outputs.append(self._refuse(request, token))
                 continue
             request.output_ids.append(token)
-            update = Update(request, [token])
-            updates.append(update)
+            output = request.output([token])
+            outputs.append(output)
             if token in request.stop_ids:
-                update.finish_reason = self._end(request, "stop", token).finish_reason
-        return updates
+                self._end(request, "stop", token, output=output)
+        return outputs
 
-    def _take_rows(self, record: BatchRecord, result: BatchResult, first: int) -> list[Update]:
+    def _take_rows(self, record: BatchRecord, result: BatchResult, first: int) -> list[EngineOutput]:
         """Any rows, from `first` on."""
-        updates = []
+        outputs = []
         bad, offsets = result.bad_rows.tolist(), result.token_offsets.tolist()
         decodes = len(record.requests) - len(record.spans)
         for row, request in enumerate(record.requests[first:], start=first):
             if request.state is State.FINISHED:
                 continue
             if bad[row]:
-                updates.append(self._end(request, "error", error=_why_bad(request, record.step)))
+                outputs.append(self._end(request, "error", error=_why_bad(request, record.step)))
                 continue
             if row >= decodes:
                 self._take_chunk(request, record.spans[row - decodes], row, result)
             if result.embeddings is not None:
                 request.embedding = result.embeddings[row].copy()
-                updates.append(self._end(request, "stop"))
+                outputs.append(self._end(request, "stop"))
             elif offsets[row] < offsets[row + 1]:
-                updates.append(self._take_token(request, offsets[row], result))
-        return updates
+                outputs.append(self._take_token(request, offsets[row], result))
+        return outputs
 
     def _take_chunk(self, request: Request, span: tuple[int, int], row: int, result: BatchResult) -> None:
         start, end = span
@@ -299,33 +300,41 @@ class Scheduler:
         self._running.memory.publish(request, end)
         request.prompt_published = request.prompt_published or end >= len(request.prompt_ids)
 
-    def _take_token(self, request: Request, index: int, result: BatchResult) -> Update:
+    def _take_token(self, request: Request, index: int, result: BatchResult) -> EngineOutput:
         token = int(result.token_ids[index])
         if request.matcher is not None and not _follows(request, token):
             return self._refuse(request, token)
-        logprobs = None
-        if result.logprobs is not None and request.params.logprobs is not None:
-            logprobs = cut_logprobs(result.logprobs, index, index + 1, request.params.logprobs)
-            request.logprobs.append(logprobs)
         request.output_ids.append(token)
-        update = Update(request, [token], logprobs)
+        output, wanted = request.output([token]), request.params.logprobs
+        if result.logprobs is not None and wanted is not None:
+            logprobs = cut_logprobs(result.logprobs, index, index + 1, wanted)
+            request.logprobs.append(logprobs)
+            output.logprobs = token_logprobs([token], logprobs, wanted)
         if token in request.stop_ids:
-            update.finish_reason = self._end(request, "stop", token).finish_reason
-        return update
+            self._end(request, "stop", token, output=output)
+        return output
 
-    def _refuse(self, request: Request, token: int) -> Update:
+    def _refuse(self, request: Request, token: int) -> EngineOutput:
         """End a request whose grammar does not allow what the device drew: the token is not taken."""
         assert request.matcher is not None
         reason = request.matcher.error or "the device did not apply the mask"
         return self._end(request, "error", error=f"token {token} does not follow the grammar: {reason}")
 
-    def _end_finishing(self, record: BatchRecord, updates: list[Update]) -> None:
-        by_request = {update.request: update for update in updates}
+    def _end_finishing(self, record: BatchRecord, outputs: list[EngineOutput]) -> None:
+        known = {(output.request_id, output.index): output for output in outputs}
         for request in record.finishing:
             if request.state is not State.FINISHED:
-                by_request[request].finish_reason = self._end(request, "length").finish_reason
+                self._end(request, "length", output=known[request.request_id, request.sample_index])
 
-    def _end(self, request: Request, reason: FinishReason, cause: int | str | None = None, error: str = "") -> Update:
+    def _end(
+        self,
+        request: Request,
+        reason: FinishReason,
+        cause: int | str | None = None,
+        error: str = "",
+        output: EngineOutput | None = None,
+    ) -> EngineOutput:
+        """The last output of a request that ends: `output`, or one without tokens."""
         request.finish_reason, request.stop_cause, request.error = reason, cause, error
         del self._requests[request.rid]
         if request.state is State.WAITING:
@@ -336,9 +345,9 @@ class Scheduler:
             self.in_flight.mark_stale()
         request.state = State.FINISHED
         request.matcher = request.awaited = None
-        update = Update(request, [])
-        update.finish_reason = reason
-        return update
+        output = output or request.output([])
+        output.finish_reason, output.stop_cause, output.error = reason, cause, error
+        return output
 
 
 def _follows(request: Request, token: int) -> bool:

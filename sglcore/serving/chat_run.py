@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
-from sglcore.engine.outputs import Piece, PromptProgress, TokenLogprob
+from sglcore.engine.outputs import Piece, PromptProgress
 from sglcore.sampling.grammar import GrammarError
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.output import TokenLogprob
 from sglcore.serving.errors import InvalidRequest, blame
 from sglcore.serving.formats import ChatFormat, Delta, Rendered
 from sglcore.serving.front import Front
@@ -51,7 +52,7 @@ class ChatAsk:
 
 @dataclass(frozen=True, slots=True)
 class ChatEvent:
-    """News of one sample: a delta, log-probabilities and ids of tokens, or its end; or (`progress`) of the prompt."""
+    """What is new of one sample: a delta, log-probabilities and ids of tokens, or its end; or (`progress`) of the prompt."""
 
     index: int
     delta: Delta | None = None

@@ -7,9 +7,9 @@ import time
 
 from sglcore.device.errors import SglcoreError
 from sglcore.engine.meter import Meter
-from sglcore.engine.news import TokenNews
 from sglcore.engine.tokens import TokenEngine
 from sglcore.sampling.params import SamplingError
+from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Request, State
 from sglcore.serving.channel import EngineChannel
 from sglcore.serving.messages import (
@@ -19,10 +19,10 @@ from sglcore.serving.messages import (
     Audited,
     Embed,
     Embedded,
+    EngineOutputs,
     EngineStats,
     Failed,
     Leave,
-    News,
     Order,
     Refused,
     Stop,
@@ -129,7 +129,7 @@ class EngineService:
         self._step_seconds += time.perf_counter() - begin
         self._host_steps += 1
 
-    def _after_failure(self, error: Exception) -> list[TokenNews]:
+    def _after_failure(self, error: Exception) -> list[EngineOutput]:
         """The requests of the failed step have ended with its error; the others go on."""
         self._failures += 1
         self._failed_steps += 1
@@ -140,10 +140,10 @@ class EngineService:
             self._failures = MOST_FAILURES
             return []
 
-    def _send(self, news: list[TokenNews]) -> None:
+    def _send(self, news: list[EngineOutput]) -> None:
         if news:
             self._generated += sum(len(each.token_ids) for each in news)
-            self._channel.send(News(news))
+            self._channel.send(EngineOutputs(news))
 
     def _send_embeddings(self) -> None:
         for name, request in list(self._embeds.items()):

@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Protocol
 
 from sglcore.engine.assembly import Assembly
-from sglcore.engine.news import TokenNews
 from sglcore.engine.outputs import Piece, PromptProgress, RequestOutput
+from sglcore.schedule.output import EngineOutput
 from sglcore.serving.errors import InvalidRequest
 from sglcore.serving.messages import Abort, Ask, Order, Stop
 
@@ -80,7 +80,7 @@ class Generation:
         """No news of it can come any more."""
         return self._failure is not None or self.output.finished
 
-    def deliver(self, news: TokenNews) -> None:
+    def deliver(self, news: EngineOutput) -> None:
         """Take in news from the engine; never raises."""
         if self.is_closed:
             return

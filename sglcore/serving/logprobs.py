@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sglcore.engine.outputs import TokenLogprob
+from sglcore.schedule.output import TokenLogprob
 from sglcore.serving.token_text import TokenTexts
 
 LEAST = -9999.0

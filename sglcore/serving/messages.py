@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglcore.engine.news import TokenNews
 from sglcore.sampling.grammar import Grammar
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.output import EngineOutput
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -117,10 +117,10 @@ class Ready(msgspec.Struct, array_like=True, tag=2):
     info: ModelInfo
 
 
-class News(msgspec.Struct, array_like=True, tag=3, gc=False):
-    """What one step brought."""
+class EngineOutputs(msgspec.Struct, array_like=True, tag=3, gc=False):
+    """What one step brought, of all requests."""
 
-    items: list[TokenNews]
+    items: list[EngineOutput]
 
 
 class Refused(msgspec.Struct, array_like=True, tag=4, gc=False):
@@ -184,7 +184,7 @@ class Failed(msgspec.Struct, array_like=True, tag=8, gc=False):
     exit_code: int
 
 
-Report = Phase | Ready | News | Refused | Embedded | EngineStats | Audited | Failed
+Report = Phase | Ready | EngineOutputs | Refused | Embedded | EngineStats | Audited | Failed
 
 _DEFAULTS = MappingProxyType({item.name: getattr(SamplingParams(), item.name) for item in fields(SamplingParams)})
 

@@ -7,7 +7,7 @@ import logging
 import time
 from typing import Literal, Protocol
 
-from sglcore.engine.news import TokenNews
+from sglcore.schedule.output import EngineOutput
 from sglcore.serving.channel import FrontChannel
 from sglcore.serving.engine_process import LINK_BROKE
 from sglcore.serving.errors import EngineDied, InvalidRequest, Unanswered, ended_badly
@@ -19,11 +19,11 @@ from sglcore.serving.messages import (
     Audited,
     Embed,
     Embedded,
+    EngineOutputs,
     EngineStats,
     Failed,
     Leave,
     ModelInfo,
-    News,
     Phase,
     Ready,
     Refused,
@@ -182,7 +182,7 @@ class Replica:
             self.process.kill()
 
     def _take(self, report: Report) -> None:
-        if isinstance(report, News):
+        if isinstance(report, EngineOutputs):
             for news in report.items:
                 self._deliver(news)
         elif isinstance(report, EngineStats):
@@ -199,7 +199,7 @@ class Replica:
         elif isinstance(report, Failed):
             self._error, self._exit_code = report.error, report.exit_code
 
-    def _deliver(self, news: TokenNews) -> None:
+    def _deliver(self, news: EngineOutput) -> None:
         generation = self.generations.get(news.request_id)
         if generation is None:
             return

@@ -15,7 +15,7 @@ from sglcore.serving.generation import Generation
 
 Item = Piece | PromptProgress
 AT_ONCE = 64
-"""News of several prompts that may wait for a slow client before their readers do."""
+"""Items of several prompts that may wait for a slow client before their readers do."""
 
 
 class Runs:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from sglcore.schedule.loop import Loop
-from sglcore.schedule.request import Request, Update
+from sglcore.schedule.output import EngineOutput
+from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 from tests.schedule.fake_worker import FakeWorker, Wishes, compose, make_limits
 
@@ -20,7 +21,7 @@ class Drive:
         self.worker = FakeWorker(self.limits)
         self.scheduler = Scheduler(self.limits, prefix_cache=prefix_cache, compose=compose)
         self.loop = Loop(self.scheduler, self.worker, overlap=overlap)
-        self.updates: list[Update] = []
+        self.outputs: list[EngineOutput] = []
 
     def make(self, rid: str, prompt: int | list[int], max_tokens: int | None = 8, **given: Any) -> Request:
         """A request that is not added; an integer prompt means so many tokens of its own."""
@@ -37,14 +38,14 @@ class Drive:
         self.scheduler.add(request)
         return request
 
-    def step(self, count: int = 1) -> list[Update]:
-        """So many steps of the loop; the news of the last."""
-        news: list[Update] = []
+    def step(self, count: int = 1) -> list[EngineOutput]:
+        """So many steps of the loop; the outputs of the last."""
+        outputs: list[EngineOutput] = []
         for _ in range(count):
-            news = self.loop.step()
-            self.updates += news
+            outputs = self.loop.step()
+            self.outputs += outputs
             self.scheduler.audit()
-        return news
+        return outputs
 
     def run(self, most: int = 500) -> int:
         """Step until all work is done; the number of steps."""
@@ -60,7 +61,7 @@ class Drive:
 
     def finishes(self) -> list[str]:
         """Names in the order in which requests ended by themselves."""
-        return [update.request.rid for update in self.updates if update.finished]
+        return [output.request_id for output in self.outputs if output.finished]
 
     def stop_after(self, request: Request, count: int) -> Request:
         """Make the request's token number `count` (from 1) its stop token; call before adding."""

@@ -26,8 +26,8 @@ def test_a_worker_that_fails_to_submit_ends_the_requests_of_that_step_only() -> 
     with pytest.raises(RuntimeError, match="planned failure of submit 3"):
         drive.step()
     later = drive.add("c", 3, 3)
-    news = drive.loop.drain()
-    assert [(update.request.rid, update.finish_reason) for update in news] == [("a", None), ("a", "error")]
+    outputs = drive.loop.drain()
+    assert [(output.request_id, output.finish_reason) for output in outputs] == [("a", None), ("a", "error")]
     assert len(lost.output_ids) == 2 and "planned failure of submit 3" in lost.error
     drive.run()
     assert later.output_ids == drive.alone(later)
@@ -55,7 +55,7 @@ def test_the_news_of_a_failure_come_with_the_next_step_if_nobody_drained_them() 
     with pytest.raises(RuntimeError):
         drive.step()
     assert drive.loop.has_work
-    assert [update.finish_reason for update in drive.step()] == ["error"]
+    assert [output.finish_reason for output in drive.step()] == ["error"]
     assert not drive.loop.has_work
 
 
@@ -71,7 +71,7 @@ def test_no_page_and_no_slot_is_lost_whichever_step_fails(kind: str, step: int, 
         try:
             drive.step()
         except RuntimeError:
-            drive.updates += drive.loop.drain()
+            drive.outputs += drive.loop.drain()
             drive.scheduler.audit()
     assert sorted(drive.finishes()) == ["a", "b", "c"]
     assert drive.scheduler.stats()["free_pages"] == drive.limits.num_pages

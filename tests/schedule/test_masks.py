@@ -88,9 +88,9 @@ class ForgetsWhenRetracted(RunningRequests):
 class AcceptsInPlainStepsOnly(Scheduler):
     def _take_token(self, request: Request, index: int, result: object) -> object:
         matcher, request.matcher = request.matcher, None
-        update = super()._take_token(request, index, result)  # pyright: ignore[reportArgumentType]
+        output = super()._take_token(request, index, result)  # pyright: ignore[reportArgumentType]
         request.matcher = matcher if request.state is not State.FINISHED else None
-        return update
+        return output
 
 
 MUTANTS: dict[str, Callable[[Scheduler], None]] = {
@@ -184,6 +184,6 @@ def test_news_that_came_before_a_failed_submit_are_not_lost() -> None:
     drive.worker.fail_submit = {drive.scheduler.stats()["steps"] + 1}
     with pytest.raises(RuntimeError, match="planned failure"):
         drive.loop.step()
-    news = drive.loop.drain()
-    assert [len(update.token_ids) for update in news] == [1, 0] and len(bound.output_ids) == taken + 1
-    assert isinstance(drive.loop, Loop) and news[-1].finish_reason == "error"
+    outputs = drive.loop.drain()
+    assert [len(output.token_ids) for output in outputs] == [1, 0] and len(bound.output_ids) == taken + 1
+    assert isinstance(drive.loop, Loop) and outputs[-1].finish_reason == "error"

@@ -207,8 +207,8 @@ def test_abort_works_in_every_state() -> None:
     drive.step(2)
     assert [r.state for r in (decoding, chunking, waiting)] == [State.DECODING, State.EXTENDING, State.WAITING]
     for rid in "abc":
-        update = drive.scheduler.abort(rid)
-        assert update is not None and update.finish_reason == "abort" and update.token_ids == []
+        output = drive.scheduler.abort(rid)
+        assert output is not None and output.finish_reason == "abort" and output.token_ids == []
         drive.scheduler.audit()
     assert drive.scheduler.abort("a") is None
     drive.run()
@@ -228,8 +228,8 @@ def test_a_stop_string_ends_a_request_with_its_text() -> None:
     drive = Drive()
     request = drive.add("a", 3, None)
     drive.step(4)
-    update = drive.scheduler.stop("a", "\n\n")
-    assert update is not None and update.finished
+    output = drive.scheduler.stop("a", "\n\n")
+    assert output is not None and output.finished
     assert (request.finish_reason, request.stop_cause) == ("stop", "\n\n")
     drive.run()
 

@@ -17,9 +17,10 @@ from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.worker import BatchResult
 from sglcore.schedule.batch_builder import BatchBuilder
 from sglcore.schedule.memory import Memory
+from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.overlap import BatchRecord
 from sglcore.schedule.prefix_cache import Node, PrefixCache
-from sglcore.schedule.request import Request, State, Update
+from sglcore.schedule.request import Request, State
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
 from tests.schedule.trace import draw_trace, play
@@ -64,7 +65,7 @@ class PublishesBeforeCollect(Scheduler):
 
 
 class TakesStaleTokens(Scheduler):
-    def _take_rows(self, record: BatchRecord, result: BatchResult, first: int) -> list[Update]:
+    def _take_rows(self, record: BatchRecord, result: BatchResult, first: int) -> list[EngineOutput]:
         for row, request in enumerate(record.requests):
             if request.state is State.FINISHED and request.task == "generate":
                 request.output_ids += result.token_ids[slice(*result.token_offsets[row : row + 2])].tolist()
@@ -72,7 +73,7 @@ class TakesStaleTokens(Scheduler):
 
 
 class ForgetsToMarkStale(Scheduler):
-    def finish(self, record: BatchRecord, result: BatchResult) -> list[Update]:
+    def finish(self, record: BatchRecord, result: BatchResult) -> list[EngineOutput]:
         record.has_stale_rows = False
         return super().finish(record, result)
 
@@ -251,13 +252,13 @@ def _as_part(kind: type, path: str) -> Callable[[Scheduler], None]:
 SCHEDULER, RUNNING, BUILDER, MEMORY, CACHE = "", "_running", "_builder", "_running.memory", "_running.memory.cache"
 MUTANTS = (
     (PublishesBeforeCollect, SCHEDULER, "before its writer is collected"),
-    (TakesStaleTokens, SCHEDULER, "news and results differ"),
-    (ForgetsToMarkStale, SCHEDULER, "has news after its end"),
+    (TakesStaleTokens, SCHEDULER, "outputs and results differ"),
+    (ForgetsToMarkStale, SCHEDULER, "has outputs after its end"),
     (FreesBeforeCollect, RUNNING, "still reads it"),
     (FreesBeforeCollect, RUNNING, "reused while in flight"),
     (LeaksAbortedSlots, RUNNING, "slots lost"),
     (LosesPages, RUNNING, "distinct pages"),
-    (ForgetsOutputsOnRetraction, RUNNING, "news and results differ"),
+    (ForgetsOutputsOnRetraction, RUNNING, "outputs and results differ"),
     (RecomputesOnlyThePrompt, RUNNING, ""),
     (NeverRetracts, RUNNING, "nothing can run"),
     (DropsPageDifferences, BUILDER, "beyond the page table"),

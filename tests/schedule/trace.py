@@ -13,7 +13,8 @@ import numpy as np
 
 from sglcore.device.worker import Limits
 from sglcore.schedule.loop import Loop
-from sglcore.schedule.request import Request, Update
+from sglcore.schedule.output import EngineOutput
+from sglcore.schedule.request import Request
 from sglcore.schedule.results import join_logprobs
 from sglcore.schedule.scheduler import Scheduler
 from tests.schedule.fake_worker import FakeWorker, Wishes, compose, make_limits
@@ -37,21 +38,22 @@ class Trace:
 
 @dataclass
 class Outcome:
-    """What was seen: every update, and how many ticks had work."""
+    """What was seen: every output, and how many ticks had work."""
 
     trace: Trace
     worker: FakeWorker
     scheduler: Scheduler
     ticks: int = 0
-    tokens: dict[Request, list[int]] = field(default_factory=dict)
-    finishes: dict[Request, int] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    finishes: dict[str, int] = field(default_factory=dict)
 
-    def take(self, updates: list[Update]) -> None:
-        """Note news; tokens after the end are an error."""
-        for update in updates:
-            assert not self.finishes.get(update.request), f"{update.request.rid} has news after its end"
-            self.tokens.setdefault(update.request, []).extend(update.token_ids)
-            self.finishes[update.request] = self.finishes.get(update.request, 0) + update.finished
+    def take(self, outputs: list[EngineOutput]) -> None:
+        """Note outputs; tokens after the end are an error."""
+        for output in outputs:
+            rid = output.request_id
+            assert not self.finishes.get(rid), f"{rid} has outputs after its end"
+            self.tokens.setdefault(rid, []).extend(output.token_ids)
+            self.finishes[rid] = self.finishes.get(rid, 0) + output.finished
 
 
 def draw_trace(rnd: Random) -> Trace:
@@ -150,8 +152,8 @@ def _happen(outcome: Outcome, tick: int) -> None:
     for when, request, how in outcome.trace.ends:
         if when == tick and request.arrival >= 0:
             end = outcome.scheduler.abort if how == "abort" else lambda rid: outcome.scheduler.stop(rid, "text")
-            update = end(request.rid)
-            outcome.take([update] if update else [])
+            output = end(request.rid)
+            outcome.take([output] if output else [])
 
 
 def _step(outcome: Outcome, loop: Loop) -> None:
@@ -173,8 +175,8 @@ def check(outcome: Outcome) -> None:
     assert outcome.trace.prefix_cache or stats["cached_pages"] == 0
     assert len(outcome.worker.in_flight) == 0
     for _, request in outcome.trace.arrivals:
-        assert outcome.finishes.get(request) == 1, f"{request.rid} ended {outcome.finishes.get(request)} times"
-        assert outcome.tokens.get(request, []) == request.output_ids, f"{request.rid}: news and results differ"
+        assert outcome.finishes.get(request.rid) == 1, f"{request.rid} ended {outcome.finishes.get(request.rid)} times"
+        assert outcome.tokens.get(request.rid, []) == request.output_ids, f"{request.rid}: outputs and results differ"
         _check_request(outcome, request)
 
 

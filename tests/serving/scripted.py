@@ -10,9 +10,10 @@ from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 from sglcore.device.server_config import ServerConfig
-from sglcore.engine.outputs import Completion, Piece, RequestOutput, TokenLogprob
+from sglcore.engine.outputs import Completion, Piece, RequestOutput
 from sglcore.engine.text import TextCodec
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.output import TokenLogprob
 from sglcore.serving.app import make_app
 from sglcore.serving.formats import Delta, Rendered
 from sglcore.serving.front import Front

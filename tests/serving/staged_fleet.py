@@ -16,19 +16,19 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
 from sglcore.device.worker import Limits
 from sglcore.engine.assembly import Assembly
-from sglcore.engine.news import FinishReason, TokenNews
 from sglcore.engine.text import TextCodec
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.output import EngineOutput, FinishReason
 from sglcore.serving.fleet import Fleet
 from sglcore.serving.generation import Generation
 from sglcore.serving.health import Health
 from sglcore.serving.messages import (
     Ask,
+    EngineOutputs,
     EngineSpec,
     Failed,
     Leave,
     ModelInfo,
-    News,
     Order,
     Ready,
     Report,
@@ -79,7 +79,7 @@ class PlayedEngine:
 
     def emit(self, request_id: str, *token_ids: int, reason: FinishReason | None = None) -> None:
         """Tokens of a request."""
-        self.say(News([TokenNews(request_id, 0, list(token_ids), reason)]))
+        self.say(EngineOutputs([EngineOutput(request_id, 0, list(token_ids), reason)]))
 
     def die(self, code: int = -9, *, failed: Failed | None = None) -> None:
         """End without being told to, perhaps with a word."""

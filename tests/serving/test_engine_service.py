@@ -16,10 +16,10 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.engine.grammar import CompiledGrammar, Grammars
 from sglcore.engine.meter import Meter
-from sglcore.engine.news import TokenNews
 from sglcore.engine.tokens import TokenEngine
 from sglcore.sampling.grammar import Grammar, GrammarError
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.output import EngineOutput
 from sglcore.serving.channel import EngineChannel
 from sglcore.serving.engine_service import MOST_FAILURES, EngineService
 from sglcore.serving.messages import (
@@ -28,10 +28,10 @@ from sglcore.serving.messages import (
     Ask,
     Audit,
     Audited,
+    EngineOutputs,
     EngineStats,
     Failed,
     Leave,
-    News,
     Order,
     Refused,
     Report,
@@ -104,11 +104,11 @@ class Line:
             if isinstance(report, kinds):
                 return report
 
-    def last_news(self, *names: str) -> dict[str, TokenNews]:
+    def last_news(self, *names: str) -> dict[str, EngineOutput]:
         """The last news of each of these requests."""
-        found: dict[str, TokenNews] = {}
+        found: dict[str, EngineOutput] = {}
         while set(found) != set(names):
-            news: News = self.hear(News)
+            news: EngineOutputs = self.hear(EngineOutputs)
             found |= {each.request_id: each for each in news.items if each.finish_reason is not None}
         return found
 

@@ -11,10 +11,10 @@ import zmq.asyncio
 
 from sglcore.device.errors import ConfigError
 from sglcore.engine.assembly import Assembly
-from sglcore.engine.news import TokenNews
 from sglcore.engine.start import embedded_model
 from sglcore.engine.text import TextCodec
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.output import EngineOutput
 from sglcore.serving.channel import EngineChannel, FrontChannel
 from sglcore.serving.generation import Generation
 from sglcore.serving.messages import Address, Ask, EngineStats, pack_ids, pack_params
@@ -54,7 +54,7 @@ def test_the_time_between_tokens_is_that_of_one_sample_whoever_came_between() ->
     generation = make(clock, SamplingParams(n=3, max_tokens=3))
     for step in range(3):
         for index in range(3):
-            generation.deliver(TokenNews("r", index, [9], "length" if step == 2 else None))
+            generation.deliver(EngineOutput("r", index, [9], "length" if step == 2 else None))
     assert (clock.firsts, clock.gaps, clock.ends) == (3, [1] * 6, ["length"])
 
 
@@ -102,7 +102,7 @@ def test_what_has_ended_can_not_fail_any_more() -> None:
     async def play() -> None:
         clock = KeptClock()
         generation = make(clock, SamplingParams(max_tokens=1))
-        generation.deliver(TokenNews("r", 0, [9], "length"))
+        generation.deliver(EngineOutput("r", 0, [9], "length"))
         generation.fail(RuntimeError("too late"))
         generation.abort()
         assert (await generation.wait()).outputs[0].finish_reason == "length" and clock.ends == ["length"]

@@ -17,8 +17,8 @@ import pytest
 from devices.mlx.tests import record
 from devices.mlx.tests.parity import CONTEXT, Result, TokenEngine, check_same, random_prompts
 from sglcore.engine.llm import LLM
-from sglcore.engine.outputs import TokenLogprob
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.output import TokenLogprob
 
 pytestmark = pytest.mark.needs("torch")
 

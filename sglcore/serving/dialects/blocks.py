@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from sglcore.engine.outputs import TokenLogprob
+from sglcore.schedule.output import TokenLogprob
 from sglcore.serving.formats.delta import Delta
 
 BlockKind = Literal["reasoning", "text", "tool"]

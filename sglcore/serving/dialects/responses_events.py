@@ -9,7 +9,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from sglcore.engine.outputs import RequestOutput, TokenLogprob
+from sglcore.engine.outputs import RequestOutput
+from sglcore.schedule.output import TokenLogprob
 from sglcore.serving.chat_run import ChatEvent
 from sglcore.serving.dialects.blocks import Block, Blocks, Step
 from sglcore.serving.dialects.responses_ask import Message, said

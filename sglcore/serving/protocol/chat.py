@@ -256,7 +256,7 @@ class ChatChoice(ChoiceEnd):
 
 
 class ChatDelta(ChoiceEnd):
-    """News of one sample."""
+    """What is new of one sample."""
 
     delta: MessageAnswer
 
