@@ -22,7 +22,7 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.utils import load_model
 from results import machine, write_results
 
-from sglcore.conformance.tape import Tape
+from sglcore.conformance.recording_worker import RecordingWorker
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.config import resolve_config
 from sglcore.device.worker import ModelWorker
@@ -50,16 +50,16 @@ class Ours:
     """The started device, driven by the engine's scheduler with overlap, or with steps that were made before."""
 
     def __init__(self, worker: ModelWorker, prompts: list[list[int]], tokens: int) -> None:
-        self.tape = Tape(worker)
+        self.recorder = RecordingWorker(worker)
         self._prompts = prompts
         self._tokens = tokens
         self._planned: list[ScheduleBatch] = []
 
     def decode(self, count: int) -> float:
         """Tokens a second of `count` requests at once."""
-        self.tape.next_scheduler()
-        scheduler = Scheduler(self.tape.limits, prefix_cache=False)
-        loop = Loop(scheduler, self.tape)
+        self.recorder.next_scheduler()
+        scheduler = Scheduler(self.recorder.limits, prefix_cache=False)
+        loop = Loop(scheduler, self.recorder)
         params = SamplingParams(temperature=0.0, max_tokens=self._tokens, ignore_eos=True)
         requests = [Request(f"r{i}", np.array(ids, np.int32), params) for i, ids in enumerate(self._prompts[:count])]
         for request in requests:
@@ -74,14 +74,14 @@ class Ours:
 
     def plan(self) -> None:
         """Keep the steps of all requests for `alone`."""
-        self.tape.keep = True
+        self.recorder.keep = True
         self.decode(BATCH)
-        self._planned = [batch for batch, _ in self.tape.steps]
-        self.tape.keep, self.tape.steps = False, []
+        self._planned = [batch for batch, _ in self.recorder.steps]
+        self.recorder.keep, self.recorder.steps = False, []
 
     def alone(self) -> tuple[float, list[float]]:
         """Tokens a second of the worker fed with planned steps, one ahead; and the seconds of each submit."""
-        worker, spent = self.tape.worker, []
+        worker, spent = self.recorder.worker, []
         steps = [batch.copy_for_forward() for batch in self._planned]
         prompts = [batch for batch in steps if not batch.forward_mode.is_decode]
         for batch in prompts:

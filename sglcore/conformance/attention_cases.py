@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglcore.conformance.bench import Bench
+from sglcore.conformance.harness import Harness
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
@@ -62,12 +62,12 @@ class Seen:
     refreshed: Tensor | None
 
 
-def draw_contents(seed: int, rows: Rows, bench: Bench, layer: Attention) -> Contents:
-    """Random contents that fit the smaller of two benches with the same page size."""
+def draw_contents(seed: int, rows: Rows, harness: Harness, layer: Attention) -> Contents:
+    """Random contents that fit the smaller of two harnesses with the same page size."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    size = bench.limits.page_size
-    free = rng.permutation(bench.limits.num_pages).tolist()
+    size = harness.limits.page_size
+    free = rng.permutation(harness.limits.num_pages).tolist()
     lengths = [before + new for before, new in rows]
     shape = (layer.num_kv_heads, layer.head_dim)
 
@@ -76,7 +76,7 @@ def draw_contents(seed: int, rows: Rows, bench: Bench, layer: Attention) -> Cont
 
     return Contents(
         rows,
-        (1 + rng.permutation(bench.limits.max_requests)[: len(rows)]).tolist(),
+        (1 + rng.permutation(harness.limits.max_requests)[: len(rows)]).tolist(),
         [[1 + free.pop() for _ in range(-(-length // size))] for length in lengths],
         [values(length, *shape) for length in lengths],
         [values(length, *shape) for length in lengths],
@@ -101,30 +101,30 @@ class Probe:
 
 
 def attend(
-    bench: Bench, mode: ForwardMode, contents: Contents, again: Callable[[Any, Probe], Tensor | None] | None = None
+    harness: Harness, mode: ForwardMode, contents: Contents, again: Callable[[Any, Probe], Tensor | None] | None = None
 ) -> Seen:
-    """Run one step of attention on a bench. `again(backend, probe)` may run it another way, within the same step."""
-    runner = copy(bench.running.built["runner"])
+    """Run one step of attention on a harness. `again(backend, probe)` may run it another way, within the same step."""
+    runner = copy(harness.started.built["runner"])
     layer: Attention = runner.model.attention_layers[0]
     keys, values = runner.attn_backend.token_to_kv_pool.kv(0)
-    probe = Probe(layer, contents, bench.facts.tensor_device, keys.dtype)
+    probe = Probe(layer, contents, harness.facts.tensor_device, keys.dtype)
     runner.model = probe
     with torch.inference_mode():
-        fill_pool(bench, contents, keys, values)
-        bench.settle()
-        staged = runner.init_batch(schedule_batch(contents, mode, bench.limits.page_size))
+        fill_pool(harness, contents, keys, values)
+        harness.settle()
+        staged = runner.init_batch(schedule_batch(contents, mode, harness.limits.page_size))
         out = runner.run_eager(staged).to("cpu", copy=True)
         after = (keys.to("cpu", copy=True), values.to("cpu", copy=True))
         refreshed = again(runner.attn_backend, probe) if again is not None else None
         return Seen(out, *after, None if refreshed is None else refreshed.to("cpu", copy=True))
 
 
-def fill_pool(bench: Bench, contents: Contents, keys: Tensor, values: Tensor) -> None:
+def fill_pool(harness: Harness, contents: Contents, keys: Tensor, values: Tensor) -> None:
     """Earlier tokens in their cells, and no number in every other cell of the pool."""
     for cells, parts in ((keys, contents.keys), (values, contents.values)):
         host = torch.full(cells.shape, float("nan"), dtype=cells.dtype, device="cpu")
         for where, part, (before, _) in zip(
-            cells_of(contents, bench.limits.page_size), parts, contents.rows, strict=True
+            cells_of(contents, harness.limits.page_size), parts, contents.rows, strict=True
         ):
             host[where[:before]] = part[:before].to(cells.dtype)
         cells.copy_(host)
@@ -139,10 +139,10 @@ def cells_of(contents: Contents, page_size: int) -> list[Tensor]:
     return found
 
 
-def expected_pool(bench: Bench, contents: Contents, parts: list[Tensor], like: Tensor) -> Tensor:
+def expected_pool(harness: Harness, contents: Contents, parts: list[Tensor], like: Tensor) -> Tensor:
     """What the pool must hold afterwards: the rows' own tokens, and what it held everywhere else."""
     host = torch.full(like.shape, float("nan"), dtype=like.dtype, device="cpu")
-    for where, part in zip(cells_of(contents, bench.limits.page_size), parts, strict=True):
+    for where, part in zip(cells_of(contents, harness.limits.page_size), parts, strict=True):
         host[where] = part.to(like.dtype)
     return host
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sglcore.conformance import mutants_attention as broken
 from sglcore.conformance.attention_cases import MODES, Contents, Probe, Seen, attend, draw_contents, expected_pool
-from sglcore.conformance.bench import Bench
 from sglcore.conformance.checkpoint import CONTEXT
+from sglcore.conformance.harness import Harness
 from sglcore.conformance.law import Law, LawBroken, NotApplicable
 from sglcore.conformance.laws_kernels import relative_error
 from sglcore.conformance.target import Target
@@ -41,22 +41,22 @@ def attention_is_reference(trial: Trial) -> None:
 def _check_page_size(trial: Trial, model: str, backend: str, mode: str, size: int) -> bool:
     """Whether the backend serves the model with these pages; raises LawBroken where it does so wrongly."""
     try:
-        bench = trial.kit.bench(model, attention_backend=backend, page_size=size)
+        harness = trial.kit.harness(model, attention_backend=backend, page_size=size)
     except ConfigError as refusal:
         trial.remember(str(refusal))
         return False
-    reference = trial.kit.reference(model, bench.geometry.head_dim, page_size=size)
+    reference = trial.kit.reference(model, harness.geometry.head_dim, page_size=size)
     forward_mode, batches = MODES[mode]
-    layer = bench.running.built["runner"].model.attention_layers[0]
+    layer = harness.started.built["runner"].model.attention_layers[0]
     for seed, rows in enumerate(batches):
-        contents = draw_contents(seed, rows, min((bench, reference), key=lambda item: item.limits.num_pages), layer)
-        found = attend(bench, forward_mode, contents, _refreshed if mode == "decode" else None)
+        contents = draw_contents(seed, rows, min((harness, reference), key=lambda item: item.limits.num_pages), layer)
+        found = attend(harness, forward_mode, contents, _refreshed if mode == "decode" else None)
         wanted = attend(reference, forward_mode, contents)
         text = f"{trial.case}, pages of {size}, rows {rows}"
-        _check_output(trial, bench, found.out, wanted.out, text)
-        _check_pool(bench, contents, found, text)
+        _check_output(trial, harness, found.out, wanted.out, text)
+        _check_pool(harness, contents, found, text)
         if found.refreshed is not None:
-            _check_output(trial, bench, found.refreshed, wanted.out, f"{text}, by a captured plan")
+            _check_output(trial, harness, found.refreshed, wanted.out, f"{text}, by a captured plan")
     return True
 
 
@@ -74,20 +74,20 @@ def _refreshed(backend: Any, probe: Probe) -> Tensor | None:
         return probe(view)
 
 
-def _check_output(trial: Trial, bench: Bench, found: Tensor, wanted: Tensor, text: str) -> None:
+def _check_output(trial: Trial, harness: Harness, found: Tensor, wanted: Tensor, text: str) -> None:
     error = relative_error(found, wanted)
     trial.note(error)
-    bound = trial.tolerance(bench.geometry.dtype)
+    bound = trial.tolerance(harness.geometry.dtype)
     if not error <= bound:
         row = next(i for i in range(len(wanted)) if not relative_error(found[i], wanted[i]) <= bound)
         raise LawBroken(f"{text}: token {row} of the batch differs first, by {error:.3g} where {bound:g} is allowed")
 
 
-def _check_pool(bench: Bench, contents: Contents, found: Seen, text: str) -> None:
+def _check_pool(harness: Harness, contents: Contents, found: Seen, text: str) -> None:
     """This step's keys and values stand in their cells; every other cell is as it was."""
     for what, parts, after in (("key", contents.keys, found.keys), ("value", contents.values, found.values)):
-        wanted = expected_pool(bench, contents, parts, after)
-        size = bench.limits.page_size
+        wanted = expected_pool(harness, contents, parts, after)
+        size = harness.limits.page_size
         wrong = ~(torch.eq(after, wanted) | (after.isnan() & wanted.isnan())).flatten(1).all(1)
         wrong[:size] = False
         if wrong.any():

@@ -76,9 +76,9 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 def kernel_is_reference(trial: Trial) -> None:
     """One entry, over all its cases."""
-    bench = trial.kit.bench("dense")
-    table: KernelTable = bench.running.built["kernels"]
-    device, cells = bench.facts.tensor_device, getattr(torch, bench.facts.cache_loc_dtype)
+    harness = trial.kit.harness("dense")
+    table: KernelTable = harness.started.built["kernels"]
+    device, cells = harness.facts.tensor_device, getattr(torch, harness.facts.cache_loc_dtype)
     if getattr(table, trial.case) is None:
         raise NotApplicable(f"the kernel table has no {trial.case}")
     for case in kernel_cases(trial.case):

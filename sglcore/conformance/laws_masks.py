@@ -6,8 +6,8 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from sglcore.conformance import mutants_worker as worker
-from sglcore.conformance.bench import random_prompts
 from sglcore.conformance.checkpoint import VOCAB
+from sglcore.conformance.harness import random_prompts
 from sglcore.conformance.law import LOGPROBS, Law, LawBroken, NotApplicable
 from sglcore.conformance.matcher import follows
 from sglcore.conformance.trial import Trial
@@ -22,19 +22,19 @@ DRAWS = (MappingProxyType({}), MappingProxyType({"temperature": 1.0, "seed": 9, 
 
 def masks_hold(trial: Trial) -> None:
     """Masked rows keep to their masks, and the log-probabilities of all rows are the reference's, mask or not."""
-    bench = trial.kit.bench("dense")
-    if not bench.limits.takes_masks:
+    harness = trial.kit.harness("dense")
+    if not harness.limits.takes_masks:
         raise NotApplicable("this worker takes no masks")
     prompts = random_prompts(41, LENGTHS)
     for draw in DRAWS:
-        found = bench.run(prompts, 8, chunk=12, stagger=1, sampling={**draw, "grammars": GRAMMARS})
+        found = harness.run(prompts, 8, chunk=12, stagger=1, sampling={**draw, "grammars": GRAMMARS})
         for seed, result in zip(GRAMMARS, found, strict=True):
             if seed is not None and not follows(seed, VOCAB, result.tokens):
                 raise LawBroken(f"the tokens {result.tokens} are not those of their masks")
         # The best token under a mask is not the reference's best.
         constrained = [seed is not None for seed in GRAMMARS]
         trial.compare(
-            bench,
+            harness,
             [
                 replace(result, greedy=result.greedy and not bound)
                 for result, bound in zip(found, constrained, strict=True)

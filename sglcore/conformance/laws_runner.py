@@ -9,8 +9,8 @@ import torch
 
 from sglcore.conformance import mutants_runtime as runtime
 from sglcore.conformance import mutants_worker as worker
-from sglcore.conformance.bench import Bench, Result, random_prompts
 from sglcore.conformance.checkpoint import CONTEXT
+from sglcore.conformance.harness import Harness, Result, random_prompts
 from sglcore.conformance.held import counter
 from sglcore.conformance.law import LOGPROBS, Law, LawBroken, NotApplicable
 from sglcore.conformance.mutants_attention import FORGETS_LENGTHS
@@ -29,77 +29,77 @@ FLAT = 2.0**30
 
 def tiny(trial: Trial) -> None:
     """One prompt in one step, then four decodes."""
-    bench = _open_case(trial)
-    trial.compare(bench, bench.run(random_prompts(1, (7,)), 5, score_prompts=True))
+    harness = _open_case(trial)
+    trial.compare(harness, harness.run(random_prompts(1, (7,)), 5, score_prompts=True))
 
 
 def chunks_are_whole(trial: Trial) -> None:
     """Chunks of one token too: what continues a prompt is decided by the request's state."""
-    bench = _open_case(trial)
+    harness = _open_case(trial)
     for seed, chunk in ((1, 1), (2, 5), (3, 8)):
-        trial.compare(bench, bench.run(random_prompts(seed, LENGTHS), 4, chunk=chunk, score_prompts=True))
+        trial.compare(harness, harness.run(random_prompts(seed, LENGTHS), 4, chunk=chunk, score_prompts=True))
 
 
 def batch_is_singles(trial: Trial) -> None:
     """Each alone, then all together."""
-    bench = _open_case(trial)
+    harness = _open_case(trial)
     prompts = random_prompts(4, LENGTHS)
-    trial.compare(bench, [bench.run([prompt], 6)[0] for prompt in prompts])
-    trial.compare(bench, bench.run(prompts, 6))
+    trial.compare(harness, [harness.run([prompt], 6)[0] for prompt in prompts])
+    trial.compare(harness, harness.run(prompts, 6))
 
 
 def any_page_layout(trial: Trial) -> None:
     """Pages in random order, of this size."""
-    with trial.opened("dense", page_size=int(trial.case.removeprefix("page="))) as bench:
+    with trial.opened("dense", page_size=int(trial.case.removeprefix("page="))) as harness:
         for seed in (4, 5):
-            trial.compare(bench, bench.run(random_prompts(seed, LENGTHS), 6, scramble=seed))
+            trial.compare(harness, harness.run(random_prompts(seed, LENGTHS), 6, scramble=seed))
 
 
 def joins_and_leaves(trial: Trial) -> None:
     """More requests than slots, ending at different times, joining one by one."""
-    bench = _open_case(trial)
+    harness = _open_case(trial)
     for stagger in (1, 3):
         prompts = random_prompts(6, (*LENGTHS, 12, 3, 21, 4, 16))
-        trial.compare(bench, bench.run(prompts, (3, 11, 2, 7, 5, 9, 4, 6, 8, 5), stagger=stagger))
+        trial.compare(harness, harness.run(prompts, (3, 11, 2, 7, 5, 9, 4, 6, 8, 5), stagger=stagger))
 
 
 def padding_is_inert(trial: Trial) -> None:
     """Input buffers overwritten before every step; token 0, which padding rows hold, is no number, and neither is page 0
     where the kit can reach it."""
     never_token_0 = {"logit_bias": {0: -FLAT}, "temperature": 0.8, "seed": 5}
-    with trial.opened("spoiled", poison=True, graph=trial.case, graph_buckets=(4, 6)) as bench:
+    with trial.opened("spoiled", poison=True, graph=trial.case, graph_buckets=(4, 6)) as harness:
         if "torch_runtime" in trial.target.capabilities():
-            _spoil_page_zero(bench)
+            _spoil_page_zero(harness)
         for lengths in ((1, 5, 9), (4, 2), (7,), (3, 8, 2, 6, 1, 4), (2, 3, 9)):
-            trial.compare(bench, bench.run(random_prompts(len(lengths), lengths), 5, sampling=never_token_0))
+            trial.compare(harness, harness.run(random_prompts(len(lengths), lengths), 5, sampling=never_token_0))
 
 
-def _spoil_page_zero(bench: Bench) -> None:
-    pools = bench.running.built["pools"]
+def _spoil_page_zero(harness: Harness) -> None:
+    pools = harness.started.built["pools"]
     with torch.inference_mode():
         for layer in range(2):
             for cells in pools.token_to_kv.kv(layer):
-                cells[: bench.geometry.page_size] = float("nan")
-    bench.settle()
+                cells[: harness.geometry.page_size] = float("nan")
+    harness.settle()
 
 
 def overlap_is_sequential(trial: Trial) -> None:
     """Sampled tokens, which go from step to step on the device only, with the next step planned ahead and without."""
-    bench = _open_case(trial)
-    if not bench.limits.can_overlap:
+    harness = _open_case(trial)
+    if not harness.limits.can_overlap:
         raise NotApplicable("this worker takes one step at a time")
     runs = [
-        bench.run(random_prompts(3, LENGTHS), 8, overlap=overlap, stagger=2, sampling={"temperature": 0.9, "seed": 7})
+        harness.run(random_prompts(3, LENGTHS), 8, overlap=overlap, stagger=2, sampling={"temperature": 0.9, "seed": 7})
         for overlap in (True, False)
     ]
     for results in runs:
-        trial.compare(bench, results)
-    _check_same_tokens(bench, *runs)
+        trial.compare(harness, results)
+    _check_same_tokens(harness, *runs)
 
 
-def _check_same_tokens(bench: Bench, first: Sequence[Result], second: Sequence[Result]) -> None:
+def _check_same_tokens(harness: Harness, first: Sequence[Result], second: Sequence[Result]) -> None:
     """In float32 no rounding comes near the width of a draw; in 16 bits the batch's shape may decide a close one."""
-    if bench.geometry.dtype != "float32":
+    if harness.geometry.dtype != "float32":
         return
     for number, (one, other) in enumerate(zip(first, second, strict=True)):
         if one.tokens != other.tokens:
@@ -111,41 +111,41 @@ def replay_is_eager(trial: Trial) -> None:
     kind, model, *dtype = trial.case.split("/")
     buckets = BUCKETS if model == "dense" else (4,)
     given = {"dtype": dtype[0]} if dtype else {}
-    with trial.opened(model, graph=kind, graph_buckets=buckets, **given) as bench:
+    with trial.opened(model, graph=kind, graph_buckets=buckets, **given) as harness:
         batches = ((3, 9, 1, 14, 5, 2), (6,), (8, 4), (11, 2, 7, 3, 1, 5))
         for lengths in INTERPRETED if trial.is_interpreted else batches:
             counts = [3 if trial.is_interpreted else 4 + 2 * place for place in range(len(lengths))]
-            trial.compare(bench, bench.run(random_prompts(len(lengths), lengths), counts))
+            trial.compare(harness, harness.run(random_prompts(len(lengths), lengths), counts))
         if not trial.is_interpreted:
-            trial.compare(bench, bench.run(random_prompts(9, LENGTHS), 6, stagger=1, chunk=7))
-        _check_replayed(bench, kind, buckets)
+            trial.compare(harness, harness.run(random_prompts(9, LENGTHS), 6, stagger=1, chunk=7))
+        _check_replayed(harness, kind, buckets)
 
 
-def _check_replayed(bench: Bench, kind: str, buckets: Sequence[int]) -> None:
+def _check_replayed(harness: Harness, kind: str, buckets: Sequence[int]) -> None:
     """The results prove nothing unless graphs made them."""
-    replayed = {path.rpartition(":")[2] for path in bench.tape.paths if path != "eager"}
+    replayed = {path.rpartition(":")[2] for path in harness.recorder.paths if path != "eager"}
     missing = [str(bucket) for bucket in buckets if str(bucket) not in replayed]
     if missing:
-        raise LawBroken(f"no step replayed at batch size {', '.join(missing)}; paths: {sorted(bench.tape.paths)}")
-    if not any(path.partition(":")[0] == kind for path in bench.tape.paths):
-        raise LawBroken(f"no step ran as {kind!r}; paths: {sorted(bench.tape.paths)}")
+        raise LawBroken(f"no step replayed at batch size {', '.join(missing)}; paths: {sorted(harness.recorder.paths)}")
+    if not any(path.partition(":")[0] == kind for path in harness.recorder.paths):
+        raise LawBroken(f"no step ran as {kind!r}; paths: {sorted(harness.recorder.paths)}")
 
 
 def sampling_repeats(trial: Trial) -> None:
     """Equal logits give the reference's tokens exactly; a seed gives its tokens again, whoever is in the batch."""
-    bench = trial.kit.bench("dense")
+    harness = trial.kit.harness("dense")
     prompts = random_prompts(7, LENGTHS)
     flat = {"temperature": 0.7, "seed": 11, "logit_bias": dict.fromkeys(range(20, 70), FLAT)}
-    wanted = trial.kit.oracle("dense", bench.geometry.head_dim).bench.run(prompts, 12, sampling=flat)
+    wanted = trial.kit.oracle("dense", harness.geometry.head_dim).harness.run(prompts, 12, sampling=flat)
     for stagger in (0, 3):
-        found = bench.run(prompts, 12, stagger=stagger, sampling=flat)
+        found = harness.run(prompts, 12, stagger=stagger, sampling=flat)
         if [result.tokens for result in found] != [result.tokens for result in wanted]:
             raise LawBroken(f"equal logits gave {found[0].tokens}..., on the reference {wanted[0].tokens}...")
     sampling = {"temperature": 1.0, "seed": 3, "top_k": 20, "top_p": 0.9}
-    together = bench.run(prompts, 10, sampling=sampling)
-    trial.compare(bench, together)
-    again = bench.run(prompts[::-1], 10, stagger=2, sampling=sampling)[::-1]
-    _check_same_tokens(bench, together, again)
+    together = harness.run(prompts, 10, sampling=sampling)
+    trial.compare(harness, together)
+    again = harness.run(prompts[::-1], 10, stagger=2, sampling=sampling)[::-1]
+    _check_same_tokens(harness, together, again)
 
 
 def opens_and_closes(trial: Trial) -> None:
@@ -154,10 +154,10 @@ def opens_and_closes(trial: Trial) -> None:
     held: list[int] = []
     count = counter(trial.target)
     for _ in range(10):
-        with trial.opened("dense") as bench:
-            bench.run(random_prompts(2, (5, 9)), 3)
-            count.watch(bench.running.built.values())
-        del bench
+        with trial.opened("dense") as harness:
+            harness.run(random_prompts(2, (5, 9)), 3)
+            count.watch(harness.started.built.values())
+        del harness
         gc.collect()
         held.append(count.held())
     if held[-1] > held[2]:
@@ -168,14 +168,14 @@ def two_runners(trial: Trial) -> None:
     """Two models in one process, step by step in turn, with different attention backends where there are two."""
     backends = tuple(trial.target.importable_attention())
     with trial.opened("dense") as one, trial.opened("window", **_other_backend(trial, backends)) as other:
-        sessions = [bench.session(chunk=6) for bench in (one, other)]
+        sessions = [harness.session(chunk=6) for harness in (one, other)]
         for seed, session in enumerate(sessions):
             session.begin(random_prompts(seed, (9, 4, 17)), 8)
         running = sessions
         while running:
             running = [session for session in running if session.step()]
-        for bench, session in zip((one, other), sessions, strict=True):
-            trial.compare(bench, session.end())
+        for harness, session in zip((one, other), sessions, strict=True):
+            trial.compare(harness, session.end())
 
 
 def _other_backend(trial: Trial, backends: tuple[str, ...]) -> dict[str, str]:
@@ -192,9 +192,9 @@ def _other_backend(trial: Trial, backends: tuple[str, ...]) -> dict[str, str]:
 
 def aborts_leak_no_page(trial: Trial) -> None:
     """Requests end in mid-flight; their pages and slots come back, and nobody else notices."""
-    bench = trial.kit.bench("dense")
-    for overlap in (False, bench.limits.can_overlap):
-        session = bench.session(overlap=overlap, stagger=1, after_step=_abort_some)
+    harness = trial.kit.harness("dense")
+    for overlap in (False, harness.limits.can_overlap):
+        session = harness.session(overlap=overlap, stagger=1, after_step=_abort_some)
         results = session.run(random_prompts(5, (9, 12, 3, 20, 7, 15, 2, 11)), 10)
         stats = session.scheduler.stats()
         if stats["free_pages"] != stats["num_pages"]:
@@ -202,7 +202,7 @@ def aborts_leak_no_page(trial: Trial) -> None:
         ended = {result.finish for result in results}
         if ended != {"abort", "length"}:
             raise LawBroken(f"requests ended by {sorted(ended)}")
-        trial.compare(bench, results)
+        trial.compare(harness, results)
 
 
 def _abort_some(scheduler: Scheduler, step: int) -> None:
@@ -212,28 +212,28 @@ def _abort_some(scheduler: Scheduler, step: int) -> None:
 
 def prefix_hits(trial: Trial) -> None:
     """Prompts that begin as an earlier one did run on its pages."""
-    bench = trial.kit.bench("dense")
-    length = max(33, 2 * bench.limits.page_size + 1)
+    harness = trial.kit.harness("dense")
+    length = max(33, 2 * harness.limits.page_size + 1)
     if length + 12 > CONTEXT:
-        raise NotApplicable(f"pages of {bench.limits.page_size} tokens are too large for the kit's models")
-    session = bench.session(prefix_cache=True)
+        raise NotApplicable(f"pages of {harness.limits.page_size} tokens are too large for the kit's models")
+    session = harness.session(prefix_cache=True)
     base = random_prompts(8, (length,))[0]
-    trial.compare(bench, session.run([base], 4))
+    trial.compare(harness, session.run([base], 4))
     tails = random_prompts(9, (3, 1, 6))
     results = session.run([base, *(base[: length - 4] + tail for tail in tails)], 6)
-    trial.compare(bench, results)
+    trial.compare(harness, results)
     if not all(result.cached for result in results):
         raise LawBroken(f"cached tokens were {[result.cached for result in results]}")
 
 
 def retraction(trial: Trial) -> None:
     """Pages run out: the youngest gives its pages up and is computed again."""
-    bench = trial.kit.bench("dense")
-    size = bench.limits.page_size
+    harness = trial.kit.harness("dense")
+    size = harness.limits.page_size
     if size > 16:
         raise NotApplicable(f"pages of {size} tokens are too large for the kit's models to run short of them")
-    session = bench.session(pages=CONTEXT // size + 2, stagger=1)
-    trial.compare(bench, session.run(random_prompts(10, (20, 24, 28, 22, 25, 30, 26)), 40))
+    session = harness.session(pages=CONTEXT // size + 2, stagger=1)
+    trial.compare(harness, session.run(random_prompts(10, (20, 24, 28, 22, 25, 30, 26)), 40))
     if not session.scheduler.stats()["retractions"]:
         raise LawBroken("no request was retracted")
 
@@ -243,10 +243,10 @@ def _models(*names: str) -> Callable[[Target], tuple[str, ...]]:
     return lambda target: (*names, *(f"{names[0]}/{dtype}" for dtype in target.other_dtypes()))
 
 
-def _open_case(trial: Trial) -> Bench:
+def _open_case(trial: Trial) -> Harness:
     """The shared device of a case named by model, or by model and dtype."""
     model, _, dtype = trial.case.partition("/")
-    return trial.kit.bench(model, **({"dtype": dtype} if dtype else {}))
+    return trial.kit.harness(model, **({"dtype": dtype} if dtype else {}))
 
 
 def tiny_cases(target: Target) -> tuple[str, ...]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from sglcore.conformance import mutants_worker as worker
-from sglcore.conformance.bench import Bench
 from sglcore.conformance.checkpoint import CONTEXT, KV_HEADS, LAYERS
+from sglcore.conformance.harness import Harness
 from sglcore.conformance.law import LOGPROBS, Law, LawBroken
 from sglcore.conformance.trial import Trial
 from sglcore.device.errors import SglcoreError
@@ -22,11 +22,11 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprob
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 
 
-def make_engine(trial: Trial, bench: Bench) -> Engine:
+def make_engine(trial: Trial, harness: Harness) -> Engine:
     """An engine over a shared device; it is not closed, because the device is not its own."""
-    bench.tape.next_scheduler()
-    folder = trial.kit.checkpoint("text", bench.geometry.head_dim)
-    return Engine(bench.tape, folder, overlap=bench.limits.can_overlap)
+    harness.recorder.next_scheduler()
+    folder = trial.kit.checkpoint("text", harness.geometry.head_dim)
+    return Engine(harness.recorder, folder, overlap=harness.limits.can_overlap)
 
 
 def generate(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams = PARAMS) -> list[RequestOutput]:
@@ -39,9 +39,9 @@ def generate(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams =
 
 def text_streams(trial: Trial) -> None:
     """Pieces joined are the text; the text is that of its tokens; its tokens are the reference's."""
-    bench = trial.kit.bench("text")
-    engine = make_engine(trial, bench)
-    reference = make_engine(trial, trial.kit.reference("text", bench.geometry.head_dim))
+    harness = trial.kit.harness("text")
+    engine = make_engine(trial, harness)
+    reference = make_engine(trial, trial.kit.reference("text", harness.geometry.head_dim))
     wanted = generate(reference, PROMPTS)
     outputs, texts = [engine.add(prompt, PARAMS) for prompt in PROMPTS], {}
     while not all(output.finished for output in outputs):
@@ -53,12 +53,12 @@ def text_streams(trial: Trial) -> None:
             raise LawBroken(f"the pieces make {texts[output.request_id]!r}, the text is {found.text!r}")
         if not found.text or len(found.token_ids) != PARAMS.max_tokens:
             raise LawBroken(f"{len(found.token_ids)} tokens, {found.text!r}, ended by {found.finish_reason}")
-        compare_completions(trial, bench, found, other.outputs[0])
+        compare_completions(trial, harness, found, other.outputs[0])
 
 
-def compare_completions(trial: Trial, bench: Bench, found: Completion, wanted: Completion) -> None:
+def compare_completions(trial: Trial, harness: Harness, found: Completion, wanted: Completion) -> None:
     """Equal tokens with equal log-probabilities, up to where two nearly equal tokens may part them."""
-    bound = trial.tolerance(bench.geometry.dtype)
+    bound = trial.tolerance(harness.geometry.dtype)
     assert found.logprobs is not None and wanted.logprobs is not None
     if len(found.logprobs) != len(wanted.logprobs):
         raise LawBroken(f"{len(found.logprobs)} tokens, wanted {len(wanted.logprobs)}")
@@ -81,21 +81,21 @@ def _nearly_equal(one: TokenLogprob, other: TokenLogprob, bound: float) -> bool:
 
 def concurrent_is_serial(trial: Trial) -> None:
     """One after another, then all at once."""
-    bench = trial.kit.bench("text")
-    engine = make_engine(trial, bench)
+    harness = trial.kit.harness("text")
+    engine = make_engine(trial, harness)
     serial = [generate(engine, [prompt])[0] for prompt in PROMPTS]
     for one, other in zip(generate(engine, PROMPTS), serial, strict=True):
-        compare_completions(trial, bench, one.outputs[0], other.outputs[0])
+        compare_completions(trial, harness, one.outputs[0], other.outputs[0])
 
 
 def bad_requests_hurt_nobody(trial: Trial) -> None:
     """Prompts that can not run are refused, one ends in mid-flight, and the others do not notice."""
-    bench = trial.kit.bench("text")
-    engine = make_engine(trial, bench)
+    harness = trial.kit.harness("text")
+    engine = make_engine(trial, harness)
     serial = [generate(engine, [prompt])[0] for prompt in PROMPTS]
     outputs = [engine.add(prompt, PARAMS) for prompt in PROMPTS[:3]]
     gone = engine.add("The end of this one comes early", PARAMS)
-    for prompt in ("", [], [engine.vocab_size], [-1], [5] * (bench.limits.max_model_len + 1), ["text"]):
+    for prompt in ("", [], [engine.vocab_size], [-1], [5] * (harness.limits.max_model_len + 1), ["text"]):
         _refused(engine, prompt)  # pyright: ignore[reportArgumentType]
     for _ in range(3):
         engine.step()
@@ -106,7 +106,7 @@ def bad_requests_hurt_nobody(trial: Trial) -> None:
     if gone.outputs[0].finish_reason != "abort":
         raise LawBroken(f"the aborted request ended by {gone.outputs[0].finish_reason}")
     for one, other in zip(outputs, serial, strict=True):
-        compare_completions(trial, bench, one.outputs[0], other.outputs[0])
+        compare_completions(trial, harness, one.outputs[0], other.outputs[0])
 
 
 def _refused(engine: Engine, prompt: Prompt) -> None:
@@ -121,8 +121,8 @@ def _refused(engine: Engine, prompt: Prompt) -> None:
 
 def stats_are_true(trial: Trial) -> None:
     """Counts after work are those of an idle engine, over pages that the device really has."""
-    bench = trial.kit.bench("text")
-    engine = make_engine(trial, bench)
+    harness = trial.kit.harness("text")
+    engine = make_engine(trial, harness)
     generate(engine, PROMPTS)
     while engine.has_work:
         engine.step()
@@ -133,15 +133,15 @@ def stats_are_true(trial: Trial) -> None:
     if stats["free_pages"] + stats["cached_pages"] != stats["num_pages"]:
         raise LawBroken(f"pages do not add up: {stats}")
     if "torch_runtime" in trial.target.capabilities():
-        _check_cells(bench)
-    _check_promise(trial, bench.limits.page_size)
+        _check_cells(harness)
+    _check_promise(trial, harness.limits.page_size)
 
 
-def _check_cells(bench: Bench) -> None:
+def _check_cells(harness: Harness) -> None:
     """The pool has the cells."""
-    cells = bench.running.built["pools"].token_to_kv.num_cells
-    if bench.limits.capacity > cells - bench.limits.page_size:
-        raise LawBroken(f"the limits say {bench.limits.capacity} tokens, the pool has {cells} cells")
+    cells = harness.started.built["pools"].token_to_kv.num_cells
+    if harness.limits.capacity > cells - harness.limits.page_size:
+        raise LawBroken(f"the limits say {harness.limits.capacity} tokens, the pool has {cells} cells")
 
 
 def _check_promise(trial: Trial, page_size: int) -> None:
@@ -149,9 +149,9 @@ def _check_promise(trial: Trial, page_size: int) -> None:
     geometry = trial.target.geometry()
     cell = LAYERS * 2 * KV_HEADS * geometry.head_dim * DTYPE_BYTES[geometry.dtype]
     pages = CONTEXT // page_size + 2
-    with trial.opened("text", page_size=page_size, kv_cache_memory=pages * page_size * cell) as bench:
-        if bench.limits.num_pages > pages:
-            raise LawBroken(f"given memory for {pages} pages of {page_size}, the limits say {bench.limits.num_pages}")
+    with trial.opened("text", page_size=page_size, kv_cache_memory=pages * page_size * cell) as harness:
+        if harness.limits.num_pages > pages:
+            raise LawBroken(f"given memory for {pages} pages of {page_size}, the limits say {harness.limits.num_pages}")
 
 
 def _c4(name: str, says: str, check: Callable[[Trial], None], *mutants: object) -> Law:

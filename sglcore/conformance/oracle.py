@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.conformance.bench import Bench, Result
 from sglcore.conformance.checkpoint import FIRST_TOKEN, VOCAB
+from sglcore.conformance.harness import Harness, Result
 from sglcore.conformance.law import LawBroken
 from sglcore.device.worker import TokenLogprobs
 
@@ -18,15 +18,15 @@ Scores = NDArray[np.float32]
 class Oracle:
     """The reference's distributions over the next token, one prefill a text; kept, because laws ask again."""
 
-    def __init__(self, bench: Bench) -> None:
-        self.bench = bench
+    def __init__(self, harness: Harness) -> None:
+        self.harness = harness
         self._known: dict[tuple[int, ...], Scores] = {}
 
     def logprobs(self, ids: Sequence[int]) -> Scores:
         """float32 [len(ids), vocab]: after each token."""
         key = tuple(ids)
         if key not in self._known:
-            result = self.bench.run([[*ids, FIRST_TOKEN]], 1, score_prompts=True)[0]
+            result = self.harness.run([[*ids, FIRST_TOKEN]], 1, score_prompts=True)[0]
             self._known[key] = np.concatenate([_dense(found) for found in result.prompt_scores])
         return self._known[key]
 

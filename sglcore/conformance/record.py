@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglcore.conformance.law import LawBroken
-from sglcore.conformance.tape import Tape
+from sglcore.conformance.recording_worker import RecordingWorker
 from sglcore.device.batch import ForwardMode, OneShot, ScheduleBatch
 from sglcore.device.errors import ConfigError
 from sglcore.device.worker import BatchResult, ModelWorker, TokenLogprobs
@@ -25,7 +25,7 @@ from sglcore.engine.core import Engine
 from sglcore.sampling.batch import SamplingBatch
 
 FORMAT = 1
-Step = tuple[ScheduleBatch, BatchResult]
+RecordedStep = tuple[ScheduleBatch, BatchResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,15 @@ class Record:
     """`about` says on which model, with which sizes, and on which device the steps ran."""
 
     about: Mapping[str, Any]
-    steps: Sequence[Step]
+    steps: Sequence[RecordedStep]
 
 
-def record_engine(engine: Engine) -> Tape:
-    """Put a tape on an engine, before its first request; its `steps` are what `write_record` takes."""
-    tape = Tape(engine.worker)
-    tape.keep = True
-    engine.loop.worker = tape
-    return tape
+def record_engine(engine: Engine) -> RecordingWorker:
+    """Put a recorder on an engine, before its first request; its `steps` are what `write_record` takes."""
+    recorder = RecordingWorker(engine.worker)
+    recorder.keep = True
+    engine.loop.worker = recorder
+    return recorder
 
 
 def write_record(file: Path, record: Record) -> None:
@@ -73,7 +73,7 @@ def read_record(file: Path) -> Record:
         raise ConfigError(f"{file} is not a record: {error}", wanted="what --record wrote") from None
 
 
-def _read_steps(found: zipfile.ZipFile, steps: Sequence[Mapping[str, Any]]) -> Iterator[Step]:
+def _read_steps(found: zipfile.ZipFile, steps: Sequence[Mapping[str, Any]]) -> Iterator[RecordedStep]:
     for number, step in enumerate(steps):
         arrays = {
             name: np.lib.format.read_array(io.BytesIO(found.read(f"{number:05d}/{name}.npy")), allow_pickle=False)
@@ -134,7 +134,7 @@ class Replayed:
     max_error: float = 0.0
 
 
-def replay(worker: ModelWorker, steps: Sequence[Step], tolerance: float) -> Replayed:
+def replay(worker: ModelWorker, steps: Sequence[RecordedStep], tolerance: float) -> Replayed:
     """Feed recorded steps to a worker of the same sizes and compare what comes back; waits for each.
 
     Raises LawBroken at the first step that differs. Where two tokens were within twice the tolerance, either may be

@@ -44,7 +44,7 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class StartedDevice:
     """A started device: what its bring-up built, by step."""
 
     worker: ModelWorker
@@ -152,7 +152,7 @@ class Target:
         failure = run_probe(self.package, named=True).first_failure
         return f"{self.name} is not usable here: {failure[0]}: {failure[1].evidence}" if failure else ""
 
-    def start(self, config: EngineConfig, model: Path) -> Running:
+    def start(self, config: EngineConfig, model: Path) -> StartedDevice:
         """Run the bring-up over a checkpoint; waits. Raises what a step raises."""
         ledger = DecisionLedger(strict=config.strict)
         given = {
@@ -164,7 +164,7 @@ class Target:
             "model_path": model,
         }
         built = self.order().run(given)
-        return Running(built["worker"], built, ledger)
+        return StartedDevice(built["worker"], built, ledger)
 
 
 def find_target(name: str) -> Target:

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from sglcore.conformance.bench import Bench, Result, random_prompts
 from sglcore.conformance.checkpoint import SMOOTH, write_checkpoint
+from sglcore.conformance.harness import Harness, Result, random_prompts
 from sglcore.conformance.law import LOGPROBS, Law, LawBroken, NotApplicable
 from sglcore.conformance.mutant import Mutant
 from sglcore.conformance.oracle import Oracle, check_results
@@ -57,8 +57,8 @@ class Kit:
         self.settings = MappingProxyType({**DEFAULTS, **settings})
         self._for_case: Mapping[str, Any] = MappingProxyType({})
         self._is_interpreted: bool | None = None
-        self._benches: dict[tuple[object, ...], Bench] = {}
-        self._references: dict[tuple[str, int, int], Bench] = {}
+        self._harnesses: dict[tuple[object, ...], Harness] = {}
+        self._references: dict[tuple[str, int, int], Harness] = {}
         self._oracles: dict[tuple[str, int], Oracle] = {}
 
     def take_case(self, law: Law, case: str) -> None:
@@ -80,7 +80,7 @@ class Kit:
         folder = self.folder / f"{model}-{head_dim}"
         return folder if folder.is_dir() else write_checkpoint(folder, model, head_dim)
 
-    def reference(self, model: str, head_dim: int, page_size: int = 16) -> Bench:
+    def reference(self, model: str, head_dim: int, page_size: int = 16) -> Harness:
         """The reference on a model, started; shared."""
         key = (model, head_dim, page_size)
         if key not in self._references:
@@ -95,7 +95,7 @@ class Kit:
             self._oracles[key] = Oracle(self.reference(model, head_dim))
         return self._oracles[key]
 
-    def open(self, model: str, **settings: Any) -> Bench:
+    def open(self, model: str, **settings: Any) -> Harness:
         """Start the device on a model; the caller closes it. Settings are those of EngineConfig."""
         geometry = self.target.geometry(settings.get("attention_backend"))
         given = {
@@ -110,36 +110,36 @@ class Kit:
         model = model if given["dtype"] == "float32" else SMOOTH.get(model, model)
         return self._start(self.target, model, geometry, geometry.head_dim, given)
 
-    def bench(self, model: str, **settings: Any) -> Bench:
+    def harness(self, model: str, **settings: Any) -> Harness:
         """A started device that laws share: whoever asks for the same gets the same."""
         key = (model, *sorted({**self._for_case, **settings}.items()))
-        if key not in self._benches:
-            self._benches[key] = self.open(model, **settings)
-        return self._benches[key]
+        if key not in self._harnesses:
+            self._harnesses[key] = self.open(model, **settings)
+        return self._harnesses[key]
 
     def forget(self) -> None:
         """Close every shared device, as after a failure that may have left one in disorder. The reference stays."""
-        benches, self._benches = self._benches, {}
-        for bench in benches.values():
+        harnesses, self._harnesses = self._harnesses, {}
+        for harness in harnesses.values():
             with suppress(Exception):  # A broken device may not close; its law has said what is wrong.
-                bench.close()
+                harness.close()
 
     def close(self) -> None:
         """Close all."""
         self.forget()
-        for bench in self._references.values():
-            bench.close()
+        for harness in self._references.values():
+            harness.close()
         self._references.clear()
         self._oracles.clear()
 
     def _start(
         self, target: Target, model: str, geometry: Geometry, head_dim: int, settings: Mapping[str, Any]
-    ) -> Bench:
+    ) -> Harness:
         folder = self.checkpoint(model, head_dim)
         config = resolve_config({**settings, "model": str(folder)}, {})
         dtype = settings.get("dtype", geometry.dtype)
         actual = Geometry(head_dim, int(settings["page_size"]), str(dtype))
-        return Bench(model, target.start(config, folder), actual, target.facts())
+        return Harness(model, target.start(config, folder), actual, target.facts())
 
 
 class Trial:
@@ -170,19 +170,19 @@ class Trial:
         """What this law allows in a dtype."""
         return self.law.tolerance[dtype]
 
-    def compare(self, bench: Bench, results: Sequence[Result]) -> None:
+    def compare(self, harness: Harness, results: Sequence[Result]) -> None:
         """Hold results against the reference."""
-        oracle = self.kit.oracle(bench.model, bench.geometry.head_dim)
-        self.note(check_results(results, oracle, self.tolerance(bench.geometry.dtype)))
+        oracle = self.kit.oracle(harness.model, harness.geometry.head_dim)
+        self.note(check_results(results, oracle, self.tolerance(harness.geometry.dtype)))
 
     @contextmanager
-    def opened(self, model: str, **settings: Any) -> Iterator[Bench]:
+    def opened(self, model: str, **settings: Any) -> Iterator[Harness]:
         """A device of this law's own, closed at the end."""
-        bench = self.kit.open(model, **settings)
+        harness = self.kit.open(model, **settings)
         try:
-            yield bench
+            yield harness
         finally:
-            bench.close()
+            harness.close()
 
 
 def run_case(kit: Kit, law: Law, case: str) -> Outcome:
@@ -233,27 +233,31 @@ def catches(kit: Kit, law: Law, mutant: Mutant) -> tuple[bool | None, str]:
 
 def record_run(kit: Kit) -> Record:
     """Chunks, arrivals, sampling and overlap on the dense model of the kit, written down."""
-    bench = kit.bench("dense")
-    bench.tape.keep = True
-    overlap = bench.limits.can_overlap
+    harness = kit.harness("dense")
+    harness.recorder.keep = True
+    overlap = harness.limits.can_overlap
     for seed, sampling in ((1, {}), (2, {"temperature": 0.8, "seed": 9, "top_k": 12})):
         prompts = random_prompts(seed, (5, 30, 1, 17, 9))
-        bench.run(prompts, 10, chunk=12, stagger=2, overlap=overlap, sampling=sampling)
-    steps, bench.tape.steps, bench.tape.keep = bench.tape.steps, [], False
-    sizes = {"head_dim": bench.geometry.head_dim, "page_size": bench.limits.page_size, "dtype": bench.geometry.dtype}
-    return Record({"device": kit.target.name, "model": bench.model, **sizes}, steps)
+        harness.run(prompts, 10, chunk=12, stagger=2, overlap=overlap, sampling=sampling)
+    steps, harness.recorder.steps, harness.recorder.keep = harness.recorder.steps, [], False
+    sizes = {
+        "head_dim": harness.geometry.head_dim,
+        "page_size": harness.limits.page_size,
+        "dtype": harness.geometry.dtype,
+    }
+    return Record({"device": kit.target.name, "model": harness.model, **sizes}, steps)
 
 
 def replay_run(kit: Kit, record: Record) -> Replayed:
     """Recorded steps on this device. Raises LawBroken where they differ, ConfigError if the device takes other sizes."""
     about = record.about
-    bench = kit.open(about["model"], page_size=about["page_size"])
+    harness = kit.open(about["model"], page_size=about["page_size"])
     try:
-        if bench.geometry.head_dim != about["head_dim"]:
+        if harness.geometry.head_dim != about["head_dim"]:
             raise ConfigError(
-                f"the record is of heads of {about['head_dim']}, the device takes {bench.geometry.head_dim}"
+                f"the record is of heads of {about['head_dim']}, the device takes {harness.geometry.head_dim}"
             )
-        dtypes = (bench.geometry.dtype, about["dtype"])
-        return replay(bench.tape, record.steps, max(LOGPROBS[dtype] for dtype in dtypes))
+        dtypes = (harness.geometry.dtype, about["dtype"])
+        return replay(harness.recorder, record.steps, max(LOGPROBS[dtype] for dtype in dtypes))
     finally:
-        bench.close()
+        harness.close()

@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
-from sglcore.conformance.bench import random_prompts
 from sglcore.conformance.checkpoint import MODELS, write_checkpoint
+from sglcore.conformance.harness import random_prompts
 from sglcore.conformance.law import LawBroken
 from sglcore.conformance.oracle import check_results
 from sglcore.conformance.reference_parts import REFERENCE
@@ -49,8 +49,8 @@ def test_a_checkpoint_is_the_same_each_time_and_exact_in_bfloat16(tmp_path: Path
 
 
 def test_the_first_divergent_token_is_told_with_the_margin_of_the_two_best(kit: Kit) -> None:
-    bench = kit.bench("dense")
-    (result,) = bench.run(random_prompts(1, (7,)), 4)
+    harness = kit.harness("dense")
+    (result,) = harness.run(random_prompts(1, (7,)), 4)
     oracle = kit.oracle("dense", 16)
     assert check_results([result], oracle, 1e-4) < 1e-5
     wrong = [*result.scores[:2], replace(result.scores[2], chosen=result.scores[2].chosen - 0.5), *result.scores[3:]]
@@ -59,8 +59,8 @@ def test_the_first_divergent_token_is_told_with_the_margin_of_the_two_best(kit: 
 
 
 def test_a_greedy_token_must_be_one_of_the_best(kit: Kit) -> None:
-    bench = kit.bench("dense")
-    (result,) = bench.run(random_prompts(1, (7,)), 1)
+    harness = kit.harness("dense")
+    (result,) = harness.run(random_prompts(1, (7,)), 1)
     oracle = kit.oracle("dense", 16)
     worst = int(oracle.logprobs(result.prompt)[-1].argmin())
     with pytest.raises(LawBroken, match="below the reference's best"):
@@ -68,8 +68,8 @@ def test_a_greedy_token_must_be_one_of_the_best(kit: Kit) -> None:
 
 
 def test_what_is_not_a_number_is_never_within_the_tolerance(kit: Kit) -> None:
-    bench = kit.bench("dense")
-    (result,) = bench.run(random_prompts(1, (7,)), 1)
+    harness = kit.harness("dense")
+    (result,) = harness.run(random_prompts(1, (7,)), 1)
     wrong = [replace(result.scores[0], chosen=result.scores[0].chosen * np.float32("nan"))]
     with pytest.raises(LawBroken, match="largest difference inf"):
         check_results([replace(result, scores=wrong)], kit.oracle("dense", 16), 1e9)

@@ -97,11 +97,11 @@ def test_a_step_that_asks_for_more_than_a_record_holds_is_refused(record: Record
 
 
 def test_an_engines_own_steps_can_be_recorded(kit: Kit) -> None:
-    bench = kit.open("text")
-    engine = Engine(bench.running.worker, kit.checkpoint("text", bench.geometry.head_dim))
-    tape = record_engine(engine)
+    harness = kit.open("text")
+    engine = Engine(harness.started.worker, kit.checkpoint("text", harness.geometry.head_dim))
+    recorder = record_engine(engine)
     engine.add("Once upon a time", SamplingParams(max_tokens=5, ignore_eos=True))
     while engine.has_work:
         engine.step()
     engine.close()
-    assert sum(len(result.token_ids) for _, result in tape.steps) == 5
+    assert sum(len(result.token_ids) for _, result in recorder.steps) == 5

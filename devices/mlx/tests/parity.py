@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from sglcore.conformance.matcher import HashedMatcher
-from sglcore.conformance.tape import Tape
+from sglcore.conformance.recording_worker import RecordingWorker
 from sglcore.device.config import resolve_config
 from sglcore.device.worker import Limits, ModelWorker
 from sglcore.engine.start import start
@@ -110,12 +110,12 @@ class Drive:
 class Session:
     """One scheduler over a worker that serves one after another; further prompts see the pages of the earlier ones."""
 
-    def __init__(self, tape: Tape, drive: Drive) -> None:
-        tape.next_scheduler()
-        self.scheduler = Scheduler(narrowed(tape.limits, drive), prefix_cache=drive.prefix_cache)
+    def __init__(self, recorder: RecordingWorker, drive: Drive) -> None:
+        recorder.next_scheduler()
+        self.scheduler = Scheduler(narrowed(recorder.limits, drive), prefix_cache=drive.prefix_cache)
         if drive.scramble is not None:
             scramble_pages(self.scheduler, drive.scramble)
-        self.loop = Loop(self.scheduler, tape, overlap=drive.overlap)
+        self.loop = Loop(self.scheduler, recorder, overlap=drive.overlap)
         self._drive = drive
         self._count = 0
 
@@ -161,15 +161,15 @@ class TokenEngine:
         config = resolve_config({**DEFAULTS, **settings, "device": device, "model": str(folder)}, {})
         self.started = start(config)
         self.worker: ModelWorker = self.started.worker
-        self.tape = Tape(self.worker)
+        self.recorder = RecordingWorker(self.worker)
 
     def session(self, **how: Any) -> Session:
         """A fresh scheduler, driven as `Drive` says."""
-        return Session(self.tape, Drive(**how))
+        return Session(self.recorder, Drive(**how))
 
     def close(self) -> None:
         """Close the worker."""
-        self.tape.close()
+        self.recorder.close()
 
     def __enter__(self) -> TokenEngine:
         return self

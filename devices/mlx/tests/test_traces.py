@@ -37,7 +37,7 @@ from sglcore.conformance.mutants_worker import (
     SeedsByRow,
     SwapsRows,
 )
-from sglcore.conformance.tape import Tape
+from sglcore.conformance.recording_worker import RecordingWorker
 from sglcore.device.batch import ScheduleBatch
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.loop import Loop
@@ -125,11 +125,11 @@ def make_request(place: int, ask: Ask, leader: Request | None = None) -> Request
     return Request(f"r{place}", prompt, ask.params, ask.seed, ask.sample_index, ask.stop_ids, leader=leader)
 
 
-def play(tape: Tape, life: Life, *, overlap: bool) -> Lived:
+def play(recorder: RecordingWorker, life: Life, *, overlap: bool) -> Lived:
     """Live it to its end; every page and slot is counted after every step."""
-    tape.next_scheduler()
-    scheduler = Scheduler(narrowed(tape.limits, life.drive), prefix_cache=life.drive.prefix_cache)
-    loop = Loop(scheduler, tape, overlap=overlap)
+    recorder.next_scheduler()
+    scheduler = Scheduler(narrowed(recorder.limits, life.drive), prefix_cache=life.drive.prefix_cache)
+    loop = Loop(scheduler, recorder, overlap=overlap)
     requests: list[Request] = []
     for place, ask in enumerate(life.asks):
         requests.append(make_request(place, ask, None if ask.leader is None else requests[ask.leader]))
@@ -160,15 +160,15 @@ def _happen(scheduler: Scheduler, life: Life, requests: Sequence[Request], tick:
 class Truth:
     """What each request gets alone: whole prompts, all pages, one step at a time; kept, because lives ask again."""
 
-    def __init__(self, tape: Tape) -> None:
-        self._tape = tape
+    def __init__(self, recorder: RecordingWorker) -> None:
+        self._recorder = recorder
         self._known: dict[Ask, Result] = {}
 
     def __call__(self, ask: Ask) -> Result:
         """The result of a life with this request only."""
         if ask not in self._known:
             alone = Life(Drive(prefix_cache=False), (replace(ask, tick=0, leader=None),), ())
-            self._known[ask] = play(self._tape, alone, overlap=False).results[0]
+            self._known[ask] = play(self._recorder, alone, overlap=False).results[0]
         return self._known[ask]
 
 
@@ -207,7 +207,7 @@ def engine(folder: Path) -> Iterator[TokenEngine]:
 
 @pytest.fixture(scope="module")
 def truth(engine: TokenEngine) -> Truth:
-    return Truth(engine.tape)
+    return Truth(engine.recorder)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -216,7 +216,7 @@ def test_a_random_life_gives_each_request_what_it_gets_alone_with_overlap_and_wi
 ) -> None:
     print("seed", seed)
     life = draw_life(Random(seed))
-    both = [play(engine.tape, life, overlap=overlap) for overlap in (True, False)]
+    both = [play(engine.recorder, life, overlap=overlap) for overlap in (True, False)]
     for lived in both:
         check_life(life, lived, truth)
     ended = {place for _, place, _ in life.ends}
@@ -228,7 +228,7 @@ def test_a_random_life_gives_each_request_what_it_gets_alone_with_overlap_and_wi
 def test_the_lives_reach_what_they_are_meant_to_reach(engine: TokenEngine) -> None:
     seen: dict[str, int] = dict.fromkeys(("retractions", "hit_tokens", "evicted_pages", "length", "stop", "abort"), 0)
     for seed in SEEDS[:10]:
-        lived = play(engine.tape, draw_life(Random(seed)), overlap=True)
+        lived = play(engine.recorder, draw_life(Random(seed)), overlap=True)
         for name in ("retractions", "hit_tokens", "evicted_pages"):
             seen[name] += lived.stats[name] > 0
         for result in lived.results:
@@ -239,7 +239,7 @@ def test_the_lives_reach_what_they_are_meant_to_reach(engine: TokenEngine) -> No
 def test_two_laps_of_one_life_give_the_same_to_the_last_bit(engine: TokenEngine) -> None:
     for seed in SEEDS[:6]:
         life = draw_life(Random(seed))
-        first, second = (play(engine.tape, life, overlap=True) for _ in range(2))
+        first, second = (play(engine.recorder, life, overlap=True) for _ in range(2))
         assert first.results == second.results and first.stats == second.stats
 
 
@@ -259,17 +259,17 @@ def test_who_else_is_in_the_batch_and_in_which_row_changes_nothing(engine: Token
 
 
 def test_a_prompt_in_chunks_of_one_token_is_not_taken_for_decoding(engine: TokenEngine) -> None:
-    check_one_token_chunks(engine.tape, engine)
+    check_one_token_chunks(engine.recorder, engine)
 
 
-def check_one_token_chunks(tape: Tape, whole: TokenEngine) -> None:
+def check_one_token_chunks(recorder: RecordingWorker, whole: TokenEngine) -> None:
     """Two prompts token by token, beside each other, after another request ran in the same slots."""
     life = Life(Drive(prefix_cache=False), tuple(_plain_ask(0, prompt) for prompt in random_prompts(5, (9, 6))), ())
-    wanted = play(whole.tape, life, overlap=False)
+    wanted = play(whole.recorder, life, overlap=False)
     for chunk in (1, 2):
         narrow = Life(Drive(chunk=chunk, prefix_cache=False), life.asks, ())
         for overlap in (False, True):
-            check_same(play(tape, narrow, overlap=overlap).results, wanted.results, TOLERANCE)
+            check_same(play(recorder, narrow, overlap=overlap).results, wanted.results, TOLERANCE)
 
 
 def _plain_ask(tick: int, prompt: Sequence[int], **sampling: Any) -> Ask:
@@ -312,7 +312,7 @@ class DropsNewPages(Changed):
 
 def test_a_worker_that_takes_one_token_for_decoding_is_caught(folder: Path, engine: TokenEngine) -> None:
     with open_engine(folder) as broken, pytest.raises(AssertionError):
-        check_one_token_chunks(Tape(TakesOneTokenForDecode(broken.worker)), engine)
+        check_one_token_chunks(RecordingWorker(TakesOneTokenForDecode(broken.worker)), engine)
 
 
 DEFECTS = (
@@ -337,7 +337,7 @@ def test_a_planted_defect_is_caught_by_some_life(defect: type[Changed], folder: 
         life = draw_life(Random(seed))
         with open_engine(folder) as broken:
             try:
-                check_life(life, play(Tape(defect(broken.worker)), life, overlap=False), truth)
+                check_life(life, play(RecordingWorker(defect(broken.worker)), life, overlap=False), truth)
             except Exception as error:
                 print(f"caught by seed {seed}: {type(error).__name__}: {error}")
                 return
@@ -353,10 +353,10 @@ def test_a_prompt_whose_numbers_are_none_ends_alone_and_leaves_no_trace(tmp_path
     bad = [_plain_ask(tick, (7, SPOILED[1], 9), **NEVER_SPOILED) for tick in (0, 2, 3)]
     asks = (bad[0], good[0], good[1], bad[1], good[2], good[3], bad[2])
     with open_engine(write_tiny(tmp_path, spoiled=True)) as spoiled:
-        truth = Truth(spoiled.tape)
+        truth = Truth(spoiled.recorder)
         for overlap in (False, True):
             for drive in (Drive(), Drive(chunk=3, pages=CONTEXT // PAGE_SIZE)):
-                lived = play(spoiled.tape, Life(drive, asks, ()), overlap=overlap)
+                lived = play(spoiled.recorder, Life(drive, asks, ()), overlap=overlap)
                 ends = [result.finish for result in lived.results]
                 assert ends == ["error", "length", "length", "error", "length", "length", "error"]
                 fine = [result for result in lived.results if result.finish == "length"]
@@ -370,4 +370,4 @@ def test_padding_rows_of_compiled_steps_are_inert(tmp_path: Path) -> None:
         wanted = [eager.session().run([prompt], 12, **NEVER_SPOILED)[0] for prompt in prompts]
     with open_engine(tmp_path, graph="compiled", graph_buckets=(4,)) as compiled:
         check_same(compiled.session(stagger=2).run(prompts, 12, **NEVER_SPOILED), wanted, TOLERANCE)
-        assert {path for path in compiled.tape.paths if path != "eager"}, "no step ran compiled"
+        assert {path for path in compiled.recorder.paths if path != "eager"}, "no step ran compiled"

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 from devices.mlx.tests.parity import DEFAULTS, TokenEngine, random_prompts, write_tiny
 from sglcore.conformance.mutant import Mutant
-from sglcore.conformance.target import Running, Target
+from sglcore.conformance.target import StartedDevice, Target
 from sglcore.device.batch import CaptureHiddenMode, ForwardMode, ScheduleBatch
 from sglcore.device.config import resolve_config
 from sglcore.device.worker import BatchResult, ModelWorker
@@ -185,7 +185,7 @@ class Exploding:
         return self._model.logits(hidden)
 
 
-def start_with(folder: Path, mutant: Mutant) -> Running:
+def start_with(folder: Path, mutant: Mutant) -> StartedDevice:
     """The device with one step of its bring-up changed."""
     config = resolve_config({**DEFAULTS, "device": "mlx", "model": str(folder)}, {})
     return Target(package).broken_by(mutant).start(config, folder)

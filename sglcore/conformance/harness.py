@@ -12,8 +12,8 @@ import torch
 from sglcore.conformance.checkpoint import FIRST_TOKEN, VOCAB
 from sglcore.conformance.law import LawBroken
 from sglcore.conformance.matcher import HashedMatcher
-from sglcore.conformance.tape import Tape
-from sglcore.conformance.target import Geometry, Running
+from sglcore.conformance.recording_worker import RecordingWorker
+from sglcore.conformance.target import Geometry, StartedDevice
 from sglcore.device.facts import Facts
 from sglcore.device.worker import Limits, TokenLogprobs
 from sglcore.sampling.params import SamplingParams
@@ -54,15 +54,15 @@ class Drive:
 
 
 class Session:
-    """One scheduler on a bench. Further prompts see what the earlier ones left."""
+    """One scheduler on a harness. Further prompts see what the earlier ones left."""
 
-    def __init__(self, tape: Tape, drive: Drive) -> None:
-        tape.next_scheduler()
-        limits = _narrowed(tape.limits, drive)
+    def __init__(self, recorder: RecordingWorker, drive: Drive) -> None:
+        recorder.next_scheduler()
+        limits = _narrowed(recorder.limits, drive)
         self.scheduler = Scheduler(limits, prefix_cache=drive.prefix_cache)
         if drive.scramble is not None:
             self._scramble(drive.scramble)
-        self._loop = Loop(self.scheduler, tape, overlap=drive.overlap)
+        self._loop = Loop(self.scheduler, recorder, overlap=drive.overlap)
         self._drive = drive
         self._count = 0
         self._step = 0
@@ -129,20 +129,20 @@ class Session:
         pool.give(taken)
 
 
-class Bench:
-    """A running device and the tape on its worker."""
+class Harness:
+    """A started device and the recorder on its worker."""
 
-    def __init__(self, model: str, running: Running, geometry: Geometry, facts: Facts) -> None:
+    def __init__(self, model: str, started: StartedDevice, geometry: Geometry, facts: Facts) -> None:
         self.model = model
-        self.running = running
+        self.started = started
         self.geometry = geometry
         self.facts = facts
-        self.tape = Tape(running.worker)
+        self.recorder = RecordingWorker(started.worker)
 
     @property
     def limits(self) -> Limits:
         """What the worker can hold."""
-        return self.tape.limits
+        return self.recorder.limits
 
     def settle(self) -> None:
         """Wait for the device, so that what the kit itself wrote there is ordered before any stream of the runtime."""
@@ -151,7 +151,7 @@ class Bench:
 
     def session(self, **how: Any) -> Session:
         """A fresh scheduler, driven as `Drive` says."""
-        return Session(self.tape, Drive(**how))
+        return Session(self.recorder, Drive(**how))
 
     def run(
         self, prompts: Sequence[list[int]], lengths: int | Sequence[int], *, sampling: Any = None, **how: Any
@@ -161,7 +161,7 @@ class Bench:
 
     def close(self) -> None:
         """Close the worker."""
-        self.tape.close()
+        self.recorder.close()
 
 
 def random_prompts(seed: int, lengths: Sequence[int]) -> list[list[int]]:

@@ -9,7 +9,7 @@ STRIDE = 1 << 20
 """Compositions of one scheduler; a worker takes equal numbers for equal rows, so each scheduler gets its own range."""
 
 
-class Tape:
+class RecordingWorker:
     """Hands every call on. `paths`: what ran ("eager", or a graph's kind and bucket). `steps`: batch and result of each
     step since `keep` was set, in order of their collect."""
 
