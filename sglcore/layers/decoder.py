@@ -1,4 +1,4 @@
-"""Decoder-only language models: self-attention, the layer as a program, and the model around its layers.
+"""Decoder-only language models: self-attention, the layer, and the model around its layers.
 
 An architecture's file subclasses `CausalLM` and says in `make_layer` what is its own.
 """
@@ -6,7 +6,7 @@ An architecture's file subclasses `CausalLM` and says in `make_layer` what is it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -15,22 +15,24 @@ from sglcore.layers.attention import Attention
 from sglcore.layers.build import Build
 from sglcore.layers.linear import Embedding, FusedLinear, Head, Linear, embed
 from sglcore.layers.norm import RMSNorm
-from sglcore.layers.program import Operation, Program, Stage, StageState, run_layers, walk_layers
 from sglcore.layers.rotary import cos_sin_cache
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.graphs.backend import Walk
 
-STREAM = ("hidden", "residual")
-"""What one layer hands to the next: its output, not yet added, and the sum before it."""
 
-POSITION = ("positions", "cos_sin")
-QKV = ("q", "k", "v")
+class LayerState(NamedTuple):
+    """What one layer hands to the next: its output [T, H], the sum [T, H] to which it is not yet added (None before the
+    first), and the batch."""
+
+    hidden: Tensor
+    residual: Tensor | None
+    batch: ForwardBatch
 
 
 class SelfAttention:
     """Projections, optional norms of each query and key head, rotary embedding, attention."""
 
     __slots__ = (
+        "_cos_sin",
         "_head_dim",
         "_norm_rotary_and_store",
         "_rotary",
@@ -45,8 +47,15 @@ class SelfAttention:
     )
 
     def __init__(
-        self, build: Build, layer_id: int, qkv_bias: bool = False, output_bias: bool = False, qk_norm: bool = False
+        self,
+        build: Build,
+        layer_id: int,
+        cos_sin: Tensor,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: bool = False,
     ) -> None:
+        """`cos_sin` is what `cos_sin_cache` gives."""
         config = build.config
         size, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
         self._sizes = [heads * size, kv_heads * size, kv_heads * size]
@@ -61,32 +70,28 @@ class SelfAttention:
         self._norm_rotary_and_store = build.kernels.norm_rotary_and_store if qk_norm else None
         self._stores = self._rotary_and_store is not None or self._norm_rotary_and_store is not None
         self._head_dim = size
+        self._cos_sin = cos_sin
 
-    def operations(self) -> tuple[Operation, ...]:
-        """Projection, attention, projection: from "hidden" to "hidden"."""
-        return (
-            Operation("qkv", self.project, takes=("hidden",), gives=QKV, reads=POSITION),
-            Operation("attention", self.attention, takes=QKV, gives=("attended",), breaks=True),
-            Operation("attention_output", self.o_proj, takes=("attended",), gives=("hidden",)),
-        )
+    def __call__(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """[T, H] to [T, H]."""
+        assert batch.positions is not None
+        return self.o_proj(self.attention(*self._rotated(self.qkv_proj(hidden), batch.positions)))
 
-    def project(
-        self, hidden: Tensor, positions: Tensor, cos_sin: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Queries, keys and values of hidden [T, H] at positions int [T], each [T, heads * head_dim]; keys and values are
-        None if they are stored."""
-        q, k, v = self.qkv_proj(hidden).split(self._sizes, dim=-1)
+    def _rotated(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Queries, keys and values, each [T, heads * head_dim], at positions int [T]; keys and values are None if they are
+        stored."""
+        q, k, v = qkv.split(self._sizes, dim=-1)
         cells = self.attention.cells() if self._stores else None
         q_norm, k_norm = self.q_norm, self.k_norm
         if q_norm is not None and k_norm is not None:
             if self._norm_rotary_and_store is not None and cells is not None:
                 norms = q_norm.weight, k_norm.weight, q_norm.eps
-                stored = self._norm_rotary_and_store(q, k, v, positions, cos_sin, self._head_dim, *cells, *norms)
+                stored = self._norm_rotary_and_store(q, k, v, positions, self._cos_sin, self._head_dim, *cells, *norms)
                 return stored, None, None
             q, k = self._norm(q_norm, q), self._norm(k_norm, k)
         if self._rotary_and_store is not None and cells is not None:
-            return self._rotary_and_store(q, k, v, positions, cos_sin, self._head_dim, *cells), None, None
-        q, k = self._rotary(q, k, positions, cos_sin, self._head_dim)
+            return self._rotary_and_store(q, k, v, positions, self._cos_sin, self._head_dim, *cells), None, None
+        q, k = self._rotary(q, k, positions, self._cos_sin, self._head_dim)
         return q, k, v
 
     def _norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
@@ -95,41 +100,35 @@ class SelfAttention:
 
 
 class FeedForward(Protocol):
-    """What follows attention in a layer: operations from "hidden" to "hidden"."""
+    """What follows attention in a layer."""
 
-    def stages(self, attention: tuple[Operation, ...], norm: Operation) -> tuple[Stage, ...]:
-        """The layer's stages, from its operations up to attention and the norm after it."""
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[T, H] to [T, H]."""
         ...
 
 
 class DecoderLayer:
-    """Norm, attention, norm, and then the operations of its feed-forward block."""
+    """Norm, attention, norm, feed-forward; each norm also adds to the sum what came before it."""
 
-    __slots__ = ("input_layernorm", "mlp", "post_attention_layernorm", "program", "self_attn")
+    __slots__ = ("input_layernorm", "mlp", "post_attention_layernorm", "self_attn")
 
-    def __init__(self, build: Build, layer_id: int, self_attn: SelfAttention, mlp: FeedForward) -> None:
+    def __init__(self, build: Build, self_attn: SelfAttention, mlp: FeedForward) -> None:
         size, eps = build.config.hidden_size, build.config.rms_norm_eps
         self.input_layernorm = RMSNorm(build.at("input_layernorm"), size, eps)
         self.self_attn = self_attn
         self.post_attention_layernorm = RMSNorm(build.at("post_attention_layernorm"), size, eps)
         self.mlp = mlp
-        self.program = self._program(is_first=layer_id == 0)
 
-    def _program(self, is_first: bool) -> Program:
-        if is_first:
-            enter = Operation("input_norm", self._enter, takes=("hidden",), gives=STREAM)
-        else:
-            enter = Operation("input_norm", self.input_layernorm.add, takes=STREAM, gives=STREAM)
-        norm = Operation("post_attention_norm", self.post_attention_layernorm.add, takes=STREAM, gives=STREAM)
-        stages = self.mlp.stages((enter, *self.self_attn.operations()), norm)
-        return Program(stages, takes=("hidden",) if is_first else STREAM, gives=STREAM)
-
-    def _enter(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return self.input_layernorm(hidden), hidden
+    def __call__(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """`hidden` and `residual` of a `LayerState`, both used up, to those of the next."""
+        hidden, residual = self.input_layernorm.add(hidden, residual)
+        hidden = self.self_attn(hidden, batch)
+        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
+        return self.mlp(hidden), residual
 
 
 class CausalLM(ABC):
-    """Embedding, layers, norm and head. `begin`, the programs of the layers, and `finish` are one forward."""
+    """Embedding, layers, norm and head. `embed`, `run_layers` over all layers in order, and `finish` are one forward."""
 
     ignored: ClassVar[tuple[str, ...]] = ()
     stripped: ClassVar[str] = ""
@@ -143,12 +142,11 @@ class CausalLM(ABC):
         self.dtype = build.weights.dtype
         self.kernels = build.kernels
         self.embed_tokens = Embedding(inner.at("embed_tokens"), config.vocab_size, config.hidden_size)
+        self.cos_sin = cos_sin_cache(config, build.max_positions, build.weights.device)
         self.layers = tuple(self.make_layer(inner.at("layers", i), i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(inner.at("norm"), config.hidden_size, config.rms_norm_eps)
         tied = self.embed_tokens if config.tie_word_embeddings else None
         self.head = Head(build.at("lm_head"), config.vocab_size, config.hidden_size, tied)
-        self.cos_sin = cos_sin_cache(config, build.max_positions, build.weights.device)
-        self.programs = tuple(layer.program for layer in self.layers)
         self.attention_layers = tuple(layer.self_attn.attention for layer in self.layers)
 
     @property
@@ -162,26 +160,22 @@ class CausalLM(ABC):
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """T tokens to hidden states [T, H] after the last norm."""
-        state = self.begin(batch)
-        run_layers(self.programs, state, 0, len(self.programs))
-        return self.finish(state)
+        return self.finish(self.run_layers(self.embed(batch), 0, len(self.layers)))
 
-    def walk(self, batch: ForwardBatch) -> Walk:
-        """The same forward, stopping at every operation that is never captured."""
-        state = self.begin(batch)
-        yield from walk_layers(self.programs, state)
-        return self.finish(state)
-
-    def begin(self, batch: ForwardBatch) -> StageState:
+    def embed(self, batch: ForwardBatch) -> LayerState:
         """What the first layer starts from: the embedded tokens, or `input_embeds` in their place."""
-        state = StageState(positions=batch.positions, cos_sin=self.cos_sin)
-        state.put("hidden", embed(self.embed_tokens, batch.input_ids, batch.input_embeds))
-        return state
+        return LayerState(embed(self.embed_tokens, batch.input_ids, batch.input_embeds), None, batch)
 
-    def finish(self, state: StageState) -> Tensor:
+    def run_layers(self, state: LayerState, first: int, last: int) -> LayerState:
+        """The state after the layers first <= i < last; the one before is used up."""
+        hidden, residual, batch = state
+        for layer in self.layers[first:last]:
+            hidden, residual = layer(hidden, residual, batch)
+        return LayerState(hidden, residual, batch)
+
+    def finish(self, state: LayerState) -> Tensor:
         """The last norm, over what the last layer left."""
-        hidden, _ = self.norm.add(state.take("hidden"), state.take("residual"))
-        return hidden
+        return self.norm.add(state.hidden, state.residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] to float32 [N, vocab]."""

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from sglcore.layers.build import Build
 from sglcore.layers.linear import FusedLinear, Linear
-from sglcore.layers.program import Operation, Stage
 
 
 class GatedMlp:
@@ -27,8 +26,3 @@ class GatedMlp:
         if self._gated_linear is not None:
             return self.down_proj(self._gated_linear(hidden, self.gate_up_proj.weight))
         return self.down_proj(self._activate(self.gate_up_proj(hidden)))
-
-    def stages(self, attention: tuple[Operation, ...], norm: Operation) -> tuple[Stage, ...]:
-        """attention | norm, mlp."""
-        mlp = Operation("mlp", self, takes=("hidden",), gives=("hidden",))
-        return Stage("attention", attention), Stage("mlp", (norm, mlp))

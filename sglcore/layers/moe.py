@@ -7,14 +7,10 @@ from torch import Tensor
 from sglcore.checkpoint.config import MoeConfig
 from sglcore.layers.build import Build
 from sglcore.layers.linear import Linear
-from sglcore.layers.program import Operation, Stage
-
-ROUTED = ("rows", "row_weights", "row_experts")
-"""What reaches the experts: hidden rows, the weight of each choice, and the experts chosen."""
 
 
 class SparseMoe:
-    """Gate and experts. On one rank, dispatch and combine hand on what they get: every expert is here."""
+    """Gate and experts, every one of them here."""
 
     __slots__ = ("_moe", "_normalize", "_route", "_top_k", "gate", "w2", "w13")
 
@@ -29,29 +25,7 @@ class SparseMoe:
         self._route = build.kernels.top_k_routing
         self._moe = build.kernels.moe
 
-    def stages(self, attention: tuple[Operation, ...], norm: Operation) -> tuple[Stage, ...]:
-        """attention, norm, gate, dispatch | experts, combine | output."""
-        gate = Operation("gate", self.choose, takes=("hidden",), gives=("hidden", "weights", "experts"))
-        dispatch = Operation("dispatch", _same, takes=("hidden", "weights", "experts"), gives=ROUTED)
-        experts = Operation("experts", self.mix, takes=ROUTED, gives=("partial",))
-        combine = Operation("combine", _same_one, takes=("partial",), gives=("combined",))
-        output = Operation("output", _same_one, takes=("combined",), gives=("hidden",))
-        first = Stage("attention", (*attention, norm, gate, dispatch))
-        return first, Stage("experts", (experts, combine)), Stage("output", (output,))
-
-    def choose(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, H] to itself, the weights [T, K], and the experts int [T, K]."""
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[T, H] to the weighted sum [T, H] of the chosen experts' outputs."""
         weights, experts = self._route(self.gate(hidden), self._top_k, self._normalize)
-        return hidden, weights, experts
-
-    def mix(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """The weighted sum of the chosen experts' outputs, [T, H]."""
-        return self._moe(rows, weights, experts, self.w13, self.w2)
-
-
-def _same(*values: Tensor) -> tuple[Tensor, ...]:
-    return values
-
-
-def _same_one(value: Tensor) -> Tensor:
-    return value
+        return self._moe(hidden, weights, experts, self.w13, self.w2)

@@ -22,8 +22,10 @@ class RMSNorm:
         """Over the last dimension of [..., size]."""
         return self._norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of residual + x, and that sum; uses up both arguments."""
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of residual + x, and that sum, which begins with x if there is no residual; uses up both arguments."""
+        if residual is None:
+            return self(x), x
         return self._add_norm(x, residual, self.weight, self.eps)
 
 

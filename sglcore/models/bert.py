@@ -11,7 +11,6 @@ from sglcore.layers.attention import Attention
 from sglcore.layers.build import Build
 from sglcore.layers.linear import Embedding, FusedLinear, Linear, embed
 from sglcore.layers.norm import LayerNorm
-from sglcore.layers.program import Operation, Program, Stage, StageState, run_layers
 from sglcore.runtime.forward_batch import ForwardBatch
 
 
@@ -50,20 +49,11 @@ class BertLayer:
         self.output_norm = LayerNorm(build.at("output", "LayerNorm"), size, eps)
         self._gelu = build.kernels.gelu
         self._size = size
-        self.program = self._program()
 
-    def _program(self) -> Program:
-        attend = Operation("attention", self.attend, takes=("hidden",), gives=("hidden",))
-        mlp = Operation("mlp", self.feed_forward, takes=("hidden",), gives=("hidden",))
-        return Program((Stage("attention", (attend,)), Stage("mlp", (mlp,))), takes=("hidden",), gives=("hidden",))
-
-    def attend(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor) -> Tensor:
         """[T, H] to [T, H]."""
         q, k, v = self.qkv(hidden).split(self._size, dim=-1)
-        return self.attention_norm(self.attention_dense(self.attention(q, k, v)) + hidden)
-
-    def feed_forward(self, hidden: Tensor) -> Tensor:
-        """[T, H] to [T, H]."""
+        hidden = self.attention_norm(self.attention_dense(self.attention(q, k, v)) + hidden)
         return self.output_norm(self.output(self._gelu(self.intermediate(hidden))) + hidden)
 
 
@@ -84,24 +74,14 @@ class BertModel:
         self.embeddings = BertEmbeddings(build.at("embeddings"))
         layers = range(config.num_hidden_layers)
         self.layers = tuple(BertLayer(build.at("encoder", "layer", index), index) for index in layers)
-        self.programs = tuple(layer.program for layer in self.layers)
         self.attention_layers = tuple(layer.attention for layer in self.layers)
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """T tokens to the last hidden states [T, H]."""
-        state = self.begin(batch)
-        run_layers(self.programs, state, 0, len(self.programs))
-        return self.finish(state)
-
-    def begin(self, batch: ForwardBatch) -> StageState:
-        """The embedded tokens."""
-        state = StageState()
-        state.put("hidden", self.embeddings(batch.input_ids, batch.positions, batch.input_embeds))
-        return state
-
-    def finish(self, state: StageState) -> Tensor:
-        """What the last layer left."""
-        return state.take("hidden")
+        hidden = self.embeddings(batch.input_ids, batch.positions, batch.input_embeds)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """There are none; raises `ConfigError`."""

@@ -11,9 +11,7 @@ class LlamaForCausalLM(CausalLM):
     """One bias switch for all attention projections, one for the feed-forward block."""
 
     def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
-        config = build.config
-        attention = SelfAttention(
-            build.at("self_attn"), layer_id, qkv_bias=config.attention_bias, output_bias=config.attention_bias
-        )
+        config, bias = build.config, build.config.attention_bias
+        attention = SelfAttention(build.at("self_attn"), layer_id, self.cos_sin, qkv_bias=bias, output_bias=bias)
         mlp = GatedMlp(build.at("mlp"), config.intermediate_size, config.mlp_bias)
-        return DecoderLayer(build, layer_id, attention, mlp)
+        return DecoderLayer(build, attention, mlp)

@@ -11,6 +11,6 @@ class MistralForCausalLM(CausalLM):
     """No biases anywhere."""
 
     def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
-        attention = SelfAttention(build.at("self_attn"), layer_id)
+        attention = SelfAttention(build.at("self_attn"), layer_id, self.cos_sin)
         mlp = GatedMlp(build.at("mlp"), build.config.intermediate_size)
-        return DecoderLayer(build, layer_id, attention, mlp)
+        return DecoderLayer(build, attention, mlp)

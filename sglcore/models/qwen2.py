@@ -11,6 +11,6 @@ class Qwen2ForCausalLM(CausalLM):
     """The biases are part of the architecture; no switch in the configuration names them."""
 
     def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
-        attention = SelfAttention(build.at("self_attn"), layer_id, qkv_bias=True)
+        attention = SelfAttention(build.at("self_attn"), layer_id, self.cos_sin, qkv_bias=True)
         mlp = GatedMlp(build.at("mlp"), build.config.intermediate_size)
-        return DecoderLayer(build, layer_id, attention, mlp)
+        return DecoderLayer(build, attention, mlp)

@@ -23,4 +23,4 @@ class Qwen3MoeForCausalLM(CausalLM):
             mlp = SparseMoe(build.at("mlp"), config.moe)
         else:
             mlp = GatedMlp(build.at("mlp"), config.intermediate_size)
-        return DecoderLayer(build, layer_id, qwen3_attention(build, layer_id), mlp)
+        return DecoderLayer(build, qwen3_attention(build, layer_id, self.cos_sin), mlp)

@@ -5,15 +5,28 @@ Frozen and nested: a scope is entered with `forward_context`, and the outer one 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sglcore.runtime.attention.contract import AttentionBackend
     from sglcore.runtime.attention.layer import Attention
     from sglcore.runtime.forward_batch import ForwardBatch
     from sglcore.runtime.memory.pools import ReqToTokenPool, TokenToKVPool
+
+
+class Segments(Protocol):
+    """The captured segments of a forward that is captured piece by piece."""
+
+    def run_between(self, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """End the segment, and begin the next with what `call(*inputs)` gives: it is never captured, and runs on the rows of
+        the real batch at each replay, under that batch's context. Its tensors have one row per token; the result has the
+        shape and dtype of the first."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +34,13 @@ class ForwardContext:
     """One forward's control configuration.
 
     `batch` and `layers` (the model's attention layers, by id) let an operation that is opaque to a compiler find what
-    it works on.
+    it works on. What must not be captured asks `segments` to run it between two of them; None: nothing is captured in pieces.
     """
 
     attn_backend: AttentionBackend
     batch: ForwardBatch | None = None
     layers: tuple[Attention, ...] = ()
+    segments: Segments | None = None
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("sglcore_forward_context", default=None)

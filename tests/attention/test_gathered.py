@@ -112,7 +112,8 @@ def recorded(kind: type[GatheredAttention]) -> tuple[Tensor, Tensor]:
     with Queue() as stream:
         pool_of_graphs = capture.make_pool()
         step = lambda: out.append(first.backend.forward(*inputs, first.layer, batch))  # noqa: E731
-        segment = capture.capture(step, stream, pool_of_graphs)  # pyright: ignore[reportArgumentType]
+        with capture.capture(stream, pool_of_graphs) as segment:  # pyright: ignore[reportArgumentType]
+            step()
         _become(first, second, inputs)
         first.backend.refresh(plan, batch)
         segment.replay()

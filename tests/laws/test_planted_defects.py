@@ -223,8 +223,8 @@ class Elsewhere:
     def __init__(self, real: Any) -> None:
         self.real, self.make_pool = real, real.make_pool
 
-    def capture(self, step: Callable[[], None], stream: Any, pool: Any) -> Any:
-        return self.real.capture(step, torch.Stream(stream.device), pool)
+    def capture(self, stream: Any, pool: Any) -> Any:
+        return self.real.capture(torch.Stream(stream.device), pool)
 
 
 def capture_on_another_stream(patch: Patch) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,15 +138,17 @@ class RecordingCapture:
         self.pools += 1
         return self.pools
 
-    def capture(self, step: Callable[[], None], stream: torch.Stream, pool: object) -> RecordedSegment:
+    @contextmanager
+    def capture(self, stream: torch.Stream, pool: object) -> Iterator[RecordedSegment]:
         """Record, then spoil what was computed."""
         assert pool == self.pools
         assert isinstance(stream, Queue) and stream.depth, "a capture while another stream is current"
         self.queue = stream
         self.collects |= gc.isenabled()
         recording = Recording()
+        segment = RecordedSegment(recording.ops, self)
         with recording:
-            step()
+            yield segment
         if not recording.ops:
             warnings.warn("The graph is empty", stacklevel=1)
         for op in recording.ops:
@@ -154,8 +157,7 @@ class RecordingCapture:
                     value.fill_(
                         torch.nan if value.is_floating_point() else 1 << (0 if value.dtype is torch.bool else 6)
                     )
-        self.segments.append(RecordedSegment(recording.ops, self))
-        return self.segments[-1]
+        self.segments.append(segment)
 
 
 def make_backend(kind: str, capture: RecordingCapture, streams: Streams) -> FullGraphs:

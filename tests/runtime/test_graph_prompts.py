@@ -19,14 +19,13 @@ from sglcore.runtime.attention.gathered import GatheredAttention
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.forward_context import ForwardContext, forward_context, get_forward_context
 from sglcore.runtime.graph_runner import GraphRunner
-from sglcore.runtime.graphs.backend import Break, Walk
 from sglcore.runtime.graphs.capture import CaptureError
-from sglcore.runtime.graphs.pieces import EagerCall, Pieces
+from sglcore.runtime.graphs.pieces import Captured, EagerCall, Pieces, record_pieces
 from sglcore.runtime.graphs.piecewise import inductor, trace
 from sglcore.runtime.graphs.prompts import MOST_PADDING, SMALLEST, PromptForward, token_buckets
 from tests.runtime.recording import GraphSite, make_graph_site
 from tests.runtime.test_graph_runner import count_padding, pad_nothing
-from tests.runtime.tiny import SHARED, STAGED, Desk, TinyModel, assert_close, finish, make_site, random_tokens
+from tests.runtime.tiny import SHARED, STAGED, Desk, TinyModel, assert_close, make_site, random_tokens
 
 KINDS = pytest.mark.parametrize("kind", ["breakable", "piecewise"])
 Rows = Mapping[int, Sequence[int]]
@@ -149,6 +148,32 @@ class Watching(GatheredAttention):
         return super().forward(q, k, v, layer, batch)
 
 
+class Observed:
+    """Segments that capture nothing: `calls` with the rows of their inputs, and how many of the inputs of each were still
+    there when the next one, or the end, came."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, list[int]]] = []
+        self._inputs: list[list[weakref.ref]] = []
+        self._alive: list[int] = []
+
+    @property
+    def kept(self) -> list[int]:
+        """Inputs of each call that outlived it."""
+        return [*self._alive, self._left()]
+
+    def run_between(self, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """Zeros."""
+        if self._inputs:
+            self._alive.append(self._left())
+        self.calls.append((call, [value.shape[0] for value in inputs]))
+        self._inputs.append([weakref.ref(value.untyped_storage()) for value in inputs])
+        return torch.zeros_like(inputs[0])
+
+    def _left(self) -> int:
+        return sum(found() is not None for found in self._inputs[-1])
+
+
 @KINDS
 def test_attention_sees_the_real_tokens_only_under_one_scope(kind: str) -> None:
     made = make_graph_site(kind, attention=Watching, buckets=(), tokens=(8,))
@@ -186,19 +211,46 @@ def test_pieces_of_every_layer_and_size_share_the_memory_between_them(kind: str)
     parts = [part for step in captured if isinstance(step, Pieces) for part in step.parts]
     calls = [part for part in parts if isinstance(part, EagerCall)]
     assert len(calls) == 2 * 2
-    places = {tuple(value.data_ptr() for value in (*call.found.inputs, call.output)) for call in calls}
+    places = {tuple(value.data_ptr() for value in (*call.inputs, call.output)) for call in calls}
     assert len(places) == 1 and len(set(places.pop())) == 4
 
 
 @KINDS
-def test_a_walk_keeps_no_value_that_nothing_takes_any_more(kind: str) -> None:
-    site = make_site()
+def test_a_forward_keeps_no_value_between_segments_that_nothing_takes_any_more(kind: str) -> None:
+    site, segments = make_site(), Observed()
     batch = site.runner.init_batch(Desk().extend({1: random_tokens(1, 6)}))
-    with torch.inference_mode(), forward_context(ForwardContext(site.attention, batch, site.model.attention_layers)):
-        walk = site.model.walk(batch) if kind == "breakable" else trace(lambda: site.model(batch)).walk()
-        query = weakref.ref(next(walk).inputs[0].untyped_storage())
-        walk.send(torch.zeros(6, site.model.attention_layers[0].num_heads * site.model.attention_layers[0].head_dim))
-    assert query() is None
+    layers = site.model.attention_layers
+    with torch.inference_mode(), forward_context(ForwardContext(site.attention, batch, layers)):
+        step = (lambda: site.model(batch)) if kind == "breakable" else trace(lambda: site.model(batch)).run
+    with torch.inference_mode(), forward_context(ForwardContext(site.attention, batch, layers, segments)):
+        step()
+    assert segments.kept == [0, 0]
+
+
+@KINDS
+def test_a_capture_that_fails_after_a_segment_raises_its_own_error_and_the_next_one_works(kind: str) -> None:
+    made = make_graph_site(kind, buckets=(), tokens=(8,))
+    assert made.graphs.prompts is not None
+    recorder, count = made.graphs.backend.recorder, len(made.capture.segments)  # pyright: ignore[reportAttributeAccessIssue]
+    layer, x = made.site.model.attention_layers[0], torch.ones(4, 8)
+
+    def broken() -> Tensor:
+        inputs = (x + 1, x[:, :4] + 1, x[:, 4:] + 1)
+        segments = get_forward_context().segments
+        assert segments is not None
+        result = segments.run_between(layer, *inputs)
+        if isinstance(segments, Captured):
+            raise LookupError("in the forward")
+        return result
+
+    context = ForwardContext(made.site.attention, None, made.site.model.attention_layers)
+    with torch.inference_mode(), made.streams.running(), forward_context(context):
+        with pytest.raises(LookupError, match="in the forward"):
+            record_pieces(recorder, broken)
+        assert get_forward_context() is context
+    assert len(made.capture.segments) == count + 1
+    made.graphs.recapture()
+    assert not differs(made, ({1: 8}, {2: 5}))
 
 
 def test_a_trace_is_gone_with_its_last_user() -> None:
@@ -331,14 +383,12 @@ def test_compiled_pieces_give_what_the_forward_gives() -> None:
         wanted = site.runner.run_eager(batch)
         context = ForwardContext(site.attention, batch, site.model.attention_layers)
         with forward_context(context):
-            walk: Walk = trace(lambda: site.model(batch), inductor).walk()
-            assert_close(finish(walk), wanted)
+            assert_close(trace(lambda: site.model(batch), inductor).run(), wanted)
 
 
-def test_a_walk_stops_at_every_attention_with_its_inputs() -> None:
-    site = make_site()
+def test_every_attention_asks_for_segments_with_its_inputs() -> None:
+    site, segments = make_site(), Observed()
     batch = site.runner.init_batch(Desk().extend({1: random_tokens(1, 6)}))
-    walk = site.model.walk(batch)
-    found = next(walk)
-    assert isinstance(found, Break) and found.call is site.model.attention_layers[0]
-    assert [value.shape[0] for value in found.inputs] == [6, 6, 6]
+    with forward_context(ForwardContext(site.attention, batch, site.model.attention_layers, segments)):
+        site.model(batch)
+    assert segments.calls == [(layer, [6, 6, 6]) for layer in site.model.attention_layers]

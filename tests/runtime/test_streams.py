@@ -54,7 +54,8 @@ def test_a_stream_that_is_current_is_not_entered_again(stream: Any) -> None:
 def test_a_capture_runs_on_its_stream_whether_or_not_that_is_current(stream: Any) -> None:
     seen: list[bool] = []
     capture = TorchCapture(Graph, object)
-    capture.capture(lambda: seen.append(stream.is_entered), stream, None)
-    with stream:
-        capture.capture(lambda: seen.append(stream.is_entered), stream, None)
+    with capture.capture(stream, None):
+        seen.append(stream.is_entered)
+    with stream, capture.capture(stream, None):
+        seen.append(stream.is_entered)
     assert seen == [True, True] and not stream.is_entered

@@ -21,7 +21,6 @@ from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext
 from sglcore.runtime.graph_runner import GraphRunner, Step
-from sglcore.runtime.graphs.backend import Break, Walk
 from sglcore.runtime.kernels.reference import reference_kernels
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
 from sglcore.runtime.model_runner import ModelRunner
@@ -58,10 +57,6 @@ class TinyModel:
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """Hidden states [T, HIDDEN]; remembers the batch that it was given."""
-        return finish(self.walk(batch))
-
-    def walk(self, batch: ForwardBatch) -> Walk:
-        """The same, stopping at attention."""
         self.seen.append(batch)
         assert batch.input_ids is not None and batch.positions is not None
         hidden = self.embedding[batch.input_ids] + self.places[batch.positions]
@@ -70,7 +65,7 @@ class TinyModel:
             real = torch.arange(len(hidden)) < batch.num_token_non_padded
             hidden = hidden + torch.where(real[:, None], hidden, 0).sum(0) / batch.num_token_non_padded
         for layer, qkv, out in zip(self.attention_layers, self.qkv, self.out, strict=True):
-            hidden = hidden + (yield Break(layer, self._split(hidden @ qkv))) @ out
+            hidden = hidden + layer(*self._split(hidden @ qkv)) @ out
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -97,16 +92,6 @@ class TinyModel:
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, ...]:
         return qkv.split([HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM], dim=-1)
-
-
-def finish(walk: Walk) -> Tensor:
-    """What a walk returns when every break is called where it stands."""
-    found = next(walk)
-    while True:
-        try:
-            found = walk.send(found.call(*found.inputs))
-        except StopIteration as end:
-            return end.value
 
 
 def attend_densely(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

@@ -39,7 +39,8 @@ def capture(step: Callable[[], None]) -> Callable[[], None]:
     """On a stream of its own, as a runner does."""
     stream, mechanism = torch.Stream(torch.device(DEVICE)), make_capture()
     torch.accelerator.synchronize()
-    segment = mechanism.capture(step, stream, mechanism.make_pool())
+    with mechanism.capture(stream, mechanism.make_pool()) as segment:
+        step()
     return segment.replay
 
 

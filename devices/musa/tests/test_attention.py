@@ -34,7 +34,9 @@ def capture(step: Callable[[], None]) -> Callable[[], None]:
     """On a stream of its own, as a runner does."""
     stream, mechanism = torch.Stream(torch.device(DEVICE)), make_capture()
     torch.accelerator.synchronize()
-    return mechanism.capture(step, stream, mechanism.make_pool()).replay
+    with mechanism.capture(stream, mechanism.make_pool()) as segment:
+        step()
+    return segment.replay
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ def test_a_segment_replays_on_what_its_buffers_hold() -> None:
     capture, stream = make_capture(), torch.Stream(DEVICE)
     given, made = torch.zeros(4, device=DEVICE), torch.zeros(4, device=DEVICE)
     torch.accelerator.synchronize()
-    segment = capture.capture(lambda: made.copy_(given * 2), stream, capture.make_pool())  # pyright: ignore[reportArgumentType]
+    with capture.capture(stream, capture.make_pool()) as segment:
+        made.copy_(given * 2)
     for value in (1.0, 5.0):
         with stream:
             given.fill_(value)
@@ -28,8 +29,10 @@ def test_two_segments_of_one_pool_run_in_order() -> None:
     capture, stream = make_capture(), torch.Stream(DEVICE)
     pool, total = capture.make_pool(), torch.zeros(3, device=DEVICE)
     torch.accelerator.synchronize()
-    one = capture.capture(lambda: total.add_(1), stream, pool)  # pyright: ignore[reportArgumentType]
-    two = capture.capture(lambda: total.mul_(10), stream, pool)  # pyright: ignore[reportArgumentType]
+    with capture.capture(stream, pool) as one:
+        total.add_(1)
+    with capture.capture(stream, pool) as two:
+        total.mul_(10)
     with stream:
         one.replay()
         two.replay()
@@ -42,14 +45,11 @@ def test_an_error_of_the_step_is_the_one_that_is_raised_and_the_stream_can_captu
     capture, stream = make_capture(), torch.Stream(DEVICE)
     total = torch.zeros(3, device=DEVICE)
     torch.accelerator.synchronize()
-
-    def broken() -> None:
+    with pytest.raises(LookupError, match="in the step"), capture.capture(stream, capture.make_pool()):
         total.add_(1)
         raise LookupError("in the step")
-
-    with pytest.raises(LookupError, match="in the step"):
-        capture.capture(broken, stream, capture.make_pool())
-    segment = capture.capture(lambda: total.fill_(7), stream, capture.make_pool())  # pyright: ignore[reportArgumentType]
+    with capture.capture(stream, capture.make_pool()) as segment:
+        total.fill_(7)
     with stream:
         segment.replay()
     stream.synchronize()

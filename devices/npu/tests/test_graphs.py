@@ -180,7 +180,8 @@ def captured(step: Callable[[], object], stream: torch.Stream) -> NpuSegment:
     """One segment in a pool of its own."""
     capture = make_capture()
     torch.accelerator.synchronize()
-    segment = capture.capture(step, stream, capture.make_pool())  # pyright: ignore[reportArgumentType]
+    with capture.capture(stream, capture.make_pool()) as segment:
+        step()
     assert isinstance(segment, NpuSegment)
     return segment
 

@@ -56,6 +56,8 @@ class Attention:
             assert k is not None and v is not None
             return torch.ops.sglcore.attention(q, k, v, self.layer_id)
         context = get_forward_context()
+        if context.segments is not None:
+            return context.segments.run_between(self, q, k, v)
         return context.attn_backend.forward(q, k, v, self, context.batch)
 
 

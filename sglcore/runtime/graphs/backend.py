@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
@@ -12,6 +11,8 @@ from sglcore.runtime.attention.contract import HostUpdate
 from sglcore.runtime.forward_batch import ForwardBatch
 
 Step: TypeAlias = Callable[[], Tensor]
+Forward: TypeAlias = Callable[[ForwardBatch], Tensor]
+"""A model's forward: hidden states [T, H] of a batch."""
 
 
 class CapturedStep(Protocol):
@@ -39,34 +40,6 @@ class GraphBackend(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Break:
-    """A call inside a forward that is never captured: it runs on the rows of the real batch at each replay.
-
-    Its tensors have one row per token; the result has the shape and dtype of the first.
-    """
-
-    call: Callable[..., Tensor]
-    inputs: tuple[Any, ...]
-
-
-Walk: TypeAlias = Generator[Break, Tensor, Tensor]
-"""A forward that stops at each `Break`, goes on with the call's result, and returns hidden states [T, H]."""
-
-
-@runtime_checkable
-class BreakableModel(Protocol):
-    """A model whose forward can be walked from break to break."""
-
-    def __call__(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [T, H]."""
-        ...
-
-    def walk(self, batch: ForwardBatch) -> Walk:
-        """The same forward, stopping at every break."""
-        ...
-
-
 class CapturedPrompt(Protocol):
     """A captured forward of a token bucket."""
 
@@ -78,13 +51,13 @@ class CapturedPrompt(Protocol):
 
 @runtime_checkable
 class PromptBackend(Protocol):
-    """A mechanism that captures prompts too: attention runs between captured segments."""
+    """A mechanism that captures prompts too: what asks the context's segments runs between them."""
 
     @property
     def prompt_kind(self) -> str:
         """How paths name it."""
         ...
 
-    def capture_prompt(self, model: BreakableModel, batch: ForwardBatch) -> CapturedPrompt:
-        """Capture a forward of `batch`, whose tensors are static buffers."""
+    def capture_prompt(self, forward: Forward, batch: ForwardBatch) -> CapturedPrompt:
+        """Capture the forward of `batch`, whose tensors are static buffers."""
         ...

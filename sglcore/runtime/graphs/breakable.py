@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.graphs.backend import BreakableModel
+from sglcore.runtime.graphs.backend import Forward
 from sglcore.runtime.graphs.full import FullGraphs
 from sglcore.runtime.graphs.pieces import Pieces, record_pieces
 
 
 class BreakableGraphs(FullGraphs):
-    """Full decode graphs, and prompts walked from break to break, over one pool."""
+    """Full decode graphs, and prompts in segments, over one pool."""
 
     @property
     def prompt_kind(self) -> str:
         """How paths name it."""
         return "breakable"
 
-    def capture_prompt(self, model: BreakableModel, batch: ForwardBatch) -> Pieces:
-        """Capture the model's own walk."""
-        pieces = record_pieces(self.recorder, lambda: model.walk(batch))
-        pieces.keeps = (pieces.keeps, model, batch)
-        return pieces
+    def capture_prompt(self, forward: Forward, batch: ForwardBatch) -> Pieces:
+        """Capture the forward as it is."""
+        return record_pieces(self.recorder, lambda: forward(batch))

@@ -13,7 +13,7 @@ from sglcore.device.package import DevicePackage, resolve
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.forward_context import ForwardContext
 from sglcore.runtime.graph_runner import GraphRunner
-from sglcore.runtime.graphs.backend import BreakableModel, GraphBackend, PromptBackend
+from sglcore.runtime.graphs.backend import GraphBackend, PromptBackend
 from sglcore.runtime.graphs.limits import Buckets, limit_row, within
 from sglcore.runtime.graphs.prompts import PromptForward, token_buckets
 from sglcore.runtime.model_runner import ModelRunner
@@ -61,18 +61,12 @@ def _reason_against(facts: Facts, attn_backend: AttentionBackend) -> str:
 
 
 def _prompt_forward(config: EngineConfig, backend: GraphBackend, runner: ModelRunner) -> PromptForward | None:
-    """What prompts are captured of, if the mechanism captures them. Raises ConfigError for a model that can not be walked."""
+    """What prompts are captured of, if the mechanism captures them."""
     if not isinstance(backend, PromptBackend):
         return None
-    model, registry = runner.model, runner.prefill_registry
-    if not isinstance(model, BreakableModel):
-        raise ConfigError(
-            f"{type(model).__name__} can not be captured in pieces: it has no walk(batch)",
-            remedy="--graph full captures its decode steps, --graph off nothing",
-        )
-    most = registry.max_num_tokens
+    most = runner.prefill_registry.max_num_tokens
     asked = tuple(sorted(size for size in set(config.graph_token_buckets) if 0 < size <= most))
-    return PromptForward(model, registry, asked or token_buckets(most))
+    return PromptForward(runner.model, runner.prefill_registry, asked or token_buckets(most))
 
 
 def _within_limit(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,8 +37,9 @@ class StreamCapture(Protocol):
         """Memory that all graphs of one runner share."""
         ...
 
-    def capture(self, step: Callable[[], None], stream: torch.Stream, pool: object) -> Segment:
-        """Record the work that `step` queues on `stream`; raises on failure. Warm-up is the caller's."""
+    def capture(self, stream: torch.Stream, pool: object) -> AbstractContextManager[Segment]:
+        """Record the work that a block queues on `stream`, which is current inside it; the segment may be replayed after the
+        block. Raises on failure, and what the block raises. Warm-up is the caller's."""
         ...
 
 
@@ -62,18 +64,23 @@ class Recorder:
             found = self._between[key] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
         return found[: len(like)]
 
-    def record(self, step: Callable[[], None]) -> Segment:
-        """Run `step` once under capture; raises CaptureError if it queued no work on the forward stream."""
+    def leave(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """The same values, tensors copied to memory that the next call between segments uses again."""
+        return tuple(
+            self.between(place, value).copy_(value) if isinstance(value, Tensor) else value
+            for place, value in enumerate(inputs)
+        )
+
+    @contextmanager
+    def record(self) -> Iterator[Segment]:
+        """Capture what the block does; raises CaptureError if it queued no work on the forward stream."""
         if self._pool is None:
             self._pool = self._capture.make_pool()
-
-        def checked() -> None:
-            _check_stream(self._stream)
-            step()
-
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            segment = self._capture.capture(checked, self._stream, self._pool)
+            with self._capture.capture(self._stream, self._pool) as segment:
+                _check_stream(self._stream)
+                yield segment
         self._segments.append(segment)
         for warning in said:
             if "empty" in str(warning.message).lower():
@@ -81,7 +88,6 @@ class Recorder:
                     f"the capture recorded nothing: the step queued no work on the stream it was given ({warning.message})"
                 )
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-        return segment
 
     def close(self) -> None:
         """Free every segment and let go of the pool. Waits for the forward stream."""

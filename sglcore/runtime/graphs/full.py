@@ -40,9 +40,9 @@ class FullGraphs:
     def capture(self, step: Step) -> FullStep:
         """Run once to warm up (lazy libraries, tuners), once under capture."""
         step()
-        made: list[Tensor] = []
-        segment = self.recorder.record(lambda: made.append(step()))
-        return FullStep(segment, made[0], step)
+        with self.recorder.record() as segment:
+            output = step()
+        return FullStep(segment, output, step)
 
     def close(self) -> None:
         """Free the graphs and their pool. Waits for the forward stream."""

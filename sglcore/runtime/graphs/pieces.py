@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sglcore.runtime.graphs.backend import Break, Walk
+from sglcore.device.errors import ConfigError
+from sglcore.runtime.forward_context import Segments, forward_context, get_forward_context
+from sglcore.runtime.graphs.backend import Step
 from sglcore.runtime.graphs.capture import Recorder, Segment
 
 
 @dataclass(frozen=True, slots=True)
 class EagerCall:
-    """A break with the memory around it: inputs that a segment wrote, and the output that the next one reads. All breaks
-    share it."""
+    """A call between segments with the memory around it: inputs that a segment wrote, and the output that the next one
+    reads. All calls share it."""
 
-    found: Break
+    call: Callable[..., Tensor]
+    inputs: tuple[Any, ...]
     output: Tensor
 
     def run(self, num_tokens: int) -> None:
         """Call it on the first rows. Rows beyond keep finite values of an older step, which no real row reads."""
-        rows = [value[:num_tokens] if isinstance(value, Tensor) else value for value in self.found.inputs]
-        self.output[:num_tokens].copy_(self.found.call(*rows))
+        rows = [value[:num_tokens] if isinstance(value, Tensor) else value for value in self.inputs]
+        self.output[:num_tokens].copy_(self.call(*rows))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Pieces:
-    """Segments and eager calls in order; `keeps` is what they read and nobody else holds."""
+    """Segments and eager calls in order, and the output of the last; `step` holds what they read: model, batch, weights."""
 
-    parts: list[Segment | EagerCall] = field(default_factory=list)
-    output: Tensor | None = None
-    keeps: Any = None
+    parts: list[Segment | EagerCall]
+    output: Tensor
+    step: Step
 
     def replay(self, num_tokens: int) -> Tensor:
         """Run every part in order on the current stream."""
@@ -42,60 +46,65 @@ class Pieces:
                 part.run(num_tokens)
             else:
                 part.replay()
-        assert self.output is not None
         return self.output
 
 
-def walk_once(recorder: Recorder, walk: Walk) -> None:
-    """Run a walk without capture, every break giving zeros: what is lazy gets ready, the memory between segments too, and
-    no cell of a request is written."""
-    found = _advance(walk, None)
-    while isinstance(found, Break):
-        inputs = _left(recorder, found).inputs
-        recorder.between("result", inputs[0])
-        found = _advance(walk, torch.zeros_like(inputs[0]))
+class Uncaptured:
+    """Segments of a forward that warms up: every call gives zeros, so that no cell of a request is written, and the memory
+    between segments gets ready. `has_calls`: something asked for them."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.has_calls = False
+        self._recorder = recorder
+
+    def run_between(self, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """Zeros."""
+        self.has_calls = True
+        self._recorder.leave(inputs)
+        self._recorder.between("result", inputs[0])
+        return torch.zeros_like(inputs[0])
 
 
-def record_pieces(recorder: Recorder, make_walk: Callable[[], Walk]) -> Pieces:
-    """Walk once to warm up, then walk under capture, one segment up to each break and one after the last."""
-    walk_once(recorder, make_walk())
-    walk = make_walk()
-    pieces = Pieces(keeps=walk)
-    given: Tensor | None = None
-    while pieces.output is None:
-        found, segment = _record(recorder, walk, given)
-        pieces.parts.append(segment)
-        if isinstance(found, Tensor):
-            pieces.output = found
-            break
-        given = recorder.between("result", found.inputs[0])
-        pieces.parts.append(EagerCall(found, given))
-    return pieces
+class Captured:
+    """Segments of a forward that is captured; `parts` are those that ended, and the calls between them."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.parts: list[Segment | EagerCall] = []
+        self._recorder = recorder
+        self._open = ExitStack()
+
+    def run(self, step: Step) -> Tensor:
+        """The output of a step, the last of whose segments ends with it. Raises what the step or the capture raises."""
+        with self._open:
+            self._begin()
+            return step()
+
+    def run_between(self, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """End a segment, begin the next. Copied on both sides, so that the pool is free to reuse what only one of them needs."""
+        left, result = self._recorder.leave(inputs), self._recorder.between("result", inputs[0])
+        self._open.close()
+        self.parts.append(EagerCall(call, left, result))
+        self._begin()
+        return result.clone()
+
+    def _begin(self) -> None:
+        self.parts.append(self._open.enter_context(self._recorder.record()))
 
 
-def _record(recorder: Recorder, walk: Walk, given: Tensor | None) -> tuple[Break | Tensor, Segment]:
-    found: list[Break | Tensor] = []
-
-    def step() -> None:
-        # Copied on both sides, so that the pool is free to reuse what only this segment needs.
-        result = _advance(walk, None if given is None else given.clone())
-        found.append(_left(recorder, result) if isinstance(result, Break) else result)
-
-    segment = recorder.record(step)
-    return found[0], segment
-
-
-def _left(recorder: Recorder, found: Break) -> Break:
-    """The break with its tensors copied to memory that the next break of any walk uses again."""
-    inputs = (
-        recorder.between(place, value).copy_(value) if isinstance(value, Tensor) else value
-        for place, value in enumerate(found.inputs)
-    )
-    return Break(found.call, tuple(inputs))
+def record_pieces(recorder: Recorder, step: Step) -> Pieces:
+    """Run a step once to warm up, then under capture: one segment up to each call between, and one after the last. Raises
+    ConfigError for one that asks for no segments: its attention would be captured."""
+    first, captured = Uncaptured(recorder), Captured(recorder)
+    _run_with(first, step)
+    if not first.has_calls:
+        raise ConfigError(
+            "this model can not be captured in pieces: none of its operations asks the context for segments",
+            remedy="--graph full captures its decode steps, --graph off nothing",
+        )
+    output = _run_with(captured, lambda: captured.run(step))
+    return Pieces(captured.parts, output, step)
 
 
-def _advance(walk: Walk, given: Tensor | None) -> Break | Tensor:
-    try:
-        return next(walk) if given is None else walk.send(given)
-    except StopIteration as end:
-        return end.value
+def _run_with(segments: Segments, step: Step) -> Tensor:
+    with forward_context(replace(get_forward_context(), segments=segments)):
+        return step()

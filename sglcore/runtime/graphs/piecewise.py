@@ -13,7 +13,8 @@ from torch.fx.node import map_arg
 from torch.fx.passes.split_module import split_module
 
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.graphs.backend import Break, BreakableModel, Walk
+from sglcore.runtime.forward_context import get_forward_context
+from sglcore.runtime.graphs.backend import Forward
 from sglcore.runtime.graphs.capture import CaptureError, StreamCapture
 from sglcore.runtime.graphs.full import FullGraphs
 from sglcore.runtime.graphs.pieces import Pieces, record_pieces
@@ -44,9 +45,9 @@ class SplitForward:
     compiled: dict[str, Callable[..., Any]]
     arguments: tuple[Any, ...] = ()
 
-    def walk(self) -> Walk:
-        """Run the pieces in order, stopping at every attention call, and keep no value beyond its last use. Compiles a
-        piece when it is first reached."""
+    def run(self) -> Tensor:
+        """Run the pieces in order, attention between segments where there are some, and keep no value beyond its last use.
+        Compiles a piece when it is first reached."""
         values: dict[fx.Node, Any] = {}
         arguments = iter(self.arguments)
         last = _last_uses(self.module.graph)
@@ -64,7 +65,7 @@ class SplitForward:
             elif node.op == "output":
                 return _hidden(inputs[0])
             elif _attention_in(_attribute(self.module, node.target)) is not None:
-                values[node] = yield Break(_attribute(self.module, node.target), inputs)
+                values[node] = _between(_attribute(self.module, node.target), inputs)
             else:
                 values[node] = self._piece(node.target, inputs)(*inputs)
         raise CaptureError("a traced forward without an output")
@@ -87,12 +88,14 @@ class PiecewiseGraphs(FullGraphs):
         """How paths name it."""
         return "piecewise"
 
-    def capture_prompt(self, model: BreakableModel, batch: ForwardBatch) -> Pieces:
+    def capture_prompt(self, forward: Forward, batch: ForwardBatch) -> Pieces:
         """Trace the forward, split it at attention, compile each piece and capture it. Takes seconds or more."""
-        forward = trace(lambda: model(batch), self._compiler)
-        pieces = record_pieces(self.recorder, forward.walk)
-        pieces.keeps = (forward, model, batch)
-        return pieces
+        return record_pieces(self.recorder, trace(lambda: forward(batch), self._compiler).run)
+
+
+def _between(attention: Callable[..., Tensor], inputs: tuple[Any, ...]) -> Tensor:
+    segments = get_forward_context().segments
+    return attention(*inputs) if segments is None else segments.run_between(attention, *inputs)
 
 
 def trace(step: Callable[[], Tensor], compiler: PieceCompiler = as_traced) -> SplitForward:

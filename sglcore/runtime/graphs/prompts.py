@@ -13,7 +13,7 @@ from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
-from sglcore.runtime.graphs.backend import BreakableModel, CapturedPrompt, PromptBackend
+from sglcore.runtime.graphs.backend import CapturedPrompt, Forward, PromptBackend
 from sglcore.runtime.graphs.policy import absent_inputs, check_generation, has_only, planned, real_view
 
 SMALLEST = 16
@@ -24,9 +24,9 @@ MOST_PADDING = 2
 
 @dataclass(frozen=True, slots=True)
 class PromptForward:
-    """What prompt graphs are captured of: the model, the registry of prompts at its final size, and token buckets."""
+    """What prompt graphs are captured of: a forward, the registry of prompts at its final size, and token buckets."""
 
-    model: BreakableModel
+    forward: Forward
     registry: BufferRegistry
     buckets: tuple[int, ...]
 
@@ -63,7 +63,7 @@ class PromptGraphs:
         self.backend = backend
         self.registry = forward.registry
         self.sizes = tuple(sorted(n for n in set(forward.buckets) if 0 < n <= self.registry.max_num_tokens))
-        self._model = forward.model
+        self._forward = forward.forward
         self._attn = attn_backend
         self._context = context
         self._captured: dict[int, CapturedTokens] = {}
@@ -115,7 +115,7 @@ class PromptGraphs:
         self.registry.fill_from(template, FillContext(0, 1, 0, size))
         batch = self.registry.extract_buffer(template, 1, size)
         with forward_context(ForwardContext(self._attn, batch, self._context.layers)):
-            step = self.backend.capture_prompt(self._model, batch)
+            step = self.backend.capture_prompt(self._forward, batch)
         return CapturedTokens(batch, self._attn.token_to_kv_pool.generation, step)
 
     def drop(self) -> None:

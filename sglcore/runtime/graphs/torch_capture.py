@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class GraphSegment:
 
 
 class TorchCapture:
-    """Captures what a step queues on a stream; other threads may go on using the device."""
+    """Captures what is queued on a stream; other threads may go on using the device."""
 
     def __init__(
         self,
@@ -44,17 +44,17 @@ class TorchCapture:
         self.make_pool = make_pool
         self._make_segment = make_segment
 
-    def capture(self, step: Callable[[], None], stream: torch.Stream, pool: Any) -> Segment:
-        """Record the work that `step` queues; raises what the step or the driver raised."""
+    @contextmanager
+    def capture(self, stream: torch.Stream, pool: Any) -> Iterator[Segment]:
+        """Record the work that the block queues; raises what the block or the driver raised."""
         graph = self._make_graph()
         with entered(stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                step()
+                yield self._make_segment(graph)
             except BaseException:
-                # The driver gave up the capture too; what the step raised says why.
+                # The driver gave up the capture too; what the block raised says why.
                 with suppress(RuntimeError):
                     graph.capture_end()
                 raise
             graph.capture_end()
-        return self._make_segment(graph)

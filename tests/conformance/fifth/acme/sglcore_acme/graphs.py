@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,15 +44,15 @@ class Capture:
         """Nothing yet."""
         return Pool()
 
-    def capture(self, step: Callable[[], None], stream: torch.Stream, pool: Any) -> Segment:
-        """Record the work that `step` queues."""
+    @contextmanager
+    def capture(self, stream: torch.Stream, pool: Any) -> Iterator[Segment]:
+        """Record the work that the block queues."""
         graph = torch.accelerator.Graph(pool=pool.id, capture_error_mode="thread_local")
         with stream:
             graph.capture_begin()
-            step()
+            yield Segment(graph)
             graph.capture_end()
         pool.id = graph.pool()
-        return Segment(graph)
 
 
 def full(facts: Facts, streams: Streams) -> GraphBackend:
