@@ -23,7 +23,8 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.sampling.params import SamplingParams
-from sglcore.sampling.sampler import SampledTokens, Sampler, SamplingState
+from sglcore.sampling.sampler import Sampler, SamplingState
+from sglcore.sampling.state import SampledTokens
 from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
@@ -55,7 +56,7 @@ class NoDraw(Sampler):
         super().__init__(16, "cpu")
         self._tokens = SampledTokens(torch.full((rows,), 5, dtype=torch.int32), torch.zeros(rows, dtype=torch.bool))
 
-    def sample(self, logits: Tensor, state: SamplingState) -> SampledTokens:
+    def sample(self, logits: Tensor, state: SamplingState) -> SampledTokens[Tensor]:
         """Constant tokens."""
         count = logits.shape[0]
         return SampledTokens(self._tokens.token_ids[:count], self._tokens.bad_rows[:count])

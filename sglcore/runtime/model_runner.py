@@ -18,6 +18,7 @@ from sglcore.runtime.graph_runner import GraphRunner
 from sglcore.runtime.staging import PinnedRing, StagedArrays
 from sglcore.runtime.streams import Streams
 from sglcore.runtime.token_table import TokenTable
+from sglcore.step.tables import new_history
 
 
 class Model(Protocol):
@@ -78,7 +79,7 @@ class ModelRunner:
         registry = self.registry_for(batch)
         if self._poison:
             registry.poison()
-        pages, history = self.attn_backend.req_to_token_pool.changes(batch), self.token_table.admissions(batch)
+        pages, history = self.attn_backend.req_to_token_pool.changes(batch), new_history(batch)
         if pages is None and history is None and arrays is None:
             staged = ForwardBatch.init_new(batch, registry)
         else:
@@ -98,16 +99,19 @@ class ModelRunner:
         pages: tuple[NDArray, ...] | None,
         history: tuple[NDArray, ...] | None,
     ) -> ForwardBatch:
-        page_places = [arrays.add(values) for values in pages or ()]
-        history_places = [arrays.add(values) for values in history or ()]
+        if pages is not None:
+            arrays.add(page_entries=pages[0], new_pages=pages[1])
+        if history is not None:
+            arrays.add(history_slots=history[0], history_positions=history[1], history_ids=history[2])
         registry.ensure(batch.batch_size, batch.num_tokens)
         arrays.pack(registry.block, self.staging_ring)
         staged = ForwardBatch.init_new(batch, registry)
         arrays.arrive(registry.block)
-        if page_places:
-            self.attn_backend.req_to_token_pool.write(*(arrays[place] for place in page_places))
-        if history_places:
-            self.token_table.admit_history(*(arrays[place] for place in history_places))
+        arrived = arrays.arrived
+        if pages is not None:
+            self.attn_backend.req_to_token_pool.write(arrived["page_entries"], arrived["new_pages"])
+        if history is not None:
+            self.token_table.admit_history(*(arrived[f"history_{name}"] for name in ("slots", "positions", "ids")))
         return staged
 
     def forward(self, batch: ForwardBatch) -> tuple[Tensor, str]:

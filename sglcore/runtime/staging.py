@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -138,60 +140,52 @@ class HostBlock:
 
 
 class StagedArrays:
-    """Host arrays of one step that have no place in the block. They ride in its spare words where they fit, and else in
-    one copy of their own; `add` them, `pack` before the block's commit and `arrive` after it, then read their places."""
+    """Host arrays of one step, by name, that have no place in the block. They ride in its spare words where they fit, and
+    else in one copy of their own; `add` them, `pack` before the block's commit and `arrive` after it, then read them."""
 
-    __slots__ = ("_arrays", "_lasting", "_lease", "_source", "_starts", "_tensors", "_total")
+    __slots__ = ("_arrays", "_lasting", "_lease", "_source", "_starts", "_total", "arrived")
 
-    def __init__(self) -> None:
-        self._arrays: list[NDArray] = []
-        self._lasting = False
+    def __init__(self, arrays: Mapping[str, NDArray] = MappingProxyType({}), lasting: bool = False) -> None:
+        """`lasting`: some are read by later steps too."""
+        self._arrays = dict(arrays)
+        self._lasting = lasting
         self._source: Tensor | None = None
         self._lease: Lease | None = None
         self._starts: list[int] = []
-        self._tensors: list[Tensor] = []
         self._total = 0
+        self.arrived: dict[str, Tensor] = {}
+        """All that arrived: float32, or int32 for every other dtype; where memory is shared each keeps its own."""
 
-    def add(self, values: NDArray, lasting: bool = False) -> int:
-        """The place of an array. On the device it is float32, or int32 for every other dtype; where memory is shared it
-        keeps its own. `lasting`: it is read by later steps too."""
-        self._arrays.append(values)
-        self._lasting = self._lasting or lasting
-        return len(self._arrays) - 1
+    def add(self, **arrays: NDArray) -> None:
+        """More arrays for the same way."""
+        self._arrays.update(arrays)
 
     def pack(self, block: HostBlock, ring: PinnedRing) -> None:
         """Write everything into pinned memory."""
         if block.shares_memory or not self._arrays:
             return
-        self._starts, self._total = lay_out(self._arrays)
+        arrays = [*self._arrays.values()]
+        self._starts, self._total = lay_out(arrays)
         if self._total <= block.spare:
             self._source, words = block.carry(self._total)
         else:
             self._lease = ring.lease(self._total)
             words = self._lease.buffer.words
-        write_words(words, self._arrays, self._starts)
+        write_words(words, arrays, self._starts)
 
     def arrive(self, block: HostBlock) -> None:
         """Make the device's views, which are right for work queued on the current stream from now on. Does not wait."""
-        if not self._arrays:
-            return
+        arrays = self._arrays
         if block.shares_memory:
-            self._tensors = [torch.from_numpy(a if a.flags.writeable else a.copy()) for a in self._arrays]
+            self.arrived = {n: torch.from_numpy(a if a.flags.writeable else a.copy()) for n, a in arrays.items()}
             return
         if self._lease is not None:
             buffer = self._lease.buffer
             words = torch.empty(self._total, dtype=torch.int32, device=block.device)
             words.copy_(buffer.memory[: self._total], non_blocking=True)
             buffer.copied()
-        else:
-            assert self._source is not None
+        elif self._source is not None:
             words = self._source.clone() if self._lasting else self._source
-        self._tensors = read_words(words, self._arrays, self._starts)
-
-    def __getitem__(self, place: int) -> Tensor:
-        return self._tensors[place]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All that arrived: what must be kept while the device reads it."""
-        return self._tensors
+        else:
+            return
+        self.arrived = dict(zip(arrays, read_words(words, [*arrays.values()], self._starts), strict=True))

@@ -5,12 +5,8 @@ Decode needs no host value: the next step's input is resolved from here, so it c
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-
-from sglcore.device.batch import ScheduleBatch
 
 
 class TokenTable:
@@ -42,16 +38,8 @@ class TokenTable:
         """Remember tokens int32[N] as the last of slots int64[N]."""
         self.last.index_copy_(0, slots, tokens)
 
-    def admissions(self, batch: ScheduleBatch) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]] | None:
-        """The history that came with rows that entered a slot: its slots, positions and tokens, int32[N] each."""
-        if batch.history_ids is None or batch.history_offsets is None:
-            return None
-        counts = np.diff(batch.history_offsets)
-        columns = np.arange(len(batch.history_ids), dtype=np.int32) - np.repeat(batch.history_offsets[:-1], counts)
-        return np.repeat(batch.slots, counts), columns, batch.history_ids
-
     def admit_history(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        """Store what `admissions` gave, once it is on the device. Does not wait."""
+        """Store what `new_history` gave, once it is on the device. Does not wait."""
         self.append_history(slots.long(), positions.long(), tokens)
 
     def append_history(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:

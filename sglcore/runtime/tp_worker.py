@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,28 +14,29 @@ from sglcore.runtime.fields import retained
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.readback import Readback, ReadbackQueue
-from sglcore.runtime.sample_step import Sampled, SampleStep
+from sglcore.runtime.sample_step import SampleStep
 from sglcore.runtime.staging import RING, StagedArrays
 from sglcore.runtime.token_table import TokenTable
-from sglcore.step.rows import RowPlan, plan_rows
+from sglcore.step.output import StepOutput
+from sglcore.step.rows import plan_rows, pooled_rows
+from sglcore.step.tickets import Tickets, refuse_hidden_states, take_payload
 
 
 @dataclass(slots=True)
 class Pending:
-    """What a ticket holds until it is collected: results under way, and the staged batch with its plan, and the arrays sent
-    with it, which is all that the device still reads."""
+    """What a ticket holds until it is collected: results under way, and the staged batch with its plan and the arrays sent
+    beside it, which is all that the device still reads."""
 
-    rows: RowPlan
-    path: str
     batch: ForwardBatch
     arrays: StagedArrays | None
+    output: StepOutput[Tensor]
     readback: Readback
-    sampled: Sampled | None = None
 
     @property
     def kept(self) -> list[Tensor]:
-        """Every tensor that the device may still read or write: the batch's, by its declarations, what was sent, the results."""
-        sent = () if self.arrays is None else self.arrays.tensors
+        """Every tensor that the device may still read or write: the batch's, by its declarations, what was sent beside it,
+        the results."""
+        sent = () if self.arrays is None else self.arrays.arrived.values()
         return [*retained(self.batch), *sent, *self.readback.kept]
 
 
@@ -49,7 +49,7 @@ class TpModelWorker:
         self._sampling = SampleStep(runner, token_table, limits.vocab_size)
         self._streams = runner.streams
         self._readbacks = ReadbackQueue(runner.streams, token_table.last.device, runner.staging_ring.pinned)
-        self._out: list[weakref.ref[Ticket]] = []
+        self._tickets = Tickets(RING)
         self._closed = False
         self._take_over()
 
@@ -76,59 +76,48 @@ class TpModelWorker:
         Raises RuntimeError if RING tickets are out: the host's mirrors of the input buffers would be overwritten. A
         ticket that was dropped counts no more.
         """
-        self._out = [ref for ref in self._out if (ticket := ref()) is not None and ticket.payload is not None]
-        if len(self._out) >= RING:
-            raise RuntimeError(f"{RING} steps are in flight; collect the oldest before submitting another")
+        self._tickets.check_room()
         if self._closed:
             raise RuntimeError("this worker is closed; start another")
+        refuse_hidden_states(batch)
         embeds = batch.forward_mode is ForwardMode.EMBED
         start = self.forward_batch_embedding if embeds else self.forward_batch_generation
         if self._streams.forward is None:
-            ticket = start(batch)
-        else:
-            with self._streams.running():
-                ticket = start(batch)
-        self._out.append(weakref.ref(ticket))
-        return ticket
+            return start(batch)
+        with self._streams.running():
+            return start(batch)
 
     @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> Ticket:
         """One forward on the current stream, and one sampled token for each row that emits."""
-        if batch.capture_hidden_mode.is_set or batch.return_hidden_states_before_norm.is_set:
-            raise ValueError(f"step {batch.step} asks for hidden states; this worker hands back tokens and scores only")
         rows = plan_rows(batch)
-        order = self._sampling.order(batch, rows)
-        arrays = None if order is None else order.arrays
+        inputs = self._sampling.inputs(batch, rows)
+        arrays = StagedArrays(inputs.arrays, lasting=inputs.new is not None) if inputs.arrays else None
         staged = self.runner.init_batch(batch, arrays)
         hidden, path = self.runner.forward(staged)
-        sampled = self._sampling.run(batch, staged, rows, hidden, order)
-        readback = self._readbacks.post(sampled.tensors())
-        return Ticket(batch.step, Pending(rows, path, staged, arrays, readback, sampled))
+        arrived = {} if arrays is None else arrays.arrived
+        tokens, prompt = self._sampling.run(batch, staged, rows, hidden, inputs, arrived)
+        return self._ticket(batch, staged, arrays, StepOutput(rows, path, tokens, prompt))
 
     @torch.inference_mode()
     def forward_batch_embedding(self, batch: ScheduleBatch) -> Ticket:
         """One forward of whole prompts; each row's embedding is the mean of its hidden states, of length 1."""
-        arrays = StagedArrays()
+        arrays = StagedArrays(pooled_rows(batch))
         staged = self.runner.init_batch(batch, arrays)
         hidden, path = self.runner.forward(staged)
-        readback = self._readbacks.post([mean_pool(hidden, staged)])
-        return Ticket(batch.step, Pending(plan_rows(batch), path, staged, arrays, readback))
+        embeddings = mean_pool(hidden, arrays.arrived)
+        return self._ticket(batch, staged, arrays, StepOutput(plan_rows(batch), path, embeddings=embeddings))
+
+    def _ticket(
+        self, batch: ScheduleBatch, staged: ForwardBatch, arrays: StagedArrays | None, output: StepOutput[Tensor]
+    ) -> Ticket:
+        readback = self._readbacks.post(output.arrays())
+        return self._tickets.issue(batch.step, Pending(staged, arrays, output, readback))
 
     def collect(self, ticket: Ticket) -> BatchResult:
         """Wait for a step and give its results; a ticket is collected once."""
-        pending = ticket.payload
-        if not isinstance(pending, Pending):
-            raise ValueError(f"step {ticket.step} was collected before; a ticket is collected once")
-        ticket.payload = None
-        rows, arrays = pending.rows, pending.readback.read()
-        if pending.sampled is None:
-            (embeddings,) = arrays
-            none = np.zeros(0, dtype=np.int32)
-            bad = np.logical_not(np.isfinite(embeddings).all(axis=1))
-            return BatchResult(ticket.step, rows.token_offsets, none, bad, embeddings=embeddings, path=pending.path)
-        tokens, bad, logprobs, prompt = pending.sampled.read_results(arrays)
-        bad = rows.scatter_bad(bad)
-        return BatchResult(ticket.step, rows.token_offsets, tokens, bad, logprobs, prompt, path=pending.path)
+        pending = take_payload(ticket, Pending)
+        return pending.output.read(ticket.step, pending.readback.read())
 
     def close(self) -> None:
         """Wait for the device, free the graphs, and let go of weights and pools. Idempotent."""
@@ -141,13 +130,9 @@ class TpModelWorker:
             del self.runner, self._sampling
 
 
-def mean_pool(hidden: Tensor, batch: ForwardBatch) -> Tensor:
-    """float32 [B, H] of hidden [T, H]: each request's mean, scaled to length 1."""
-    assert batch.extend_seq_lens is not None
-    lengths = batch.extend_seq_lens
-    owners = torch.repeat_interleave(
-        torch.arange(batch.batch_size, device=hidden.device), lengths, output_size=batch.num_tokens
-    )
-    sums = torch.zeros(batch.batch_size, hidden.shape[1], dtype=torch.float32, device=hidden.device)
+def mean_pool(hidden: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
+    """float32 [B, H] of hidden [T, H]: each request's mean, scaled to length 1; rows as of `pooled_rows`."""
+    owners, counts = rows["owners"].long(), rows["counts"]
+    sums = torch.zeros(len(counts), hidden.shape[1], dtype=torch.float32, device=hidden.device)
     sums.index_add_(0, owners, hidden.float())
-    return torch.nn.functional.normalize(sums / lengths[:, None], dim=-1)
+    return torch.nn.functional.normalize(sums / counts[:, None], dim=-1)

@@ -1,33 +1,19 @@
 """Log-probabilities of raw logits: the chosen token's, its rank, and the best alternatives. fp32, bounded memory."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
+
+from sglcore.sampling.state import Logprobs
 
 ID_BITS = 22
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Of T rows. Ranks and lists order by (logprob descending, id ascending), so entry i of a list has rank i + 1."""
-
-    chosen: Tensor
-    """float32[T]"""
-    rank: Tensor
-    """int32[T], 1 = the most likely token."""
-    top_ids: Tensor
-    """int32[T, N]"""
-    top: Tensor
-    """float32[T, N]"""
-
-
-def logprobs_of(logits: Tensor, target_ids: Tensor, top_n: int, block_elements: int = 1 << 21) -> TokenLogprobs:
+def logprobs_of(logits: Tensor, target_ids: Tensor, top_n: int, block_elements: int = 1 << 21) -> Logprobs[Tensor]:
     """Of target_ids int[T] under logits float[T, V], with the top_n best; working memory is about 20 bytes per element
     of a block. Targets outside the vocabulary are read as its nearest end. No host reads; zero rows are allowed."""
     count, vocab_size = logits.shape
     top_n = min(top_n, vocab_size)
-    result = TokenLogprobs(
+    result = Logprobs(
         torch.empty(count, dtype=torch.float32, device=logits.device),
         torch.empty(count, dtype=torch.int32, device=logits.device),
         torch.empty(count, top_n, dtype=torch.int32, device=logits.device),
@@ -41,13 +27,13 @@ def logprobs_of(logits: Tensor, target_ids: Tensor, top_n: int, block_elements: 
     return result
 
 
-def _fill(result: TokenLogprobs, rows: slice, logits: Tensor, targets: Tensor, top_n: int) -> None:
+def _fill(result: Logprobs[Tensor], rows: slice, logits: Tensor, targets: Tensor, top_n: int) -> None:
     norm = logits.logsumexp(-1, keepdim=True)
     chosen = logits.gather(1, targets[:, None])
     result.chosen[rows] = (chosen - norm)[:, 0]
     ids = torch.arange(logits.shape[1], device=logits.device)
     ahead = (logits > chosen) | ((logits == chosen) & (ids < targets[:, None]))
-    result.rank[rows] = ahead.sum(-1, dtype=torch.int32) + 1
+    result.ranks[rows] = ahead.sum(-1, dtype=torch.int32) + 1
     if top_n:
         order = _top_ids(logits, ids, top_n)
         result.top_ids[rows] = order.to(torch.int32)

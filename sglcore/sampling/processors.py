@@ -6,12 +6,12 @@ A penalty sees counts that are inputs of this forward, so nothing accumulates an
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.packing import upload
+from sglcore.sampling.state import Bias, Masks, penalty_arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,29 +41,6 @@ class PenaltyRows:
     frequency: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class BiasState:
-    """Additions to single logits: rows int64[E], ids int64[E], values float32[E], until int32[E].
-
-    An entry counts while the position to be drawn is below `until`. Padding entries: row 0, id 0, value 0.
-    """
-
-    rows: Tensor
-    ids: Tensor
-    values: Tensor
-    until: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class MaskState:
-    """The tokens that M rows may draw. Other rows are left bit for bit as they are."""
-
-    rows: Tensor
-    """int64[M], distinct rows of the batch."""
-    words: Tensor
-    """int32[M, ceil(V / 32)], lowest bit first, 1 = allowed (the layout of grammar libraries)."""
-
-
 def token_counts(history: Tensor, lengths: Tensor, starts: Tensor, vocab_size: int) -> Tensor:
     """Occurrences int32[R, V] of tokens at positions starts..lengths-1 of history int32[R, L]; starts, lengths int32[R].
 
@@ -82,25 +59,12 @@ def make_penalties(
     """Penalties of a host batch. history int32[R, L] and lengths int32[R] are those of batch.penalty_rows(), in order;
     with all_rows, those of the whole batch."""
     parts = upload(penalty_arrays(batch, all_rows), history.device)
-    return count_penalties(place_penalties(parts), history, lengths, vocab_size)
+    rows = None if all_rows else parts["penalty_rows"].long()
+    return count_penalties(place_penalties(parts, rows), history, lengths, vocab_size)
 
 
-def penalty_arrays(batch: SamplingBatch, all_rows: bool = False) -> dict[str, np.ndarray]:
-    """What `place_penalties` needs of a host batch."""
-    rows = None if all_rows else batch.penalty_rows()
-    own = batch if rows is None else batch.select(rows)
-    arrays = {} if rows is None else {"penalty_rows": rows}
-    return arrays | {
-        "prompt_len": own.prompt_len,
-        "repetition": own.repetition,
-        "presence": own.presence,
-        "frequency": own.frequency,
-    }
-
-
-def place_penalties(parts: Mapping[str, Tensor]) -> PenaltyRows:
-    """From the device's views of `penalty_arrays`."""
-    rows = parts["penalty_rows"].long() if "penalty_rows" in parts else None
+def place_penalties(parts: Mapping[str, Tensor], rows: Tensor | None) -> PenaltyRows:
+    """From the device's views of `penalty_arrays`, of rows int64[R]; None = all of them."""
     return PenaltyRows(rows, *(parts[name] for name in ("prompt_len", "repetition", "presence", "frequency")))
 
 
@@ -134,7 +98,7 @@ def apply_penalties_(logits: Tensor, state: PenaltyState) -> Tensor:
     return logits.index_copy_(0, state.rows, penalise(logits.index_select(0, state.rows), state))
 
 
-def apply_bias_(logits: Tensor, state: BiasState, positions: Tensor) -> Tensor:
+def apply_bias_(logits: Tensor, state: Bias[Tensor], positions: Tensor) -> Tensor:
     """Add the entries that count at positions int32[B] to contiguous logits float32[B, V], in place."""
     active = positions.index_select(0, state.rows) < state.until
     values = torch.where(active, state.values, torch.zeros_like(state.values))
@@ -142,7 +106,7 @@ def apply_bias_(logits: Tensor, state: BiasState, positions: Tensor) -> Tensor:
     return logits
 
 
-def apply_masks_(logits: Tensor, state: MaskState) -> Tensor:
+def apply_masks_(logits: Tensor, state: Masks[Tensor]) -> Tensor:
     """Set logits float[B, V] of the state's rows to -inf where a token is not allowed, in place."""
     banned = ~unpack_bitmask(state.words, logits.shape[1])
     return logits.index_copy_(0, state.rows, logits.index_select(0, state.rows).masked_fill_(banned, -torch.inf))
@@ -155,10 +119,10 @@ def unpack_bitmask(words: Tensor, vocab_size: int) -> Tensor:
     return bits.view(words.shape[0], words.shape[1] * 32)[:, :vocab_size].bool()
 
 
-def repeat_bias(state: BiasState, width: int) -> BiasState:
+def repeat_bias(state: Bias[Tensor], width: int) -> Bias[Tensor]:
     """The entries for a batch in which each row occurs `width` times in succession."""
     nodes = torch.arange(width, device=state.rows.device)
     others = {
         item.name: getattr(state, item.name).repeat_interleave(width) for item in fields(state) if item.name != "rows"
     }
-    return BiasState(rows=(state.rows[:, None] * width + nodes).flatten(), **others)
+    return Bias(rows=(state.rows[:, None] * width + nodes).flatten(), **others)

@@ -4,20 +4,17 @@ Host flags decide which code runs, never device values: there is no host read, s
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sglcore.sampling.batch import SamplingBatch, SamplingNeeds
 from sglcore.sampling.cutoffs import STEPS, keep_min_p_, keep_top_k_, keep_top_p_
-from sglcore.sampling.logprobs import TokenLogprobs, logprobs_of
+from sglcore.sampling.logprobs import logprobs_of
 from sglcore.sampling.packing import upload
 from sglcore.sampling.processors import (
-    BiasState,
-    MaskState,
     PenaltyState,
     apply_bias_,
     apply_masks_,
@@ -25,30 +22,14 @@ from sglcore.sampling.processors import (
     repeat_bias,
 )
 from sglcore.sampling.race import RaceTables, draw_race, gaps_below_best, make_race_tables, row_keys
+from sglcore.sampling.state import Bias, Masks, SampledTokens, state_arrays
+from sglcore.sampling.state import SamplingState as OfAnyLibrary
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingState:
-    """What one sampling call needs, on the device. A part that no row wants is None, except in captured graphs."""
+class SamplingState(OfAnyLibrary[Tensor, PenaltyState]):
+    """What one sampling call needs, on the device."""
 
-    needs: SamplingNeeds
-    positions: Tensor
-    """int32[B]: the sequence index of the token to be drawn."""
-    seed_words: Tensor
-    """int32[B, 2]"""
-    scale: Tensor
-    """float32[B]: 2**16 / temperature."""
-    greedy: Tensor
-    """bool[B]"""
-    top_k: Tensor | None = None
-    """int32[B]"""
-    top_p: Tensor | None = None
-    """int32[B], in 2**-24"""
-    min_p: Tensor | None = None
-    """int32[B], the largest gap kept"""
-    penalties: PenaltyState | None = None
-    bias: BiasState | None = None
-    masks: MaskState | None = None
+    __slots__ = ()
 
     def repeat(self, width: int, positions: Tensor, penalties: PenaltyState | None = None) -> "SamplingState":
         """For `width` successive nodes per row, at positions int32[B * width]. Penalties and masks depend on the node's
@@ -63,20 +44,11 @@ class SamplingState:
         return replace(self, **{**rows, "positions": positions, "bias": bias, "penalties": penalties})
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """token_ids int32[B]; bad_rows bool[B]: logits held NaN, +inf or nothing else than -inf, and the token is 0."""
-
-    token_ids: Tensor
-    bad_rows: Tensor
-    logprobs: TokenLogprobs | None = None
-
-
 def make_state(
     batch: SamplingBatch,
     positions: Tensor,
     penalties: PenaltyState | None = None,
-    masks: MaskState | None = None,
+    masks: Masks[Tensor] | None = None,
     needs: SamplingNeeds | None = None,
 ) -> SamplingState:
     """Stage a host batch on the device of positions int32[B]; B beyond the batch's rows is padding.
@@ -90,33 +62,18 @@ def make_state(
     return place_state(needs, positions, parts, penalties, masks)
 
 
-def state_arrays(batch: SamplingBatch, needs: SamplingNeeds) -> dict[str, np.ndarray]:
-    """What `place_state` needs of a host batch, by name."""
-    arrays = {"seed_words": batch.seed_words, "scale": batch.scale, "greedy": batch.greedy}
-    if needs.any_top_k:
-        arrays["top_k"] = batch.top_k
-    if needs.any_top_p:
-        arrays["top_p"] = batch.top_p
-    if needs.any_min_p:
-        arrays["min_p"] = batch.min_p
-    if needs.any_bias:
-        arrays["bias_rows"], arrays["bias_ids"] = batch.bias_rows(), batch.bias_ids
-        arrays["bias_values"], arrays["bias_until"] = batch.bias_values, batch.bias_until
-    return arrays
-
-
 def place_state(
     needs: SamplingNeeds,
     positions: Tensor,
     parts: Mapping[str, Tensor],
     penalties: PenaltyState | None = None,
-    masks: MaskState | None = None,
+    masks: Masks[Tensor] | None = None,
 ) -> SamplingState:
     """From the device's views of `state_arrays`; flags may have come as int32."""
     bias = None
     if needs.any_bias:
         rows, ids = parts["bias_rows"].long(), parts["bias_ids"].long()
-        bias = BiasState(rows, ids, parts["bias_values"], parts["bias_until"])
+        bias = Bias(rows, ids, parts["bias_values"], parts["bias_until"])
     return SamplingState(
         needs,
         positions,
@@ -159,7 +116,7 @@ class Sampler:
         self._draw = partial(draw_rows, block_elements=block_elements) if draw is None else draw
         self._greedy = draw_greedy if greedy is None else greedy
 
-    def sample(self, logits: Tensor, state: SamplingState) -> SampledTokens:
+    def sample(self, logits: Tensor, state: SamplingState) -> SampledTokens[Tensor]:
         """Draw one token per row of logits float[B, V], which are not changed. Never waits."""
         processed = self.process(logits, state)
         if state.needs.all_greedy:

@@ -1,13 +1,16 @@
-"""Which rows of a step emit a token. Host data only: workers of every kind read results by it."""
+"""Which rows of a step emit a token, and whose each token is. Host data only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import ScheduleBatch
+from sglcore.device.batch import Ints, ScheduleBatch
+
+Array = TypeVar("Array", bound=NDArray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +19,15 @@ class RowPlan:
 
     batch_size: int
     emitting: NDArray[np.int64] | None
-    token_offsets: NDArray[np.int32]
+    token_offsets: Ints
+
+    def select(self, values: Array) -> Array:
+        """Those of the emitting rows, of values [B, ...]."""
+        return values if self.emitting is None else values[self.emitting]  # pyright: ignore[reportReturnType]
+
+    def places(self, rows: Ints) -> Ints:
+        """int32[M]: where rows int32[M] that emit, ascending, stand among those that do."""
+        return rows if self.emitting is None else np.searchsorted(self.emitting, rows).astype(np.int32)
 
     def scatter_bad(self, bad: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """bool[B] from the flags bool[N] of the emitting rows."""
@@ -34,3 +45,24 @@ def plan_rows(batch: ScheduleBatch) -> RowPlan:
     offsets = np.zeros(batch.batch_size + 1, dtype=np.int32)
     np.cumsum(batch.emits, out=offsets[1:])
     return RowPlan(batch.batch_size, np.flatnonzero(batch.emits), offsets)
+
+
+def last_tokens(batch: ScheduleBatch, rows: RowPlan) -> Ints:
+    """int32[N]: where in the step the last token of each emitting row is."""
+    return rows.select(batch.token_offsets[1:]) - np.int32(1)
+
+
+def owners(offsets: Ints) -> Ints:
+    """int32[T]: the row of each of the T elements that offsets int32[B + 1] divide among B rows."""
+    return np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))
+
+
+def within(offsets: Ints) -> Ints:
+    """int32[T]: the place of each of these elements in its row."""
+    return np.arange(offsets[-1], dtype=np.int32) - np.repeat(offsets[:-1], np.diff(offsets))
+
+
+def pooled_rows(batch: ScheduleBatch) -> dict[str, NDArray]:
+    """What a mean over each row's tokens needs: `owners` int32[T], the row of each token, and `counts` float32[B]."""
+    counts = np.diff(batch.token_offsets).astype(np.float32)
+    return {"owners": owners(batch.token_offsets), "counts": counts}

@@ -123,19 +123,19 @@ class ForgetsWhenRetracted(RunningRequests):
 class LeavesOutWhereRowsStay(SampleStep):
     """What changes in every step is sent only with a new composition."""
 
-    def order(self, batch: ScheduleBatch, rows: Any) -> Any:
-        if self._composition is not None and self._composition.number == batch.composition:
+    def inputs(self, batch: ScheduleBatch, rows: Any) -> Any:
+        if self._known.host.number == batch.composition:
             batch.masks = None
-        return super().order(batch, rows)
+        return super().inputs(batch, rows)
 
 
 class OnTheRowBeside(SampleStep):
     """Each mask holds for the next constrained row."""
 
-    def order(self, batch: ScheduleBatch, rows: Any) -> Any:
+    def inputs(self, batch: ScheduleBatch, rows: Any) -> Any:
         if batch.mask_rows is not None:
             batch.mask_rows = np.roll(batch.mask_rows, 1)
-        return super().order(batch, rows)
+        return super().inputs(batch, rows)
 
 
 def become(read: Callable[[TokenEngine], Any], kind: type) -> Callable[[TokenEngine], None]:

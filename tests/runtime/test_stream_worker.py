@@ -242,7 +242,7 @@ def test_what_the_device_uses_is_kept_until_collect_and_no_longer(sim: Any) -> N
     pending = ticket.payload
     assert isinstance(pending, Pending) and pending.arrays is not None
     addresses = {tensor.data_ptr() for tensor in pending.kept}
-    for tensor in (*pending.arrays.tensors, *pending.readback.kept):
+    for tensor in (*pending.arrays.arrived.values(), *pending.readback.kept):
         assert tensor.data_ptr() in addresses
     for name in ("input_ids", "seq_lens", "out_cache_loc", "extend_seq_lens"):
         buffer = bench.runner.prefill_registry.slot(name).buffer

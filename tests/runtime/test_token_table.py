@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sglcore.runtime.token_table import TokenTable
+from sglcore.step.tables import new_history
 from tests.runtime.tiny import Desk, ints, offsets
 
 SLOTS, CONTEXT = 5, 9
@@ -74,7 +75,7 @@ def admitted(*rows: tuple[int, list[int]]) -> TokenTable:
     batch = Desk().extend({slot: [1] for slot, _ in rows})
     batch.history_offsets = offsets([len(tokens) for _, tokens in rows])
     batch.history_ids = ints([token for _, tokens in rows for token in tokens])
-    found = made.admissions(batch)
+    found = new_history(batch)
     assert found is not None
     made.admit_history(*map(torch.from_numpy, found))
     return made
@@ -104,7 +105,7 @@ def test_appended_tokens_go_to_the_position_that_was_drawn() -> None:
 
 def test_a_batch_without_history_makes_no_table() -> None:
     made = TokenTable(SLOTS, CONTEXT, "cpu")
-    assert made.admissions(Desk().extend({1: [1]})) is None
+    assert new_history(Desk().extend({1: [1]})) is None
     assert made._history is None
 
 

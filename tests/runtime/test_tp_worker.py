@@ -231,12 +231,12 @@ def test_what_the_device_reads_is_kept_until_collect_and_no_longer() -> None:
     site.worker.collect(site.worker.submit(desk.extend({1: [3, 4]})))
     ticket = site.worker.submit(desk.extend({2: [5, 6, 7]}))
     pending = ticket.payload
-    assert isinstance(pending, Pending) and pending.sampled is not None
+    assert isinstance(pending, Pending) and pending.output.tokens is not None
     addresses = {tensor.data_ptr() for tensor in pending.kept}
     for name in ("input_ids", "positions", "seq_lens", "req_pool_indices", "out_cache_loc", "extend_seq_lens"):
         buffer = site.runner.prefill_registry.slot(name).buffer
         assert buffer is not None and buffer.data_ptr() in addresses
-    results = weakref.ref(pending.sampled.tokens.token_ids)
+    results = weakref.ref(pending.output.tokens.token_ids)
     del pending
     gc.collect()
     assert results() is not None

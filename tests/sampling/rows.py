@@ -9,7 +9,8 @@ from sglcore.sampling.noise import fixed_min_p
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.processors import make_penalties
 from sglcore.sampling.race import draw_race, row_keys
-from sglcore.sampling.sampler import SampledTokens, Sampler, SamplingState, make_state
+from sglcore.sampling.sampler import Sampler, SamplingState, make_state
+from sglcore.sampling.state import SampledTokens
 
 
 def staged(rows: Sequence[tuple], positions: Sequence[int] | torch.Tensor, **parts) -> SamplingState:

@@ -21,14 +21,14 @@ def test_logprobs_equal_log_softmax(block_elements, dtype):
     order = exact.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(found.top_ids.long(), order.indices[:, :6])
     torch.testing.assert_close(found.top.double(), order.values[:, :6], atol=1e-5, rtol=1e-5)
-    assert torch.equal(found.rank.long() - 1, (order.indices == targets[:, None]).int().argmax(-1))
+    assert torch.equal(found.ranks.long() - 1, (order.indices == targets[:, None]).int().argmax(-1))
 
 
 def test_ties_are_listed_by_id_and_ranked_alike():
     logits = torch.tensor([[0.0, 2.0, -0.0, 2.0, 0.0, -math.inf]]).expand(6, -1)
     found = logprobs_of(logits, torch.arange(6), 6)
     assert found.top_ids[0].tolist() == [1, 3, 0, 2, 4, 5]
-    assert found.rank.tolist() == [3, 1, 4, 2, 5, 6]
+    assert found.ranks.tolist() == [3, 1, 4, 2, 5, 6]
     assert found.chosen[5] == -math.inf
 
 

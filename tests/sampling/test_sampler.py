@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
-from sglcore.sampling.processors import MaskState, make_penalties, unpack_bitmask
+from sglcore.sampling.processors import make_penalties, unpack_bitmask
 from sglcore.sampling.race import lowest_argmax
 from sglcore.sampling.reference import reference_draw
 from sglcore.sampling.sampler import Sampler, make_state
+from sglcore.sampling.state import Masks
 from tests.sampling.rows import drawn, staged, with_history
 
 PARAMS = st.builds(
@@ -239,7 +240,7 @@ def test_a_grammar_mask_restricts_and_its_bits_are_lowest_first():
     allowed = unpack_bitmask(words, 33)
     assert [torch.nonzero(row)[:, 0].tolist() for row in allowed] == [[1, 3], [31, 32]]
     rows = [(SamplingParams(temperature=3.0), 1), (SamplingParams(temperature=0), 1)]
-    masks = MaskState(torch.tensor([0, 1]), words)
+    masks = Masks(torch.tensor([0, 1]), words)
     for position in range(20):
         tokens = drawn(torch.randn(2, 33), rows, [position] * 2, masks=masks).token_ids.tolist()
         assert tokens[0] in (1, 3) and tokens[1] in (31, 32)
@@ -252,7 +253,7 @@ def test_a_mask_touches_its_own_rows_only_and_not_the_logits_that_are_reported(d
     rows = [(SamplingParams(temperature=1.0, logprobs=1), seed) for seed in range(5)]
     words = torch.tensor([[1 << 5, 0, 0], [0, 0, 1 << 5]], dtype=torch.int32)
     free = drawn(logits, rows, [7] * 5)
-    found = drawn(logits, rows, [7] * 5, masks=MaskState(torch.tensor([3, 1]), words))
+    found = drawn(logits, rows, [7] * 5, masks=Masks(torch.tensor([3, 1]), words))
     assert found.token_ids[[3, 1]].tolist() == [5, 69]
     assert torch.equal(found.token_ids[[0, 2, 4]], free.token_ids[[0, 2, 4]])
     assert torch.equal(logits, before) and found.logprobs is not None and free.logprobs is not None
@@ -261,5 +262,5 @@ def test_a_mask_touches_its_own_rows_only_and_not_the_logits_that_are_reported(d
 
 def test_a_row_that_may_draw_nothing_is_bad_and_no_other():
     rows = [(SamplingParams(temperature=1.0), 1)] * 3
-    masks = MaskState(torch.tensor([1]), torch.zeros(1, 2, dtype=torch.int32))
+    masks = Masks(torch.tensor([1]), torch.zeros(1, 2, dtype=torch.int32))
     assert drawn(torch.randn(3, 40), rows, [0] * 3, masks=masks).bad_rows.tolist() == [False, True, False]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.step.sizing import MemorySizes
+from sglcore.step.tables import new_pages
 from sglcore_mlx.models.contract import LayerShape
 
 
@@ -42,12 +43,10 @@ class PageTable:
 
     def append(self, batch: ScheduleBatch) -> None:
         """Take up the pages that came with a batch, each after those that its slot has."""
-        counts = np.diff(batch.new_page_offsets)
-        if not len(batch.new_pages):
-            return
-        within = np.arange(len(batch.new_pages), dtype=np.int32) - np.repeat(batch.new_page_offsets[:-1], counts)
-        columns = np.repeat(batch.page_counts, counts) + within
-        self.rows[np.repeat(batch.slots, counts), columns] = batch.new_pages
+        entries = new_pages(batch)
+        if entries is not None:
+            slots, columns, pages = entries
+            self.rows[slots, columns] = pages
 
     def cells(self, slots: NDArray[np.int32], positions: NDArray[np.int32]) -> NDArray[np.int32]:
         """int32 [T]: the cell of each position of its slot."""

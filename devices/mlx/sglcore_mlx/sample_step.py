@@ -1,116 +1,66 @@
-"""From logits to tokens: the sampling state of the rows that emit, the draw, and what the device remembers of it."""
+"""From logits to tokens: the draw of the rows that emit, and what the device remembers of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
 
 import mlx.core as mx
-import numpy as np
-from numpy.typing import NDArray
 
 from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import TokenLogprobs
-from sglcore.sampling.batch import SamplingBatch
-from sglcore.step.rows import RowPlan
+from sglcore.sampling.state import Masks, SampledTokens
+from sglcore.step.rows import RowPlan, last_tokens
+from sglcore.step.sampling import NO_SAMPLING, BatchSampling, SamplingInputs, sampling_inputs
 from sglcore.step.sizing import MemorySizes
+from sglcore.step.tables import new_history
 from sglcore_mlx.forward import resolve_ids
-from sglcore_mlx.models.contract import Model
 from sglcore_mlx.pool import DeviceState
-from sglcore_mlx.sampling.logprobs import Logprobs, logprobs_of
-from sglcore_mlx.sampling.processors import Masks
-from sglcore_mlx.sampling.sampler import SampledTokens, Sampler
-from sglcore_mlx.sampling.state import SamplingState, make_state
+from sglcore_mlx.sampling.sampler import Sampler
+from sglcore_mlx.sampling.state import place_state
 
-PROMPT_LOGITS_ELEMENTS = 1 << 24
-"""Prompt log-probabilities are worked on this many logits at a time, so that long prompts need no vocabulary-sized memory
-for every token."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """A step's tokens, row for row of the emitting rows, and prompt log-probabilities by row; lazy."""
-
-    tokens: SampledTokens
-    prompt: dict[int, Logprobs] = field(default_factory=dict)
-
-    def arrays(self) -> list[mx.array]:
-        """Everything that the host will read."""
-        found = [self.tokens.token_ids, self.tokens.bad_rows]
-        for part in (self.tokens.logprobs, *self.prompt.values()):
-            if part is not None:
-                found += [part.chosen, part.ranks, part.top_ids, part.top]
-        return found
-
-
-def host_logprobs(part: Logprobs) -> TokenLogprobs:
-    """On the host; waits if they have not been evaluated."""
-    return TokenLogprobs(np.array(part.chosen), np.array(part.ranks), np.array(part.top_ids), np.array(part.top))
-
-
-@dataclass(frozen=True, slots=True)
-class Composition:
-    """What is constant while a composition lasts: the emitting rows' sampling parameters, their slots and their state."""
-
-    number: int
-    host: SamplingBatch
-    slots: NDArray[np.int32]
-    device_slots: mx.array
-    state: SamplingState
+Arrays = Mapping[str, mx.array]
 
 
 class SampleStep:
-    """The draw and its bookkeeping for one model. Keeps the state of the last composition."""
+    """The draw and its bookkeeping for one model. Keeps what stays while a composition lasts."""
 
-    def __init__(self, model: Model, sizes: MemorySizes, compiles: bool = False) -> None:
+    def __init__(self, vocab_size: int, sizes: MemorySizes, compiles: bool = False) -> None:
         """`compiles` the draw, once for each kind of batch."""
-        self._model = model
         self._history_shape = (sizes.max_requests + 1, sizes.max_model_len + 1)
-        self._sampler = Sampler(model.config.vocab_size, compiled=compiles)
-        self._composition: Composition | None = None
+        self._sampler = Sampler(vocab_size, compiled=compiles)
+        self._known: tuple[BatchSampling, Arrays] = NO_SAMPLING, {}
 
     def admit(self, batch: ScheduleBatch, state: DeviceState) -> None:
         """Take up the history of rows that entered a slot and whose sampling looks back."""
-        if batch.history_ids is None or batch.history_offsets is None or not len(batch.history_ids):
-            return
-        counts = np.diff(batch.history_offsets)
-        columns = np.arange(len(batch.history_ids), dtype=np.int32) - np.repeat(batch.history_offsets[:-1], counts)
-        history = self._history(state)
-        history[mx.array(np.repeat(batch.slots, counts)), mx.array(columns)] = mx.array(batch.history_ids)
+        entries = new_history(batch)
+        if entries is not None and len(entries[0]):
+            slots, columns, ids = map(mx.array, entries)
+            self._history(state)[slots, columns] = ids
+
+    def inputs(self, batch: ScheduleBatch, rows: RowPlan) -> SamplingInputs:
+        """What `run` will need of the host batch. Host work only."""
+        return sampling_inputs(batch, rows, self._known[0].number, all_rows=True)
 
     def run(
-        self, batch: ScheduleBatch, rows: RowPlan, logits: mx.array, state: DeviceState, prompt: dict[int, Logprobs]
-    ) -> Sampled:
-        """Draw a token for each of the logits [N, V] of the emitting rows, and remember it as its slot's last."""
-        lens = batch.seq_lens if rows.emitting is None else batch.seq_lens[rows.emitting]
-        composition, sampling = self._state(batch, rows, lens, state)
-        sampled = self._sampler.sample(logits, replace(sampling, masks=_masks(batch, rows)))
-        if len(lens):
-            state.last[composition.device_slots] = sampled.token_ids
-        return Sampled(sampled, prompt)
-
-    def _state(
-        self, batch: ScheduleBatch, rows: RowPlan, lens: NDArray[np.int32], state: DeviceState
-    ) -> tuple[Composition, SamplingState]:
-        positions = mx.array(lens)
-        known = self._composition
-        if known is None or known.number != batch.composition:
-            known = self._composition = self._compose(batch, rows, positions, state, lens)
-            return known, known.state
-        penalties = known.state.penalties
-        if penalties is not None:
-            penalties = replace(penalties, history=self._history_of(known.slots, batch, rows, lens, state))
-        return known, replace(known.state, positions=positions, penalties=penalties)
-
-    def _compose(
-        self, batch: ScheduleBatch, rows: RowPlan, positions: mx.array, state: DeviceState, lens: NDArray[np.int32]
-    ) -> Composition:
-        assert isinstance(batch.sampling, SamplingBatch)
-        host = batch.sampling if rows.emitting is None else batch.sampling.select(rows.emitting)
-        slots = batch.slots if rows.emitting is None else batch.slots[rows.emitting]
-        history = self._history_of(slots, batch, rows, lens, state) if host.needs.any_penalty else None
-        made = make_state(host, positions, history=history)
-        return Composition(batch.composition, host, slots, mx.array(slots), made)
+        self,
+        batch: ScheduleBatch,
+        rows: RowPlan,
+        logits: mx.array,
+        inputs: SamplingInputs,
+        arrived: Arrays,
+        state: DeviceState,
+    ) -> SampledTokens[mx.array]:
+        """Draw a token for each of the logits [N, V] of the emitting rows, and remember it as its slot's last; `arrived`
+        are the arrays of `inputs`."""
+        if inputs.new is not None:
+            self._known = inputs.new, arrived
+        host, parts = self._known
+        positions = mx.array(batch.seq_lens) if rows.emitting is None else arrived["positions"]
+        history = self._history_of(parts["slots"], positions, batch, rows, state) if host.needs.any_penalty else None
+        placed = place_state(host.needs, positions, parts, history=history, masks=_masks(arrived))
+        sampled = self._sampler.sample(logits, placed)
+        if logits.shape[0]:
+            state.last[parts["slots"]] = sampled.token_ids
+        return sampled
 
     def _history(self, state: DeviceState) -> mx.array:
         if state.history is None:
@@ -118,56 +68,17 @@ class SampleStep:
         return state.history
 
     def _history_of(
-        self, slots: NDArray[np.int32], batch: ScheduleBatch, rows: RowPlan, lens: NDArray[np.int32], state: DeviceState
+        self, slots: mx.array, positions: mx.array, batch: ScheduleBatch, rows: RowPlan, state: DeviceState
     ) -> mx.array:
         """int32 [N, longest]: the tokens so far, counted anew each step, so that nothing can be counted twice.
 
         A row's newest token, which this step brought, is written first: nothing reads the table after that, so that the
         next step writes to it in place.
         """
-        history, device_slots = self._history(state), mx.array(slots)
-        ends = batch.token_offsets[1:] if rows.emitting is None else batch.token_offsets[1:][rows.emitting]
-        history[device_slots, mx.array(lens - np.int32(1))] = resolve_ids(batch.input_ids[ends - 1], state.last)
-        return history[device_slots, : int(lens.max(initial=1))]
-
-    def score_prompts(self, batch: ScheduleBatch, hidden: mx.array) -> Iterator[tuple[int, Logprobs]]:
-        """Each asking row's chunk of hidden [T, H]: token j predicts the prompt token after it; a sampled token is not
-        scored here."""
-        if batch.prompt_logprobs is None or batch.next_ids is None:
-            return
-        for row in np.flatnonzero(batch.prompt_logprobs >= 0).tolist():
-            start, end = int(batch.token_offsets[row]), int(batch.token_offsets[row + 1])
-            targets = np.append(batch.input_ids[start + 1 : end], batch.next_ids[row])
-            if targets[-1] < 0:
-                targets, end = targets[:-1], end - 1
-            yield row, self._score(hidden[start:end], targets, int(batch.prompt_logprobs[row]))
-
-    def _score(self, hidden: mx.array, targets: NDArray[np.int32], top_n: int) -> Logprobs:
-        if not len(targets):
-            return no_logprobs(top_n)
-        step = max(1, PROMPT_LOGITS_ELEMENTS // self._model.config.vocab_size)
-        parts = [
-            logprobs_of(self._model.logits(hidden[at : at + step]), mx.array(targets[at : at + step]), top_n)
-            for at in range(0, len(targets), step)
-        ]
-        return Logprobs(
-            mx.concatenate([part.chosen for part in parts]),
-            mx.concatenate([part.ranks for part in parts]),
-            mx.concatenate([part.top_ids for part in parts]),
-            mx.concatenate([part.top for part in parts]),
-        )
+        history = self._history(state)
+        history[slots, positions - 1] = resolve_ids(batch.input_ids[last_tokens(batch, rows)], state.last)
+        return history[slots, : self._known[0].longest(batch, rows)]
 
 
-def _masks(batch: ScheduleBatch, rows: RowPlan) -> Masks | None:
-    """This step's masks, by the place of their rows among those that emit."""
-    if batch.masks is None or batch.mask_rows is None:
-        return None
-    own = batch.mask_rows
-    places = own if rows.emitting is None else np.searchsorted(rows.emitting, own).astype(np.int32)
-    return Masks(mx.array(places), mx.array(batch.masks))
-
-
-def no_logprobs(top_n: int) -> Logprobs:
-    """Those of no token."""
-    ints, floats = mx.zeros((0, top_n), mx.int32), mx.zeros((0, top_n), mx.float32)
-    return Logprobs(mx.zeros((0,), mx.float32), mx.zeros((0,), mx.int32), ints, floats)
+def _masks(arrived: Arrays) -> Masks[mx.array] | None:
+    return Masks(arrived["mask_rows"], arrived["masks"]) if "masks" in arrived else None

@@ -8,13 +8,14 @@ lazy array, is built and waits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import mlx.core as mx
-import numpy as np
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
-from sglcore.step.rows import RowPlan
+from sglcore.sampling.state import Logprobs
+from sglcore.step.output import StepOutput
+from sglcore.step.rows import plan_rows, pooled_rows, within
+from sglcore.step.sampling import score_prompts
 from sglcore.step.sizing import MemorySizes
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.attention.encoder import EncoderRows
@@ -22,21 +23,8 @@ from sglcore_mlx.forward import DecodeForward, extend_forward
 from sglcore_mlx.inputs import bucket, decode_inputs, row_bucket
 from sglcore_mlx.models.contract import Model
 from sglcore_mlx.pool import DeviceState, PageTable
-from sglcore_mlx.sample_step import Sampled, SampleStep
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """A step that was started: what it sampled, or `embeddings` float32 [B, H]; lazy."""
-
-    path: str
-    sampled: Sampled | None = None
-    embeddings: mx.array | None = None
-
-    def arrays(self) -> list[mx.array]:
-        """Everything that the host will read."""
-        found = [] if self.sampled is None else self.sampled.arrays()
-        return found if self.embeddings is None else [*found, self.embeddings]
+from sglcore_mlx.sample_step import SampleStep
+from sglcore_mlx.sampling.logprobs import logprobs_of
 
 
 class Health:
@@ -75,7 +63,7 @@ class Stepper:
         self._attention = attention
         self._state = state
         self._table = PageTable(sizes)
-        self._sampling = SampleStep(model, sizes, compiles_draw)
+        self._sampling = SampleStep(self._vocab_size, sizes, compiles_draw)
         self._max_requests = sizes.max_requests
         self._row_buckets = row_buckets
         decode = DecodeForward(model, attention)
@@ -83,32 +71,41 @@ class Stepper:
         self._compiles = compiles
         self.health = Health()
 
-    def launch(self, batch: ScheduleBatch, rows: RowPlan) -> Launched:
+    def launch(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
         """Build a step, wait until the one before has ended, and start it. Raises what building raises; other steps go on.
 
         Raises RuntimeError once starting a step has failed: what the cells hold is unknown then.
         """
         self.health.check()
-        launched = self._embed(batch) if batch.forward_mode is ForwardMode.EMBED else self._generate(batch, rows)
+        output = self._embed(batch) if batch.forward_mode is ForwardMode.EMBED else self._generate(batch)
         try:
             mx.synchronize()
-            mx.async_eval(launched.arrays(), self._state.arrays())
+            mx.async_eval(output.arrays(), self._state.arrays())
         except BaseException as error:
             self.health.fail(error)
             raise
-        return launched
+        return output
 
-    def _generate(self, batch: ScheduleBatch, rows: RowPlan) -> Launched:
+    def _generate(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
+        rows = plan_rows(batch)
         self._table.append(batch)
         self._sampling.admit(batch, self._state)
+        inputs = self._sampling.inputs(batch, rows)
+        arrived = {name: mx.array(values) for name, values in inputs.arrays.items()}
+        prompt: dict[int, Logprobs[mx.array]] = {}
         if batch.forward_mode.is_decode:
             logits, path = self._decode_logits(batch)
-            return Launched(path, self._sampling.run(batch, rows, logits, self._state, {}))
-        hidden = extend_forward(self._model, self._attention, batch, self._table, self._state)
-        prompt = dict(self._sampling.score_prompts(batch, hidden))
-        last = batch.token_offsets[1:][rows.emitting] - np.int32(1)
-        logits = self._model.logits(hidden[mx.array(last)]) if len(last) else mx.zeros((0, self._vocab_size))
-        return Launched("eager", self._sampling.run(batch, rows, logits, self._state, prompt))
+        else:
+            hidden = extend_forward(self._model, self._attention, batch, self._table, self._state)
+            prompt = score_prompts(inputs, arrived, hidden, self._vocab_size, self._score, mx.concatenate)
+            logits, path = self._logits(hidden[arrived["last"]]), "eager"
+        return StepOutput(rows, path, self._sampling.run(batch, rows, logits, inputs, arrived, self._state), prompt)
+
+    def _logits(self, hidden: mx.array) -> mx.array:
+        return self._model.logits(hidden) if hidden.shape[0] else mx.zeros((0, self._vocab_size))
+
+    def _score(self, hidden: mx.array, targets: mx.array, top_n: int) -> Logprobs[mx.array]:
+        return logprobs_of(self._logits(hidden), targets, top_n)
 
     def _decode_logits(self, batch: ScheduleBatch) -> tuple[mx.array, str]:
         """float32 [B, V], and what ran."""
@@ -121,17 +118,15 @@ class Stepper:
         logits, state.cells = self._decode(*(mx.array(x) for x in arrays), state.last, state.cells)
         return logits[:count], f"compiled:{size}" if self._compiles else "eager"
 
-    def _embed(self, batch: ScheduleBatch) -> Launched:
+    def _embed(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
         """Whole sequences; each row's embedding is the mean of its hidden states, of length 1."""
-        counts = np.diff(batch.token_offsets)
-        within = np.arange(batch.num_tokens, dtype=np.int32) - np.repeat(batch.token_offsets[:-1], counts)
-        rows = EncoderRows(batch.token_offsets, self._model.layers)
-        hidden = self._model(mx.array(batch.input_ids), mx.array(within), rows.attend)
-        owners = mx.array(np.repeat(np.arange(batch.batch_size, dtype=np.int32), counts))
-        sums = mx.zeros((batch.batch_size, hidden.shape[1]), mx.float32).at[owners].add(hidden.astype(mx.float32))
-        means = sums / mx.array(counts.astype(np.float32))[:, None]
+        encoder = EncoderRows(batch.token_offsets, self._model.layers)
+        hidden = self._model(mx.array(batch.input_ids), mx.array(within(batch.token_offsets)), encoder.attend)
+        pooled = {name: mx.array(values) for name, values in pooled_rows(batch).items()}
+        sums = mx.zeros((batch.batch_size, hidden.shape[1]), mx.float32)
+        means = sums.at[pooled["owners"]].add(hidden.astype(mx.float32)) / pooled["counts"][:, None]
         length = mx.maximum(mx.linalg.norm(means, axis=-1, keepdims=True), 1e-12)
-        return Launched("eager", embeddings=means / length)
+        return StepOutput(plan_rows(batch), "eager", embeddings=means / length)
 
     @property
     def _vocab_size(self) -> int:

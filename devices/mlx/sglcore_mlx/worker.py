@@ -5,25 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import BatchResult, Limits, Ticket
-from sglcore.step.rows import RowPlan, plan_rows
-from sglcore_mlx.sample_step import host_logprobs
-from sglcore_mlx.stepper import Launched, Stepper
+from sglcore.step.tickets import refuse_hidden_states, take_payload
+from sglcore_mlx.stepper import Stepper
 from sglcore_mlx.thread import StreamThread
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """What a ticket holds until it is collected."""
-
-    rows: RowPlan
-    launched: Future[Launched]
 
 
 class MlxWorker:
@@ -53,37 +43,20 @@ class MlxWorker:
         """
         if self._stepper is None:
             raise RuntimeError("this worker is closed; start another")
-        if batch.capture_hidden_mode.is_set or batch.return_hidden_states_before_norm.is_set:
-            raise ValueError(f"step {batch.step} asks for hidden states; this worker hands back tokens and scores only")
-        rows = plan_rows(batch)
-        return Ticket(batch.step, Pending(rows, self._thread.post(self._stepper.launch, batch, rows)))
+        refuse_hidden_states(batch)
+        return Ticket(batch.step, self._thread.post(self._stepper.launch, batch))
 
     def collect(self, ticket: Ticket) -> BatchResult:
         """Wait for a step and give its results; a ticket is collected once. Raises what the step raised."""
-        pending = ticket.payload
-        if not isinstance(pending, Pending):
-            raise ValueError(f"step {ticket.step} was collected before; a ticket is collected once")
-        ticket.payload = None
-        launched = pending.launched.result()
+        output = take_payload(ticket, Future).result()
         self._health.check()
+        arrays = output.arrays()
         try:
-            mx.eval(launched.arrays())
+            mx.eval(arrays)
         except Exception as error:
             self._health.fail(error)
             raise
-        rows = pending.rows
-        if launched.sampled is None:
-            return _embedded(ticket.step, rows, launched)
-        sampled = launched.sampled
-        return BatchResult(
-            ticket.step,
-            rows.token_offsets,
-            np.array(sampled.tokens.token_ids),
-            rows.scatter_bad(np.array(sampled.tokens.bad_rows)),
-            None if sampled.tokens.logprobs is None else host_logprobs(sampled.tokens.logprobs),
-            {row: host_logprobs(part) for row, part in sampled.prompt.items()},
-            path=launched.path,
-        )
+        return output.read(ticket.step, [np.array(each) for each in arrays])
 
     def close(self) -> None:
         """Wait for the device, and let go of weights and cells. Idempotent."""
@@ -100,9 +73,3 @@ def _end(stepper: Stepper, thread: StreamThread, at_close: Callable[[], None]) -
         mx.clear_cache()
     finally:
         at_close()
-
-
-def _embedded(step: int, rows: RowPlan, launched: Launched) -> BatchResult:
-    embeddings = np.array(launched.embeddings)
-    bad = np.logical_not(np.isfinite(embeddings).all(axis=1))
-    return BatchResult(step, rows.token_offsets, np.zeros(0, np.int32), bad, embeddings=embeddings, path=launched.path)

@@ -8,10 +8,32 @@ from types import ModuleType
 import mlx.core as mx
 import numpy as np
 
-from sglcore.sampling.batch import SamplingBatch
+from sglcore.sampling.batch import SamplingBatch, SamplingNeeds
 from sglcore.sampling.params import SamplingParams
-from sglcore_mlx.sampling.sampler import SampledTokens, Sampler
-from sglcore_mlx.sampling.state import SamplingState, make_state, place_state, state_arrays
+from sglcore.sampling.state import Masks, SampledTokens, penalty_arrays, state_arrays
+from sglcore_mlx.sampling.sampler import Sampler
+from sglcore_mlx.sampling.state import SamplingState, place_state
+
+
+def host_arrays(batch: SamplingBatch, needs: SamplingNeeds) -> dict[str, np.ndarray]:
+    """What `place_state` is given of a batch."""
+    return state_arrays(batch, needs) | (penalty_arrays(batch, all_rows=True) if needs.any_penalty else {})
+
+
+def make_state(
+    host: SamplingBatch,
+    positions: mx.array,
+    *,
+    history: mx.array | None = None,
+    masks: Masks[mx.array] | None = None,
+    needs: SamplingNeeds | None = None,
+) -> SamplingState:
+    """The state of a host batch at positions int32[B]; B beyond the batch's rows is padding. `needs` may be wider than the
+    batch's own."""
+    needs = needs or host.needs
+    arrays = host_arrays(host.padded(positions.shape[0]), needs)
+    parts = {name: mx.array(part) for name, part in arrays.items()}
+    return place_state(needs, positions, parts, history=history, masks=masks)
 
 
 def staged(rows: Sequence[tuple], positions: Sequence[int], **parts) -> SamplingState:
@@ -37,7 +59,7 @@ def compiled_draw(logits: np.ndarray, rows: Sequence[tuple], positions: Sequence
     def draw(logits: mx.array, positions: mx.array, parts: dict[str, mx.array]) -> mx.array:
         return sampler.sample(logits, place_state(batch.needs, positions, parts)).token_ids
 
-    parts = {name: mx.array(part) for name, part in state_arrays(batch, batch.needs, len(rows)).items()}
+    parts = {name: mx.array(part) for name, part in host_arrays(batch, batch.needs).items()}
     found = mx.compile(draw)(mx.array(logits), mx.array(list(positions), mx.int32), parts)
     return np.array(found).tolist()
 

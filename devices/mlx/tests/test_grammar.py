@@ -14,6 +14,7 @@ import pytest
 from devices.mlx.tests.parity import CONTEXT, VOCAB, Result, TokenEngine, check_same, random_prompts, write_tiny
 from sglcore.conformance.matcher import follows
 from sglcore.sampling.grammar import Grammar
+from sglcore.sampling.state import Masks
 from sglcore_mlx import sample_step
 from tests.engine.constrained import Ask, Constrained
 
@@ -70,20 +71,20 @@ def test_prefix_hits_change_nothing(engine: TokenEngine) -> None:
 
 
 DEFECTS = {
-    "masks of the step before": lambda real, kept: lambda batch, rows: _before(kept, real(batch, rows)),
-    "masks on the row beside": lambda real, kept: lambda batch, rows: _beside(real(batch, rows)),
-    "no masks": lambda real, kept: lambda batch, rows: None,
+    "masks of the step before": lambda real, kept: lambda arrived: _before(kept, real(arrived)),
+    "masks on the row beside": lambda real, kept: lambda arrived: _beside(real(arrived)),
+    "no masks": lambda real, kept: lambda arrived: None,
 }
 
 
-def _before(kept: list, made: sample_step.Masks | None) -> sample_step.Masks | None:
+def _before(kept: list, made: Masks | None) -> Masks | None:
     kept.append(made)
     old = kept[-2] if len(kept) > 1 else None
     return old if made is not None and old is not None and old.words.shape == made.words.shape else made
 
 
-def _beside(made: sample_step.Masks | None) -> sample_step.Masks | None:
-    return None if made is None else sample_step.Masks(mx.array(np.roll(np.array(made.rows), 1)), made.words)
+def _beside(made: Masks | None) -> Masks | None:
+    return None if made is None else Masks(mx.array(np.roll(np.array(made.rows), 1)), made.words)
 
 
 @pytest.mark.parametrize("name", list(DEFECTS))

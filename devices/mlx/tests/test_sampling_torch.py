@@ -7,11 +7,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from devices.mlx.tests.sampling_rows import planted, random_logits, random_params, tokens_of
+from devices.mlx.tests.sampling_rows import host_arrays, make_state, planted, random_logits, random_params, tokens_of
 from sglcore.sampling.batch import SamplingBatch
+from sglcore.sampling.state import Masks
 from sglcore_mlx.sampling import sampler as sampler_module
-from sglcore_mlx.sampling import state as state_module
-from sglcore_mlx.sampling.processors import Masks
+from sglcore_mlx.sampling.state import place_state
 
 pytestmark = pytest.mark.needs("torch")
 
@@ -51,8 +51,8 @@ def by_torch(case):
     """(tokens, bad rows, logprobs or None) of the torch sampler, as numpy arrays."""
     import torch
 
-    from sglcore.sampling.processors import MaskState, make_penalties
-    from sglcore.sampling.sampler import Sampler, make_state
+    from sglcore.sampling import sampler as torch_sampler
+    from sglcore.sampling.processors import make_penalties
 
     positions, history = torch.tensor(case.positions), torch.tensor(case.history)
     penalties = None
@@ -60,11 +60,11 @@ def by_torch(case):
         penalties = make_penalties(case.host, history, positions, case.logits.shape[1], all_rows=True)
     masks = None
     if case.mask_rows is not None:
-        masks = MaskState(torch.tensor(case.mask_rows).long(), torch.tensor(case.mask_words))
-    state = make_state(case.host, positions, penalties, masks)
-    found = Sampler(case.logits.shape[1], "cpu").sample(torch.tensor(case.logits), state)
+        masks = Masks(torch.tensor(case.mask_rows).long(), torch.tensor(case.mask_words))
+    state = torch_sampler.make_state(case.host, positions, penalties, masks)
+    found = torch_sampler.Sampler(case.logits.shape[1], "cpu").sample(torch.tensor(case.logits), state)
     lists = found.logprobs
-    parts = None if lists is None else (lists.chosen, lists.rank, lists.top_ids, lists.top)
+    parts = None if lists is None else (lists.chosen, lists.ranks, lists.top_ids, lists.top)
     return found.token_ids.numpy(), found.bad_rows.numpy(), parts and [part.numpy() for part in parts]
 
 
@@ -74,13 +74,13 @@ def by_mlx(case, compiled=False, own=False, module=sampler_module):
 
     def draw(logits, positions, parts, more):
         masks = Masks(more["rows"], more["words"]) if "rows" in more else None
-        state = state_module.place_state(needs, positions, parts, history=more["history"], masks=masks)
+        state = place_state(needs, positions, parts, history=more["history"], masks=masks)
         found = sampler.sample(logits, state)
         lists = found.logprobs
         parts = [] if lists is None else [lists.chosen, lists.ranks, lists.top_ids, lists.top]
         return found.token_ids, found.bad_rows, parts
 
-    arrays = state_module.state_arrays(case.host, needs, len(case.rows))
+    arrays = host_arrays(case.host, needs)
     more = {"history": mx.array(case.history)}
     if case.mask_rows is not None:
         more |= {"rows": mx.array(case.mask_rows), "words": mx.array(case.mask_words)}
@@ -123,15 +123,16 @@ def test_inside_a_compiled_function_a_batch_is_torchs_bit_for_bit(seed):
 def test_processed_logits_are_torchs_bit_for_bit(compiled):
     import torch
 
+    from sglcore.sampling import sampler as torch_sampler
     from sglcore.sampling.processors import make_penalties
-    from sglcore.sampling.sampler import Sampler, make_state
 
     for seed in range(4 if compiled else 20):
         case = Case(seed)
         needs, positions = case.host.needs, torch.tensor(case.positions)
         penalties = make_penalties(case.host, torch.tensor(case.history), positions, 120, all_rows=True)
-        wanted = Sampler(120, "cpu").process(torch.tensor(case.logits), make_state(case.host, positions, penalties))
-        state = state_module.make_state(case.host, mx.array(case.positions), history=mx.array(case.history))
+        wanted_state = torch_sampler.make_state(case.host, positions, penalties)
+        wanted = torch_sampler.Sampler(120, "cpu").process(torch.tensor(case.logits), wanted_state)
+        state = make_state(case.host, mx.array(case.positions), history=mx.array(case.history))
         sampler = sampler_module.Sampler(120)
 
         def process(logits, sampler=sampler, state=state):
@@ -149,7 +150,7 @@ def test_positions_beyond_the_batch_are_padding_that_changes_nothing():
     positions = mx.array(np.pad(case.positions, (0, 4)))
     assert case.mask_rows is not None and case.mask_words is not None
     masks = Masks(mx.array(case.mask_rows), mx.array(case.mask_words))
-    state = state_module.make_state(case.host, positions, history=mx.array(history), masks=masks)
+    state = make_state(case.host, positions, history=mx.array(history), masks=masks)
     found = sampler_module.Sampler(120).sample(mx.array(np.pad(case.logits, more)), state)
     assert tokens_of(found)[:count] == by_torch(case)[0].tolist()
     assert tokens_of(found)[count:] == [0] * 4 and not np.array(found.bad_rows)[count:].any()

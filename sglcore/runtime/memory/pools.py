@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.device.batch import ScheduleBatch
+from sglcore.step.tables import new_pages
 
 LayerShapes: TypeAlias = tuple[tuple[int, int], ...]
 """(kv_heads, head_dim) of each layer."""
@@ -34,16 +35,14 @@ class ReqToTokenPool:
 
         None if there are none. Raises ValueError if a row's do not fit.
         """
-        if not len(batch.new_pages):
+        entries = new_pages(batch)
+        if entries is None:
             return None
-        counts = np.diff(batch.new_page_offsets)
-        most = int((batch.page_counts + counts).max())
+        slots, columns, pages = entries
+        most = int(columns.max()) + 1
         if most > self.max_pages:
             raise ValueError(f"a row of step {batch.step} has {most} pages, its slot holds {self.max_pages}")
-        rows = np.repeat(batch.slots, counts)
-        starts = np.repeat(batch.page_counts - batch.new_page_offsets[:-1], counts)
-        columns = starts + np.arange(len(batch.new_pages), dtype=np.int32)
-        return rows * np.int32(self.max_pages) + columns, batch.new_pages
+        return slots * np.int32(self.max_pages) + columns, pages
 
     def write(self, entries: Tensor, pages: Tensor) -> None:
         """Write what `changes` gave, once it is on the device. Does not wait."""

@@ -1,27 +1,12 @@
 """Log-probabilities of raw logits: the chosen token's, its rank, and the best alternatives. float32."""
 
-from dataclasses import dataclass
-
 import mlx.core as mx
 
+from sglcore.sampling.state import Logprobs
 from sglcore_mlx.sampling.race import ID_BITS
 
 
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Of N rows. Ranks and lists order by (logprob descending, id ascending), so entry i of a list has rank i + 1."""
-
-    chosen: mx.array
-    """float32[N]"""
-    ranks: mx.array
-    """int32[N], 1 = the most likely token."""
-    top_ids: mx.array
-    """int32[N, K]"""
-    top: mx.array
-    """float32[N, K]"""
-
-
-def logprobs_of(logits: mx.array, targets: mx.array, top_n: int) -> Logprobs:
+def logprobs_of(logits: mx.array, targets: mx.array, top_n: int) -> Logprobs[mx.array]:
     """Of targets int32[N] under logits float[N, V], with the min(top_n, V) best. Targets outside the vocabulary are read
     as its nearest end. Nothing is evaluated; zero rows are allowed."""
     vocab_size = logits.shape[1]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from sglcore.sampling.state import Bias, Masks
+
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
@@ -20,31 +22,6 @@ class Penalties:
     """float32[B], as are the next two."""
     presence: mx.array
     frequency: mx.array
-
-
-@dataclass(frozen=True, slots=True)
-class Bias:
-    """Additions to single logits, E entries. One counts while the position to be drawn is below its `until`; a padding
-    entry has row 0, id 0 and `until` 0."""
-
-    rows: mx.array
-    """int32[E]"""
-    ids: mx.array
-    """int32[E]"""
-    values: mx.array
-    """float32[E]"""
-    until: mx.array
-    """int32[E]"""
-
-
-@dataclass(frozen=True, slots=True)
-class Masks:
-    """The tokens that M distinct rows of a batch may draw. Other rows are left bit for bit as they are."""
-
-    rows: mx.array
-    """int32[M]"""
-    words: mx.array
-    """int32 or uint32[M, ceil(V / 32)], lowest bit first, 1 = allowed (the layout of grammar libraries)."""
 
 
 def token_counts(history: mx.array, lengths: mx.array, starts: mx.array, vocab_size: int) -> tuple[mx.array, mx.array]:
@@ -72,7 +49,7 @@ def apply_penalties(logits: mx.array, state: Penalties, lengths: mx.array) -> mx
     return result - (output > 0).astype(mx.float32) * state.presence[:, None]
 
 
-def apply_bias(logits: mx.array, state: Bias, positions: mx.array) -> mx.array:
+def apply_bias(logits: mx.array, state: Bias[mx.array], positions: mx.array) -> mx.array:
     """Logits float32[B, V] with the entries that count at positions int32[B] added."""
     active = mx.take(positions, state.rows) < state.until
     values = mx.where(active, state.values, 0.0)
@@ -80,7 +57,7 @@ def apply_bias(logits: mx.array, state: Bias, positions: mx.array) -> mx.array:
     return logits.reshape(-1).at[places].add(values).reshape(logits.shape)
 
 
-def apply_masks(logits: mx.array, state: Masks) -> mx.array:
+def apply_masks(logits: mx.array, state: Masks[mx.array]) -> mx.array:
     """Logits float[B, V] whose rows of the state are -inf where a token is not allowed."""
     allowed = unpack_bitmask(state.words, logits.shape[1])
     masked = mx.where(allowed, mx.take(logits, state.rows, axis=0), -float("inf"))

@@ -4,14 +4,15 @@ Host flags decide which code runs, never values of arrays: nothing is evaluated,
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import mlx.core as mx
 
 from sglcore.sampling.batch import SamplingNeeds
+from sglcore.sampling.state import SampledTokens
 from sglcore_mlx.sampling.cutoffs import keep_min_p, keep_prefix
-from sglcore_mlx.sampling.logprobs import Logprobs, logprobs_of
+from sglcore_mlx.sampling.logprobs import logprobs_of
 from sglcore_mlx.sampling.processors import apply_bias, apply_masks, apply_penalties
 from sglcore_mlx.sampling.race import RaceTables, draw_race, first_argmax, gaps_below_best, make_race_tables, row_keys
 from sglcore_mlx.sampling.state import SamplingState, place_state
@@ -22,15 +23,6 @@ EXPONENT = 0x7F800000
 
 Draw = Callable[[mx.array, dict[str, mx.array]], tuple[mx.array, mx.array]]
 """`draw(logits float32[B, V], rows) -> (tokens int32[B], bad rows bool[B])`, as `draw_rows` with its first two given."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """token_ids int32[B]; bad_rows bool[B]: logits held NaN, +inf or nothing else than -inf, and the token is 0."""
-
-    token_ids: mx.array
-    bad_rows: mx.array
-    logprobs: Logprobs | None = None
 
 
 class Sampler:
@@ -46,7 +38,7 @@ class Sampler:
         self.tables = make_race_tables(vocab_size)
         self._compiled: dict[SamplingNeeds, Draw] | None = {} if compiled else None
 
-    def sample(self, logits: mx.array, state: SamplingState) -> SampledTokens:
+    def sample(self, logits: mx.array, state: SamplingState) -> SampledTokens[mx.array]:
         """Draw one token per row of logits float[B, V]; B may be 0. Nothing is evaluated; works inside `mx.compile`."""
         # MLX refuses to reduce an array without elements, and a step of which no row emits is an ordinary step.
         tokens, bad = self._draw(logits, state) if logits.shape[0] else (mx.zeros(0, mx.int32), mx.zeros(0, mx.bool_))

@@ -1,0 +1,55 @@
+"""What one step computes, in arrays of the worker's library, and what the host reads from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglcore.device.worker import BatchResult, TokenLogprobs
+from sglcore.sampling.state import Logprobs, SampledTokens
+from sglcore.step.rows import RowPlan
+
+A = TypeVar("A")
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput(Generic[A]):
+    """`tokens` of the emitting rows and `prompt` log-probabilities by row, or `embeddings` float32[B, H]; `path` is what
+    ran. The device may not have come to them yet."""
+
+    rows: RowPlan
+    path: str
+    tokens: SampledTokens[A] | None = None
+    prompt: Mapping[int, Logprobs[A]] = field(default_factory=dict)
+    embeddings: A | None = None
+
+    def arrays(self) -> list[A]:
+        """Everything that the host will read, in the order that `read` knows."""
+        if self.tokens is None:
+            return [] if self.embeddings is None else [self.embeddings]
+        found = [self.tokens.token_ids, self.tokens.bad_rows]
+        for part in (self.tokens.logprobs, *self.prompt.values()):
+            if part is not None:
+                found += [part.chosen, part.ranks, part.top_ids, part.top]
+        return found
+
+    def read(self, step: int, arrays: Sequence[NDArray]) -> BatchResult:
+        """From the host's own arrays of `arrays()`."""
+        offsets = self.rows.token_offsets
+        if self.tokens is None:
+            (embeddings,) = arrays
+            bad = np.logical_not(np.isfinite(embeddings).all(axis=1))
+            none = np.zeros(0, dtype=np.int32)
+            return BatchResult(step, offsets, none, bad, embeddings=embeddings, path=self.path)
+        token_ids, bad, *others = arrays
+        bad = self.rows.scatter_bad(bad)
+        if not others:
+            return BatchResult(step, offsets, token_ids, bad, path=self.path)
+        parts = iter([TokenLogprobs(*others[first : first + 4]) for first in range(0, len(others), 4)])
+        logprobs = None if self.tokens.logprobs is None else next(parts)
+        prompt = dict(zip(self.prompt, parts, strict=True))
+        return BatchResult(step, offsets, token_ids, bad, logprobs, prompt, path=self.path)

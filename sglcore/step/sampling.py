@@ -1,0 +1,138 @@
+"""What sampling needs of a host batch, as arrays by name that a worker only has to move to its device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglcore.device.batch import Ints, ScheduleBatch
+from sglcore.sampling.batch import SamplingBatch, SamplingNeeds
+from sglcore.sampling.state import Logprobs, penalty_arrays, state_arrays
+from sglcore.step.rows import RowPlan, last_tokens
+
+PROMPT_LOGITS_ELEMENTS = 1 << 24
+"""Prompt log-probabilities are worked on this many logits at a time, so that long prompts need no vocabulary-sized memory
+for every token."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSampling:
+    """What stays while a composition lasts: its `number`, what the emitting rows' sampling `needs`, and `penalised`
+    int32[R], those of them with penalties."""
+
+    number: int
+    needs: SamplingNeeds
+    penalised: Ints
+
+    def longest(self, batch: ScheduleBatch, rows: RowPlan) -> int:
+        """Tokens of the longest of the rows with penalties, of which there is at least one."""
+        return int(rows.select(batch.seq_lens)[self.penalised].max())
+
+
+NO_SAMPLING = BatchSampling(-1, SamplingNeeds(), np.zeros(0, np.int32))
+"""Before the first step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRow:
+    """A row that asks for prompt log-probabilities: its tokens [start, end) of the step, where its targets start, and how
+    many alternatives it wants."""
+
+    row: int
+    start: int
+    end: int
+    first: int
+    top_n: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """What the device needs for one draw, `arrays` by name.
+
+    `positions` and `last` int32[N], the emitting rows' lengths and the places of their last tokens, unless all rows emit
+    their only token; `mask_rows` int32[M], by their place among those that emit, and `masks`; `targets`, the tokens that
+    the `scored` rows predict. With a composition that is `new` also `slots` int32[N], and the arrays of
+    `state_arrays` and `penalty_arrays`.
+    """
+
+    arrays: Mapping[str, NDArray] = field(default_factory=dict)
+    new: BatchSampling | None = None
+    scored: Sequence[ScoredRow] = ()
+
+
+NO_INPUTS = SamplingInputs()
+
+
+def sampling_inputs(batch: ScheduleBatch, rows: RowPlan, known: int, all_rows: bool = False) -> SamplingInputs:
+    """What sampling needs of a batch where the state of composition `known` is there already. Host work only.
+
+    `all_rows`: penalties come for all emitting rows, not for those alone that have any.
+    """
+    is_known = batch.composition == known
+    if is_known and rows.emitting is None and batch.prompt_logprobs is None and batch.masks is None:
+        return NO_INPUTS
+    arrays: dict[str, NDArray] = {}
+    if rows.emitting is not None:
+        arrays["positions"], arrays["last"] = rows.select(batch.seq_lens), last_tokens(batch, rows)
+    new = None if is_known else _add_state(arrays, batch, rows, all_rows)
+    if batch.masks is not None and batch.mask_rows is not None:
+        arrays["mask_rows"], arrays["masks"] = rows.places(batch.mask_rows), batch.masks
+    return SamplingInputs(arrays, new, _add_targets(arrays, batch))
+
+
+def _add_state(arrays: dict[str, NDArray], batch: ScheduleBatch, rows: RowPlan, all_rows: bool) -> BatchSampling:
+    host = batch.sampling
+    assert isinstance(host, SamplingBatch)
+    host = host if rows.emitting is None else host.select(rows.emitting)
+    needs = host.needs
+    arrays |= state_arrays(host, needs)
+    arrays["slots"] = rows.select(batch.slots)
+    if needs.any_penalty:
+        arrays |= penalty_arrays(host, all_rows)
+    return BatchSampling(batch.composition, needs, host.penalty_rows())
+
+
+def _add_targets(arrays: dict[str, NDArray], batch: ScheduleBatch) -> Sequence[ScoredRow]:
+    """Each token of an asking row predicts the prompt token after it; the one after the prompt's last is not scored."""
+    if batch.prompt_logprobs is None or batch.next_ids is None:
+        return ()
+    scored: list[ScoredRow] = []
+    targets: list[Ints] = []
+    first = 0
+    for row in np.flatnonzero(batch.prompt_logprobs >= 0).tolist():
+        start, end = int(batch.token_offsets[row]), int(batch.token_offsets[row + 1])
+        wanted = np.append(batch.input_ids[start + 1 : end], batch.next_ids[row])
+        if wanted[-1] < 0:
+            wanted, end = wanted[:-1], end - 1
+        scored.append(ScoredRow(row, start, end, first, int(batch.prompt_logprobs[row])))
+        targets.append(wanted)
+        first += len(wanted)
+    if targets:
+        arrays["targets"] = np.concatenate(targets)
+    return scored
+
+
+def score_prompts(
+    inputs: SamplingInputs,
+    arrived: Mapping[str, Any],
+    hidden: Any,
+    vocab_size: int,
+    score: Callable[[Any, Any, int], Logprobs[Any]],
+    join: Callable[[list[Any]], Any],
+) -> dict[int, Logprobs[Any]]:
+    """Prompt log-probabilities by row. `score(hidden [n, H], targets int32[n], top_n)` and `join(arrays)`, one after the
+    other, are the library's; `arrived` are the arrays of `inputs` on the device, `hidden` [T, H] the step's."""
+    step = max(1, PROMPT_LOGITS_ELEMENTS // vocab_size)
+    found: dict[int, Logprobs[Any]] = {}
+    for part in inputs.scored:
+        count = part.end - part.start
+        pieces = [slice(at, min(at + step, count)) for at in range(0, max(count, 1), step)]
+        own, targets = hidden[part.start : part.end], arrived["targets"][part.first : part.first + count]
+        scores = [score(own[piece], targets[piece], part.top_n) for piece in pieces]
+        columns = ([getattr(each, item.name) for each in scores] for item in fields(Logprobs))
+        found[part.row] = scores[0] if len(scores) == 1 else Logprobs(*map(join, columns))
+    return found

@@ -1,0 +1,28 @@
+"""What a batch adds to the tables that a worker keeps by slot: pages, and tokens where sampling looks back."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sglcore.device.batch import Ints, ScheduleBatch
+from sglcore.step.rows import within
+
+Entries = tuple[Ints, Ints, Ints]
+"""Slots, columns and what to write there, int32[N] each."""
+
+
+def new_pages(batch: ScheduleBatch) -> Entries | None:
+    """The pages that came with a batch, each after those that its slot has; None if there are none."""
+    if not len(batch.new_pages):
+        return None
+    counts = np.diff(batch.new_page_offsets)
+    columns = np.repeat(batch.page_counts, counts) + within(batch.new_page_offsets)
+    return np.repeat(batch.slots, counts), columns, batch.new_pages
+
+
+def new_history(batch: ScheduleBatch) -> Entries | None:
+    """The tokens known of rows that entered a slot and whose sampling looks back, from the first on; None if the batch
+    has no history."""
+    if batch.history_ids is None or batch.history_offsets is None:
+        return None
+    return np.repeat(batch.slots, np.diff(batch.history_offsets)), within(batch.history_offsets), batch.history_ids

@@ -1,0 +1,40 @@
+"""Tickets are bounded, their payload is taken once, and what nobody hands back is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglcore.device.batch import CaptureHiddenMode
+from sglcore.step.tickets import Tickets, refuse_hidden_states, take_payload
+from tests.step.batches import make_batch
+
+
+def test_a_ticket_that_was_dropped_or_collected_makes_room() -> None:
+    tickets = Tickets(2)
+    first, second = tickets.issue(1, "one"), tickets.issue(2, "two")
+    with pytest.raises(RuntimeError, match="2 steps are in flight"):
+        tickets.check_room()
+    assert take_payload(first, str) == "one"
+    tickets.check_room()
+    third = tickets.issue(3, "three")
+    with pytest.raises(RuntimeError, match="2 steps are in flight"):
+        tickets.check_room()
+    del third
+    tickets.check_room()
+    assert second.payload == "two"
+
+
+def test_a_payload_is_taken_once() -> None:
+    ticket = Tickets().issue(4, "payload")
+    take_payload(ticket, str)
+    with pytest.raises(ValueError, match="step 4 was collected before"):
+        take_payload(ticket, str)
+
+
+def test_hidden_states_are_refused_and_the_wish_stays() -> None:
+    batch = make_batch({1: [2]})
+    refuse_hidden_states(batch)
+    batch.capture_hidden_mode.put(CaptureHiddenMode.LAST)
+    with pytest.raises(ValueError, match="asks for hidden states"):
+        refuse_hidden_states(batch)
+    assert batch.capture_hidden_mode.is_set
