@@ -58,7 +58,9 @@ class SampleStep:
     ) -> tuple[SampledTokens[Tensor], dict[int, Logprobs[Tensor]]]:
         """Sample one token for each emitting row of hidden [T, H] and publish it; prompt log-probabilities by row. `arrived`
         are the arrays of `inputs` on the device. Waits for nothing."""
-        prompt = score_prompts(inputs, arrived, hidden, self._vocab_size, self._score, torch.cat)
+        prompt: dict[int, Logprobs[Tensor]] = {}
+        if inputs.scored:
+            prompt = score_prompts(inputs, arrived, hidden, self._vocab_size, self._score, torch.cat)
         positions, last = staged.seq_lens, None
         assert positions is not None
         if rows.emitting is not None:

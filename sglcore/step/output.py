@@ -16,7 +16,7 @@ from sglcore.step.rows import RowPlan
 A = TypeVar("A")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutput(Generic[A]):
     """`tokens` of the emitting rows and `prompt` log-probabilities by row, or `embeddings` float32[B, H]; `path` is what
     ran. The device may not have come to them yet."""
