@@ -112,7 +112,7 @@ def step_ms(rows: int, grammar: Grammar | None, overlap: bool) -> float:
     for index in range(rows):
         request = Request(f"r{index}", np.array(codec.encode("Once upon a time")), params, seed=index)
         if grammar is not None and grammars is not None:
-            request.matcher = grammars.ask(grammar).start()
+            request.matcher = grammars.compile(grammar).start()
         scheduler.add(request)
     for _ in range(10):
         loop.step()

@@ -1,6 +1,6 @@
 """Prefill work and time of two replicas under prompts that share prefixes, by how the router chooses.
 
-The prefixes together fill the pages of more than one replica, and some are asked for far more often than others, so a
+The prefixes together fill the pages of more than one replica, and some are given_tokens for far more often than others, so a
 router has to keep each in one place and still leave no replica idle. Engines run on this machine, one thread each.
 
     python benchmarks/replica_routing.py [--json FILE] [--requests 120] [--replicas 2]
@@ -19,10 +19,10 @@ from results import machine, write_results
 from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.fleet import Fleet
-from sglcore.serving.front import Front
-from sglcore.serving.messages import EngineStats
+from sglcore.serving.frontend import Frontend
+from sglcore.serving.ipc import EngineStats
 from sglcore.serving.replica import Replica
+from sglcore.serving.replica_set import ReplicaSet
 from sglcore.serving.router import Router, block_hashes
 
 GROUPS, SHARED, OWN, NEW = 32, 512, 24, 16
@@ -57,7 +57,7 @@ ONE_PREFIX = ("prefix, as served", "prefix, no bound")
 
 
 def make_prompts(count: int, groups: int) -> list[list[int]]:
-    """Prompts whose prefixes are asked for with odds of 1, 1/2, 1/3 and so on."""
+    """Prompts whose prefixes are given_tokens for with odds of 1, 1/2, 1/3 and so on."""
     rng = np.random.default_rng(7)
     odds = 1 / np.arange(1, groups + 1)
     begins = rng.integers(10, 2000, (groups, SHARED))
@@ -66,48 +66,48 @@ def make_prompts(count: int, groups: int) -> list[list[int]]:
 
 
 async def measure(router: Router, replicas: int, prompts: list[list[int]]) -> dict[str, float]:
-    """One fleet, from empty caches."""
+    """One replica set, from empty caches."""
     config = EngineConfig(threads=1, max_requests=CONCURRENT, kv_cache_memory=KV_BYTES)
     server = ServerConfig(replicas=replicas)
-    front = Front(config, server)
-    front.fleet = Fleet(config, server, front.health, router=router)
-    await front.start()
+    frontend = Frontend(config, server)
+    frontend.replica_set = ReplicaSet(config, server, frontend.health, router=router)
+    await frontend.start()
     try:
-        while not front.health.ready:
-            assert not front.fleet.stopped.is_set(), front.health.reason
+        while not frontend.health.ready:
+            assert not frontend.replica_set.stopped.is_set(), frontend.health.reason
             await asyncio.sleep(0.05)
-        before, begin = front.stats(), time.perf_counter()
-        await asyncio.gather(*(ask(front, iter_of) for iter_of in [iter(prompts)] * CONCURRENT))
+        before, begin = frontend.stats(), time.perf_counter()
+        await asyncio.gather(*(run_all(frontend, iter_of) for iter_of in [iter(prompts)] * CONCURRENT))
         seconds = time.perf_counter() - begin
-        while front.stats().running or front.stats().requests - before.requests < len(prompts):
+        while frontend.stats().running or frontend.stats().requests - before.requests < len(prompts):
             await asyncio.sleep(0.05)
-        return figures(front, before, seconds)
+        return figures(frontend, before, seconds)
     finally:
-        await front.stop()
+        await frontend.stop()
 
 
-async def ask(front: Front, prompts: Iterator[list[int]]) -> None:
+async def run_all(frontend: Frontend, prompts: Iterator[list[int]]) -> None:
     """One of the clients that share the prompts."""
     for prompt in prompts:
-        await (await front.generate(prompt, SamplingParams(max_tokens=NEW, ignore_eos=True, seed=1))).wait()
+        await (await frontend.generate(prompt, SamplingParams(max_tokens=NEW, ignore_eos=True, seed=1))).wait()
 
 
-def figures(front: Front, before: EngineStats, seconds: float) -> dict[str, float]:
+def figures(frontend: Frontend, before: EngineStats, seconds: float) -> dict[str, float]:
     """Tokens of prompts that were computed, the part that was cached, time, and how uneven the replicas' requests are."""
-    after = front.stats()
-    asked = after.prompt_tokens - before.prompt_tokens
+    after = frontend.stats()
+    given_tokens = after.prompt_tokens - before.prompt_tokens
     computed = after.computed_prompt_tokens - before.computed_prompt_tokens
-    counts = [replica.stats.requests for replica in front.fleet.ready]
+    counts = [replica.stats.requests for replica in frontend.replica_set.ready]
     return {
         "computed_prompt_tokens": computed,
-        "cached_share": round(1 - computed / asked, 3),
+        "cached_share": round(1 - computed / given_tokens, 3),
         "seconds": round(seconds, 2),
         "most_to_mean_requests": round(max(counts) * len(counts) / sum(counts), 2),
     }
 
 
 def routing_cost(tokens: int = 4096, rounds: int = 200) -> float:
-    """Microseconds that the front spends on one new prompt of so many tokens, among four replicas with full memories."""
+    """Microseconds that the frontend spends on one new prompt of so many tokens, among four replicas with full memories."""
 
     class Target:
         load, page_size, num_pages = 0, 16, 16384

@@ -28,7 +28,7 @@ class Streamed:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A server that is ready, and the process of its front."""
+    """A server that is ready, and the process of its frontend."""
 
     url: str
     pid: int

@@ -1,7 +1,7 @@
 """What the server adds to the engine: throughput of 64 streams against the offline engine, and time to the first token.
 
 Both run the same prompts in turns, in one run on one machine: the offline engine in this process, the server and its
-engine in others, this process being its client as well. Floor of the front: about 15 us to detokenise and 30 us to frame
+engine in others, this process being its client as well. Floor of the frontend: about 15 us to detokenise and 30 us to frame
 a token, on a core that the engine does not use.
 
     python benchmarks/server_overhead.py [--rounds N] [--json FILE]
@@ -32,23 +32,23 @@ def prompts(rng: random.Random, count: int, length: int) -> list[list[int]]:
 
 def body(prompt: list[int], tokens: int) -> bytes:
     """A streamed completion of exactly so many tokens."""
-    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    return request_bytes("/v1/completions", asked)
+    wanted = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    return request_bytes("/v1/completions", wanted)
 
 
-def offline(llm: LLM, asked: list[list[int]]) -> float:
+def offline(llm: LLM, wanted: list[list[int]]) -> float:
     """Tokens per second of the engine alone."""
     begin = time.perf_counter()
-    llm.generate(asked, SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True))
-    return len(asked) * TOKENS / (time.perf_counter() - begin)
+    llm.generate(wanted, SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True))
+    return len(wanted) * TOKENS / (time.perf_counter() - begin)
 
 
-async def online(asked: list[list[int]]) -> float:
+async def online(wanted: list[list[int]]) -> float:
     """Tokens per second of as many streams of the server."""
     begin = time.perf_counter()
-    ended = await asyncio.gather(*(stream(PORT, body(prompt, TOKENS)) for prompt in asked))
+    ended = await asyncio.gather(*(stream(PORT, body(prompt, TOKENS)) for prompt in wanted))
     assert all(each.ended == "done" for each in ended), [each for each in ended if each.ended != "done"][:3]
-    return len(asked) * TOKENS / (time.perf_counter() - begin)
+    return len(wanted) * TOKENS / (time.perf_counter() - begin)
 
 
 def first_offline(llm: LLM, prompt: list[int]) -> float:
@@ -69,7 +69,7 @@ async def first_online(prompt: list[int]) -> float:
 def shared_prefix(rng: random.Random, url: str) -> dict[str, float]:
     """Prompt tokens asked for against those worked on: questions with one long beginning, 16 at a time."""
     prefix = prompts(rng, 1, PREFIX)[0]
-    asked = [prefix + question for question in prompts(rng, QUESTIONS, 16)]
+    wanted = [prefix + question for question in prompts(rng, QUESTIONS, 16)]
 
     async def ask_all() -> None:
         gate = asyncio.Semaphore(16)
@@ -78,7 +78,7 @@ def shared_prefix(rng: random.Random, url: str) -> dict[str, float]:
             async with gate:
                 assert (await stream(PORT, body(prompt, 4))).ended == "done"
 
-        await asyncio.gather(*(one(prompt) for prompt in asked))
+        await asyncio.gather(*(one(prompt) for prompt in wanted))
 
     before = get(f"{url}/server_info/stats")
     asyncio.run(ask_all())
@@ -100,9 +100,9 @@ def main() -> None:
         asyncio.run(online(prompts(rng, STREAMS, PROMPT)))
         offline(llm, prompts(rng, STREAMS, PROMPT))
         for _ in range(given.rounds):
-            asked = prompts(rng, STREAMS, PROMPT)
-            alone.append(offline(llm, asked))
-            over_http.append(asyncio.run(online(asked)))
+            wanted = prompts(rng, STREAMS, PROMPT)
+            alone.append(offline(llm, wanted))
+            over_http.append(asyncio.run(online(wanted)))
         for prompt in prompts(rng, 40, PROMPT):
             firsts.append((first_offline(llm, prompt), asyncio.run(first_online(prompt))))
         prefix = shared_prefix(rng, server.url)

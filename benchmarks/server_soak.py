@@ -1,7 +1,7 @@
 """Ten thousand requests at 256 at once, some of them rude: is anything lost, leaked or growing?
 
 Lengths are random; one request in twenty disconnects in mid-stream and one in twenty is malformed. Counted: answers that
-did not come or were not what was asked; pages and slots that are held afterwards; memory of the front and of the engine
+did not come or were not what was asked; pages and slots that are held afterwards; memory of the frontend and of the engine
 after each tenth. The KV pool is small enough to be full after the first of these, so that requests wait, pages are evicted,
 and what grows later is no page that is touched for the first time.
 
@@ -55,8 +55,8 @@ def is_right(kind: str, answer: Streamed) -> bool:
     return (answer.status, answer.ended) == wanted
 
 
-def resident_mib(front: int) -> dict[str, float]:
-    """Resident memory of a server's front and of its engine, which is its child."""
+def resident_mib(frontend: int) -> dict[str, float]:
+    """Resident memory of a server's frontend and of its engine, which is its child."""
     found: dict[str, float] = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -64,20 +64,20 @@ def resident_mib(front: int) -> dict[str, float]:
             pages = int((process / "statm").read_text().split()[1])
         except (OSError, ValueError):
             continue
-        if front in (int(process.name), parent):
-            found["front" if int(process.name) == front else "engine"] = pages * 4096 / 2**20
+        if frontend in (int(process.name), parent):
+            found["frontend" if int(process.name) == frontend else "engine"] = pages * 4096 / 2**20
     return found
 
 
-async def load(requests: int, rng: random.Random, front: int) -> tuple[Counter[str], list[dict[str, float]]]:
+async def load(requests: int, rng: random.Random, frontend: int) -> tuple[Counter[str], list[dict[str, float]]]:
     """Keep AT_ONCE requests on their way until all are done."""
     outcomes: Counter[str] = Counter()
     memory: list[dict[str, float]] = []
-    asked = iter([plan(rng) for _ in range(requests)])
+    planned = iter([plan(rng) for _ in range(requests)])
     begin = time.perf_counter()
 
     async def work() -> None:
-        for kind, request, leave_after in asked:
+        for kind, request, leave_after in planned:
             try:
                 answer = await asyncio.wait_for(stream(PORT, request, leave_after=leave_after), 300)
                 right = is_right(kind, answer)
@@ -85,7 +85,7 @@ async def load(requests: int, rng: random.Random, front: int) -> tuple[Counter[s
             except Exception as error:
                 outcomes[f"{kind} {type(error).__name__}"] += 1
             if outcomes.total() % max(requests // 10, 1) == 0:
-                memory.append(resident_mib(front))
+                memory.append(resident_mib(frontend))
                 print(f"{outcomes.total():6} after {time.perf_counter() - begin:5.0f} s  {memory[-1]}", flush=True)
 
     await asyncio.gather(*(work() for _ in range(AT_ONCE)))

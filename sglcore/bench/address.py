@@ -57,7 +57,7 @@ def address(url: str, key: str = "") -> Address:
     return Address(parts.hostname, port or (443 if is_secure else 80), is_secure, folder, key)
 
 
-def ask(where: Address, path: str) -> Any:
+def get_json(where: Address, path: str) -> Any:
     """The JSON of a GET; raises ServerError."""
     connection = where.connect()
     try:
@@ -90,7 +90,7 @@ def refusal(content: bytes) -> str:
 
 def served_model(where: Address) -> str:
     """The name of the first model that the server serves; raises ServerError."""
-    models = ask(where, "/v1/models").get("data", [])
+    models = get_json(where, "/v1/models").get("data", [])
     if not models:
         raise ServerError(f"{where} serves no model", remedy="name one with --model-name")
     return str(models[0]["id"])

@@ -16,7 +16,7 @@ from sglcore.sampling.params import SamplingParams
 
 @dataclass(slots=True)
 class Running:
-    """A request on its way, and when its pieces came."""
+    """A request on its way, and when its text came."""
 
     job: Job
     output: RequestOutput
@@ -35,14 +35,14 @@ def run_offline(
         running[output.request_id] = Running(job, output)
     records: list[Record] = []
     while running:
-        pieces = llm.engine.step()
+        deltas = llm.engine.step()
         now = time.perf_counter() - begin
-        for piece in pieces:
-            one = running[piece.request_id]
-            if piece.token_ids:
+        for delta in deltas:
+            one = running[delta.request_id]
+            if delta.token_ids:
                 one.marks.append(now)
-            if piece.finish_reason is not None:
-                records.append(_record(running.pop(piece.request_id), now))
+            if delta.finish_reason is not None:
+                records.append(_record(running.pop(delta.request_id), now))
                 done(records[-1])
     return sorted(records, key=lambda record: record.number)
 

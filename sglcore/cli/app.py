@@ -40,8 +40,8 @@ def make_app() -> typer.Typer:
     return app
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(wanted: bool) -> None:
+    if wanted:
         from sglcore import __version__
 
         typer.echo(f"sglcore {__version__}")

@@ -163,11 +163,11 @@ def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
 
 def _limits(where: Address) -> tuple[int, int]:
     """Vocabulary size and context of the model that the server runs, as it says itself."""
-    from sglcore.bench.address import ServerError, ask
+    from sglcore.bench.address import ServerError, get_json
 
     remedy = "give --vocab-size, if this server is not sglcore"
     try:
-        info = ask(where, "/server_info")
+        info = get_json(where, "/server_info")
     except ServerError as error:
         raise ServerError(error.found, remedy=remedy) from None
     if not isinstance(info, dict) or "limits" not in info:

@@ -44,8 +44,8 @@ def chat(
     settings: dict[str, Any] | None = None,
 ) -> None:
     """Talk with a model. Each line is a message; /help lists what else there is."""
-    asked = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    fields = {name: value for name, value in asked.items() if value is not None}
+    given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    fields = {name: value for name, value in given.items() if value is not None}
     here = engine_settings(settings)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a mark instead

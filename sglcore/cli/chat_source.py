@@ -52,11 +52,11 @@ class LocalSource:
     def stream(self, messages: Sequence[Message]) -> Iterator[Part]:
         """As Source says; the step that runs when it is stopped is finished first."""
         self._is_stopped = False
-        with closing(self._llm.stream(self._llm.chat_prompt(messages), self._params)) as pieces:
-            for piece in pieces:
-                yield Part(piece.text, len(piece.token_ids))
-                if piece.finish_reason == "error":
-                    raise SglcoreError(piece.error)
+        with closing(self._llm.stream(self._llm.chat_prompt(messages), self._params)) as deltas:
+            for delta in deltas:
+                yield Part(delta.text, len(delta.token_ids))
+                if delta.finish_reason == "error":
+                    raise SglcoreError(delta.error)
                 if self._is_stopped:
                     return
 

@@ -52,13 +52,13 @@ def devices(
     from sglcore.cli import render
 
     found = discover()
-    asked = Requested(name or None, "the argument")
+    requested = Requested(name or None, "the argument")
     if bring_up:
-        typer.echo(bring_up_text(found, asked), nl=False)
+        typer.echo(bring_up_text(found, requested), nl=False)
         return
     if name:
-        find_installed(found, asked)
-    seen = survey(found, requested_device(None), asked)
+        find_installed(found, requested)
+    seen = survey(found, requested_device(None), requested)
     if name:
         seen = replace(seen, devices=tuple(item for item in seen.devices if item.installed.name == name))
     if as_json:
@@ -67,14 +67,14 @@ def devices(
         render.show_survey(seen)
 
 
-def bring_up_text(found: tuple[Installed, ...], asked: Requested) -> str:
+def bring_up_text(found: tuple[Installed, ...], requested: Requested) -> str:
     """The bring-up order of one device; raises `DeviceError` when no device was named or it is not installed."""
-    if asked.name is None:
+    if requested.name is None:
         names = ", ".join(item.name for item in found) or "none"
         raise DeviceError(
             "--bring-up without a device", wanted=f"one of {names}", remedy="sglcore devices NAME --bring-up"
         )
-    package = find_installed(found, asked).loaded()
+    package = find_installed(found, requested).loaded()
     return resolve(package.bring_up, package.name).text()
 
 

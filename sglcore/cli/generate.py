@@ -77,9 +77,9 @@ def _complete(llm: LLM, text: str, params: SamplingParams, *, chat: bool, quiet:
     output = llm.engine.add(ids, params)
     try:
         while not output.finished:
-            for piece in llm.engine.step():
+            for delta in llm.engine.step():
                 first = time.perf_counter() if first == begin else first
-                _write(piece.text)
+                _write(delta.text)
     except KeyboardInterrupt:
         llm.engine.abort(output.request_id)
         _write("\n")

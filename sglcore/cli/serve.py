@@ -15,7 +15,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
 
 if TYPE_CHECKING:
-    from sglcore.serving.front import Front
+    from sglcore.serving.frontend import Frontend
 
 ENDPOINTS = "/v1/chat/completions /v1/completions /v1/responses /v1/messages /v1/embeddings /metrics"
 POLL_SECONDS = 0.05
@@ -52,8 +52,8 @@ def _run(config: EngineConfig, server: ServerConfig, *, quiet: bool) -> int:
     chosen = "" if server.ray is not None else _choose(config)
     watches: set[asyncio.Task[None]] = set()
 
-    def on_listening(front: Front, url: str) -> None:
-        watches.add(asyncio.ensure_future(_show(front, url, quiet=quiet)))
+    def on_listening(frontend: Frontend, url: str) -> None:
+        watches.add(asyncio.ensure_future(_show(frontend, url, quiet=quiet)))
 
     return uvloop.run(serve_model(config, server, chosen=chosen, on_listening=on_listening))
 
@@ -67,32 +67,32 @@ def _choose(config: EngineConfig) -> str:
     return choose(config, DecisionLedger()).chosen.encode()
 
 
-async def _show(front: Front, url: str, *, quiet: bool) -> None:
+async def _show(frontend: Frontend, url: str, *, quiet: bool) -> None:
     """Bars while the model loads, then what was decided, and where the server is."""
     from sglcore.engine.progress import Progress
 
     progress = Progress(enabled=not quiet and sys.stderr.isatty())
     with progress:
-        while not front.health.ready and front.health.live:
-            known = front.health.snapshot()
+        while not frontend.health.ready and frontend.health.live:
+            known = frontend.health.snapshot()
             if isinstance(known["total"], int) and isinstance(known["done"], int) and known["total"]:
                 progress.phase(str(known["phase"]), known["done"], known["total"])
             await asyncio.sleep(POLL_SECONDS)
-    if not front.health.ready:
-        print(f"error: {front.health.reason}", file=sys.stderr)
+    if not frontend.health.ready:
+        print(f"error: {frontend.health.reason}", file=sys.stderr)
         return
     if not quiet:
-        _banner(front)
-    print(f"serving {', '.join(front.names)} at {url}", flush=True)
+        _banner(frontend)
+    print(f"serving {', '.join(frontend.names)} at {url}", flush=True)
     if not quiet:
         print(f"  the page: {url}/\n  endpoints: {ENDPOINTS}\n  Ctrl-C drains, then stops", flush=True)
 
 
-def _banner(front: Front) -> None:
+def _banner(frontend: Frontend) -> None:
     from sglcore.cli.banner import show_start
     from sglcore.device.ledger import Row
 
-    info = front.info
+    info = frontend.info
     assert info is not None
-    rows = [*(Row(**row) for row in info.ledger), *front.format.rows]
+    rows = [*(Row(**row) for row in info.ledger), *frontend.format.rows]
     show_start(info.device, f"{info.distribution} {info.version}", info.device_evidence, rows, info.seconds)

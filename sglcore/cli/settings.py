@@ -44,10 +44,10 @@ def with_settings(function: Callable[..., None], *records: type[Any]) -> Callabl
 def engine_settings(settings: Mapping[str, Any] | None, *, eager: bool = False) -> dict[str, Any]:
     """Those of the engine, graph kinds by our names; `eager` is a flag that says "no graphs". Raises ConfigError."""
     found = split_settings(settings or {}, EngineConfig)
-    asked = found.get("graph")
-    if eager and asked not in (None, "off"):
-        raise ConfigError(f"--graph {asked} and {EAGER_FLAGS[0]} contradict each other", remedy="leave one out")
-    graph = "off" if eager else None if asked is None else graph_name(asked)
+    kind = found.get("graph")
+    if eager and kind not in (None, "off"):
+        raise ConfigError(f"--graph {kind} and {EAGER_FLAGS[0]} contradict each other", remedy="leave one out")
+    graph = "off" if eager else None if kind is None else graph_name(kind)
     return found if graph is None else {**found, "graph": graph}
 
 

@@ -1,4 +1,4 @@
-"""The engine core: requests in, pieces of text out, one step at a time: the token side and the text side in one process.
+"""The engine core: requests in, text out, one step at a time: the token side and the text side in one process.
 
 Not thread-safe: one owner calls `add`, `abort` and `step`.
 """
@@ -14,9 +14,9 @@ import numpy as np
 
 from sglcore.device.ledger import Row
 from sglcore.device.worker import ModelWorker
-from sglcore.engine.assembly import Assembly
 from sglcore.engine.grammar import Grammars, Vocabulary, open_grammars
-from sglcore.engine.outputs import Piece, RequestOutput
+from sglcore.engine.output_processor import OutputProcessor
+from sglcore.engine.outputs import RequestOutput, TextDelta
 from sglcore.engine.text import TextCodec, TextError, eos_token_ids
 from sglcore.engine.tokens import TokenEngine
 from sglcore.sampling.params import SamplingParams, fresh_seed
@@ -53,7 +53,7 @@ class Engine:
             open_grammars=self._open_grammars,
         )
         self.scheduler, self.loop, self.eos_ids = self.tokens.scheduler, self.tokens.loop, self.tokens.eos_ids
-        self._texts: dict[str, Assembly] = {}
+        self._texts: dict[str, OutputProcessor] = {}
         self._numbers = count()
 
     @property
@@ -72,23 +72,23 @@ class Engine:
         ids = read_prompt(self.codec, prompt)
         check_ids(params, self.vocab_size)
         seed = params.seed if params.seed is not None else fresh_seed()
-        assembly = Assembly(self.codec, name, prompt if isinstance(prompt, str) else None, ids, params, seed)
+        processor = OutputProcessor(self.codec, name, prompt if isinstance(prompt, str) else None, ids, params, seed)
         self.tokens.add(name, ids, params, seed)
-        self._texts[name] = assembly
-        return assembly.output
+        self._texts[name] = processor
+        return processor.output
 
     def abort(self, request_id: str) -> None:
         """End every sample of a request; what it produced so far stays. Unknown ids are ignored."""
         self._absorb(self.tokens.abort(request_id))
 
-    def step(self) -> list[Piece]:
-        """Run one step of the loop; returns the news in order. Waits for the device."""
+    def step(self) -> list[TextDelta]:
+        """Run one step of the loop; returns the text that became final, in order. Waits for the device."""
         try:
-            news = self.tokens.step()
+            outputs = self.tokens.step()
         except BaseException:
             self._absorb(self.tokens.drain())
             raise
-        return self._absorb(news)
+        return self._absorb(outputs)
 
     def embed(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
         """float32 [hidden] for each prompt: the mean of its last hidden states, of length 1. Waits.
@@ -135,27 +135,27 @@ class Engine:
             raise TextError(f"text {place}: {error}") from None
         return request
 
-    def _absorb(self, news: Sequence[EngineOutput]) -> list[Piece]:
-        return [piece for each in news if (piece := self._take(each)) is not None]
+    def _absorb(self, outputs: Sequence[EngineOutput]) -> list[TextDelta]:
+        return [delta for output in outputs if (delta := self._take(output)) is not None]
 
-    def _take(self, news: EngineOutput) -> Piece | None:
-        assembly = self._texts.get(news.request_id)
-        piece = None if assembly is None else assembly.take(news)
-        if assembly is None or piece is None:
-            return None  # its text ended at a stop string while more news of it were on their way
-        if piece.finish_reason is not None and news.finish_reason is None:
-            self._end_sample(assembly, news)
-        if assembly.output.finished:
-            self._texts.pop(news.request_id, None)
-        return piece
+    def _take(self, output: EngineOutput) -> TextDelta | None:
+        processor = self._texts.get(output.request_id)
+        delta = None if processor is None else processor.take(output)
+        if processor is None or delta is None:
+            return None  # its text ended at a stop string while more outputs of it were on their way
+        if delta.finish_reason is not None and output.finish_reason is None:
+            self._end_sample(processor, output)
+        if processor.output.finished:
+            self._texts.pop(output.request_id, None)
+        return delta
 
-    def _end_sample(self, assembly: Assembly, news: EngineOutput) -> None:
+    def _end_sample(self, processor: OutputProcessor, output: EngineOutput) -> None:
         """The text has ended before the tokens did: at a stop string, or because it can not be made."""
-        cause = assembly.output.outputs[news.index].stop_cause
+        cause = processor.output.outputs[output.index].stop_cause
         if isinstance(cause, str):
-            self.tokens.stop(news.request_id, news.index, cause)
+            self.tokens.stop(output.request_id, output.index, cause)
         else:
-            self.tokens.abort_sample(news.request_id, news.index)
+            self.tokens.abort_sample(output.request_id, output.index)
 
 
 def read_prompt(codec: TextCodec, prompt: Prompt, *, special: bool = True) -> list[int]:

@@ -104,7 +104,7 @@ class Grammars:
         self._jobs: SimpleQueue[tuple[Grammar, Future[CompiledGrammar]] | None] = SimpleQueue()
         self._threads: list[Thread] = []
 
-    def ask(self, grammar: Grammar) -> Compiling:
+    def compile(self, grammar: Grammar) -> Compiling:
         """Start compiling, or join what was asked before; does not wait. Any thread may call it."""
         with self._lock:
             future = self._known.get(grammar)

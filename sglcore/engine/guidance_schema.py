@@ -1,6 +1,6 @@
 """JSON schemas as llguidance takes them: what it would read and not enforce is refused, and its blanks are bounded.
 
-It does not need the library, so a front can check what an engine will compile.
+It does not need the library, so a frontend can check what an engine will compile.
 """
 
 from __future__ import annotations

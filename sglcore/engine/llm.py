@@ -12,7 +12,7 @@ import numpy as np
 from sglcore.device.config import EngineConfig, resolve_config
 from sglcore.device.ledger import DecisionLedger
 from sglcore.engine.core import Engine, Prompt
-from sglcore.engine.outputs import Completion, Piece, RequestOutput
+from sglcore.engine.outputs import Completion, RequestOutput, TextDelta
 from sglcore.engine.progress import Progress, quiet
 from sglcore.engine.start import start
 from sglcore.engine.text import TextError
@@ -31,7 +31,7 @@ class LLM:
     def __init__(self, model: str | None = None, *, show_progress: bool = False, **settings: Any) -> None:
         self.config: EngineConfig = resolve_config({"model": model, **settings})
         self._progress = Progress() if show_progress else quiet()
-        self._news: dict[str, deque[Piece]] = {}
+        self._streams: dict[str, deque[TextDelta]] = {}
         with self._progress:
             self.started = start(self.config, self._progress.phase)
         try:
@@ -61,11 +61,11 @@ class LLM:
 
         A prompt that can not run ends with finish_reason "error" and its text in `error`; the others are not touched.
         """
-        asked = _as_list(prompts)
-        wanted = _as_params(params, len(asked))
+        all_prompts = _as_list(prompts)
+        all_params = _as_params(params, len(all_prompts))
         outputs: list[RequestOutput] = []
         try:
-            for prompt, each in zip(asked, wanted, strict=True):
+            for prompt, each in zip(all_prompts, all_params, strict=True):
                 outputs.append(self._add(prompt, each))
             self._run(outputs)
         except BaseException:
@@ -74,21 +74,21 @@ class LLM:
             raise
         return outputs
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Piece, None, None]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
         """Complete one prompt, yielding text as it becomes final. Closing the iterator aborts the request.
 
         Several may be open, and `generate` may be called meanwhile: each step serves them all.
         """
         output = self.engine.add(prompt, params or SamplingParams())
-        news = self._news[output.request_id] = deque()
+        ready = self._streams[output.request_id] = deque()
         try:
-            while news or not output.finished:
-                if not news:
+            while ready or not output.finished:
+                if not ready:
                     self._step()
-                while news:
-                    yield news.popleft()
+                while ready:
+                    yield ready.popleft()
         finally:
-            del self._news[output.request_id]
+            del self._streams[output.request_id]
             self.engine.abort(output.request_id)
             self._run([output])
 
@@ -129,19 +129,19 @@ class LLM:
         done = sum(c.finish_reason is not None for output in outputs for c in output.outputs)
         with self._progress:
             while done < total:
-                ended = [piece for piece in self._step() if piece.finish_reason is not None]
-                done += sum(piece.request_id in names for piece in ended)
+                ended = [delta for delta in self._step() if delta.finish_reason is not None]
+                done += sum(delta.request_id in names for delta in ended)
                 self._progress.phase("generating", done, total)
-            while self.engine.has_work and not self._news:
+            while self.engine.has_work and not self._streams:
                 self._step()
 
-    def _step(self) -> list[Piece]:
-        """One step for everybody: the pieces of open streams are kept for them."""
-        pieces = self.engine.step()
-        for piece in pieces:
-            if piece.request_id in self._news:
-                self._news[piece.request_id].append(piece)
-        return pieces
+    def _step(self) -> list[TextDelta]:
+        """One step for everybody: what is new for open streams is kept for them."""
+        deltas = self.engine.step()
+        for delta in deltas:
+            if delta.request_id in self._streams:
+                self._streams[delta.request_id].append(delta)
+        return deltas
 
 
 def _refused(prompt: Prompt, params: SamplingParams, reason: str) -> RequestOutput:

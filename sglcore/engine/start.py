@@ -104,23 +104,23 @@ def start(config: EngineConfig, progress: Progress = no_progress) -> Started:
 
 
 def choose_overlap(config: EngineConfig, limits: Limits) -> tuple[bool, Row]:
-    """Whether the next step is planned while one is in flight: where that saves time, unless it was asked otherwise."""
-    asked = "auto" if config.overlap is None else _switch(config.overlap)
+    """Whether the next step is planned while one is in flight: where that saves time, unless it was wanted otherwise."""
+    requested = "auto" if config.overlap is None else _switch(config.overlap)
     if config.overlap and not limits.can_overlap:
-        return False, Row("overlap", asked, "off", "this worker takes one step at a time", downgrade=True)
+        return False, Row("overlap", requested, "off", "this worker takes one step at a time", downgrade=True)
     if config.overlap is not None:
-        return config.overlap, Row("overlap", asked, asked, "asked for", "SGLCORE_OVERLAP=0 or 1")
+        return config.overlap, Row("overlap", requested, requested, "asked for", "SGLCORE_OVERLAP=0 or 1")
     if limits.runs_ahead and limits.can_overlap:
-        return True, Row("overlap", asked, "on", "steps are planned while the device runs", "SGLCORE_OVERLAP=0")
+        return True, Row("overlap", requested, "on", "steps are planned while the device runs", "SGLCORE_OVERLAP=0")
     reason = "a step has run when it was submitted, so nothing is gained by planning ahead"
-    return False, Row("overlap", asked, "off", reason, "SGLCORE_OVERLAP=1")
+    return False, Row("overlap", requested, "off", reason, "SGLCORE_OVERLAP=1")
 
 
 def _prefix_row(config: EngineConfig) -> Row:
     kept = _switch(config.prefix_cache)
-    asked = kept if "prefix_cache" in config.sources else "auto"
+    requested = kept if "prefix_cache" in config.sources else "auto"
     reason = "prompts share the pages of their common prefix" if config.prefix_cache else "every prompt is computed"
-    return Row("prefix cache", asked, kept, reason, "SGLCORE_PREFIX_CACHE=0 or 1")
+    return Row("prefix cache", requested, kept, reason, "SGLCORE_PREFIX_CACHE=0 or 1")
 
 
 def _switch(on: bool) -> str:

@@ -15,7 +15,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.engine.chat_template import ChatTemplate, TextError
 from sglcore.engine.gguf_tokenizer import read_gguf_tokenizer
 
-__all__ = ["GrowingText", "TextCodec", "TextError", "eos_token_ids"]
+__all__ = ["IncrementalDetokenizer", "TextCodec", "TextError", "eos_token_ids"]
 
 LONG_TEXT = 4096
 """Characters from which a text is read by the call that lets other threads run meanwhile; it costs short texts more."""
@@ -69,7 +69,7 @@ class TextCodec:
         return self.template.render(messages, variables=variables)
 
 
-class GrowingText:
+class IncrementalDetokenizer:
     """The text of tokens that arrive one after another, cut at stop strings.
 
     `push` returns what may be shown: never half a character, never the beginning of something that may become a stop
@@ -105,9 +105,9 @@ class GrowingText:
             if token_id in self._skipped:
                 continue
             self._ids.append(token_id)
-            piece = self._pending()
-            if piece and not piece.endswith(UNKNOWN):
-                self._append(piece)
+            new = self._pending()
+            if new and not new.endswith(UNKNOWN):
+                self._append(new)
                 self._first, self._read = self._read, len(self._ids)
             elif len(self._ids) - self._read > 2 * INCOMPLETE:
                 self._take_garbage()
@@ -135,9 +135,9 @@ class GrowingText:
     def _decoded(self, end: int) -> str:
         return self._codec.decode(self._ids[self._first : end], skip_special_tokens=self._skip_special)
 
-    def _append(self, piece: str) -> None:
+    def _append(self, new: str) -> None:
         first = max(len(self.text) - max(map(len, self._stop), default=0), 0)
-        self.text += piece
+        self.text += new
         found = [(place, word) for word in self._stop if (place := self.text.find(word, first)) >= 0]
         if found:
             place, word = min(found, key=lambda item: (item[0], -len(item[1])))

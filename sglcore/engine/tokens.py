@@ -166,7 +166,7 @@ class TokenEngine:
             self._grammars = self._open_grammars()
         if self._grammars is None:
             raise RequestError("this engine follows no grammars; the decision `grammar` says why")
-        return self._grammars.ask(grammar)
+        return self._grammars.compile(grammar)
 
     def _take_unsent(self) -> list[EngineOutput]:
         unsent, self._unsent = self._unsent, []

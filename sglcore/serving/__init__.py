@@ -1,1 +1,1 @@
-"""The server: an HTTP front in one process, engines in others."""
+"""The server: an HTTP frontend in one process, engines in others."""

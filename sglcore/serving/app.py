@@ -1,4 +1,4 @@
-"""The application: every endpoint over one front, and one place where errors become answers."""
+"""The application: every endpoint over one frontend, and one place where errors become answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sglcore.serving.api.shared import ERRORS
 from sglcore.serving.bodies import refused
 from sglcore.serving.document import Application
 from sglcore.serving.errors import INVALID, Failure, told
-from sglcore.serving.front import Front
+from sglcore.serving.frontend import Frontend
 from sglcore.serving.sse import encode
 
 _ROUTERS = (
@@ -50,10 +50,10 @@ _ROUTERS = (
 )
 
 
-def make_app(front: Front) -> FastAPI:
+def make_app(frontend: Frontend) -> FastAPI:
     """All endpoints. Their documentation is at /openapi.json; the pages that would load scripts of other hosts are off."""
     app = Application(
-        needs_key=bool(front.config.api_key),
+        needs_key=bool(frontend.config.api_key),
         responses={status: ERRORS[status] for status in (401, 403, 500)},
         title="sglcore",
         version=__version__,
@@ -64,7 +64,7 @@ def make_app(front: Front) -> FastAPI:
         strict_content_type=False,
     )
     for module in _ROUTERS:
-        app.include_router(module.routes(front))
+        app.include_router(module.routes(frontend))
     app.add_exception_handler(RequestValidationError, _on_validation)
     app.add_exception_handler(HTTPException, _on_http)
     for kind in (SglcoreError, SamplingError):

@@ -1,4 +1,4 @@
-"""The channel between the front and an engine process: one pair of sockets, messages as msgpack.
+"""The channel between the frontend and an engine process: one pair of sockets, messages as msgpack.
 
 On one machine it is a socket file in a folder that only its owner may enter; between machines it is TCP under CURVE keys,
 so that nobody without them is heard.
@@ -17,7 +17,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from sglcore.device.errors import ConfigError
-from sglcore.serving.messages import Address, Order, Report
+from sglcore.serving.ipc import Address, EngineReply, EngineRequest
 
 LINGER_MS = 2000
 """How long a closing socket goes on with what is queued."""
@@ -38,7 +38,7 @@ class EngineChannel:
         self._socket = self._context.socket(zmq.PAIR)
         _unbounded(self._socket)
         if address.secret:
-            self._socket.curve_serverkey = address.front.encode()
+            self._socket.curve_serverkey = address.frontend.encode()
             self._socket.curve_publickey = address.public.encode()
             self._socket.curve_secretkey = address.secret.encode()
         self._closing = threading.Event()
@@ -50,22 +50,22 @@ class EngineChannel:
             self._watcher.start()
         self._socket.connect(address.endpoint)
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(Order)
+        self._decoder = msgspec.msgpack.Decoder(EngineRequest)
 
-    def send(self, report: Report) -> None:
-        """Queue a report; does not wait."""
-        self._socket.send(self._encoder.encode(report), copy=True)
+    def send(self, reply: EngineReply) -> None:
+        """Queue a reply; does not wait."""
+        self._socket.send(self._encoder.encode(reply), copy=True)
 
-    def receive(self, timeout_ms: int) -> list[Order]:
-        """The orders that have come; waits up to `timeout_ms` for the first."""
+    def receive(self, timeout_ms: int) -> list[EngineRequest]:
+        """The requests that have come; waits up to `timeout_ms` for the first."""
         if not self._socket.poll(timeout_ms):
             return []
-        orders: list[Order] = []
+        requests: list[EngineRequest] = []
         try:
             while True:
-                orders.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+                requests.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
         except zmq.Again:
-            return orders
+            return requests
 
     def close(self) -> None:
         """Send what is queued, then close; waits for that, 2 seconds at most."""
@@ -77,8 +77,8 @@ class EngineChannel:
         self._context.term()
 
 
-class FrontChannel:
-    """The front's end of one engine's channel, on the running event loop."""
+class FrontendChannel:
+    """The frontend's end of one engine's channel, on the running event loop."""
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str, keys: tuple[bytes, bytes] | None = None) -> None:
         """`endpoint` to bind (a TCP port of 0 takes a free one); `keys`, public and secret, turn CURVE on. Raises
@@ -95,14 +95,14 @@ class FrontChannel:
             ) from error
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(Report)
+        self._decoder = msgspec.msgpack.Decoder(EngineReply)
 
-    def send(self, order: Order) -> None:
-        """Queue an order; does not wait. What is sent to a process that is gone is lost with it."""
-        self._socket.send(self._encoder.encode(order))
+    def send(self, request: EngineRequest) -> None:
+        """Queue a request; does not wait. What is sent to a process that is gone is lost with it."""
+        self._socket.send(self._encoder.encode(request))
 
-    async def receive(self) -> Report:
-        """The next report. Others on the loop have their turn first, however many reports are waiting."""
+    async def receive(self) -> EngineReply:
+        """The next reply. Others on the loop have their turn first, however many replies are waiting."""
         await asyncio.sleep(0)
         return self._decoder.decode(await self._socket.recv())
 

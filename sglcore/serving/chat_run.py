@@ -1,6 +1,6 @@
 """A chat on its way: messages become a prompt, the model's text becomes reasoning, content and tool calls.
 
-All endpoints that chat, in whatever dialect, are translations to `ChatAsk` and from `ChatEvent`.
+All endpoints that chat, in whatever dialect, are translations to `ChatRequest` and from `ChatEvent`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
-from sglcore.engine.outputs import Piece, PromptProgress
+from sglcore.engine.outputs import PromptProgress, TextDelta
 from sglcore.sampling.grammar import GrammarError
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import TokenLogprob
 from sglcore.serving.errors import InvalidRequest, blame
 from sglcore.serving.formats import ChatFormat, Delta, Rendered
-from sglcore.serving.front import Front
+from sglcore.serving.frontend import Frontend
 from sglcore.serving.generation import Generation
 from sglcore.serving.runs import check_token_ids
 
@@ -29,7 +29,7 @@ steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatAsk:
+class ChatRequest:
     """A conversation and what is wanted next, in OpenAI's shapes whatever dialect it came in.
 
     `tool_choice`: "none", "auto", "required", or `{"type": "function", "function": {"name": ...}}`.
@@ -143,84 +143,84 @@ class _Sample:
     def __init__(self, index: int, parser: TextParser, parallel: bool) -> None:
         self._index, self._parser, self._parallel = index, parser, parallel
         self._has_called = False
-        self._untold: tuple[int, ...] = ()
+        self._unsent: tuple[int, ...] = ()
 
-    def take(self, piece: Piece) -> list[ChatEvent]:
-        """The events of one piece: tokens stand with the first, the end with the last."""
-        deltas = self._parser.push(piece.text) if piece.text else []
-        if piece.finish_reason is not None:
+    def take(self, text: TextDelta) -> list[ChatEvent]:
+        """The events of new text: tokens stand with the first, the end with the last."""
+        deltas = self._parser.push(text.text) if text.text else []
+        if text.finish_reason is not None:
             deltas = [*deltas, *self._parser.finish()]
         kept = [delta for delta in deltas if self._parallel or not _is_later_call(delta)]
         self._has_called |= any(delta.kind == "tool_start" for delta in kept)
-        self._untold += piece.token_ids
-        if piece.logprobs is None and piece.finish_reason is None and not kept:
+        self._unsent += text.token_ids
+        if text.logprobs is None and text.finish_reason is None and not kept:
             return []
-        ids, self._untold = self._untold, ()
-        end = None if piece.finish_reason is None else self._reason(piece.finish_reason)
+        ids, self._unsent = self._unsent, ()
+        end = None if text.finish_reason is None else self._reason(text.finish_reason)
         if len(kept) < 2:
-            return [ChatEvent(self._index, kept[0] if kept else None, end, piece.logprobs, piece.error, None, ids)]
+            return [ChatEvent(self._index, kept[0] if kept else None, end, text.logprobs, text.error, None, ids)]
         first, *others, last = kept
         return [
-            ChatEvent(self._index, first, logprobs=piece.logprobs, token_ids=ids),
+            ChatEvent(self._index, first, logprobs=text.logprobs, token_ids=ids),
             *(ChatEvent(self._index, delta) for delta in others),
-            ChatEvent(self._index, last, end, error=piece.error),
+            ChatEvent(self._index, last, end, error=text.error),
         ]
 
     def _reason(self, reason: Literal["stop", "length", "abort", "error"]) -> ChatFinish:
         return "tool_calls" if reason == "stop" and self._has_called else reason
 
 
-async def start_chat(front: Front, ask: ChatAsk) -> ChatRun:
+async def start_chat(frontend: Frontend, request: ChatRequest) -> ChatRun:
     """Render the prompt, and give it to an engine; waits for that alone.
 
-    Raises TextError for what the template refuses or tools that are off, and as `Front.generate`.
+    Raises TextError for what the template refuses or tools that are off, and as `Frontend.generate`.
     """
-    form, tools = front.format, tools_in_play(ask)
-    must_call = _must_call(ask, tools)
-    check_token_ids(front, ask.params)
+    form, tools = frontend.format, tools_in_play(request)
+    must_call = _must_call(request, tools)
+    check_token_ids(frontend, request.params)
     with blame("messages"):
-        rendered = await render(front, ask)
-    params = ask.params
+        rendered = await render(frontend, request)
+    params = request.params
     if must_call and tools:
         with blame("tool_choice"), blame("tools", GrammarError):
             grammar = form.tool_grammar(
-                tools, ask.tool_choice, reasoning_open=rendered.reasoning_open, parallel=ask.parallel_tool_calls
+                tools, request.tool_choice, reasoning_open=rendered.reasoning_open, parallel=request.parallel_tool_calls
             )
         params = replace(params, grammar=grammar)
     if not form.skip_special_tokens and params.skip_special_tokens:
         params = replace(params, skip_special_tokens=False)
     with blame("messages"):
-        generation = await front.generate(
-            rendered.text, params, special=False, progress=ask.progress, request_id=ask.request_id
+        generation = await frontend.generate(
+            rendered.text, params, special=False, progress=request.progress, request_id=request.request_id
         )
-    parsers = [_parser(form, ask, tools, rendered) for _ in range(params.n)]
-    form_field = "" if params.grammar is None else "tools" if must_call else ask.form
-    return ChatRun(generation, parsers, parallel=ask.parallel_tool_calls, form=form_field, ignored=rendered.ignored)
+    parsers = [_parser(form, request, tools, rendered) for _ in range(params.n)]
+    form_field = "" if params.grammar is None else "tools" if must_call else request.form
+    return ChatRun(generation, parsers, parallel=request.parallel_tool_calls, form=form_field, ignored=rendered.ignored)
 
 
-async def render(front: Front, ask: ChatAsk) -> Rendered:
+async def render(frontend: Frontend, request: ChatRequest) -> Rendered:
     """The prompt of a chat; a long one does not hold up the event loop. Raises TextError."""
-    return await asyncio.to_thread(_render, front, ask) if _is_long(ask) else _render(front, ask)
+    return await asyncio.to_thread(_render, frontend, request) if _is_long(request) else _render(frontend, request)
 
 
-def _is_long(ask: ChatAsk) -> bool:
-    if len(ask.messages) + len(ask.tools or ()) > LONG_TALK:
+def _is_long(request: ChatRequest) -> bool:
+    if len(request.messages) + len(request.tools or ()) > LONG_TALK:
         return True
-    texts = (message.get("content") or "" for message in ask.messages)
+    texts = (message.get("content") or "" for message in request.messages)
     sizes = (
         len(text) if isinstance(text, str) else sum(len(part.get("text") or "") for part in text) for text in texts
     )
     return sum(sizes) > LONG_TEXT
 
 
-def _render(front: Front, ask: ChatAsk) -> Rendered:
-    return front.format.render(
-        ask.messages,
-        tools=tools_in_play(ask),
-        tool_choice=ask.tool_choice,
-        add_generation_prompt=ask.add_generation_prompt,
-        continue_final_message=ask.continue_final_message,
-        chat_template_kwargs=ask.chat_template_kwargs,
+def _render(frontend: Frontend, request: ChatRequest) -> Rendered:
+    return frontend.format.render(
+        request.messages,
+        tools=tools_in_play(request),
+        tool_choice=request.tool_choice,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        chat_template_kwargs=request.chat_template_kwargs,
     )
 
 
@@ -236,21 +236,21 @@ async def collect_chat(run: ChatRun) -> list[ChatMessage]:
     return messages
 
 
-def tools_in_play(ask: ChatAsk) -> Sequence[Mapping[str, Any]] | None:
+def tools_in_play(request: ChatRequest) -> Sequence[Mapping[str, Any]] | None:
     """The tools that the model hears of; None if there are none, or none may be called."""
-    return ask.tools if ask.tools and ask.tool_choice != "none" else None
+    return request.tools if request.tools and request.tool_choice != "none" else None
 
 
-def _must_call(ask: ChatAsk, tools: Sequence[Mapping[str, Any]] | None) -> bool:
+def _must_call(request: ChatRequest, tools: Sequence[Mapping[str, Any]] | None) -> bool:
     """Whether the answer has to be a call; raises InvalidRequest for what can not be one."""
-    if tools and ask.params.grammar is not None:
+    if tools and request.params.grammar is not None:
         raise InvalidRequest(
             "found tools and a form of the answer, which leaves no way to call a tool",
             wanted="one of them",
             remedy='set tool_choice to "none", or leave the form out',
             param="response_format",
         )
-    if ask.tool_choice in ("none", "auto"):
+    if request.tool_choice in ("none", "auto"):
         return False
     if not tools:
         raise InvalidRequest("tool_choice asks for a call", wanted="tools", remedy="give tools", param="tool_choice")
@@ -258,12 +258,12 @@ def _must_call(ask: ChatAsk, tools: Sequence[Mapping[str, Any]] | None) -> bool:
 
 
 def _parser(
-    form: ChatFormat, ask: ChatAsk, tools: Sequence[Mapping[str, Any]] | None, rendered: Rendered
+    form: ChatFormat, request: ChatRequest, tools: Sequence[Mapping[str, Any]] | None, rendered: Rendered
 ) -> TextParser:
     """A sample's parser. A form binds the answer from its first token, so what is bound is content, and no thinking."""
-    if ask.params.grammar is not None:
+    if request.params.grammar is not None:
         return _Content()
-    return form.stream(tools=tools, reasoning_open=rendered.reasoning_open, tool_choice=ask.tool_choice)
+    return form.stream(tools=tools, reasoning_open=rendered.reasoning_open, tool_choice=request.tool_choice)
 
 
 class _Content:

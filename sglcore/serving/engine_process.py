@@ -1,4 +1,4 @@
-"""An engine process: orders from the front in, reports out, the device's steps between. It tokenises nothing.
+"""An engine process: requests from the frontend in, replies out, the device's steps between. It tokenises nothing.
 
 Started as `python -m sglcore.serving.engine_process`, with an EngineSpec as one line of JSON on its standard input; when
 that closes, the parent is gone and so is this process.
@@ -32,23 +32,23 @@ from sglcore.engine.text import TextCodec, eos_token_ids
 from sglcore.engine.tokens import TokenEngine
 from sglcore.serving.channel import EngineChannel
 from sglcore.serving.engine_service import EngineService
-from sglcore.serving.messages import EngineSpec, Failed, ModelInfo, Phase, Ready
+from sglcore.serving.ipc import EngineSpec, Failed, ModelInfo, Phase, Ready
 from sglcore.serving.warm_up import warm_up
 
 PARENT_GONE = 3
 """The exit code of a process whose parent ended without a word."""
 LINK_BROKE = 4
-"""The exit code of a process that lost its connection to the front: what was on its way may be missing."""
-REPORT_EVERY = 0.1
-"""Seconds between two reports of the same phase."""
+"""The exit code of a process that lost its connection to the frontend: what was on its way may be missing."""
+REPLY_EVERY = 0.1
+"""Seconds between two replies about the same phase."""
 SAMPLED_BLOCKS, BLOCK_BYTES = 16, 16 << 10
 """What is read of a file to tell it from another."""
 
 
 def main() -> int:
-    """Run until the front says to leave; the exit code says why it ended."""
+    """Run until the frontend says to shut down; the exit code says why it ended."""
     for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, signal.SIG_IGN)  # the front is told, drains, and then tells this process
+        signal.signal(name, signal.SIG_IGN)  # the frontend is told, drains, and then tells this process
     with open(0, "rb", closefd=False) as given:
         spec = msgspec.json.decode(given.readline(), type=EngineSpec)
     logging.basicConfig(level=logging.INFO, format=f"%(levelname)s engine {spec.replica}: %(message)s")
@@ -80,7 +80,7 @@ def _start(spec: EngineSpec, channel: EngineChannel) -> EngineService:
     config = engine_config(spec.config)
     if spec.chosen:
         adopt(spec.chosen, config.device, discover())
-    started = start(config, PhaseReports(channel))
+    started = start(config, PhaseReplies(channel))
     meter = Meter(started.worker)
     eos_ids = eos_token_ids(started.model_path)
     grammars = _grammars(config, started, eos_ids)
@@ -107,8 +107,8 @@ def _grammars(config: EngineConfig, started: Started, eos_ids: frozenset[int]) -
     return grammars
 
 
-class PhaseReports:
-    """A start's progress as reports: each phase's first and last state, and in between not too many."""
+class PhaseReplies:
+    """A start's progress as replies: each phase's first and last state, and in between not too many."""
 
     def __init__(self, channel: EngineChannel) -> None:
         self._channel = channel
@@ -116,11 +116,11 @@ class PhaseReports:
         self._next = 0.0
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        """Report a phase's state."""
+        """EngineReply a phase's state."""
         now = time.monotonic()
         if phase == self._phase and done != total and now < self._next:
             return
-        self._phase, self._next = phase, now + REPORT_EVERY
+        self._phase, self._next = phase, now + REPLY_EVERY
         self._channel.send(Phase(phase, done, total))
 
 

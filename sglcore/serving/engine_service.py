@@ -1,4 +1,4 @@
-"""The loop of an engine process: take orders, run a step, send the news."""
+"""The loop of an engine process: take requests, run a step, send the outputs."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from sglcore.sampling.params import SamplingError
 from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Request, State
 from sglcore.serving.channel import EngineChannel
-from sglcore.serving.messages import (
+from sglcore.serving.ipc import (
     Abort,
-    Ask,
     Audit,
     Audited,
     Embed,
     Embedded,
     EngineOutputs,
+    EngineRequest,
     EngineStats,
     Failed,
-    Leave,
-    Order,
+    GenerateRequest,
     Refused,
+    Shutdown,
     Stop,
     unpack_ids,
     unpack_params,
 )
 
 IDLE_MS = 500
-"""How long an idle engine waits for an order before it looks at its clock."""
+"""How long an idle engine waits for a request before it looks at its clock."""
 STATS_EVERY = 0.25
-"""Seconds between two reports of the counters."""
+"""Seconds between two replies with the counters."""
 MOST_FAILURES = 3
 """Steps in a row that may fail before the process gives up: the device is not going to recover."""
 
@@ -46,7 +46,7 @@ class EngineService:
         self._meter = meter
         self._channel = channel
         self._embeds: dict[str, Request] = {}
-        self._leaving = False
+        self._shutting_down = False
         self._failures = self._failed_steps = 0
         self._requests = self._prompt_tokens = self._generated = 0
         self._step_seconds = self._device_before = 0.0
@@ -54,12 +54,12 @@ class EngineService:
         self._next_stats = 0.0
 
     def run(self) -> int:
-        """Serve until the front says to leave (0), or the device fails again and again (1)."""
+        """Serve until the frontend says to shut down (0), or the device fails again and again (1)."""
         self._device_before = self._meter.device_seconds
-        while not self._leaving:
+        while not self._shutting_down:
             busy = self.engine.has_work
-            for order in self._channel.receive(0 if busy else IDLE_MS):
-                self._take(order)
+            for request in self._channel.receive(0 if busy else IDLE_MS):
+                self._take(request)
             if self.engine.has_work:
                 self._step()
             if self._failures >= MOST_FAILURES:
@@ -69,59 +69,59 @@ class EngineService:
         self.engine.close()
         return 0
 
-    def _take(self, order: Order) -> None:
-        if isinstance(order, Ask):
-            self._ask(order)
-        elif isinstance(order, Abort):
-            self._abort(order)
-        elif isinstance(order, Stop):
-            self._send(self.engine.stop(order.request_id, order.index, order.cause))
-        elif isinstance(order, Embed):
-            self._embed(order)
-        elif isinstance(order, Audit):
-            self._channel.send(Audited(order.request_id, self._audit()))
-        elif isinstance(order, Leave):
-            self._leaving = True
+    def _take(self, request: EngineRequest) -> None:
+        if isinstance(request, GenerateRequest):
+            self._generate(request)
+        elif isinstance(request, Abort):
+            self._abort(request)
+        elif isinstance(request, Stop):
+            self._send(self.engine.stop(request.request_id, request.index, request.cause))
+        elif isinstance(request, Embed):
+            self._embed(request)
+        elif isinstance(request, Audit):
+            self._channel.send(Audited(request.request_id, self._audit()))
+        elif isinstance(request, Shutdown):
+            self._shutting_down = True
 
-    def _ask(self, order: Ask) -> None:
-        prompt = unpack_ids(order.prompt)
+    def _generate(self, request: GenerateRequest) -> None:
+        prompt = unpack_ids(request.prompt)
         try:
-            params = unpack_params(order.params)
-            self.engine.add(order.request_id, prompt, params, order.seed, progress=order.progress)  # pyright: ignore[reportArgumentType]
+            params = unpack_params(request.params)
+            self.engine.add(request.request_id, prompt, params, request.seed, progress=request.progress)  # pyright: ignore[reportArgumentType]
         except (SglcoreError, SamplingError) as error:
-            self._channel.send(Refused(order.request_id, str(error)))
+            self._channel.send(Refused(request.request_id, str(error)))
             return
         self._requests += 1
         self._prompt_tokens += len(prompt)
 
-    def _abort(self, order: Abort) -> None:
-        request = self._embeds.pop(order.request_id, None)
-        if request is not None:
-            self.engine.scheduler.abort(request.rid)
-        elif order.index < 0:
-            self._send(self.engine.abort(order.request_id))
+    def _abort(self, request: Abort) -> None:
+        embedding = self._embeds.pop(request.request_id, None)
+        if embedding is not None:
+            self.engine.scheduler.abort(embedding.rid)
+        elif request.index < 0:
+            self._send(self.engine.abort(request.request_id))
         else:
-            self._send(self.engine.abort_sample(order.request_id, order.index))
+            self._send(self.engine.abort_sample(request.request_id, request.index))
 
-    def _embed(self, order: Embed) -> None:
+    def _embed(self, request: Embed) -> None:
         try:
-            (request,) = self.engine.embed([order.request_id], [unpack_ids(order.prompt)])  # pyright: ignore[reportArgumentType]
+            (embedding,) = self.engine.embed([request.request_id], [unpack_ids(request.prompt)])  # pyright: ignore[reportArgumentType]
         except SglcoreError as error:
-            self._channel.send(Refused(order.request_id, str(error)))
+            self._channel.send(Refused(request.request_id, str(error)))
             return
-        self._embeds[order.request_id] = request
+        self._embeds[request.request_id] = embedding
         self._requests += 1
-        self._prompt_tokens += len(request.prompt_ids)
+        self._prompt_tokens += len(embedding.prompt_ids)
 
     def _step(self) -> None:
         begin, only_compiles = time.perf_counter(), not self.engine.loop.has_work
         try:
-            news = self.engine.step()
+            outputs = self.engine.step()
             self._failures = 0
         except Exception as error:
             logging.exception("a step failed")
-            news = self._after_failure(error)
-        self._send(news)
+            outputs = self._after_failure(error)
+        self._send(outputs)
         if self._embeds:
             self._send_embeddings()
         if only_compiles and not self.engine.loop.has_work:
@@ -140,10 +140,10 @@ class EngineService:
             self._failures = MOST_FAILURES
             return []
 
-    def _send(self, news: list[EngineOutput]) -> None:
-        if news:
-            self._generated += sum(len(each.token_ids) for each in news)
-            self._channel.send(EngineOutputs(news))
+    def _send(self, outputs: list[EngineOutput]) -> None:
+        if outputs:
+            self._generated += sum(len(each.token_ids) for each in outputs)
+            self._channel.send(EngineOutputs(outputs))
 
     def _send_embeddings(self) -> None:
         for name, request in list(self._embeds.items()):

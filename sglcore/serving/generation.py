@@ -1,6 +1,6 @@
-"""One prompt on its way through the server: news of tokens come in as they are made, pieces of text go out as they are taken.
+"""One prompt on its way through the server: the engine's outputs come in as they are made, text goes out as it is taken.
 
-What nobody has taken yet is joined into one piece, so a slow reader holds up nobody and keeps no more than its own text.
+What nobody has taken yet is joined into one delta, so a slow reader holds up nobody and keeps no more than its own text.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
-from sglcore.engine.assembly import Assembly
-from sglcore.engine.outputs import Piece, PromptProgress, RequestOutput
+from sglcore.engine.output_processor import OutputProcessor
+from sglcore.engine.outputs import PromptProgress, RequestOutput, TextDelta
 from sglcore.schedule.output import EngineOutput
 from sglcore.serving.errors import InvalidRequest
-from sglcore.serving.messages import Abort, Ask, Order, Stop
+from sglcore.serving.ipc import Abort, EngineRequest, GenerateRequest, Stop
 
 
 class Clock(Protocol):
@@ -39,36 +39,36 @@ class Clock(Protocol):
 
 
 class Generation:
-    """Async iterator of Piece and PromptProgress, and async context manager: leaving it ends what has not ended.
+    """Async iterator of TextDelta and PromptProgress, and async context manager: leaving it ends what has not ended.
 
     Iterating raises what ended it from outside (EngineDied, or a refusal of the engine). One consumer at a time.
     """
 
-    def __init__(self, ask: Ask, assembly: Assembly, clock: Clock) -> None:
-        self.ask = ask
-        self.request_id = ask.request_id
-        self.output: RequestOutput = assembly.output
-        self.prompt_tokens = len(assembly.output.prompt_token_ids)
+    def __init__(self, request: GenerateRequest, processor: OutputProcessor, clock: Clock) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.output: RequestOutput = processor.output
+        self.prompt_tokens = len(processor.output.prompt_token_ids)
         self.is_closed = False
         self.has_started = False
         """A token has arrived, so it can not be started again elsewhere without repeating text."""
         self.tries = 0
         """Engines that were given it."""
-        self._assembly = assembly
+        self._processor = processor
         self._clock = clock
-        self._pending: dict[int, Piece] = {}
+        self._pending: dict[int, TextDelta] = {}
         self._progress: PromptProgress | None = None
         self._processed = -1
         self._failure: Exception | None = None
         self._woken = asyncio.Event()
         self._last_token: dict[int, float] = {}
         """When each sample's newest token came."""
-        self._send: Callable[[Order], None] = _to_nobody
+        self._send: Callable[[EngineRequest], None] = _to_nobody
         self._on_close: Callable[[Generation], None] = _nobody_waits
         self._told: list[Callable[[], None]] = []
 
-    def bind(self, send: Callable[[Order], None], on_close: Callable[[Generation], None]) -> None:
-        """The engine that runs it: where its orders go, and who wants to know when it needs nothing more."""
+    def bind(self, send: Callable[[EngineRequest], None], on_close: Callable[[Generation], None]) -> None:
+        """The engine that runs it: where its requests go, and who wants to know when it needs nothing more."""
         self._send, self._on_close = send, on_close
 
     def when_closed(self, told: Callable[[], None]) -> None:
@@ -77,30 +77,30 @@ class Generation:
 
     @property
     def is_over(self) -> bool:
-        """No news of it can come any more."""
+        """No output of it can come any more."""
         return self._failure is not None or self.output.finished
 
-    def deliver(self, news: EngineOutput) -> None:
-        """Take in news from the engine; never raises."""
+    def deliver(self, output: EngineOutput) -> None:
+        """Take in an output of the engine; never raises."""
         if self.is_closed:
             return
-        if news.is_progress:
-            self._tell_progress(news.cached_tokens, news.processed)
+        if output.is_progress:
+            self._tell_progress(output.cached_tokens, output.processed)
             self._woken.set()
             return
-        if news.refused:
-            self.fail(InvalidRequest(news.error))
+        if output.refused:
+            self.fail(InvalidRequest(output.error))
             return
-        piece = self._assembly.take(news)
-        if piece is None:
+        delta = self._processor.take(output)
+        if delta is None:
             return
-        if self.ask.progress and not self.has_started:
+        if self.request.progress and not self.has_started:
             self._tell_progress(self.output.cached_tokens, self.prompt_tokens)
-        self._time_tokens(piece.index, len(piece.token_ids))
-        known = self._pending.get(piece.index)
-        self._pending[piece.index] = piece if known is None else join(known, piece)
-        if piece.finish_reason is not None and news.finish_reason is None:
-            self._end_sample(piece.index)
+        self._time_tokens(delta.index, len(delta.token_ids))
+        known = self._pending.get(delta.index)
+        self._pending[delta.index] = delta if known is None else join(known, delta)
+        if delta.finish_reason is not None and output.finish_reason is None:
+            self._end_sample(delta.index)
         if self.output.finished:
             self._close(self._reason())
         self._woken.set()
@@ -131,7 +131,7 @@ class Generation:
     def __aiter__(self) -> Generation:
         return self
 
-    async def __anext__(self) -> Piece | PromptProgress:
+    async def __anext__(self) -> TextDelta | PromptProgress:
         while True:
             if self._progress is not None:
                 progress, self._progress = self._progress, None
@@ -189,12 +189,12 @@ class Generation:
         return next((reason for reason in ("error", "abort") if reason in reasons), reasons[0])
 
 
-def join(first: Piece, second: Piece) -> Piece:
-    """Two pieces of one sample, one after the other, as one."""
+def join(first: TextDelta, second: TextDelta) -> TextDelta:
+    """Two deltas of one sample, one after the other, as one."""
     logprobs = first.logprobs
     if second.logprobs is not None:
         logprobs = (*(first.logprobs or ()), *second.logprobs)
-    return Piece(
+    return TextDelta(
         first.request_id,
         first.index,
         first.text + second.text,
@@ -205,7 +205,7 @@ def join(first: Piece, second: Piece) -> Piece:
     )
 
 
-def _to_nobody(order: Order) -> None:
+def _to_nobody(request: EngineRequest) -> None:
     """It has not been given to an engine."""
 
 

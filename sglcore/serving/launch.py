@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from sglcore.device.server_config import ServerConfig
-from sglcore.serving.messages import EngineSpec
+from sglcore.serving.ipc import EngineSpec
 
 
 class EngineProcess(Protocol):
@@ -45,7 +45,7 @@ class Launcher(Protocol):
         """They may run on other machines, so they are reached by TCP and choose their own device."""
         ...
 
-    async def front_host(self) -> str:
+    async def frontend_host(self) -> str:
         """The address of this machine as the engines' machines reach it; asked only of one that is remote. May wait."""
         ...
 
@@ -92,7 +92,7 @@ class LocalLauncher:
 
     is_remote = False
 
-    async def front_host(self) -> str:
+    async def frontend_host(self) -> str:
         """Nobody asks: sockets are files."""
         return ""
 

@@ -1,6 +1,6 @@
 """What the server counts, and how Prometheus reads it: engines report their own numbers, requests are timed here.
 
-All of it lives on the front's event loop, so nothing takes a lock; a scrape reads the numbers and waits for nothing.
+All of it lives on the frontend's event loop, so nothing takes a lock; a scrape reads the numbers and waits for nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from sglcore.serving.exchange import CURRENT
-from sglcore.serving.messages import EngineStats
+from sglcore.serving.ipc import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = ("starting", "ready", "draining", "dead")
@@ -34,7 +34,7 @@ _RATE_WINDOW, _LONGEST_RETRY = 128, 60
 
 
 Replicas = Callable[[], Iterable[tuple[str, str, EngineStats | None]]]
-"""Name, state and newest numbers of each replica; no numbers before its first report."""
+"""Name, state and newest numbers of each replica; no numbers before its first reply."""
 
 
 class Histogram:
@@ -134,7 +134,7 @@ class Metrics:
         self._ends.append(time.monotonic())
 
     def refused(self, code: str) -> None:
-        """Count a request that a guard turned away."""
+        """Count a request that middleware turned away."""
         self.refusals[code] += 1
 
     def responded(self, method: str, endpoint: str, status: int) -> None:
@@ -182,7 +182,9 @@ class _Families(Collector):
         for (method, endpoint, status), count in sorted(metrics.responses.items()):
             responses.add_metric([method, endpoint, str(status)], count)
         yield responses
-        refusals = CounterMetricFamily("sglcore_http_refusals", "Requests that a guard turned away.", labels=["code"])
+        refusals = CounterMetricFamily(
+            "sglcore_http_refusals", "Requests that middleware turned away.", labels=["code"]
+        )
         for code, count in sorted(metrics.refusals.items()):
             refusals.add_metric([code], count)
         yield refusals

@@ -1,7 +1,7 @@
 """Engine processes on the machines of a Ray cluster. Ray places them and tells of their ends; all else goes over our channel.
 
 Every replica is an actor, which starts the engine as its child, so an engine is the same process wherever it runs. What Ray
-itself would send is pickled; requests, tokens and routing therefore stay with the front, which talks to each engine over TCP
+itself would send is pickled; requests, tokens and routing therefore stay with the frontend, which talks to each engine over TCP
 under CURVE keys. The keys travel in the actor's start, so whoever may run code in the cluster may know them.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from sglcore.device.errors import ConfigError
-from sglcore.serving.messages import EngineSpec
+from sglcore.serving.ipc import EngineSpec
 
 PENDING_SECONDS = 15.0
 """After so long without a place in the cluster, the log says what is waited for."""
@@ -144,7 +144,7 @@ class RayLauncher:
         self._connected = asyncio.Lock()
         self._is_connected = self._is_ours = False
 
-    async def front_host(self) -> str:
+    async def frontend_host(self) -> str:
         """The address of this machine in the cluster. Waits for the cluster; raises ConfigError if there is none."""
         ray = _ray()
 
@@ -152,7 +152,7 @@ class RayLauncher:
         return ray.util.get_node_ip_address()
 
     async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> RayProcess:
-        """Ask for an actor; waits neither for its place nor for its model."""
+        """GenerateRequest for an actor; waits neither for its place nor for its model."""
         ray = _ray()
 
         await self._connect()

@@ -1,4 +1,4 @@
-"""One engine process as the front sees it: its channel, its state, and the requests that it has."""
+"""One engine process as the frontend sees it: its channel, its state, and the requests that it has."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ import time
 from typing import Literal, Protocol
 
 from sglcore.schedule.output import EngineOutput
-from sglcore.serving.channel import FrontChannel
+from sglcore.serving.channel import FrontendChannel
 from sglcore.serving.engine_process import LINK_BROKE
 from sglcore.serving.errors import EngineDied, InvalidRequest, Unanswered, ended_badly
 from sglcore.serving.generation import Generation
-from sglcore.serving.launch import EngineProcess
-from sglcore.serving.messages import (
+from sglcore.serving.ipc import (
     Abort,
     Audit,
     Audited,
     Embed,
     Embedded,
     EngineOutputs,
+    EngineReply,
     EngineStats,
     Failed,
-    Leave,
     ModelInfo,
     Phase,
     Ready,
     Refused,
-    Report,
+    Shutdown,
     pack_ids,
 )
+from sglcore.serving.launch import EngineProcess
 
 State = Literal["starting", "ready", "draining", "dead"]
-LEAVE_SECONDS = 10.0
+SHUTDOWN_SECONDS = 10.0
 """How long a process may take to free its device before it is killed."""
 
 LAST_WORDS_SECONDS = 0.05
@@ -42,7 +42,7 @@ log = logging.getLogger("sglcore.serving")
 
 
 class Owner(Protocol):
-    """Who has replicas and hears of their lives."""
+    """Who has replicas and hears of what becomes of them."""
 
     def on_phase(self, replica: Replica, phase: Phase) -> None:
         """Its start went on."""
@@ -60,7 +60,7 @@ class Owner(Protocol):
 class Replica:
     """A running engine process. Everything here belongs to the event loop."""
 
-    def __init__(self, number: int, channel: FrontChannel, process: EngineProcess, owner: Owner) -> None:
+    def __init__(self, number: int, channel: FrontendChannel, process: EngineProcess, owner: Owner) -> None:
         self.number = number
         self.state: State = "starting"
         self.info: ModelInfo | None = None
@@ -110,7 +110,7 @@ class Replica:
         self._samples += len(generation.output.outputs)
         generation.tries += 1
         generation.bind(self._channel.send, self._forget)
-        self._channel.send(generation.ask)
+        self._channel.send(generation.request)
 
     async def embed(self, request_id: str, ids: list[int]) -> bytes:
         """The embedding of a prompt, float32; waits. Raises what refused it, and EngineDied."""
@@ -126,13 +126,13 @@ class Replica:
         assert isinstance(answer, Audited)
         return answer.problems
 
-    async def leave(self) -> None:
+    async def shut_down(self) -> None:
         """Tell the process to end, wait until it has, and kill it if it does not. One that still starts is killed."""
         if self.state == "ready":
             self.state = "draining"
-            self._channel.send(Leave())
+            self._channel.send(Shutdown())
             if not await self._has_ended():
-                log.warning("engine %d did not leave in %.0f s and is killed", self.number, LEAVE_SECONDS)
+                log.warning("engine %d did not shut down in %.0f s and is killed", self.number, SHUTDOWN_SECONDS)
         await self.close()
 
     async def close(self) -> None:
@@ -153,13 +153,13 @@ class Replica:
         return taken
 
     async def _has_ended(self) -> bool:
-        ended, _ = await asyncio.wait([self._watcher], timeout=LEAVE_SECONDS)
+        ended, _ = await asyncio.wait([self._watcher], timeout=SHUTDOWN_SECONDS)
         return bool(ended)
 
-    async def _answer(self, request_id: str, order: Embed | Audit, *, abort: bool) -> Embedded | Audited:
+    async def _answer(self, request_id: str, request: Embed | Audit, *, abort: bool) -> Embedded | Audited:
         future: asyncio.Future[Embedded | Audited] = asyncio.get_running_loop().create_future()
         self._answers[request_id] = future
-        self._channel.send(order)
+        self._channel.send(request)
         try:
             return await future
         except asyncio.CancelledError:
@@ -173,41 +173,41 @@ class Replica:
         """Take in what the engine says. What can not be read is lost, and with it parts of answers, so the engine ends."""
         try:
             while True:
-                report = await self._channel.receive()
+                reply = await self._channel.receive()
                 self._heard_at = time.monotonic()
-                self._take(report)
+                self._take(reply)
         except Exception as error:
-            log.exception("a report of engine %d could not be followed", self.number)
-            self._error = f"a report of the engine could not be followed: {type(error).__name__}: {error}"
+            log.exception("a reply of engine %d could not be followed", self.number)
+            self._error = f"a reply of the engine could not be followed: {type(error).__name__}: {error}"
             self.process.kill()
 
-    def _take(self, report: Report) -> None:
-        if isinstance(report, EngineOutputs):
-            for news in report.items:
-                self._deliver(news)
-        elif isinstance(report, EngineStats):
-            self.stats = report
-        elif isinstance(report, Embedded | Audited):
-            self._settle(report.request_id, report)
-        elif isinstance(report, Refused):
-            self._refuse(report)
-        elif isinstance(report, Phase):
-            self._owner.on_phase(self, report)
-        elif isinstance(report, Ready):
-            self.info, self.state, self._ready_at = report.info, "ready", time.monotonic()
+    def _take(self, reply: EngineReply) -> None:
+        if isinstance(reply, EngineOutputs):
+            for output in reply.items:
+                self._deliver(output)
+        elif isinstance(reply, EngineStats):
+            self.stats = reply
+        elif isinstance(reply, Embedded | Audited):
+            self._settle(reply.request_id, reply)
+        elif isinstance(reply, Refused):
+            self._refuse(reply)
+        elif isinstance(reply, Phase):
+            self._owner.on_phase(self, reply)
+        elif isinstance(reply, Ready):
+            self.info, self.state, self._ready_at = reply.info, "ready", time.monotonic()
             self._owner.on_ready(self)
-        elif isinstance(report, Failed):
-            self._error, self._exit_code = report.error, report.exit_code
+        elif isinstance(reply, Failed):
+            self._error, self._exit_code = reply.error, reply.exit_code
 
-    def _deliver(self, news: EngineOutput) -> None:
-        generation = self.generations.get(news.request_id)
+    def _deliver(self, output: EngineOutput) -> None:
+        generation = self.generations.get(output.request_id)
         if generation is None:
             return
         try:
-            generation.deliver(news)
+            generation.deliver(output)
         except Exception as error:
-            log.exception("news of one request could not be taken in")
-            self._channel.send(Abort(news.request_id))
+            log.exception("an output of one request could not be taken in")
+            self._channel.send(Abort(output.request_id))
             generation.fail(Unanswered(ended_badly("error", f"its answer was lost: {error}")))
 
     def _settle(self, request_id: str, answer: Embedded | Audited) -> None:
@@ -215,9 +215,9 @@ class Replica:
         if future is not None and not future.done():
             future.set_result(answer)
 
-    def _refuse(self, report: Refused) -> None:
-        error = InvalidRequest(report.error, status=report.status)
-        generation, future = self.generations.get(report.request_id), self._answers.get(report.request_id)
+    def _refuse(self, reply: Refused) -> None:
+        error = InvalidRequest(reply.error, status=reply.status)
+        generation, future = self.generations.get(reply.request_id), self._answers.get(reply.request_id)
         if generation is not None:
             generation.fail(error)
         if future is not None and not future.done():

@@ -1,6 +1,6 @@
 """Which replica takes a prompt: the one that has computed most of its beginning, unless that one is too busy.
 
-The front knows only what it sent where, so it keeps, for each replica, the newest blocks of prompt that went there, a block
+The frontend knows only what it sent where, so it keeps, for each replica, the newest blocks of prompt that went there, a block
 being one page of tokens and named by a hash of itself and all before it. A block counts from the moment its prompt is sent:
 prompts that arrive together then follow the first, and the bound on the load spreads what is too much for one.
 """

@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 
 from sglcore.engine.core import check_ids
-from sglcore.engine.outputs import Piece, PromptProgress, RequestOutput
+from sglcore.engine.outputs import PromptProgress, RequestOutput, TextDelta
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.errors import Failure, Unanswered, blame, ended_badly
-from sglcore.serving.front import Front
+from sglcore.serving.frontend import Frontend
 from sglcore.serving.generation import Generation
 
-Item = Piece | PromptProgress
+Item = TextDelta | PromptProgress
 AT_ONCE = 64
 """Items of several prompts that may wait for a slow client before their readers do."""
 
@@ -33,7 +33,7 @@ class Runs:
             return [await generation.wait() for generation in self.generations]
 
     async def read(self) -> AsyncGenerator[tuple[int, Item], None]:
-        """The news of all, each with its prompt's place."""
+        """What is new of all, each with its prompt's place."""
         with blame(self._form):
             if len(self.generations) == 1:
                 async for item in self.generations[0]:
@@ -56,7 +56,7 @@ class Runs:
 
 
 async def start_runs(
-    front: Front,
+    frontend: Frontend,
     prompts: Sequence[str | Sequence[int]],
     params: SamplingParams,
     *,
@@ -66,25 +66,25 @@ async def start_runs(
     form: str = "",
 ) -> Runs:
     """Give all prompts to engines, or none: the first that is refused ends those before it. `form` as in `Runs`."""
-    check_token_ids(front, params)
+    check_token_ids(frontend, params)
     async with AsyncExitStack() as stack:
         generations: list[Generation] = []
         for place, prompt in enumerate(prompts):
             with blame("prompt" if len(prompts) == 1 else f"prompt[{place}]"):
                 own = name if len(prompts) == 1 else f"{name}-{place}"
-                found = await front.generate(prompt, params, special=special, progress=progress, request_id=own)
+                found = await frontend.generate(prompt, params, special=special, progress=progress, request_id=own)
             generations.append(await stack.enter_async_context(found))
             await asyncio.sleep(0)  # between many prompts others have their turn
         return Runs(generations, stack.pop_all(), form)
 
 
-def check_token_ids(front: Front, params: SamplingParams) -> None:
+def check_token_ids(frontend: Frontend, params: SamplingParams) -> None:
     """Raise InvalidRequest for a token id beyond the vocabulary."""
-    if front.info is None:
+    if frontend.info is None:
         return
     name = "logit_bias" if params.logit_bias else "stop_token_ids"
     with blame(name):
-        check_ids(params, front.info.limits["vocab_size"])
+        check_ids(params, frontend.info.limits["vocab_size"])
 
 
 def check_answered(outputs: Sequence[RequestOutput]) -> None:

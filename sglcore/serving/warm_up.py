@@ -32,11 +32,11 @@ def warm_up(engine: TokenEngine) -> None:
 
 def _generate(engine: TokenEngine, ids: list[int], params: SamplingParams) -> None:
     engine.add("warm-up", ids, params, seed=0)
-    news = []
+    outputs = []
     while engine.has_work:
-        news += engine.step()
-    errors = [each.error for each in news if each.error]
-    if errors or not any(each.token_ids for each in news):
+        outputs += engine.step()
+    errors = [each.error for each in outputs if each.error]
+    if errors or not any(each.token_ids for each in outputs):
         raise WarmUpError(
             f"the model started but its first token failed: {errors[0] if errors else 'none came'}",
             remedy="run `sglcore doctor`, and check the checkpoint and the dtype",

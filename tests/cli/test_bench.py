@@ -52,27 +52,27 @@ def answering() -> FastAPI:
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        asked = await request.json()
-        assert asked["ignore_eos"] is True and asked["stream"] is True and asked["model"] == "small"
-        if asked["prompt"][0] == 1:
+        sent = await request.json()
+        assert sent["ignore_eos"] is True and sent["stream"] is True and sent["model"] == "small"
+        if sent["prompt"][0] == 1:
             return JSONResponse({"error": {"message": "64 requests wait already"}}, 429)
-        return StreamingResponse(pieces(asked), media_type="text/event-stream")
+        return StreamingResponse(pieces(sent), media_type="text/event-stream")
 
     return app
 
 
-async def pieces(asked: dict[str, Any]) -> AsyncIterator[str]:
+async def pieces(sent: dict[str, Any]) -> AsyncIterator[str]:
     """Text of each token, the usage, and the end."""
-    for number in range(asked["max_tokens"]):
+    for number in range(sent["max_tokens"]):
         choice = {"index": 0, "text": "error x", "finish_reason": None}
         yield f"data: {json.dumps({'choices': [choice], 'usage': None})}\n\n"
-        if asked["prompt"][0] == 2 and number == 1:
+        if sent["prompt"][0] == 2 and number == 1:
             yield 'data: {"error": {"message": "the engine died"}}\n\n'
             return
-        if asked["prompt"][0] == 3:
+        if sent["prompt"][0] == 3:
             return
         await asyncio.sleep(0)
-    counts = {"prompt_tokens": len(asked["prompt"]), "completion_tokens": asked["max_tokens"]}
+    counts = {"prompt_tokens": len(sent["prompt"]), "completion_tokens": sent["max_tokens"]}
     usage = {**counts, "prompt_tokens_details": {"cached_tokens": 4}}
     yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
     yield "data: [DONE]\n\n"

@@ -42,10 +42,10 @@ class Scripted:
     interrupts: int = 0
     obeys: bool = True
     stops: int = 0
-    asked: list[list[Message]] = field(default_factory=list)
+    received: list[list[Message]] = field(default_factory=list)
 
     def stream(self, messages: Sequence[Message]) -> Iterator[Part]:
-        self.asked.append(list(messages))
+        self.received.append(list(messages))
         for place, text in enumerate(repeat("so ")):
             yield Part(text, 1)
             if place < self.interrupts:
@@ -80,14 +80,14 @@ def test_a_conversation_is_sent_as_a_whole_and_commands_change_it(
     script.chunks = [chat(reasoning_content="Hm."), chat("Hi "), chat("there"), ended("stop"), usage(3, 5)]
     type_in(monkeypatch, "one", "/system Be kind.", "//two", "", "/clear", "/what", "three", "/quit", "never")
     assert main(("chat", "--url", f"{served[1]}/v1", "--temperature", "0.5", "--seed", "7", "--api-key", "k")) == 0
-    said = [[(message["role"], message["content"]) for message in asked["messages"]] for asked in script.asked]
+    said = [[(message["role"], message["content"]) for message in received["messages"]] for received in script.received]
     kind = ("system", "Be kind.")
     assert said == [
         [("user", "one")],
         [kind, ("user", "one"), ("assistant", "Hi there"), ("user", "/two")],
         [kind, ("user", "three")],
     ]
-    first = script.asked[0]
+    first = script.received[0]
     assert (first["model"], first["temperature"], first["seed"]) == ("small", 0.5, 7) and "top_p" not in first
     assert set(script.keys) == {"Bearer k"}
     seen = capsys.readouterr()
@@ -104,7 +104,7 @@ def test_a_message_that_is_refused_is_taken_back(
     script.refusal = (400, {"error": {"message": "found 9000 tokens; wanted 1024"}})
     type_in(monkeypatch, "long", "longer")
     assert main(("chat", "--url", served[1])) == 0
-    assert [len(asked["messages"]) for asked in script.asked] == [1, 1]
+    assert [len(received["messages"]) for received in script.received] == [1, 1]
     assert "answered 400: found 9000 tokens; wanted 1024" in capsys.readouterr().err
 
 
@@ -123,7 +123,7 @@ def test_a_stream_that_breaks_off_is_an_error_and_what_came_is_kept(
     type_in(monkeypatch, "one", "two")
     assert main(("chat", "--url", served[1])) == 0
     assert said in capsys.readouterr().err
-    assert script.asked[1]["messages"][1] == {"role": "assistant", "content": "half"}
+    assert script.received[1]["messages"][1] == {"role": "assistant", "content": "half"}
 
 
 def test_an_interrupt_stops_the_answer_at_the_server_and_the_chat_goes_on(
@@ -161,12 +161,12 @@ def test_the_first_interrupt_stops_and_the_second_leaves(
     obedient = Scripted(interrupts=1)
     type_in(monkeypatch, "a", "b")
     talk(Conversation(obedient, ""))
-    assert obedient.stops == 2 and [message["content"] for message in obedient.asked[1]] == ["a", "so ", "b"]
+    assert obedient.stops == 2 and [message["content"] for message in obedient.received[1]] == ["a", "so ", "b"]
     stubborn = Scripted(interrupts=2, obeys=False)
     type_in(monkeypatch, "a", "never asked")
     with pytest.raises(typer.Exit) as end:
         talk(Conversation(stubborn, ""))
-    assert end.value.exit_code == 130 and len(stubborn.asked) == 1
+    assert end.value.exit_code == 130 and len(stubborn.received) == 1
     assert signal.getsignal(signal.SIGINT) is before
 
 

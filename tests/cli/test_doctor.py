@@ -21,7 +21,7 @@ BROKEN_TORCH = {
 }
 
 
-def report(ran: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+def checks_of(ran: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     """The checks by topic."""
     assert "Traceback" not in ran.stderr, ran.stderr
     return {check["topic"]: check for check in json.loads(ran.stdout)["checks"]}
@@ -42,7 +42,7 @@ def with_torch(site: Site, body: str = "__version__ = 'planted'", **environ: str
 
 def test_a_machine_where_all_is_installed_is_healthy(site: Site) -> None:
     ran = site.run("-m", "sglcore.cli", "doctor", "--json")
-    checks = report(ran)
+    checks = checks_of(ran)
     assert ran.returncode == 0, ran.stdout
     assert {"python", "numpy", "device cpu: hardware", "choice", "memory", "compiler", "torch"} <= set(checks)
     assert checks["choice"]["found"].startswith("cpu")
@@ -50,7 +50,7 @@ def test_a_machine_where_all_is_installed_is_healthy(site: Site) -> None:
 
 def test_with_nothing_but_the_standard_library_every_missing_part_has_a_remedy(bare: Site) -> None:
     ran = bare.run("-S", "-m", "sglcore.cli.doctor", "--json")
-    checks = report(ran)
+    checks = checks_of(ran)
     assert ran.returncode == 1
     for name in ("sglcore", "numpy", "typer", "rich"):
         assert (checks[name]["verdict"], checks[name]["remedy"]) == ("bad", f"pip install {name}")
@@ -66,21 +66,21 @@ def test_the_console_start_works_with_nothing_installed_too(bare: Site) -> None:
 
 @pytest.mark.parametrize("how", BROKEN_TORCH)
 def test_a_broken_torch_is_a_finding(site: Site, how: str) -> None:
-    check = report(with_torch(site, BROKEN_TORCH[how]))["torch"]
+    check = checks_of(with_torch(site, BROKEN_TORCH[how]))["torch"]
     assert check["verdict"] == "bad"
     assert check["remedy"] == "reinstall torch==2.13.0"
 
 
 def test_a_torch_that_never_ends_importing_is_a_finding(site: Site) -> None:
     ran = with_torch(site, "import time; time.sleep(60)", SGLCORE_DOCTOR_TORCH_SECONDS="0.2")
-    check = report(ran)["torch"]
+    check = checks_of(ran)["torch"]
     assert check["found"] == "import torch did not end in 0.2 s"
 
 
 def test_a_package_that_raises_is_a_finding_with_its_traceback(site: Site) -> None:
     site.add("one", body="raise RuntimeError('the driver is too old')")
     ran = with_torch(site)
-    checks = report(ran)
+    checks = checks_of(ran)
     assert ran.returncode == 1
     for topic in ("device one", "choice"):
         assert "planted_one" in checks[topic]["found"] and "the driver is too old" in checks[topic]["found"]
@@ -89,7 +89,7 @@ def test_a_package_that_raises_is_a_finding_with_its_traceback(site: Site) -> No
 def test_an_absent_accelerator_is_a_note_and_an_unusable_one_is_bad(site: Site) -> None:
     site.add("one", hardware=False)
     site.add("two", runtime=False)
-    checks = report(with_torch(site))
+    checks = checks_of(with_torch(site))
     assert checks["device one: hardware"]["verdict"] == "note"
     assert checks["device two: runtime"]["verdict"] == "bad"
     assert checks["choice"]["verdict"] == "bad"
@@ -97,9 +97,9 @@ def test_an_absent_accelerator_is_a_note_and_an_unusable_one_is_bad(site: Site) 
 
 def test_a_device_that_was_asked_for_by_name_is_probed_as_such(site: Site) -> None:
     site.add("one", hardware=False, offered=True)
-    unnamed = report(with_torch(site))
+    unnamed = checks_of(with_torch(site))
     assert unnamed["device one: hardware"]["verdict"] == "note" and unnamed["choice"]["found"].startswith("cpu")
-    named = report(with_torch(site, SGLCORE_DEVICE="one"))
+    named = checks_of(with_torch(site, SGLCORE_DEVICE="one"))
     assert named["device one: hardware"]["verdict"] == "ok" and named["choice"]["found"].startswith("one")
 
 
@@ -117,12 +117,12 @@ def test_an_absent_torch_matters_if_an_installed_device_package_requires_it(
     bare.add("one")
     metadata = next(bare.path.glob("*one*.dist-info")) / "METADATA"
     metadata.write_text(metadata.read_text().rstrip() + f"\nRequires-Dist: {requirement}\n")
-    check = report(bare.run("-S", "-m", "sglcore.cli.doctor", "--json"))["torch"]
+    check = checks_of(bare.run("-S", "-m", "sglcore.cli.doctor", "--json"))["torch"]
     assert (check["verdict"], check["found"], check["remedy"]) == ("note", said, remedy)
 
 
 def test_a_variable_that_nobody_reads_is_noted(site: Site) -> None:
-    checks = report(with_torch(site, SGLCORE_DEVICE="cpu", SGLCORE_DEVISE="cpu"))
+    checks = checks_of(with_torch(site, SGLCORE_DEVICE="cpu", SGLCORE_DEVISE="cpu"))
     assert checks["SGLCORE_DEVICE"]["remedy"] == ""
     assert checks["SGLCORE_DEVISE"]["remedy"] == "unset it, or correct its name"
 

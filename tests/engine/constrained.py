@@ -21,7 +21,7 @@ from sglcore.schedule.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Sample:
     """A request to come; no grammar: it is free."""
 
     grammar: Grammar | None = None
@@ -54,20 +54,20 @@ class Constrained:
         self._composition = 0
 
     def run(
-        self, asks: Sequence[Ask], prompt: str = "Once upon a time", *, overlap: bool = True, **sampling: Any
+        self, samples: Sequence[Sample], prompt: str = "Once upon a time", *, overlap: bool = True, **sampling: Any
     ) -> list[Answer]:
         """An answer for each, all at once, drawn at temperature 1 unless said."""
         ids = np.array(self.codec.encode(prompt))
         requests: list[Request] = []
-        for ask in asks:
-            values = {"temperature": 1.0, "max_tokens": ask.max_tokens, "grammar": ask.grammar, **sampling}
+        for sample in samples:
+            values = {"temperature": 1.0, "max_tokens": sample.max_tokens, "grammar": sample.grammar, **sampling}
             params = SamplingParams(**values)
-            requests.append(Request(f"r{len(requests)}", ids, params, seed=ask.seed, stop_ids=self.eos_ids))
+            requests.append(Request(f"r{len(requests)}", ids, params, seed=sample.seed, stop_ids=self.eos_ids))
         scheduler = Scheduler(self.limits)
         scheduler._builder._composition = self._composition
         loop = Loop(scheduler, self.worker, overlap=overlap)
-        for request, ask in zip(requests, asks, strict=True):
-            request.matcher = None if ask.grammar is None else self.grammars.ask(ask.grammar).start()
+        for request, sample in zip(requests, samples, strict=True):
+            request.matcher = None if sample.grammar is None else self.grammars.compile(sample.grammar).start()
             scheduler.add(request)
         while loop.has_work:
             loop.step()

@@ -140,7 +140,7 @@ CHAINS = (
 
 @pytest.mark.parametrize("grammar", CHAINS, ids=("rules", "terminals", "references"))
 def test_a_long_chain_of_rules_does_not_overrun_the_compilers_stack(grammar: Grammar, tokenizer: Tokenizer) -> None:
-    assert allowed(opened("auto", tokenizer).ask(grammar).start())
+    assert allowed(opened("auto", tokenizer).compile(grammar).start())
 
 
 def test_an_ebnf_that_would_take_long_to_translate_is_refused_with_the_limit(tokenizer: Tokenizer) -> None:
@@ -228,10 +228,10 @@ class Fake:
 
     def __init__(self, compile: Callable[[Grammar], Any]) -> None:
         self._compile = compile
-        self.asked: list[str] = []
+        self.texts: list[str] = []
 
     def compile(self, grammar: Grammar) -> Any:
-        self.asked.append(grammar.text)
+        self.texts.append(grammar.text)
         return self._compile(grammar)
 
 
@@ -244,8 +244,8 @@ def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten() -> None:
     backend = Fake(lambda grammar: Startable())
     grammars = Grammars(backend, kept=2)
     for text in ("a", "b", "a", "c", "a", "b"):
-        assert grammars.ask(Grammar("regex", text)).start() == "started"
-    assert backend.asked == ["a", "b", "c", "b"]
+        assert grammars.compile(Grammar("regex", text)).start() == "started"
+    assert backend.texts == ["a", "b", "c", "b"]
     grammars.close()
 
 
@@ -257,10 +257,10 @@ def test_asking_does_not_wait_and_all_who_asked_get_what_was_compiled_once() -> 
         return Startable()
 
     grammars = Grammars(Fake(compile))
-    asked, again = (grammars.ask(Grammar("regex", "a")) for _ in range(2))
-    assert not asked.is_done and not asked.wait(0)
+    compiling, again = (grammars.compile(Grammar("regex", "a")) for _ in range(2))
+    assert not compiling.is_done and not compiling.wait(0)
     go.set()
-    assert asked.wait() and again.wait() and asked.start() == again.start() == "started"
+    assert compiling.wait() and again.wait() and compiling.start() == again.start() == "started"
     grammars.close()
 
 
@@ -273,9 +273,9 @@ def test_what_takes_too_long_is_an_error_that_says_how_long_and_others_go_on() -
 
     grammars = Grammars(Fake(compile), seconds=0.05)
     with pytest.raises(GrammarError, match=r"longer than 0.05 s"):
-        grammars.ask(Grammar("regex", "slow")).start()
+        grammars.compile(Grammar("regex", "slow")).start()
     grammars = Grammars(grammars.backend)
-    assert grammars.ask(Grammar("regex", "quick")).start() == "started"
+    assert grammars.compile(Grammar("regex", "quick")).start() == "started"
     go.set()
 
 
@@ -283,9 +283,9 @@ def test_a_backend_that_fails_in_its_own_way_is_an_error_of_that_grammar() -> No
     def compile(grammar: Grammar) -> Any:
         raise ZeroDivisionError("inside")
 
-    asked = Grammars(Fake(compile)).ask(Grammar("lark", "x"))
+    compiling = Grammars(Fake(compile)).compile(Grammar("lark", "x"))
     with pytest.raises(GrammarError, match="fake failed on this lark: ZeroDivisionError: inside"):
-        asked.start()
+        compiling.start()
 
 
 def test_the_ledger_says_which_backend_and_why(tokenizer: Tokenizer) -> None:

@@ -66,10 +66,10 @@ def test_prompt_logprobs_do_not_depend_on_chunks(oracle: Any, chunk: int) -> Non
 def test_streamed_pieces_add_up_to_the_generated_text(llm: LLM) -> None:
     params = SamplingParams(temperature=1.3, seed=11, max_tokens=80)
     whole = llm.generate(PROMPTS[0], params)[0].outputs[0]
-    pieces = list(llm.stream(PROMPTS[0], params))
-    assert "".join(piece.text for piece in pieces) == whole.text
-    assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
-    assert pieces[-1].finish_reason == whole.finish_reason
+    deltas = list(llm.stream(PROMPTS[0], params))
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids
+    assert deltas[-1].finish_reason == whole.finish_reason
 
 
 def test_a_closed_stream_gives_its_slot_and_pages_back(llm: LLM) -> None:
@@ -90,7 +90,7 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     params = SamplingParams(
         temperature=0.0, max_tokens=64, stop=(word,), include_stop_str_in_output=True, ignore_eos=True
     )
-    kept = "".join(piece.text for piece in llm.stream(PROMPTS[0], params))
+    kept = "".join(delta.text for delta in llm.stream(PROMPTS[0], params))
     assert kept == whole[: whole.index(word) + len(word)]
 
 

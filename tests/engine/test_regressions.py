@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from sglcore import LLM, SamplingParams
 from sglcore.device.errors import ConfigError
 from sglcore.device.worker import Ticket
-from sglcore.engine.text import GrowingText, TextCodec, TextError
+from sglcore.engine.text import IncrementalDetokenizer, TextCodec, TextError
 from sglcore_cpu.graphs import CompiledGraphs
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -27,10 +27,10 @@ def texts(llm: LLM, prompts: list[str]) -> list[str]:
     return [output.outputs[0].text for output in llm.generate(prompts, GREEDY)]
 
 
-@pytest.mark.parametrize("asked", [{"logit_bias": {2147 + 5: 1000.0}}, {"min_tokens": 3, "stop_token_ids": [2147 + 5]}])
-def test_ids_beyond_the_vocabulary_are_refused_and_do_not_bias_the_next_row(llm: LLM, asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("given", [{"logit_bias": {2147 + 5: 1000.0}}, {"min_tokens": 3, "stop_token_ids": [2147 + 5]}])
+def test_ids_beyond_the_vocabulary_are_refused_and_do_not_bias_the_next_row(llm: LLM, given: dict[str, Any]) -> None:
     alone = texts(llm, [B])[0]
-    bad = SamplingParams(temperature=0.0, max_tokens=12, **asked)
+    bad = SamplingParams(temperature=0.0, max_tokens=12, **given)
     refused, other = llm.generate([A, B], [bad, GREEDY])
     assert "2152" in refused.outputs[0].error
     assert other.outputs[0].text == alone
@@ -53,7 +53,7 @@ def test_generating_or_closing_another_stream_takes_nothing_from_a_stream(llm: L
     next(closed)
     closed.close()
     assert texts(llm, [B]) == whole[1:]
-    assert shown + "".join(piece.text for piece in stream) == whole[0]
+    assert shown + "".join(delta.text for delta in stream) == whole[0]
     assert not llm.engine.has_work
 
 
@@ -141,7 +141,7 @@ def word_pieces(folder: Path) -> TextCodec:
 
 def grown(codec: TextCodec, words: list[str], prompt: list[str]) -> str:
     ids = [[codec.tokenizer.token_to_id(word) or 0 for word in part] for part in (words, prompt)]
-    text = GrowingText(codec, (), skip_special=True, include_stop=False, prompt=ids[1])
+    text = IncrementalDetokenizer(codec, (), skip_special=True, include_stop=False, prompt=ids[1])
     shown = "".join(text.push([token_id]) for token_id in ids[0]) + text.finish()
     assert shown == text.text
     return shown

@@ -17,7 +17,7 @@ LIMITS = Limits(64, 4, 4, 64, 64, 100)
 
 
 @pytest.mark.parametrize(
-    ("asked", "runs_ahead", "can", "effective", "downgrade"),
+    ("given", "runs_ahead", "can", "effective", "downgrade"),
     [
         (None, True, True, True, False),
         (None, False, True, False, False),
@@ -28,10 +28,10 @@ LIMITS = Limits(64, 4, 4, 64, 64, 100)
     ],
 )
 def test_overlap_is_on_where_it_saves_time_unless_asked_otherwise(
-    asked: bool | None, runs_ahead: bool, can: bool, effective: bool, downgrade: bool
+    given: bool | None, runs_ahead: bool, can: bool, effective: bool, downgrade: bool
 ) -> None:
     limits = replace(LIMITS, runs_ahead=runs_ahead, can_overlap=can)
-    found, row = choose_overlap(EngineConfig(overlap=asked), limits)
+    found, row = choose_overlap(EngineConfig(overlap=given), limits)
     assert (found, row.downgrade) == (effective, downgrade)
     assert row.effective == ("on" if effective else "off")
 

@@ -9,28 +9,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglcore.engine.start import embedded_model
-from sglcore.engine.text import UNKNOWN, GrowingText, TextCodec, TextError
+from sglcore.engine.text import UNKNOWN, IncrementalDetokenizer, TextCodec, TextError
 
 CODEC = TextCodec(embedded_model())
 
 
-def grow(ids: list[int], sizes: list[int], stop: list[str], include: bool = False) -> tuple[list[str], GrowingText]:
+def grow(
+    ids: list[int], sizes: list[int], stop: list[str], include: bool = False
+) -> tuple[list[str], IncrementalDetokenizer]:
     """Push tokens in groups of the given sizes, the rest at once."""
-    text = GrowingText(CODEC, stop, skip_special=True, include_stop=include)
-    pieces, place = [], 0
+    text = IncrementalDetokenizer(CODEC, stop, skip_special=True, include_stop=include)
+    parts, place = [], 0
     for size in [*sizes, len(ids)]:
-        pieces.append(text.push(ids[place : place + size]))
+        parts.append(text.push(ids[place : place + size]))
         place += size
-    pieces.append(text.finish())
-    return pieces, text
+    parts.append(text.finish())
+    return parts, text
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.text(max_size=40), st.lists(st.integers(1, 4), max_size=20))
 def test_pieces_add_up_to_the_decoded_text(content: str, sizes: list[int]) -> None:
     ids = CODEC.encode(content, special=False)
-    pieces, text = grow(ids, sizes, [])
-    assert "".join(pieces) == text.text == CODEC.decode(ids)
+    parts, text = grow(ids, sizes, [])
+    assert "".join(parts) == text.text == CODEC.decode(ids)
 
 
 @settings(max_examples=200, deadline=None)
@@ -44,10 +46,10 @@ def test_nothing_of_a_stop_string_or_after_it_is_ever_shown(
     content: str, stop: list[str], sizes: list[int], include: bool
 ) -> None:
     ids = CODEC.encode(content, special=False)
-    pieces, text = grow(ids, sizes, stop, include)
+    parts, text = grow(ids, sizes, stop, include)
     whole = CODEC.decode(ids)
     places = [place for word in stop if (place := whole.find(word)) >= 0]
-    shown = "".join(pieces)
+    shown = "".join(parts)
     assert whole.startswith(shown)
     if not places:
         assert shown == whole and text.stopped_by is None
@@ -60,14 +62,14 @@ def test_nothing_of_a_stop_string_or_after_it_is_ever_shown(
 def test_half_a_character_is_never_shown() -> None:
     ids = CODEC.encode("🙂", special=False)
     assert len(ids) > 1
-    text = GrowingText(CODEC, [], skip_special=True, include_stop=False)
+    text = IncrementalDetokenizer(CODEC, [], skip_special=True, include_stop=False)
     assert [text.push([token]) for token in ids] == [""] * (len(ids) - 1) + ["🙂"]
 
 
 def test_an_incomplete_character_at_the_end_is_shown_as_its_decoder_does() -> None:
     ids = CODEC.encode("a🙂", special=False)[:-1]
-    pieces, _ = grow(ids, [1] * len(ids), [])
-    assert "".join(pieces) == CODEC.decode(ids)
+    parts, _ = grow(ids, [1] * len(ids), [])
+    assert "".join(parts) == CODEC.decode(ids)
 
 
 BYTES = [token_id for token_id in range(CODEC.tokenizer.get_vocab_size()) if UNKNOWN in CODEC.token(token_id)]
@@ -78,8 +80,8 @@ OTHERS = [*CODEC.encode("a é.", special=False), *sorted(CODEC.special_ids)]
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(BYTES * 4 + OTHERS * 8), max_size=60), st.lists(st.integers(1, 4), max_size=20))
 def test_pieces_add_up_whatever_the_tokens_are(ids: list[int], sizes: list[int]) -> None:
-    pieces, text = grow(ids, sizes, [])
-    assert "".join(pieces) == text.text == CODEC.decode(ids)
+    parts, text = grow(ids, sizes, [])
+    assert "".join(parts) == text.text == CODEC.decode(ids)
 
 
 class Counted(TextCodec):
@@ -98,7 +100,7 @@ def test_tokens_without_an_end_of_a_character_are_not_decoded_again_and_again(
     token_id: int, skip_special: bool
 ) -> None:
     codec = Counted(embedded_model())
-    text = GrowingText(codec, [], skip_special=skip_special, include_stop=False)
+    text = IncrementalDetokenizer(codec, [], skip_special=skip_special, include_stop=False)
     for _ in range(200):
         text.push([token_id])
     text.finish()
@@ -107,7 +109,7 @@ def test_tokens_without_an_end_of_a_character_are_not_decoded_again_and_again(
 
 
 def test_the_beginning_of_a_stop_string_is_held_back_by_the_longest_match_and_let_go_when_it_fails() -> None:
-    text = GrowingText(CODEC, ["aab.", "ab"], skip_special=True, include_stop=False)
+    text = IncrementalDetokenizer(CODEC, ["aab.", "ab"], skip_special=True, include_stop=False)
     shown = [text.push(CODEC.encode(letter, special=False)) for letter in "aaax"]
     assert shown == ["", "", "a", "aax"] and text.finish() == ""
 

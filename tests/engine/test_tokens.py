@@ -1,4 +1,4 @@
-"""The token side of an engine when something goes wrong: every request gets its last news."""
+"""The token side of an engine when something goes wrong: every request gets its last outputs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Failing:
 def make_engine(error: Exception) -> TokenEngine:
     """An engine whose compiler has failed already when a request asks."""
     grammars = Grammars(Failing(error))
-    assert BOUND.grammar is not None and grammars.ask(BOUND.grammar).wait()
+    assert BOUND.grammar is not None and grammars.compile(BOUND.grammar).wait()
     return TokenEngine(BrokenWorker(make_limits()), frozenset(), open_grammars=lambda: grammars)
 
 
@@ -51,8 +51,8 @@ def test_a_grammar_that_is_refused_is_told_of_though_the_step_beside_it_fails() 
     engine.add("bound", [1, 2], BOUND, 0)
     with pytest.raises(RuntimeError, match="no step is taken"):
         engine.step()
-    news = engine.drain()
-    assert sorted((each.request_id, each.index, each.finish_reason, each.refused) for each in news) == [
+    outputs = engine.drain()
+    assert sorted((each.request_id, each.index, each.finish_reason, each.refused) for each in outputs) == [
         ("bound", 0, "error", True),
         ("bound", 1, "error", True),
         ("free", 0, "error", False),
@@ -64,11 +64,11 @@ def test_a_grammar_that_is_refused_is_told_of_though_the_step_beside_it_fails() 
 def test_a_grammar_that_can_not_be_begun_ends_its_request_and_is_not_the_callers_fault() -> None:
     engine = make_engine(RuntimeError("the library gave up"))
     engine.add("bound", [1, 2], BOUND, 0)
-    news = engine.step()
-    assert [(each.index, each.finish_reason, each.refused) for each in news] == [
+    outputs = engine.step()
+    assert [(each.index, each.finish_reason, each.refused) for each in outputs] == [
         (0, "error", False),
         (1, "error", False),
     ]
-    assert all("the library gave up" in each.error for each in news)
+    assert all("the library gave up" in each.error for each in outputs)
     assert not engine.has_work
     engine.close()

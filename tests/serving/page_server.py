@@ -38,7 +38,7 @@ class Script:
     warnings: str = ""
     key: str = ""
     startup: dict[str, Any] | None = None
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    received: list[dict[str, Any]] = field(default_factory=list)
     raw: list[str] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
     left: threading.Event = field(default_factory=threading.Event)
@@ -99,7 +99,7 @@ def make_app(script: Script) -> FastAPI:
     async def answer(request: Request) -> Response:
         text = (await request.body()).decode()
         script.raw.append(text)
-        script.asked.append({"path": request.url.path, **json.loads(text)})
+        script.received.append({"path": request.url.path, **json.loads(text)})
         script.keys.append(request.headers.get("authorization", ""))
         headers = {"x-sglcore-warnings": script.warnings} if script.warnings else {}
         if script.refusal:

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 from sglcore.device.server_config import ServerConfig
-from sglcore.engine.outputs import Completion, Piece, RequestOutput
+from sglcore.engine.outputs import Completion, RequestOutput, TextDelta
 from sglcore.engine.text import TextCodec
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import TokenLogprob
 from sglcore.serving.app import make_app
 from sglcore.serving.formats import Delta, Rendered
-from sglcore.serving.front import Front
+from sglcore.serving.frontend import Frontend
 from tests.serving.threaded import in_thread
 
 MODEL = "scripted"
@@ -76,7 +76,7 @@ def call(name: str, *arguments: str, index: int = 0) -> list[list[Delta]]:
 
 
 class ScriptedGeneration:
-    """The script as a generation: one piece a token, whose text is its place."""
+    """The script as a generation: one delta a token, whose text is its place."""
 
     def __init__(self, script: Script, params: SamplingParams) -> None:
         self._script, self._shown = script, params.logprobs is not None
@@ -86,17 +86,17 @@ class ScriptedGeneration:
     def abort(self) -> None:
         """Nothing holds anything."""
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def __aiter__(self) -> AsyncIterator[TextDelta]:
         for place in range(len(self._script.says)):
             self._done.token_ids.append(place + 10)
             found = (TokenLogprob(place + 10, -0.5, 1, ((place + 10, -0.5), (3, -1.5))),) if self._shown else None
-            yield Piece("r", 0, str(place), (place + 10,), None, found)
+            yield TextDelta("r", 0, str(place), (place + 10,), None, found)
         if self._script.fault is not None:
             raise self._script.fault
         self._done.finish_reason, self._done.stop_cause = self._script.reason, self._script.stop_cause
         if self._script.tokens is not None:
             self._done.token_ids = [1] * self._script.tokens
-        yield Piece("r", 0, "", (), self._script.reason, None, self._script.error)
+        yield TextDelta("r", 0, "", (), self._script.reason, None, self._script.error)
 
 
 class ScriptedParser:
@@ -122,21 +122,21 @@ class ScriptedFormat:
     def __init__(self, script: Script) -> None:
         self._script = script
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **asked: Any) -> Rendered:
+    def render(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> Rendered:
         """Any conversation is the same prompt."""
-        self._script.rendered.append({"messages": [dict(message) for message in messages], **asked})
+        self._script.rendered.append({"messages": [dict(message) for message in messages], **given})
         return Rendered("prompt", ignored=self._script.ignored)
 
-    def stream(self, **asked: Any) -> ScriptedParser:
+    def stream(self, **given: Any) -> ScriptedParser:
         """A parser of the script."""
         return ScriptedParser(self._script)
 
-    def tool_grammar(self, *asked: Any, **more: Any) -> None:
+    def tool_grammar(self, *given: Any, **more: Any) -> None:
         """The script needs no force."""
 
 
-class ScriptedFront:
-    """What the dialects use of a front."""
+class ScriptedFrontend:
+    """What the dialects use of a frontend."""
 
     def __init__(self, script: Script, config: ServerConfig) -> None:
         self._script = script
@@ -149,7 +149,7 @@ class ScriptedFront:
             max_model_len=64, generates=True, fingerprint="fp_0123456789ab", limits={"vocab_size": 2147}
         )
 
-    async def generate(self, prompt: Any, params: SamplingParams, **asked: Any) -> ScriptedGeneration:
+    async def generate(self, prompt: Any, params: SamplingParams, **given: Any) -> ScriptedGeneration:
         """The script as a generation."""
         self._script.params.append(params)
         return ScriptedGeneration(self._script, params)
@@ -163,5 +163,5 @@ class ScriptedFront:
 def staged(config: ServerConfig) -> Iterator[Stage]:
     """The server in a thread."""
     script = Script()
-    with in_thread(make_app(cast(Front, ScriptedFront(script, config)))) as url:
+    with in_thread(make_app(cast(Frontend, ScriptedFrontend(script, config)))) as url:
         yield Stage(url, script)

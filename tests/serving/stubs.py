@@ -1,4 +1,4 @@
-"""A front without an engine: one generation that says what a test wrote down, or the error that it wants."""
+"""A frontend without an engine: one generation that says what a test wrote down, or the error that it wants."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from typing import Any, cast
 import httpx
 
 from sglcore.device.server_config import ServerConfig
-from sglcore.engine.outputs import Completion, Piece, RequestOutput
+from sglcore.engine.outputs import Completion, RequestOutput, TextDelta
 from sglcore.engine.text import TextCodec
 from sglcore.serving.app import make_app
 from sglcore.serving.formats import ChatFormat
-from sglcore.serving.front import Front
+from sglcore.serving.frontend import Frontend
 from sglcore.serving.health import Health
-from sglcore.serving.messages import EngineStats
+from sglcore.serving.ipc import EngineStats
 
 DEMO = Path(__file__).parents[2] / "sglcore" / "assets" / "demo"
 Generate = Callable[..., Awaitable[Any]]
 
 
 class StubGeneration:
-    """Gives these pieces, and then a fault if there is one."""
+    """Gives these deltas, and then a fault if there is one."""
 
-    def __init__(self, pieces: list[Piece], fault: Exception | None = None) -> None:
-        self._pieces, self._fault = pieces, fault
-        samples = [Completion(index, 7) for index in range(1 + max((piece.index for piece in pieces), default=0))]
+    def __init__(self, deltas: list[TextDelta], fault: Exception | None = None) -> None:
+        self._deltas, self._fault = deltas, fault
+        samples = [Completion(index, 7) for index in range(1 + max((delta.index for delta in deltas), default=0))]
         self.output = RequestOutput("r", None, [1, 2], samples)
         self.aborted = False
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        for piece in self._pieces:
-            sample = self.output.outputs[piece.index]
-            sample.text += piece.text
-            sample.finish_reason, sample.error = piece.finish_reason, piece.error
-            yield piece
+    async def __aiter__(self) -> AsyncIterator[TextDelta]:
+        for delta in self._deltas:
+            sample = self.output.outputs[delta.index]
+            sample.text += delta.text
+            sample.finish_reason, sample.error = delta.finish_reason, delta.error
+            yield delta
         if self._fault is not None:
             raise self._fault
 
@@ -56,8 +56,8 @@ class StubGeneration:
         self.abort()
 
 
-def make_front(generate: Generate | None = None, *, health: Health | None = None) -> Front:
-    """A front of the embedded checkpoint without an engine: `generate` is all that it can do."""
+def make_frontend(generate: Generate | None = None, *, health: Health | None = None) -> Frontend:
+    """A frontend of the embedded checkpoint without an engine: `generate` is all that it can do."""
     codec = TextCodec(DEMO)
     if health is None:
         health = Health()
@@ -67,7 +67,7 @@ def make_front(generate: Generate | None = None, *, health: Health | None = None
     async def tokenize(prompt: Any, *, special: bool = True) -> list[int]:
         return codec.encode(prompt, special=special)
 
-    front = SimpleNamespace(
+    frontend = SimpleNamespace(
         config=ServerConfig(),
         codec=codec,
         format=ChatFormat.detect(codec),
@@ -77,31 +77,31 @@ def make_front(generate: Generate | None = None, *, health: Health | None = None
         info=info if health.ready else None,
         generate=generate,
         tokenize=tokenize,
-        fleet=SimpleNamespace(replicas={}),
+        replica_set=SimpleNamespace(replicas={}),
         stats=EngineStats,
     )
-    return cast(Front, front)
+    return cast(Frontend, frontend)
 
 
-def gives(*pieces: Piece, fault: Exception | None = None) -> Generate:
-    async def generate(*asked: Any, **named: Any) -> StubGeneration:
-        return StubGeneration(list(pieces), fault)
+def gives(*deltas: TextDelta, fault: Exception | None = None) -> Generate:
+    async def generate(*given: Any, **named: Any) -> StubGeneration:
+        return StubGeneration(list(deltas), fault)
 
     return generate
 
 
 def raises(error: Exception) -> Generate:
-    async def generate(*asked: Any, **named: Any) -> Any:
+    async def generate(*given: Any, **named: Any) -> Any:
         raise error
 
     return generate
 
 
-def ask(front: Front, method: str, path: str, body: Any = None) -> httpx.Response:
-    """One request to an application over the front, without a socket."""
+def call(frontend: Frontend, method: str, path: str, body: Any = None) -> httpx.Response:
+    """One request to an application over the frontend, without a socket."""
 
     async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(make_app(front))
+        transport = httpx.ASGITransport(make_app(frontend))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.request(method, path, json=body)
 

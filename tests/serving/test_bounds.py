@@ -14,9 +14,9 @@ from pydantic import BaseModel, ValidationError
 
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.bodies import LARGE, JsonRoute
-from sglcore.serving.chat_run import LONG_TALK, LONG_TEXT, ChatAsk, render
+from sglcore.serving.chat_run import LONG_TALK, LONG_TEXT, ChatRequest, render
 from sglcore.serving.exchange import Exchange
-from sglcore.serving.guards.exchanges import Exchanges
+from sglcore.serving.middleware.exchanges import Exchanges
 from sglcore.serving.protocol.chat import ChatBody
 from sglcore.serving.protocol.completions import CompletionBody
 from sglcore.serving.protocol.messages import MessagesRequest
@@ -160,8 +160,8 @@ def test_a_message_without_content_is_refused(server: Server, message: dict[str,
 def test_long_conversations_are_rendered_beside_the_event_loop(messages: Any, is_beside: bool) -> None:
     threads: list[int] = []
     form = SimpleNamespace(render=lambda messages, **_: threads.append(threading.get_ident()))
-    ask = ChatAsk(messages=messages, params=SamplingParams())
-    asyncio.run(render(cast(Any, SimpleNamespace(format=form)), ask))
+    request = ChatRequest(messages=messages, params=SamplingParams())
+    asyncio.run(render(cast(Any, SimpleNamespace(format=form)), request))
     assert (threads != [threading.get_ident()]) is is_beside
 
 
@@ -194,7 +194,7 @@ def test_methods_that_nobody_uses_make_no_series_of_their_own() -> None:
     counted: list[str] = []
     metrics = SimpleNamespace(responded=lambda method, endpoint, status: counted.append(method))
     log = SimpleNamespace(isEnabledFor=lambda level: False)
-    guard = Exchanges(cast(Any, None), cast(Any, metrics), cast(Any, log))
+    exchanges = Exchanges(cast(Any, None), cast(Any, metrics), cast(Any, log))
     for method in ("GET", "BREW", "X" * 5000):
-        guard._note(Exchange("id", method, "/"), {})
+        exchanges._note(Exchange("id", method, "/"), {})
     assert counted == ["GET", "other", "other"]

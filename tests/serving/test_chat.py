@@ -9,7 +9,7 @@ from typing import Any, cast
 import jsonschema
 import pytest
 
-from sglcore.engine.outputs import Piece
+from sglcore.engine.outputs import TextDelta
 from sglcore.serving.chat_run import ChatRun, collect_chat
 from sglcore.serving.formats import Delta
 from sglcore.serving.protocol.chat import ChatAnswer, ChatChunk
@@ -181,7 +181,7 @@ def test_without_parallel_calls_the_first_one_stands_alone() -> None:
     ]
     calls: dict[bool, list[str]] = {}
     for parallel in (True, False):
-        pieces = [Piece("r", 0, str(place), (place,), "stop" if place == 2 else None) for place in range(3)]
+        pieces = [TextDelta("r", 0, str(place), (place,), "stop" if place == 2 else None) for place in range(3)]
         run = ChatRun(cast(Any, StubGeneration(pieces)), [Steps(says)], parallel=parallel)
         message = asyncio.run(collect_chat(run))[0]
         calls[parallel] = [call.name for call in message.tool_calls]
@@ -218,10 +218,10 @@ def test_a_form_binds_from_the_first_token_so_a_bound_answer_does_not_think(tool
 
 
 def test_what_the_template_does_not_read_is_told(server: Server, tool_server: Server) -> None:
-    asked = {**GREEDY, "reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False, "mood": "gay"}}
+    given = {**GREEDY, "reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False, "mood": "gay"}}
     names = "chat_template_kwargs.enable_thinking, chat_template_kwargs.mood, reasoning_effort"
-    assert server.send(PATH, asked).headers["x-sglcore-warnings"] == f"ignored: {names}"
-    header = tool_server.send(PATH, asked).headers["x-sglcore-warnings"]
+    assert server.send(PATH, given).headers["x-sglcore-warnings"] == f"ignored: {names}"
+    header = tool_server.send(PATH, given).headers["x-sglcore-warnings"]
     assert "mood" in header and "enable_thinking" not in header
 
 

@@ -18,7 +18,7 @@ REPORTS_SECONDS = 0.6
 
 
 def settled(server: Server) -> Any:
-    """The counters once nothing runs and two reports are the same: a report is a moment older than what it counts."""
+    """The counters once nothing runs and two replies are the same: a reply is a moment older than what it counts."""
     known = server.get("/server_info/stats")
     while True:
         time.sleep(REPORTS_SECONDS)

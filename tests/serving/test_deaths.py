@@ -19,10 +19,10 @@ from sglcore.device.server_config import ServerConfig
 from sglcore.engine.start import embedded_model
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.errors import EngineDied, NotReady
-from sglcore.serving.front import Front
+from sglcore.serving.frontend import Frontend
 from sglcore.serving.generation import Generation
 from sglcore.serving.launch import LocalProcess
-from tests.serving.staged_fleet import until
+from tests.serving.staged_replicas import until
 
 PROMPT = "Once upon a time"
 PATIENCE = 120.0
@@ -31,31 +31,31 @@ SHORT = SamplingParams(max_tokens=12, seed=11)
 
 
 @asynccontextmanager
-async def fronted(**settings: object) -> AsyncIterator[Front]:
-    """A front whose engines are ready, each with two places; afterwards none of its processes is left."""
+async def running_frontend(**settings: object) -> AsyncIterator[Frontend]:
+    """A frontend whose engines are ready, each with two places; afterwards none of its processes is left."""
     config = EngineConfig(dtype="float32", max_requests=2, threads=1, kv_cache_memory=64 << 20)
-    front = Front(config, ServerConfig(**settings))  # pyright: ignore[reportArgumentType]
+    frontend = Frontend(config, ServerConfig(**settings))  # pyright: ignore[reportArgumentType]
     pids: set[int] = set()
-    await front.start()
+    await frontend.start()
     try:
-        await ready(front)
-        yield front
-        pids |= set(processes(front).values())
+        await ready(frontend)
+        yield frontend
+        pids |= set(processes(frontend).values())
     finally:
-        await front.stop()
+        await frontend.stop()
     assert not [pid for pid in pids if is_running(pid)]
 
 
-async def ready(front: Front) -> None:
+async def ready(frontend: Frontend) -> None:
     """Wait until it answers."""
-    while not front.health.ready:
-        assert not front.fleet.stopped.is_set(), front.health.reason
+    while not frontend.health.ready:
+        assert not frontend.replica_set.stopped.is_set(), frontend.health.reason
         await asyncio.sleep(0.01)
 
 
-def processes(front: Front) -> dict[int, int]:
+def processes(frontend: Frontend) -> dict[int, int]:
     """The engines' process numbers by replica."""
-    found = {replica.number: replica.process for replica in front.fleet.replicas.values()}
+    found = {replica.number: replica.process for replica in frontend.replica_set.replicas.values()}
     return {number: process.pid for number, process in found.items() if isinstance(process, LocalProcess)}
 
 
@@ -67,8 +67,8 @@ def is_running(pid: int) -> bool:
     return True
 
 
-async def ask(front: Front, params: SamplingParams = LONG) -> Generation:
-    return await front.generate(PROMPT, params)
+async def begin(frontend: Frontend, params: SamplingParams = LONG) -> Generation:
+    return await frontend.generate(PROMPT, params)
 
 
 async def text_of(generation: Generation) -> str:
@@ -77,77 +77,77 @@ async def text_of(generation: Generation) -> str:
 
 def test_a_killed_engine_fails_all_that_it_had_and_the_server_is_to_end() -> None:
     async def play() -> None:
-        async with fronted() as front:
-            streamed, other, queued = [await ask(front) for _ in range(3)]
+        async with running_frontend() as frontend:
+            streamed, other, queued = [await begin(frontend) for _ in range(3)]
             await streamed.__anext__()
-            os.kill(processes(front)[0], signal.SIGKILL)
+            os.kill(processes(frontend)[0], signal.SIGKILL)
             for generation in (streamed, other, queued):
                 with pytest.raises(EngineDied, match="signal 9"):
                     await text_of(generation)
-            assert (front.health.phase, front.health.live) == ("dead", False)
-            assert front.fleet.stopped.is_set() and front.fleet.exit_code == 1
+            assert (frontend.health.phase, frontend.health.live) == ("dead", False)
+            assert frontend.replica_set.stopped.is_set() and frontend.replica_set.exit_code == 1
             with pytest.raises(NotReady):
-                await ask(front)
+                await begin(frontend)
 
     uvloop.run(play())
 
 
 def test_an_engine_that_is_started_again_answers_what_had_waited_as_if_nothing_had_happened() -> None:
     async def play() -> None:
-        async with fronted(restart=True) as front:
-            expected = await text_of(await ask(front, SHORT))
-            running = [await ask(front) for _ in range(2)]
+        async with running_frontend(restart=True) as frontend:
+            expected = await text_of(await begin(frontend, SHORT))
+            running = [await begin(frontend) for _ in range(2)]
             for generation in running:
                 await generation.__anext__()
-            queued = await ask(front, SHORT)
-            killed = processes(front)[0]
+            queued = await begin(frontend, SHORT)
+            killed = processes(frontend)[0]
             os.kill(killed, signal.SIGKILL)
             for generation in running:
                 with pytest.raises(EngineDied, match="part of the answer"):
                     await text_of(generation)
-            assert not front.health.ready and front.health.live
+            assert not frontend.health.ready and frontend.health.live
             with pytest.raises(NotReady):
-                await ask(front)
+                await begin(frontend)
             assert await text_of(queued) == expected
-            assert front.health.ready and processes(front)[0] != killed
-            assert await front.audit() == []
+            assert frontend.health.ready and processes(frontend)[0] != killed
+            assert await frontend.audit() == []
 
     uvloop.run(play())
 
 
 def test_the_other_replica_goes_on_and_takes_what_had_waited() -> None:
     async def play() -> None:
-        async with fronted(replicas=2) as front:
-            expected = await text_of(await ask(front, SHORT))
-            running = [await ask(front) for _ in range(4)]
+        async with running_frontend(replicas=2) as frontend:
+            expected = await text_of(await begin(frontend, SHORT))
+            running = [await begin(frontend) for _ in range(4)]
             for generation in running:
                 await generation.__anext__()
-            queued = [await ask(front, SHORT) for _ in range(2)]
-            replicas = front.fleet.replicas
+            queued = [await begin(frontend, SHORT) for _ in range(2)]
+            replicas = frontend.replica_set.replicas
             lost = [each for each in running if each.request_id in replicas[0].generations]
             kept = [each for each in running if each not in lost]
             assert len(lost) == 2 and len(replicas[0].generations) == 3, "one waits at each"
-            os.kill(processes(front)[0], signal.SIGKILL)
+            os.kill(processes(frontend)[0], signal.SIGKILL)
             for generation in lost:
                 with pytest.raises(EngineDied, match="part of the answer"):
                     await text_of(generation)
-            assert front.health.ready
+            assert frontend.health.ready
             kept[0].abort()
             assert [await text_of(generation) for generation in queued] == [expected, expected]
             await kept[1].__anext__()
             kept[1].abort()
-            await until(lambda: len(front.fleet.ready) == 2, PATIENCE)
-            assert await front.audit() == []
+            await until(lambda: len(frontend.replica_set.ready) == 2, PATIENCE)
+            assert await frontend.audit() == []
 
     uvloop.run(play())
 
 
 def test_an_audit_that_nobody_could_answer_does_not_say_that_all_is_well() -> None:
     async def play() -> None:
-        front = Front(EngineConfig(), ServerConfig())
+        frontend = Frontend(EngineConfig(), ServerConfig())
         with pytest.raises(NotReady, match="starting"):
-            await front.audit()
-        await front.stop()
+            await frontend.audit()
+        await frontend.stop()
 
     uvloop.run(play())
 
@@ -158,11 +158,11 @@ def test_a_checkpoint_that_can_not_be_loaded_ends_the_server_with_its_reason(tmp
             (tmp_path / file.name).write_bytes(file.read_bytes())
 
     async def play() -> None:
-        front = Front(EngineConfig(model=str(tmp_path)), ServerConfig(restart=True))
-        await front.start()
-        await asyncio.wait_for(front.fleet.stopped.wait(), PATIENCE)
-        health, code = front.health, front.fleet.exit_code
-        await front.stop()
+        frontend = Frontend(EngineConfig(model=str(tmp_path)), ServerConfig(restart=True))
+        await frontend.start()
+        await asyncio.wait_for(frontend.replica_set.stopped.wait(), PATIENCE)
+        health, code = frontend.health, frontend.replica_set.exit_code
+        await frontend.stop()
         assert (code, health.phase, health.ready) == (2, "dead", False)
         assert str(tmp_path) in health.reason and "\n" not in health.reason
 
@@ -190,14 +190,14 @@ LONELY = """
 import asyncio
 from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
-from sglcore.serving.front import Front
+from sglcore.serving.frontend import Frontend
 
 async def main():
-    front = Front(EngineConfig(max_requests=2, threads=1, kv_cache_memory=64 << 20), ServerConfig())
-    await front.start()
-    while not front.health.ready:
+    frontend = Frontend(EngineConfig(max_requests=2, threads=1, kv_cache_memory=64 << 20), ServerConfig())
+    await frontend.start()
+    while not frontend.health.ready:
         await asyncio.sleep(0.01)
-    print(front.fleet.replicas[0].process.pid, flush=True)
+    print(frontend.replica_set.replicas[0].process.pid, flush=True)
     await asyncio.Event().wait()
 
 asyncio.run(main())

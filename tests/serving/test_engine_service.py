@@ -22,19 +22,19 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput
 from sglcore.serving.channel import EngineChannel
 from sglcore.serving.engine_service import MOST_FAILURES, EngineService
-from sglcore.serving.messages import (
+from sglcore.serving.ipc import (
     Abort,
     Address,
-    Ask,
     Audit,
     Audited,
     EngineOutputs,
+    EngineReply,
+    EngineRequest,
     EngineStats,
     Failed,
-    Leave,
-    Order,
+    GenerateRequest,
     Refused,
-    Report,
+    Shutdown,
     pack_ids,
     pack_params,
 )
@@ -83,33 +83,33 @@ class Slow:
 
 
 class Line:
-    """The front's end: `say` an order, `hear` the next report of a kind."""
+    """The frontend's end: `say` a request, `hear` the next reply of a kind."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
-        self._decoder = msgspec.msgpack.Decoder(Report)
+        self._decoder = msgspec.msgpack.Decoder(EngineReply)
 
-    def say(self, order: Order) -> None:
+    def say(self, order: EngineRequest) -> None:
         self._socket.send(msgspec.msgpack.encode(order))
 
-    def ask(self, name: str, *, tokens: int = 3, grammar: Grammar | None = None, progress: bool = False) -> None:
+    def generate(self, name: str, *, tokens: int = 3, grammar: Grammar | None = None, progress: bool = False) -> None:
         """A request with a prompt of three tokens."""
         params = SamplingParams(max_tokens=tokens, grammar=grammar)
-        self.say(Ask(name, pack_ids([1, 2, 3]), pack_params(params), 0, progress))
+        self.say(GenerateRequest(name, pack_ids([1, 2, 3]), pack_params(params), 0, progress))
 
     def hear(self, *kinds: type[Any]) -> Any:
         while True:
             assert self._socket.poll(PATIENCE_MS), f"no {kinds} came"
-            report = self._decoder.decode(self._socket.recv())
-            if isinstance(report, kinds):
-                return report
+            reply = self._decoder.decode(self._socket.recv())
+            if isinstance(reply, kinds):
+                return reply
 
-    def last_news(self, *names: str) -> dict[str, EngineOutput]:
-        """The last news of each of these requests."""
+    def last_outputs(self, *names: str) -> dict[str, EngineOutput]:
+        """The last output of each of these requests."""
         found: dict[str, EngineOutput] = {}
         while set(found) != set(names):
-            news: EngineOutputs = self.hear(EngineOutputs)
-            found |= {each.request_id: each for each in news.items if each.finish_reason is not None}
+            outputs: EngineOutputs = self.hear(EngineOutputs)
+            found |= {each.request_id: each for each in outputs.items if each.finish_reason is not None}
         return found
 
     def numbers(self, name: str, value: int) -> EngineStats:
@@ -146,7 +146,7 @@ class Served:
 
     def close(self) -> None:
         self.compiler.told.set()
-        self.line.say(Leave())
+        self.line.say(Shutdown())
         self._thread.join(PATIENCE_MS / 1000)
         self._channel.close()
         self._socket.close(0)
@@ -160,19 +160,19 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 
 def test_a_request_is_told_of_all_its_tokens_and_leaves_nothing_behind(served: Served) -> None:
-    served.line.ask("r", tokens=5)
-    assert served.line.last_news("r")["r"].finish_reason == "length"
+    served.line.generate("r", tokens=5)
+    assert served.line.last_outputs("r")["r"].finish_reason == "length"
     stats = served.line.numbers("running", 0)
     assert (stats.requests, stats.prompt_tokens, stats.generation_tokens, stats.failed_steps) == (1, 3, 5, 0)
     served.line.say(Audit("a"))
     assert served.line.hear(Audited).problems == []
-    served.line.say(Leave())
+    served.line.say(Shutdown())
     assert served.end() == 0 and served.device.closed
 
 
 def test_what_can_not_run_is_refused_by_name(served: Served) -> None:
-    served.line.say(Ask("long", pack_ids([1] * 64), {}, 0))
-    served.line.say(Ask("odd", pack_ids([1]), {"temperature": -1.0}, 0))
+    served.line.say(GenerateRequest("long", pack_ids([1] * 64), {}, 0))
+    served.line.say(GenerateRequest("odd", pack_ids([1]), {"temperature": -1.0}, 0))
     refusals = [served.line.hear(Refused) for _ in range(2)]
     assert [(each.request_id, each.status) for each in refusals] == [("long", 400), ("odd", 400)]
     assert "64" in refusals[0].error and "temperature" in refusals[1].error
@@ -180,11 +180,11 @@ def test_what_can_not_run_is_refused_by_name(served: Served) -> None:
 
 def test_a_step_that_fails_ends_its_requests_with_the_error_and_the_next_ones_are_answered(served: Served) -> None:
     served.device.fails = {2}
-    served.line.ask("lost")
-    lost = served.line.last_news("lost")["lost"]
+    served.line.generate("lost")
+    lost = served.line.last_outputs("lost")["lost"]
     assert lost.finish_reason == "error" and "planned" in lost.error
-    served.line.ask("next")
-    assert served.line.last_news("next")["next"].finish_reason == "length"
+    served.line.generate("next")
+    assert served.line.last_outputs("next")["next"].finish_reason == "length"
     assert served.line.numbers("failed_steps", 1).running == 0
     served.line.say(Audit("a"))
     assert served.line.hear(Audited).problems == []
@@ -193,25 +193,25 @@ def test_a_step_that_fails_ends_its_requests_with_the_error_and_the_next_ones_ar
 def test_a_device_that_fails_again_and_again_ends_the_process_and_failures_apart_do_not(served: Served) -> None:
     served.device.fails = {1, 2, 4, 5}
     for name in ("a", "b", "c", "d", "e", "f"):
-        served.line.ask(name, tokens=1)
-        served.line.last_news(name)
+        served.line.generate(name, tokens=1)
+        served.line.last_outputs(name)
     served.device.fails = set(range(1000))
     for name in range(MOST_FAILURES):
-        served.line.ask(f"f{name}")
-        served.line.last_news(f"f{name}")
+        served.line.generate(f"f{name}")
+        served.line.last_outputs(f"f{name}")
     failed: Failed = served.line.hear(Failed)
     assert failed.exit_code == 1 and str(MOST_FAILURES) in failed.error
     assert served.end() == 1
 
 
 def test_waiting_for_a_compiler_is_no_step_and_an_abort_ends_the_wait(served: Served) -> None:
-    served.line.ask("bound", grammar=Grammar("regex", "a"))
-    served.line.ask("left", grammar=Grammar("regex", "a"))
+    served.line.generate("bound", grammar=Grammar("regex", "a"))
+    served.line.generate("left", grammar=Grammar("regex", "a"))
     served.line.numbers("compiling", 2)
     served.line.say(Abort("left"))
-    assert served.line.last_news("left")["left"].finish_reason == "abort"
+    assert served.line.last_outputs("left")["left"].finish_reason == "abort"
     stats = served.line.numbers("compiling", 1)
     assert (stats.host_steps, stats.step_seconds, stats.steps) == (0, 0.0, 0)
     served.compiler.told.set()
-    bound = served.line.last_news("bound")["bound"]
+    bound = served.line.last_outputs("bound")["bound"]
     assert bound.refused and "no such grammar" in bound.error

@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from sglcore.engine.outputs import Piece
+from sglcore.engine.outputs import TextDelta
 from sglcore.serving.errors import EngineDied, Overloaded, failure, told
 from sglcore.serving.health import Health
 from sglcore.serving.protocol.common import ErrorAnswer
 from tests.serving.conftest import Server
-from tests.serving.stubs import Generate, StubGeneration, ask, gives, make_front, raises
+from tests.serving.stubs import Generate, StubGeneration, call, gives, make_frontend, raises
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 2},
@@ -90,37 +90,37 @@ def test_unknown_paths_and_methods_are_errors_like_all_others(server: Server) ->
 def test_before_the_model_is_there_the_phase_is_told_and_nothing_is_run() -> None:
     health = Health()
     health.begin("loading weights", 3, 12)
-    front = make_front(raises(AssertionError("nothing may run")), health=health)
+    frontend = make_frontend(raises(AssertionError("nothing may run")), health=health)
     for path, body in BODIES.items():
-        answer = ask(front, "POST", path, body)
+        answer = call(frontend, "POST", path, body)
         error = error_of(answer, 503)
         assert "loading weights" in error["message"] and int(answer.headers["retry-after"]) >= 1
     for path, status in (("/livez", 200), ("/readyz", 503), ("/startupz", 503), ("/health", 503)):
-        answer = ask(front, "GET", path)
+        answer = call(frontend, "GET", path)
         assert answer.status_code == status
         told_of = answer.json()
         assert (told_of["phase"], told_of["done"], told_of["total"]) == ("loading weights", 3, 12)
         assert told_of["elapsed_s"] >= 0
-    assert ask(front, "POST", "/tokenize", {"prompt": "Hello"}).json()["count"] > 0
-    info = ask(front, "GET", "/server_info").json()
+    assert call(frontend, "POST", "/tokenize", {"prompt": "Hello"}).json()["count"] > 0
+    info = call(frontend, "GET", "/server_info").json()
     assert info["phase"] == "loading weights" and info["device"] is None and info["served_model_names"] == ["demo"]
-    assert ask(front, "GET", "/v1/models").json()["data"][0]["max_model_len"] is None
+    assert call(frontend, "GET", "/v1/models").json()["data"][0]["max_model_len"] is None
 
 
 def test_a_server_that_drains_has_started_but_is_not_ready() -> None:
     health = Health()
     health.become_ready()
     health.drain()
-    front = make_front(health=health)
-    found = {path: ask(front, "GET", path).status_code for path in ("/livez", "/readyz", "/startupz")}
+    frontend = make_frontend(health=health)
+    found = {path: call(frontend, "GET", path).status_code for path in ("/livez", "/readyz", "/startupz")}
     assert found == {"/livez": 200, "/readyz": 503, "/startupz": 200}
 
 
 @pytest.mark.parametrize("path", GENERATING)
 @pytest.mark.parametrize("stream", [False, True])
 def test_too_much_to_do_is_told_with_a_time(path: str, stream: bool) -> None:
-    front = make_front(raises(Overloaded("too many wait", retry_after=3.2)))
-    answer = ask(front, "POST", path, {**BODIES[path], "stream": stream})
+    frontend = make_frontend(raises(Overloaded("too many wait", retry_after=3.2)))
+    answer = call(frontend, "POST", path, {**BODIES[path], "stream": stream})
     assert error_of(answer, 429)["code"] == "overloaded" and answer.headers["retry-after"] == "4"
 
 
@@ -129,27 +129,27 @@ def test_too_much_to_do_is_told_with_a_time(path: str, stream: bool) -> None:
 def test_what_fails_before_the_first_news_has_its_status(path: str, stream: bool) -> None:
     generation = StubGeneration([], EngineDied())
 
-    async def generate(*asked: Any, **named: Any) -> StubGeneration:
+    async def generate(*given: Any, **named: Any) -> StubGeneration:
         return generation
 
-    answer = ask(make_front(generate), "POST", path, {**BODIES[path], "stream": stream})
+    answer = call(make_frontend(generate), "POST", path, {**BODIES[path], "stream": stream})
     assert error_of(answer, 503)["code"] == "engine_died"
     assert generation.aborted
 
 
 @pytest.mark.parametrize("path", GENERATING)
 def test_what_fails_in_a_stream_is_its_last_event(path: str) -> None:
-    front = make_front(gives(Piece("r", 0, "begun", (5,)), fault=EngineDied()))
-    events = data_of(ask(front, "POST", path, {**BODIES[path], "stream": True}))
+    frontend = make_frontend(gives(TextDelta("r", 0, "begun", (5,)), fault=EngineDied()))
+    events = data_of(call(frontend, "POST", path, {**BODIES[path], "stream": True}))
     assert "begun" in "".join(events[:-1])
     assert json.loads(events[-1])["error"]["code"] == "engine_died"
 
 
 @pytest.mark.parametrize("path", GENERATING)
 def test_a_defect_is_told_by_an_id_that_the_log_has(path: str, caplog: pytest.LogCaptureFixture) -> None:
-    front = make_front(raises(RuntimeError("a secret detail")))
+    frontend = make_frontend(raises(RuntimeError("a secret detail")))
     with caplog.at_level(logging.ERROR, "sglcore.serving"):
-        error = error_of(ask(front, "POST", path, BODIES[path]), 500)
+        error = error_of(call(frontend, "POST", path, BODIES[path]), 500)
     error_id = next(word for word in error["message"].split() if word.startswith("err-"))
     assert "secret" not in json.dumps(error)
     assert error_id in caplog.text and "a secret detail" in caplog.text
@@ -157,20 +157,20 @@ def test_a_defect_is_told_by_an_id_that_the_log_has(path: str, caplog: pytest.Lo
 
 @pytest.mark.parametrize("path", GENERATING)
 def test_a_defect_in_a_stream_is_told_the_same_way(path: str, caplog: pytest.LogCaptureFixture) -> None:
-    front = make_front(gives(Piece("r", 0, "begun", (5,)), fault=RuntimeError("a secret detail")))
-    events = data_of(ask(front, "POST", path, {**BODIES[path], "stream": True}))
+    frontend = make_frontend(gives(TextDelta("r", 0, "begun", (5,)), fault=RuntimeError("a secret detail")))
+    events = data_of(call(frontend, "POST", path, {**BODIES[path], "stream": True}))
     assert "err-" in json.loads(events[-1])["error"]["message"]
     assert "secret" not in "".join(events) and "a secret detail" in caplog.text
 
 
 def one_of_two_fails() -> Generate:
-    bad = Piece("r", 0, "", (), "error", error="its logits were not finite")
-    return gives(Piece("r", 1, "fine", (5,)), bad, Piece("r", 1, "!", (6,), "stop"))
+    bad = TextDelta("r", 0, "", (), "error", error="its logits were not finite")
+    return gives(TextDelta("r", 1, "fine", (5,)), bad, TextDelta("r", 1, "!", (6,), "stop"))
 
 
 @pytest.mark.parametrize("path", GENERATING)
 def test_one_failed_sample_is_told_and_the_other_is_not_lost(path: str) -> None:
-    choices = ask(make_front(one_of_two_fails()), "POST", path, {**BODIES[path], "n": 2}).json()["choices"]
+    choices = call(make_frontend(one_of_two_fails()), "POST", path, {**BODIES[path], "n": 2}).json()["choices"]
     assert choices[0]["finish_reason"] == "error" and "not finite" in choices[0]["error"]["message"]
     assert choices[1]["finish_reason"] == "stop" and "error" not in choices[1]
     assert "fine!" in (choices[1].get("text", ""), choices[1].get("message", {}).get("content"))
@@ -178,7 +178,7 @@ def test_one_failed_sample_is_told_and_the_other_is_not_lost(path: str) -> None:
 
 @pytest.mark.parametrize("path", GENERATING)
 def test_one_failed_sample_of_a_stream_is_told_and_the_other_is_not_lost(path: str) -> None:
-    events = data_of(ask(make_front(one_of_two_fails()), "POST", path, {**BODIES[path], "n": 2, "stream": True}))
+    events = data_of(call(make_frontend(one_of_two_fails()), "POST", path, {**BODIES[path], "n": 2, "stream": True}))
     assert events[-1] == "[DONE]"
     ends = [choice for event in events[:-1] for choice in json.loads(event)["choices"] if choice["finish_reason"]]
     assert {end["index"]: end["finish_reason"] for end in ends} == {0: "error", 1: "stop"}
@@ -188,9 +188,9 @@ def test_one_failed_sample_of_a_stream_is_told_and_the_other_is_not_lost(path: s
 @pytest.mark.parametrize("path", GENERATING)
 @pytest.mark.parametrize(("reason", "status", "code"), [("error", 500, "engine_error"), ("abort", 503, "aborted")])
 def test_a_request_whose_samples_all_fail_is_an_error(path: str, reason: Any, status: int, code: str) -> None:
-    front = make_front(gives(Piece("r", 0, "", (), reason, error="why it failed")))
-    assert error_of(ask(front, "POST", path, BODIES[path]), status)["code"] == code
-    events = data_of(ask(front, "POST", path, {**BODIES[path], "stream": True}))
+    frontend = make_frontend(gives(TextDelta("r", 0, "", (), reason, error="why it failed")))
+    assert error_of(call(frontend, "POST", path, BODIES[path]), status)["code"] == code
+    events = data_of(call(frontend, "POST", path, {**BODIES[path], "stream": True}))
     assert json.loads(events[-1])["error"]["code"] == code and "[DONE]" not in events
 
 
@@ -202,13 +202,13 @@ def test_only_what_may_be_told_is_told() -> None:
 def test_errors_below_v1_messages_are_in_anthropics_schema() -> None:
     health = Health()
     body = {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": "a"}]}
-    answer = ask(make_front(health=health), "POST", "/v1/messages", body)
+    answer = call(make_frontend(health=health), "POST", "/v1/messages", body)
     assert answer.status_code == 503 and answer.json()["type"] == "error"
     assert answer.json()["error"]["type"] == "overloaded_error"
 
 
 def test_the_document_holds_what_it_refers_to_and_says_what_errors_are() -> None:
-    document = ask(make_front(), "GET", "/openapi.json").json()
+    document = call(make_frontend(), "GET", "/openapi.json").json()
     schemas = document["components"]["schemas"]
     text = json.dumps(document)
     referred = {part.partition('"')[0] for part in text.split("#/components/schemas/")[1:]}

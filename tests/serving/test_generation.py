@@ -1,4 +1,4 @@
-"""A generation on its way: what it counts, and that reports of an engine leave the loop to others."""
+"""A generation on its way: what it counts, and that replies of an engine leave the loop to others."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 import zmq.asyncio
 
 from sglcore.device.errors import ConfigError
-from sglcore.engine.assembly import Assembly
+from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.start import embedded_model
 from sglcore.engine.text import TextCodec
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput
-from sglcore.serving.channel import EngineChannel, FrontChannel
+from sglcore.serving.channel import EngineChannel, FrontendChannel
 from sglcore.serving.generation import Generation
-from sglcore.serving.messages import Address, Ask, EngineStats, pack_ids, pack_params
+from sglcore.serving.ipc import Address, EngineStats, GenerateRequest, pack_ids, pack_params
 
 REPORTS = 200
 
@@ -45,8 +45,8 @@ class KeptClock:
 
 def make(clock: KeptClock, params: SamplingParams) -> Generation:
     """A request with a prompt of two tokens that no engine has."""
-    assembly = Assembly(TextCodec(embedded_model()), "r", None, [5, 6], params, 0)
-    return Generation(Ask("r", pack_ids([5, 6]), pack_params(params), 0), assembly, clock)
+    processor = OutputProcessor(TextCodec(embedded_model()), "r", None, [5, 6], params, 0)
+    return Generation(GenerateRequest("r", pack_ids([5, 6]), pack_params(params), 0), processor, clock)
 
 
 def test_the_time_between_tokens_is_that_of_one_sample_whoever_came_between() -> None:
@@ -61,8 +61,8 @@ def test_the_time_between_tokens_is_that_of_one_sample_whoever_came_between() ->
 def test_however_many_reports_wait_others_have_their_turn_between_two_of_them(tmp_path: Path) -> None:
     async def play() -> None:
         context = zmq.asyncio.Context()
-        front = FrontChannel(context, f"ipc://{tmp_path}/e")
-        engine = EngineChannel(Address(front.endpoint))
+        frontend = FrontendChannel(context, f"ipc://{tmp_path}/e")
+        engine = EngineChannel(Address(frontend.endpoint))
         for count in range(REPORTS):
             engine.send(EngineStats(steps=count))
         engine.close()
@@ -76,11 +76,11 @@ def test_however_many_reports_wait_others_have_their_turn_between_two_of_them(tm
 
         task = asyncio.create_task(others())
         for count in range(REPORTS):
-            report = await front.receive()
-            assert isinstance(report, EngineStats) and report.steps == count
+            reply = await frontend.receive()
+            assert isinstance(reply, EngineStats) and reply.steps == count
         assert turns >= REPORTS
         task.cancel()
-        front.close()
+        frontend.close()
         context.destroy(linger=0)
 
     asyncio.run(play())
@@ -90,9 +90,9 @@ def test_a_channel_that_can_not_be_opened_is_an_error_that_names_the_way_out(tmp
     async def play() -> None:
         context = zmq.asyncio.Context()
         with pytest.raises(ConfigError, match="TMPDIR"):
-            FrontChannel(context, f"ipc://{tmp_path}/{'x' * 120}")
+            FrontendChannel(context, f"ipc://{tmp_path}/{'x' * 120}")
         with pytest.raises(ConfigError, match="ulimit"):
-            FrontChannel(context, f"ipc://{tmp_path}/no/such/folder")
+            FrontendChannel(context, f"ipc://{tmp_path}/no/such/folder")
         context.destroy(linger=0)
 
     asyncio.run(play())

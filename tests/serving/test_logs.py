@@ -17,10 +17,10 @@ from starlette.types import Receive, Scope, Send
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
 from sglcore.serving.exchange import Exchange
-from sglcore.serving.guards.exchanges import line
 from sglcore.serving.logs import Logs
 from sglcore.serving.metrics import Metrics
-from tests.serving.guarded import ask, echo, guarded
+from sglcore.serving.middleware.exchanges import line
+from tests.serving.wrapped import call, echo, wrapped
 
 SECRET = "tell nobody of the treasure"
 
@@ -36,12 +36,12 @@ def levels() -> Iterator[None]:
 
 
 def written(tmp_path: Path, *paths: str, level: str = "info", **headers: str) -> list[str]:
-    """The log of requests to a guarded echo."""
+    """The log of requests to a wrapped echo."""
     path = tmp_path / "log"
     logs = Logs(ServerConfig(log_file=str(path), log_level=level))
-    app, _ = guarded(echo, ServerConfig(api_key=("key-of-the-house",)))
+    app, _ = wrapped(echo, ServerConfig(api_key=("key-of-the-house",)))
     for each in paths:
-        asyncio.run(ask(app, each, headers={"authorization": f"Bearer {SECRET}", **headers}, chunks=[SECRET.encode()]))
+        asyncio.run(call(app, each, headers={"authorization": f"Bearer {SECRET}", **headers}, chunks=[SECRET.encode()]))
     logs.close()
     assert logs.lost == 0
     return path.read_text().splitlines()
@@ -94,12 +94,12 @@ def test_a_traceback_stays_one_record(tmp_path: Path) -> None:
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 def test_a_full_disk_disturbs_no_request_and_is_counted() -> None:
     logs = Logs(ServerConfig(log_file="/dev/full"))
-    app, front = guarded(echo, ServerConfig())
-    front.metrics.lost_log_records = lambda: logs.lost
-    statuses = {asyncio.run(ask(app)).status for _ in range(5)}
+    app, frontend = wrapped(echo, ServerConfig())
+    frontend.metrics.lost_log_records = lambda: logs.lost
+    statuses = {asyncio.run(call(app)).status for _ in range(5)}
     logs.close()
     assert statuses == {200} and logs.lost == 5
-    assert "sglcore_log_records_lost_total 5.0" in front.metrics.page().decode()
+    assert "sglcore_log_records_lost_total 5.0" in frontend.metrics.page().decode()
 
 
 @pytest.mark.parametrize("closed", [True, False])
@@ -108,7 +108,7 @@ def test_a_process_without_stderr_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_p
     stream.close()
     monkeypatch.setattr(sys, "stderr", stream if closed else None)
     logs = Logs(ServerConfig())
-    assert asyncio.run(ask(guarded(echo, ServerConfig())[0])).status == 200
+    assert asyncio.run(call(wrapped(echo, ServerConfig())[0])).status == 200
     logs.close()
     assert logs.lost == 1
 
@@ -126,8 +126,8 @@ def test_a_writer_that_hangs_holds_up_nobody_and_lines_beyond_the_queue_are_coun
     monkeypatch.setattr(sys, "stderr", cast(TextIO, Stuck()))
     monkeypatch.setattr("sglcore.serving.logs._LONGEST_QUEUE", 10)
     logs = Logs(ServerConfig())
-    app, _ = guarded(echo, ServerConfig())
-    statuses = [asyncio.run(ask(app)).status for _ in range(20)]
+    app, _ = wrapped(echo, ServerConfig())
+    statuses = [asyncio.run(call(app)).status for _ in range(20)]
     assert statuses == [200] * 20 and logs.lost >= 9
     release.set()
     logs.close()
@@ -150,7 +150,7 @@ async def fails(scope: Scope, receive: Receive, send: Send) -> None:
 def test_an_error_that_nobody_caught_is_in_the_log_under_the_id_that_the_client_gets(tmp_path: Path) -> None:
     path = tmp_path / "log"
     logs = Logs(ServerConfig(log_file=str(path)))
-    answer = asyncio.run(ask(guarded(fails, ServerConfig())[0]))
+    answer = asyncio.run(call(wrapped(fails, ServerConfig())[0]))
     logs.close()
     name = answer.error["message"].rpartition(" ")[2]
     assert name in path.read_text() and "ValueError: planted" in path.read_text()

@@ -152,8 +152,8 @@ def test_blocks_become_the_messages_of_a_chat(stage: Stage, client: anthropic.An
         {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"at": "Über"}'}},
         {"id": "c2", "type": "function", "function": {"name": "weather", "arguments": "{}"}},
     ]
-    asked = script.rendered[0]
-    assert asked["messages"] == [
+    request = script.rendered[0]
+    assert request["messages"] == [
         {"role": "system", "content": text("Be short.")},
         {"role": "user", "content": text("How", "is it?")},
         {"role": "assistant", "reasoning_content": "Look.", "content": "I look.", "tool_calls": calls},
@@ -162,10 +162,10 @@ def test_blocks_become_the_messages_of_a_chat(stage: Stage, client: anthropic.An
         {"role": "user", "content": text("So?", "Tell me.")},
     ]
     function = {"name": "weather", "description": "Tells it", "parameters": {"type": "object"}}
-    assert asked["tools"] == [{"type": "function", "function": function}]
-    assert asked["tool_choice"] == {"type": "function", "function": {"name": "weather"}}
-    assert asked["chat_template_kwargs"] == {"enable_thinking": False, "thinking": False}
-    assert asked["add_generation_prompt"] and not asked["continue_final_message"]
+    assert request["tools"] == [{"type": "function", "function": function}]
+    assert request["tool_choice"] == {"type": "function", "function": {"name": "weather"}}
+    assert request["chat_template_kwargs"] == {"enable_thinking": False, "thinking": False}
+    assert request["add_generation_prompt"] and not request["continue_final_message"]
 
 
 @pytest.mark.parametrize(("choice", "chat"), [("auto", "auto"), ("any", "required"), ("none", "none")])
@@ -338,16 +338,16 @@ def test_tokens_are_counted(stage: Stage, client: anthropic.Anthropic) -> None:
 
 
 def test_the_embedded_model_answers_the_same_in_every_way_of_asking(server: Server, real: anthropic.Anthropic) -> None:
-    asked: Any = {"model": "", "max_tokens": 16, "messages": [STORY], "extra_body": {"temperature": 0}}
+    request: Any = {"model": "", "max_tokens": 16, "messages": [STORY], "extra_body": {"temperature": 0}}
 
     async def ask_async() -> tuple[str, str]:
         async with anthropic.AsyncAnthropic(base_url=server.url, auth_token="unused", max_retries=0) as client:
-            whole: Any = await client.messages.create(**asked)
-            async with client.messages.stream(**asked) as stream:
+            whole: Any = await client.messages.create(**request)
+            async with client.messages.stream(**request) as stream:
                 return whole.content[0].text, await stream.get_final_text()
 
-    whole: Any = real.messages.create(**asked)
-    with real.messages.stream(**asked) as stream:
+    whole: Any = real.messages.create(**request)
+    with real.messages.stream(**request) as stream:
         streamed = stream.get_final_text()
 
     text = whole.content[0].text

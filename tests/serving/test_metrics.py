@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglcore.serving.exchange import CURRENT, Exchange
-from sglcore.serving.messages import EngineStats
+from sglcore.serving.ipc import EngineStats
 from sglcore.serving.metrics import Histogram, Metrics, kv_usage
 
 STATS = EngineStats(

@@ -93,21 +93,21 @@ def test_an_answer_is_parsed_into_a_model(client: openai.OpenAI, model: str) -> 
 
 def test_a_tool_is_called_and_its_result_sent_back(tool_client: openai.OpenAI) -> None:
     name = tool_client.models.list().data[0].id
-    asked: Any = {"model": name, "messages": MESSAGES, "tools": TOOLS, "seed": 6, "max_tokens": 150}
-    message = tool_client.chat.completions.create(tool_choice="required", **asked).choices[0].message
+    given: Any = {"model": name, "messages": MESSAGES, "tools": TOOLS, "seed": 6, "max_tokens": 150}
+    message = tool_client.chat.completions.create(tool_choice="required", **given).choices[0].message
     assert message.tool_calls
     call: Any = message.tool_calls[0]
     assert isinstance(json.loads(call.function.arguments), dict)
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
-    asked["messages"] = [*MESSAGES, message, result]
-    assert tool_client.chat.completions.create(**{**asked, **GREEDY}).choices[0].finish_reason
+    given["messages"] = [*MESSAGES, message, result]
+    assert tool_client.chat.completions.create(**{**given, **GREEDY}).choices[0].finish_reason
 
 
 def test_a_streamed_call_is_put_together_by_the_client(tool_client: openai.OpenAI) -> None:
     name = tool_client.models.list().data[0].id
-    asked: Any = {"model": name, "messages": MESSAGES, "tools": TOOLS, "seed": 6, "max_tokens": 150}
-    whole = tool_client.chat.completions.create(tool_choice="required", **asked).choices[0].message
-    with tool_client.chat.completions.stream(tool_choice="required", **asked) as stream:
+    given: Any = {"model": name, "messages": MESSAGES, "tools": TOOLS, "seed": 6, "max_tokens": 150}
+    whole = tool_client.chat.completions.create(tool_choice="required", **given).choices[0].message
+    with tool_client.chat.completions.stream(tool_choice="required", **given) as stream:
         final = stream.get_final_completion().choices[0]
     assert final.finish_reason == "tool_calls" and final.message.tool_calls and whole.tool_calls
     found = [(call.function.name, call.function.arguments) for call in final.message.tool_calls]
@@ -161,9 +161,9 @@ def test_many_at_once_without_blocking(server: Server, model: str) -> None:
 def test_chats_without_blocking(server: Server, model: str) -> None:
     async def run() -> tuple[str | None, str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
-            asked: Any = {"model": model, "messages": MESSAGES, **GREEDY}
-            whole = await client.chat.completions.create(**asked)
-            stream = await client.chat.completions.create(stream=True, **asked)
+            given: Any = {"model": model, "messages": MESSAGES, **GREEDY}
+            whole = await client.chat.completions.create(**given)
+            stream = await client.chat.completions.create(stream=True, **given)
             parts = [choice.delta.content or "" async for part in stream for choice in part.choices]
             return whole.choices[0].message.content, "".join(parts)
 

@@ -70,10 +70,10 @@ def story(server: Server) -> str:
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic", "hosted_vllm"])
 def test_litellm_completes_a_chat_with_each_provider(server: Server, litellm: Any, story: str, provider: str) -> None:
-    asked = _litellm(server, provider)
+    given = _litellm(server, provider)
 
-    whole = litellm.completion(messages=MESSAGES, **asked, **ASKED)
-    chunks = list(litellm.completion(messages=MESSAGES, stream=True, **asked, **ASKED))
+    whole = litellm.completion(messages=MESSAGES, **given, **ASKED)
+    chunks = list(litellm.completion(messages=MESSAGES, stream=True, **given, **ASKED))
 
     assert whole.choices[0].message.content == story
     assert whole.choices[0].finish_reason == "length"
@@ -84,9 +84,9 @@ def test_litellm_completes_a_chat_with_each_provider(server: Server, litellm: An
 
 def test_litellm_completes_a_chat_without_blocking(server: Server, litellm: Any, story: str) -> None:
     async def run() -> tuple[str, str]:
-        asked = {**_litellm(server, "openai"), **ASKED}
-        whole = await litellm.acompletion(messages=MESSAGES, **asked)
-        stream = await litellm.acompletion(messages=MESSAGES, stream=True, **asked)
+        given = {**_litellm(server, "openai"), **ASKED}
+        whole = await litellm.acompletion(messages=MESSAGES, **given)
+        stream = await litellm.acompletion(messages=MESSAGES, stream=True, **given)
         pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
         return whole.choices[0].message.content, "".join(pieces)
 
@@ -94,19 +94,19 @@ def test_litellm_completes_a_chat_without_blocking(server: Server, litellm: Any,
 
 
 def test_litellm_continues_a_text(server: Server, litellm: Any) -> None:
-    asked = {**_litellm(server, "text-completion-openai"), **ASKED, "prompt": "Once upon a time"}
+    given = {**_litellm(server, "text-completion-openai"), **ASKED, "prompt": "Once upon a time"}
 
-    whole = litellm.text_completion(**asked)
-    chunks = list(litellm.text_completion(stream=True, **asked))
+    whole = litellm.text_completion(**given)
+    chunks = list(litellm.text_completion(stream=True, **given))
 
     assert whole.choices[0].text
     assert "".join(chunk.choices[0].text or "" for chunk in chunks) == whole.choices[0].text
 
 
 def test_litellm_gets_an_object_of_a_schema(server: Server, litellm: Any) -> None:
-    asked = {**_litellm(server, "openai"), "messages": MESSAGES, "max_tokens": 300, "temperature": 0.0}
+    given = {**_litellm(server, "openai"), "messages": MESSAGES, "max_tokens": 300, "temperature": 0.0}
 
-    answer = litellm.completion(response_format=Weather, **asked)
+    answer = litellm.completion(response_format=Weather, **given)
 
     assert Weather.model_validate_json(answer.choices[0].message.content)
 

@@ -74,7 +74,7 @@ def tab(browser, address: str, script: Script):
     context.close()
 
 
-def ask(tab, text: str = "Hi") -> None:
+def say(tab, text: str = "Hi") -> None:
     """Send a message and wait until its answer has ended."""
     tab.fill("#prompt", text)
     tab.press("#prompt", "Enter")
@@ -90,15 +90,15 @@ def test_an_answer_that_arrives_byte_by_byte_is_whole(tab, script: Script) -> No
     words = ["Grüße, ", "世界 ", "🦊🦊", "\n\nend"]
     script.chunks = [chat(role="assistant"), *map(chat, words), ended("stop", seed_used=2**63 - 25), usage(12, 4, 8)]
     script.is_bytewise = True
-    ask(tab)
+    say(tab)
     assert last(tab) == "".join(words)
     meta = last(tab, ".meta")
     for part in ("first token after", "tokens/s", "4 tokens", "prompt of 12, 8 from cache", f"seed {2**63 - 25}"):
         assert part in meta
     tab.click(f"text=seed {2**63 - 25}")
-    ask(tab, "Again")
+    say(tab, "Again")
     assert f'"seed":{2**63 - 25},' in script.raw[-1]
-    assert [message["role"] for message in script.asked[-1]["messages"]] == ["user", "assistant", "user"]
+    assert [message["role"] for message in script.received[-1]["messages"]] == ["user", "assistant", "user"]
 
 
 @browser_tests
@@ -119,7 +119,7 @@ def test_what_the_model_writes_is_never_markup(tab, script: Script) -> None:
     calls = [{"index": 0, "id": "c", "type": "function", "function": {"name": HOSTILE, "arguments": HOSTILE}}]
     script.chunks = [chat(reasoning_content=HOSTILE), chat(HOSTILE), chat(tool_calls=calls), ended("stop"), usage(1, 3)]
     script.warnings = HOSTILE
-    ask(tab, HOSTILE)
+    say(tab, HOSTILE)
     assert last(tab) == HOSTILE and HOSTILE in last(tab, ".call") and last(tab, ".note") == HOSTILE
     assert tab.locator(".turn img, .turn script, .turn .body b").count() == 0
     assert tab.evaluate("window.hit") is None
@@ -155,8 +155,8 @@ def test_stopping_ends_the_stream_at_the_server_and_keeps_the_text(tab, script: 
     tab.wait_for_selector("#send:visible")
     assert last(tab) == "Once upon" and "stopped" in last(tab, ".meta")
     script.chunks, script.hold = [chat("ok"), ended("stop"), usage(1, 1)], False
-    ask(tab, "Go on")
-    assert script.asked[-1]["messages"][1] == {"role": "assistant", "content": "Once upon"}
+    say(tab, "Go on")
+    assert script.received[-1]["messages"][1] == {"role": "assistant", "content": "Once upon"}
 
 
 @browser_tests
@@ -167,22 +167,22 @@ def test_errors_are_shown_as_the_server_words_them(tab, script: Script) -> None:
         "param": "messages",
     }
     script.refusal = (400, {"error": said})
-    ask(tab)
+    say(tab)
     assert last(tab, ".note") == f"{said['message']} (invalid_request_error, in messages)"
     script.refusal = None
     script.chunks = [chat("half"), {"error": {"message": "the engine died", "type": "server_error"}}]
-    ask(tab)
+    say(tab)
     assert last(tab) == "half" and last(tab, ".note").startswith("the engine died")
     script.chunks, script.is_cut = [chat("half")], True
-    ask(tab)
+    say(tab)
     assert "ended before the answer did" in last(tab, ".note")
 
 
 @browser_tests
 def test_the_settings_travel_and_what_is_empty_does_not(tab, script: Script) -> None:
     script.chunks = [chat("{}"), ended("stop"), usage(1, 1)]
-    ask(tab, "first\nsecond")
-    sent = script.asked[-1]
+    say(tab, "first\nsecond")
+    sent = script.received[-1]
     assert sent["messages"] == [{"role": "user", "content": "first\nsecond"}] and sent["model"] == "small"
     assert sent.keys() == {"path", "model", "stream", "stream_options", "messages"}
     values = {
@@ -195,8 +195,8 @@ def test_the_settings_travel_and_what_is_empty_does_not(tab, script: Script) -> 
     for name, value in values.items():
         tab.fill(f"#{name}", value)
     tab.fill("#schema", '{"type": "object"}')
-    ask(tab)
-    sent = script.asked[-1]
+    say(tab)
+    sent = script.received[-1]
     assert (sent["temperature"], sent["top_p"], sent["max_tokens"], sent["seed"]) == (0.5, 0.9, 7, 2**64 - 1)
     assert sent["messages"][0] == {"role": "system", "content": "Be brief."}
     assert sent["response_format"]["json_schema"]["schema"] == {"type": "object"}
@@ -204,7 +204,7 @@ def test_the_settings_travel_and_what_is_empty_does_not(tab, script: Script) -> 
     tab.fill("#prompt", "Not sent")
     tab.press("#prompt", "Enter")
     assert "not JSON" in tab.locator("#schema-wrong").inner_text()
-    assert len(script.asked) == 2 and tab.input_value("#prompt") == "Not sent"
+    assert len(script.received) == 2 and tab.input_value("#prompt") == "Not sent"
 
 
 @browser_tests
@@ -213,10 +213,10 @@ def test_shift_and_enter_make_a_new_line(tab, script: Script) -> None:
     tab.fill("#prompt", "one")
     tab.press("#prompt", "Shift+Enter")
     tab.keyboard.type("two")
-    assert script.asked == []
+    assert script.received == []
     tab.keyboard.press("Enter")
     tab.wait_for_selector("text=ok")
-    assert script.asked[0]["messages"][0]["content"] == "one\ntwo"
+    assert script.received[0]["messages"][0]["content"] == "one\ntwo"
 
 
 @browser_tests
@@ -232,7 +232,7 @@ def test_reasoning_is_folded_and_tool_calls_take_their_results(tab, script: Scri
     ]
     thoughts = [chat(reasoning_content="I should "), chat(reasoning_content="look.")]
     script.chunks = [*thoughts, *(chat(tool_calls=[call]) for call in calls), ended("tool_calls"), usage(5, 9)]
-    ask(tab, "Weather?")
+    say(tab, "Weather?")
     assert not tab.locator(".thought p").is_visible()
     tab.click("text=Reasoning")
     assert tab.locator(".thought p").inner_text() == "I should look."
@@ -241,16 +241,16 @@ def test_reasoning_is_folded_and_tool_calls_take_their_results(tab, script: Scri
     script.chunks = [chat("Cold."), ended("stop"), usage(5, 2)]
     tab.click("text=Send the results")
     tab.wait_for_selector("text=Cold.")
-    assert script.asked[-1]["messages"][-1] == {"role": "tool", "tool_call_id": "call_1", "content": "4 degrees"}
+    assert script.received[-1]["messages"][-1] == {"role": "tool", "tool_call_id": "call_1", "content": "4 degrees"}
 
 
 @browser_tests
 def test_a_completion_goes_on_where_the_text_ends(tab, script: Script) -> None:
     script.chunks = [{"choices": [{"index": 0, "text": " upon a time", "finish_reason": "length"}]}, usage(1, 3)]
     tab.click("#show-complete")
-    ask(tab, "Once")
+    say(tab, "Once")
     assert last(tab) == "Once upon a time" and "token limit" in last(tab, ".meta")
-    sent = script.asked[-1]
+    sent = script.received[-1]
     assert sent["path"] == "/v1/completions" and sent["prompt"] == "Once" and "messages" not in sent
 
 
@@ -288,7 +288,7 @@ def test_while_the_model_loads_its_phase_is_shown_and_then_the_page_is_usable(
 @browser_tests
 def test_an_engine_that_goes_and_comes_back_is_seen(tab, script: Script) -> None:
     script.chunks = [chat("ok"), ended("stop"), usage(1, 1)]
-    ask(tab)
+    say(tab)
     script.startup = {"phase": "draining", "done": 0, "total": 0, "elapsed_s": 1.0}
     tab.wait_for_selector("#prompt:disabled")
     tab.wait_for_selector("#state >> text=draining")
@@ -306,7 +306,7 @@ def test_an_api_key_is_asked_for_and_stays_in_the_tab(tab, address: str, script:
     tab.wait_for_selector("text=found no API key that is known")
     tab.fill("#key", "s3cret")
     tab.wait_for_selector("#prompt:enabled")
-    ask(tab)
+    say(tab)
     assert script.keys == ["Bearer s3cret"]
     assert tab.evaluate("Object.values(sessionStorage)") == ["s3cret"]
     assert tab.evaluate("localStorage.length") == 0 and tab.evaluate("document.cookie") == ""
@@ -316,7 +316,7 @@ def test_an_api_key_is_asked_for_and_stays_in_the_tab(tab, address: str, script:
 def test_a_phone_shows_one_view_at_a_time_and_nothing_overflows(tab, script: Script) -> None:
     script.chunks = [chat("x" * 400), ended("stop"), usage(1, 1)]
     tab.set_viewport_size({"width": 400, "height": 800})
-    ask(tab)
+    say(tab)
     for name, part in (("settings", "#schema"), ("server", "#chart-kv"), ("chat", "#prompt")):
         tab.click(f"#show-{name}")
         assert tab.is_visible(part)
@@ -341,7 +341,7 @@ def test_with_the_real_server_answers_stream_a_schema_holds_and_stopping_frees_t
     tab.goto(server.url)
     tab.wait_for_selector("#prompt:enabled")
     tab.fill("#temperature", "0")
-    ask(tab, "Hello")
+    say(tab, "Hello")
     assert last(tab).startswith("Hello!") and "tokens/s" in last(tab, ".meta")
     assert "attention" in tab.locator("#rows").inner_text()
     generated = server.get("/server_info/stats")["generation_tokens"]

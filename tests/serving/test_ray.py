@@ -12,39 +12,39 @@ import uvloop
 
 from sglcore.device.errors import ConfigError
 from sglcore.serving.errors import EngineDied
-from sglcore.serving.front import Front
+from sglcore.serving.frontend import Frontend
 from sglcore.serving.ray_launch import RayLauncher, RayProcess
-from tests.serving.staged_fleet import until
-from tests.serving.test_deaths import PATIENCE, SHORT, ask, fronted, is_running, text_of
+from tests.serving.staged_replicas import until
+from tests.serving.test_deaths import PATIENCE, SHORT, begin, is_running, running_frontend, text_of
 
 pytestmark = pytest.mark.needs("ray")
 
 
-def engines(front: Front) -> dict[int, RayProcess]:
+def engines(frontend: Frontend) -> dict[int, RayProcess]:
     """The engines by replica."""
-    found = {replica.number: replica.process for replica in front.fleet.replicas.values()}
+    found = {replica.number: replica.process for replica in frontend.replica_set.replicas.values()}
     return {number: process for number, process in found.items() if isinstance(process, RayProcess)}
 
 
 def test_replicas_on_a_cluster_answer_die_and_are_replaced() -> None:
     async def play() -> list[int]:
-        async with fronted(replicas=2, ray="local") as front:
-            begun = [await ask(front) for _ in range(2)]
+        async with running_frontend(replicas=2, ray="local") as frontend:
+            begun = [await begin(frontend) for _ in range(2)]
             for generation in begun:
                 await generation.__anext__()
-            assert all(len(replica.generations) == 1 for replica in front.fleet.ready), "each replica answers"
-            killed = engines(front)[0].pid
+            assert all(len(replica.generations) == 1 for replica in frontend.replica_set.ready), "each replica answers"
+            killed = engines(frontend)[0].pid
             os.kill(killed, signal.SIGKILL)
-            lost = next(each for each in begun if each.request_id in front.fleet.replicas[0].generations)
+            lost = next(each for each in begun if each.request_id in frontend.replica_set.replicas[0].generations)
             with pytest.raises(EngineDied, match="signal 9; part of the answer had been given"):
                 await text_of(lost)
             begun[1 - begun.index(lost)].abort()
-            assert front.health.ready
-            await until(lambda: len(front.fleet.ready) == 2, PATIENCE)
-            texts = [text_of(await ask(front, SHORT)) for _ in range(2)]
+            assert frontend.health.ready
+            await until(lambda: len(frontend.replica_set.ready) == 2, PATIENCE)
+            texts = [text_of(await begin(frontend, SHORT)) for _ in range(2)]
             assert len(set(await asyncio.gather(*texts))) == 1
-            assert await front.audit() == []
-            return [killed, *(engine.pid for engine in engines(front).values())]
+            assert await frontend.audit() == []
+            return [killed, *(engine.pid for engine in engines(frontend).values())]
 
     pids = uvloop.run(play())
     assert len(set(pids)) == 3 and not [pid for pid in pids if is_running(pid)]
@@ -56,4 +56,4 @@ def test_a_head_where_nobody_listens_is_refused_at_once() -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         launcher = RayLauncher(address, {}, 1)
         with pytest.raises(ConfigError, match=f"no Ray cluster can be joined at '{address}'.*ray start --head"):
-            uvloop.run(launcher.front_host())
+            uvloop.run(launcher.frontend_host())

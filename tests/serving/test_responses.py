@@ -131,8 +131,8 @@ def test_items_become_the_messages_of_a_chat(stage: Stage, client: openai.OpenAI
         {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"at":1}'}},
         {"id": "c2", "type": "function", "function": {"name": "weather", "arguments": "{}"}},
     ]
-    asked = script.rendered[0]
-    assert asked["messages"] == [
+    rendered = script.rendered[0]
+    assert rendered["messages"] == [
         {"role": "system", "content": "You know."},
         {"role": "developer", "content": "Be short."},
         {"role": "user", "content": [{"type": "text", "text": "How is it?"}]},
@@ -143,9 +143,9 @@ def test_items_become_the_messages_of_a_chat(stage: Stage, client: openai.OpenAI
         {"role": "assistant", "content": "And sun."},
     ]
     function = {"name": "weather", "description": "Tells it", "parameters": {"type": "object"}}
-    assert asked["tools"] == [{"type": "function", "function": function}]
-    assert asked["tool_choice"] == {"type": "function", "function": {"name": "weather"}}
-    assert asked["chat_template_kwargs"] == {"reasoning_effort": "low"}
+    assert rendered["tools"] == [{"type": "function", "function": function}]
+    assert rendered["tool_choice"] == {"type": "function", "function": {"name": "weather"}}
+    assert rendered["chat_template_kwargs"] == {"reasoning_effort": "low"}
 
 
 def test_a_response_goes_on_from_the_one_that_it_names(stage: Stage, client: openai.OpenAI) -> None:

@@ -30,17 +30,17 @@ def real(server: Server) -> Iterator[openai.OpenAI]:
 
 
 def test_the_embedded_model_answers_the_same_in_every_way_of_asking(server: Server, real: openai.OpenAI) -> None:
-    asked: Any = {"model": "", "input": STORY, "temperature": 0, "extra_body": {"stop": ["."]}}
+    given: Any = {"model": "", "input": STORY, "temperature": 0, "extra_body": {"stop": ["."]}}
 
     async def ask_async() -> tuple[str, str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
-            whole = await client.responses.create(**asked)
-            stream = await client.responses.create(stream=True, **asked)
+            whole = await client.responses.create(**given)
+            stream = await client.responses.create(stream=True, **given)
             pieces = [event.delta async for event in stream if event.type == "response.output_text.delta"]
             return whole.output_text, "".join(pieces)
 
-    whole = real.responses.create(**asked)
-    with real.responses.stream(**asked) as stream:
+    whole = real.responses.create(**given)
+    with real.responses.stream(**given) as stream:
         streamed = stream.get_final_response()
 
     assert whole.status == "completed" and len(whole.output_text) > 20

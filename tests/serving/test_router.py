@@ -61,20 +61,20 @@ def prompts(groups: int, count: int, seed: int, shared: int = 12 * PAGE) -> list
     return [np.concatenate([begins[rng.integers(groups)], end]).tobytes() for end in ends]
 
 
-def hit_share(choose: Choose, replicas: int, asked: Sequence[bytes], *, lasts: int = 8) -> float:
+def hit_share(choose: Choose, replicas: int, sent_prompts: Sequence[bytes], *, lasts: int = 8) -> float:
     """Pages that were cached where their prompt was sent, of all; a request ends after `lasts` more have come."""
     targets = [Played(number) for number in range(replicas)]
-    for now, prompt in enumerate(asked):
+    for now, prompt in enumerate(sent_prompts):
         for target in targets:
             target.ends = [end for end in target.ends if end > now]
         choose(targets, prompt).serve(prompt, now + lasts)
-    return sum(target.hit_pages for target in targets) / sum(len(prompt) // (4 * PAGE) for prompt in asked)
+    return sum(target.hit_pages for target in targets) / sum(len(prompt) // (4 * PAGE) for prompt in sent_prompts)
 
 
 def holds_prefixes_together(make: Callable[[], Choose]) -> bool:
     """The law: with groups of shared prefixes, several replicas find nearly as much cached as one does."""
-    asked = prompts(groups=24, count=400, seed=1)
-    return hit_share(make(), 4, asked) > 0.9 * hit_share(make(), 1, asked)
+    sent_prompts = prompts(groups=24, count=400, seed=1)
+    return hit_share(make(), 4, sent_prompts) > 0.9 * hit_share(make(), 1, sent_prompts)
 
 
 def test_several_replicas_find_nearly_as_much_cached_as_one() -> None:
@@ -134,13 +134,13 @@ def test_a_replica_that_has_ended_is_forgotten() -> None:
 @pytest.mark.parametrize(("most_blocks", "num_pages"), [(40, 1000), (1000, 40)])
 def test_no_more_is_remembered_than_said(most_blocks: int, num_pages: int) -> None:
     router, target = Router(most_blocks=most_blocks), Played(0, num_pages=num_pages)
-    asked = prompts(groups=10, count=50, seed=5)
-    for prompt in asked:
+    sent_prompts = prompts(groups=10, count=50, seed=5)
+    for prompt in sent_prompts:
         router.choose([target], prompt)
-    remembered = sum(router.matched(target, block_hashes(prompt, PAGE)[:1]) for prompt in asked)
-    whole = router.matched(target, block_hashes(asked[-1], PAGE))
-    assert whole == len(asked[-1]) // (4 * PAGE), "the newest is remembered whole"
-    assert remembered < len(asked), "the oldest is not"
+    remembered = sum(router.matched(target, block_hashes(prompt, PAGE)[:1]) for prompt in sent_prompts)
+    whole = router.matched(target, block_hashes(sent_prompts[-1], PAGE))
+    assert whole == len(sent_prompts[-1]) // (4 * PAGE), "the newest is remembered whole"
+    assert remembered < len(sent_prompts), "the oldest is not"
     assert router.remembered(0) <= 40
 
 

@@ -19,8 +19,8 @@ from sglcore.device.server_config import ServerConfig
 from sglcore.serving import http
 from sglcore.serving.connection import SlowConnection
 from sglcore.serving.fast_connection import FastConnection
-from tests.serving.guarded import echo, guarded
 from tests.serving.servers import Server
+from tests.serving.wrapped import echo, wrapped
 
 SHORT = 0.15
 GET = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -65,9 +65,9 @@ async def served(
     on_overdue: Callable[[], None] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Served]:
-    """The guarded app behind real sockets."""
+    """The wrapped app behind real sockets."""
     config = ServerConfig(**{"port": 0, **settings})
-    wrapped, front = guarded(app, config)
+    whole, frontend = wrapped(app, config)
     listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     stopped, drained = asyncio.Event(), []
 
@@ -76,13 +76,13 @@ async def served(
 
     task = asyncio.create_task(
         http.run_server(
-            wrapped,
+            whole,
             config,
             on_drain=on_drain or note,
             stopped=stopped,
             on_listening=listening.set_result,
             on_overdue=on_overdue,
-            metrics=front.metrics,
+            metrics=frontend.metrics,
         )
     )
     await asyncio.wait([task, listening], return_when=asyncio.FIRST_COMPLETED)
@@ -417,8 +417,8 @@ def test_a_host_that_is_not_there_is_an_error_that_names_it() -> None:
 
 
 def test_who_reads_a_byte_now_and_then_keeps_no_place_on_the_device(server: Server) -> None:
-    asked = {"prompt": "Once upon", "max_tokens": 100, "ignore_eos": True, "stream": True, "logprobs": 5}
-    body = json.dumps(asked).encode()
+    given = {"prompt": "Once upon", "max_tokens": 100, "ignore_eos": True, "stream": True, "logprobs": 5}
+    body = json.dumps(given).encode()
     head = "POST /v1/completions HTTP/1.1", "host: localhost", "content-type: application/json"
     due = server.get("/server_info/stats")["generation_tokens"] + 102
     with socket.socket() as slow:

@@ -16,7 +16,7 @@ from sglcore.conformance.matcher import follows
 from sglcore.sampling.grammar import Grammar
 from sglcore.sampling.state import Masks
 from sglcore_mlx import sample_step
-from tests.engine.constrained import Ask, Constrained
+from tests.engine.constrained import Constrained, Sample
 
 LENGTHS = (1, 5, 30, 17, 9, 22)
 GRAMMARS = (11, None, 12, 13, None, 14)
@@ -112,10 +112,10 @@ SCHEMA = {
 def test_the_embedded_model_writes_json_text_and_terms_beside_free_text() -> None:
     kinds = [Grammar("json_schema", json.dumps(SCHEMA)), Grammar("regex", "[a-z]{3,6}"), None]
     kinds.append(Grammar("lark", 'start: "<" NUMBER ">"\nNUMBER: /[0-9]{1,4}/'))
-    asks = [Ask(grammar, seed, 80) for grammar in kinds for seed in range(3)]
+    samples = [Sample(grammar, seed, 80) for grammar in kinds for seed in range(3)]
     with Constrained(device="mlx", dtype="float32", max_requests=12) as model:
-        answers = model.run(asks)
-        free = [ask for ask in asks if ask.grammar is None]
+        answers = model.run(samples)
+        free = [sample for sample in samples if sample.grammar is None]
         assert model.run(free) == answers[6:9]
     assert all(answer.finish == "stop" for answer in (*answers[:6], *answers[9:]))
     for answer in answers[:3]:

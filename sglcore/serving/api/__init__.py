@@ -1,1 +1,1 @@
-"""The endpoints: each module has `routes(front)`, which gives a router."""
+"""The endpoints: each module has `routes(frontend)`, which gives a router."""

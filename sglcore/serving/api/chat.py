@@ -20,24 +20,24 @@ from sglcore.serving.api.shared import (
     progress,
     warned,
 )
-from sglcore.serving.asks import check_limit, form_field, sampling_params
 from sglcore.serving.bodies import JsonRoute
-from sglcore.serving.chat_run import ChatAsk, ChatEvent, ChatMessage, ChatRun, collect_chat, start_chat
+from sglcore.serving.chat_run import ChatEvent, ChatMessage, ChatRequest, ChatRun, collect_chat, start_chat
 from sglcore.serving.errors import Failure, InvalidRequest, Unanswered
 from sglcore.serving.formats import Delta
-from sglcore.serving.front import Front
+from sglcore.serving.frontend import Frontend
 from sglcore.serving.logprobs import chat_logprobs, prompt_scores
 from sglcore.serving.protocol.chat import ChatAnswer, ChatBody, ChatChunk
 from sglcore.serving.protocol.common import usage
+from sglcore.serving.request_params import check_limit, form_field, sampling_params
 from sglcore.serving.runs import check_answered, sample_failure
 from sglcore.serving.sse import DONE, EventStream, event, while_connected
 from sglcore.serving.token_text import TokenTexts
 
 
-def routes(front: Front) -> APIRouter:
+def routes(frontend: Frontend) -> APIRouter:
     """The route."""
     router = APIRouter(tags=["chat"], route_class=JsonRoute)
-    texts = TokenTexts(front.codec)
+    texts = TokenTexts(frontend.codec)
 
     @router.post(
         "/v1/chat/completions",
@@ -45,30 +45,30 @@ def routes(front: Front) -> APIRouter:
         summary="The next message of a conversation",
     )
     async def chat(body: ChatBody, request: Request) -> Response:
-        call = _Call(front, texts, body)
+        call = _Call(frontend, texts, body)
         if not body.stream:
             return await while_connected(request, call.answer())
-        run = await start_chat(front, call.ask)
+        run = await start_chat(frontend, call.request)
         return EventStream(_Stream(call, run).chunks(), run, headers=call.warnings(run))
 
     return router
 
 
 class _Call:
-    """One request: what it asks, and the parts of its answer."""
+    """One request: what it wants, and the parts of its answer."""
 
-    def __init__(self, front: Front, texts: TokenTexts, body: ChatBody) -> None:
-        self.front, self.texts, self.body = front, texts, body
-        self.model = check_model(front, body.model)
-        check_generates(front)
+    def __init__(self, frontend: Frontend, texts: TokenTexts, body: ChatBody) -> None:
+        self.frontend, self.texts, self.body = frontend, texts, body
+        self.model = check_model(frontend, body.model)
+        check_generates(frontend)
         self.id = f"chatcmpl-{secrets.token_hex(12)}"
         self.created = int(time.time())
-        self.ask = chat_ask(front, body, self.id)
+        self.request = chat_request(frontend, body, self.id)
 
     async def answer(self) -> Response:
         """The whole answer; waits for all samples."""
         body = self.body
-        async with await start_chat(self.front, self.ask) as run:
+        async with await start_chat(self.frontend, self.request) as run:
             messages = await collect_chat(run)
         output = run.generation.output
         check_answered([output])
@@ -85,7 +85,7 @@ class _Call:
 
     def frame(self, kind: str) -> dict[str, Any]:
         """What the answer, and every part of a stream, begins with."""
-        return frame(self.front, kind, self.id, self.created, self.model)
+        return frame(self.frontend, kind, self.id, self.created, self.model)
 
     def warnings(self, run: ChatRun) -> dict[str, str]:
         """The header about fields that had no effect, those for the template among them."""
@@ -183,11 +183,13 @@ class _Stream:
         return {**choice, **ending(sample, found.finish_reason)}
 
 
-def chat_ask(front: Front, body: ChatBody, request_id: str) -> ChatAsk:
-    """What a request asks; raises InvalidRequest and SamplingError."""
-    return ChatAsk(
+def chat_request(frontend: Frontend, body: ChatBody, request_id: str) -> ChatRequest:
+    """The chat that a body describes; raises InvalidRequest and SamplingError."""
+    return ChatRequest(
         messages=[message.plain() for message in body.messages],
-        params=sampling_params(body, front.config, max_tokens=_max_tokens(body), logprobs=_alternatives(front, body)),
+        params=sampling_params(
+            body, frontend.config, max_tokens=_max_tokens(body), logprobs=_alternatives(frontend, body)
+        ),
         tools=[tool.plain() for tool in body.tools] if body.tools else None,
         tool_choice=_choice_of(body),
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -226,8 +228,8 @@ def _max_tokens(body: ChatBody) -> int | None:
     return next(iter(given.values()), None)
 
 
-def _alternatives(front: Front, body: ChatBody) -> int | None:
-    check_limit("top_logprobs", body.top_logprobs, front.config.max_logprobs)
+def _alternatives(frontend: Frontend, body: ChatBody) -> int | None:
+    check_limit("top_logprobs", body.top_logprobs, frontend.config.max_logprobs)
     if body.logprobs:
         return body.top_logprobs or 0
     if body.top_logprobs:

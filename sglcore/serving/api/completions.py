@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from sglcore.engine.outputs import Completion, Piece, PromptProgress, RequestOutput
+from sglcore.engine.outputs import Completion, PromptProgress, RequestOutput, TextDelta
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.api.shared import (
     as_json,
@@ -21,13 +21,13 @@ from sglcore.serving.api.shared import (
     progress,
     warned,
 )
-from sglcore.serving.asks import check_limit, form_field, sampling_params
 from sglcore.serving.bodies import JsonRoute
 from sglcore.serving.errors import Failure, InvalidRequest, Unanswered
-from sglcore.serving.front import Front
+from sglcore.serving.frontend import Frontend
 from sglcore.serving.logprobs import CompletionLogprobs, prompt_scores
 from sglcore.serving.protocol.common import usage
 from sglcore.serving.protocol.completions import CompletionAnswer, CompletionBody, CompletionChunk, as_prompts
+from sglcore.serving.request_params import check_limit, form_field, sampling_params
 from sglcore.serving.runs import Runs, check_answered, sample_failure, start_runs
 from sglcore.serving.sse import DONE, EventStream, event, while_connected
 from sglcore.serving.token_text import TokenTexts
@@ -36,16 +36,16 @@ DEFAULT_MAX_TOKENS = 16
 """What the API continues a text by if nobody says."""
 
 
-def routes(front: Front) -> APIRouter:
+def routes(frontend: Frontend) -> APIRouter:
     """The route."""
     router = APIRouter(tags=["completions"], route_class=JsonRoute)
-    texts = TokenTexts(front.codec)
+    texts = TokenTexts(frontend.codec)
 
     @router.post(
         "/v1/completions", responses=documented(CompletionAnswer, stream=CompletionChunk), summary="Continue texts"
     )
     async def completions(body: CompletionBody, request: Request) -> Response:
-        call = _Call(front, texts, body)
+        call = _Call(frontend, texts, body)
         if not body.stream:
             return await while_connected(request, call.answer())
         runs = await call.start()
@@ -55,16 +55,16 @@ def routes(front: Front) -> APIRouter:
 
 
 class _Call:
-    """One request: what it asks, and the parts of its answer."""
+    """One request: what it wants, and the parts of its answer."""
 
-    def __init__(self, front: Front, texts: TokenTexts, body: CompletionBody) -> None:
-        self.front, self.texts, self.body = front, texts, body
-        self.model = check_model(front, body.model)
-        check_generates(front)
+    def __init__(self, frontend: Frontend, texts: TokenTexts, body: CompletionBody) -> None:
+        self.frontend, self.texts, self.body = frontend, texts, body
+        self.model = check_model(frontend, body.model)
+        check_generates(frontend)
         _check(body)
         self.prompts = as_prompts(body.prompt)
-        check_limit("prompt", len(self.prompts), front.config.max_prompts, "prompts")
-        most = max(front.config.max_prompts, front.config.max_n)
+        check_limit("prompt", len(self.prompts), frontend.config.max_prompts, "prompts")
+        most = max(frontend.config.max_prompts, frontend.config.max_n)
         check_limit("n", len(self.prompts) * (body.n or 1), most, "samples of all prompts together")
         self.params = self._params()
         self.id = f"cmpl-{secrets.token_hex(12)}"
@@ -74,7 +74,7 @@ class _Call:
     async def start(self) -> Runs:
         """Give the prompts to the engines; raises what refuses them."""
         return await start_runs(
-            self.front,
+            self.frontend,
             self.prompts,
             self.params,
             special=self.body.add_special_tokens is not False,
@@ -98,7 +98,7 @@ class _Call:
 
     def frame(self) -> dict[str, Any]:
         """What the answer, and every part of a stream, begins with."""
-        return frame(self.front, "text_completion", self.id, self.created, self.model)
+        return frame(self.frontend, "text_completion", self.id, self.created, self.model)
 
     def usage(self, runs: Runs) -> dict[str, Any]:
         """The tokens so far; a prompt that was only scored has no others."""
@@ -112,7 +112,7 @@ class _Call:
         return output.prompt if output.prompt is not None else self._decode(output.prompt_token_ids)
 
     def _params(self) -> SamplingParams:
-        body, config = self.body, self.front.config
+        body, config = self.body, self.frontend.config
         check_limit("logprobs", body.logprobs, config.max_logprobs)
         given = body.max_tokens if body.max_tokens is not None else DEFAULT_MAX_TOKENS
         if body.echo and body.logprobs is not None:
@@ -144,7 +144,7 @@ class _Call:
         return record.record(ids, found, wanted)
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self.front.codec.decode(ids, skip_special_tokens=self.params.skip_special_tokens)
+        return self.frontend.codec.decode(ids, skip_special_tokens=self.params.skip_special_tokens)
 
 
 class _Stream:
@@ -181,25 +181,25 @@ class _Stream:
     def _event(self, rest: dict[str, Any]) -> bytes:
         return self._prefix + event(rest)[7:]
 
-    def _chunk(self, index: int, output: RequestOutput, piece: Piece) -> dict[str, Any] | None:
-        """The news of one choice; None if there is nothing to tell yet."""
-        text = piece.text
+    def _chunk(self, index: int, output: RequestOutput, delta: TextDelta) -> dict[str, Any] | None:
+        """What is new of one choice; None if there is nothing to tell yet."""
+        text = delta.text
         is_first = index not in self._begun
         if is_first:
             self._begun.add(index)
             text = self._call.echoed(output) + text
         ids = self._body.return_token_ids
-        if not (text or piece.finish_reason or piece.logprobs or (ids and piece.token_ids)):
+        if not (text or delta.finish_reason or delta.logprobs or (ids and delta.token_ids)):
             return None
         chunk: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
-        if piece.logprobs is not None:
-            chunk["logprobs"] = self._logprobs(index, output, piece)
+        if delta.logprobs is not None:
+            chunk["logprobs"] = self._logprobs(index, output, delta)
         if ids:
-            chunk["token_ids"] = piece.token_ids
+            chunk["token_ids"] = delta.token_ids
             if is_first:
                 chunk["prompt_token_ids"] = output.prompt_token_ids
-        if piece.finish_reason is not None:
-            chunk |= self._ending(output.outputs[piece.index])
+        if delta.finish_reason is not None:
+            chunk |= self._ending(output.outputs[delta.index])
         return chunk
 
     def _ending(self, sample: Completion) -> dict[str, Any]:
@@ -209,14 +209,14 @@ class _Stream:
             self._failed.append(failed)
         return ending(sample, sample.finish_reason)
 
-    def _logprobs(self, index: int, output: RequestOutput, piece: Piece) -> dict[str, list[Any]]:
+    def _logprobs(self, index: int, output: RequestOutput, delta: TextDelta) -> dict[str, list[Any]]:
         record = self._records.get(index)
         if record is None:
             offset = len(self._call.echoed(output))
             shows_special = self._call.params.skip_special_tokens is False
             record = CompletionLogprobs(self._call.texts, offset=offset, shows_special=shows_special)
             self._records[index] = record
-        return record.record(piece.token_ids, piece.logprobs or (), self._body.logprobs or 0)
+        return record.record(delta.token_ids, delta.logprobs or (), self._body.logprobs or 0)
 
 
 def _check(body: CompletionBody) -> None:

@@ -9,32 +9,32 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from sglcore.serving.api.shared import as_json, check_model, check_ready, documented, fingerprint, warned
-from sglcore.serving.asks import check_limit
 from sglcore.serving.bodies import JsonRoute
 from sglcore.serving.errors import InvalidRequest, blame
-from sglcore.serving.front import Front
+from sglcore.serving.frontend import Frontend
 from sglcore.serving.protocol.completions import as_prompts
 from sglcore.serving.protocol.embeddings import EmbeddingAnswer, EmbeddingBody
+from sglcore.serving.request_params import check_limit
 from sglcore.serving.sse import while_connected
 
 
-def routes(front: Front) -> APIRouter:
+def routes(frontend: Frontend) -> APIRouter:
     """The route."""
     router = APIRouter(tags=["embeddings"], route_class=JsonRoute)
 
     @router.post("/v1/embeddings", responses=documented(EmbeddingAnswer), summary="Vectors of texts")
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
-        return await while_connected(request, _answer(front, body))
+        return await while_connected(request, _answer(frontend, body))
 
     return router
 
 
-async def _answer(front: Front, body: EmbeddingBody) -> Response:
-    model = check_model(front, body.model)
-    check_ready(front)
+async def _answer(frontend: Frontend, body: EmbeddingBody) -> Response:
+    model = check_model(frontend, body.model)
+    check_ready(frontend)
     inputs = as_prompts(body.input)
-    check_limit("input", len(inputs), front.config.max_prompts, "texts")
-    if front.info is not None and front.info.generates:
+    check_limit("input", len(inputs), frontend.config.max_prompts, "texts")
+    if frontend.info is not None and frontend.info.generates:
         raise InvalidRequest(
             "this checkpoint generates text and has no embeddings",
             wanted="an encoder, such as BERT",
@@ -43,7 +43,7 @@ async def _answer(front: Front, body: EmbeddingBody) -> Response:
             code="model_does_not_embed",
         )
     with blame("input"):
-        found = await front.embed(inputs)
+        found = await frontend.embed(inputs)
     width = len(found[0].vector)
     if body.dimensions not in (None, width):
         raise InvalidRequest(
@@ -57,7 +57,7 @@ async def _answer(front: Front, body: EmbeddingBody) -> Response:
             for place, one in enumerate(found)
         ],
         "model": model,
-        "system_fingerprint": fingerprint(front),
+        "system_fingerprint": fingerprint(frontend),
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
     return as_json(answer, warned(body.warnings()))

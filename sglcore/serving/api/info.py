@@ -10,8 +10,8 @@ from fastapi import APIRouter, Response
 
 from sglcore import __version__
 from sglcore.serving.api.shared import as_json
-from sglcore.serving.front import Front
-from sglcore.serving.messages import EngineStats
+from sglcore.serving.frontend import Frontend
+from sglcore.serving.ipc import EngineStats
 from sglcore.serving.protocol.models import ServerAudit, ServerInfo, ServerStats
 from sglcore.serving.replica import Replica
 
@@ -34,35 +34,35 @@ _LIMITS = (
 )
 
 
-def routes(front: Front) -> APIRouter:
+def routes(frontend: Frontend) -> APIRouter:
     """The routes; they wait for nothing."""
     router = APIRouter(tags=["operations"])
 
     @router.get("/server_info", responses={200: {"model": ServerInfo}}, summary="What runs, and every decision")
     async def server_info() -> Response:
-        return as_json(_info(front))
+        return as_json(_info(frontend))
 
     @router.get("/server_info/stats", responses={200: {"model": ServerStats}}, summary="What it counts")
     async def stats() -> Response:
-        found = [_replica(replica) for replica in front.fleet.replicas.values()]
-        known = {"time": time.time(), "deaths": front.fleet.deaths}
-        return as_json({**known, **_counters(front.stats()), "replicas": found})
+        found = [_replica(replica) for replica in frontend.replica_set.replicas.values()]
+        known = {"time": time.time(), "deaths": frontend.replica_set.deaths}
+        return as_json({**known, **_counters(frontend.stats()), "replicas": found})
 
     @router.get("/server_info/audit", responses={200: {"model": ServerAudit}}, summary="Looks for what leaked")
     async def audit() -> Response:
-        return as_json({"problems": await front.audit()})
+        return as_json({"problems": await frontend.audit()})
 
     return router
 
 
-def _info(front: Front) -> dict[str, Any]:
-    info, form = front.info, front.format
+def _info(frontend: Frontend) -> dict[str, Any]:
+    info, form = frontend.info, frontend.format
     rows = [*(info.ledger if info is not None else ()), *(asdict(row) for row in form.rows)]
     return {
         "version": __version__,
-        "phase": front.health.phase,
-        "model": str(front.names[0]),
-        "served_model_names": list(front.names),
+        "phase": frontend.health.phase,
+        "model": str(frontend.names[0]),
+        "served_model_names": list(frontend.names),
         "device": info.device if info is not None else None,
         "device_evidence": info.device_evidence if info is not None else None,
         "distribution": info.distribution if info is not None else None,
@@ -76,7 +76,7 @@ def _info(front: Front) -> dict[str, Any]:
         "tool_reason": form.tool_reason,
         "reasoning_parser": form.reasoning_parser,
         "reasoning_reason": form.reasoning_reason,
-        "server_limits": {name: getattr(front.config, name) for name in _LIMITS},
+        "server_limits": {name: getattr(frontend.config, name) for name in _LIMITS},
     }
 
 

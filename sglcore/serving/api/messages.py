@@ -12,21 +12,21 @@ from sglcore.serving.api.shared import ERRORS, check_generates, check_model, eve
 from sglcore.serving.bodies import JsonRoute
 from sglcore.serving.chat_run import ChatRun, start_chat
 from sglcore.serving.dialects.count import count_prompt
-from sglcore.serving.dialects.messages_ask import make_ask, read_request, unread
 from sglcore.serving.dialects.messages_events import Event, MessageWriter
+from sglcore.serving.dialects.messages_request import chat_request, read_request, unread
 from sglcore.serving.errors import Unanswered, told
-from sglcore.serving.front import Front
+from sglcore.serving.frontend import Frontend
 from sglcore.serving.protocol.messages import CountRequest, MessagesError, MessagesRequest
 from sglcore.serving.sse import EventStream, encode, while_connected
 
 
-def routes(front: Front) -> APIRouter:
+def routes(frontend: Frontend) -> APIRouter:
     """The routes."""
     router = APIRouter(tags=["messages"], route_class=JsonRoute)
 
     @router.post("/v1/messages", responses=_documented(streams=True), summary="Answer a conversation made of blocks")
     async def create(body: MessagesRequest, request: Request) -> Response:
-        call = _Call(front, body)
+        call = _Call(frontend, body)
         if not body.stream:
             return await while_connected(request, call.answer())
         run = await call.start()
@@ -36,25 +36,25 @@ def routes(front: Front) -> APIRouter:
         "/v1/messages/count_tokens", responses=_documented(streams=False), summary="Count the tokens of a conversation"
     )
     async def count(body: CountRequest) -> Response:
-        check_model(front, body.model)
-        found = {"input_tokens": await count_prompt(front, make_ask(body, SamplingParams()), "messages")}
+        check_model(frontend, body.model)
+        found = {"input_tokens": await count_prompt(frontend, chat_request(body, SamplingParams()), "messages")}
         return Response(encode(found), 200, warned(body.warnings()), "application/json")
 
     return router
 
 
 class _Call:
-    """One request: what it asks, and how its answer is written. Raises what refuses it."""
+    """One request: what it wants, and how its answer is written. Raises what refuses it."""
 
-    def __init__(self, front: Front, body: MessagesRequest) -> None:
-        self.front, self.body = front, body
-        self.model = check_model(front, body.model)
-        check_generates(front)
+    def __init__(self, frontend: Frontend, body: MessagesRequest) -> None:
+        self.frontend, self.body = frontend, body
+        self.model = check_model(frontend, body.model)
+        check_generates(frontend)
         self.turn = read_request(body)
 
     async def start(self) -> ChatRun:
         """Give the conversation to an engine."""
-        return await start_chat(self.front, self.turn.ask)
+        return await start_chat(self.frontend, self.turn.request)
 
     def headers(self, run: ChatRun) -> dict[str, str]:
         """The header about what of the request had no effect."""
@@ -85,12 +85,12 @@ class _Call:
         yield _sent(writer.end(run.generation.output))
 
     def _writer(self, run: ChatRun) -> MessageWriter:
-        info = self.front.info
+        info = self.frontend.info
         return MessageWriter(
             self.model,
             len(run.generation.output.prompt_token_ids),
             max_model_len=info.max_model_len if info is not None else 0,
-            fingerprint=fingerprint(self.front),
+            fingerprint=fingerprint(self.frontend),
         )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
-from sglcore.serving.front import Front
+from sglcore.serving.frontend import Frontend
 from sglcore.serving.metrics import CONTENT_TYPE
 
 
-def routes(front: Front) -> APIRouter:
+def routes(frontend: Frontend) -> APIRouter:
     """The route; it reads numbers that are at hand and waits for no engine."""
     router = APIRouter(tags=["operations"])
 
@@ -19,6 +19,6 @@ def routes(front: Front) -> APIRouter:
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     )
     async def metrics() -> Response:
-        return Response(front.metrics.page(), headers={"content-type": CONTENT_TYPE})
+        return Response(frontend.metrics.page(), headers={"content-type": CONTENT_TYPE})
 
     return router

@@ -5,33 +5,33 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from sglcore.serving.api.shared import ERRORS, as_json, check_model
-from sglcore.serving.front import Front
+from sglcore.serving.frontend import Frontend
 from sglcore.serving.protocol.models import ModelCard, ModelList
 
 
-def routes(front: Front) -> APIRouter:
+def routes(frontend: Frontend) -> APIRouter:
     """The routes; they wait for nothing."""
     router = APIRouter(tags=["models"])
 
     def card(name: str) -> ModelCard:
-        length = front.info.max_model_len if front.info is not None else None
+        length = frontend.info.max_model_len if frontend.info is not None else None
         return ModelCard(
             id=name,
             object="model",
-            created=front.created,
+            created=frontend.created,
             owned_by="sglcore",
             max_model_len=length,
-            root=front.names[0],
+            root=frontend.names[0],
             parent=None,
         )
 
     @router.get("/v1/models", responses={200: {"model": ModelList}}, summary="The served names")
     async def all_models() -> Response:
-        return as_json(ModelList(object="list", data=[card(name) for name in front.names]))
+        return as_json(ModelList(object="list", data=[card(name) for name in frontend.names]))
 
     @router.get("/v1/models/{name:path}", responses={200: {"model": ModelCard}, 404: ERRORS[404]}, summary="One name")
     async def one_model(name: str) -> Response:
-        check_model(front, name)
+        check_model(frontend, name)
         return as_json(card(name))
 
     return router

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request, Response
 
 if TYPE_CHECKING:
-    from sglcore.serving.front import Front
+    from sglcore.serving.frontend import Frontend
 
 
-def routes(front: Front) -> APIRouter:
-    """GET `/`. The page is read once; it asks the server for all it shows, so it needs nothing of the front."""
+def routes(frontend: Frontend) -> APIRouter:
+    """GET `/`. The page is read once; it asks the server for all it shows, so it needs nothing of the frontend."""
     content = page()
     shown = page_headers(content)
     router = APIRouter()

@@ -16,12 +16,12 @@ from sglcore.serving.bodies import JsonRoute
 from sglcore.serving.chat_run import ChatRun, start_chat
 from sglcore.serving.dialects.count import count_prompt
 from sglcore.serving.dialects.fields import own_names
-from sglcore.serving.dialects.responses_ask import make_ask, read_input, read_request, unread
 from sglcore.serving.dialects.responses_events import Event, ResponseWriter
 from sglcore.serving.dialects.responses_items import input_items, page_of
+from sglcore.serving.dialects.responses_request import chat_request, read_input, read_request, unread
 from sglcore.serving.dialects.responses_store import ResponseStore, Stored
 from sglcore.serving.errors import InvalidRequest, Unanswered, told
-from sglcore.serving.front import Front
+from sglcore.serving.frontend import Frontend
 from sglcore.serving.protocol.responses import CountRequest, ResponsesRequest
 from sglcore.serving.sse import EventStream, encode, while_connected
 from sglcore.serving.token_text import TokenTexts
@@ -34,17 +34,17 @@ _ADDRESS = (400, 404)
 """Those of one that takes an id alone."""
 
 
-def routes(front: Front) -> APIRouter:
+def routes(frontend: Frontend) -> APIRouter:
     """The routes. What they keep is in this process only, and bounded."""
     router = APIRouter(tags=["responses"], route_class=JsonRoute)
-    store = ResponseStore(front.config.max_stored_responses)
-    texts = TokenTexts(front.codec)
+    store = ResponseStore(frontend.config.max_stored_responses)
+    texts = TokenTexts(frontend.codec)
 
     @router.post(
         "/v1/responses", responses=_documented(_BODY, streams=True), summary="Answer a conversation made of items"
     )
     async def create(body: ResponsesRequest, request: Request) -> Response:
-        call = _Call(front, store, texts, body)
+        call = _Call(frontend, store, texts, body)
         if not body.stream:
             return await while_connected(request, call.answer())
         run = await call.start()
@@ -52,10 +52,10 @@ def routes(front: Front) -> APIRouter:
 
     @router.post("/v1/responses/input_tokens", responses=_documented(_BODY), summary="Count the tokens of an input")
     async def count(body: CountRequest) -> Response:
-        check_model(front, body.model)
+        check_model(frontend, body.model)
         earlier = _earlier(store, body.previous_response_id)
-        ask = make_ask(body, [*earlier, *read_input(body, earlier)], SamplingParams())
-        found = {"object": "response.input_tokens", "input_tokens": await count_prompt(front, ask, "input")}
+        chat = chat_request(body, [*earlier, *read_input(body, earlier)], SamplingParams())
+        found = {"object": "response.input_tokens", "input_tokens": await count_prompt(frontend, chat, "input")}
         return _json(found, warned(body.warnings()))
 
     _add_kept(router, store)
@@ -105,25 +105,25 @@ def _add_kept(router: APIRouter, store: ResponseStore) -> None:
 
 
 class _Call:
-    """One request: what it asks, and how its answer is written. Raises what refuses it."""
+    """One request: what it wants, and how its answer is written. Raises what refuses it."""
 
-    def __init__(self, front: Front, store: ResponseStore, texts: TokenTexts, body: ResponsesRequest) -> None:
-        self.front, self.store, self.body = front, store, body
-        model = check_model(front, body.model)
-        check_generates(front)
+    def __init__(self, frontend: Frontend, store: ResponseStore, texts: TokenTexts, body: ResponsesRequest) -> None:
+        self.frontend, self.store, self.body = frontend, store, body
+        model = check_model(frontend, body.model)
+        check_generates(frontend)
         self.earlier = _earlier(store, body.previous_response_id)
-        self.turn = read_request(body, self.earlier, front.config.max_logprobs)
+        self.turn = read_request(body, self.earlier, frontend.config.max_logprobs)
         self.writer = ResponseWriter(
-            _draft(body, self.turn.ask.params, model, fingerprint(front)),
+            _draft(body, self.turn.request.params, model, fingerprint(frontend)),
             tokens=texts,
-            count=lambda text: len(front.codec.encode(text, special=False)) if text else 0,
-            top=self.turn.ask.params.logprobs,
+            count=lambda text: len(frontend.codec.encode(text, special=False)) if text else 0,
+            top=self.turn.request.params.logprobs,
         )
 
     async def start(self) -> ChatRun:
         """Give the conversation to an engine."""
         with own_names(_OWN_NAMES):
-            return await start_chat(self.front, self.turn.ask)
+            return await start_chat(self.frontend, self.turn.request)
 
     def headers(self, run: ChatRun) -> dict[str, str]:
         """The header about what of the request had no effect."""

@@ -10,7 +10,7 @@ from fastapi import Response
 
 from sglcore.engine.outputs import Completion, PromptProgress
 from sglcore.serving.errors import InvalidRequest, NotReady
-from sglcore.serving.front import Front
+from sglcore.serving.frontend import Frontend
 from sglcore.serving.protocol.common import Answer, ErrorAnswer
 from sglcore.serving.runs import sample_failure
 from sglcore.serving.sse import encode
@@ -59,14 +59,14 @@ def events_of(name: str | None = None) -> dict[str, Any]:
     return {"itemSchema": {"type": "object", "required": ["data"], "properties": properties}}
 
 
-def check_model(front: Front, name: str | None) -> str:
+def check_model(frontend: Frontend, name: str | None) -> str:
     """The name under which a request is answered: no name means the main one. Raises InvalidRequest (404)."""
     if not name:
-        return front.names[0]
-    if name not in front.names:
+        return frontend.names[0]
+    if name not in frontend.names:
         raise InvalidRequest(
             f"the model {name[:120]!r} is not served here",
-            wanted=f"one of {', '.join(front.names)}",
+            wanted=f"one of {', '.join(frontend.names)}",
             param="model",
             code="model_not_found",
             status=404,
@@ -74,16 +74,16 @@ def check_model(front: Front, name: str | None) -> str:
     return name
 
 
-def check_ready(front: Front) -> None:
+def check_ready(frontend: Frontend) -> None:
     """Raise NotReady, with the phase, unless requests may come."""
-    if not front.health.ready:
-        raise NotReady(front.health.phase)
+    if not frontend.health.ready:
+        raise NotReady(frontend.health.phase)
 
 
-def check_generates(front: Front) -> None:
+def check_generates(frontend: Frontend) -> None:
     """Raise NotReady, or InvalidRequest if the model only embeds."""
-    check_ready(front)
-    if front.info is not None and not front.info.generates:
+    check_ready(frontend)
+    if frontend.info is not None and not frontend.info.generates:
         raise InvalidRequest(
             "this checkpoint is an encoder, which generates no text",
             remedy="use /v1/embeddings, or serve a language model",
@@ -92,9 +92,9 @@ def check_generates(front: Front) -> None:
         )
 
 
-def fingerprint(front: Front) -> str:
+def fingerprint(frontend: Frontend) -> str:
     """What may change a number changes this: versions, device, model, decisions."""
-    return front.info.fingerprint if front.info is not None else ""
+    return frontend.info.fingerprint if frontend.info is not None else ""
 
 
 def warned(names: Iterable[str]) -> dict[str, str]:
@@ -122,6 +122,6 @@ def progress(item: PromptProgress) -> dict[str, int]:
     return {"total": item.total, "cached": item.cached, "processed": item.processed}
 
 
-def frame(front: Front, kind: str, id: str, created: int, model: str) -> dict[str, Any]:
+def frame(frontend: Frontend, kind: str, id: str, created: int, model: str) -> dict[str, Any]:
     """What an answer of OpenAI's, and every part of its stream, begins with; `created` in unix seconds."""
-    return {"id": id, "object": kind, "created": created, "model": model, "system_fingerprint": fingerprint(front)}
+    return {"id": id, "object": kind, "created": created, "model": model, "system_fingerprint": fingerprint(frontend)}

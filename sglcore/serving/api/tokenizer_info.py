@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
-from sglcore.serving.front import Front
+from sglcore.serving.frontend import Frontend
 from sglcore.serving.protocol.common import Answer
 from sglcore.serving.sse import encode
 
@@ -22,7 +22,7 @@ class TokenizerInfo(Answer):
     vocab_size: int
 
 
-def routes(front: Front) -> APIRouter:
+def routes(frontend: Frontend) -> APIRouter:
     """The route; it waits for nothing."""
     router = APIRouter(tags=["tokens"])
 
@@ -30,9 +30,9 @@ def routes(front: Front) -> APIRouter:
         "/tokenizer_info", responses={200: {"model": TokenizerInfo}}, summary="Special tokens and the chat template"
     )
     async def tokenizer_info() -> Response:
-        template = front.codec.template
+        template = frontend.codec.template
         found = {name: template.special_tokens.get(name) or None for name in _SPECIAL}
-        size = front.codec.tokenizer.get_vocab_size(with_added_tokens=True)
+        size = frontend.codec.tokenizer.get_vocab_size(with_added_tokens=True)
         return Response(
             encode({**found, "chat_template": template.source(), "vocab_size": size}), 200, None, "application/json"
         )

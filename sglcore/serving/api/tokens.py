@@ -12,25 +12,25 @@ from sglcore.engine.text import LONG_TEXT
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.api.shared import as_json, check_model, documented
 from sglcore.serving.bodies import JsonRoute
-from sglcore.serving.chat_run import ChatAsk, render
+from sglcore.serving.chat_run import ChatRequest, render
 from sglcore.serving.errors import InvalidRequest, blame
-from sglcore.serving.front import Front
+from sglcore.serving.frontend import Frontend
 from sglcore.serving.protocol.tokens import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody
 from sglcore.serving.token_text import TokenTexts
 
 T = TypeVar("T")
 
 
-def routes(front: Front) -> APIRouter:
+def routes(frontend: Frontend) -> APIRouter:
     """The routes; they ask no engine."""
     router = APIRouter(tags=["tokens"], route_class=JsonRoute)
-    texts = TokenTexts(front.codec)
+    texts = TokenTexts(frontend.codec)
 
     @router.post("/tokenize", responses=documented(TokenizeAnswer), summary="Text or messages as token ids")
     async def tokenize(body: TokenizeBody) -> Response:
-        check_model(front, body.model)
-        ids = await _ids(front, body)
-        length = front.info.max_model_len if front.info is not None else None
+        check_model(frontend, body.model)
+        ids = await _ids(frontend, body)
+        length = frontend.info.max_model_len if frontend.info is not None else None
         answer = {"tokens": ids, "count": len(ids), "max_model_len": length}
         if body.return_token_strs:
             answer["token_strs"] = await _beside(len(ids), lambda: [texts.text(token_id) for token_id in ids])
@@ -38,8 +38,8 @@ def routes(front: Front) -> APIRouter:
 
     @router.post("/detokenize", responses=documented(DetokenizeAnswer), summary="Token ids as text")
     async def detokenize(body: DetokenizeBody) -> Response:
-        check_model(front, body.model)
-        size = front.codec.tokenizer.get_vocab_size(with_added_tokens=True)
+        check_model(frontend, body.model)
+        size = frontend.codec.tokenizer.get_vocab_size(with_added_tokens=True)
 
         def read() -> str:
             unknown = next((token_id for token_id in body.tokens if texts.is_unknown(token_id)), None)
@@ -47,7 +47,7 @@ def routes(front: Front) -> APIRouter:
                 raise InvalidRequest(
                     f"tokens has the id {unknown}", wanted=f"ids of this tokenizer's {size} tokens", param="tokens"
                 )
-            return front.codec.decode(body.tokens, skip_special_tokens=False)
+            return frontend.codec.decode(body.tokens, skip_special_tokens=False)
 
         return as_json({"prompt": await _beside(len(body.tokens), read)})
 
@@ -59,16 +59,16 @@ async def _beside(tokens: int, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if tokens > LONG_TEXT else work()
 
 
-async def _ids(front: Front, body: TokenizeBody) -> list[int]:
+async def _ids(frontend: Frontend, body: TokenizeBody) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         found = "neither prompt nor messages" if body.prompt is None else "prompt and messages"
         raise InvalidRequest(f"found {found}", wanted="one of them", param="prompt")
     if body.prompt is not None:
         _check_alone(body)
         with blame("prompt"):
-            return await front.tokenize(body.prompt, special=body.add_special_tokens is not False)
+            return await frontend.tokenize(body.prompt, special=body.add_special_tokens is not False)
     assert body.messages is not None
-    ask = ChatAsk(
+    request = ChatRequest(
         messages=[message.plain() for message in body.messages],
         params=SamplingParams(),
         tools=[tool.plain() for tool in body.tools] if body.tools else None,
@@ -77,8 +77,8 @@ async def _ids(front: Front, body: TokenizeBody) -> list[int]:
         chat_template_kwargs=body.chat_template_kwargs,
     )
     with blame("messages"):
-        rendered = await render(front, ask)
-        return await front.tokenize(rendered.text, special=bool(body.add_special_tokens))
+        rendered = await render(frontend, request)
+        return await frontend.tokenize(rendered.text, special=bool(body.add_special_tokens))
 
 
 def _check_alone(body: TokenizeBody) -> None:

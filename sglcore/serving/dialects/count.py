@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from sglcore.serving.chat_run import ChatAsk, render
+from sglcore.serving.chat_run import ChatRequest, render
 from sglcore.serving.errors import blame
-from sglcore.serving.front import Front
+from sglcore.serving.frontend import Frontend
 
 
-async def count_prompt(front: Front, ask: ChatAsk, param: str) -> int:
+async def count_prompt(frontend: Frontend, request: ChatRequest, param: str) -> int:
     """How many tokens the prompt of a chat has; waits for the tokenizer. Raises InvalidRequest that blames `param`."""
     with blame(param):
-        return len(await front.tokenize((await render(front, ask)).text, special=False))
+        return len(await frontend.tokenize((await render(frontend, request)).text, special=False))

@@ -46,7 +46,7 @@ class MessageWriter:
         return [{"type": "message_start", "message": dict(self.message)}, {"type": "ping"}]
 
     def take(self, event: ChatEvent) -> list[Event]:
-        """The events that a piece of the answer makes."""
+        """The events that a part of the answer makes."""
         if event.finish_reason is not None:
             self._reason = event.finish_reason
             if event.finish_reason in ("error", "abort"):

@@ -13,7 +13,7 @@ from sglcore.engine.outputs import RequestOutput
 from sglcore.schedule.output import TokenLogprob
 from sglcore.serving.chat_run import ChatEvent
 from sglcore.serving.dialects.blocks import Block, Blocks, Step
-from sglcore.serving.dialects.responses_ask import Message, said
+from sglcore.serving.dialects.responses_request import Message, said
 from sglcore.serving.errors import Failure, ended_badly
 from sglcore.serving.logprobs import chat_logprobs
 from sglcore.serving.token_text import TokenTexts
@@ -56,7 +56,7 @@ class ResponseWriter:
         )
 
     def take(self, event: ChatEvent) -> list[Event]:
-        """The events that a piece of the answer makes."""
+        """The events that a part of the answer makes."""
         if event.finish_reason is not None:
             self._reason = event.finish_reason
             if event.finish_reason in ("error", "abort"):

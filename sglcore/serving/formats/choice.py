@@ -44,14 +44,14 @@ def content_form(template: ChatTemplate) -> MessageForm:
 
 
 def choose_tools(
-    codec: TextCodec, asked: str, reasoning: ReasoningFamily | None, form: MessageForm
+    codec: TextCodec, name: str, reasoning: ReasoningFamily | None, form: MessageForm
 ) -> Choice[ToolFamily]:
     """The first tool parser with evidence that passes; raises ConfigError if the named one does not."""
-    if asked in OFF:
+    if name in OFF:
         return Choice(None, "turned off")
     absent = _no_tools(codec.template)
-    if asked != "auto":
-        return _named_tools(codec, _known(asked, TOOLS, "tool parser"), reasoning, form, absent)
+    if name != "auto":
+        return _named_tools(codec, _known(name, TOOLS, "tool parser"), reasoning, form, absent)
     if absent:
         return Choice(None, absent)
     literals = codec.template.literals(tools=True)
@@ -68,12 +68,12 @@ def choose_tools(
     return Choice(None, "; ".join(failures) or nothing, is_failure=bool(failures))
 
 
-def choose_reasoning(codec: TextCodec, asked: str) -> Choice[ReasoningFamily]:
+def choose_reasoning(codec: TextCodec, name: str) -> Choice[ReasoningFamily]:
     """The reasoning parser whose markers the template or the tokenizer has; raises ConfigError if a named one fails."""
-    if asked in OFF:
+    if name in OFF:
         return Choice(None, "turned off")
-    if asked != "auto":
-        family = _known(asked, REASONING, "reasoning parser")
+    if name != "auto":
+        family = _known(name, REASONING, "reasoning parser")
         try:
             _test_reasoning(codec, family)
         except Failed as error:

@@ -1,4 +1,4 @@
-"""What a model's text means, piece by piece: reasoning, content, and tool calls."""
+"""What a model's text means, part by part: reasoning, content, and tool calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Kind = Literal["reasoning", "content", "tool_start", "tool_arguments"]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One piece. `index` counts the tool calls of an answer from 0; a call starts once, then its arguments follow."""
+    """One part. `index` counts the tool calls of an answer from 0; a call starts once, then its arguments follow."""
 
     kind: Kind
     text: str = ""

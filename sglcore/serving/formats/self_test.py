@@ -149,9 +149,9 @@ def _turn(candidate: Candidate, form: MessageForm, calls: Sequence[Call]) -> Tur
     """What the template adds for an answer with these calls."""
     template, tools = candidate.codec.template, probe_tools()
     answer = {"role": "assistant", "content": None, "tool_calls": [_as_sent(call) for call in calls]}
-    asked = as_template_reads([QUESTION], form)
+    question = as_template_reads([QUESTION], form)
     answered = as_template_reads([QUESTION, answer], form)
-    before = template.render(asked, tools=tools, add_generation_prompt=True)
+    before = template.render(question, tools=tools, add_generation_prompt=True)
     after = template.render(answered, tools=tools, add_generation_prompt=False)
     # What both begin with is the prompt, but never the beginning of a marker.
     cut = next((place for place, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before))

@@ -281,7 +281,7 @@ class ChatAnswer(ChatFrame):
 
 
 class ChatChunk(ChatFrame):
-    """A part of a stream: news of one choice, or how far the prompt is, or at the end the usage."""
+    """A part of a stream: what is new of one choice, or how far the prompt is, or at the end the usage."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatDelta]

@@ -1,4 +1,4 @@
-"""The fields by which every generating request asks for its samples, and the forms an answer can be bound to."""
+"""The fields by which every generating request says what samples it wants, and the forms an answer can be bound to."""
 
 from __future__ import annotations
 

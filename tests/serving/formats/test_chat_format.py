@@ -60,12 +60,12 @@ def test_arguments_that_are_no_object_are_the_callers_error(formats: dict[str, C
 
 def test_tools_without_a_parser_are_refused_with_the_reason(formats: dict[str, ChatFormat]) -> None:
     for found in (formats["plain"], ChatFormat.detect(TextCodec(embedded_model()))):
-        for ask in (
+        for call in (
             lambda found=found: found.render([USER], tools=TOOLS),
             lambda found=found: found.tool_grammar(TOOLS, "required"),
         ):
             with pytest.raises(TextError, match="no place for tools"):
-                ask()
+                call()
         with pytest.raises(TextError, match="no place for tools"):
             found.render([USER, called("{}")])
         assert "Hi" in found.render([USER], tools=TOOLS, tool_choice="none").text
@@ -80,17 +80,17 @@ def test_without_tools_a_call_is_content(formats: dict[str, ChatFormat]) -> None
 
 
 def test_parts_of_text_are_joined_and_others_are_refused_by_name(formats: dict[str, ChatFormat]) -> None:
-    def ask(*parts: Any) -> str:
+    def rendered(*parts: Any) -> str:
         return formats["plain"].render([{"role": "user", "content": list(parts)}]).text
 
     one, two = ({"type": "text", "text": word} for word in ("one", "two"))
-    assert "one\ntwo<|im_end|>" in ask(one, two)
+    assert "one\ntwo<|im_end|>" in rendered(one, two)
     for kind in ("image_url", "input_audio", "file"):
         with pytest.raises(TextError, match=rf"messages\[0\].content holds a part of type '{kind}'"):
-            ask(one, {"type": kind})
+            rendered(one, {"type": kind})
     for wrong in ("text", {"type": "text"}, {"text": "x"}, 5):
         with pytest.raises(TextError, match=r"messages\[0\]"):
-            ask(wrong)
+            rendered(wrong)
     for wrong in (5, {"type": "text"}):
         with pytest.raises(TextError):
             formats["plain"].render([{"role": "user", "content": wrong}])
@@ -104,24 +104,24 @@ def test_a_template_that_reads_parts_gets_parts(tmp_path: Path) -> None:
     assert found.render([USER]).text == "[Hi]"
     assert found.render([{"role": "user", "content": [{"type": "text", "text": "a"}] * 2}]).text == "[a][a]"
     final = {"role": "assistant", "content": "go on"}
-    ask: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
-    assert found.render([USER, final], **ask).text == "[Hi][go on"
+    options: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
+    assert found.render([USER, final], **options).text == "[Hi][go on"
 
 
 def test_a_last_message_can_go_on(formats: dict[str, ChatFormat]) -> None:
     found = formats["hermes"]
-    ask: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
+    options: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
     talk = [USER, {"role": "assistant", "content": "The answer is "}]
-    assert found.render(talk, **ask).text.endswith("<|im_start|>assistant\nThe answer is ")
+    assert found.render(talk, **options).text.endswith("<|im_start|>assistant\nThe answer is ")
     thinking = [USER, {"role": "assistant", "content": "<think>Well, "}]
-    assert found.render(thinking, **ask).reasoning_open
-    assert not found.render([USER, {"role": "assistant", "content": "<think>a</think>b"}], **ask).reasoning_open
+    assert found.render(thinking, **options).reasoning_open
+    assert not found.render([USER, {"role": "assistant", "content": "<think>a</think>b"}], **options).reasoning_open
     with pytest.raises(TextError, match="both true"):
         found.render(talk, continue_final_message=True)
     with pytest.raises(TextError, match="no content"):
-        found.render([USER, called("{}")], **ask)
+        found.render([USER, called("{}")], **options)
     with pytest.raises(TextError, match="no content"):
-        found.render([], **ask)
+        found.render([], **options)
 
 
 def test_a_prompt_that_ends_inside_reasoning_says_so(formats: dict[str, ChatFormat]) -> None:

@@ -1,4 +1,4 @@
-"""A guarded app without a model: what tests of guards and connections ask."""
+"""An app without a model behind the middleware: what tests of it and of connections use."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, cast
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglcore.device.server_config import ServerConfig
-from sglcore.serving.guards import guard
-from sglcore.serving.messages import EngineStats
+from sglcore.serving.ipc import EngineStats
 from sglcore.serving.metrics import Metrics
+from sglcore.serving.middleware import with_middleware
 
 
 @dataclass
-class StillFront:
-    """What guards need of a front."""
+class StillFrontend:
+    """What middleware needs of a frontend."""
 
     config: ServerConfig
     numbers: EngineStats = field(default_factory=EngineStats)
@@ -30,10 +30,10 @@ class StillFront:
         return self.numbers
 
 
-def guarded(app: ASGIApp, config: ServerConfig, numbers: EngineStats | None = None) -> tuple[ASGIApp, StillFront]:
-    """The app behind all guards."""
-    front = StillFront(config, numbers or EngineStats())
-    return guard(app, cast(Any, front)), front
+def wrapped(app: ASGIApp, config: ServerConfig, numbers: EngineStats | None = None) -> tuple[ASGIApp, StillFrontend]:
+    """The app behind all middleware."""
+    frontend = StillFrontend(config, numbers or EngineStats())
+    return with_middleware(app, cast(Any, frontend)), frontend
 
 
 @dataclass
@@ -63,7 +63,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def ask(
+async def call(
     app: ASGIApp,
     path: str = "/v1/completions",
     *,

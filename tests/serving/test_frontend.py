@@ -1,4 +1,4 @@
-"""The front over played engines: what it lets in, and what becomes of it when the server stops."""
+"""The frontend over played engines: what it lets in, and what becomes of it when the server stops."""
 
 from __future__ import annotations
 
@@ -12,60 +12,60 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.errors import NotReady, Overloaded
-from sglcore.serving.front import Front
+from sglcore.serving.frontend import Frontend
 from sglcore.serving.generation import Generation
-from tests.serving.staged_fleet import Stage, info, until
+from tests.serving.staged_replicas import Stage, info, until
 
 PARAMS = SamplingParams(max_tokens=4)
 PLACES = info().limits["max_requests"]
 
 
 @asynccontextmanager
-async def staged_front(**settings: object) -> AsyncIterator[tuple[Front, Stage]]:
-    """A front whose engine the test plays; afterwards it has stopped."""
+async def staged_frontend(**settings: object) -> AsyncIterator[tuple[Frontend, Stage]]:
+    """A frontend whose engine the test plays; afterwards it has stopped."""
     stage = Stage(is_remote=False)
-    front = Front(EngineConfig(), ServerConfig(**settings), launcher=stage)  # pyright: ignore[reportArgumentType]
-    stage.fleet = front.fleet
-    await front.start()
+    frontend = Frontend(EngineConfig(), ServerConfig(**settings), launcher=stage)  # pyright: ignore[reportArgumentType]
+    stage.replica_set = frontend.replica_set
+    await frontend.start()
     try:
-        yield front, stage
+        yield frontend, stage
     finally:
-        await front.stop()
+        await frontend.stop()
 
 
-async def ask(front: Front) -> Generation:
-    return await front.generate([5, 6, 7], PARAMS)
+async def begin(frontend: Frontend) -> Generation:
+    return await frontend.generate([5, 6, 7], PARAMS)
 
 
 def test_so_many_may_wait_and_the_next_is_told_when_to_come_again_until_one_has_ended() -> None:
     async def play() -> None:
-        async with staged_front(max_queued_requests=2) as (front, stage):
+        async with staged_frontend(max_queued_requests=2) as (frontend, stage):
             engine = await stage.ready_engine()
-            asked = [await ask(front) for _ in range(PLACES + 2)]
+            generations = [await begin(frontend) for _ in range(PLACES + 2)]
             with pytest.raises(Overloaded, match="at most 2") as refused:
-                await ask(front)
+                await begin(frontend)
             assert refused.value.retry_after >= 1
-            engine.emit(asked[0].request_id, 9, reason="length")
-            await asked[0].wait()
-            asked.append(await ask(front))
+            engine.emit(generations[0].request_id, 9, reason="length")
+            await generations[0].wait()
+            generations.append(await begin(frontend))
             with pytest.raises(Overloaded):
-                await ask(front)
-            for generation in asked:
+                await begin(frontend)
+            for generation in generations:
                 generation.abort()
-            assert (await ask(front)).request_id in front.fleet.replicas[0].generations
+            assert (await begin(frontend)).request_id in frontend.replica_set.replicas[0].generations
 
     asyncio.run(play())
 
 
 def test_a_drain_takes_nothing_more_and_ends_with_the_last_request() -> None:
     async def play() -> None:
-        async with staged_front() as (front, stage):
+        async with staged_frontend() as (frontend, stage):
             engine = await stage.ready_engine()
-            first, second = await ask(front), await ask(front)
-            draining = asyncio.create_task(front.drain())
-            await until(lambda: front.health.phase == "draining")
+            first, second = await begin(frontend), await begin(frontend)
+            draining = asyncio.create_task(frontend.drain())
+            await until(lambda: frontend.health.phase == "draining")
             with pytest.raises(NotReady, match="draining"):
-                await ask(front)
+                await begin(frontend)
             engine.emit(first.request_id, 9, reason="length")
             await first.wait()
             assert not draining.done()
@@ -77,13 +77,13 @@ def test_a_drain_takes_nothing_more_and_ends_with_the_last_request() -> None:
 
 def test_what_is_overdue_is_told_so_and_keeps_what_had_come() -> None:
     async def play() -> None:
-        async with staged_front() as (front, stage):
+        async with staged_frontend() as (frontend, stage):
             engine = await stage.ready_engine()
-            begun, queued, ended = [await ask(front) for _ in range(3)]
+            begun, queued, ended = [await begin(frontend) for _ in range(3)]
             engine.emit(begun.request_id, 9)
             engine.emit(ended.request_id, 9, reason="length")
             await until(lambda: begun.has_started and ended.is_closed)
-            front.give_up()
+            frontend.give_up()
             assert (await ended.wait()).outputs[0].finish_reason == "length"
             for generation in (begun, queued):
                 with pytest.raises(NotReady, match="time to drain is over"):
@@ -95,14 +95,14 @@ def test_what_is_overdue_is_told_so_and_keeps_what_had_come() -> None:
 
 def test_each_sample_of_a_request_counts_as_one_that_waits() -> None:
     async def play() -> None:
-        async with staged_front(max_queued_requests=2) as (front, stage):
+        async with staged_frontend(max_queued_requests=2) as (frontend, stage):
             await stage.ready_engine()
             with pytest.raises(Overloaded, match=f"among the {PLACES} that run"):
-                await front.generate([5, 6, 7], SamplingParams(n=PLACES + 3))
-            fits = await front.generate([5, 6, 7], SamplingParams(n=PLACES + 2))
+                await frontend.generate([5, 6, 7], SamplingParams(n=PLACES + 3))
+            fits = await frontend.generate([5, 6, 7], SamplingParams(n=PLACES + 2))
             with pytest.raises(Overloaded):
-                await ask(front)
+                await begin(frontend)
             fits.abort()
-            (await ask(front)).abort()
+            (await begin(frontend)).abort()
 
     asyncio.run(play())

@@ -1,4 +1,4 @@
-"""How a guard turns a request away, so that the client reads why even if it is still sending."""
+"""How middleware turns a request away, so that the client reads why even if it is still sending."""
 
 from __future__ import annotations
 

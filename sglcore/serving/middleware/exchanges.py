@@ -1,4 +1,4 @@
-"""The outermost guard: gives each request an id, counts and logs its end, and answers for an error that nobody caught."""
+"""The outermost middleware: gives each request an id, counts and logs its end, and answers for an error that nobody caught."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglcore.serving.errors import told
 from sglcore.serving.exchange import CURRENT, Exchange
-from sglcore.serving.guards.refusal import header, refuse
 from sglcore.serving.metrics import Metrics
+from sglcore.serving.middleware.refusal import header, refuse
 
 QUIET = frozenset({"/livez", "/readyz", "/startupz", "/health", "/metrics", "/server_info/stats"})
 """Asked so often by machines that their log lines are of level debug."""
@@ -23,7 +23,7 @@ _ID = re.compile(rb"[A-Za-z0-9._:+=/-]{1,128}")
 
 
 class Exchanges:
-    """Wraps the other guards and the app."""
+    """Wraps the other middleware and the app."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, log: logging.Logger) -> None:
         """`log` gets one line for each request."""

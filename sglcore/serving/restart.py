@@ -12,7 +12,7 @@ LONGEST_WAIT = 30.0
 """Seconds before a start, at most."""
 
 
-class Lives:
+class RestartPolicy:
     """What is known of a replica's starts and ends."""
 
     def __init__(self, longest_wait: float = LONGEST_WAIT) -> None:

@@ -1,4 +1,4 @@
-"""What stands between the network and the app: each guard is plain ASGI, knows one danger, and streams through."""
+"""What stands between the network and the app: each part is plain ASGI, knows one danger, and streams through."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from sglcore.serving.guards.admission import Admission
-from sglcore.serving.guards.bodies import Bodies
-from sglcore.serving.guards.exchanges import Exchanges
-from sglcore.serving.guards.hosts import Hosts
-from sglcore.serving.guards.keys import Keys
+from sglcore.serving.middleware.admission import Admission
+from sglcore.serving.middleware.bodies import Bodies
+from sglcore.serving.middleware.exchanges import Exchanges
+from sglcore.serving.middleware.hosts import Hosts
+from sglcore.serving.middleware.keys import Keys
 
 if TYPE_CHECKING:
-    from sglcore.serving.front import Front
+    from sglcore.serving.frontend import Frontend
 
 log = logging.getLogger("sglcore.serving")
 
@@ -23,14 +23,14 @@ REQUEST_LOG = "sglcore.requests"
 _EXPOSED = ("x-request-id", "x-sglcore-warnings", "retry-after")
 
 
-def guard(app: ASGIApp, front: Front) -> ASGIApp:
-    """The app behind its guards, the outermost last: bodies, admission, keys, CORS, hosts, and the record of it all."""
-    config, metrics = front.config, front.metrics
+def with_middleware(app: ASGIApp, frontend: Frontend) -> ASGIApp:
+    """The app behind its middleware, the outermost last: bodies, admission, keys, CORS, hosts, and the record of it all."""
+    config, metrics = frontend.config, frontend.metrics
     if not config.api_key and not config.is_loopback:
         log.warning("whoever reaches %s may use this server; give it keys with --api-key-file", config.host)
     app = Bodies(app, config.max_request_bytes, config.body_timeout, metrics)
     app = Admission(
-        app, config.max_concurrent_requests, config.max_queued_requests, lambda: front.stats().waiting, metrics
+        app, config.max_concurrent_requests, config.max_queued_requests, lambda: frontend.stats().waiting, metrics
     )
     if config.api_key:
         app = Keys(app, config.api_key, metrics)

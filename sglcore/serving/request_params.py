@@ -111,18 +111,18 @@ def _guided(body: SamplingFields) -> StructuredOutputs:
 def _of_structured(found: StructuredOutputs | None, prefix: str = "structured_outputs.") -> dict[str, Grammar]:
     if found is None:
         return {}
-    asked: dict[str, tuple[GrammarKind, str]] = {}
+    bound: dict[str, tuple[GrammarKind, str]] = {}
     if found.json_ is not None:
-        asked["json"] = ("json_schema", _schema_text(found.json_, f"{prefix}json"))
+        bound["json"] = ("json_schema", _schema_text(found.json_, f"{prefix}json"))
     if found.json_object:
-        asked["json_object"] = ("json_object", "")
+        bound["json_object"] = ("json_object", "")
     if found.regex is not None:
-        asked["regex"] = ("regex", found.regex)
+        bound["regex"] = ("regex", found.regex)
     if found.grammar is not None:
-        asked["grammar"] = ("ebnf" if "::=" in found.grammar else "lark", found.grammar)
+        bound["grammar"] = ("ebnf" if "::=" in found.grammar else "lark", found.grammar)
     if found.choice is not None:
-        asked["choice"] = ("regex", "|".join(map(_literal, found.choice)))
-    return {prefix + name: _grammar(prefix + name, *given) for name, given in asked.items()}
+        bound["choice"] = ("regex", "|".join(map(_literal, found.choice)))
+    return {prefix + name: _grammar(prefix + name, *given) for name, given in bound.items()}
 
 
 def _grammar(param: str, kind: GrammarKind, text: str) -> Grammar:

@@ -14,14 +14,14 @@ from zmq.utils.monitor import recv_monitor_message
 
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
-from sglcore.serving.channel import EngineChannel, FrontChannel
+from sglcore.serving.channel import EngineChannel, FrontendChannel
 from sglcore.serving.engine_process import LINK_BROKE
 from sglcore.serving.errors import EngineDied, NotReady
-from sglcore.serving.fleet import MOST_TRIES
+from sglcore.serving.ipc import Abort, Address, Embed, Embedded, EngineStats, Failed, Phase
 from sglcore.serving.launch import launcher_for
-from sglcore.serving.lives import LONGEST_WAIT, MOST_FAILED_STARTS, SHORT_LIFE, Lives
-from sglcore.serving.messages import Abort, Address, Embed, Embedded, EngineStats, Failed, Phase
-from tests.serving.staged_fleet import staged, until
+from sglcore.serving.replica_set import MOST_TRIES
+from sglcore.serving.restart import LONGEST_WAIT, MOST_FAILED_STARTS, SHORT_LIFE, RestartPolicy
+from tests.serving.staged_replicas import staged, until
 
 FAILED_HANDSHAKE = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -35,12 +35,12 @@ def run(play: Coroutine[None, None, None]) -> None:
 def test_a_fleet_is_ready_when_all_that_it_began_with_are() -> None:
     async def play() -> None:
         async with staged(replicas=2) as stage:
-            health = stage.fleet.health
+            health = stage.replica_set.health
             assert health.phase == "starting" and not health.ready
             await stage.ready_engine()
             assert not health.ready
             await stage.ready_engine()
-            assert health.ready and stage.fleet.info is not None
+            assert health.ready and stage.replica_set.info is not None
 
     run(play())
 
@@ -50,8 +50,8 @@ def test_a_start_shows_its_phases_and_takes_no_request() -> None:
         async with staged() as stage:
             engine = await stage.launched()
             engine.say(Phase("loading weights", 3, 9))
-            await until(lambda: stage.fleet.health.phase == "loading weights")
-            snapshot = stage.fleet.health.snapshot()
+            await until(lambda: stage.replica_set.health.phase == "loading weights")
+            snapshot = stage.replica_set.health.snapshot()
             assert (snapshot["done"], snapshot["total"]) == (3, 9)
             with pytest.raises(NotReady, match="loading weights"):
                 stage.submit("early")
@@ -70,9 +70,9 @@ def test_a_single_engine_that_dies_fails_what_it_had_and_ends_the_server() -> No
             for generation in (begun, queued):
                 with pytest.raises(EngineDied, match="signal 9"):
                     await generation.wait()
-            await asyncio.wait_for(stage.fleet.stopped.wait(), 20)
-            health = stage.fleet.health
-            assert (stage.fleet.exit_code, health.live, health.ready) == (1, False, False)
+            await asyncio.wait_for(stage.replica_set.stopped.wait(), 20)
+            health = stage.replica_set.health
+            assert (stage.replica_set.exit_code, health.live, health.ready) == (1, False, False)
             assert "signal 9" in health.reason
 
     run(play())
@@ -82,8 +82,8 @@ def test_the_last_words_of_an_engine_are_the_reason_and_its_exit_code() -> None:
     async def play() -> None:
         async with staged(restart=True) as stage:
             (await stage.launched()).die(2, failed=Failed("no checkpoint in the folder", 2))
-            await asyncio.wait_for(stage.fleet.stopped.wait(), 20)
-            assert (stage.fleet.exit_code, stage.fleet.health.reason) == (2, "no checkpoint in the folder")
+            await asyncio.wait_for(stage.replica_set.stopped.wait(), 20)
+            assert (stage.replica_set.exit_code, stage.replica_set.health.reason) == (2, "no checkpoint in the folder")
             assert len(stage.engines) == 1, "the same configuration was tried again"
 
     run(play())
@@ -93,10 +93,10 @@ def test_a_start_that_fails_three_times_is_given_up() -> None:
     async def play() -> None:
         async with staged(restart=True) as stage:
             for _ in range(MOST_FAILED_STARTS):
-                assert not stage.fleet.stopped.is_set()
+                assert not stage.replica_set.stopped.is_set()
                 (await stage.launched()).die(1)
-            await asyncio.wait_for(stage.fleet.stopped.wait(), 20)
-            assert (len(stage.engines), stage.fleet.exit_code) == (MOST_FAILED_STARTS, 1)
+            await asyncio.wait_for(stage.replica_set.stopped.wait(), 20)
+            assert (len(stage.engines), stage.replica_set.exit_code) == (MOST_FAILED_STARTS, 1)
 
     run(play())
 
@@ -107,8 +107,8 @@ def test_an_engine_that_can_not_be_launched_again_is_a_failed_start() -> None:
             engine = await stage.ready_engine()
             stage.refusal = OSError("no memory for a process")
             engine.die()
-            await asyncio.wait_for(stage.fleet.stopped.wait(), 20)
-            assert "no memory for a process" in stage.fleet.health.reason
+            await asyncio.wait_for(stage.replica_set.stopped.wait(), 20)
+            assert "no memory for a process" in stage.replica_set.health.reason
 
     run(play())
 
@@ -117,18 +117,20 @@ def test_what_has_begun_fails_and_what_waits_is_given_to_the_other_replica() -> 
     async def play() -> None:
         async with staged(replicas=2) as stage:
             dying, other = await stage.ready_engine(), await stage.ready_engine()
-            asks = [stage.submit(f"r{index}", index) for index in range(4)]
+            requests = [stage.submit(f"r{index}", index) for index in range(4)]
             begun, queued = (
-                ask for ask in asks if ask.request_id in stage.fleet.replicas[dying.spec.replica].generations
+                request
+                for request in requests
+                if request.request_id in stage.replica_set.replicas[dying.spec.replica].generations
             )
-            names = {(await other.asked()).request_id for _ in range(2)}
+            names = {(await other.next_request()).request_id for _ in range(2)}
             dying.emit(begun.request_id, 9)
             await begun.__anext__()
             dying.die()
             with pytest.raises(EngineDied, match="part of the answer had been given"):
                 await begun.wait()
-            assert stage.fleet.health.ready, "one replica is left"
-            again = await other.asked()
+            assert stage.replica_set.health.ready, "one replica is left"
+            again = await other.next_request()
             assert again.request_id == queued.request_id and again.request_id not in names
             other.emit(queued.request_id, 9, 10, reason="length")
             assert (await queued.wait()).outputs[0].token_ids == [9, 10]
@@ -142,18 +144,22 @@ def test_what_waits_goes_to_the_replacement_when_nobody_else_is_there() -> None:
         async with staged(restart=True) as stage:
             first = await stage.ready_engine()
             queued = stage.submit("queued")
-            asked = await first.asked()
+            first_try = await first.next_request()
             first.die()
-            await until(lambda: stage.fleet.health.phase == "restarting")
+            await until(lambda: stage.replica_set.health.phase == "restarting")
             with pytest.raises(NotReady, match="restarting"):
                 stage.submit("new")
             second = await stage.ready_engine()
-            assert stage.fleet.health.ready
-            again = await second.asked()
-            assert (again.request_id, again.seed, again.prompt) == (asked.request_id, asked.seed, asked.prompt)
+            assert stage.replica_set.health.ready
+            again = await second.next_request()
+            assert (again.request_id, again.seed, again.prompt) == (
+                first_try.request_id,
+                first_try.seed,
+                first_try.prompt,
+            )
             second.emit("queued", 4, reason="stop")
             assert (await queued.wait()).outputs[0].token_ids == [4]
-            assert stage.fleet.ready[0].load == 0
+            assert stage.replica_set.ready[0].load == 0
 
     run(play())
 
@@ -164,14 +170,14 @@ def test_a_request_that_is_aborted_between_two_engines_is_not_started_again() ->
             first = await stage.ready_engine()
             gone, stays = stage.submit("gone"), stage.submit("stays")
             first.die()
-            await until(lambda: stage.fleet.health.phase == "restarting")
+            await until(lambda: stage.replica_set.health.phase == "restarting")
             second = await stage.launched()
             gone.abort()
             second.become_ready()
-            assert (await second.asked()).request_id == "stays"
-            assert second.orders.empty() and gone.output.outputs[0].finish_reason == "abort"
+            assert (await second.next_request()).request_id == "stays"
+            assert second.requests.empty() and gone.output.outputs[0].finish_reason == "abort"
             stays.abort()
-            assert await second.orders.get() == Abort("stays")
+            assert await second.requests.get() == Abort("stays")
 
     run(play())
 
@@ -182,10 +188,10 @@ def test_a_request_that_ends_every_engine_is_given_up() -> None:
             engine = await stage.ready_engine()
             poison = stage.submit("poison")
             for _ in range(MOST_TRIES - 1):
-                await engine.asked()
+                await engine.next_request()
                 engine.die()
                 engine = await stage.ready_engine()
-            await engine.asked()
+            await engine.next_request()
             engine.die()
             with pytest.raises(EngineDied, match=f"{MOST_TRIES} engines have ended while they had this request"):
                 await poison.wait()
@@ -198,11 +204,11 @@ def test_an_embedding_is_tried_again_where_another_engine_comes() -> None:
     async def play() -> None:
         async with staged(restart=True) as stage:
             first = await stage.ready_engine(generates=False)
-            wanted = asyncio.ensure_future(stage.fleet.embed("e", [5, 6]))
-            assert isinstance(await first.orders.get(), Embed)
+            wanted = asyncio.ensure_future(stage.replica_set.embed("e", [5, 6]))
+            assert isinstance(await first.requests.get(), Embed)
             first.die()
             second = await stage.ready_engine(generates=False)
-            assert isinstance(await second.orders.get(), Embed)
+            assert isinstance(await second.requests.get(), Embed)
             second.say(Embedded("e", b"vector"))
             assert await wanted == b"vector"
 
@@ -213,8 +219,8 @@ def test_an_embedding_fails_where_no_engine_comes() -> None:
     async def play() -> None:
         async with staged() as stage:
             engine = await stage.ready_engine(generates=False)
-            wanted = asyncio.ensure_future(stage.fleet.embed("e", [5, 6]))
-            await engine.orders.get()
+            wanted = asyncio.ensure_future(stage.replica_set.embed("e", [5, 6]))
+            await engine.requests.get()
             engine.die()
             with pytest.raises(EngineDied):
                 await wanted
@@ -228,14 +234,14 @@ def test_a_replica_that_was_ready_and_can_not_start_again_leaves_the_others_serv
             first, second = await stage.ready_engine(), await stage.ready_engine()
             first.die()
             (await stage.launched()).die(2, failed=Failed("its device is gone", 2))
-            await until(lambda: len(stage.fleet.replicas) == 1)
-            assert stage.fleet.health.ready and not stage.fleet.stopped.is_set()
+            await until(lambda: len(stage.replica_set.replicas) == 1)
+            assert stage.replica_set.health.ready and not stage.replica_set.stopped.is_set()
             stage.submit("next")
-            assert (await second.asked()).request_id == "next"
+            assert (await second.next_request()).request_id == "next"
             second.die()
             (await stage.launched()).die(2, failed=Failed("its device is gone too", 2))
-            await asyncio.wait_for(stage.fleet.stopped.wait(), 20)
-            assert stage.fleet.health.reason == "its device is gone too"
+            await asyncio.wait_for(stage.replica_set.stopped.wait(), 20)
+            assert stage.replica_set.health.reason == "its device is gone too"
 
     run(play())
 
@@ -248,7 +254,7 @@ def test_stopping_fails_what_is_on_its_way_and_ends_engines_that_still_start() -
             on_its_way = [stage.submit(f"r{index}") for index in range(4)]
             second.die()
             await stage.launched()
-            await stage.fleet.stop()
+            await stage.replica_set.stop()
             for generation in on_its_way:
                 with pytest.raises(EngineDied):
                     await generation.wait()
@@ -263,11 +269,11 @@ def test_the_counters_of_engines_that_died_are_kept() -> None:
             for count in (5, 7):
                 engine = await stage.ready_engine()
                 engine.say(EngineStats(time=1.0, generation_tokens=count, running=1, paths={"eager": count}))
-                await until(lambda: stage.fleet.stats().running == 1)
+                await until(lambda: stage.replica_set.stats().running == 1)
                 engine.die()
-                await until(lambda: stage.fleet.stats().running == 0)
-            total = stage.fleet.stats()
-            assert (total.generation_tokens, total.paths, stage.fleet.deaths) == (12, {"eager": 12}, 2)
+                await until(lambda: stage.replica_set.stats().running == 0)
+            total = stage.replica_set.stats()
+            assert (total.generation_tokens, total.paths, stage.replica_set.deaths) == (12, {"eager": 12}, 2)
 
     run(play())
 
@@ -275,16 +281,19 @@ def test_the_counters_of_engines_that_died_are_kept() -> None:
 def test_an_engine_hears_that_its_connection_broke_and_not_that_it_closed_it() -> None:
     async def play() -> None:
         context, lost = zmq.asyncio.Context(), [threading.Event(), threading.Event()]
-        fronts = [FrontChannel(context, "tcp://127.0.0.1:0") for _ in lost]
-        engines = [EngineChannel(Address(front.endpoint), event.set) for front, event in zip(fronts, lost, strict=True)]
-        for front, engine in zip(fronts, engines, strict=True):
+        frontends = [FrontendChannel(context, "tcp://127.0.0.1:0") for _ in lost]
+        engines = [
+            EngineChannel(Address(frontend.endpoint), event.set)
+            for frontend, event in zip(frontends, lost, strict=True)
+        ]
+        for frontend, engine in zip(frontends, engines, strict=True):
             engine.send(Phase("connected", 0, 0))
-            await asyncio.wait_for(front.receive(), 20)
+            await asyncio.wait_for(frontend.receive(), 20)
         engines[1].close()
-        fronts[0].close()
+        frontends[0].close()
         assert await asyncio.to_thread(lost[0].wait, 20)
         assert not lost[1].is_set()
-        fronts[1].close()
+        frontends[1].close()
         engines[0].close()
         context.destroy(linger=0)
 
@@ -295,8 +304,8 @@ def test_an_engine_that_lost_its_connection_says_so() -> None:
     async def play() -> None:
         async with staged() as stage:
             (await stage.ready_engine()).die(LINK_BROKE)
-            await asyncio.wait_for(stage.fleet.stopped.wait(), 20)
-            assert stage.fleet.health.reason.endswith("lost its connection to this server")
+            await asyncio.wait_for(stage.replica_set.stopped.wait(), 20)
+            assert stage.replica_set.health.reason.endswith("lost its connection to this server")
 
     run(play())
 
@@ -358,18 +367,18 @@ def test_a_cluster_that_can_not_be_reached_is_refused_at_once(
 
 
 def test_starts_wait_longer_and_longer_and_a_long_life_forgives_all() -> None:
-    lives = Lives()
+    policy = RestartPolicy()
     waits = []
     for _ in range(8):
-        lives.end(1.0, 1)
-        waits.append(lives.wait)
-    assert waits == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_WAIT, LONGEST_WAIT] and lives.may_go_on
-    lives.end(SHORT_LIFE, 1)
-    assert lives.wait == 0.0
-    lives.end(None, 1)
-    assert (lives.wait, lives.may_go_on) == (1.0, True)
-    lives.end(None, 2)
-    assert not lives.may_go_on
+        policy.end(1.0, 1)
+        waits.append(policy.wait)
+    assert waits == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_WAIT, LONGEST_WAIT] and policy.may_go_on
+    policy.end(SHORT_LIFE, 1)
+    assert policy.wait == 0.0
+    policy.end(None, 1)
+    assert (policy.wait, policy.may_go_on) == (1.0, True)
+    policy.end(None, 2)
+    assert not policy.may_go_on
 
 
 def test_whatever_keeps_a_replica_from_starting_again_those_who_wait_for_it_hear_of_it() -> None:
@@ -377,12 +386,12 @@ def test_whatever_keeps_a_replica_from_starting_again_those_who_wait_for_it_hear
         async with staged(restart=True) as stage:
             engine = await stage.ready_engine()
             waiting = stage.submit("queued")
-            await engine.asked()
+            await engine.next_request()
             stage.refusal = RuntimeError("no place left")
             engine.die()
             with pytest.raises(EngineDied, match="no place left"):
                 await waiting.wait()
-            assert stage.fleet.stopped.is_set() and stage.fleet.exit_code == 1
+            assert stage.replica_set.stopped.is_set() and stage.replica_set.exit_code == 1
 
     run(play())
 
@@ -392,14 +401,14 @@ def test_an_answer_of_which_a_report_can_not_be_read_is_never_given_as_whole() -
         async with staged() as stage:
             engine = await stage.ready_engine()
             generation = stage.submit("cut")
-            await engine.asked()
+            await engine.next_request()
             engine.emit("cut", 9)
             await generation.__anext__()
-            engine.say_bytes(b"\x92\x03no news")
+            engine.say_bytes(b"\x92\x03no outputs")
             engine.emit("cut", 10, reason="length")
             with pytest.raises(EngineDied, match="could not be followed"):
                 await generation.wait()
-            assert engine.has_ended and not stage.fleet.health.live
+            assert engine.has_ended and not stage.replica_set.health.live
 
     run(play())
 
@@ -409,11 +418,11 @@ def test_giving_up_tells_those_who_run_and_those_who_wait_for_a_replica() -> Non
         async with staged(restart=True) as stage:
             engine = await stage.ready_engine()
             waiting = stage.submit("waits")
-            await engine.asked()
+            await engine.next_request()
             engine.die()
             again = await stage.launched()
             assert not waiting.is_closed and not again.has_ended
-            stage.fleet.give_up(NotReady("draining"))
+            stage.replica_set.give_up(NotReady("draining"))
             with pytest.raises(NotReady, match="draining"):
                 await waiting.wait()
 

@@ -9,8 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.asks import format_grammar
-from sglcore.serving.chat_run import ChatAsk
+from sglcore.serving.chat_run import ChatRequest
 from sglcore.serving.dialects.fields import checked_params, refuse_fields, refuse_kind, warnings_of
 from sglcore.serving.errors import InvalidRequest
 from sglcore.serving.protocol.drawing import DRAWING
@@ -27,6 +26,7 @@ from sglcore.serving.protocol.messages import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from sglcore.serving.request_params import format_grammar
 
 _ABSENT = MappingProxyType(
     {"mcp_servers": "this server calls no other servers", "container": "this server has no containers"}
@@ -42,7 +42,7 @@ _OWN_NAMES = MappingProxyType({"stop": "stop_sequences"})
 class Turn:
     """A request, read. `warnings` are the fields that had no effect."""
 
-    ask: ChatAsk
+    request: ChatRequest
     warnings: tuple[str, ...]
 
 
@@ -51,11 +51,12 @@ def read_request(body: MessagesRequest) -> Turn:
     refuse_fields(body.model_dump(include=set(_ABSENT)), _ABSENT)
     values = {**body.given(*DRAWING), "stop": body.stop_sequences or None, "grammar": _grammar(body)}
     return Turn(
-        make_ask(body, checked_params(body.max_tokens, values, _OWN_NAMES)), warnings_of(body.warnings(), _notes(body))
+        chat_request(body, checked_params(body.max_tokens, values, _OWN_NAMES)),
+        warnings_of(body.warnings(), _notes(body)),
     )
 
 
-def make_ask(body: CountRequest, params: SamplingParams) -> ChatAsk:
+def chat_request(body: CountRequest, params: SamplingParams) -> ChatRequest:
     """The chat request of a conversation. An answer that the conversation ends with is gone on with."""
     messages = _system(body.system)
     for place, message in enumerate(body.messages):
@@ -67,7 +68,7 @@ def make_ask(body: CountRequest, params: SamplingParams) -> ChatAsk:
             wanted="a user message with the tool_result blocks of its calls",
             param=f"messages[{len(body.messages) - 1}]",
         )
-    return ChatAsk(
+    return ChatRequest(
         messages=messages,
         tools=[_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools or ())] or None,
         tool_choice=_choice(body),

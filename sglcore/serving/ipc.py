@@ -1,6 +1,6 @@
-"""What the front and an engine process say to each other: typed records as msgpack. Nothing here is ever unpickled.
+"""What the frontend and an engine process say to each other: typed records as msgpack. Nothing here is ever unpickled.
 
-The front sends `Order`s, an engine sends `Report`s; every record of a side has a tag of its own.
+The frontend sends each `EngineRequest`, an engine each `EngineReply`; every record of a side has a tag of its own.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from sglcore.schedule.output import EngineOutput
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where the front listens for one engine. `public` and `secret` are the engine's CURVE keys, `front` the front's public
+    """Where the frontend listens for one engine. `public` and `secret` are the engine's CURVE keys, `frontend` the frontend's public
     key; empty on a socket file."""
 
     endpoint: str
-    front: str = ""
+    frontend: str = ""
     public: str = ""
     secret: str = ""
 
 
-class Ask(msgspec.Struct, array_like=True, tag=1, gc=False):
+class GenerateRequest(msgspec.Struct, array_like=True, tag=1, gc=False):
     """Run a prompt: `prompt` is int32 in little-endian bytes, `params` what differs from the defaults."""
 
     request_id: str
@@ -66,11 +66,11 @@ class Audit(msgspec.Struct, array_like=True, tag=5, gc=False):
     request_id: str
 
 
-class Leave(msgspec.Struct, array_like=True, tag=6, gc=False):
+class Shutdown(msgspec.Struct, array_like=True, tag=6, gc=False):
     """End the process; what still runs is dropped."""
 
 
-Order = Ask | Abort | Stop | Embed | Audit | Leave
+EngineRequest = GenerateRequest | Abort | Stop | Embed | Audit | Shutdown
 
 
 class Phase(msgspec.Struct, array_like=True, tag=1, gc=False):
@@ -184,7 +184,7 @@ class Failed(msgspec.Struct, array_like=True, tag=8, gc=False):
     exit_code: int
 
 
-Report = Phase | Ready | EngineOutputs | Refused | Embedded | EngineStats | Audited | Failed
+EngineReply = Phase | Ready | EngineOutputs | Refused | Embedded | EngineStats | Audited | Failed
 
 _DEFAULTS = MappingProxyType({item.name: getattr(SamplingParams(), item.name) for item in fields(SamplingParams)})
 

@@ -7,8 +7,8 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglcore.serving.errors import INVALID, Failure
-from sglcore.serving.guards.refusal import body_length, has_body, header, refuse
 from sglcore.serving.metrics import Metrics
+from sglcore.serving.middleware.refusal import body_length, has_body, header, refuse
 
 ARRIVING = 32
 """So many bodies of the greatest size may be arriving at once; beyond that, requests are told to come again."""

@@ -8,8 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.asks import check_limit, format_grammar
-from sglcore.serving.chat_run import ChatAsk
+from sglcore.serving.chat_run import ChatRequest
 from sglcore.serving.dialects.fields import SHOWN, checked_params, refuse_fields, refuse_kind, warnings_of
 from sglcore.serving.errors import InvalidRequest
 from sglcore.serving.protocol.drawing import DRAWING
@@ -27,6 +26,7 @@ from sglcore.serving.protocol.responses import (
     SchemaFormat,
     TextPart,
 )
+from sglcore.serving.request_params import check_limit, format_grammar
 
 Message = dict[str, Any]
 
@@ -46,9 +46,9 @@ LOGPROBS = "message.output_text.logprobs"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request, read: `new` are the messages of its own input, `ask` has those before them too."""
+    """A request, read: `new` are the messages of its own input, `request` has those before them too."""
 
-    ask: ChatAsk
+    request: ChatRequest
     new: tuple[Message, ...]
     warnings: tuple[str, ...]
 
@@ -58,20 +58,20 @@ def read_request(body: ResponsesRequest, earlier: Sequence[Message], max_logprob
     refuse_fields(body.model_dump(include=set(_ABSENT)), _ABSENT)
     new = read_input(body, earlier)
     return Turn(
-        ask=make_ask(body, [*earlier, *new], _params(body, max_logprobs)),
+        request=chat_request(body, [*earlier, *new], _params(body, max_logprobs)),
         new=tuple(new),
         warnings=warnings_of(body.warnings(), _notes(body)),
     )
 
 
-def make_ask(body: Conversation, messages: list[Message], params: SamplingParams) -> ChatAsk:
+def chat_request(body: Conversation, messages: list[Message], params: SamplingParams) -> ChatRequest:
     """The chat request of a conversation; `instructions` stand before it."""
     if body.truncation == "auto":
         raise InvalidRequest(
             "truncation: found 'auto'", wanted="'disabled'", remedy="shorten the input", param="truncation"
         )
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    return ChatAsk(
+    return ChatRequest(
         messages=[*system, *messages],
         tools=[_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools or ())] or None,
         tool_choice=_choice(body),

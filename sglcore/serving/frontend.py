@@ -1,4 +1,4 @@
-"""The front: text in, text out, over the engine processes. It tokenises, checks and times; it runs no model."""
+"""The frontend: text in, text out, over the engine processes. It tokenises, checks and times; it runs no model."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
 from sglcore.device.worker import Limits
-from sglcore.engine.assembly import Assembly
 from sglcore.engine.core import Prompt, check_ids, read_prompt
+from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.start import model_folder
 from sglcore.engine.text import TextCodec, TextError
 from sglcore.sampling.params import SamplingParams, fresh_seed
 from sglcore.schedule.request import Request
 from sglcore.schedule.results import check_request
 from sglcore.serving.errors import NotReady, Overloaded
-from sglcore.serving.fleet import Fleet
 from sglcore.serving.formats.chat_format import ChatFormat
 from sglcore.serving.generation import Generation
 from sglcore.serving.health import Health
+from sglcore.serving.ipc import EngineStats, GenerateRequest, ModelInfo, pack_ids, pack_params
 from sglcore.serving.launch import Launcher
-from sglcore.serving.messages import Ask, EngineStats, ModelInfo, pack_ids, pack_params
 from sglcore.serving.metrics import Metrics
+from sglcore.serving.replica_set import ReplicaSet
 
 LONG_TEXT = 4096
 """Characters from which a prompt is tokenised beside the event loop, so that other requests do not wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Embedded:
+class Embedding:
     """A prompt's embedding, float32 [hidden] of length 1, and how many tokens it had."""
 
     vector: np.ndarray
     tokens: int
 
 
-class Front:
+class Frontend:
     """One model, served. `start` launches the engines and returns at once; `health` says when they answer."""
 
     def __init__(
@@ -68,23 +68,23 @@ class Front:
         self.names: tuple[str, ...] = server.served_model_name or (self._own_name(),)
         self.created = int(time.time())
         self.health = Health()
-        self.fleet = Fleet(config, server, self.health, chosen=chosen, launcher=launcher)
+        self.replica_set = ReplicaSet(config, server, self.health, chosen=chosen, launcher=launcher)
         self.metrics = Metrics(self.names[0], __version__, self._numbers)
-        self.metrics.engine_deaths = lambda: self.fleet.deaths
+        self.metrics.engine_deaths = lambda: self.replica_set.deaths
         self._open = 0
 
     @property
     def info(self) -> ModelInfo | None:
         """What runs; None until an engine is ready."""
-        return self.fleet.info
+        return self.replica_set.info
 
     async def start(self) -> None:
         """Launch the engines; does not wait for the model."""
-        await self.fleet.start()
+        await self.replica_set.start()
 
     async def stop(self) -> None:
         """End the engines; what they have is dropped. Waits."""
-        await self.fleet.stop()
+        await self.replica_set.stop()
 
     async def drain(self) -> None:
         """Take no more requests; waits until none is on its way."""
@@ -94,7 +94,7 @@ class Front:
 
     def give_up(self) -> None:
         """Fail what is on its way, so that its clients are told; the drain took too long."""
-        self.fleet.give_up(NotReady(f"{self.health.phase}, and its time to drain is over"))
+        self.replica_set.give_up(NotReady(f"{self.health.phase}, and its time to drain is over"))
 
     async def generate(
         self,
@@ -115,15 +115,15 @@ class Front:
         self._check(ids, params, info)
         seed = params.seed if params.seed is not None else fresh_seed()
         name = request_id or f"req-{secrets.token_hex(12)}"
-        assembly = Assembly(self.codec, name, prompt if isinstance(prompt, str) else None, ids, params, seed)
-        ask = Ask(name, pack_ids(ids), pack_params(params), seed, progress)
-        generation = Generation(ask, assembly, clock)
-        self.fleet.submit(generation)
+        processor = OutputProcessor(self.codec, name, prompt if isinstance(prompt, str) else None, ids, params, seed)
+        request = GenerateRequest(name, pack_ids(ids), pack_params(params), seed, progress)
+        generation = Generation(request, processor, clock)
+        self.replica_set.submit(generation)
         self._open += params.n
         generation.when_closed(lambda: self._count_closed(params.n))
         return generation
 
-    async def embed(self, prompts: Sequence[Prompt]) -> list[Embedded]:
+    async def embed(self, prompts: Sequence[Prompt]) -> list[Embedding]:
         """The embedding of each prompt; waits for all. Raises as `generate`, and TextError for a model that generates."""
         info = self._ready_info()
         if info.generates:
@@ -131,17 +131,20 @@ class Front:
                 "this checkpoint generates text", wanted="an encoder, such as BERT", remedy="use completions"
             )
         self._refuse_overload(info, len(prompts))
-        asked = [await self.tokenize(prompt) for prompt in prompts]
-        for ids in asked:
+        tokenized = [await self.tokenize(prompt) for prompt in prompts]
+        for ids in tokenized:
             self._check(ids, SamplingParams(), info, task="embed")
-        names = [f"embed-{secrets.token_hex(12)}" for _ in asked]
-        self._open += len(asked)
+        names = [f"embed-{secrets.token_hex(12)}" for _ in tokenized]
+        self._open += len(tokenized)
         try:
-            found = await asyncio.gather(*(self.fleet.embed(name, ids) for name, ids in zip(names, asked, strict=True)))
+            found = await asyncio.gather(
+                *(self.replica_set.embed(name, ids) for name, ids in zip(names, tokenized, strict=True))
+            )
         finally:
-            self._count_closed(len(asked))
+            self._count_closed(len(tokenized))
         return [
-            Embedded(np.frombuffer(vector, dtype="<f4"), len(ids)) for vector, ids in zip(found, asked, strict=True)
+            Embedding(np.frombuffer(vector, dtype="<f4"), len(ids))
+            for vector, ids in zip(found, tokenized, strict=True)
         ]
 
     async def tokenize(self, prompt: Prompt, *, special: bool = True) -> list[int]:
@@ -152,13 +155,13 @@ class Front:
 
     def stats(self) -> EngineStats:
         """The newest counters of all engines together; does not wait."""
-        return self.fleet.stats()
+        return self.replica_set.stats()
 
     async def audit(self) -> list[str]:
-        """Pages and slots that are lost or held twice in any engine; waits. Raises NotReady if there is none to ask."""
-        if not self.fleet.ready:
+        """Pages and slots that are lost or held twice in any engine; waits. Raises NotReady if there is none."""
+        if not self.replica_set.ready:
             raise NotReady(self.health.phase)
-        return await self.fleet.audit()
+        return await self.replica_set.audit()
 
     def _ready_info(self) -> ModelInfo:
         info = self.info
@@ -168,7 +171,7 @@ class Front:
 
     def _refuse_overload(self, info: ModelInfo, more: int) -> None:
         """Raise Overloaded if `more` samples would wait behind too many."""
-        places = info.limits["max_requests"] * max(len(self.fleet.ready), 1)
+        places = info.limits["max_requests"] * max(len(self.replica_set.ready), 1)
         waiting = self._open + more - places
         if waiting > self.config.max_queued_requests:
             raise Overloaded(
@@ -192,7 +195,7 @@ class Front:
         return self.model_path.resolve().name if self.engine_config.model is not None else "sglcore-demo"
 
     def _numbers(self) -> list[tuple[str, str, EngineStats | None]]:
-        replicas = self.fleet.replicas.values()
+        replicas = self.replica_set.replicas.values()
         return [(str(replica.number), replica.state, replica.stats) for replica in replicas]
 
 

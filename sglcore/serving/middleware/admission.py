@@ -7,8 +7,8 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglcore.serving.errors import Failure
-from sglcore.serving.guards.refusal import refuse
 from sglcore.serving.metrics import Metrics
+from sglcore.serving.middleware.refusal import refuse
 
 
 class Admission:

@@ -1,4 +1,4 @@
-"""Each guard lets through what is fine, says why it refuses, and lets answers stream."""
+"""Each middleware lets through what is fine, says why it refuses, and lets answers stream."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from sglcore.device.server_config import ServerConfig
-from sglcore.serving.messages import EngineStats
-from tests.serving.guarded import Answered, ask, echo, guarded
+from sglcore.serving.ipc import EngineStats
+from tests.serving.wrapped import Answered, call, echo, wrapped
 
 KEYS = ("first-key", "second-key")
 T = TypeVar("T")
@@ -22,9 +22,9 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(work)
 
 
-def asked(config: ServerConfig, *given: Any, numbers: EngineStats | None = None, **named: Any) -> Answered:
-    """One request to a fresh guarded echo."""
-    return run(ask(guarded(echo, config, numbers)[0], *given, **named))
+def answer_of(config: ServerConfig, *given: Any, numbers: EngineStats | None = None, **named: Any) -> Answered:
+    """One request to a fresh wrapped echo."""
+    return run(call(wrapped(echo, config, numbers)[0], *given, **named))
 
 
 class TestKeys:
@@ -34,7 +34,7 @@ class TestKeys:
     @pytest.mark.parametrize("form", ["Bearer {}", "bearer  {}", "x-api-key"])
     def test_any_key_opens_in_either_header(self, key: str, form: str) -> None:
         headers = {"x-api-key": key} if form == "x-api-key" else {"authorization": form.format(key)}
-        assert asked(self.config, headers=headers).status == 200
+        assert answer_of(self.config, headers=headers).status == 200
 
     @pytest.mark.parametrize(
         "headers",
@@ -49,13 +49,13 @@ class TestKeys:
         ],
     )
     def test_anything_else_is_401_and_says_how_to_send_one(self, headers: dict[str, str]) -> None:
-        answer = asked(self.config, headers=headers, chunks=[b"{}"])
+        answer = answer_of(self.config, headers=headers, chunks=[b"{}"])
         assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
         assert "Authorization: Bearer" in answer.error["message"] and answer.headers["www-authenticate"] == "Bearer"
         assert "first-key" not in answer.body.decode()
 
     def test_every_key_is_compared_whichever_fits(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from sglcore.serving.guards import keys
+        from sglcore.serving.middleware import keys
 
         real, compared = keys.hmac.compare_digest, []
 
@@ -64,48 +64,48 @@ class TestKeys:
             return real(one, other)
 
         monkeypatch.setattr(keys.hmac, "compare_digest", counted)
-        assert asked(self.config, headers={"x-api-key": KEYS[0]}).status == 200
+        assert answer_of(self.config, headers={"x-api-key": KEYS[0]}).status == 200
         assert compared == [(32, 32)] * len(KEYS)
 
     @pytest.mark.parametrize("path", ["/", "/livez", "/readyz", "/startupz", "/health"])
     def test_the_page_and_the_probes_are_open_for_reading_only(self, path: str) -> None:
-        assert asked(self.config, path, method="GET").status == 200
-        assert asked(self.config, path, method="POST").status == 401
+        assert answer_of(self.config, path, method="GET").status == 200
+        assert answer_of(self.config, path, method="POST").status == 401
 
     @pytest.mark.parametrize("path", ["/metrics", "/server_info", "/v1/models", "/livez/", "//", "/openapi.json"])
     def test_everything_else_needs_a_key(self, path: str) -> None:
-        assert asked(self.config, path, method="GET").status == 401
+        assert answer_of(self.config, path, method="GET").status == 401
 
     def test_errors_of_messages_have_the_schema_of_its_clients(self) -> None:
-        answer = asked(self.config, "/v1/messages")
+        answer = answer_of(self.config, "/v1/messages")
         assert b'{"type":"error","error":{"type":"authentication_error"' in answer.body
 
     def test_without_keys_nobody_needs_one(self) -> None:
-        assert asked(ServerConfig(), "/metrics", method="GET").status == 200
+        assert answer_of(ServerConfig(), "/metrics", method="GET").status == 200
 
 
 class TestHosts:
     @pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "[::1]:8000", "127.9.9.9", "LOCALHOST.:1"])
     def test_names_of_this_machine_are_answered(self, host: str) -> None:
-        assert asked(ServerConfig(), headers={"host": host}).status == 200
+        assert answer_of(ServerConfig(), headers={"host": host}).status == 200
 
     @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example:8000", "[fe80::1]", "127.evil.example"])
     def test_another_name_is_403_and_names_the_option(self, host: str) -> None:
-        answer = asked(ServerConfig(), headers={"host": host})
+        answer = answer_of(ServerConfig(), headers={"host": host})
         assert (answer.status, answer.error["code"]) == (403, "host_not_allowed")
         assert "--allowed-hosts" in answer.error["message"]
 
     def test_more_names_can_be_allowed(self) -> None:
         config = ServerConfig(allowed_hosts=("Box.lan",))
-        assert asked(config, headers={"host": "box.lan:80"}).status == 200
-        assert asked(config, headers={"host": "other.lan:80"}).status == 403
+        assert answer_of(config, headers={"host": "box.lan:80"}).status == 200
+        assert answer_of(config, headers={"host": "other.lan:80"}).status == 403
 
     def test_a_server_for_others_answers_to_any_name(self) -> None:
-        assert asked(ServerConfig(host="0.0.0.0"), headers={"host": "any.example"}).status == 200
+        assert answer_of(ServerConfig(host="0.0.0.0"), headers={"host": "any.example"}).status == 200
 
     def test_a_page_of_another_origin_is_refused_and_the_own_page_is_not(self) -> None:
-        assert asked(ServerConfig(), headers={"host": "localhost:1", "origin": "http://localhost:1"}).status == 200
-        answer = asked(ServerConfig(), headers={"host": "localhost:1", "origin": "http://evil.example"})
+        assert answer_of(ServerConfig(), headers={"host": "localhost:1", "origin": "http://localhost:1"}).status == 200
+        answer = answer_of(ServerConfig(), headers={"host": "localhost:1", "origin": "http://evil.example"})
         assert (answer.status, answer.error["code"]) == (403, "origin_not_allowed")
 
 
@@ -114,19 +114,19 @@ PREFLIGHT = {"origin": "http://app.example", "access-control-request-method": "P
 
 class TestCors:
     def test_it_is_off_unless_origins_are_named(self) -> None:
-        answer = asked(ServerConfig(host="0.0.0.0"), headers={"origin": "http://app.example"})
+        answer = answer_of(ServerConfig(host="0.0.0.0"), headers={"origin": "http://app.example"})
         assert not [name for name in answer.headers if name.startswith("access-control")]
 
     def test_named_origins_may_ask_before_they_have_a_key(self) -> None:
         config = ServerConfig(cors_origins=("http://app.example",), api_key=KEYS)
-        answer = asked(config, method="OPTIONS", headers=PREFLIGHT)
+        answer = answer_of(config, method="OPTIONS", headers=PREFLIGHT)
         assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "http://app.example")
-        refused = asked(config, headers={"origin": "http://app.example"})
+        refused = answer_of(config, headers={"origin": "http://app.example"})
         assert (refused.status, refused.headers["access-control-allow-origin"]) == (401, "http://app.example")
 
     def test_other_origins_get_no_permission(self) -> None:
         config = ServerConfig(host="0.0.0.0", cors_origins=("http://app.example",))
-        answer = asked(config, method="OPTIONS", headers={**PREFLIGHT, "origin": "http://evil.example"})
+        answer = answer_of(config, method="OPTIONS", headers={**PREFLIGHT, "origin": "http://evil.example"})
         assert "access-control-allow-origin" not in answer.headers
 
 
@@ -134,36 +134,36 @@ class TestBodies:
     config = ServerConfig(max_request_bytes=100, body_timeout=0.05)
 
     def test_a_body_at_the_limit_arrives_whole(self) -> None:
-        assert asked(self.config, chunks=[b"x" * 60, b"x" * 40]).body == b"100"
+        assert answer_of(self.config, chunks=[b"x" * 60, b"x" * 40]).body == b"100"
 
     def test_a_length_over_the_limit_is_413_with_the_number_and_the_remedy(self) -> None:
-        answer = asked(self.config, headers={"content-length": "101"}, chunks=[b"x" * 101])
+        answer = answer_of(self.config, headers={"content-length": "101"}, chunks=[b"x" * 101])
         assert (answer.status, answer.error["code"]) == (413, "request_too_large")
         assert "101 bytes, where 100" in answer.error["message"] and "--max-request-bytes" in answer.error["message"]
 
     def test_chunks_over_the_limit_are_413_without_a_length(self) -> None:
-        answer = asked(self.config, chunks=[b"x" * 60, b"x" * 60], ends=True)
+        answer = answer_of(self.config, chunks=[b"x" * 60, b"x" * 60], ends=True)
         assert answer.status == 413 and "more than 100 bytes" in answer.error["message"]
 
     def test_a_client_that_is_still_sending_reads_the_answer_before_the_connection_closes(self) -> None:
-        answer = asked(self.config, headers={"content-length": "9999999"}, chunks=[b"x" * 4096] * 50)
+        answer = answer_of(self.config, headers={"content-length": "9999999"}, chunks=[b"x" * 4096] * 50)
         assert answer.status == 413 and answer.headers["connection"] == "close"
         assert [message.get("more_body") for message in answer.sent] == [None, True, False]
 
     def test_a_body_that_does_not_come_is_408(self) -> None:
-        answer = asked(self.config, chunks=[b"abc"], ends=False)
+        answer = answer_of(self.config, chunks=[b"abc"], ends=False)
         assert (answer.status, answer.error["code"]) == (408, "request_timeout")
         assert answer.error["message"].startswith("3 bytes of the body arrived in 0.05 s")
 
     def test_a_compressed_body_is_415(self) -> None:
-        assert asked(self.config, headers={"content-encoding": "gzip"}, chunks=[b"x"]).status == 415
+        assert answer_of(self.config, headers={"content-encoding": "gzip"}, chunks=[b"x"]).status == 415
 
     def test_the_sum_of_arriving_bodies_is_bounded(self) -> None:
         async def crowd() -> list[int]:
-            app, _ = guarded(echo, self.config)
-            slow = [asyncio.create_task(ask(app, chunks=[b"x" * 99], ends=False)) for _ in range(33)]
+            app, _ = wrapped(echo, self.config)
+            slow = [asyncio.create_task(call(app, chunks=[b"x" * 99], ends=False)) for _ in range(33)]
             statuses = sorted(answer.status for answer in await asyncio.gather(*slow))
-            return [*statuses, (await ask(app, chunks=[b"x" * 99])).status]
+            return [*statuses, (await call(app, chunks=[b"x" * 99])).status]
 
         assert run(crowd()) == [408] * 32 + [429, 200]
 
@@ -173,22 +173,22 @@ class TestBodies:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             seen.append(scope["path"])
 
-        run(ask(guarded(app, self.config)[0], chunks=[b"x" * 200]))
+        run(call(wrapped(app, self.config)[0], chunks=[b"x" * 200]))
         assert seen == []
 
 
 class TestAdmission:
     def test_one_request_too_many_is_429_and_is_told_when_to_come_again(self) -> None:
         async def two() -> tuple[Answered, Answered]:
-            app, front = guarded(hold, ServerConfig(max_concurrent_requests=1))
-            first = asyncio.create_task(ask(app))
+            app, frontend = wrapped(hold, ServerConfig(max_concurrent_requests=1))
+            first = asyncio.create_task(call(app))
             await holding.wait()
-            second = await ask(app)
-            assert (await ask(app, "/livez", method="GET")).status == 200
+            second = await call(app)
+            assert (await call(app, "/livez", method="GET")).status == 200
             release.set()
             answers = await first, second
-            assert (await ask(app)).status == 200
-            assert front.metrics.refusals["overloaded"] == 1
+            assert (await call(app)).status == 200
+            assert frontend.metrics.refusals["overloaded"] == 1
             return answers
 
         async def hold(scope: Scope, receive: Receive, send: Send) -> None:
@@ -204,18 +204,18 @@ class TestAdmission:
 
     def test_a_full_queue_refuses_what_needs_the_model(self) -> None:
         config, numbers = ServerConfig(max_queued_requests=7), EngineStats(waiting=8)
-        answer = asked(config, numbers=numbers)
+        answer = answer_of(config, numbers=numbers)
         assert answer.status == 429 and "8 prompts wait, where max_queued_requests is 7" in answer.error["message"]
-        assert asked(config, "/tokenize", numbers=numbers).status == 200
-        assert asked(config, numbers=EngineStats(waiting=7)).status == 200
+        assert answer_of(config, "/tokenize", numbers=numbers).status == 200
+        assert answer_of(config, numbers=EngineStats(waiting=7)).status == 200
 
     def test_a_place_is_free_again_after_an_error(self) -> None:
         async def fails(scope: Scope, receive: Receive, send: Send) -> None:
             raise ValueError("planted")
 
         async def twice() -> list[int]:
-            app, _ = guarded(fails, ServerConfig(max_concurrent_requests=1))
-            return [(await ask(app)).status for _ in range(2)]
+            app, _ = wrapped(fails, ServerConfig(max_concurrent_requests=1))
+            return [(await call(app)).status for _ in range(2)]
 
         assert run(twice()) == [500, 500]
 
@@ -223,21 +223,21 @@ class TestAdmission:
 class TestExchanges:
     @pytest.mark.parametrize("given", ["abc-1:2", "req_9"])
     def test_a_request_keeps_its_own_id(self, given: str) -> None:
-        assert asked(ServerConfig(), headers={"x-request-id": given}).headers["x-request-id"] == given
+        assert answer_of(ServerConfig(), headers={"x-request-id": given}).headers["x-request-id"] == given
 
     @pytest.mark.parametrize("given", ["", "a b", "x" * 129, 'a"b', "a\tb"])
     def test_what_is_no_id_is_replaced(self, given: str) -> None:
-        answer = asked(ServerConfig(), headers={"x-request-id": given})
+        answer = answer_of(ServerConfig(), headers={"x-request-id": given})
         assert re.fullmatch(r"req_[0-9a-f]{32}", answer.headers["x-request-id"])
 
     def test_refusals_have_an_id_too(self) -> None:
-        assert "x-request-id" in asked(ServerConfig(api_key=KEYS)).headers
+        assert "x-request-id" in answer_of(ServerConfig(api_key=KEYS)).headers
 
     def test_an_error_that_nobody_caught_is_500_without_its_text(self) -> None:
         async def fails(scope: Scope, receive: Receive, send: Send) -> None:
             raise ValueError("the secret of the house")
 
-        answer = run(ask(guarded(fails, ServerConfig())[0]))
+        answer = run(call(wrapped(fails, ServerConfig())[0]))
         assert (answer.status, answer.error["type"]) == (500, "server_error")
         assert b"secret of the house" not in answer.body
 
@@ -251,7 +251,7 @@ class TestExchanges:
 
         passed: list[int] = []
         config = ServerConfig(api_key=KEYS, cors_origins=("http://app.example",))
-        answer = run(ask(guarded(stream, config)[0], headers={"x-api-key": KEYS[0]}))
+        answer = run(call(wrapped(stream, config)[0], headers={"x-api-key": KEYS[0]}))
         assert [message.get("body") for message in answer.sent[1:]] == [b"0", b"1", b"2", b""]
         assert passed == [0, 1, 2]
 
@@ -271,24 +271,24 @@ class TestExchanges:
 
             headers = [(b"host", b"localhost"), (b"content-length", b"2")]
             scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/x", "headers": headers}
-            await guarded(watch, ServerConfig())[0](scope, receive, send)
+            await wrapped(watch, ServerConfig())[0](scope, receive, send)
 
         run(leave())
         assert kinds == ["http.request", "http.disconnect"]
 
     def test_what_is_in_flight_is_counted_and_gone_at_the_end(self) -> None:
         async def look(scope: Scope, receive: Receive, send: Send) -> None:
-            during.append(front.metrics.in_flight)
+            during.append(frontend.metrics.in_flight)
             await echo(scope, receive, send)
 
         during: list[int] = []
-        app, front = guarded(look, ServerConfig())
-        run(ask(app))
-        assert (during, front.metrics.in_flight) == ([1], 0)
-        assert dict(front.metrics.responses) == {("POST", "other", 200): 1}
+        app, frontend = wrapped(look, ServerConfig())
+        run(call(app))
+        assert (during, frontend.metrics.in_flight) == ([1], 0)
+        assert dict(frontend.metrics.responses) == {("POST", "other", 200): 1}
 
     def test_methods_that_a_client_makes_up_are_one_series(self) -> None:
-        app, front = guarded(echo, ServerConfig())
+        app, frontend = wrapped(echo, ServerConfig())
         for method in ("GET", "PROPFIND", "X1", "X2"):
-            run(ask(app, method=method))
-        assert dict(front.metrics.responses) == {("GET", "other", 200): 1, ("other", "other", 200): 3}
+            run(call(app, method=method))
+        assert dict(frontend.metrics.responses) == {("GET", "other", 200): 1, ("other", "other", 200): 3}

@@ -19,15 +19,15 @@ import zmq.asyncio
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
-from sglcore.serving.channel import FrontChannel
+from sglcore.serving.channel import FrontendChannel
 from sglcore.serving.engine_process import plain_config
 from sglcore.serving.errors import EngineDied, NotReady
 from sglcore.serving.generation import Generation
 from sglcore.serving.health import Health
+from sglcore.serving.ipc import Address, EngineSpec, EngineStats, ModelInfo, Phase
 from sglcore.serving.launch import Launcher, launcher_for
-from sglcore.serving.lives import LONGEST_WAIT, Lives
-from sglcore.serving.messages import Address, EngineSpec, EngineStats, ModelInfo, Phase
 from sglcore.serving.replica import Replica
+from sglcore.serving.restart import LONGEST_WAIT, RestartPolicy
 from sglcore.serving.router import Router
 
 MOST_TRIES = 3
@@ -36,7 +36,7 @@ MOST_TRIES = 3
 log = logging.getLogger("sglcore.serving")
 
 
-class Fleet:
+class ReplicaSet:
     """All replicas of one model. `stopped` is set when it can not go on, and then `exit_code` says how the server ends.
 
     A replica that dies is started again if there are several or the server was told to restart them. What no token has
@@ -68,7 +68,7 @@ class Fleet:
         self._router = router or Router()
         self._context = zmq.asyncio.Context()
         self._folder = tempfile.TemporaryDirectory(prefix="sglcore-")
-        self._lives = {number: Lives(longest_wait) for number in range(server.replicas)}
+        self._restarts = {number: RestartPolicy(longest_wait) for number in range(server.replicas)}
         """Of the replicas that run or will run again."""
         self._orphans: dict[str, Generation] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -94,7 +94,7 @@ class Fleet:
     def submit(self, generation: Generation) -> None:
         """Give a request to a replica; raises NotReady. Does not wait."""
         cached = self._config.prefix_cache and self.info is not None and self.info.generates
-        self._choose(generation.ask.prompt if cached else b"").run(generation)
+        self._choose(generation.request.prompt if cached else b"").run(generation)
 
     async def embed(self, request_id: str, ids: list[int]) -> bytes:
         """float32 of an embedding; waits. It is tried again if its engine dies, where there may be another."""
@@ -110,11 +110,11 @@ class Fleet:
 
     async def audit(self) -> list[str]:
         """What audits of all replicas found; waits."""
-        asked = self.ready
-        found = await asyncio.gather(*(replica.audit(f"audit-{secrets.token_hex(8)}") for replica in asked))
+        ready = self.ready
+        found = await asyncio.gather(*(replica.audit(f"audit-{secrets.token_hex(8)}") for replica in ready))
         return [
             f"replica {replica.number}: {problem}"
-            for replica, problems in zip(asked, found, strict=True)
+            for replica, problems in zip(ready, found, strict=True)
             for problem in problems
         ]
 
@@ -137,7 +137,7 @@ class Fleet:
         self._fail([each for replica in self.replicas.values() for each in replica.take_generations()], over)
         self._fail(self._take_orphans(), over)
         _log_failures(
-            await asyncio.gather(*(replica.leave() for replica in self.replicas.values()), return_exceptions=True)
+            await asyncio.gather(*(replica.shut_down() for replica in self.replicas.values()), return_exceptions=True)
         )
         self.replicas.clear()
         await self._settle()
@@ -163,7 +163,7 @@ class Fleet:
                 replica.info.fingerprint,
                 self.info.fingerprint,
             )
-        if self.health.started or len(self.ready) == len(self._lives):
+        if self.health.started or len(self.ready) == len(self._restarts):
             self.health.become_ready()
         for generation in self._take_orphans():
             self._retry(generation)
@@ -176,7 +176,7 @@ class Fleet:
         self._past = add_stats([self._past, past_only(replica.stats)])
         self.replicas.pop(replica.number, None)
         self._keep(replica.close())
-        self._lives[replica.number].end(replica.lived, exit_code)
+        self._restarts[replica.number].end(replica.lived, exit_code)
         self._after(replica.number, reason, exit_code, replica.take_generations())
 
     def _after(self, number: int, reason: str, exit_code: int, had: list[Generation]) -> None:
@@ -184,7 +184,7 @@ class Fleet:
         log.error("replica %d: %s", number, reason)
         if self._ending.is_set():
             self._fail(had, EngineDied(reason))
-        elif self.replaces and self._lives[number].may_go_on:
+        elif self.replaces and self._restarts[number].may_go_on:
             if not self.ready:
                 self.health.begin("restarting")
             self._keep(self._replace(number))
@@ -194,9 +194,9 @@ class Fleet:
         self._tell_change()
 
     def _give_up(self, number: int, reason: str, exit_code: int, had: list[Generation]) -> None:
-        del self._lives[number]
-        if self._lives and self.health.started:
-            log.error("replica %d is given up; %d go on", number, len(self._lives))
+        del self._restarts[number]
+        if self._restarts and self.health.started:
+            log.error("replica %d is given up; %d go on", number, len(self._restarts))
             self._reassign(had, reason)
             return
         self.health.die(reason)
@@ -265,7 +265,7 @@ class Fleet:
 
     async def _replace(self, number: int) -> None:
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._ending.wait(), self._lives[number].wait)
+            await asyncio.wait_for(self._ending.wait(), self._restarts[number].wait)
         if self._ending.is_set():
             return
         log.warning("replica %d is started again", number)
@@ -273,7 +273,7 @@ class Fleet:
             await self._launch(number)
         except Exception as error:  # whatever it is, the requests that wait for this replica have to hear of it
             log.exception("replica %d can not be started", number)
-            self._lives[number].end(None, 1)
+            self._restarts[number].end(None, 1)
             self._after(number, f"its process can not be started: {error}", 1, [])
 
     async def _launch(self, number: int) -> None:
@@ -287,13 +287,13 @@ class Fleet:
             raise
         self.replicas[number] = Replica(number, channel, process, self)
 
-    async def _open_channel(self, number: int) -> tuple[FrontChannel, Address]:
+    async def _open_channel(self, number: int) -> tuple[FrontendChannel, Address]:
         if not self._launcher.is_remote:
             path = Path(self._folder.name) / f"{number}-{secrets.token_hex(4)}"
-            return FrontChannel(self._context, f"ipc://{path}"), Address(f"ipc://{path}")
-        front, engine = zmq.curve_keypair(), zmq.curve_keypair()
-        channel = FrontChannel(self._context, f"tcp://{await self._launcher.front_host()}:0", front)
-        return channel, Address(channel.endpoint, front[0].decode(), engine[0].decode(), engine[1].decode())
+            return FrontendChannel(self._context, f"ipc://{path}"), Address(f"ipc://{path}")
+        frontend, engine = zmq.curve_keypair(), zmq.curve_keypair()
+        channel = FrontendChannel(self._context, f"tcp://{await self._launcher.frontend_host()}:0", frontend)
+        return channel, Address(channel.endpoint, frontend[0].decode(), engine[0].decode(), engine[1].decode())
 
 
 def add_stats(parts: Iterable[EngineStats]) -> EngineStats:
@@ -328,5 +328,5 @@ def _log_failures(found: Iterable[object]) -> None:
             log.error("an engine did not end as it should: %s", each, exc_info=each)
 
 
-def _drop(order: object) -> None:
+def _drop(request: object) -> None:
     """No engine has this request."""

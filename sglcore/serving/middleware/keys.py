@@ -8,8 +8,8 @@ from hashlib import sha256
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglcore.serving.errors import INVALID, Failure
-from sglcore.serving.guards.refusal import header, refuse
 from sglcore.serving.metrics import Metrics
+from sglcore.serving.middleware.refusal import header, refuse
 
 OPEN = frozenset({"/", "/livez", "/readyz", "/startupz", "/health"})
 """Paths that may be read without a key: the page itself, and what probes ask."""

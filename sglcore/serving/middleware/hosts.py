@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglcore.device.server_config import is_loopback
 from sglcore.serving.errors import INVALID, Failure
-from sglcore.serving.guards.refusal import header, refuse
 from sglcore.serving.metrics import Metrics
+from sglcore.serving.middleware.refusal import header, refuse
 
 
 class Hosts:

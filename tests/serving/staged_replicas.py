@@ -1,4 +1,4 @@
-"""A fleet whose engines are played by the test: they say what they are told to, over the real channel, and end when told."""
+"""A replica set whose engines are played by the test: they say what they are told to, over the real channel, and end when told."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ import zmq.asyncio
 from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
 from sglcore.device.worker import Limits
-from sglcore.engine.assembly import Assembly
+from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.text import TextCodec
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput, FinishReason
-from sglcore.serving.fleet import Fleet
 from sglcore.serving.generation import Generation
 from sglcore.serving.health import Health
-from sglcore.serving.messages import (
-    Ask,
+from sglcore.serving.ipc import (
     EngineOutputs,
+    EngineReply,
+    EngineRequest,
     EngineSpec,
     Failed,
-    Leave,
+    GenerateRequest,
     ModelInfo,
-    Order,
     Ready,
-    Report,
+    Shutdown,
     pack_ids,
     pack_params,
 )
+from sglcore.serving.replica_set import ReplicaSet
 
 DEMO = Path(__file__).parents[2] / "sglcore" / "assets" / "demo"
 PATIENCE = 20.0
@@ -55,26 +55,26 @@ class PlayedEngine:
     def __init__(self, spec: EngineSpec, variables: Mapping[str, str], context: zmq.asyncio.Context) -> None:
         self.spec, self.variables = spec, variables
         self.name = f"played {spec.replica}"
-        self.orders: asyncio.Queue[Order] = asyncio.Queue()
+        self.requests: asyncio.Queue[EngineRequest] = asyncio.Queue()
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._socket = context.socket(zmq.PAIR)
         if spec.address.secret:
-            self._socket.curve_serverkey = spec.address.front.encode()
+            self._socket.curve_serverkey = spec.address.frontend.encode()
             self._socket.curve_publickey = spec.address.public.encode()
             self._socket.curve_secretkey = spec.address.secret.encode()
         self._socket.connect(spec.address.endpoint)
         self._listener = asyncio.create_task(self._listen())
 
-    def say(self, report: Report) -> None:
-        """Send a report."""
-        self._socket.send(msgspec.msgpack.encode(report))
+    def say(self, reply: EngineReply) -> None:
+        """Send a reply."""
+        self._socket.send(msgspec.msgpack.encode(reply))
 
     def become_ready(self, **known: object) -> None:
         """The start has ended well."""
         self.say(Ready(info(**known)))  # pyright: ignore[reportArgumentType]
 
     def say_bytes(self, content: bytes) -> None:
-        """Send what may be no report."""
+        """Send what may be no reply."""
         self._socket.send(content)
 
     def emit(self, request_id: str, *token_ids: int, reason: FinishReason | None = None) -> None:
@@ -87,11 +87,11 @@ class PlayedEngine:
             self.say(failed)
         self.kill(code)
 
-    async def asked(self) -> Ask:
+    async def next_request(self) -> GenerateRequest:
         """The next request that it is given."""
-        order = await asyncio.wait_for(self.orders.get(), PATIENCE)
-        assert isinstance(order, Ask), order
-        return order
+        request = await asyncio.wait_for(self.requests.get(), PATIENCE)
+        assert isinstance(request, GenerateRequest), request
+        return request
 
     async def wait(self) -> int:
         """Its exit code."""
@@ -110,16 +110,16 @@ class PlayedEngine:
         return self._ended.done()
 
     async def _listen(self) -> None:
-        decoder = msgspec.msgpack.Decoder(Order)
+        decoder = msgspec.msgpack.Decoder(EngineRequest)
         while True:
-            order = decoder.decode(await self._socket.recv())
-            self.orders.put_nowait(order)
-            if isinstance(order, Leave):
+            request = decoder.decode(await self._socket.recv())
+            self.requests.put_nowait(request)
+            if isinstance(request, Shutdown):
                 return self.kill(0)
 
 
 class Stage:
-    """The launcher of played engines, and the fleet that has them."""
+    """The launcher of played engines, and the replica set that has them."""
 
     def __init__(self, is_remote: bool) -> None:
         self.is_remote = is_remote
@@ -129,10 +129,10 @@ class Stage:
         self._launched: asyncio.Queue[PlayedEngine] = asyncio.Queue()
         self._context = zmq.asyncio.Context()
         self._codec = TextCodec(DEMO)
-        self.fleet: Fleet
+        self.replica_set: ReplicaSet
 
-    async def front_host(self) -> str:
-        """Where remote engines reach the fleet."""
+    async def frontend_host(self) -> str:
+        """Where remote engines reach the replica set."""
         assert self.is_remote
         return "127.0.0.1"
 
@@ -155,20 +155,20 @@ class Stage:
         return await asyncio.wait_for(self._launched.get(), PATIENCE)
 
     async def ready_engine(self, **known: object) -> PlayedEngine:
-        """The next engine, ready, and the fleet knows it."""
+        """The next engine, ready, and the replica set knows it."""
         engine = await self.launched()
-        count = len(self.fleet.ready)
+        count = len(self.replica_set.ready)
         engine.become_ready(**known)
-        await until(lambda: len(self.fleet.ready) > count)
+        await until(lambda: len(self.replica_set.ready) > count)
         return engine
 
     def submit(self, name: str, *token_ids: int) -> Generation:
-        """A request that the fleet has given to a replica."""
+        """A request that the replica set has given to a replica."""
         params = SamplingParams(max_tokens=8)
         ids = list(token_ids or (5, 6, 7))
-        assembly = Assembly(self._codec, name, None, ids, params, 3)
-        generation = Generation(Ask(name, pack_ids(ids), pack_params(params), 3), assembly, NoClock())
-        self.fleet.submit(generation)
+        processor = OutputProcessor(self._codec, name, None, ids, params, 3)
+        generation = Generation(GenerateRequest(name, pack_ids(ids), pack_params(params), 3), processor, NoClock())
+        self.replica_set.submit(generation)
         return generation
 
 
@@ -190,15 +190,15 @@ class NoClock:
 
 @asynccontextmanager
 async def staged(*, is_remote: bool = False, **settings: object) -> AsyncIterator[Stage]:
-    """A fleet of played engines, started; afterwards all of them have ended."""
+    """A replica set of played engines, started; afterwards all of them have ended."""
     stage = Stage(is_remote)
     server = ServerConfig(**settings)  # pyright: ignore[reportArgumentType]
-    stage.fleet = Fleet(EngineConfig(), server, Health(), launcher=stage, longest_wait=0.0)
-    await stage.fleet.start()
+    stage.replica_set = ReplicaSet(EngineConfig(), server, Health(), launcher=stage, longest_wait=0.0)
+    await stage.replica_set.start()
     try:
         yield stage
     finally:
-        await stage.fleet.stop()
+        await stage.replica_set.stop()
     assert all(engine.has_ended for engine in stage.engines) and stage.closed
 
 

@@ -1,0 +1,95 @@
+"""The text side of an engine: outputs of tokens become the text of one prompt's samples, as it grows."""
+
+from __future__ import annotations
+
+from sglcore.engine.outputs import Completion, RequestOutput, TextDelta
+from sglcore.engine.text import IncrementalDetokenizer, TextCodec
+from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.output import EngineOutput, TokenLogprob
+
+
+class OutputProcessor:
+    """One prompt's samples. `take` fills `output`; it never raises: text that can not be made ends its sample."""
+
+    def __init__(
+        self,
+        codec: TextCodec,
+        request_id: str,
+        prompt: str | None,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        seed: int,
+    ) -> None:
+        scored: list[TokenLogprob | None] | None = [None] if params.prompt_logprobs is not None else None
+        outputs = [Completion(i, seed, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
+        self.output = RequestOutput(request_id, prompt, prompt_ids, outputs, scored)
+        self._texts = [
+            IncrementalDetokenizer(
+                codec,
+                params.stop,
+                skip_special=params.skip_special_tokens,
+                include_stop=params.include_stop_str_in_output,
+                prompt=prompt_ids,
+            )
+            for _ in range(params.n)
+        ]
+
+    def take(self, output: EngineOutput) -> TextDelta | None:
+        """The text that became final; None for an output of a sample that has ended.
+
+        One that ends by "stop" or "error" while `output` goes on: the token side must be told to end the sample.
+        """
+        completion = self.output.outputs[output.index]
+        if completion.finish_reason is not None:
+            return None
+        try:
+            return self._grow(completion, self._texts[output.index], output)
+        except Exception as error:
+            reason = f"its text can not be made: {type(error).__name__}: {error}"
+            return self.fail(output.index, reason)
+
+    def fail(self, index: int, reason: str) -> TextDelta:
+        """End a sample with an error."""
+        completion = self.output.outputs[index]
+        completion.finish_reason, completion.error = "error", reason
+        return TextDelta(self.output.request_id, index, "", (), "error", error=reason)
+
+    def _grow(self, completion: Completion, text: IncrementalDetokenizer, output: EngineOutput) -> TextDelta:
+        self._take_prompt(output)
+        logprobs = self._take_tokens(completion, output)
+        visible = output.token_ids
+        if output.finish_reason == "stop" and visible and isinstance(output.stop_cause, int):
+            visible = visible[:-1]
+        shown = text.push(visible)
+        if output.finish_reason is not None or text.stopped_by is not None:
+            shown += text.finish()
+            self._end(completion, text, output)
+        completion.text = text.text if completion.finish_reason else completion.text + shown
+        return TextDelta(
+            self.output.request_id,
+            completion.index,
+            shown,
+            tuple(output.token_ids),
+            completion.finish_reason,
+            logprobs,
+            completion.error,
+        )
+
+    def _take_prompt(self, output: EngineOutput) -> None:
+        known = self.output
+        known.cached_tokens = max(known.cached_tokens, output.cached_tokens)
+        if known.prompt_logprobs is not None and len(known.prompt_logprobs) == 1 and output.prompt_logprobs:
+            known.prompt_logprobs += output.prompt_logprobs
+
+    def _take_tokens(self, completion: Completion, output: EngineOutput) -> tuple[TokenLogprob, ...] | None:
+        completion.token_ids.extend(output.token_ids)
+        if completion.logprobs is None or output.logprobs is None:
+            return None
+        completion.logprobs.extend(output.logprobs)
+        return tuple(output.logprobs)
+
+    def _end(self, completion: Completion, text: IncrementalDetokenizer, output: EngineOutput) -> None:
+        stopped = text.stopped_by is not None
+        completion.finish_reason = "stop" if stopped else output.finish_reason
+        completion.stop_cause = text.stopped_by if stopped else output.stop_cause
+        completion.error = output.error
