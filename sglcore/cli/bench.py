@@ -96,7 +96,7 @@ def serve(
 
 
 def offline(
-    model: options.Model = None,
+    model: options.ModelArgument = None,
     num_prompts: NumPrompts = 100,
     random_input_len: InputLen = "32..128",
     random_output_len: OutputLen = "32..64",

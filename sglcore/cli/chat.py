@@ -18,7 +18,8 @@ from sglcore.cli.settings import engine_settings
 from sglcore.device.errors import ConfigError, SglcoreError
 
 if TYPE_CHECKING:
-    from sglcore.cli.chat_source import Message, Source
+    from sglcore.cli.chat_source import Source
+    from sglcore.engine.chat_template import Message
 
 HELP = """\
 /clear         forget the conversation
@@ -29,7 +30,7 @@ Ctrl-C stops an answer, and what came of it stays in the conversation. A message
 
 
 def chat(
-    model: options.Model = None,
+    model: options.ModelArgument = None,
     url: Annotated[str | None, typer.Option(help="Talk to this server instead, such as http://127.0.0.1:8000.")] = None,
     api_key: Annotated[str, typer.Option(help="The server's key.", envvar="SGLCORE_API_KEY", show_envvar=True)] = "",
     model_name: Annotated[str | None, typer.Option(help="As the server names it; left out, its first.")] = None,

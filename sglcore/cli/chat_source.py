@@ -8,16 +8,15 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from sglcore.bench.address import Address, ServerError, refusal, unreachable
 from sglcore.device.errors import SglcoreError
 
 if TYPE_CHECKING:
+    from sglcore.engine.chat_template import Message
     from sglcore.engine.llm import LLM
     from sglcore.sampling.params import SamplingParams
-
-Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    model: options.Model = None,
+    model: options.ModelArgument = None,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help='The text to complete; "-" reads standard input.')] = "",
     chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user's message.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,

@@ -6,4 +6,6 @@ from typing import Annotated
 
 import typer
 
-Model = Annotated[str | None, typer.Argument(help="A checkpoint folder or a GGUF file; left out, the embedded model.")]
+ModelArgument = Annotated[
+    str | None, typer.Argument(help="A checkpoint folder or a GGUF file; left out, the embedded model.")
+]

@@ -11,6 +11,9 @@ from typing import Any
 
 from sglcore.device.errors import ConfigError, SglcoreError
 
+Message = Mapping[str, Any]
+"""A message of a conversation, by OpenAI's names: `role`, `content` and what else its role has."""
+
 RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "chat_template", "raise_exception", "strftime_now", "tokenize"}
 )
@@ -69,7 +72,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,

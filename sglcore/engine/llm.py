@@ -11,14 +11,13 @@ import numpy as np
 
 from sglcore.device.config import EngineConfig, resolve_config
 from sglcore.device.ledger import DecisionLedger
+from sglcore.engine.chat_template import Message
 from sglcore.engine.core import Engine, Prompt
 from sglcore.engine.outputs import Completion, RequestOutput, TextDelta
 from sglcore.engine.progress import Progress, quiet
 from sglcore.engine.start import start
 from sglcore.engine.text import TextError
 from sglcore.sampling.params import SamplingParams
-
-Message = Mapping[str, Any]
 
 
 class LLM:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from sglcore.checkpoint.gguf import is_gguf, read_header
 from sglcore.checkpoint.gguf_config import end_tokens
 from sglcore.device.errors import ConfigError
-from sglcore.engine.chat_template import ChatTemplate, TextError
+from sglcore.engine.chat_template import ChatTemplate, Message, TextError
 from sglcore.engine.gguf_tokenizer import read_gguf_tokenizer
 
 __all__ = ["IncrementalDetokenizer", "TextCodec", "TextError", "eos_token_ids"]
@@ -64,7 +64,7 @@ class TextCodec:
         """One token as its own text, special tokens included."""
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def render_chat(self, messages: Sequence[Message], **variables: Any) -> str:
         """The prompt of a conversation by the checkpoint's template; raises TextError if it has none or refuses."""
         return self.template.render(messages, variables=variables)
 

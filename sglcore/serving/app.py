@@ -8,7 +8,8 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as AsgiEvent
 
 from sglcore import __version__
 from sglcore.device.errors import SglcoreError
@@ -86,7 +87,7 @@ class Catch:
             return await self.app(scope, receive, send)
         started = False
 
-        async def watch(message: Message) -> None:
+        async def watch(message: AsgiEvent) -> None:
             nonlocal started
             started = True
             await send(message)

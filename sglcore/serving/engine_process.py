@@ -76,7 +76,7 @@ def _follow_parent() -> None:
 
 
 def _start(spec: EngineSpec, channel: EngineChannel) -> EngineService:
-    """Bring the model up, draw a real token by the path that will serve, and say so."""
+    """Bring the model up, sample a real token by the path that will serve, and say so."""
     config = engine_config(spec.config)
     if spec.chosen:
         adopt(spec.chosen, config.device, discover())

@@ -11,17 +11,16 @@ from sglcore.device.server_config import ServerConfig
 from sglcore.sampling.grammar import Grammar, GrammarKind
 from sglcore.sampling.params import SamplingParams
 from sglcore.serving.errors import InvalidRequest, blame
-from sglcore.serving.protocol.drawing import DRAWING
-from sglcore.serving.protocol.sampling import ResponseFormat, SamplingFields, StructuredOutputs
+from sglcore.serving.protocol.sampling import GenerationFields, ResponseFormat, SamplingFields, StructuredOutputs
 
-_SAME = (*DRAWING, "skip_special_tokens", "include_stop_str_in_output", "n", "prompt_logprobs")
+_SAME = (*SamplingFields.model_fields, "skip_special_tokens", "include_stop_str_in_output", "n", "prompt_logprobs")
 
 SWITCH = "x-guidance"
 """What changes how a schema inside a Lark grammar is enforced."""
 
 
 def sampling_params(
-    body: SamplingFields, config: ServerConfig, *, max_tokens: int | None, logprobs: int | None
+    body: GenerationFields, config: ServerConfig, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     """The parameters that a request asks for. `logprobs`: alternatives of each token, None for no log-probabilities.
 
@@ -58,7 +57,7 @@ def check_limit(field: str, found: int | None, most: int, what: str = "") -> Non
         )
 
 
-def form_of(body: SamplingFields) -> tuple[str, Grammar] | None:
+def form_of(body: GenerationFields) -> tuple[str, Grammar] | None:
     """The field by which a request binds its answer, and the grammar; None if the text is free."""
     found = {
         **_of_format(body.response_format),
@@ -71,7 +70,7 @@ def form_of(body: SamplingFields) -> tuple[str, Grammar] | None:
     return next(iter(found.items()), None)
 
 
-def form_field(body: SamplingFields) -> str:
+def form_field(body: GenerationFields) -> str:
     """The name of that field; empty if there is none."""
     form = form_of(body)
     return form[0] if form is not None else ""
@@ -97,7 +96,7 @@ def _of_format(found: ResponseFormat | None) -> dict[str, Grammar]:
     return {} if grammar is None else {"response_format": grammar}
 
 
-def _guided(body: SamplingFields) -> StructuredOutputs:
+def _guided(body: GenerationFields) -> StructuredOutputs:
     return StructuredOutputs.model_validate(
         {
             "json": body.guided_json,

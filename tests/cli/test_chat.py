@@ -15,7 +15,8 @@ import typer
 from sglcore import LLM, SamplingParams
 from sglcore.cli.__main__ import main
 from sglcore.cli.chat import Conversation, talk
-from sglcore.cli.chat_source import LocalSource, Message, Part
+from sglcore.cli.chat_source import LocalSource, Part
+from sglcore.engine.chat_template import Message
 from tests.serving.page_server import Script, chat, ended, make_app, usage
 from tests.serving.threaded import in_thread
 

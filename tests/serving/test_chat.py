@@ -21,7 +21,7 @@ MESSAGES = [{"role": "user", "content": "Tell me a story about a seed."}]
 GREEDY: Any = {"messages": MESSAGES, "temperature": 0.0, "max_tokens": 12}
 
 
-class Steps:
+class ScriptedParser:
     """A parser that reads a piece's text as the place of its deltas."""
 
     def __init__(self, says: list[list[Delta]]) -> None:
@@ -182,7 +182,7 @@ def test_without_parallel_calls_the_first_one_stands_alone() -> None:
     calls: dict[bool, list[str]] = {}
     for parallel in (True, False):
         pieces = [TextDelta("r", 0, str(place), (place,), "stop" if place == 2 else None) for place in range(3)]
-        run = ChatRun(cast(Any, StubGeneration(pieces)), [Steps(says)], parallel=parallel)
+        run = ChatRun(cast(Any, StubGeneration(pieces)), [ScriptedParser(says)], parallel=parallel)
         message = asyncio.run(collect_chat(run))[0]
         calls[parallel] = [call.name for call in message.tool_calls]
         assert (message.content, message.finish_reason) == ("so: ", "tool_calls")

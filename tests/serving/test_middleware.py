@@ -8,7 +8,8 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import pytest
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Message as AsgiEvent
+from starlette.types import Receive, Scope, Send
 
 from sglcore.device.server_config import ServerConfig
 from sglcore.serving.ipc import EngineStats
@@ -261,13 +262,13 @@ class TestExchanges:
             kinds.append((await receive())["type"])
 
         kinds: list[str] = []
-        messages: list[Message] = [{"type": "http.request", "body": b"{}"}, {"type": "http.disconnect"}]
+        messages: list[AsgiEvent] = [{"type": "http.request", "body": b"{}"}, {"type": "http.disconnect"}]
 
         async def leave() -> None:
-            async def receive() -> Message:
+            async def receive() -> AsgiEvent:
                 return messages.pop(0)
 
-            async def send(message: Message) -> None: ...
+            async def send(message: AsgiEvent) -> None: ...
 
             headers = [(b"host", b"localhost"), (b"content-length", b"2")]
             scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/x", "headers": headers}

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as AsgiEvent
 
 from sglcore.device.server_config import ServerConfig
 from sglcore.serving.ipc import EngineStats
@@ -43,7 +44,7 @@ class Answered:
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
-    sent: list[Message] = field(default_factory=list)
+    sent: list[AsgiEvent] = field(default_factory=list)
 
     @property
     def error(self) -> dict[str, Any]:
@@ -79,13 +80,13 @@ async def call(
     waiting = list(chunks)
     answered = Answered()
 
-    async def receive() -> Message:
+    async def receive() -> AsgiEvent:
         if not waiting and not ends:
             await asyncio.Event().wait()
         body = waiting.pop(0) if waiting else b""
         return {"type": "http.request", "body": body, "more_body": bool(waiting) or not ends}
 
-    async def send(message: Message) -> None:
+    async def send(message: AsgiEvent) -> None:
         answered.sent.append(message)
         if message["type"] == "http.response.start":
             answered.status = message["status"]

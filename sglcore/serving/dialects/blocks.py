@@ -1,6 +1,6 @@
 """What a model says as blocks that open, grow and close: reasoning, text and tool calls, one after another.
 
-Knows nothing of any protocol; the dialects write their own events for each step.
+Knows nothing of any protocol; the dialects write their own events for each change.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BlockChange:
     """What happened to a block. `text` and `logprobs` are what it grew by."""
 
     kind: Literal["opened", "grew", "closed"]
@@ -53,31 +53,31 @@ class Blocks:
         self._open: tuple[Block, int] | None = None
         self._early: list[TokenLogprob] = []
 
-    def take(self, delta: Delta | None, logprobs: Sequence[TokenLogprob] = ()) -> list[Step]:
-        """The steps that a delta makes. Log-probabilities are kept for text; those of other blocks are dropped."""
+    def take(self, delta: Delta | None, logprobs: Sequence[TokenLogprob] = ()) -> list[BlockChange]:
+        """The changes that a delta makes. Log-probabilities are kept for text; those of other blocks are dropped."""
         if delta is None:
             self._early += logprobs
             return []
         kind = _KINDS[delta.kind]
-        steps = [] if self._continues(kind, delta) else [*self.finish(), self._start(kind, delta)]
+        changes = [] if self._continues(kind, delta) else [*self.finish(), self._start(kind, delta)]
         assert self._open is not None
         block = self._open[0]
         known = (*self._early, *logprobs) if kind == "text" else ()
         self._early.clear()
         if not delta.text and not known:
-            return steps
+            return changes
         block.pieces.append(delta.text)
         block.logprobs += known
-        return [*steps, Step("grew", block, delta.text, known)]
+        return [*changes, BlockChange("grew", block, delta.text, known)]
 
-    def finish(self) -> list[Step]:
+    def finish(self) -> list[BlockChange]:
         """Close the block that is open, if any."""
         if self._open is None:
             return []
         block, self._open = self._open[0], None
-        return [Step("closed", block)]
+        return [BlockChange("closed", block)]
 
-    def force_text(self) -> list[Step]:
+    def force_text(self) -> list[BlockChange]:
         """Open a text block if there is no block at all."""
         return [] if self.all else [self._start("text", None)]
 
@@ -87,13 +87,13 @@ class Blocks:
         block, call = self._open
         return block.kind == kind and (kind != "tool" or call == delta.index)
 
-    def _start(self, kind: BlockKind, delta: Delta | None) -> Step:
+    def _start(self, kind: BlockKind, delta: Delta | None) -> BlockChange:
         block = Block(len(self.all), kind)
         if delta is not None and kind == "tool":
             block.name, block.call_id = delta.name, delta.call_id
         self.all.append(block)
         self._open = (block, delta.index if delta is not None else 0)
-        return Step("opened", block)
+        return BlockChange("opened", block)
 
 
 _KINDS: Mapping[str, BlockKind] = MappingProxyType(

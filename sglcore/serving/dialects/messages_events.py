@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from sglcore.engine.outputs import RequestOutput
 from sglcore.serving.chat_run import ChatEvent
-from sglcore.serving.dialects.blocks import Block, Blocks, Step
+from sglcore.serving.dialects.blocks import Block, BlockChange, Blocks
 from sglcore.serving.errors import Failure, ended_badly
 
 Event = dict[str, Any]
@@ -51,11 +51,11 @@ class MessageWriter:
             self._reason = event.finish_reason
             if event.finish_reason in ("error", "abort"):
                 self.failure = ended_badly(event.finish_reason, event.error)
-        return [made for step in self._blocks.take(event.delta) for made in _events(step)]
+        return [made for change in self._blocks.take(event.delta) for made in _events(change)]
 
     def end(self, output: RequestOutput) -> list[Event]:
         """The events after the last word; `message` is whole then."""
-        made = [event for step in self._blocks.finish() for event in _events(step)]
+        made = [event for change in self._blocks.finish() for event in _events(change)]
         delta = self._ending(output)
         self.message |= {
             **delta,
@@ -77,12 +77,12 @@ class MessageWriter:
         return {"stop_reason": reason, "stop_sequence": None}
 
 
-def _events(step: Step) -> list[Event]:
-    block = step.block
-    if step.kind == "opened":
+def _events(change: BlockChange) -> list[Event]:
+    block = change.block
+    if change.kind == "opened":
         return [{"type": "content_block_start", "index": block.index, "content_block": _empty(block)}]
-    if step.kind == "grew":
-        return [{"type": "content_block_delta", "index": block.index, "delta": _delta(block, step.text)}]
+    if change.kind == "grew":
+        return [{"type": "content_block_delta", "index": block.index, "delta": _delta(block, change.text)}]
     signed = [{"type": "signature_delta", "signature": ""}] if block.kind == "reasoning" else []
     return [
         *({"type": "content_block_delta", "index": block.index, "delta": delta} for delta in signed),

@@ -12,7 +12,6 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.serving.chat_run import ChatRequest
 from sglcore.serving.dialects.fields import checked_params, refuse_fields, refuse_kind, warnings_of
 from sglcore.serving.errors import InvalidRequest
-from sglcore.serving.protocol.drawing import DRAWING
 from sglcore.serving.protocol.messages import (
     Block,
     CountRequest,
@@ -26,6 +25,7 @@ from sglcore.serving.protocol.messages import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from sglcore.serving.protocol.sampling import SamplingFields
 from sglcore.serving.request_params import format_grammar
 
 _ABSENT = MappingProxyType(
@@ -49,7 +49,11 @@ class Turn:
 def read_request(body: MessagesRequest) -> Turn:
     """What a request for a message asks for. Raises InvalidRequest or SamplingError."""
     refuse_fields(body.model_dump(include=set(_ABSENT)), _ABSENT)
-    values = {**body.given(*DRAWING), "stop": body.stop_sequences or None, "grammar": _grammar(body)}
+    values = {
+        **body.given(*SamplingFields.model_fields),
+        "stop": body.stop_sequences or None,
+        "grammar": _grammar(body),
+    }
     return Turn(
         chat_request(body, checked_params(body.max_tokens, values, _OWN_NAMES)),
         warnings_of(body.warnings(), _notes(body)),

@@ -12,8 +12,8 @@ from typing import Any
 from sglcore.engine.outputs import RequestOutput
 from sglcore.schedule.output import TokenLogprob
 from sglcore.serving.chat_run import ChatEvent
-from sglcore.serving.dialects.blocks import Block, Blocks, Step
-from sglcore.serving.dialects.responses_request import Message, said
+from sglcore.serving.dialects.blocks import Block, BlockChange, Blocks
+from sglcore.serving.dialects.responses_request import said
 from sglcore.serving.errors import Failure, ended_badly
 from sglcore.serving.logprobs import chat_logprobs
 from sglcore.serving.token_text import TokenTexts
@@ -61,19 +61,19 @@ class ResponseWriter:
             self._reason = event.finish_reason
             if event.finish_reason in ("error", "abort"):
                 self.failure = ended_badly(event.finish_reason, event.error)
-        steps = self._blocks.take(event.delta, (event.logprobs or ()) if self._shown else ())
-        return self._number([made for step in steps for made in self._step(step)])
+        changes = self._blocks.take(event.delta, (event.logprobs or ()) if self._shown else ())
+        return self._number([made for change in changes for made in self._change(change)])
 
     def end(self, output: RequestOutput) -> list[Event]:
         """The events after the last word; `response` is whole then."""
-        steps = [] if self.failure is not None else self._blocks.force_text()
-        steps += self._blocks.finish()
-        made = [event for step in steps for event in self._step(step)]
+        changes = [] if self.failure is not None else self._blocks.force_text()
+        changes += self._blocks.finish()
+        made = [event for change in changes for event in self._change(change)]
         self._complete(output)
         kind = f"response.{self.response['status']}"
         return self._number([*made, {"type": kind, "response": self.response}])
 
-    def said(self) -> Message:
+    def said(self) -> dict[str, Any]:
         """The answer as a message of the conversation."""
         texts = [block.text for block in self._blocks.all if block.kind == "text"]
         return said(
@@ -109,10 +109,10 @@ class ResponseWriter:
         was_cut = self._reason not in ("stop", "tool_calls")
         return "incomplete" if is_last and was_cut else "completed"
 
-    def _step(self, step: Step) -> list[Event]:
-        if step.kind == "opened":
-            return self._opened(step.block)
-        return self._closed(step.block) if step.kind == "closed" else [self._grew(step)]
+    def _change(self, change: BlockChange) -> list[Event]:
+        if change.kind == "opened":
+            return self._opened(change.block)
+        return self._closed(change.block) if change.kind == "closed" else [self._grew(change)]
 
     def _opened(self, block: Block) -> list[Event]:
         block.id = f"{_PREFIX[block.kind]}_{uuid.uuid4().hex}"
@@ -123,16 +123,16 @@ class ResponseWriter:
             return [added]
         return [added, {"type": "response.content_part.added", **_place(block), "part": self._part(block)}]
 
-    def _grew(self, step: Step) -> Event:
-        block = step.block
+    def _grew(self, change: BlockChange) -> Event:
+        block = change.block
         if block.kind == "tool":
             kind, place = "response.function_call_arguments.delta", _item_place(block)
         elif block.kind == "reasoning":
             kind, place = "response.reasoning_text.delta", _place(block)
         else:
-            shown = {"logprobs": self._logprobs(step.logprobs)}
-            return {"type": "response.output_text.delta", **_place(block), "delta": step.text, **shown}
-        return {"type": kind, **place, "delta": step.text}
+            shown = {"logprobs": self._logprobs(change.logprobs)}
+            return {"type": "response.output_text.delta", **_place(block), "delta": change.text, **shown}
+        return {"type": kind, **place, "delta": change.text}
 
     def _closed(self, block: Block) -> list[Event]:
         item = self._item(block, self._status_of(block))

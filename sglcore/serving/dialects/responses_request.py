@@ -11,7 +11,6 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.serving.chat_run import ChatRequest
 from sglcore.serving.dialects.fields import SHOWN, checked_params, refuse_fields, refuse_kind, warnings_of
 from sglcore.serving.errors import InvalidRequest
-from sglcore.serving.protocol.drawing import DRAWING
 from sglcore.serving.protocol.kinds import OtherKind
 from sglcore.serving.protocol.responses import (
     CallItem,
@@ -26,9 +25,8 @@ from sglcore.serving.protocol.responses import (
     SchemaFormat,
     TextPart,
 )
+from sglcore.serving.protocol.sampling import SamplingFields
 from sglcore.serving.request_params import check_limit, format_grammar
-
-Message = dict[str, Any]
 
 _ABSENT = MappingProxyType(
     {
@@ -49,11 +47,11 @@ class Turn:
     """A request, read: `new` are the messages of its own input, `request` has those before them too."""
 
     request: ChatRequest
-    new: tuple[Message, ...]
+    new: tuple[dict[str, Any], ...]
     warnings: tuple[str, ...]
 
 
-def read_request(body: ResponsesRequest, earlier: Sequence[Message], max_logprobs: int) -> Turn:
+def read_request(body: ResponsesRequest, earlier: Sequence[dict[str, Any]], max_logprobs: int) -> Turn:
     """What a request asks for; `earlier` is the conversation up to it. Raises InvalidRequest or SamplingError."""
     refuse_fields(body.model_dump(include=set(_ABSENT)), _ABSENT)
     new = read_input(body, earlier)
@@ -64,7 +62,7 @@ def read_request(body: ResponsesRequest, earlier: Sequence[Message], max_logprob
     )
 
 
-def chat_request(body: Conversation, messages: list[Message], params: SamplingParams) -> ChatRequest:
+def chat_request(body: Conversation, messages: list[dict[str, Any]], params: SamplingParams) -> ChatRequest:
     """The chat request of a conversation; `instructions` stand before it."""
     if body.truncation == "auto":
         raise InvalidRequest(
@@ -82,7 +80,7 @@ def chat_request(body: Conversation, messages: list[Message], params: SamplingPa
     )
 
 
-def read_input(body: Conversation, earlier: Sequence[Message]) -> list[Message]:
+def read_input(body: Conversation, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages of the request's own input. Raises InvalidRequest."""
     if body.input is None or body.input == [] or body.input == "":
         raise InvalidRequest("the field input is missing", wanted="text, or a list of items", param="input")
@@ -97,8 +95,8 @@ def read_input(body: Conversation, earlier: Sequence[Message]) -> list[Message]:
 class _Conversation:
     """Messages that grow item by item: reasoning, text and calls of one turn of the model are one message."""
 
-    def __init__(self, earlier: Sequence[Message]) -> None:
-        self.messages: list[Message] = []
+    def __init__(self, earlier: Sequence[dict[str, Any]]) -> None:
+        self.messages: list[dict[str, Any]] = []
         self._calls = {call["id"] for message in earlier for call in message.get("tool_calls") or ()}
 
     def take(self, item: Any, where: str) -> None:
@@ -117,7 +115,7 @@ class _Conversation:
             case OtherKind(type=kind):
                 refuse_kind("an item", kind, "message, function_call, function_call_output or reasoning", where)
 
-    def _turn(self, field: str) -> Message:
+    def _turn(self, field: str) -> dict[str, Any]:
         """The model's message that has no such field yet, nor one that follows it in a turn."""
         order = ("reasoning_content", "content", "tool_calls")
         last = self.messages[-1] if self.messages else {}
@@ -157,9 +155,9 @@ class _Conversation:
         self.messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
 
 
-def said(reasoning: str, text: str | None, calls: Sequence[Mapping[str, str]]) -> Message:
+def said(reasoning: str, text: str | None, calls: Sequence[Mapping[str, str]]) -> dict[str, Any]:
     """The model's message of an answer; a call has `id`, `name` and `arguments`."""
-    message: Message = {"role": "assistant"}
+    message: dict[str, Any] = {"role": "assistant"}
     if reasoning:
         message["reasoning_content"] = reasoning
     if text is not None:
@@ -188,7 +186,7 @@ def _params(body: ResponsesRequest, max_logprobs: int) -> SamplingParams:
     form = body.text.format if body.text is not None else None
     schema = form.schema_ if isinstance(form, SchemaFormat) else None
     values = {
-        **body.given(*DRAWING),
+        **body.given(*SamplingFields.model_fields),
         "stop": body.stop,
         "logprobs": (body.top_logprobs or 0) if _wants_logprobs(body) else None,
         "grammar": format_grammar(form.type, schema, "text.format.schema") if form is not None else None,

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglcore.device.ledger import Row
-from sglcore.engine.chat_template import ChatTemplate, TextError
+from sglcore.engine.chat_template import ChatTemplate, Message, TextError
 from sglcore.engine.text import TextCodec
 from sglcore.sampling.grammar import Grammar
 from sglcore.serving.formats.call_grammar import call_grammar
 from sglcore.serving.formats.choice import Choice, choose_reasoning, choose_tools, content_form, special_texts
-from sglcore.serving.formats.conversation import Message, MessageForm, as_template_reads
+from sglcore.serving.formats.conversation import MessageForm, as_template_reads
 from sglcore.serving.formats.families import ReasoningFamily, ToolFamily
 from sglcore.serving.formats.parser import DeltaParser
 from sglcore.serving.formats.self_test import Sample, new_ids

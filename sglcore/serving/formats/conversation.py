@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglcore.engine.chat_template import TextError
-
-Message = Mapping[str, Any]
+from sglcore.engine.chat_template import Message, TextError
 
 
 @dataclass(frozen=True, slots=True)

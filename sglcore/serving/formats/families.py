@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sglcore.serving.formats import json_calls as calls
 from sglcore.serving.formats import xml_calls
-from sglcore.serving.formats.parser import ToolSteps
+from sglcore.serving.formats.parser import ToolScan
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class ToolFamily:
     """What a call may begin with."""
     marks: tuple[str, ...]
     """What nobody should see of a well-formed call."""
-    calls: ToolSteps
+    calls: ToolScan
     aliases: tuple[str, ...] = ()
     """Names that other engines use."""
     has_short_ids: bool = False

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglcore.serving.formats.scanner import Malformed, Scanner, Steps
+from sglcore.serving.formats.scanner import Malformed, Scan, Scanner
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -35,7 +35,7 @@ class Head:
     fenced: bool = False
 
 
-def hermes(s: Scanner, tools: Tools) -> Steps[None]:
+def hermes(s: Scanner, tools: Tools) -> Scan[None]:
     """`<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
     while mark := (yield from s.pass_until((CALL,), "content")):
         head = yield from s.attempt(_object_head(s))
@@ -45,7 +45,7 @@ def hermes(s: Scanner, tools: Tools) -> Steps[None]:
             yield from s.take(CALL_END)
 
 
-def llama3(s: Scanner, tools: Tools) -> Steps[None]:
+def llama3(s: Scanner, tools: Tools) -> Scan[None]:
     """`{"name": ..., "parameters": ...}` at the beginning or after `<|python_tag|>`; more calls after `;`."""
     yield from _llama3_series(s)
     while mark := (yield from s.pass_until((PYTHON_TAG,), "content")):
@@ -53,7 +53,7 @@ def llama3(s: Scanner, tools: Tools) -> Steps[None]:
             s.say("content", mark)
 
 
-def mistral(s: Scanner, tools: Tools) -> Steps[None]:
+def mistral(s: Scanner, tools: Tools) -> Scan[None]:
     """`[TOOL_CALLS]` before a list of objects, or before each `name[ARGS]{...}`."""
     while mark := (yield from s.pass_until((TOOL_CALLS,), "content")):
         if (head := (yield from s.attempt(_list_head(s)))) is not None:
@@ -64,7 +64,7 @@ def mistral(s: Scanner, tools: Tools) -> Steps[None]:
             s.say("content", mark)
 
 
-def deepseek(s: Scanner, tools: Tools) -> Steps[None]:
+def deepseek(s: Scanner, tools: Tools) -> Scan[None]:
     """Calls between markers, each `function<sep>name` and a fenced object, or `name<sep>` and the object."""
     while mark := (yield from s.pass_until((BEGIN,), "content")):
         head = yield from s.attempt(_fenced_head(s))
@@ -79,7 +79,7 @@ def deepseek(s: Scanner, tools: Tools) -> Steps[None]:
         yield from s.take(END)
 
 
-def _object_head(s: Scanner, *, needs_arguments: bool = False) -> Steps[Head]:
+def _object_head(s: Scanner, *, needs_arguments: bool = False) -> Scan[Head]:
     """An object up to its arguments, if its name comes first, or else all of it."""
     head = Head()
     yield from s.literal("{")
@@ -107,7 +107,7 @@ def _object_head(s: Scanner, *, needs_arguments: bool = False) -> Steps[Head]:
     return head
 
 
-def _object_rest(s: Scanner, head: Head) -> Steps[bool]:
+def _object_rest(s: Scanner, head: Head) -> Scan[bool]:
     """The arguments and the end of the object; False if it is malformed."""
     if head.arguments:
         s.arguments(s.start_call(head.name, head.call_id))(head.arguments)
@@ -117,7 +117,7 @@ def _object_rest(s: Scanner, head: Head) -> Steps[bool]:
     return (yield from s.attempt(_object_tail(s))) is True
 
 
-def _object_tail(s: Scanner) -> Steps[bool]:
+def _object_tail(s: Scanner) -> Scan[bool]:
     while not (yield from s.take("}")):
         yield from s.literal(",")
         yield from _string(s)
@@ -126,13 +126,13 @@ def _object_tail(s: Scanner) -> Steps[bool]:
     return True
 
 
-def _arguments(s: Scanner, head: Head) -> Steps[bool]:
+def _arguments(s: Scanner, head: Head) -> Scan[bool]:
     """A call with its arguments, which come next; False if they are malformed."""
     yield from s.starts("{")
     return (yield from s.json_object(s.arguments(s.start_call(head.name, head.call_id))))
 
 
-def _llama3_series(s: Scanner) -> Steps[bool]:
+def _llama3_series(s: Scanner) -> Scan[bool]:
     head = yield from s.attempt(_object_head(s, needs_arguments=True))
     found = head is not None
     while head is not None:
@@ -141,29 +141,29 @@ def _llama3_series(s: Scanner) -> Steps[bool]:
     return found
 
 
-def _llama3_next(s: Scanner) -> Steps[Head]:
+def _llama3_next(s: Scanner) -> Scan[Head]:
     yield from s.take(";")
     return (yield from _object_head(s, needs_arguments=True))
 
 
-def _list_head(s: Scanner) -> Steps[Head]:
+def _list_head(s: Scanner) -> Scan[Head]:
     yield from s.literal("[")
     return (yield from _object_head(s))
 
 
-def _list_next(s: Scanner) -> Steps[Head]:
+def _list_next(s: Scanner) -> Scan[Head]:
     yield from s.literal(",")
     return (yield from _object_head(s))
 
 
-def _list_rest(s: Scanner, head: Head | None) -> Steps[None]:
+def _list_rest(s: Scanner, head: Head | None) -> Scan[None]:
     while head is not None:
         is_whole = yield from _object_rest(s, head)
         head = (yield from s.attempt(_list_next(s))) if is_whole else None
     yield from s.take("]")
 
 
-def _named_head(s: Scanner) -> Steps[Head]:
+def _named_head(s: Scanner) -> Scan[Head]:
     name, mark = yield from s.upto((ARGS, CALL_ID, "{"), LONGEST_NAME)
     call_id = ""
     if mark == CALL_ID:
@@ -176,7 +176,7 @@ def _named_head(s: Scanner) -> Steps[Head]:
     return Head(name, call_id.strip())
 
 
-def _fenced_head(s: Scanner) -> Steps[Head]:
+def _fenced_head(s: Scanner) -> Scan[Head]:
     yield from s.literal(ONE_BEGIN)
     before, _ = yield from s.upto((SEPARATOR,), LONGEST_NAME)
     if (yield from s.starts("{")):
@@ -196,7 +196,7 @@ def _named(name: str) -> Head:
     return Head(name.strip())
 
 
-def _string(s: Scanner) -> Steps[str]:
+def _string(s: Scanner) -> Scan[str]:
     """A JSON string, read."""
     yield from s.literal('"')
     text = ""
@@ -214,7 +214,7 @@ def _string(s: Scanner) -> Steps[str]:
         raise Malformed from None
 
 
-def _object(s: Scanner) -> Steps[str]:
+def _object(s: Scanner) -> Scan[str]:
     """A JSON object as text, read."""
     parts: list[str] = []
     if not (yield from s.json_object(parts.append)):

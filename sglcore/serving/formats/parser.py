@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 
 from sglcore.serving.formats.delta import Delta, joined
 from sglcore.serving.formats.json_calls import Tools
-from sglcore.serving.formats.scanner import Scanner, Steps
+from sglcore.serving.formats.scanner import Scan, Scanner
 
-ToolSteps = Callable[[Scanner, Tools], Steps[None]]
+ToolScan = Callable[[Scanner, Tools], Scan[None]]
 
 
 class DeltaParser:
@@ -19,7 +19,7 @@ class DeltaParser:
     def __init__(
         self,
         *,
-        calls: ToolSteps | None = None,
+        calls: ToolScan | None = None,
         tools: Tools = (),
         reasoning: tuple[str, str] | None = None,
         reasoning_open: bool = False,
@@ -62,8 +62,8 @@ def short_id() -> str:
 
 
 def _answer(
-    s: Scanner, calls: ToolSteps | None, tools: Tools, reasoning: tuple[str, str] | None, reasoning_open: bool
-) -> Steps[None]:
+    s: Scanner, calls: ToolScan | None, tools: Tools, reasoning: tuple[str, str] | None, reasoning_open: bool
+) -> Scan[None]:
     if reasoning:
         yield from _reasoning(s, *reasoning, reasoning_open)
     if calls:
@@ -72,7 +72,7 @@ def _answer(
         yield from s.pass_until((), "content")
 
 
-def _reasoning(s: Scanner, start: str, end: str, is_open: bool) -> Steps[None]:
+def _reasoning(s: Scanner, start: str, end: str, is_open: bool) -> Scan[None]:
     """A block of reasoning at the beginning; its markers, and white space inside and after it, are no part of it."""
     if not (yield from s.take(start)) and not is_open:
         return

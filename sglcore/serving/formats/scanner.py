@@ -15,7 +15,7 @@ from sglcore.serving.formats.delta import Delta, Kind
 from sglcore.serving.formats.json_text import JsonText
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]
+Scan = Generator[None, None, T]
 """A step of a parser: yields while it waits for text, returns a T."""
 
 
@@ -55,7 +55,7 @@ class Scanner:
         out, self._out = self._out, []
         return out
 
-    def attempt(self, step: Steps[T]) -> Steps[T | None]:
+    def attempt(self, step: Scan[T]) -> Scan[T | None]:
         """Run a step; if it is malformed, reading goes on where it began, and the result is None."""
         start = self._at
         self._pins += 1
@@ -67,7 +67,7 @@ class Scanner:
         finally:
             self._pins -= 1
 
-    def more(self) -> Steps[bool]:
+    def more(self) -> Scan[bool]:
         """Wait until there is text; False at its end."""
         while self._at == len(self._text):
             if self._ended:
@@ -75,7 +75,7 @@ class Scanner:
             yield
         return True
 
-    def peek(self) -> Steps[str]:
+    def peek(self) -> Scan[str]:
         """The next character that is not white space, "" at the end; the white space before it is read."""
         while (yield from self.more()):
             self._at = _SPACES.match(self._text, self._at).end()  # type: ignore[union-attr]
@@ -83,17 +83,17 @@ class Scanner:
                 return self._text[self._at]
         return ""
 
-    def literal(self, word: str) -> Steps[None]:
+    def literal(self, word: str) -> Scan[None]:
         """Read the word, after white space, or raise Malformed."""
         if not (yield from self.starts(word)):
             raise Malformed
         self._at += len(word)
 
-    def take(self, word: str) -> Steps[bool]:
+    def take(self, word: str) -> Scan[bool]:
         """Whether the word comes next, after white space; if so, both are read, or else nothing is."""
         return (yield from self.attempt(self._literal_true(word))) is True
 
-    def skip(self, mark: str) -> Steps[None]:
+    def skip(self, mark: str) -> Scan[None]:
         """Read this one character if it comes next."""
         if (yield from self.more()) and self._text[self._at] == mark:
             self._at += 1
@@ -107,7 +107,7 @@ class Scanner:
         """Go back over what was just read, inside `attempt`."""
         self._at -= size
 
-    def starts(self, word: str) -> Steps[bool]:
+    def starts(self, word: str) -> Scan[bool]:
         """Whether the word comes next, after white space; it is not read."""
         yield from self.peek()
         while len(self._text) - self._at < len(word):
@@ -116,7 +116,7 @@ class Scanner:
             yield
         return self._text.startswith(word, self._at)
 
-    def upto(self, marks: tuple[str, ...], limit: int | None = None) -> Steps[tuple[str, str]]:
+    def upto(self, marks: tuple[str, ...], limit: int | None = None) -> Scan[tuple[str, str]]:
         """The text before the first of the marks, which is read, and the mark; Malformed at the end or past `limit`."""
         read: list[str] = []
         while True:
@@ -130,7 +130,7 @@ class Scanner:
                 raise Malformed
             yield
 
-    def hand_on(self, marks: tuple[str, ...], sink: Callable[[str], None]) -> Steps[str]:
+    def hand_on(self, marks: tuple[str, ...], sink: Callable[[str], None]) -> Scan[str]:
         """Hand on the text before the first of the marks; reads and returns the mark, "" at the end."""
         while True:
             text, mark = self._run(marks)
@@ -139,7 +139,7 @@ class Scanner:
                 return mark
             yield
 
-    def pass_until(self, marks: tuple[str, ...], kind: Kind) -> Steps[str]:
+    def pass_until(self, marks: tuple[str, ...], kind: Kind) -> Scan[str]:
         """Say the text before the first of the marks as a kind; reads and returns the mark, "" at the end."""
         while True:
             mark = yield from self.hand_on(marks + self._controls, lambda text: self.say(kind, text))
@@ -150,7 +150,7 @@ class Scanner:
                 self._spaces = ""
                 return ""
 
-    def json_object(self, sink: Callable[[str], None]) -> Steps[bool]:
+    def json_object(self, sink: Callable[[str], None]) -> Scan[bool]:
         """Read a JSON object and hand on its text; False where it stops being JSON or ends early."""
         json = JsonText()
         while not json.done:
@@ -194,7 +194,7 @@ class Scanner:
         """Where the text of a call's arguments goes."""
         return lambda text: self._out.append(Delta("tool_arguments", text, index)) if text else None
 
-    def _literal_true(self, word: str) -> Steps[bool]:
+    def _literal_true(self, word: str) -> Scan[bool]:
         yield from self.literal(word)
         return True
 

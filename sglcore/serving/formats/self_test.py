@@ -13,7 +13,7 @@ from sglcore.engine.text import TextCodec
 from sglcore.serving.formats.conversation import MessageForm, as_template_reads
 from sglcore.serving.formats.delta import Call, Delta, calls_of, joined, text_of
 from sglcore.serving.formats.families import ReasoningFamily, ToolFamily
-from sglcore.serving.formats.parser import DeltaParser, ToolSteps, long_id, short_id
+from sglcore.serving.formats.parser import DeltaParser, ToolScan, long_id, short_id
 
 QUESTION = MappingProxyType({"role": "user", "content": "What is to be done?"})
 CALL_IDS = ("Pr0beCa11", "Pr0beCa12")
@@ -57,7 +57,7 @@ class Candidate:
         """A new parser for a turn; all its calls have one id, so that two parsers give equal deltas."""
         return self.reader(turn, calls=self.family.calls)
 
-    def reader(self, turn: Turn, *, calls: ToolSteps | None = None) -> DeltaParser:
+    def reader(self, turn: Turn, *, calls: ToolScan | None = None) -> DeltaParser:
         """The same, for which calls are content."""
         return DeltaParser(
             calls=calls,

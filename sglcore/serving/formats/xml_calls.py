@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglcore.serving.formats.json_calls import CALL, CALL_END, LONGEST_NAME, Tools
-from sglcore.serving.formats.scanner import Malformed, Scanner, Steps
+from sglcore.serving.formats.scanner import Malformed, Scan, Scanner
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
@@ -18,7 +18,7 @@ PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 Sink = Callable[[str], None]
 
 
-def qwen3_coder(s: Scanner, tools: Tools) -> Steps[None]:
+def qwen3_coder(s: Scanner, tools: Tools) -> Scan[None]:
     """Functions in tags, with or without `<tool_call>` around them."""
     while mark := (yield from s.pass_until((CALL, FUNCTION), "content")):
         name = yield from s.attempt(_head(s, mark))
@@ -41,7 +41,7 @@ def is_string(schema: Any) -> bool:
     return isinstance(schema, Mapping) and schema.get("type") == "string"
 
 
-def _head(s: Scanner, mark: str) -> Steps[str]:
+def _head(s: Scanner, mark: str) -> Scan[str]:
     if mark == CALL:
         yield from s.literal(FUNCTION)
     name = yield from _name(s)
@@ -50,14 +50,14 @@ def _head(s: Scanner, mark: str) -> Steps[str]:
     return name
 
 
-def _name(s: Scanner) -> Steps[str]:
+def _name(s: Scanner) -> Scan[str]:
     name, _ = yield from s.upto((">",), LONGEST_NAME)
     if not name.strip() or "<" in name or "\n" in name:
         raise Malformed
     return name.strip()
 
 
-def _call(s: Scanner, name: str, properties: Mapping[str, Any]) -> Steps[bool]:
+def _call(s: Scanner, name: str, properties: Mapping[str, Any]) -> Scan[bool]:
     """The parameters up to the end of the function; False if something else stands between them."""
     sink = s.arguments(s.start_call(name))
     before = "{"
@@ -75,12 +75,12 @@ def _call(s: Scanner, name: str, properties: Mapping[str, Any]) -> Steps[bool]:
     return True
 
 
-def _key(s: Scanner) -> Steps[str]:
+def _key(s: Scanner) -> Scan[str]:
     yield from s.literal(PARAMETER)
     return (yield from _name(s))
 
 
-def _string(s: Scanner, sink: Sink, schema: Any) -> Steps[bool]:
+def _string(s: Scanner, sink: Sink, schema: Any) -> Scan[bool]:
     """A value that is text: handed on as it comes."""
     sink('"')
     yield from s.skip("\n")
@@ -90,7 +90,7 @@ def _string(s: Scanner, sink: Sink, schema: Any) -> Steps[bool]:
     return True
 
 
-def _value(s: Scanner, sink: Sink, schema: Any) -> Steps[bool]:
+def _value(s: Scanner, sink: Sink, schema: Any) -> Scan[bool]:
     """A value that may be anything: handed on when all of it is there."""
     parts: list[str] = []
     yield from s.skip("\n")

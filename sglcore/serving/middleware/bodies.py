@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as AsgiEvent
 
 from sglcore.serving.errors import INVALID, Failure
 from sglcore.serving.metrics import Metrics
@@ -82,7 +83,7 @@ def _once(body: bytes, receive: Receive) -> Receive:
     """A receive that gives the body first, and then what the connection says."""
     waiting = [body]
 
-    async def inward() -> Message:
+    async def inward() -> AsgiEvent:
         if waiting:
             return {"type": "http.request", "body": waiting.pop(), "more_body": False}
         return await receive()

@@ -7,7 +7,8 @@ import logging
 import re
 import uuid
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as AsgiEvent
 
 from sglcore.serving.errors import told
 from sglcore.serving.exchange import CURRENT, Exchange
@@ -37,7 +38,7 @@ class Exchanges:
         scope.setdefault("state", {})["request_id"] = exchange.request_id
         id_header = (b"x-request-id", exchange.request_id.encode())
 
-        async def outward(message: Message) -> None:
+        async def outward(message: AsgiEvent) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 others = (pair for pair in message.get("headers", ()) if pair[0].lower() != b"x-request-id")

@@ -18,7 +18,7 @@ from sglcore.serving.protocol.common import (
     PromptProgress,
     Usage,
 )
-from sglcore.serving.protocol.sampling import SamplingFields
+from sglcore.serving.protocol.sampling import GenerationFields
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")]
 
@@ -133,7 +133,7 @@ class ChosenTool(Body):
     function: ChosenName
 
 
-class ChatBody(SamplingFields):
+class ChatBody(GenerationFields):
     """A request for the next message of a conversation.
 
     `max_completion_tokens` and `max_tokens` are one thing (none: as many as the context holds). `chat_template_kwargs` go

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from sglcore.serving.protocol.common import Answer, Count, ErrorDetail, Items, Positive, PromptProgress, Usage
-from sglcore.serving.protocol.sampling import SamplingFields
+from sglcore.serving.protocol.sampling import GenerationFields
 
 Ids = Annotated[Items[Count], Field(min_length=1)]
 
@@ -30,7 +30,7 @@ Prompts = Annotated[
 """One prompt or several, as text or as token ids."""
 
 
-class CompletionBody(SamplingFields):
+class CompletionBody(GenerationFields):
     """A request to continue texts.
 
     `logprobs`: alternatives to report of each token, 0 for the chosen one alone. `echo` puts the prompt before the text,

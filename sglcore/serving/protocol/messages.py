@@ -7,9 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag
 
 from sglcore.serving.protocol.common import Answer, Body, Items, Positive
-from sglcore.serving.protocol.drawing import Drawing
 from sglcore.serving.protocol.kinds import Other, by_kind
-from sglcore.serving.protocol.sampling import Stops
+from sglcore.serving.protocol.sampling import SamplingFields, Stops
 
 Word = Annotated[str, Field(min_length=1, max_length=256)]
 CacheControl = dict[str, Any]
@@ -152,7 +151,7 @@ class CountRequest(Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class MessagesRequest(CountRequest, Drawing):
+class MessagesRequest(CountRequest, SamplingFields):
     """A request for a message."""
 
     ignored: ClassVar[frozenset[str]] = CountRequest.ignored | {

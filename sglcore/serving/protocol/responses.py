@@ -7,9 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag
 
 from sglcore.serving.protocol.common import Body, Count, Items, Positive, entries
-from sglcore.serving.protocol.drawing import Drawing
 from sglcore.serving.protocol.kinds import Other, by_kind
-from sglcore.serving.protocol.sampling import Stop, Stops
+from sglcore.serving.protocol.sampling import SamplingFields, Stop, Stops
 
 Role = Literal["user", "assistant", "system", "developer"]
 Id = Annotated[str, Field(min_length=1, max_length=256)]
@@ -189,8 +188,8 @@ class CountRequest(Conversation):
     personality: str | None = None
 
 
-class ResponsesRequest(Conversation, Drawing):
-    """A request for a response. `stop` and most of `Drawing` are this server's own."""
+class ResponsesRequest(Conversation, SamplingFields):
+    """A request for a response. `stop` and most fields of sampling are this server's own."""
 
     ignored: ClassVar[frozenset[str]] = frozenset(
         {

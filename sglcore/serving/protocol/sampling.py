@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sglcore.serving.protocol.common import Body, Count, Items, Positive, entries
-from sglcore.serving.protocol.drawing import Drawing
+from sglcore.serving.protocol.common import Body, Count, Items, Positive, Seed, TopK, entries
 
 MOST_STOPS, LONGEST_STOP = 64, 1024
 """Stop strings of a request and characters of each: all are looked for with every token."""
@@ -17,6 +16,22 @@ MOST_IDS = 4096
 Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
 Stops = Annotated[Items[Stop], Field(max_length=MOST_STOPS)]
 Bias = Annotated[dict[str, float], Field(max_length=MOST_IDS), entries(MOST_IDS)]
+
+
+class SamplingFields(Body):
+    """How tokens are sampled, in every dialect: each field is a parameter of the same name. Those that a dialect's own
+    protocol lacks are this server's."""
+
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: TopK | None = None
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0)
+    seed: Seed | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
 
 
 class StreamOptions(Body):
@@ -56,7 +71,7 @@ class StructuredOutputs(Body):
     choice: Items[str] | None = Field(None, min_length=1)
 
 
-class SamplingFields(Drawing):
+class GenerationFields(SamplingFields):
     """What completions and chats share."""
 
     model: str | None = None

@@ -15,7 +15,7 @@ from sglcore.serving.formats.chat_format import ChatFormat
 from sglcore.serving.formats.conversation import MessageForm
 from sglcore.serving.formats.families import REASONING, TOOLS
 from sglcore.serving.formats.json_calls import CALL, CALL_END, Tools, hermes
-from sglcore.serving.formats.scanner import Scanner, Steps
+from sglcore.serving.formats.scanner import Scan, Scanner
 from sglcore.serving.formats.self_test import Candidate, Failed, check_reasoning, check_tools
 from tests.serving.formats.checkpoints import FAMILIES, HERMES, codec_of, make_codec
 
@@ -42,7 +42,7 @@ def test_the_embedded_model_has_no_tools_and_says_why() -> None:
     assert "markers" in found.reasoning_reason
 
 
-def call(s: Scanner, *, number_off: int = 0, takes_end: bool = True, says: bool = True) -> Steps[None]:
+def call(s: Scanner, *, number_off: int = 0, takes_end: bool = True, says: bool = True) -> Scan[None]:
     """One call as the test's template writes it, with a defect."""
     yield from s.literal('{"name": "')
     name, _ = yield from s.upto(('"',))
@@ -56,42 +56,42 @@ def call(s: Scanner, *, number_off: int = 0, takes_end: bool = True, says: bool 
         yield from s.take(CALL_END)
 
 
-def drops_the_second_call(s: Scanner, tools: Tools) -> Steps[None]:
+def drops_the_second_call(s: Scanner, tools: Tools) -> Scan[None]:
     number = 0
     while (yield from s.pass_until((CALL,), "content")):
         yield from s.attempt(call(s, says=number == 0))
         number += 1
 
 
-def leaves_the_end_marker(s: Scanner, tools: Tools) -> Steps[None]:
+def leaves_the_end_marker(s: Scanner, tools: Tools) -> Scan[None]:
     while (yield from s.pass_until((CALL,), "content")):
         yield from s.attempt(call(s, takes_end=False))
 
 
-def moves_the_index(s: Scanner, tools: Tools) -> Steps[None]:
+def moves_the_index(s: Scanner, tools: Tools) -> Scan[None]:
     while (yield from s.pass_until((CALL,), "content")):
         yield from s.attempt(call(s, number_off=1))
 
 
-def gives_all_arguments_to_the_first(s: Scanner, tools: Tools) -> Steps[None]:
+def gives_all_arguments_to_the_first(s: Scanner, tools: Tools) -> Scan[None]:
     number = 0
     while (yield from s.pass_until((CALL,), "content")):
         yield from s.attempt(call(s, number_off=-number))
         number += 1
 
 
-def shows_half_a_marker(s: Scanner, tools: Tools) -> Steps[None]:
+def shows_half_a_marker(s: Scanner, tools: Tools) -> Scan[None]:
     while (yield from s.pass_until(("tool_call>",), "content")):
         yield from s.attempt(call(s))
 
 
-def shows_half_the_end_marker(s: Scanner, tools: Tools) -> Steps[None]:
+def shows_half_the_end_marker(s: Scanner, tools: Tools) -> Scan[None]:
     while (yield from s.pass_until((CALL,), "content")):
         yield from s.attempt(call(s, takes_end=False))
         yield from s.take("</tool_")
 
 
-def sees_where_the_text_was_split(s: Scanner, tools: Tools) -> Steps[None]:
+def sees_where_the_text_was_split(s: Scanner, tools: Tools) -> Scan[None]:
     steps = hermes(s, tools)
     for number, _ in enumerate(steps):
         if number == 1:
@@ -99,7 +99,7 @@ def sees_where_the_text_was_split(s: Scanner, tools: Tools) -> Steps[None]:
         yield
 
 
-def reads_nothing(s: Scanner, tools: Tools) -> Steps[None]:
+def reads_nothing(s: Scanner, tools: Tools) -> Scan[None]:
     yield from s.pass_until((), "content")
 
 
@@ -116,7 +116,7 @@ def reads_nothing(s: Scanner, tools: Tools) -> Steps[None]:
         (reads_nothing, "calls of \\[\\]"),
     ],
 )
-def test_a_broken_parser_fails(mutant: Callable[[Scanner, Tools], Steps[None]], said: str, tmp_path: Path) -> None:
+def test_a_broken_parser_fails(mutant: Callable[[Scanner, Tools], Scan[None]], said: str, tmp_path: Path) -> None:
     codec = codec_of("hermes", tmp_path)
     check_tools(Candidate(codec, HERMES_FAMILY, None, True), MessageForm())
     with pytest.raises(Failed, match=said):
