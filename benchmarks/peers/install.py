@@ -66,7 +66,7 @@ def make_files(engine: Engine) -> None:
         print(f"{engine.title}: writing {target.relative_to(ROOT)}", flush=True)
         if name in QUANTIZED:
             script = Path(__file__).with_name("write_gguf.py")
-            run([str(engine.python), str(script), str(CHECKPOINT), str(target), QUANTIZED[name]])
+            run([str(engine.python), str(script), str(CHECKPOINT), str(target), QUANTIZED[name]], PYTHONPATH=str(ROOT))
         else:
             export_openvino(engine, target, name.rpartition("-")[2])
 

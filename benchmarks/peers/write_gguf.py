@@ -7,7 +7,6 @@ Every matrix has the named type, the embedding too, which is the output: the few
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,8 @@ import numpy as np
 from geometry import CONFIG, HEAD, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCABULARY
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType, quants
 from vocabulary import SPECIAL, vocabulary
+
+from sglcore.checkpoint.safetensors_header import read_entries
 
 TYPES = {
     "bf16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
@@ -94,16 +95,10 @@ def gguf_name(name: str) -> str:
 
 def weights(file: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Name and float32 values of each tensor of a bfloat16 safetensors file, one at a time."""
-    with file.open("rb") as source:
-        size = int.from_bytes(source.read(8), "little")
-        header = json.loads(source.read(size))
-    words = np.memmap(file, np.uint8, "r", offset=8 + size)
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        first, last = entry["data_offsets"]
-        halves = words[first:last].view(np.uint16).astype(np.uint32) << 16
-        yield name, halves.view(np.float32).reshape(entry["shape"])
+    words = np.memmap(file, np.uint8, "r")
+    for entry in read_entries(file):
+        halves = words[entry.start : entry.end].view(np.uint16).astype(np.uint32) << 16
+        yield entry.name, halves.view(np.float32).reshape(entry.shape)
 
 
 if __name__ == "__main__":

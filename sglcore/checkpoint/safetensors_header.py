@@ -21,20 +21,26 @@ PLAIN_BYTES: Mapping[str, int] = MappingProxyType({"F64": 8, "F32": 4, "F16": 2,
 """The element types of plain weights, and what an element takes."""
 
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType(
-    {**PLAIN_BYTES, "U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8, "F8_E4M3": 1}
+    {**PLAIN_BYTES, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4, "I64": 8, "F8_E4M3": 1, "BOOL": 1}
 )
 """Those, and what quantised weights are made of. The bytes of a tensor of another type are not checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor in a file: `dtype` as the file names it, and its bytes [start, end) counted from the file's start."""
+    """A tensor in `file`: `dtype` as the file names it, and its bytes [start, end) counted from the file's start."""
 
+    file: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
     end: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return self.end - self.start
 
 
 def read_entries(path: Path, file: RawIOBase | None = None) -> tuple[Entry, ...]:
@@ -78,8 +84,8 @@ def _entries(path: Path, file: RawIOBase) -> tuple[Entry, ...]:
 
 def _entry(path: Path, name: str, item: dict[str, Any], base: int) -> Entry:
     start, end = item["data_offsets"]
-    entry = Entry(name, item["dtype"], tuple(item["shape"]), base + start, base + end)
-    size = ELEMENT_BYTES[entry.dtype] * math.prod(entry.shape) if entry.dtype in ELEMENT_BYTES else end - start
-    if size != end - start or start < 0:
-        raise damaged(path, f"{name!r} of shape {list(entry.shape)} and type {entry.dtype} has {end - start} bytes")
+    entry = Entry(path, name, item["dtype"], tuple(item["shape"]), base + start, base + end)
+    size = ELEMENT_BYTES[entry.dtype] * math.prod(entry.shape) if entry.dtype in ELEMENT_BYTES else entry.num_bytes
+    if size != entry.num_bytes or start < 0:
+        raise damaged(path, f"{name!r} of shape {list(entry.shape)} and type {entry.dtype} has {entry.num_bytes} bytes")
     return entry

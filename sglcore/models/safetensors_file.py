@@ -85,7 +85,7 @@ class SafetensorsFile:
             # Private: torch takes no buffer that it may not write.
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
         dtype = DTYPES[entry.dtype]
-        count = (entry.end - entry.start) // dtype.itemsize
+        count = entry.num_bytes // dtype.itemsize
         return torch.frombuffer(self._map, dtype=dtype, offset=entry.start, count=count).view(entry.shape)
 
     def release(self, start: int, end: int) -> None:

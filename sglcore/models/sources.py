@@ -79,7 +79,7 @@ class PlainSource:
     @property
     def num_bytes(self) -> int:
         """Bytes in the file."""
-        return self.entry.end - self.entry.start
+        return self.entry.num_bytes
 
     def copy(self, target: Tensor, report: Report) -> None:
         """Read it straight to its place."""

@@ -90,7 +90,7 @@ def _settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _entry_bytes(entry: Entry, kept: Kept, quantization: Quantization | None, out_of_order: _OutOfOrder) -> float:
     module, _, part = entry.name.rpartition(".")
-    size, is_expert = entry.end - entry.start, ".experts." in entry.name
+    size, is_expert = entry.num_bytes, ".experts." in entry.name
     if entry.dtype in PLAIN_BYTES:
         is_weight = quantization is None or part in ("weight", "bias")
         return kept.values(math.prod(entry.shape), len(entry.shape) == 2 and not is_expert) if is_weight else size

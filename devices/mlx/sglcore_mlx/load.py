@@ -4,21 +4,24 @@ error, and then the weights are read one at a time."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import mlx.core as mx
 
 from sglcore.checkpoint.config import ModelConfig
 from sglcore.checkpoint.files import HARMLESS, checkpoint_files
+from sglcore.checkpoint.safetensors_header import Entry, damaged, read_entries
 from sglcore.device.errors import CheckpointError
 from sglcore_mlx.layers.build import Build
 from sglcore_mlx.layers.linear import LinearParts
 from sglcore_mlx.layers.quantization import read_quantization
 from sglcore_mlx.layers.weights import Weights
 from sglcore_mlx.models.contract import Model
-from sglcore_mlx.models.files import Entry, map_file, read_entries
 from sglcore_mlx.models.registry import ModelClass, model_class
+
+MAPPED = ("F32", "F16", "BF16", "U32", "U8", "I64", "I32", "I16", "I8", "U16", "BOOL")
+"""The element types that MLX maps."""
 
 TIED_HEAD = r"lm_head\.(weight|scales|biases)"
 
@@ -59,7 +62,7 @@ def _tensors(files: tuple[Path, ...], stripped: str) -> tuple[dict[str, Entry], 
     arrays: dict[str, mx.array] = {}
     for file in files:
         found = read_entries(file)
-        mapped = map_file(file)
+        mapped = _map(file, found)
         for entry in found:
             name = entry.name.removeprefix(stripped)
             if name in entries:
@@ -70,3 +73,20 @@ def _tensors(files: tuple[Path, ...], stripped: str) -> tuple[dict[str, Entry], 
                 )
             entries[name], arrays[name] = entry, mapped[entry.name]
     return entries, arrays
+
+
+def _map(file: Path, entries: Iterable[Entry]) -> dict[str, mx.array]:
+    """The tensors of a file, none of them read yet; raises `CheckpointError` for a type or a file that MLX refuses."""
+    for entry in entries:
+        if entry.dtype not in MAPPED:
+            raise CheckpointError(
+                f"{entry.name!r} in {file.name} has the type {entry.dtype}",
+                wanted=f"one of {', '.join(MAPPED)}",
+                remedy="use a version of this model in float32, bfloat16, float16 or a quantisation of mlx_lm.convert",
+            )
+    try:
+        arrays = mx.load(str(file), format="safetensors")
+    except (RuntimeError, ValueError) as error:
+        raise damaged(file, str(error).splitlines()[0]) from None
+    assert isinstance(arrays, dict)
+    return arrays

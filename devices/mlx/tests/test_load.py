@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from devices.mlx.tests.model_cases import load, logprobs, split_parts
+from sglcore.checkpoint.safetensors_header import ELEMENT_BYTES
 from sglcore.device.errors import CheckpointError, ConfigError
+from sglcore_mlx.load import MAPPED
 from sglcore_mlx.models.contract import LayerShape
 
 FILE = "model.safetensors"
@@ -219,6 +221,10 @@ def test_a_damaged_header_is_an_error(folder: Path, header: bytes) -> None:
     (folder / FILE).write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 64)
     with pytest.raises(CheckpointError, match="is damaged"):
         load(folder)
+
+
+def test_the_bytes_of_every_type_that_is_mapped_are_checked() -> None:
+    assert set(MAPPED) <= ELEMENT_BYTES.keys()
 
 
 @pytest.mark.parametrize(("kind", "width"), [("F8_E4M3", 1), ("F64", 8)])

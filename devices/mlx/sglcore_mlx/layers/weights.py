@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import mlx.core as mx
 
+from sglcore.checkpoint.safetensors_header import Entry
 from sglcore.device.errors import CheckpointError
 from sglcore_mlx.layers.quantization import Quantization
-from sglcore_mlx.models.files import Entry
 
 FLOATS = ("F32", "F16", "BF16")
 
