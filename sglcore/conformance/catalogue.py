@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from sglcore.conformance import laws_attention, laws_kernels, laws_masks, laws_package, laws_runner, laws_serving
+from sglcore.conformance import (
+    laws_attention,
+    laws_graphs,
+    laws_kernels,
+    laws_masks,
+    laws_package,
+    laws_runner,
+    laws_serving,
+)
 from sglcore.conformance.law import LEVELS, Law, up_to
 from sglcore.device.errors import ConfigError
 
@@ -13,6 +21,7 @@ LAWS: tuple[Law, ...] = tuple(
         (
             *laws_package.LAWS,
             *laws_runner.LAWS,
+            *laws_graphs.LAWS,
             *laws_masks.LAWS,
             *laws_kernels.LAWS,
             *laws_attention.LAWS,

@@ -34,7 +34,7 @@ package = DevicePackage(
         "reference": "sglcore.runtime.attention.reference:ReferenceAttention",
         "replayable": "sglcore.conformance.reference_parts:ReplayableAttention",
     },
-    graphs={"replayed": "sglcore.conformance.reference_parts:replayed"},
+    graphs={"replayed": "sglcore.conformance.reference_parts:ReplayedGraphs"},
     kernels="sglcore.runtime.kernels.reference:reference_kernels",
     bring_up="sglcore.conformance.reference_parts:BRING_UP",
 )

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from sglcore.conformance.reference import package
 from sglcore.conformance.target import Target
+from sglcore.device.facts import Facts
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.bring_up import STANDARD
+from sglcore.runtime.streams import Streams
 from sglcore.step.sizing import MemoryBudget
 
 MEMORY = 256 << 20
@@ -33,6 +35,9 @@ class ReplayedGraphs:
 
     kind = "replayed"
 
+    def __init__(self, facts: Facts, streams: Streams) -> None:
+        """The reference's factory of graphs: it needs neither."""
+
     def capture(self, step: Callable[[], Tensor]) -> ReplayedStep:
         """Run once, and keep."""
         step()
@@ -46,11 +51,6 @@ class ReplayableAttention(ReferenceAttention):
     """The reference's attention for a graph that runs its host code again: that can be captured, and nothing else."""
 
     facts = replace(ReferenceAttention.facts, features=ReferenceAttention.facts.features | {"capture"})
-
-
-def replayed(*_: object) -> ReplayedGraphs:
-    """The graph factory of the reference."""
-    return ReplayedGraphs()
 
 
 def device_memory(model: object) -> MemoryBudget:

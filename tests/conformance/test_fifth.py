@@ -44,6 +44,7 @@ def test_it_holds_every_law_on_its_simulated_machine(site: Site) -> None:
 
 def test_the_laws_catch_its_broken_kinds(site: Site) -> None:
     laws = ("replay_is_eager", "attention_is_reference", "padding_is_inert", "overlap_is_sequential")
+    laws += ("replay_reads_buffers", "replays_keep_order", "errors_leave_graphs_usable")
     words = [word for law in laws for word in ("--law", law)]
     ran = site.sglcore("conform", "acme", "--mutants", *words, *ON_MACHINE)
     assert ran.returncode == 0, ran.stdout + ran.stderr

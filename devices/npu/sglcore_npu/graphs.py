@@ -1,16 +1,11 @@
-"""NPU graphs, and the host's update of attention at replay."""
+"""NPU graphs, and the host's update of attention at replay. No compiler for this device ships with torch."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sglcore.device.facts import Facts
-from sglcore.runtime.graphs.backend import GraphBackend
-from sglcore.runtime.graphs.breakable import BreakableGraphs
-from sglcore.runtime.graphs.full import FullGraphs
-from sglcore.runtime.graphs.piecewise import PiecewiseGraphs, as_traced
+from sglcore.runtime.graphs.stream_graphs import stream_graphs
 from sglcore.runtime.graphs.torch_capture import TorchCapture
-from sglcore.runtime.streams import Streams
 from sglcore_npu.tasks import HostLengths, npu
 
 
@@ -47,16 +42,4 @@ def make_capture() -> TorchCapture:
     return TorchCapture(npu().NPUGraph, npu().graph_pool_handle, lambda graph: NpuSegment(graph, updates))
 
 
-def full(facts: Facts, streams: Streams) -> GraphBackend:
-    """Decode graphs."""
-    return FullGraphs(make_capture(), streams)
-
-
-def breakable(facts: Facts, streams: Streams) -> GraphBackend:
-    """Decode graphs, and prefill graphs between which attention runs eagerly."""
-    return BreakableGraphs(make_capture(), streams)
-
-
-def piecewise(facts: Facts, streams: Streams) -> GraphBackend:
-    """Decode graphs, and prefill traced as one graph and split at attention. No compiler for this device ships with torch."""
-    return PiecewiseGraphs(make_capture(), streams, as_traced)
+full, breakable, piecewise = stream_graphs(make_capture)

@@ -14,6 +14,9 @@ from sglcore.runtime.attention.contract import HostUpdate
 from sglcore.runtime.graphs.capture import Segment
 from sglcore.runtime.streams import entered
 
+ERRORS = "thread_local"
+"""Only what this thread does can break its capture."""
+
 
 class GraphSegment:
     """One captured graph that takes no update."""
@@ -49,12 +52,46 @@ class TorchCapture:
         """Record the work that the block queues; raises what the block or the driver raised."""
         graph = self._make_graph()
         with entered(stream):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
+            graph.capture_begin(pool=pool, capture_error_mode=ERRORS)
+            with _begun(graph):
                 yield self._make_segment(graph)
-            except BaseException:
-                # The driver gave up the capture too; what the block raised says why.
-                with suppress(RuntimeError):
-                    graph.capture_end()
-                raise
+
+
+class Pool:
+    """The memory of torch's own graphs of an accelerator: that of the first one that was captured."""
+
+    __slots__ = ("id",)
+
+    def __init__(self) -> None:
+        self.id: tuple[int, int] | None = None
+
+
+class AcceleratorCapture:
+    """The same through torch's own graph of an accelerator, which some extensions serve (torch 2.12 and later)."""
+
+    def make_pool(self) -> Pool:
+        """Nothing yet."""
+        return Pool()
+
+    @contextmanager
+    def capture(self, stream: torch.Stream, pool: Any) -> Iterator[Segment]:
+        """Record the work that the block queues; raises what the block or the driver raised."""
+        graph = torch.accelerator.Graph(pool=pool.id, capture_error_mode=ERRORS)
+        with entered(stream):
+            graph.capture_begin()
+            with _begun(graph):
+                yield GraphSegment(graph)
+        pool.id = graph.pool()
+
+
+@contextmanager
+def _begun(graph: Any) -> Iterator[None]:
+    """A capture that has begun; it ends with the block."""
+    try:
+        yield
+    except BaseException:
+        # The driver gave up the capture too; what the block raised says why.
+        with suppress(RuntimeError):
             graph.capture_end()
+        raise
+    graph.capture_end()
