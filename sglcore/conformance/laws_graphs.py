@@ -26,13 +26,14 @@ MOST_RUNS = 2
 @contextmanager
 def _mechanism(trial: Trial) -> Iterator[tuple[GraphBackend, Tensor, Tensor]]:
     """The graphs of the case with two buffers of four zeros, on the stream that runs forwards."""
-    bench, package = trial.kit.bench("dense"), trial.target.package
-    streams: Streams = bench.running.built["streams"]
-    backend: GraphBackend = resolve(package.graphs[trial.case], package.name)(bench.facts, streams)
-    bench.settle()
+    harness, package = trial.kit.harness("dense"), trial.target.package
+    streams: Streams = harness.running.built["streams"]
+    backend: GraphBackend = resolve(package.graphs[trial.case], package.name)(harness.facts, streams)
+    harness.settle()
     try:
         with torch.inference_mode(), streams.running():
-            yield backend, *(torch.zeros(4, device=bench.facts.tensor_device) for _ in range(2))
+            first, second = torch.zeros(2, 4, device=harness.facts.tensor_device)
+            yield backend, first, second
     finally:
         backend.close()
 
