@@ -27,7 +27,7 @@ MOST_RUNS = 2
 def _mechanism(trial: Trial) -> Iterator[tuple[GraphBackend, Tensor, Tensor]]:
     """The graphs of the case with two buffers of four zeros, on the stream that runs forwards."""
     harness, package = trial.kit.harness("dense"), trial.target.package
-    streams: Streams = harness.running.built["streams"]
+    streams: Streams = harness.started.built["streams"]
     backend: GraphBackend = resolve(package.graphs[trial.case], package.name)(harness.facts, streams)
     harness.settle()
     try:
