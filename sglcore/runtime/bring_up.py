@@ -21,7 +21,6 @@ from sglcore.device.package import DevicePackage, Ref, resolve
 from sglcore.device.worker import Limits
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionShape
 from sglcore.runtime.attention.selection import AttentionNeeds, select_attention
-from sglcore.runtime.fields import spec_of
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.graphs.backend import PromptBackend
 from sglcore.runtime.graphs.build import capture, make_backend
@@ -32,6 +31,7 @@ from sglcore.runtime.registry_builders import build_decode_registry, build_prefi
 from sglcore.runtime.streams import Streams, make_streams
 from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import TpModelWorker
+from sglcore.step.fields import spec_of
 from sglcore.step.sizing import MemoryBudget, MemorySizes, size_pools
 
 MODEL_LOADER: Ref = "sglcore.models.checkpoint:load_checkpoint"

@@ -1,24 +1,26 @@
 """The owner of the static input buffers that eager forwards and graphs read, the same on every device.
 
-Slots are plain (a batch field), computed (`post_fill`), structured (a dotted name) or sourced (`source_fn`). Host data
-is staged straight into them: all int32 slots filled by the host lie in one block, so a step costs one copy, or none
-where host and device share memory.
+They are plain (a batch field), computed (`post_fill`), structured (a dotted name) or sourced (`source_fn`). Host data
+is staged straight into them: all buffers that the host fills lie in one block, so a step costs one copy, or none where
+host and device share memory.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglcore.runtime.fields import Axis, FieldSpec, Fill, Source, Split, specs
+from sglcore.runtime.fields import torch_dtype
 from sglcore.runtime.staging import HostBlock
+from sglcore.step.fields import Axis, FieldSpec, Fill, When, leaves, specs
+from sglcore.step.host_values import HostReader, Values, make_batch
 
 if TYPE_CHECKING:
     from sglcore.runtime.forward_batch import ForwardBatch
@@ -46,12 +48,12 @@ SourceFn = Callable[["ForwardBatch", FillContext], "Tensor | None"]
 
 
 @dataclass(slots=True)
-class Slot:
-    """One static buffer: its declaration, who fills it, and the memory. `width` is the size of a slot without an axis,
-    `trail` the sizes of the dimensions after the axis.
+class InputBuffer:
+    """One static buffer: its declaration, who fills it, and the memory. `width` is the size of one without an axis, `trail`
+    the sizes of the dimensions after the axis. `tensor` is empty, as is its `host` side, until the registry makes it.
 
     `post_fill(view, batch, ctx)` computes the padded view in place after the copies; `source_fn(batch, ctx)` returns
-    what to copy into the head (None: nothing this step). A computed or sourced slot is always exposed.
+    what to copy into the head (None: nothing this step). A computed or sourced buffer is always exposed.
     """
 
     spec: FieldSpec
@@ -59,8 +61,8 @@ class Slot:
     trail: tuple[int, ...] = ()
     post_fill: PostFill | None = None
     source_fn: SourceFn | None = None
-    buffer: Tensor | None = None
-    host: NDArray[np.int32] | None = None
+    tensor: Tensor = field(default_factory=lambda: torch.empty(0))
+    host: NDArray | None = None
 
     @property
     def name(self) -> str:
@@ -80,58 +82,72 @@ class Slot:
 
     def head(self, bs: int, num_tokens: int) -> Tensor:
         """The view of its first entries; shares memory."""
-        assert self.buffer is not None
-        return self.buffer.narrow(self.spec.dim, 0, self.length(bs, num_tokens))
+        return self.tensor.narrow(self.spec.dim, 0, self.length(bs, num_tokens))
 
     def pad(self, ctx: FillContext) -> None:
         """Apply the padding rule to the entries between the real and the padded size."""
         first = self.length(ctx.raw_bs, ctx.raw_num_tokens)
         count = self.length(ctx.padded_bs, ctx.padded_num_tokens) - first
         if count > 0 and self.spec.padding.fill is Fill.VALUE:
-            assert self.buffer is not None
-            self.buffer.narrow(self.spec.dim, first, count).fill_(self.spec.padding.value)
+            self.tensor.narrow(self.spec.dim, first, count).fill_(self.spec.padding.value)
+
+    def fill(self, value: float) -> None:
+        """Write one value everywhere, on both sides, so that neither need be read back."""
+        self.tensor.fill_(value)
+        if self.host is not None:
+            self.host.fill(value)
 
 
 class BufferRegistry:
-    """Slots by name over `max_bs` requests and `max_num_tokens` tokens.
+    """Input buffers by name, for batches of `batch_type` of up to `max_bs` requests and `max_num_tokens` tokens.
 
     Capacity may grow by powers of two until `freeze` (a graph has captured addresses); then a larger batch is an error.
     """
 
     def __init__(
-        self, device: str, max_bs: int, max_num_tokens: int, *, shares_host_memory: bool, pinned: bool
+        self,
+        batch_type: type[ForwardBatch],
+        device: str,
+        max_bs: int,
+        max_num_tokens: int,
+        *,
+        shares_host_memory: bool,
+        pinned: bool,
     ) -> None:
+        self.batch_type = batch_type
         self.device = device
         self.max_bs = max_bs
         self.max_num_tokens = max_num_tokens
         self.frozen = False
         self._shares, self._pinned = shares_host_memory, pinned
-        self._slots: dict[str, Slot] = {}
+        self._buffers: dict[str, InputBuffer] = {}
         self._block: HostBlock | None = None
         self._views: dict[tuple[int, int, bool], dict[str, Tensor]] = {}
         self._heads: dict[tuple[str, int, int], Tensor] = {}
-        self._computed: tuple[Slot, ...] = ()
-        self._optional: tuple[Slot, ...] = ()
-        self._copied: tuple[Slot, ...] = ()
+        self._staging: dict[HostReader, tuple[tuple[tuple[str, NDArray], ...], tuple[InputBuffer, ...]]] = {}
+        self._computed: tuple[InputBuffer, ...] = ()
+        self._optional: tuple[InputBuffer, ...] = ()
+        self._copied: tuple[InputBuffer, ...] = ()
 
     # -- declaring -----------------------------------------------------------------------------------------------
 
-    def register_slot(self, slot: Slot) -> None:
-        """Add a slot; a device package may add its own, which it finds by `slot(name)` if no batch field has the name.
+    def register(self, buffer: InputBuffer) -> None:
+        """Add an input buffer; a device package may add its own, which it finds by `input_buffer(name)` if no batch field
+        has the name.
 
         A second one of the same name is an error.
         """
-        if slot.name in self._slots:
-            raise ValueError(f"slot {slot.name!r} is registered twice; each batch field has one slot")
+        if buffer.name in self._buffers:
+            raise ValueError(f"input buffer {buffer.name!r} is registered twice; each batch field has one")
         if self._block is not None:
-            raise ValueError(f"slot {slot.name!r} comes after the buffers were made; register all slots first")
-        self._slots[slot.name] = slot
+            raise ValueError(f"input buffer {buffer.name!r} comes after the memory was made; register all before")
+        self._buffers[buffer.name] = buffer
 
-    def slot(self, name: str) -> Slot:
-        """One slot; an unknown name is an error that lists the known ones."""
-        if name not in self._slots:
-            raise KeyError(f"no slot {name!r}; registered: {', '.join(self._slots)}")
-        return self._slots[name]
+    def input_buffer(self, name: str) -> InputBuffer:
+        """One of them; an unknown name is an error that lists the known ones."""
+        if name not in self._buffers:
+            raise KeyError(f"no input buffer {name!r}; registered: {', '.join(self._buffers)}")
+        return self._buffers[name]
 
     @property
     def block(self) -> HostBlock:
@@ -140,44 +156,50 @@ class BufferRegistry:
         return self._block
 
     @property
-    def slot_names(self) -> tuple[str, ...]:
-        """All slots, in order of registration."""
-        return tuple(self._slots)
+    def names(self) -> tuple[str, ...]:
+        """Those of all input buffers, in order of registration."""
+        return tuple(self._buffers)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The memory of all input buffers, in the same order."""
+        return tuple(buffer.tensor for buffer in self._buffers.values())
 
     def make_buffers(self) -> None:
-        """Allocate every slot at the present capacity and check that each lies on this registry's device."""
-        staged = [slot for slot in self._slots.values() if _is_staged(slot)]
-        sizes = [int(np.prod(self._shape(slot))) for slot in staged]
-        self._block = HostBlock(
-            sum(sizes),
-            self.device,
-            shares_memory=self._shares,
-            pinned=self._pinned,
-            spare=SPARE * self.max_bs + SPARE_LEAST,
-        )
-        offset = 0
-        for slot, size in zip(staged, sizes, strict=True):
-            slot.buffer, slot.host = self._block.part(offset, self._shape(slot))
-            offset += size
-        for slot in self._slots.values():
-            if not _is_staged(slot):
-                slot.buffer = torch.zeros(self._shape(slot), dtype=slot.spec.dtype, device=self.device)
-            assert slot.buffer is not None
-            if slot.buffer.device.type != torch.device(self.device).type:
-                raise ValueError(f"slot {slot.name!r} lies on {slot.buffer.device}, the registry on {self.device}")
-            if slot.spec.padding.fill is not Fill.KEEP:
-                _fill(slot, slot.spec.padding.value)
+        """Allocate every buffer at the present capacity and check that each lies on this registry's device."""
+        self._make_block()
+        for buffer in self._buffers.values():
+            if buffer.host is None:
+                dtype = torch_dtype(buffer.spec)
+                buffer.tensor = torch.zeros(self._shape(buffer), dtype=dtype, device=self.device)
+            if buffer.tensor.device.type != torch.device(self.device).type:
+                where = f"lies on {buffer.tensor.device}, the registry on {self.device}"
+                raise ValueError(f"input buffer {buffer.name!r} {where}")
+            if buffer.spec.padding.fill is not Fill.KEEP:
+                buffer.fill(buffer.spec.padding.value)
         self._views.clear()
         self._heads.clear()
-        slots = tuple(self._slots.values())
-        self._computed = tuple(slot for slot in slots if slot.post_fill is not None)
-        self._copied = tuple(slot for slot in slots if slot.post_fill is None)
+        self._staging.clear()
+        self._sort()
+
+    def _make_block(self) -> None:
+        staged = [buffer for buffer in self._buffers.values() if buffer.spec.is_staged]
+        sizes = [math.prod(self._shape(buffer)) for buffer in staged]
+        spare = SPARE * self.max_bs + SPARE_LEAST
+        self._block = HostBlock(sum(sizes), self.device, shares_memory=self._shares, pinned=self._pinned, spare=spare)
+        for buffer, offset in zip(staged, accumulate(sizes, initial=0), strict=False):
+            buffer.tensor, buffer.host = self._block.part(offset, self._shape(buffer), buffer.spec.dtype or "")
+
+    def _sort(self) -> None:
+        buffers = tuple(self._buffers.values())
+        self._computed = tuple(buffer for buffer in buffers if buffer.post_fill is not None)
+        self._copied = tuple(buffer for buffer in buffers if buffer.post_fill is None)
         self._optional = tuple(
-            slot for slot in self._copied if slot.source_fn is not None or slot.name not in (_ALWAYS | _EXTEND)
+            buffer for buffer in self._copied if buffer.source_fn is not None or _is_optional(buffer)
         )
 
-    def _shape(self, slot: Slot) -> tuple[int, ...]:
-        return (*slot.spec.lead, slot.length(self.max_bs, self.max_num_tokens), *slot.trail)
+    def _shape(self, buffer: InputBuffer) -> tuple[int, ...]:
+        return (*buffer.spec.lead, buffer.length(self.max_bs, self.max_num_tokens), *buffer.trail)
 
     def ensure(self, bs: int, num_tokens: int) -> None:
         """Make room for a batch of these sizes, growing by powers of two, unless a graph holds the addresses."""
@@ -200,135 +222,141 @@ class BufferRegistry:
     # -- filling -------------------------------------------------------------------------------------------------
 
     def stage(self, name: str, values: NDArray) -> None:
-        """Write host values into a slot's head; they reach the device with the next `commit`."""
-        host = self.slot(name).host
-        assert host is not None, f"slot {name!r} is not filled by the host"
+        """Write host values into the head of one buffer; they reach the device with the next `commit`."""
+        host = self.input_buffer(name).host
+        assert host is not None, f"input buffer {name!r} is not filled by the host"
         host[..., : values.shape[-1]] = values
+
+    def stage_all(self, reader: HostReader, values: Values) -> dict[str, Tensor]:
+        """The same for all that the host gives of a step; the heads of the buffers that this step's batch has."""
+        bs, num_tokens = values["batch_size"], values["num_tokens"]
+        heads = self._heads_of(bs, num_tokens, not values["forward_mode"].is_decode)
+        staging = self._staging.get(reader)
+        if staging is None:
+            staging = self._staging[reader] = _staging_of([self.input_buffer(spec.name) for spec in reader.staged])
+        flat, others = staging
+        for name, host in flat:
+            value = values[name]
+            host[: len(value)] = value
+        for buffer in others:
+            if buffer.name in values:
+                self.stage(buffer.name, values[buffer.name])
+                heads = {**heads, buffer.name: buffer.head(bs, num_tokens)}
+        return heads
 
     def commit(self) -> None:
         """Send what was staged: one asynchronous copy, or nothing where memory is shared."""
-        assert self._block is not None
-        self._block.commit()
+        self.block.commit()
 
     def fill_from(self, batch: ForwardBatch, ctx: FillContext, skip: Iterable[str] = ()) -> None:
-        """Bring every slot up to date for a padded batch: pad the tails, copy what the batch holds elsewhere, compute.
+        """Bring every buffer up to date for a padded batch: pad the tails, copy what the batch holds elsewhere, compute.
 
-        Fields that already are views of their slots are not copied.
+        Fields that already are views of their buffers are not copied.
         """
         skipped = frozenset(skip)
         if (ctx.raw_bs, ctx.raw_num_tokens) != (ctx.padded_bs, ctx.padded_num_tokens):
-            for slot in self._slots.values():
-                slot.pad(ctx)
-        for slot in self._optional if self.owns(batch) else self._copied:
-            if slot.name not in skipped:
-                self._copy_in(slot, batch, ctx)
-        for slot in self._computed:
-            if slot.name not in skipped and slot.post_fill is not None:
-                slot.post_fill(self._head(slot, ctx.padded_bs, ctx.padded_num_tokens), batch, ctx)
+            for buffer in self._buffers.values():
+                buffer.pad(ctx)
+        for buffer in self._optional if self.owns(batch) else self._copied:
+            if buffer.name not in skipped:
+                self._copy_in(buffer, batch, ctx)
+        for buffer in self._computed:
+            if buffer.name not in skipped and buffer.post_fill is not None:
+                buffer.post_fill(self._head(buffer, ctx.padded_bs, ctx.padded_num_tokens), batch, ctx)
 
-    def _head(self, slot: Slot, bs: int, num_tokens: int) -> Tensor:
-        """`slot.head`, remembered for the sizes that keep coming back."""
-        key = (slot.name, bs, num_tokens)
+    def _head(self, buffer: InputBuffer, bs: int, num_tokens: int) -> Tensor:
+        """`buffer.head`, remembered for the sizes that keep coming back."""
+        key = (buffer.name, bs, num_tokens)
         head = self._heads.get(key)
         if head is None:
             if len(self._heads) >= REMEMBERED:
                 self._heads.clear()
-            head = self._heads[key] = slot.head(bs, num_tokens)
+            head = self._heads[key] = buffer.head(bs, num_tokens)
         return head
 
     def owns(self, batch: ForwardBatch) -> bool:
         """The batch is a view of these buffers, as `init_new` makes it."""
-        if batch.input_ids is None or "input_ids" not in self._slots:
+        if batch.input_ids is None or "input_ids" not in self._buffers or not batch.num_tokens:
             return False
-        buffer = self._slots["input_ids"].buffer
-        return buffer is not None and batch.num_tokens > 0 and buffer.data_ptr() == batch.input_ids.data_ptr()
+        return self._buffers["input_ids"].tensor.data_ptr() == batch.input_ids.data_ptr()
 
-    def _copy_in(self, slot: Slot, batch: ForwardBatch, ctx: FillContext) -> None:
-        value = slot.source_fn(batch, ctx) if slot.source_fn is not None else _read(batch, slot.name)
+    def _copy_in(self, buffer: InputBuffer, batch: ForwardBatch, ctx: FillContext) -> None:
+        value = buffer.source_fn(batch, ctx) if buffer.source_fn is not None else _read(batch, buffer.name)
         if value is None:
             return
-        head = slot.head(ctx.raw_bs, ctx.raw_num_tokens)
+        head = buffer.head(ctx.raw_bs, ctx.raw_num_tokens)
         if head.data_ptr() != value.data_ptr() or head.device != value.device:
             head.copy_(value, non_blocking=True)
 
     def poison(self) -> None:
         """Overwrite every buffer with values that no kernel survives reading: stale data cannot pass for fresh."""
-        for slot in self._slots.values():
-            assert slot.buffer is not None
-            if slot.spec.padding.fill is not Fill.ONCE:
-                _fill(slot, _poison_value(slot.buffer.dtype))
+        for buffer in self._buffers.values():
+            if buffer.spec.padding.fill is not Fill.ONCE:
+                buffer.fill(_poison_value(buffer.tensor.dtype))
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def view(self, batch_type: type[ForwardBatch], bs: int, num_tokens: int, extend: bool) -> ForwardBatch:
-        """A batch over the heads of the slots that every step fills; optional slots are left None."""
+    def view(self, bs: int, num_tokens: int, extend: bool) -> ForwardBatch:
+        """A batch over the heads of the buffers that every step fills; optional fields are left None."""
+        heads = self._heads_of(bs, num_tokens, extend)
+        return make_batch(self.batch_type, {"batch_size": bs, "num_tokens": num_tokens, **heads})
+
+    def _heads_of(self, bs: int, num_tokens: int, extend: bool) -> dict[str, Tensor]:
         key = (bs, num_tokens, extend)
         heads = self._views.get(key)
         if heads is None:
-            declared = _names(batch_type)
             heads = {
-                slot.name: slot.head(bs, num_tokens)
-                for slot in self._slots.values()
-                if slot.name in _ALWAYS or (extend and slot.name in _EXTEND) or slot.post_fill is not None
-                if slot.name in declared
+                spec.name: self._buffers[spec.name].head(bs, num_tokens)
+                for spec in leaves(self.batch_type)
+                if spec.name in self._buffers and _is_exposed(self._buffers[spec.name], extend)
             }
             if len(self._views) >= REMEMBERED:
                 self._views.clear()
             self._views[key] = heads
-        return batch_type(batch_size=bs, num_tokens=num_tokens, **heads)  # pyright: ignore[reportArgumentType]
-
-    def nested_view(self, prefix: str, given: Any, bs: int) -> Any:
-        """A nested record over the heads of its structured slots; what `given` does not hold this step stays None."""
-        heads = {
-            spec.name: self.slot(f"{prefix}.{spec.name}").head(bs, 0)
-            for spec in specs(type(given))
-            if getattr(given, spec.name) is not None
-        }
-        return replace(given, **heads)
+        return heads
 
     def extract_buffer(self, template: ForwardBatch, padded_bs: int, padded_num_tokens: int) -> ForwardBatch:
-        """The padded view: fields with a slot become slices of the buffers, others are carried from `template`.
+        """The padded view: fields with a buffer become slices of it, others are carried from `template`.
 
-        A plain field that is None in the template stays None (its buffer holds an older batch); computed slots are
+        A plain field that is None in the template stays None (its buffer holds an older batch); computed buffers are
         always exposed, if the batch declares a field of their name; the template is left as it is. The plan marker is
         carried with the sizes it was made for, so padding after planning does not pass unseen.
         """
         changes: dict[str, Any] = {"batch_size": padded_bs, "num_tokens": padded_num_tokens}
-        declared = _names(type(template))
-        for slot in self._slots.values():
-            if slot.name not in declared:
-                continue
-            if slot.is_computed or _read(template, slot.name) is not None:
-                changes[slot.name] = slot.head(padded_bs, padded_num_tokens)
         for spec in specs(type(template)):
-            value = getattr(template, spec.name)
-            if spec.split is Split.NESTED and value is not None and self._has_nested(spec.name):
-                changes[spec.name] = self.nested_view(spec.name, value, padded_bs)
+            buffer, value = self._buffers.get(spec.name), getattr(template, spec.name)
+            if buffer is not None and (buffer.is_computed or value is not None):
+                changes[spec.name] = buffer.head(padded_bs, padded_num_tokens)
+            elif spec.record is not None and value is not None:
+                changes[spec.name] = self._nested_view(spec.name, value, padded_bs, padded_num_tokens)
         return replace(template, **changes)
 
-    def _has_nested(self, prefix: str) -> bool:
-        return any(name.startswith(f"{prefix}.") for name in self._slots)
+    def _nested_view(self, prefix: str, given: Any, bs: int, num_tokens: int) -> Any:
+        """A nested record over the heads of its structured buffers; what `given` does not hold this step stays None."""
+        heads = {
+            spec.name: self.input_buffer(f"{prefix}.{spec.name}").head(bs, num_tokens)
+            for spec in specs(type(given))
+            if spec.is_buffered and getattr(given, spec.name) is not None
+        }
+        return replace(given, **heads)
 
 
-_ALWAYS = frozenset({"input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens"})
-_EXTEND = frozenset({"extend_prefix_lens", "extend_seq_lens", "extend_start_loc"})
+def _staging_of(buffers: list[InputBuffer]) -> tuple[tuple[tuple[str, NDArray], ...], tuple[InputBuffer, ...]]:
+    """The host sides that every step fills and that have one dimension, and the buffers that take more care."""
+    flat = {b.name: b.host for b in buffers if b.host is not None and not b.spec.lead and not _is_optional(b)}
+    return tuple(flat.items()), tuple(buffer for buffer in buffers if buffer.name not in flat)
 
 
-@cache
-def _names(batch_type: type) -> frozenset[str]:
-    return frozenset(spec.name for spec in specs(batch_type))
+def _is_optional(buffer: InputBuffer) -> bool:
+    """A step may come without it, or bring it from elsewhere than the host."""
+    return not buffer.spec.is_staged or buffer.spec.when is When.IF_GIVEN
 
 
-def _fill(slot: Slot, value: float) -> None:
-    """Both sides of a slot, so that neither need be read back."""
-    assert slot.buffer is not None
-    slot.buffer.fill_(value)
-    if slot.host is not None:
-        slot.host.fill(int(value))
-
-
-def _is_staged(slot: Slot) -> bool:
-    return slot.spec.source is Source.HOST and slot.spec.dtype is torch.int32
+def _is_exposed(buffer: InputBuffer, extend: bool) -> bool:
+    """Every step of the kind fills it."""
+    if buffer.post_fill is not None:
+        return True
+    return not _is_optional(buffer) and (extend or buffer.spec.when is not When.EXTEND)
 
 
 def _read(batch: Any, dotted: str) -> Tensor | None:

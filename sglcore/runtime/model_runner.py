@@ -68,7 +68,7 @@ class ModelRunner:
         self._layers = model.attention_layers
 
     def registry_for(self, batch: ForwardBatch | ScheduleBatch) -> BufferRegistry:
-        """The registry whose slots this kind of step uses."""
+        """The registry whose buffers this kind of step uses."""
         return self.decode_registry if batch.forward_mode.is_decode else self.prefill_registry
 
     def init_batch(self, batch: ScheduleBatch, arrays: StagedArrays | None = None) -> ForwardBatch:
@@ -84,7 +84,6 @@ class ModelRunner:
             staged = ForwardBatch.init_new(batch, registry)
         else:
             staged = self._init_with(batch, registry, arrays or StagedArrays(), pages, history)
-        assert staged.input_ids is not None and staged.req_pool_indices is not None
         if batch.forward_mode.is_decode:
             self.token_table.resolve_decode(staged.input_ids, staged.req_pool_indices)
         else:

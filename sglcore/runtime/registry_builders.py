@@ -1,24 +1,22 @@
-"""Which slots the decode and the prefill registries hold, built from the declarations of `ForwardBatch`."""
+"""Which buffers the decode and the prefill registries hold, built from the declarations of their batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from sglcore.device.facts import Facts
-from sglcore.runtime.buffer_registry import BufferRegistry, FillContext, Slot
-from sglcore.runtime.fields import Axis, spec_of, specs, zero
-from sglcore.runtime.forward_batch import ForwardBatch, NgramEmbeddingInfo
+from sglcore.runtime.buffer_registry import BufferRegistry, FillContext, InputBuffer
+from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.reference import cache_locations as reference_locations
 from sglcore.runtime.memory.pools import ReqToTokenPool
+from sglcore.step.fields import When, leaves, spec_of, zero
 
 Compute = Callable[[Tensor, Tensor, Tensor, int, Tensor], None]
 """The kernel table's `cache_locations`."""
-
-_EXTEND_FIELDS = ("extend_prefix_lens", "extend_seq_lens", "extend_start_loc")
 
 
 def build_decode_registry(
@@ -30,12 +28,15 @@ def build_decode_registry(
     tokens_per_request: int = 1,
     register_global_num_tokens: bool = False,
     num_ranks: int = 1,
-    extra_slots: Iterable[Slot] = (),
+    extra_buffers: Iterable[InputBuffer] = (),
+    batch_type: type[ForwardBatch] = ForwardBatch,
 ) -> BufferRegistry:
-    """Slots for steps in which every request brings `tokens_per_request` tokens."""
+    """Buffers for steps in which every request brings `tokens_per_request` tokens."""
     max_num_tokens = max_bs * tokens_per_request
-    slots = _common_slots(facts, req_to_token_pool, cells, register_global_num_tokens, num_ranks)
-    return _build(facts, max_bs, max_num_tokens, [*slots, *extra_slots])
+    ranks = num_ranks if register_global_num_tokens else 0
+    computed = _computed(facts, batch_type, req_to_token_pool, cells, ranks)
+    staged = [buffer for buffer in _staged(batch_type) if buffer.spec.when is not When.EXTEND]
+    return _build(facts, batch_type, max_bs, max_num_tokens, [*staged, *computed, *extra_buffers])
 
 
 def build_prefill_registry(
@@ -50,52 +51,53 @@ def build_prefill_registry(
     hidden_size: int = 0,
     dtype: torch.dtype = torch.float32,
     num_ranks: int = 1,
-    extra_slots: Iterable[Slot] = (),
+    extra_buffers: Iterable[InputBuffer] = (),
+    batch_type: type[ForwardBatch] = ForwardBatch,
 ) -> BufferRegistry:
-    """Slots for steps in which requests bring any number of tokens.
+    """Buffers for steps in which requests bring any number of tokens.
 
     `register_input_embeds=False` and `register_global_num_tokens=False` carry the batch's own values.
     """
-    slots = _common_slots(facts, req_to_token_pool, cells, register_global_num_tokens, num_ranks)
-    slots += [Slot(spec_of(ForwardBatch, name)) for name in _EXTEND_FIELDS]
+    ranks = num_ranks if register_global_num_tokens else 0
+    buffers = [*_staged(batch_type), *_computed(facts, batch_type, req_to_token_pool, cells, ranks)]
     if register_input_embeds:
-        spec = replace(spec_of(ForwardBatch, "input_embeds"), dtype=dtype, padding=zero())
-        slots.append(Slot(spec, trail=(hidden_size,)))
-    return _build(facts, max_bs, max_num_tokens, [*slots, *extra_slots])
+        name = str(dtype).removeprefix("torch.")
+        spec = replace(spec_of(batch_type, "input_embeds"), dtype=name, padding=zero())
+        buffers.append(InputBuffer(spec, trail=(hidden_size,)))
+    return _build(facts, batch_type, max_bs, max_num_tokens, [*buffers, *extra_buffers])
 
 
-def _build(facts: Facts, max_bs: int, max_num_tokens: int, slots: Iterable[Slot]) -> BufferRegistry:
+def _build(
+    facts: Facts, batch_type: type[ForwardBatch], max_bs: int, max_num_tokens: int, buffers: Iterable[InputBuffer]
+) -> BufferRegistry:
     registry = BufferRegistry(
+        batch_type,
         facts.tensor_device,
         max_bs,
         max_num_tokens,
         shares_host_memory=facts.shares_host_memory,
         pinned=facts.has_pinned_memory,
     )
-    for slot in slots:
-        registry.register_slot(slot)
+    for buffer in buffers:
+        registry.register(buffer)
     registry.make_buffers()
     return registry
 
 
-def _common_slots(
-    facts: Facts, pool: ReqToTokenPool | None, compute: Compute, register_global_num_tokens: bool, num_ranks: int
-) -> list[Slot]:
-    slots = [
-        Slot(spec)
-        for spec in specs(ForwardBatch)
-        if spec.is_slot and spec.axis is not Axis.NONE and spec.name not in (*_EXTEND_FIELDS, "out_cache_loc")
-    ]
+def _staged(batch_type: type[ForwardBatch]) -> list[InputBuffer]:
+    return [InputBuffer(spec) for spec in leaves(batch_type) if spec.is_staged]
+
+
+def _computed(
+    facts: Facts, batch_type: type[ForwardBatch], pool: ReqToTokenPool | None, compute: Compute, num_ranks: int
+) -> Iterator[InputBuffer]:
     if pool is not None:
-        dtype = torch.int32 if facts.cache_loc_dtype == "int32" else torch.int64
-        location = replace(spec_of(ForwardBatch, "out_cache_loc"), dtype=dtype)
-        slots.append(Slot(location, post_fill=cache_locations(pool, compute)))
-    slots.append(Slot(spec_of(ForwardBatch, "num_token_non_padded"), post_fill=RealTokens()))
-    if register_global_num_tokens:
-        spec = spec_of(ForwardBatch, "global_num_tokens")
-        slots.append(Slot(spec, width=num_ranks, post_fill=count_global_tokens))
-    slots += [Slot(replace(spec, name=f"ngram_embedding_info.{spec.name}")) for spec in specs(NgramEmbeddingInfo)]
-    return slots
+        location = replace(spec_of(batch_type, "out_cache_loc"), dtype=facts.cache_loc_dtype)
+        yield InputBuffer(location, post_fill=cache_locations(pool, compute))
+    yield InputBuffer(spec_of(batch_type, "num_token_non_padded"), post_fill=RealTokens())
+    if num_ranks:
+        counts = spec_of(batch_type, "global_num_tokens")
+        yield InputBuffer(counts, width=num_ranks, post_fill=count_global_tokens)
 
 
 def cache_locations(pool: ReqToTokenPool, compute: Compute) -> Callable[[Tensor, ForwardBatch, FillContext], None]:
@@ -103,7 +105,6 @@ def cache_locations(pool: ReqToTokenPool, compute: Compute) -> Callable[[Tensor,
 
     def post_fill(view: Tensor, batch: ForwardBatch, ctx: FillContext) -> None:
         slots, positions = batch.req_pool_indices, batch.positions
-        assert slots is not None and positions is not None
         if batch.num_tokens != ctx.raw_num_tokens:
             slots, positions, view = slots[: ctx.raw_bs], positions[: ctx.raw_num_tokens], view[: ctx.raw_num_tokens]
         elif ctx.raw_num_tokens != ctx.padded_num_tokens:
@@ -126,7 +127,7 @@ class RealTokens:
         self._count = -1
 
     def __call__(self, view: Tensor, batch: ForwardBatch, ctx: FillContext) -> None:
-        """As a slot's `post_fill`."""
+        """As a buffer's `post_fill`."""
         if view is not self._view or ctx.raw_num_tokens != self._count:
             view.fill_(ctx.raw_num_tokens)
             self._view, self._count = view, ctx.raw_num_tokens

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sglcore.runtime.fields import Axis, FieldSpec, Split, spec_of, specs
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.step.fields import Axis, FieldSpec, Split, spec_of, specs
 
 Record = TypeVar("Record")
 Ints = NDArray[np.int32]
@@ -43,18 +43,14 @@ class Clip:
 
     @property
     def values(self) -> dict[str, Any]:
-        """What each clipped field becomes, as host values."""
+        """What each clipped field becomes, as host values; a host mirror becomes those of its field that are `mirrored`."""
         starts = np.cumsum(self.lengths, dtype=np.int32) - self.lengths
-        seq_lens = (self.prefix_lens + self.lengths).astype(np.int32)
         return {
             "batch_size": len(self.lengths),
             "num_tokens": self.last - self.first,
-            "seq_lens": seq_lens,
-            "seq_lens_cpu": seq_lens[: self.mirrored],
+            "seq_lens": (self.prefix_lens + self.lengths).astype(np.int32),
             "extend_seq_lens": self.lengths,
-            "extend_seq_lens_cpu": self.lengths[: self.mirrored],
             "extend_prefix_lens": self.prefix_lens,
-            "extend_prefix_lens_cpu": self.prefix_lens[: self.mirrored],
             "extend_start_loc": starts,
             "req_lens": self.lengths,
         }
@@ -113,7 +109,7 @@ def _child_value(spec: FieldSpec, value: Any, part: Clip) -> Any:
     if spec.split is Split.COUNT:
         return torch.full_like(value, part.real)
     if spec.split is Split.CLIP:
-        clipped = part.values[spec.name]
+        clipped = part.values[spec.mirror][: part.mirrored] if spec.mirror else part.values[spec.name]
         return torch.from_numpy(clipped).to(value.device, value.dtype) if isinstance(value, torch.Tensor) else clipped
     if spec.split is Split.ADVANCE:
         return value[part.rows] + torch.from_numpy(part.skipped).to(value.device)

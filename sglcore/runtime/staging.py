@@ -1,4 +1,4 @@
-"""Host data on their way to the device: one block of int32 values with its twin there, and a step's other arrays.
+"""Host data on their way to the device: one block of words with its twin there, and a step's other arrays.
 
 Where host and device share memory the twin is the same bytes. Elsewhere the host side is a ring of pinned buffers, so
 that writing the next step never races with the copy of the last one still under way.
@@ -95,8 +95,8 @@ class PinnedRing:
 
 
 class HostBlock:
-    """`size` int32 values on the host and on `device`, then `spare` for one step's other arrays. At most RING commits may be
-    in flight; `waits` counts those that found the copy before the last still under way."""
+    """`size` words of four bytes on the host and on `device`, then `spare` for one step's other arrays. At most RING commits
+    may be in flight; `waits` counts those that found the copy before the last still under way."""
 
     def __init__(self, size: int, device: str, *, shares_memory: bool, pinned: bool, spare: int = 0) -> None:
         self.shares_memory, self.pinned, self.device = shares_memory, pinned, torch.device(device)
@@ -112,10 +112,11 @@ class HostBlock:
         self._device = torch.zeros(size + spare, dtype=torch.int32, device=device)
         self._copies = [(self._device[:size], mirror.memory[:size]) for mirror in self._mirrors]
 
-    def part(self, offset: int, shape: tuple[int, ...]) -> tuple[Tensor, NDArray[np.int32]]:
-        """The device view and the host view of one array inside the block."""
+    def part(self, offset: int, shape: tuple[int, ...], dtype: str = "int32") -> tuple[Tensor, NDArray]:
+        """The device view and the host view of one array inside the block, of a type of four bytes."""
         end = offset + math.prod(shape)
-        return self._device[offset:end].view(shape), self._host[offset:end].reshape(shape)
+        device, host = self._device[offset:end].view(shape), self._host[offset:end].reshape(shape)
+        return device.view(getattr(torch, dtype)), host.view(dtype)
 
     def carry(self, size: int) -> tuple[Tensor, NDArray[np.int32]]:
         """The device view and the host view of the first `size` spare words, which the next commit sends along."""

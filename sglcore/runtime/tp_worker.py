@@ -60,10 +60,8 @@ class TpModelWorker:
             return
         forward.wait_stream(schedule)
         for registry in (self.runner.decode_registry, self.runner.prefill_registry):
-            for name in registry.slot_names:
-                buffer = registry.slot(name).buffer
-                if buffer is not None:
-                    buffer.record_stream(forward)
+            for tensor in registry.tensors:
+                tensor.record_stream(forward)
 
     @property
     def limits(self) -> Limits:

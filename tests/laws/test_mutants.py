@@ -99,15 +99,15 @@ def shift_cells(engine: TokenEngine) -> None:
     """A token's cell is that of the position before, except at the start of a page."""
     runner = engine.worker.runner
     for registry in (runner.decode_registry, runner.prefill_registry):
-        slot = registry.slot("out_cache_loc")
-        real = slot.post_fill
+        buffer = registry.input_buffer("out_cache_loc")
+        real = buffer.post_fill
         assert real is not None
 
         def post_fill(view: Tensor, batch: ForwardBatch, ctx: Any, real: Any = real) -> None:
             real(view, batch, ctx)
             view.sub_((view % 4 > 0).to(view.dtype))
 
-        slot.post_fill = post_fill
+        buffer.post_fill = post_fill
 
 
 MUTANTS: MappingProxyType[str, Callable[[TokenEngine], None]] = MappingProxyType(

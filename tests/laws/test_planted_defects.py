@@ -22,7 +22,7 @@ from sglcore.runtime import forward_context as contexts
 from sglcore.runtime import token_table
 from sglcore.runtime.attention.contract import AttentionFacts
 from sglcore.runtime.attention.gathered import GatheredAttention
-from sglcore.runtime.buffer_registry import BufferRegistry, FillContext, Slot
+from sglcore.runtime.buffer_registry import BufferRegistry, FillContext, InputBuffer
 from sglcore.runtime.forward_batch import StalePlanError
 from sglcore.runtime.graphs.capture import CaptureError, Recorder
 from sglcore.runtime.graphs.decode import DecodeGraphs
@@ -179,7 +179,7 @@ def mask_off_by_one(patch: Patch) -> None:
 
 def dirty_padding(patch: Patch) -> None:
     """Rows beyond the real ones keep what an older batch left."""
-    patch.setattr(Slot, "pad", lambda self, ctx: None)
+    patch.setattr(InputBuffer, "pad", lambda self, ctx: None)
 
 
 def token_count_of_zero(patch: Patch) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from sglcore.device.bring_up import BringUp
 from sglcore.engine import start
 from sglcore.runtime.attention.reference import ReferenceAttention
-from sglcore.runtime.buffer_registry import FillContext, Slot
+from sglcore.runtime.buffer_registry import FillContext, InputBuffer
 from sglcore.runtime.kernels import reference
 from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import qwen3, save
@@ -140,7 +140,7 @@ def test_a_wrong_store_is_caught(
         run(*checkpoint, graph)
 
 
-class KeepsItsTail(Slot):
+class KeepsItsTail(InputBuffer):
     """Cells beyond the real tokens stay those of an earlier step."""
 
     __slots__ = ()
@@ -159,7 +159,7 @@ def test_padding_that_names_cells_of_another_step_is_caught(
     with_entries(monkeypatch, rotary_and_store=reference.rotary_and_store)
     engine = TokenEngine(folder, graph="breakable", max_batch_tokens=40)
     if not honest:
-        engine.worker.runner.prefill_registry.slot("out_cache_loc").__class__ = KeepsItsTail
+        engine.worker.runner.prefill_registry.input_buffer("out_cache_loc").__class__ = KeepsItsTail
     prompts = random_prompts(4, (40, 25))
     if honest:
         check_logprobs(engine.run(prompts, 12, stagger=2), oracle)

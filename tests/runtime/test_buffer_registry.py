@@ -1,4 +1,4 @@
-"""The buffer registry: what a slot holds when it is made, filled, padded and read, for every kind of slot."""
+"""The buffer registry: what an input buffer holds when it is made, filled, padded and read, for every kind."""
 
 from __future__ import annotations
 
@@ -11,38 +11,43 @@ import torch
 from torch import Tensor
 
 from sglcore.device.facts import Facts
-from sglcore.runtime.buffer_registry import BufferRegistry, FillContext, Slot
-from sglcore.runtime.fields import Axis, Source, Split, batch_field, fill_once, keep, sentinel, spec_of, specs, zero
-from sglcore.runtime.forward_batch import ForwardBatch, NgramEmbeddingInfo
+from sglcore.runtime.buffer_registry import BufferRegistry, FillContext, InputBuffer
+from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.registry_builders import build_decode_registry
+from sglcore.step.fields import Axis, Split, batch_field, fill_once, keep, sentinel, spec_of, specs, zero
+from sglcore.step.forward_inputs import NgramEmbeddingInfo
 from tests.runtime.tiny import ints
 
 I32 = torch.int32
+OWNER = "test"
 
 
 @dataclass(slots=True)
 class Pair:
     """A nested record."""
 
-    left: Tensor | None = batch_field(axis=Axis.REQUESTS, dtype=I32, padding=sentinel(-2))
+    left: Tensor | None = batch_field(axis=Axis.REQUESTS, dtype="int32", padding=sentinel(-2), owner=OWNER)
 
 
 @dataclass(slots=True)
 class Toy:
     """A batch with one field for every rule."""
 
-    batch_size: int = batch_field(axis=Axis.NONE, split=Split.COPY, default=0)
-    num_tokens: int = batch_field(axis=Axis.NONE, split=Split.COPY, default=0)
-    input_ids: Tensor | None = batch_field(axis=Axis.TOKENS, dtype=I32, padding=zero(), source=Source.HOST)
-    lens: Tensor | None = batch_field(axis=Axis.REQUESTS, dtype=I32, padding=sentinel(5))
-    kept: Tensor | None = batch_field(axis=Axis.TOKENS, dtype=I32, padding=keep())
-    once: Tensor | None = batch_field(axis=Axis.TOKENS, dtype=I32, padding=fill_once(7))
-    wide: Tensor | None = batch_field(axis=Axis.TOKENS, dtype=I32, padding=sentinel(-1), lead=(3,))
+    batch_size: int = batch_field(axis=Axis.NONE, split=Split.COPY, default=0, owner=OWNER)
+    num_tokens: int = batch_field(axis=Axis.NONE, split=Split.COPY, default=0, owner=OWNER)
+    input_ids: Tensor | None = batch_field(axis=Axis.TOKENS, dtype="int32", padding=zero(), read="input_ids")
+    lens: Tensor | None = batch_field(axis=Axis.REQUESTS, dtype="int32", padding=sentinel(5), owner=OWNER)
+    kept: Tensor | None = batch_field(axis=Axis.TOKENS, dtype="int32", padding=keep(), owner=OWNER)
+    once: Tensor | None = batch_field(axis=Axis.TOKENS, dtype="int32", padding=fill_once(7), owner=OWNER)
+    wide: Tensor | None = batch_field(axis=Axis.TOKENS, dtype="int32", padding=sentinel(-1), lead=(3,), owner=OWNER)
     count: Tensor | None = batch_field(
-        axis=Axis.NONE, split=Split.DROP, dtype=I32, padding=fill_once(0), source=Source.COMPUTED
+        axis=Axis.NONE, split=Split.DROP, dtype="int32", padding=fill_once(0), owner=OWNER
     )
-    pair: Pair | None = batch_field(axis=Axis.NONE, split=Split.NESTED)
-    carried: Any = batch_field(axis=Axis.NONE, split=Split.COPY)
+    pair: Pair | None = batch_field(axis=Axis.NONE, split=Split.NESTED, record=Pair)
+    carried: Any = batch_field(axis=Axis.NONE, split=Split.COPY, owner=OWNER)
+
+
+TOY: Any = Toy
 
 
 def count_both(view: Tensor, batch: Any, ctx: FillContext) -> None:
@@ -50,16 +55,16 @@ def count_both(view: Tensor, batch: Any, ctx: FillContext) -> None:
     view.copy_(torch.tensor([ctx.raw_bs, ctx.padded_bs, ctx.raw_num_tokens, ctx.padded_num_tokens]))
 
 
-def toy_registry(shares: bool = True, extra: Sequence[Slot] = (), without: Sequence[str] = ()) -> BufferRegistry:
-    """Four requests, eight tokens, every slot of `Toy`."""
-    registry = BufferRegistry("cpu", 4, 8, shares_host_memory=shares, pinned=False)
+def toy_registry(shares: bool = True, extra: Sequence[InputBuffer] = (), without: Sequence[str] = ()) -> BufferRegistry:
+    """Four requests, eight tokens, every buffer of `Toy`."""
+    registry = BufferRegistry(TOY, "cpu", 4, 8, shares_host_memory=shares, pinned=False)
     for spec in specs(Toy):
-        if spec.is_slot and spec.name not in without:
+        if spec.is_buffered and spec.name not in without:
             computed = spec.name == "count"
-            registry.register_slot(Slot(spec, width=4 if computed else 1, post_fill=count_both if computed else None))
-    registry.register_slot(Slot(replace(specs(Pair)[0], name="pair.left")))
-    for slot in extra:
-        registry.register_slot(slot)
+            registry.register(InputBuffer(spec, width=4 if computed else 1, post_fill=count_both if computed else None))
+    registry.register(InputBuffer(replace(specs(Pair)[0], name="pair.left")))
+    for buffer in extra:
+        registry.register(buffer)
     registry.make_buffers()
     return registry
 
@@ -79,9 +84,8 @@ def toy(bs: int, tokens: int, **values: Any) -> Any:
 
 
 def contents(registry: BufferRegistry, name: str) -> list[Any]:
-    """The whole buffer of a slot."""
-    buffer = registry.slot(name).buffer
-    assert buffer is not None
+    """The whole of a buffer."""
+    buffer = registry.input_buffer(name).tensor
     return buffer.tolist()
 
 
@@ -89,27 +93,27 @@ SIZES = FillContext(raw_bs=2, padded_bs=3, raw_num_tokens=3, padded_num_tokens=5
 both = pytest.mark.parametrize("shares", [True, False], ids=["shared", "staged"])
 
 
-def test_a_second_slot_of_the_same_name_is_an_error() -> None:
-    registry = BufferRegistry("cpu", 4, 8, shares_host_memory=True, pinned=False)
-    registry.register_slot(Slot(spec_of(Toy, "lens")))
-    with pytest.raises(ValueError, match="slot 'lens' is registered twice"):
-        registry.register_slot(Slot(spec_of(Toy, "lens")))
+def test_a_second_buffer_of_the_same_name_is_an_error() -> None:
+    registry = BufferRegistry(TOY, "cpu", 4, 8, shares_host_memory=True, pinned=False)
+    registry.register(InputBuffer(spec_of(Toy, "lens")))
+    with pytest.raises(ValueError, match="input buffer 'lens' is registered twice"):
+        registry.register(InputBuffer(spec_of(Toy, "lens")))
 
 
-def test_a_slot_after_the_buffers_were_made_is_an_error() -> None:
-    with pytest.raises(ValueError, match="comes after the buffers were made; register all slots first"):
-        toy_registry().register_slot(Slot(replace(spec_of(Toy, "lens"), name="late")))
+def test_a_buffer_after_the_buffers_were_made_is_an_error() -> None:
+    with pytest.raises(ValueError, match="comes after the memory was made; register all before"):
+        toy_registry().register(InputBuffer(replace(spec_of(Toy, "lens"), name="late")))
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
     registry = toy_registry()
-    for ask in (lambda: registry.slot("seq_len"), lambda: registry.stage("seq_len", ints([1]))):
-        with pytest.raises(KeyError, match="no slot 'seq_len'; registered: input_ids, lens, kept"):
+    for ask in (lambda: registry.input_buffer("seq_len"), lambda: registry.stage("seq_len", ints([1]))):
+        with pytest.raises(KeyError, match="no input buffer 'seq_len'; registered: input_ids, lens, kept"):
             ask()
 
 
-def test_a_slot_that_the_host_does_not_fill_can_not_be_staged() -> None:
-    with pytest.raises(AssertionError, match="slot 'lens' is not filled by the host"):
+def test_a_buffer_that_the_host_does_not_fill_can_not_be_staged() -> None:
+    with pytest.raises(AssertionError, match="input buffer 'lens' is not filled by the host"):
         toy_registry().stage("lens", ints([1]))
 
 
@@ -124,10 +128,10 @@ def test_a_new_buffer_holds_what_its_padding_says(shares: bool) -> None:
     assert contents(registry, "pair.left") == [-2] * 4
 
 
-def test_a_registry_on_another_device_than_its_memory_is_refused_when_its_slots_are_made() -> None:
-    registry = BufferRegistry("meta", 4, 8, shares_host_memory=True, pinned=False)
-    registry.register_slot(Slot(spec_of(Toy, "input_ids")))
-    with pytest.raises(ValueError, match="slot 'input_ids' lies on cpu, the registry on meta"):
+def test_a_registry_on_another_device_than_its_memory_is_refused_when_its_buffers_are_made() -> None:
+    registry = BufferRegistry(TOY, "meta", 4, 8, shares_host_memory=True, pinned=False)
+    registry.register(InputBuffer(spec_of(Toy, "input_ids")))
+    with pytest.raises(ValueError, match="input buffer 'input_ids' lies on cpu, the registry on meta"):
         registry.make_buffers()
 
 
@@ -135,8 +139,7 @@ def test_a_registry_on_another_device_than_its_memory_is_refused_when_its_slots_
 def test_a_fill_copies_the_head_pads_within_the_bucket_and_leaves_the_rest(shares: bool) -> None:
     registry = toy_registry(shares)
     for name in ("input_ids", "lens", "kept", "once", "wide"):
-        buffer = registry.slot(name).buffer
-        assert buffer is not None
+        buffer = registry.input_buffer(name).tensor
         buffer.fill_(99)
     registry.fill_from(toy(2, 3), SIZES)
     assert contents(registry, "input_ids") == [10, 11, 12, 0, 0, 99, 99, 99]
@@ -146,7 +149,7 @@ def test_a_fill_copies_the_head_pads_within_the_bucket_and_leaves_the_rest(share
     assert contents(registry, "wide")[2] == [16, 17, 18, -1, -1, 99, 99, 99]
 
 
-def test_a_skipped_slot_is_padded_but_neither_copied_nor_computed() -> None:
+def test_a_skipped_buffer_is_padded_but_neither_copied_nor_computed() -> None:
     registry = toy_registry()
     registry.fill_from(toy(2, 3), SIZES, skip=("lens", "count"))
     assert contents(registry, "lens") == [5] * 4
@@ -162,8 +165,7 @@ def test_the_extracted_view_shares_memory_has_padded_lengths_and_carries_the_res
     assert view.lens.tolist() == [10, 11, 5]
     assert view.wide.shape == (3, 5)
     for name in ("input_ids", "lens", "kept", "once", "wide", "count"):
-        buffer = registry.slot(name).buffer
-        assert buffer is not None
+        buffer = registry.input_buffer(name).tensor
         assert getattr(view, name).data_ptr() == buffer.data_ptr()
     assert view.carried is batch.carried
     assert (batch.batch_size, batch.num_tokens) == (2, 3)
@@ -183,25 +185,25 @@ def test_a_plain_field_that_is_absent_this_step_stays_absent() -> None:
 
 
 def stale_extract(registry: BufferRegistry, batch: Any) -> Any:
-    """Mutant: every slot is exposed."""
-    return replace(batch, **{s: registry.slot(s).head(2, 2) for s in registry.slot_names if "." not in s})
+    """Mutant: every buffer is exposed."""
+    return replace(batch, **{s: registry.input_buffer(s).head(2, 2) for s in registry.names if "." not in s})
 
 
-def test_an_extraction_that_exposes_an_absent_slot_is_caught() -> None:
+def test_an_extraction_that_exposes_an_absent_buffer_is_caught() -> None:
     registry = toy_registry()
     batch = toy(1, 1)
     batch.wide = None
     assert stale_extract(registry, batch).wide is not None
 
 
-def test_a_slot_that_was_not_registered_carries_the_batchs_own_value() -> None:
+def test_a_buffer_that_was_not_registered_carries_the_batchs_own_value() -> None:
     registry, batch = toy_registry(without=("lens",)), toy(2, 3)
     registry.fill_from(batch, SIZES)
     view: Any = registry.extract_buffer(batch, 3, 5)
     assert view.lens is batch.lens
 
 
-def test_a_computed_slot_is_exposed_even_where_the_batch_has_none() -> None:
+def test_a_computed_buffer_is_exposed_even_where_the_batch_has_none() -> None:
     registry, batch = toy_registry(), toy(2, 3)
     registry.fill_from(batch, SIZES)
     view: Any = registry.extract_buffer(batch, 3, 5)
@@ -215,28 +217,27 @@ def test_a_computation_runs_after_the_copies_on_the_padded_view() -> None:
     def after(view: Tensor, batch: Any, ctx: FillContext) -> None:
         seen.append((len(view), contents(registry, "input_ids")[:5], contents(registry, "lens")[:3], ctx))
 
-    spec = replace(spec_of(Toy, "lens"), name="late", source=Source.COMPUTED)
-    registry = toy_registry(extra=[Slot(spec, post_fill=after)])
+    spec = replace(spec_of(Toy, "lens"), name="late", read=None, owner=OWNER)
+    registry = toy_registry(extra=[InputBuffer(spec, post_fill=after)])
     registry.fill_from(toy(2, 3), SIZES)
     assert seen == [(3, [10, 11, 12, 0, 0], [10, 11, 5], SIZES)]
 
 
-def test_a_source_fills_the_head_only_and_none_leaves_the_slot_alone() -> None:
+def test_a_source_fills_the_head_only_and_none_leaves_the_buffer_alone() -> None:
     given: list[Tensor | None] = [torch.tensor([1, 2], dtype=I32), None]
-    slot = Slot(
+    buffer = InputBuffer(
         replace(spec_of(Toy, "kept"), name="extra", axis=Axis.REQUESTS), source_fn=lambda batch, ctx: given.pop(0)
     )
-    registry = toy_registry(extra=[slot])
-    assert slot.buffer is not None
-    slot.buffer.fill_(50)
+    registry = toy_registry(extra=[buffer])
+    buffer.tensor.fill_(50)
     registry.fill_from(toy(2, 3), SIZES)
-    assert slot.buffer.tolist() == [1, 2, 50, 50]
+    assert buffer.tensor.tolist() == [1, 2, 50, 50]
     registry.fill_from(toy(1, 3), FillContext(1, 3, 3, 5))
-    assert slot.buffer.tolist() == [1, 2, 50, 50]
+    assert buffer.tensor.tolist() == [1, 2, 50, 50]
     assert given == []
 
 
-def test_a_slot_of_a_nested_record_is_filled_padded_and_read_by_its_dotted_name() -> None:
+def test_a_buffer_of_a_nested_record_is_filled_padded_and_read_by_its_dotted_name() -> None:
     registry = toy_registry()
     batch = toy(2, 3, pair=Pair(torch.tensor([8, 9], dtype=I32)))
     registry.fill_from(batch, SIZES)
@@ -253,8 +254,8 @@ def test_a_batch_without_the_nested_record_stays_without() -> None:
     assert view.pair is None
 
 
-def test_a_plain_slot_that_no_batch_field_feeds_is_an_error_not_a_silent_none() -> None:
-    registry = toy_registry(extra=[Slot(replace(spec_of(Toy, "lens"), name="lenz"))])
+def test_a_plain_buffer_that_no_batch_field_feeds_is_an_error_not_a_silent_none() -> None:
+    registry = toy_registry(extra=[InputBuffer(replace(spec_of(Toy, "lens"), name="lenz"))])
     with pytest.raises(AttributeError, match="lenz"):
         registry.fill_from(toy(2, 3), SIZES)
 
@@ -274,7 +275,7 @@ def test_capacity_grows_to_the_next_power_of_two_and_keeps_its_rules(shares: boo
 
 
 @both
-def test_poison_reaches_slots_whose_padding_is_never_written(shares: bool) -> None:
+def test_poison_reaches_buffers_whose_padding_is_never_written(shares: bool) -> None:
     registry = toy_registry(shares)
     registry.poison()
     assert contents(registry, "kept") == [2**31 - 1] * 8
@@ -284,12 +285,12 @@ def test_poison_reaches_slots_whose_padding_is_never_written(shares: bool) -> No
 def test_after_freeze_addresses_never_change_and_a_larger_batch_is_an_error() -> None:
     registry = toy_registry()
     registry.freeze()
-    buffers = [registry.slot(name).buffer for name in registry.slot_names]
+    buffers = [registry.input_buffer(name).tensor for name in registry.names]
     registry.ensure(4, 8)
     for bs, tokens in ((5, 1), (1, 9)):
         with pytest.raises(ValueError, match="exceeds the 4 and 8 that captured graphs hold addresses of"):
             registry.ensure(bs, tokens)
-    assert all(old is registry.slot(name).buffer for old, name in zip(buffers, registry.slot_names, strict=True))
+    assert all(old is registry.input_buffer(name).tensor for old, name in zip(buffers, registry.names, strict=True))
 
 
 def test_what_a_nested_record_lacks_this_step_stays_none() -> None:

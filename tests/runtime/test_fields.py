@@ -11,22 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.runtime.fields import (
+from sglcore.runtime.fields import retained
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
+from sglcore.step.fields import (
     Axis,
     Fill,
-    Source,
     Split,
     batch_field,
     fill_once,
     keep,
-    retained,
     sentinel,
     spec_of,
     specs,
     zero,
 )
-from sglcore.runtime.forward_batch import ForwardBatch, NgramEmbeddingInfo
-from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
+from sglcore.step.forward_inputs import NgramEmbeddingInfo
 from tests.runtime.tiny import SHARED, STAGED, TinyModel, make_attention
 
 
@@ -34,42 +34,42 @@ from tests.runtime.tiny import SHARED, STAGED, TinyModel, make_attention
 class Inner:
     """A nested record."""
 
-    rows: Tensor | None = batch_field(axis=Axis.REQUESTS)
+    rows: Tensor | None = batch_field(axis=Axis.REQUESTS, owner="test")
 
 
 @dataclass(slots=True)
 class Outer:
     """A field of every kind, each with a tensor in it."""
 
-    tokens: Tensor | None = batch_field(axis=Axis.TOKENS, dtype=torch.int32, padding=zero())
-    requests: Tensor | None = batch_field(axis=Axis.REQUESTS, split=Split.CLIP)
-    dropped: Tensor | None = batch_field(axis=Axis.NONE, split=Split.DROP)
-    counted: Tensor | None = batch_field(axis=Axis.NONE, split=Split.COUNT, dtype=torch.int32, padding=keep())
-    copied: Tensor | None = batch_field(axis=Axis.NONE, split=Split.COPY)
-    fresh: Tensor | None = batch_field(axis=Axis.NONE, split=Split.FRESH)
-    refused: Tensor | None = batch_field(axis=Axis.NONE, split=Split.REFUSE)
-    inner: Inner | None = batch_field(axis=Axis.NONE, split=Split.NESTED)
-    host: Any = batch_field(axis=Axis.REQUESTS)
+    tokens: Tensor | None = batch_field(axis=Axis.TOKENS, dtype="int32", padding=zero(), owner="test")
+    requests: Tensor | None = batch_field(axis=Axis.REQUESTS, split=Split.CLIP, owner="test")
+    dropped: Tensor | None = batch_field(axis=Axis.NONE, split=Split.DROP, owner="test")
+    counted: Tensor | None = batch_field(axis=Axis.NONE, split=Split.COUNT, dtype="int32", padding=keep(), owner="test")
+    copied: Tensor | None = batch_field(axis=Axis.NONE, split=Split.COPY, owner="test")
+    fresh: Tensor | None = batch_field(axis=Axis.NONE, split=Split.FRESH, owner="test")
+    refused: Tensor | None = batch_field(axis=Axis.NONE, split=Split.REFUSE, owner="test")
+    inner: Inner | None = batch_field(axis=Axis.NONE, split=Split.NESTED, owner="test")
+    host: Any = batch_field(axis=Axis.REQUESTS, owner="test")
 
 
 def test_a_field_without_an_axis_must_say_how_it_is_split() -> None:
     with pytest.raises(TypeError, match="without an axis must declare split="):
-        batch_field(axis=Axis.NONE)
+        batch_field(axis=Axis.NONE, owner="test")
 
 
 def test_a_field_with_an_axis_is_sliced_along_it_by_default() -> None:
     assert spec_of(Outer, "tokens").split is Split.SLICE
 
 
-def test_a_slot_must_say_what_its_padding_rows_hold() -> None:
+def test_a_buffer_must_say_what_its_padding_rows_hold() -> None:
     with pytest.raises(TypeError, match="with a dtype must declare padding="):
-        batch_field(axis=Axis.TOKENS, dtype=torch.int32)
+        batch_field(axis=Axis.TOKENS, dtype="int32", owner="test")
 
 
 def test_a_field_that_bypasses_the_declaration_is_refused() -> None:
     @dataclass
     class Careless:
-        declared: Tensor | None = batch_field(axis=Axis.TOKENS)
+        declared: Tensor | None = batch_field(axis=Axis.TOKENS, owner="test")
         undeclared: Tensor | None = None
 
     with pytest.raises(TypeError, match=r"Careless.undeclared is not declared with batch_field\(...\)"):
@@ -139,7 +139,7 @@ def test_a_hand_written_retention_list_is_caught() -> None:
 
 
 def registries(facts: Any) -> tuple[Any, ...]:
-    """A decode and a prefill registry with every slot there is."""
+    """A decode and a prefill registry with every buffer there is."""
     table, *_ = make_attention(TinyModel())
     decode = build_decode_registry(facts, table, max_bs=4, register_global_num_tokens=True, num_ranks=2)
     prefill = build_prefill_registry(
@@ -155,22 +155,22 @@ def registries(facts: Any) -> tuple[Any, ...]:
 
 
 def unpoisoned(registry: Any) -> list[str]:
-    """Slots of which some entry still holds something that a kernel could take for data."""
+    """Buffers of which some entry still holds something that a kernel could take for data."""
     names = []
-    for name in registry.slot_names:
-        slot = registry.slot(name)
+    for name in registry.names:
+        buffer = registry.input_buffer(name)
         wild = (
-            slot.buffer.isnan()
-            if slot.buffer.is_floating_point()
-            else slot.buffer == torch.iinfo(slot.buffer.dtype).max
+            buffer.tensor.isnan()
+            if buffer.tensor.is_floating_point()
+            else buffer.tensor == torch.iinfo(buffer.tensor.dtype).max
         )
-        if slot.spec.padding.fill is not Fill.ONCE and not wild.all():
+        if buffer.spec.padding.fill is not Fill.ONCE and not wild.all():
             names.append(name)
     return names
 
 
 @pytest.mark.parametrize("facts", [SHARED, STAGED], ids=["shared", "staged"])
-def test_poison_covers_every_entry_of_every_slot_that_is_written_each_step(facts: Any) -> None:
+def test_poison_covers_every_entry_of_every_buffer_that_is_written_each_step(facts: Any) -> None:
     for registry in registries(facts):
         assert unpoisoned(registry)
         registry.poison()
@@ -185,22 +185,22 @@ def test_poison_survives_the_next_commit_where_nothing_was_staged(facts: Any) ->
         assert unpoisoned(registry) == []
 
 
-def test_a_poison_that_forgets_computed_slots_is_caught() -> None:
+def test_a_poison_that_forgets_computed_buffers_is_caught() -> None:
     for registry in registries(SHARED):
-        for name in registry.slot_names:
-            slot = registry.slot(name)
-            if slot.spec.source is Source.HOST:  # mutant
-                slot.buffer.fill_(torch.iinfo(slot.buffer.dtype).max)
+        for name in registry.names:
+            buffer = registry.input_buffer(name)
+            if buffer.spec.is_staged:  # mutant
+                buffer.tensor.fill_(torch.iinfo(buffer.tensor.dtype).max)
         assert "out_cache_loc" in unpoisoned(registry)
 
 
-def test_the_slots_of_a_registry_are_the_declared_ones() -> None:
+def test_the_buffers_of_a_registry_are_the_declared_ones() -> None:
     decode, prefill = registries(SHARED)
-    declared = {spec.name for spec in specs(ForwardBatch) if spec.is_slot} | {"input_embeds"}
+    declared = {spec.name for spec in specs(ForwardBatch) if spec.is_buffered} | {"input_embeds"}
     nested = {f"ngram_embedding_info.{spec.name}" for spec in specs(NgramEmbeddingInfo)}
-    assert set(prefill.slot_names) == declared | nested
+    assert set(prefill.names) == declared | nested
     extend = {"extend_prefix_lens", "extend_seq_lens", "extend_start_loc", "input_embeds"}
-    assert set(decode.slot_names) == (declared | nested) - extend
+    assert set(decode.names) == (declared | nested) - extend
 
 
 def test_the_paddings_say_what_they_fill_and_when() -> None:

@@ -144,7 +144,7 @@ def smaller_bucket(made: GraphSite) -> None:
 
 def leftover(made: GraphSite) -> None:
     """Mutant: inputs are not brought up to date before a replay."""
-    made.site.runner.decode_registry.slot("out_cache_loc").post_fill = lambda view, batch, ctx: None
+    made.site.runner.decode_registry.input_buffer("out_cache_loc").post_fill = lambda view, batch, ctx: None
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")

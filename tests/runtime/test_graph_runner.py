@@ -16,11 +16,12 @@ from torch import Tensor
 from sglcore.runtime.attention.contract import AttentionPlan, Bucket
 from sglcore.runtime.attention.reference import ReferenceAttention, ReferencePlan
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
-from sglcore.runtime.fields import keep
-from sglcore.runtime.forward_batch import ForwardBatch, NgramEmbeddingInfo, StalePlanError
+from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.forward_context import ForwardContext, forward_context, get_forward_context
 from sglcore.runtime.graph_runner import GraphRunner
 from sglcore.runtime.registry_builders import count_global_tokens
+from sglcore.step.fields import keep
+from sglcore.step.forward_inputs import NgramEmbeddingInfo
 from tests.runtime.test_model_runner import on_the_device
 from tests.runtime.tiny import (
     HIDDEN,
@@ -78,20 +79,20 @@ def test_a_replay_equals_the_eager_forward(sizes: tuple[int, ...], poison: bool,
 
 
 def pad_nothing(registry: BufferRegistry) -> None:
-    """Mutant: no slot pads its tail."""
-    for name in registry.slot_names:
-        slot = registry.slot(name)
-        slot.spec = replace(slot.spec, padding=keep())
+    """Mutant: no buffer pads its tail."""
+    for name in registry.names:
+        buffer = registry.input_buffer(name)
+        buffer.spec = replace(buffer.spec, padding=keep())
 
 
 def count_padding(registry: BufferRegistry) -> None:
     """Mutant: padding tokens count as real."""
-    registry.slot("num_token_non_padded").post_fill = count_global_tokens
+    registry.input_buffer("num_token_non_padded").post_fill = count_global_tokens
 
 
 def compute_before(registry: BufferRegistry) -> None:
     """Mutant: locations are those of the step before."""
-    registry.slot("out_cache_loc").post_fill = lambda view, batch, ctx: None
+    registry.input_buffer("out_cache_loc").post_fill = lambda view, batch, ctx: None
 
 
 @pytest.mark.parametrize("mutant", [pad_nothing, count_padding, compute_before])
@@ -151,8 +152,8 @@ def test_captured_batches_are_views_of_the_static_buffers() -> None:
     registry = site.runner.decode_registry
     for batch in site.model.seen:
         for name in ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens", "num_token_non_padded"):
-            buffer, view = registry.slot(name).buffer, getattr(batch, name)
-            assert buffer is not None and view.data_ptr() == buffer.data_ptr()
+            buffer, view = registry.input_buffer(name).tensor, getattr(batch, name)
+            assert view.data_ptr() == buffer.data_ptr()
 
 
 def writes_inputs(prepare: Callable[[Site], Callable[[ForwardBatch], Tensor]]) -> bool:
@@ -161,11 +162,11 @@ def writes_inputs(prepare: Callable[[Site], Callable[[ForwardBatch], Tensor]]) -
     graphs, registry = RecordedGraphs(), site.runner.decode_registry
     context = ForwardContext(site.attention, None, site.model.attention_layers)
     GraphRunner(graphs, registry, site.attention, context, prepare(site), (2,))
-    buffers = [registry.slot(name).buffer for name in registry.slot_names]
-    before = [buffer._version for buffer in buffers if buffer is not None]
+    buffers = [registry.input_buffer(name).tensor for name in registry.names]
+    before = [buffer._version for buffer in buffers]
     with forward_context(replace(context, batch=site.model.seen[-1])):
         graphs.steps[0].replay(None)
-    return before != [buffer._version for buffer in buffers if buffer is not None]
+    return before != [buffer._version for buffer in buffers]
 
 
 def staging_forward(site: Site) -> Callable[[ForwardBatch], Tensor]:
@@ -323,7 +324,7 @@ def test_the_graph_runner_keeps_alive_all_that_its_graphs_use() -> None:
     site = make_site(buckets=(1, 2))
     graphs = graphs_of(site)
     things = [site.model, site.attention, site.cells, site.table, site.runner.decode_registry]
-    buffer = site.runner.decode_registry.slot("input_ids").buffer
+    buffer = site.runner.decode_registry.input_buffer("input_ids").tensor
     alive = [weakref.ref(thing) for thing in [*things, buffer]]
     del site, things, buffer
     gc.collect()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
-from sglcore.runtime.fields import specs
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.step.fields import specs
 from tests.runtime.tiny import (
     HIDDEN,
     SHARED,

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from sglcore.device.batch import CaptureHiddenMode, ForwardMode
 from sglcore.runtime.buffer_registry import FillContext
-from sglcore.runtime.fields import Axis, Split, batch_field, specs
-from sglcore.runtime.forward_batch import ForwardBatch, NgramEmbeddingInfo
+from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.split import SplitRefusedError, filter_batch
+from sglcore.step.fields import Axis, Split, batch_field, specs
+from sglcore.step.forward_inputs import NgramEmbeddingInfo
 from tests.runtime.tiny import SHARED, STAGED, Desk, Site, assert_close, ints, make_site, random_tokens
 
 Rows = list[tuple[int, int]]
@@ -240,11 +241,11 @@ def test_padding_tokens_of_a_long_batch_belong_to_no_row() -> None:
 class Draft:
     """What a draft adds to a batch."""
 
-    scores: Tensor | None = batch_field(axis=Axis.REQUESTS)
-    tree: Tensor | None = batch_field(axis=Axis.NONE, split=Split.REFUSE)
-    depth: int = batch_field(axis=Axis.NONE, split=Split.COPY, default=0)
-    cache: object = batch_field(axis=Axis.NONE, split=Split.FRESH)
-    parent: object = batch_field(axis=Axis.NONE, split=Split.DROP)
+    scores: Tensor | None = batch_field(axis=Axis.REQUESTS, owner="test")
+    tree: Tensor | None = batch_field(axis=Axis.NONE, split=Split.REFUSE, owner="test")
+    depth: int = batch_field(axis=Axis.NONE, split=Split.COPY, default=0, owner="test")
+    cache: object = batch_field(axis=Axis.NONE, split=Split.FRESH, owner="test")
+    parent: object = batch_field(axis=Axis.NONE, split=Split.DROP, owner="test")
 
 
 def test_a_nested_record_splits_its_own_fields() -> None:

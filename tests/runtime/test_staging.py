@@ -145,8 +145,7 @@ def test_staged_values_arrive_with_the_commit_and_not_before() -> None:
     site = make_site(facts=STAGED)
     registry = site.runner.decode_registry
     registry.stage("seq_lens", ints([4, 5]))
-    buffer = registry.slot("seq_lens").buffer
-    assert buffer is not None
+    buffer = registry.input_buffer("seq_lens").tensor
     assert buffer[:2].tolist() == [1, 1]
     registry.commit()
     assert buffer[:2].tolist() == [4, 5]

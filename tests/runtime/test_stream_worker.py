@@ -245,8 +245,8 @@ def test_what_the_device_uses_is_kept_until_collect_and_no_longer(sim: Any) -> N
     for tensor in (*pending.arrays.arrived.values(), *pending.readback.kept):
         assert tensor.data_ptr() in addresses
     for name in ("input_ids", "seq_lens", "out_cache_loc", "extend_seq_lens"):
-        buffer = bench.runner.prefill_registry.slot(name).buffer
-        assert buffer is not None and buffer.data_ptr() in addresses
+        buffer = bench.runner.prefill_registry.input_buffer(name).tensor
+        assert buffer.data_ptr() in addresses
     del pending, tensor
     bench.worker.collect(ticket)
     assert ticket.payload is None

@@ -234,8 +234,8 @@ def test_what_the_device_reads_is_kept_until_collect_and_no_longer() -> None:
     assert isinstance(pending, Pending) and pending.output.tokens is not None
     addresses = {tensor.data_ptr() for tensor in pending.kept}
     for name in ("input_ids", "positions", "seq_lens", "req_pool_indices", "out_cache_loc", "extend_seq_lens"):
-        buffer = site.runner.prefill_registry.slot(name).buffer
-        assert buffer is not None and buffer.data_ptr() in addresses
+        buffer = site.runner.prefill_registry.input_buffer(name).tensor
+        assert buffer.data_ptr() in addresses
     results = weakref.ref(pending.output.tokens.token_ids)
     del pending
     gc.collect()
@@ -250,8 +250,7 @@ def test_what_the_device_reads_is_kept_until_collect_and_no_longer() -> None:
 def test_buffers_that_growth_replaced_live_until_the_step_that_reads_them_is_collected() -> None:
     site, desk = make_site(), Desk()
     ticket = site.worker.submit(desk.extend({1: [3, 4]}))
-    buffer = site.runner.prefill_registry.slot("out_cache_loc").buffer
-    assert buffer is not None
+    buffer = site.runner.prefill_registry.input_buffer("out_cache_loc").tensor
     address = buffer.data_ptr()
     del buffer
     other = site.worker.submit(desk.extend({2: random_tokens(1, 30)}))

@@ -14,7 +14,13 @@ from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.graphs.backend import CapturedStep, GraphBackend
-from sglcore.runtime.graphs.policy import absent_inputs, check_generation, has_only
+from sglcore.runtime.graphs.policy import (
+    absent_inputs,
+    carry_host_arrays,
+    check_generation,
+    has_only,
+    read_host_arrays,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +90,18 @@ class DecodeGraphs:
         batch.needs_forward_metadata_init(self._attn)
         ctx = FillContext(batch.batch_size, captured.bucket.batch_size, batch.num_tokens, captured.bucket.num_tokens)
         self.registry.fill_from(batch, ctx)
-        captured.batch.seq_lens_cpu = batch.seq_lens_cpu
+        carry_host_arrays(batch, captured.batch)
         update = self._attn.refresh(captured.plan, captured.batch)
         with forward_context(ForwardContext(self._attn, captured.batch, self._context.layers)):
             output = captured.step.replay(update)
         return output[: batch.num_tokens]
 
     def _capture(self, bucket: Bucket) -> CapturedBucket:
-        template = self.registry.view(ForwardBatch, bucket.batch_size, bucket.num_tokens, False)
+        template = self.registry.view(bucket.batch_size, bucket.num_tokens, extend=False)
         template.forward_mode = ForwardMode.DECODE
         self.registry.fill_from(template, FillContext(0, bucket.batch_size, 0, bucket.num_tokens))
         batch = self.registry.extract_buffer(template, bucket.batch_size, bucket.num_tokens)
-        assert batch.seq_lens is not None
-        batch.seq_lens_cpu = batch.seq_lens.cpu().numpy()
+        read_host_arrays(batch)
         plan = self._attn.capture_plan(bucket)
         self._attn.refresh(plan, batch)
         batch.mark_forward_metadata_ready(plan)

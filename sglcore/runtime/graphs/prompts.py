@@ -110,7 +110,7 @@ class PromptGraphs:
         return output[: batch.num_tokens]
 
     def _capture(self, size: int) -> CapturedTokens:
-        template = self.registry.view(ForwardBatch, 1, size, True)
+        template = self.registry.view(1, size, extend=True)
         template.forward_mode = ForwardMode.EXTEND
         self.registry.fill_from(template, FillContext(0, 1, 0, size))
         batch = self.registry.extract_buffer(template, 1, size)

@@ -1,0 +1,120 @@
+"""The inputs of one forward, whatever the tensor library: each field is declared here once, in one line, and only here.
+
+A worker stages them by one loop over these declarations, and its batch is a `ForwardInputs` of its own arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglcore.device.batch import CaptureHiddenMode, ForwardMode, ScheduleBatch
+from sglcore.step.fields import Axis, Read, Split, When, batch_field, batch_record, fill_once, sentinel, zero
+
+Array = TypeVar("Array")
+Ints = NDArray[np.int32]
+REQUESTS, TOKENS, NONE = Axis.REQUESTS, Axis.TOKENS, Axis.NONE
+EXTEND, IF_GIVEN = When.EXTEND, When.IF_GIVEN
+
+
+def _seq_lens(batch: ScheduleBatch, values: Mapping[str, Any]) -> Ints:
+    given = batch.seq_lens_cpu_cache.take()
+    return batch.seq_lens if given is None else given
+
+
+def _extend_seq_lens(batch: ScheduleBatch, values: Mapping[str, Any]) -> Ints:
+    return np.diff(batch.token_offsets)
+
+
+def _extend_start_loc(batch: ScheduleBatch, values: Mapping[str, Any]) -> Ints:
+    return batch.token_offsets[:-1]
+
+
+def _positions(batch: ScheduleBatch, values: Mapping[str, Any]) -> Ints:
+    if batch.forward_mode.is_decode:
+        return values["seq_lens"] - 1
+    offsets = np.repeat(batch.prefix_lens - values["extend_start_loc"], values["extend_seq_lens"])
+    return offsets + np.arange(batch.num_tokens, dtype=np.int32)
+
+
+def once(name: str) -> Read:
+    """Reads a one-shot value of the host batch: the next forward does not see it."""
+
+    def take(batch: Any, values: Mapping[str, Any]) -> Any:
+        return getattr(batch, name).take()
+
+    return take
+
+
+@batch_record(ScheduleBatch)
+class NgramEmbeddingInfo(Generic[Array]):
+    """Inputs of n-gram embeddings: where in its row of the token history each request's tokens of this step start, and
+    how many there are. int32[B] each."""
+
+    column_starts: Array | None = batch_field(
+        axis=REQUESTS, split=Split.ADVANCE, dtype="int32", padding=zero(), read="ngram_starts", when=IF_GIVEN
+    )
+    req_lens: Array | None = batch_field(
+        axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=zero(), read="ngram_lens", when=IF_GIVEN
+    )
+
+
+@batch_record(ScheduleBatch)
+class ForwardInputs(Generic[Array]):
+    """B requests and T tokens; a padded view has more rows than `num_token_non_padded` says are real.
+
+    Negative input ids stand for tokens that only the device knows. Cells are indices into the KV pool. `extend_*` are
+    None when every row brings one token. `*_cpu` are host mirrors, None where only the device knows the lengths.
+    `global_num_tokens` int32[ranks] counts tokens on every data-parallel rank.
+    """
+
+    forward_mode: ForwardMode = batch_field(axis=NONE, split=Split.COPY, read="forward_mode", default=ForwardMode.IDLE)
+    batch_size: int = batch_field(axis=NONE, split=Split.CLIP, read="batch_size", default=0)
+    num_tokens: int = batch_field(axis=NONE, split=Split.CLIP, read="num_tokens", default=0)
+
+    req_pool_indices: Array = batch_field(axis=REQUESTS, dtype="int32", padding=zero(), read="slots")
+    seq_lens: Array = batch_field(axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=sentinel(1), read=_seq_lens)
+    extend_prefix_lens: Array | None = batch_field(
+        axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=zero(), read="prefix_lens", when=EXTEND
+    )
+    extend_seq_lens: Array | None = batch_field(
+        axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=sentinel(1), read=_extend_seq_lens, when=EXTEND
+    )
+    extend_start_loc: Array | None = batch_field(
+        axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=zero(), read=_extend_start_loc, when=EXTEND
+    )
+    input_ids: Array = batch_field(axis=TOKENS, dtype="int32", padding=zero(), read="input_ids")
+    positions: Array = batch_field(axis=TOKENS, dtype="int32", padding=zero(), read=_positions)
+    out_cache_loc: Array | None = batch_field(axis=TOKENS, dtype="int64", padding=zero(), owner="pool")
+    num_token_non_padded: Array = batch_field(
+        axis=NONE, split=Split.COUNT, dtype="int32", padding=fill_once(0), owner="registry"
+    )
+    global_num_tokens: Array | None = batch_field(
+        axis=NONE, split=Split.DROP, dtype="int32", padding=fill_once(0), owner="parallel", when=IF_GIVEN
+    )
+
+    seq_lens_cpu: Ints | None = batch_field(axis=REQUESTS, split=Split.CLIP, mirror="seq_lens")
+    extend_prefix_lens_cpu: Ints | None = batch_field(axis=REQUESTS, split=Split.CLIP, mirror="extend_prefix_lens")
+    extend_seq_lens_cpu: Ints | None = batch_field(
+        axis=REQUESTS, split=Split.CLIP, mirror="extend_seq_lens", when=EXTEND
+    )
+
+    mrope_positions: Array | None = batch_field(
+        axis=TOKENS, dtype="int32", padding=zero(), read="mrope_positions", when=IF_GIVEN, lead=(3,)
+    )
+    input_embeds: Array | None = batch_field(axis=TOKENS, owner="embedding", when=IF_GIVEN)
+    ngram_embedding_info: NgramEmbeddingInfo[Array] | None = batch_field(
+        axis=NONE, split=Split.NESTED, record=NgramEmbeddingInfo, when=IF_GIVEN
+    )
+
+    capture_hidden_mode: CaptureHiddenMode = batch_field(
+        axis=NONE, split=Split.COPY, read=once("capture_hidden_mode"), default=CaptureHiddenMode.NONE
+    )
+    return_hidden_states_before_norm: bool = batch_field(
+        axis=NONE, split=Split.COPY, read=once("return_hidden_states_before_norm"), default=False
+    )
+    sampling: Any = batch_field(axis=NONE, split=Split.DROP, owner="sampler", when=IF_GIVEN)
+    spec_info: Any = batch_field(axis=NONE, split=Split.NESTED, owner="speculative", when=IF_GIVEN)
