@@ -17,10 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.fields import torch_dtype
 from sglcore.runtime.staging import HostBlock
 from sglcore.step.fields import Axis, FieldSpec, Fill, When, leaves, specs
-from sglcore.step.host_values import HostReader, Values, make_batch
+from sglcore.step.host_values import HostReader, host_reader, make_batch
 
 if TYPE_CHECKING:
     from sglcore.runtime.forward_batch import ForwardBatch
@@ -63,6 +64,11 @@ class InputBuffer:
     source_fn: SourceFn | None = None
     tensor: Tensor = field(default_factory=lambda: torch.empty(0))
     host: NDArray | None = None
+    _record: str = field(init=False)
+    _field: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._record, _, self._field = self.spec.name.rpartition(".")
 
     @property
     def name(self) -> str:
@@ -73,6 +79,13 @@ class InputBuffer:
     def is_computed(self) -> bool:
         """Its contents do not come from the batch field of its name."""
         return self.post_fill is not None or self.source_fn is not None
+
+    def value_of(self, batch: Any) -> Tensor | None:
+        """What a batch holds in the field that it feeds."""
+        if not self._record:
+            return getattr(batch, self._field)
+        record = getattr(batch, self._record)
+        return None if record is None else getattr(record, self._field)
 
     def length(self, bs: int, num_tokens: int) -> int:
         """Entries along its axis for a batch of these sizes."""
@@ -96,6 +109,10 @@ class InputBuffer:
         self.tensor.fill_(value)
         if self.host is not None:
             self.host.fill(value)
+
+
+Staging = tuple[HostReader, tuple[tuple[str, NDArray], ...], tuple[InputBuffer, ...]]
+"""What reads a host batch; the host sides, of one dimension, that every step fills; the buffers that take more care."""
 
 
 class BufferRegistry:
@@ -124,7 +141,7 @@ class BufferRegistry:
         self._block: HostBlock | None = None
         self._views: dict[tuple[int, int, bool], dict[str, Tensor]] = {}
         self._heads: dict[tuple[str, int, int], Tensor] = {}
-        self._staging: dict[HostReader, tuple[tuple[tuple[str, NDArray], ...], tuple[InputBuffer, ...]]] = {}
+        self._staging: dict[bool, Staging] = {}
         self._computed: tuple[InputBuffer, ...] = ()
         self._optional: tuple[InputBuffer, ...] = ()
         self._copied: tuple[InputBuffer, ...] = ()
@@ -227,22 +244,30 @@ class BufferRegistry:
         assert host is not None, f"input buffer {name!r} is not filled by the host"
         host[..., : values.shape[-1]] = values
 
-    def stage_all(self, reader: HostReader, values: Values) -> dict[str, Tensor]:
-        """The same for all that the host gives of a step; the heads of the buffers that this step's batch has."""
-        bs, num_tokens = values["batch_size"], values["num_tokens"]
-        heads = self._heads_of(bs, num_tokens, not values["forward_mode"].is_decode)
-        staging = self._staging.get(reader)
-        if staging is None:
-            staging = self._staging[reader] = _staging_of([self.input_buffer(spec.name) for spec in reader.staged])
-        flat, others = staging
+    def stage_all(self, batch: ScheduleBatch) -> dict[str, Any]:
+        """The same for all that a host batch gives; the fields of its step's batch by their (dotted) names, tensors being
+        the heads of their buffers. One-shot values are taken."""
+        is_decode = batch.forward_mode.is_decode
+        reader, flat, others = self._staging.get(is_decode) or self._compile_staging(is_decode)
+        values = reader.read(batch)
         for name, host in flat:
             value = values[name]
             host[: len(value)] = value
+        bs, num_tokens = values["batch_size"], values["num_tokens"]
         for buffer in others:
             if buffer.name in values:
                 self.stage(buffer.name, values[buffer.name])
-                heads = {**heads, buffer.name: buffer.head(bs, num_tokens)}
-        return heads
+                values[buffer.name] = buffer.head(bs, num_tokens)
+        values.update(self._heads_of(bs, num_tokens, not is_decode))
+        return values
+
+    def _compile_staging(self, is_decode: bool) -> Staging:
+        reader = host_reader(self.batch_type, is_decode)
+        buffers = [self.input_buffer(spec.name) for spec in reader.staged]
+        flat = {b.name: b.host for b in buffers if b.host is not None and not b.spec.lead and not _is_optional(b)}
+        others = tuple(buffer for buffer in buffers if buffer.name not in flat)
+        found = self._staging[is_decode] = (reader, tuple(flat.items()), others)
+        return found
 
     def commit(self) -> None:
         """Send what was staged: one asynchronous copy, or nothing where memory is shared."""
@@ -281,7 +306,7 @@ class BufferRegistry:
         return self._buffers["input_ids"].tensor.data_ptr() == batch.input_ids.data_ptr()
 
     def _copy_in(self, buffer: InputBuffer, batch: ForwardBatch, ctx: FillContext) -> None:
-        value = buffer.source_fn(batch, ctx) if buffer.source_fn is not None else _read(batch, buffer.name)
+        value = buffer.source_fn(batch, ctx) if buffer.source_fn is not None else buffer.value_of(batch)
         if value is None:
             return
         head = buffer.head(ctx.raw_bs, ctx.raw_num_tokens)
@@ -341,12 +366,6 @@ class BufferRegistry:
         return replace(given, **heads)
 
 
-def _staging_of(buffers: list[InputBuffer]) -> tuple[tuple[tuple[str, NDArray], ...], tuple[InputBuffer, ...]]:
-    """The host sides that every step fills and that have one dimension, and the buffers that take more care."""
-    flat = {b.name: b.host for b in buffers if b.host is not None and not b.spec.lead and not _is_optional(b)}
-    return tuple(flat.items()), tuple(buffer for buffer in buffers if buffer.name not in flat)
-
-
 def _is_optional(buffer: InputBuffer) -> bool:
     """A step may come without it, or bring it from elsewhere than the host."""
     return not buffer.spec.is_staged or buffer.spec.when is When.IF_GIVEN
@@ -356,16 +375,7 @@ def _is_exposed(buffer: InputBuffer, extend: bool) -> bool:
     """Every step of the kind fills it."""
     if buffer.post_fill is not None:
         return True
-    return not _is_optional(buffer) and (extend or buffer.spec.when is not When.EXTEND)
-
-
-def _read(batch: Any, dotted: str) -> Tensor | None:
-    value = batch
-    for part in dotted.split("."):
-        if value is None:
-            return None
-        value = getattr(value, part)
-    return value
+    return not _is_optional(buffer) and (extend or buffer.spec.is_for_decode)
 
 
 def _poison_value(dtype: torch.dtype) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 from sglcore.device.batch import ScheduleBatch
 from sglcore.step.fields import Axis, Split, When, batch_field, batch_record
 from sglcore.step.forward_inputs import ForwardInputs
-from sglcore.step.host_values import host_reader, make_batch
+from sglcore.step.host_values import make_batch
 
 if TYPE_CHECKING:
     from sglcore.runtime.attention.contract import AttentionBackend, AttentionPlan
@@ -53,11 +53,9 @@ class ForwardBatch(ForwardInputs[Tensor]):
         `resolve_future`, cache locations for `fill_from`.
         """
         registry.ensure(batch.batch_size, batch.num_tokens)
-        reader = host_reader(registry.batch_type, batch.forward_mode.is_decode)
-        values = reader.read(batch)
-        tensors = registry.stage_all(reader, values)
+        fields = registry.stage_all(batch)
         registry.commit()
-        return make_batch(registry.batch_type, {**values, **tensors})
+        return make_batch(registry.batch_type, fields)
 
     def mark_forward_metadata_ready(self, plan: AttentionPlan, replan_equivalent: bool = False) -> None:
         """Record that attention was planned for this batch as it is now.

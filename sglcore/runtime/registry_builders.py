@@ -13,7 +13,7 @@ from sglcore.runtime.buffer_registry import BufferRegistry, FillContext, InputBu
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.reference import cache_locations as reference_locations
 from sglcore.runtime.memory.pools import ReqToTokenPool
-from sglcore.step.fields import When, leaves, spec_of, zero
+from sglcore.step.fields import leaves, spec_of, zero
 
 Compute = Callable[[Tensor, Tensor, Tensor, int, Tensor], None]
 """The kernel table's `cache_locations`."""
@@ -35,7 +35,7 @@ def build_decode_registry(
     max_num_tokens = max_bs * tokens_per_request
     ranks = num_ranks if register_global_num_tokens else 0
     computed = _computed(facts, batch_type, req_to_token_pool, cells, ranks)
-    staged = [buffer for buffer in _staged(batch_type) if buffer.spec.when is not When.EXTEND]
+    staged = [buffer for buffer in _staged(batch_type) if buffer.spec.is_for_decode]
     return _build(facts, batch_type, max_bs, max_num_tokens, [*staged, *computed, *extra_buffers])
 
 

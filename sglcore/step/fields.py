@@ -30,8 +30,8 @@ class Axis(Enum):
 
 
 class When(Enum):
-    """At which steps a batch has a field: at ALWAYS every one, on EXTEND where rows bring tokens that the host knows (all
-    but decode), or IF_GIVEN by whoever brings it."""
+    """When the host has a value for a field: ALWAYS, on EXTEND steps, whose rows bring tokens that the host knows (all but
+    decode), or IF_GIVEN."""
 
     ALWAYS = "always"
     EXTEND = "extend"
@@ -128,6 +128,11 @@ class FieldSpec:
         """The host batch has it."""
         return self.read is not None or bool(self.mirror)
 
+    @property
+    def is_for_decode(self) -> bool:
+        """Decode steps have it too: from the host, or else from its owner."""
+        return self.when is not When.EXTEND or bool(self.owner)
+
 
 def batch_field(
     *,
@@ -144,7 +149,7 @@ def batch_field(
     default: Any = None,
 ) -> Any:
     """Declare a field, and who carries it: the host batch (`read`), the host's side of the field `mirror`, the fields of a
-    nested `record`, or an `owner` who computes or brings it. A field without an axis must say how it is split: nothing
+    nested `record`, or an `owner` who computes or brings it where the host does not. A field without an axis must say how it is split: nothing
     can be right by default. Raises TypeError for a declaration that leaves something open."""
     if read is None and not (mirror or owner or record):
         raise TypeError(

@@ -34,9 +34,10 @@ def _extend_start_loc(batch: ScheduleBatch, values: Mapping[str, Any]) -> Ints:
 
 
 def _positions(batch: ScheduleBatch, values: Mapping[str, Any]) -> Ints:
-    if batch.forward_mode.is_decode:
+    lengths = values.get("extend_seq_lens")
+    if lengths is None:
         return values["seq_lens"] - 1
-    offsets = np.repeat(batch.prefix_lens - values["extend_start_loc"], values["extend_seq_lens"])
+    offsets = np.repeat(batch.prefix_lens - values["extend_start_loc"], lengths)
     return offsets + np.arange(batch.num_tokens, dtype=np.int32)
 
 
@@ -66,7 +67,7 @@ class NgramEmbeddingInfo(Generic[Array]):
 class ForwardInputs(Generic[Array]):
     """B requests and T tokens; a padded view has more rows than `num_token_non_padded` says are real.
 
-    Negative input ids stand for tokens that only the device knows. Cells are indices into the KV pool. `extend_*` are
+    Negative input ids stand for tokens that only the device knows; on decode all are. Cells are indices into the KV pool. `extend_*` are
     None when every row brings one token. `*_cpu` are host mirrors, None where only the device knows the lengths.
     `global_num_tokens` int32[ranks] counts tokens on every data-parallel rank.
     """
@@ -86,7 +87,9 @@ class ForwardInputs(Generic[Array]):
     extend_start_loc: Array | None = batch_field(
         axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=zero(), read=_extend_start_loc, when=EXTEND
     )
-    input_ids: Array = batch_field(axis=TOKENS, dtype="int32", padding=zero(), read="input_ids")
+    input_ids: Array = batch_field(
+        axis=TOKENS, dtype="int32", padding=zero(), read="input_ids", when=EXTEND, owner="token table"
+    )
     positions: Array = batch_field(axis=TOKENS, dtype="int32", padding=zero(), read=_positions)
     out_cache_loc: Array | None = batch_field(axis=TOKENS, dtype="int64", padding=zero(), owner="pool")
     num_token_non_padded: Array = batch_field(
