@@ -182,7 +182,7 @@ def _binds(what: str, function: Callable[..., object], count: int) -> None:
 
 
 def _implements_attention(name: str, backend: Any) -> None:
-    """The contract's four methods with the contract's own parameters, and its constructor."""
+    """The contract's methods with the contract's own parameters, and its constructor."""
     from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts
 
     if not (inspect.isclass(backend) and issubclass(backend, AttentionBackend)):
@@ -190,6 +190,8 @@ def _implements_attention(name: str, backend: Any) -> None:
     missing = sorted(backend.__abstractmethods__)
     if missing:
         raise LawBroken(f"attention {name!r} lacks {', '.join(missing)}")
+    if backend.forward is not AttentionBackend.forward:
+        raise LawBroken(f"attention {name!r} has a `forward` of its own; wanted `attend`, which it calls")
     if not isinstance(backend.facts, AttentionFacts):
         raise LawBroken(f"attention {name!r} has no AttentionFacts as `facts`")
     for method in (*AttentionBackend.__abstractmethods__, "__init__"):

@@ -31,8 +31,8 @@ def one_key_too_few(base: Any) -> type:
         def plan(self, batch: ForwardBatch) -> AttentionPlan:
             return super().plan(shortened(batch) if batch.extend_seq_lens_cpu is None else batch)
 
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch) -> Tensor:
-            return super().forward(q, k, v, layer, shortened(batch) if batch.extend_seq_lens_cpu is None else batch)
+        def attend(self, q: Tensor, layer: Any, batch: ForwardBatch, plan: Any) -> Tensor:
+            return super().attend(q, layer, shortened(batch) if batch.extend_seq_lens_cpu is None else batch, plan)
 
     return OneKeyTooFew
 
@@ -43,10 +43,10 @@ def another_scale(base: Any) -> type:
     class AnotherScale(base):
         __slots__ = ()
 
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any) -> Tensor:
+        def attend(self, q: Tensor, layer: Any, batch: Any, plan: Any) -> Tensor:
             changed = copy(layer)
             changed.scaling = 1.0
-            return super().forward(q, k, v, changed, batch)
+            return super().attend(q, changed, batch, plan)
 
     return AnotherScale
 
@@ -57,8 +57,11 @@ def values_of_the_row_before(base: Any) -> type:
     class ValuesOfTheRowBefore(base):
         __slots__ = ()
 
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any) -> Tensor:
-            return super().forward(q, k, v.roll(1, 0), layer, batch)
+        def attend(self, q: Tensor, layer: Any, batch: Any, plan: Any) -> Tensor:
+            _, values = self.token_to_kv_pool.kv(layer.layer_id)
+            cells = batch.out_cache_loc.long()
+            values.index_copy_(0, cells, values.index_select(0, cells).roll(1, 0))
+            return super().attend(q, layer, batch, plan)
 
     return ValuesOfTheRowBefore
 
@@ -69,11 +72,12 @@ def writes_another_page(base: Any) -> type:
     class WritesAnotherPage(base):
         __slots__ = ()
 
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any) -> Tensor:
-            out = super().forward(q, k, v, layer, batch)
+        def attend(self, q: Tensor, layer: Any, batch: Any, plan: Any) -> Tensor:
+            out = super().attend(q, layer, batch, plan)
             keys, _ = self.token_to_kv_pool.kv(layer.layer_id)
-            cell = (batch.out_cache_loc[-1:].long() + self.token_to_kv_pool.page_size) % keys.shape[0]
-            keys.index_copy_(0, cell, k[-1:].view(1, *keys.shape[1:]).to(keys.dtype))
+            cell = batch.out_cache_loc[-1:].long()
+            beside = (cell + self.token_to_kv_pool.page_size) % keys.shape[0]
+            keys.index_copy_(0, beside, keys.index_select(0, cell))
             return out
 
     return WritesAnotherPage
@@ -85,9 +89,9 @@ def reads_page_zero(base: Any) -> type:
     class ReadsPageZero(base):
         __slots__ = ()
 
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any) -> Tensor:
+        def attend(self, q: Tensor, layer: Any, batch: Any, plan: Any) -> Tensor:
             keys, _ = self.token_to_kv_pool.kv(layer.layer_id)
-            return super().forward(q, k, v, layer, batch) + 0 * keys[0].to(q.dtype).mean()
+            return super().attend(q, layer, batch, plan) + 0 * keys[0].to(q.dtype).mean()
 
     return ReadsPageZero
 

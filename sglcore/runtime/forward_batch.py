@@ -71,14 +71,15 @@ class ForwardBatch(ForwardInputs[Tensor]):
         record = self.plan_record
         if record is None:
             return True
-        drift = self._plan_drift(record, backend)
+        drift = self.plan_drift(record, backend)
         if not drift:
             return False
         if record.replan_equivalent:
             return True
         raise StalePlanError(f"{drift}; plan again before the forward, or mark the plan replan_equivalent")
 
-    def _plan_drift(self, record: PlanRecord, backend: AttentionBackend) -> str:
+    def plan_drift(self, record: PlanRecord, backend: AttentionBackend) -> str:
+        """What is not as the record says; empty if all is."""
         if record.planner is not backend:
             return f"planned by {record.planner!r}, about to run on {backend!r}"
         if (record.batch_size, record.num_tokens) != (self.batch_size, self.num_tokens):

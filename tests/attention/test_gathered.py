@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from sglcore.runtime.attention import gathered
 from sglcore.runtime.attention.contract import Bucket
-from sglcore.runtime.attention.gathered import GatheredAttention, GatheredPlan
+from sglcore.runtime.attention.gathered import GatheredAttention
 from sglcore.runtime.forward_batch import ForwardBatch
 from tests.attention.rows import CONTEXT, Case, Heads, make_case
 from tests.attention.test_reference import EDGES, HEADS, PAGES, ROWS, SINGLES, assert_equals_dense, padded
@@ -141,39 +142,37 @@ def test_a_replay_reads_lengths_slots_and_pages_as_they_are_then() -> None:
 class BakingLengths(GatheredAttention):
     """Mutant: gathers no further than the longest row at capture."""
 
-    def _attend(self, q: Any, caches: Any, plan: Any, layer: Any, batch: ForwardBatch) -> Tensor:
+    def _attend(self, q: Any, caches: Any, rows: Any, layer: Any, batch: ForwardBatch) -> Tensor:
         assert batch.seq_lens_cpu is not None
-        places = plan.places[: int(batch.seq_lens_cpu.max())]
-        short = GatheredPlan(self, 0, batch_size=plan.batch_size, offsets=plan.offsets, places=places)
+        places = rows.places[: int(batch.seq_lens_cpu.max())]
         pages = -(-len(places) // self.req_to_token_pool.page_size)
         places = torch.nn.functional.pad(
             places, (0, pages * self.req_to_token_pool.page_size - len(places)), value=10**6
         )
-        short.places = torch.cat([places, places.new_full((len(plan.places) - len(places),), 10**6)])
-        return super()._attend(q, caches, short, layer, batch)
+        places = torch.cat([places, places.new_full((len(rows.places) - len(places),), 10**6)])
+        return super()._attend(q, caches, replace(rows, places=places), layer, batch)
 
 
 class CopyingLengths(GatheredAttention):
     """Mutant: reads the lengths that it saw at capture."""
 
-    def _attend(self, q: Any, caches: Any, plan: Any, layer: Any, batch: ForwardBatch) -> Tensor:
+    def _attend(self, q: Any, caches: Any, rows: Any, layer: Any, batch: ForwardBatch) -> Tensor:
         old = ForwardBatch(req_pool_indices=batch.req_pool_indices, seq_lens=torch.tensor(batch.seq_lens_cpu))
-        return super()._attend(q, caches, plan, layer, old)
+        return super()._attend(q, caches, rows, layer, old)
 
 
 class OneTooFar(GatheredAttention):
     """Mutant: every query also sees the token after it."""
 
-    def _attend(self, q: Any, caches: Any, plan: Any, layer: Any, batch: ForwardBatch) -> Tensor:
-        plan = GatheredPlan(self, 0, batch_size=plan.batch_size, offsets=plan.offsets + 1, places=plan.places)
-        return super()._attend(q, caches, plan, layer, batch)
+    def _attend(self, q: Any, caches: Any, rows: Any, layer: Any, batch: ForwardBatch) -> Tensor:
+        return super()._attend(q, caches, replace(rows, offsets=rows.offsets + 1), layer, batch)
 
 
 class LosingScale(GatheredAttention):
     """Mutant: queries are scaled twice."""
 
-    def _attend(self, q: Any, caches: Any, plan: Any, layer: Any, batch: ForwardBatch) -> Tensor:
-        return super()._attend(q * layer.scaling, caches, plan, layer, batch)
+    def _attend(self, q: Any, caches: Any, rows: Any, layer: Any, batch: ForwardBatch) -> Tensor:
+        return super()._attend(q * layer.scaling, caches, rows, layer, batch)
 
 
 @pytest.mark.parametrize("kind", [BakingLengths, CopyingLengths, OneTooFar, LosingScale])

@@ -28,7 +28,7 @@ class HostRows(PageRowsAttention):
 
     facts = AttentionFacts(features=frozenset({"sliding_window", "mixed", "capture"}))
 
-    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
+    def attend_pages(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
         """The definition."""
         outs = []
         for row, length in enumerate(plan.seq_lens.tolist()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from sglcore.runtime.attention.contract import AttentionShape, Bucket
 from sglcore.runtime.attention.layer import Attention
-from sglcore.runtime.attention.reference import ReferenceAttention, ReferencePlan
+from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.kernels.reference import reference_kernels
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
 from tests.attention.rows import CONTEXT, Case, Heads, make_batch, make_case
@@ -126,10 +127,11 @@ class OneTooWide(ReferenceAttention):
 class ForgettingToStore(ReferenceAttention):
     """Mutant: this step's keys and values reach no cell."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, batch: Any) -> Tensor:
-        """As the true one, into page 0."""
-        batch.out_cache_loc = torch.zeros_like(batch.out_cache_loc)
-        return super().forward(q, k, v, layer, batch)
+    def attend(self, q: Tensor, layer: Attention, batch: Any, plan: Any) -> Tensor:
+        """As the true one, and what was stored goes."""
+        for cells in self.token_to_kv_pool.kv(layer.layer_id):
+            cells[batch.out_cache_loc] = 0
+        return super().attend(q, layer, batch, plan)
 
 
 @pytest.mark.parametrize("kind", [IgnoringPages, ReadingOnward, OneTooWide, ForgettingToStore])
@@ -204,9 +206,8 @@ def test_a_captured_plan_is_refreshed_in_place_for_every_batch() -> None:
         case = make_case(rows, decode=True)
         assert backend.refresh(plan, case.batch) is None
         case.backend.refresh(plan, case.batch)
-        case.batch.mark_forward_metadata_ready(plan)
+        case.batch.mark_forward_metadata_ready(replace(plan, planner=case.backend))
         torch.testing.assert_close(case.backend.forward(*case.inputs, case.layer, case.batch), case.dense())
-    assert isinstance(plan, ReferencePlan)
     assert plan.singles is not None and plan.singles.count == 2
     backend.refresh(plan, make_case([], decode=True).batch)
     assert plan.singles is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -194,7 +195,7 @@ def test_one_captured_plan_serves_batches_of_any_lengths() -> None:
     for rows in ([(3, 1), (0, 1), (7, 1)], [(40, 1), (46, 1), (1, 1)]):
         case = case_of(rows, decode=True)
         assert case.backend.refresh(plan, case.batch) is None and plan.splits == splits
-        case.batch.mark_forward_metadata_ready(plan)
+        case.batch.mark_forward_metadata_ready(replace(plan, planner=case.backend))
         case.batch.seq_lens_cpu = None
         found = case.backend.forward(*case.inputs, case.layer, case.batch)
         torch.testing.assert_close(found, case.dense(), rtol=1e-5, atol=1e-5)

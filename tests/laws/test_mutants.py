@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from sglcore.device.batch import ScheduleBatch
-from sglcore.runtime.attention.contract import AttentionPlan
 from sglcore.runtime.attention.reference import ReferenceAttention, ReferencePlan, SingleRows
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext
@@ -248,8 +247,7 @@ class Replays:
 class NeverRefreshed(ReferenceAttention):
     """A captured plan keeps what it was captured with."""
 
-    def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> None:
-        assert isinstance(plan, ReferencePlan)
+    def refresh(self, plan: ReferencePlan, batch: ForwardBatch) -> None:
         if plan.singles is None:
             super().refresh(plan, batch)
 

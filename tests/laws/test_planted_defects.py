@@ -151,23 +151,23 @@ def stale_plan(made: TokenEngine) -> None:
 
 
 def sync_in_capture(patch: Patch) -> None:
-    real = GatheredAttention.forward
+    real = GatheredAttention.attend
 
-    def forward(self: GatheredAttention, q: Any, k: Any, v: Any, layer: Any, batch: Any) -> Any:
+    def attend(self: GatheredAttention, q: Any, layer: Any, batch: Any, plan: Any) -> Any:
         assert int(batch.seq_lens.max()) > 0
-        return real(self, q, k, v, layer, batch)
+        return real(self, q, layer, batch, plan)
 
-    patch.setattr(GatheredAttention, "forward", forward)
+    patch.setattr(GatheredAttention, "attend", attend)
 
 
 def shape_from_device_data(patch: Patch) -> None:
-    real = GatheredAttention.forward
+    real = GatheredAttention.attend
 
-    def forward(self: GatheredAttention, q: Any, k: Any, v: Any, layer: Any, batch: Any) -> Any:
+    def attend(self: GatheredAttention, q: Any, layer: Any, batch: Any, plan: Any) -> Any:
         assert batch.seq_lens[batch.seq_lens > 0].shape[0] >= 0
-        return real(self, q, k, v, layer, batch)
+        return real(self, q, layer, batch, plan)
 
-    patch.setattr(GatheredAttention, "forward", forward)
+    patch.setattr(GatheredAttention, "attend", attend)
 
 
 def mask_off_by_one(patch: Patch) -> None:

@@ -170,14 +170,9 @@ def test_padding_that_names_cells_of_another_step_is_caught(
 
 
 class WantsThem(ReferenceAttention):
-    """A backend that says nothing of stored keys, as one that was written before there were any."""
+    """A backend that says nothing of stored keys, and so is refused a batch without them."""
 
     facts = replace(ReferenceAttention.facts, takes_stored=False)
-
-    def forward(self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, batch: Any) -> Tensor:
-        """With k and v."""
-        assert k is not None and v is not None
-        return super().forward(q, k, v, layer, batch)
 
 
 @pytest.mark.parametrize(("kind", "stores"), [(ReferenceAttention, False), (WantsThem, True)])

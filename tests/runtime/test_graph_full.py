@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from sglcore.device.collection import no_collection
-from sglcore.runtime.attention.contract import AttentionPlan, Bucket
-from sglcore.runtime.attention.gathered import GatheredAttention, GatheredPlan
-from sglcore.runtime.attention.reference import ReferenceAttention
+from sglcore.runtime.attention.contract import Bucket
+from sglcore.runtime.attention.gathered import GatheredAttention
+from sglcore.runtime.attention.reference import ReferenceAttention, ReferencePlan
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.forward_context import ForwardContext, forward_context, has_forward_context
 from sglcore.runtime.graphs.capture import CaptureError
@@ -81,7 +81,7 @@ def test_the_path_names_the_smallest_bucket_that_holds_the_batch() -> None:
 
 
 @dataclass(slots=True)
-class CopiedPlan(GatheredPlan):
+class CopiedPlan(ReferencePlan):
     """A plan that holds lengths of its own, as libraries with a planner do."""
 
     lengths: Tensor = field(default_factory=torch.Tensor)
@@ -94,29 +94,30 @@ class PlannedLengths(GatheredAttention):
         """With a buffer for the lengths."""
         plan = super().capture_plan(bucket)
         lengths = torch.ones(bucket.batch_size, dtype=torch.int32)
-        return CopiedPlan(self, plan.generation, None, [], plan.batch_size, plan.offsets, plan.places, lengths)
+        return CopiedPlan(self, plan.generation, captured=plan.captured, lengths=lengths)
 
-    def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> None:
+    def refresh(self, plan: ReferencePlan, batch: ForwardBatch) -> None:
         """In place."""
         assert isinstance(plan, CopiedPlan) and batch.seq_lens is not None
         plan.lengths.copy_(batch.seq_lens)
 
-    def _attend(self, q: Any, caches: Any, plan: Any, layer: Any, batch: ForwardBatch) -> Tensor:
-        planned = ForwardBatch(req_pool_indices=batch.req_pool_indices, seq_lens=plan.lengths)
-        return super()._attend(q, caches, plan, layer, planned)
+    def attend(self, q: Tensor, layer: Any, batch: ForwardBatch, plan: ReferencePlan) -> Tensor:
+        """Of the plan's lengths."""
+        planned = replace(batch, seq_lens=plan.lengths) if isinstance(plan, CopiedPlan) else batch
+        return super().attend(q, layer, planned, plan)
 
 
 class StalePlan(PlannedLengths):
     """Mutant: what was planned at capture stays."""
 
-    def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> None:
+    def refresh(self, plan: ReferencePlan, batch: ForwardBatch) -> None:
         """Forgotten."""
 
 
 class MovedPlan(PlannedLengths):
     """Mutant: refreshes into new memory, which no graph knows."""
 
-    def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> None:
+    def refresh(self, plan: ReferencePlan, batch: ForwardBatch) -> None:
         """Rebinds."""
         assert isinstance(plan, CopiedPlan) and batch.seq_lens is not None
         plan.lengths = batch.seq_lens.clone()
@@ -207,11 +208,11 @@ def test_garbage_is_collected_before_a_capture() -> None:
 class Waiting(GatheredAttention):
     """Mutant: looks at a length on the host inside the forward."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch | None) -> Tensor:
+    def attend(self, q: Tensor, layer: Any, batch: ForwardBatch, plan: Any) -> Tensor:
         """Waits."""
-        assert batch is not None and batch.seq_lens is not None
+        assert batch.seq_lens is not None
         batch.seq_lens[0].item()
-        return super().forward(q, k, v, layer, batch)
+        return super().attend(q, layer, batch, plan)
 
 
 def test_a_host_read_inside_a_forward_fails_at_capture() -> None:
@@ -278,7 +279,7 @@ def test_a_graph_keeps_alive_all_that_it_baked_in() -> None:
 class Telling(GatheredAttention):
     """Its graphs hold host values: refresh returns the lengths."""
 
-    def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> Any:
+    def refresh(self, plan: ReferencePlan, batch: ForwardBatch) -> Any:
         """What the segment must patch in."""
         return None if batch.seq_lens_cpu is None else tuple(batch.seq_lens_cpu.tolist())
 

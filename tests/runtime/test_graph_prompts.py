@@ -140,12 +140,11 @@ class Watching(GatheredAttention):
     seen: tuple[tuple[int, int], ...] = ()
     contexts: tuple[ForwardContext, ...] = ()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch | None) -> Tensor:
+    def attend(self, q: Tensor, layer: Any, batch: ForwardBatch, plan: Any) -> Tensor:
         """Watched."""
-        assert batch is not None
         self.seen += ((q.shape[0], batch.num_tokens),)
         self.contexts += (get_forward_context(),)
-        return super().forward(q, k, v, layer, batch)
+        return super().attend(q, layer, batch, plan)
 
 
 class Observed:

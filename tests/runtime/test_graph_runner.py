@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.runtime.attention.contract import AttentionPlan, Bucket
+from sglcore.runtime.attention.contract import Bucket
 from sglcore.runtime.attention.reference import ReferenceAttention, ReferencePlan
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
@@ -223,7 +223,7 @@ class TellingAttention(ReferenceAttention):
     """Counts its calls, and tells each graph the lengths, as a device whose graphs hold host values needs."""
 
     calls: tuple[str, ...] = ()
-    plans: tuple[AttentionPlan, ...] = ()
+    plans: tuple[ReferencePlan, ...] = ()
 
     def plan(self, batch: ForwardBatch) -> ReferencePlan:
         """Counted."""
@@ -235,7 +235,7 @@ class TellingAttention(ReferenceAttention):
         self.calls += (f"capture {bucket.batch_size}",)
         return super().capture_plan(bucket)
 
-    def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> Any:
+    def refresh(self, plan: ReferencePlan, batch: ForwardBatch) -> Any:
         """Returns what the graph must be told."""
         self.calls += ("refresh",)
         self.plans += (plan,)

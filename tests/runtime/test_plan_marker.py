@@ -187,6 +187,22 @@ def test_a_plan_of_another_runners_backend_is_refused_by_this_one() -> None:
         site.runner.run_eager(batch)
 
 
+@pytest.mark.parametrize("kind", ["planner", "batch_size", "tokens"])
+def test_attention_itself_refuses_a_plan_for_something_else(kind: str) -> None:
+    site, batch = ready(equivalent=True)
+    drifted, backend = drift(site, batch, kind)
+    with pytest.raises(StalePlanError, match=f"attention of {FOUND[kind]}"):
+        backend.forward(torch.zeros(8, 4), None, None, site.model.attention_layers[0], drifted)
+
+
+def test_attention_itself_refuses_a_batch_without_a_plan() -> None:
+    site, batch = ready()
+    batch.plan_record = None
+    for given in (batch, None):
+        with pytest.raises(StalePlanError, match="of a batch that is not planned"):
+            site.attention.forward(torch.zeros(8, 4), None, None, site.model.attention_layers[0], given)
+
+
 def test_an_equivalent_plan_is_made_again_by_the_runner_when_the_pool_moved() -> None:
     site, batch = ready(equivalent=True)
     site.cells.replace_storage()

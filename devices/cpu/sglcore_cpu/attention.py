@@ -35,7 +35,7 @@ class PagedPlan(AttentionPlan):
     starts: Tensor | None = None
 
 
-class PagedAttention(AttentionBackend):
+class PagedAttention(AttentionBackend[PagedPlan]):
     """Serves every page size, head size and window in float32 and bfloat16, over cells of either or of 8 bits."""
 
     facts = AttentionFacts(
@@ -79,17 +79,12 @@ class PagedAttention(AttentionBackend):
             raise ValueError(f"found {bucket.num_tokens} tokens of {bucket.batch_size} requests; wanted one of each")
         return PagedPlan(self, self.token_to_kv_pool.generation)
 
-    def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> None:
+    def refresh(self, plan: PagedPlan, batch: ForwardBatch) -> None:
         """Nothing: the kernel reads the buffers."""
 
-    def forward(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
-    ) -> Tensor:
-        """Store, then attend; rows of padding come out as zero. Raises TypeError or ValueError for what no kernel serves."""
-        assert batch is not None and batch.plan_record is not None
-        plan = batch.plan_record.plan
-        assert isinstance(plan, PagedPlan) and batch.req_pool_indices is not None and batch.seq_lens is not None
-        self.store(k, v, layer, batch)
+    def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: PagedPlan) -> Tensor:
+        """Rows of padding come out as zero. Raises TypeError or ValueError for what no kernel serves."""
+        assert batch.req_pool_indices is not None and batch.seq_lens is not None
         q = q if q.stride(-1) == 1 else q.contiguous()
         out = self._engine.empty(*q.shape, dtype=q.dtype)
         singles = min(len(batch.req_pool_indices), q.shape[0]) if plan.singles is None else plan.singles

@@ -31,7 +31,7 @@ class FlashAttention(PageRowsAttention):
         takes_stored=True,
     )
 
-    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
+    def attend_pages(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
         """One launch; how it is split follows from sizes that a captured plan keeps."""
         left = window_left(layer.sliding_window)
         return flash_attn_interface.flash_attn_with_kvcache(

@@ -68,7 +68,7 @@ class GraphMemory:
     plans: Mapping[Geometry, Tensor]
 
 
-class FlashInferAttention(AttentionBackend):
+class FlashInferAttention(AttentionBackend[FlashInferPlan]):
     """Decoder attention with or without windows, in half precision."""
 
     facts = AttentionFacts(
@@ -122,9 +122,9 @@ class FlashInferAttention(AttentionBackend):
         torch.accelerator.current_stream().synchronize()
         return plan
 
-    def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> None:
+    def refresh(self, plan: FlashInferPlan, batch: ForwardBatch) -> None:
         """Write the captured buffers on the device, then plan from the memory that the step before last used. One copy."""
-        assert isinstance(plan, FlashInferPlan) and self._graph_memory is not None
+        assert self._graph_memory is not None
         size, memory, page_size = plan.num_tokens, self._graph_memory, self.token_to_kv_pool.page_size
         plan.turn += 1
         lists = page_lists(self.req_to_token_pool, batch, size)
@@ -147,14 +147,8 @@ class FlashInferAttention(AttentionBackend):
                 global_override_indptr_cpu=lists.host_starts,
             )
 
-    def forward(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
-    ) -> Tensor:
-        """Store, then attend; rows beyond the real ones come out as zero."""
-        assert batch is not None and batch.plan_record is not None
-        plan = batch.plan_record.plan
-        assert isinstance(plan, FlashInferPlan)
-        self.store(k, v, layer, batch)
+    def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: FlashInferPlan) -> Tensor:
+        """Rows beyond the real ones come out as zero."""
         if not plan.wrappers:
             return torch.zeros_like(q)
         wrapper = plan.wrappers[layer.num_kv_heads, layer.head_dim, layer.sliding_window]

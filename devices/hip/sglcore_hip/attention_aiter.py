@@ -75,7 +75,7 @@ class CellLists:
     longest_sequence: int
 
 
-class AiterAttention(AttentionBackend):
+class AiterAttention(AttentionBackend[AiterPlan]):
     """Decoder attention in half precision; windows where the installed version decodes with them."""
 
     facts = AttentionFacts(
@@ -115,21 +115,15 @@ class AiterAttention(AttentionBackend):
         rows = self._rows(pages, torch.ones_like(pages[:, 0]), pool.max_pages * pool.page_size)
         return AiterPlan(self, self.token_to_kv_pool.generation, size, rows=rows)
 
-    def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> None:
+    def refresh(self, plan: AiterPlan, batch: ForwardBatch) -> None:
         """Two copies on the device."""
-        assert isinstance(plan, AiterPlan) and plan.rows is not None
+        assert plan.rows is not None
         assert batch.seq_lens is not None and batch.req_pool_indices is not None
         page_rows(self.req_to_token_pool, batch.req_pool_indices, out=plan.rows.pages)
         plan.rows.seq_lens.copy_(batch.seq_lens)
 
-    def forward(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
-    ) -> Tensor:
-        """Store, then attend; rows beyond the real ones come out as zero."""
-        assert batch is not None and batch.plan_record is not None
-        plan = batch.plan_record.plan
-        assert isinstance(plan, AiterPlan)
-        self.store(k, v, layer, batch)
+    def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: AiterPlan) -> Tensor:
+        """Rows beyond the real ones come out as zero."""
         if not plan.num_tokens:
             return torch.zeros_like(q)
         queries = q.view(-1, layer.num_heads, layer.head_dim)

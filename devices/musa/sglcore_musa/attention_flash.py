@@ -59,7 +59,7 @@ class FlashAttention(PageRowsAttention):
         takes_stored=True,
     )
 
-    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
+    def attend_pages(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
         """One call of the library."""
         left = window_left(layer.sliding_window)
         return call(

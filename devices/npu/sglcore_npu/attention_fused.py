@@ -50,7 +50,7 @@ def query_ends(batch: ForwardBatch) -> list[int] | None:
     return None if batch.extend_seq_lens_cpu is None else np.cumsum(batch.extend_seq_lens_cpu).tolist()
 
 
-class FusedAttention(AttentionBackend):
+class FusedAttention(AttentionBackend[FusedPlan]):
     """Decoder attention without windows, in half precision."""
 
     facts = AttentionFacts(
@@ -80,23 +80,17 @@ class FusedAttention(AttentionBackend):
         pages = pool.page_table.new_zeros(size, pool.max_pages)
         return FusedPlan(self, self.token_to_kv_pool.generation, pages, [1] * size)
 
-    def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> HostLengths:
+    def refresh(self, plan: FusedPlan, batch: ForwardBatch) -> HostLengths:
         """One gather on the device; the new lengths for the graph's tasks."""
-        assert isinstance(plan, FusedPlan) and batch.req_pool_indices is not None and batch.seq_lens_cpu is not None
+        assert batch.req_pool_indices is not None and batch.seq_lens_cpu is not None
         page_rows(self.req_to_token_pool, batch.req_pool_indices, out=plan.pages)
         plan.ends = query_ends(batch)
         rows = len(plan.pages) if plan.ends is None else len(plan.ends)
         plan.lengths = padded_lengths(batch, rows).tolist()
         return HostLengths(plan.tasks, plan.lengths)
 
-    def forward(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
-    ) -> Tensor:
-        """Store, then attend; rows beyond the real ones come out as zero."""
-        assert batch is not None and batch.plan_record is not None
-        plan = batch.plan_record.plan
-        assert isinstance(plan, FusedPlan)
-        self.store(k, v, layer, batch)
+    def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: FusedPlan) -> Tensor:
+        """Rows beyond the real ones come out as zero."""
         queries = q.view(-1, layer.num_heads, layer.head_dim)
         if plan.ends is not None:
             return self._extend(queries, plan, plan.ends, layer).view(q.shape)

@@ -1,19 +1,20 @@
-"""The attention contract: plan outside, forward inside, nothing between them but a value.
+"""The attention contract: plan outside, attend inside, nothing between them but a value.
 
-`plan` may allocate and look at host data; `forward` runs inside graphs and reads nothing on the host.
+`plan` may allocate and look at host data; `attend` runs inside graphs and reads nothing on the host.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast, final
 
 from torch import Tensor
 
+from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
+
 if TYPE_CHECKING:
     from sglcore.runtime.attention.layer import Attention
-    from sglcore.runtime.forward_batch import ForwardBatch
     from sglcore.runtime.kernels.table import KernelTable
     from sglcore.runtime.memory.pools import ReqToTokenPool, TokenToKVPool
 
@@ -28,7 +29,7 @@ class AttentionFacts:
     """What a backend can do, read by selection. None means any; `padding_len` is the
     sequence length that a padding row must show; `features` name what it serves beyond causal attention over pages.
 
-    `takes_stored`: it reads new keys and values from their cells alone, so `forward` works where k and v are None.
+    `takes_stored`: it reads new keys and values from their cells alone, so attention works where k and v are None.
     """
 
     index_dtype: str | None = None
@@ -62,15 +63,16 @@ class Bucket:
 class AttentionPlan:
     """What a backend prepared for one batch. `generation` is that of the KV pool whose addresses it may hold."""
 
-    planner: AttentionBackend
+    planner: AttentionBackend[Any]
     generation: int
 
 
+Plan = TypeVar("Plan", bound=AttentionPlan)
 HostUpdate = object
 """What only this vendor's graph understands: values that its replay must patch in."""
 
 
-class AttentionBackend(ABC):
+class AttentionBackend(ABC, Generic[Plan]):
     """Attention of every layer over the paged pool. Everything it uses, its constructor received."""
 
     facts: ClassVar[AttentionFacts]
@@ -90,31 +92,48 @@ class AttentionBackend(ABC):
         self.hisparse = hisparse
 
     @abstractmethod
-    def plan(self, batch: ForwardBatch) -> AttentionPlan:
-        """Prepare a batch for `forward`. Host work and allocation are allowed."""
+    def plan(self, batch: ForwardBatch) -> Plan:
+        """Prepare a batch for `attend`. Host work and allocation are allowed."""
 
     @abstractmethod
-    def capture_plan(self, bucket: Bucket) -> AttentionPlan:
+    def capture_plan(self, bucket: Bucket) -> Plan:
         """A plan for capture: its addresses never change, its contents come with `refresh`."""
 
     @abstractmethod
-    def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> HostUpdate | None:
+    def refresh(self, plan: Plan, batch: ForwardBatch) -> HostUpdate | None:
         """Bring a captured plan up to date in place before replay; returns what the graph itself must be told."""
 
     @abstractmethod
+    def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: Plan) -> Tensor:
+        """q [T, heads * head_dim] over the cells, in which this step's keys and values stand; returns q's shape. Lines of
+        padding may hold anything and change nothing. No host reads."""
+
+    def encode(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, plan: Plan) -> Tensor:
+        """The same of a layer that has no cells: k and v [T, kv_heads * head_dim] of this step alone. Only of backends whose
+        features name `encoder`; raises TypeError for any other."""
+        raise TypeError(f"{type(self).__name__} serves no layer without cells, and does not say so of itself")
+
+    @final
     def forward(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
     ) -> Tensor:
-        """`store` k, v [T, kv_heads * head_dim] and attend q [T, heads * head_dim]; returns q's shape. Padding rows may
-        hold anything and change nothing. No host reads."""
-
-    @final
-    def store(self, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch) -> None:
-        """Store k, v [T, kv_heads * head_dim] at the batch's cells; both are None where the layer has done so."""
+        """Store k, v [T, kv_heads * head_dim] at the batch's cells and attend; both are None where the layer has stored
+        them. Raises StalePlanError for a batch that is not planned by this backend, in its present size."""
+        if batch is None or batch.plan_record is None:
+            raise StalePlanError(
+                "attention of a batch that is not planned; run it by a runner, or plan and mark it first"
+            )
+        record = batch.plan_record
+        if record.planner is not self or (record.batch_size, record.num_tokens) != (batch.batch_size, batch.num_tokens):
+            raise StalePlanError(f"attention of {batch.plan_drift(record, self)}; plan again before the forward")
+        plan = cast("Plan", record.plan)
         if k is None or v is None:
             assert k is v and self.facts.takes_stored
-            return
-        assert batch.out_cache_loc is not None
-        shape = (k.shape[0], layer.num_kv_heads, layer.head_dim)
-        k_cache, v_cache = self.token_to_kv_pool.kv(layer.layer_id)
-        self.kernels.store_kv(k.view(shape), v.view(shape), k_cache, v_cache, batch.out_cache_loc)
+        elif layer.cached:
+            assert batch.out_cache_loc is not None
+            shape = (k.shape[0], layer.num_kv_heads, layer.head_dim)
+            caches = self.token_to_kv_pool.kv(layer.layer_id)
+            self.kernels.store_kv(k.view(shape), v.view(shape), *caches, batch.out_cache_loc)
+        else:
+            return self.encode(q, k, v, layer, plan)
+        return self.attend(q, layer, batch, plan)

@@ -6,14 +6,13 @@ time. Batches outside graphs are planned as the reference plans them, by their l
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sglcore.runtime.attention.contract import AttentionFacts, AttentionPlan, Bucket
-from sglcore.runtime.attention.reference import ReferenceAttention, ReferencePlan
+from sglcore.runtime.attention.contract import AttentionFacts, Bucket
+from sglcore.runtime.attention.reference import CapturedRows, ReferenceAttention, ReferencePlan
 
 if TYPE_CHECKING:
     from sglcore.runtime.attention.layer import Attention
@@ -23,22 +22,12 @@ BLOCK_ELEMENTS = 1 << 24
 """Keys of one block, over all rows: bounds the memory of a gather, whatever the longest context is."""
 
 
-@dataclass(slots=True)
-class GatheredPlan(ReferencePlan):
-    """Captured: `offsets` int32[n] count the tokens of each of `batch_size` requests, `places` int32[context] those of the
-    longest one. Slots and lengths are read from the batch."""
-
-    batch_size: int = 0
-    offsets: Tensor = field(default_factory=torch.Tensor)
-    places: Tensor = field(default_factory=torch.Tensor)
-
-
 class GatheredAttention(ReferenceAttention):
     """Serves every shape, page size and window, in graphs of every stream device."""
 
     facts = AttentionFacts(features=frozenset({"sliding_window", "encoder", "mixed", "capture"}), takes_stored=True)
 
-    def capture_plan(self, bucket: Bucket) -> GatheredPlan:
+    def capture_plan(self, bucket: Bucket) -> ReferencePlan:
         """Only sizes, and what follows from them: everything else is read on the device when the graph runs."""
         rows = bucket.num_tokens // bucket.batch_size
         if rows * bucket.batch_size != bucket.num_tokens:
@@ -47,43 +36,39 @@ class GatheredAttention(ReferenceAttention):
         count = torch.arange(
             max(rows, pool.max_pages * pool.page_size), dtype=torch.int32, device=pool.page_table.device
         )
-        generation = self.token_to_kv_pool.generation
-        return GatheredPlan(self, generation, batch_size=bucket.batch_size, offsets=count[:rows], places=count)
+        captured = CapturedRows(bucket.batch_size, count[:rows], count)
+        return ReferencePlan(self, self.token_to_kv_pool.generation, captured=captured)
 
-    def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> None:
+    def refresh(self, plan: ReferencePlan, batch: ForwardBatch) -> None:
         """Nothing: slots and lengths are read where the batch's buffers are."""
 
-    def forward(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
-    ) -> Tensor:
-        """Store, then attend. Rows of padding requests hold what page 0 gives."""
-        assert batch is not None and batch.plan_record is not None
-        plan = batch.plan_record.plan
-        if not isinstance(plan, GatheredPlan):
-            return super().forward(q, k, v, layer, batch)
-        self.store(k, v, layer, batch)
+    def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: ReferencePlan) -> Tensor:
+        """Rows of padding requests hold what page 0 gives."""
+        rows = plan.captured
+        if rows is None:
+            return super().attend(q, layer, batch, plan)
         groups = layer.num_heads // layer.num_kv_heads
-        queries = q.view(plan.batch_size, len(plan.offsets), layer.num_kv_heads, groups, layer.head_dim)
+        queries = q.view(rows.batch_size, len(rows.offsets), layer.num_kv_heads, groups, layer.head_dim)
         caches = self.token_to_kv_pool.kv(layer.layer_id)
-        return self._attend(queries.float() * layer.scaling, caches, plan, layer, batch).to(q.dtype).view(q.shape)
+        return self._attend(queries.float() * layer.scaling, caches, rows, layer, batch).to(q.dtype).view(q.shape)
 
     def _attend(
-        self, q: Tensor, caches: tuple[Tensor, Tensor], plan: GatheredPlan, layer: Attention, batch: ForwardBatch
+        self, q: Tensor, caches: tuple[Tensor, Tensor], rows: CapturedRows, layer: Attention, batch: ForwardBatch
     ) -> Tensor:
         """q float32 [B, n, kv_heads, group, dim], scaled; softmax over blocks of pages, each rescaled to the largest so far."""
         slots, seq_lens = batch.req_pool_indices, batch.seq_lens
         assert slots is not None and seq_lens is not None
         pool = self.req_to_token_pool
         table = pool.page_table.index_select(0, slots)
-        last = (seq_lens - len(plan.offsets))[:, None] + plan.offsets
-        page_elements = plan.batch_size * pool.page_size * layer.num_kv_heads * layer.head_dim
+        last = (seq_lens - len(rows.offsets))[:, None] + rows.offsets
+        page_elements = rows.batch_size * pool.page_size * layer.num_kv_heads * layer.head_dim
         step = max(1, BLOCK_ELEMENTS // page_elements)
         best = torch.full(q.shape[:-1], -torch.inf, device=q.device)
         total, out = torch.zeros_like(best), torch.zeros_like(q)
         for first in range(0, pool.max_pages, step):
             pages = table[:, first : first + step]
             keys, values = (self._gathered(cache, pages) for cache in caches)
-            places = plan.places[first * pool.page_size :][: keys.shape[1]]
+            places = rows.places[first * pool.page_size :][: keys.shape[1]]
             mask = _visible(last, places, layer.sliding_window)
             scores = torch.einsum("bnhgd,blhd->bnhgl", q, keys).masked_fill(~mask[:, :, None, None], -torch.inf)
             higher = torch.maximum(best, scores.amax(dim=-1))

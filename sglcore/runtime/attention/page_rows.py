@@ -26,11 +26,11 @@ class RowsPlan(AttentionPlan):
     num_tokens: int
 
 
-class PageRowsAttention(AttentionBackend):
-    """A backend that brings `attend` alone. Planning gathers on the device and waits for nothing."""
+class PageRowsAttention(AttentionBackend[RowsPlan]):
+    """A backend that brings `attend_pages` alone. Planning gathers on the device and waits for nothing."""
 
     @abstractmethod
-    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
+    def attend_pages(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
         """q [num_tokens, heads, dim] over pages [pages, page_size, kv_heads, dim]; a new tensor of q's shape."""
 
     def plan(self, batch: ForwardBatch) -> RowsPlan:
@@ -55,27 +55,21 @@ class PageRowsAttention(AttentionBackend):
         generation = self.token_to_kv_pool.generation
         return RowsPlan(self, generation, pages, lengths, _range(size + 1, lengths), 1, size)
 
-    def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> None:
+    def refresh(self, plan: RowsPlan, batch: ForwardBatch) -> None:
         """Two copies on the device."""
-        assert isinstance(plan, RowsPlan) and batch.seq_lens is not None and batch.req_pool_indices is not None
+        assert batch.seq_lens is not None and batch.req_pool_indices is not None
         page_rows(self.req_to_token_pool, batch.req_pool_indices, out=plan.pages)
         plan.seq_lens.copy_(batch.seq_lens)
 
-    def forward(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
-    ) -> Tensor:
-        """Store, then attend; rows beyond the real ones come out as zero."""
-        assert batch is not None and batch.plan_record is not None
-        plan = batch.plan_record.plan
-        assert isinstance(plan, RowsPlan)
-        self.store(k, v, layer, batch)
+    def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: RowsPlan) -> Tensor:
+        """Rows beyond the real ones come out as zero."""
         if not plan.num_tokens:
             return torch.zeros_like(q)
         k_pages, v_pages = (
             as_pages(c, self.token_to_kv_pool.page_size) for c in self.token_to_kv_pool.kv(layer.layer_id)
         )
         queries = q.view(-1, layer.num_heads, layer.head_dim)
-        out = self.attend(queries[: plan.num_tokens], k_pages, v_pages, plan, layer)
+        out = self.attend_pages(queries[: plan.num_tokens], k_pages, v_pages, plan, layer)
         return with_padding(out, q)
 
 

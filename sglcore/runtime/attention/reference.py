@@ -48,15 +48,26 @@ class LongRow:
     masks: dict[Window, Tensor | None]
 
 
+@dataclass(frozen=True, slots=True)
+class CapturedRows:
+    """Of a backend that captures: `offsets` int32[n] count the tokens of each of `batch_size` requests, `places`
+    int32[context] those of the longest one. Slots and lengths are read from the batch."""
+
+    batch_size: int
+    offsets: Tensor
+    places: Tensor
+
+
 @dataclass(slots=True)
 class ReferencePlan(AttentionPlan):
-    """Gather indices and masks."""
+    """Gather indices and masks; or what a captured step knows instead."""
 
     singles: SingleRows | None = None
     rows: list[LongRow] = field(default_factory=list)
+    captured: CapturedRows | None = None
 
 
-class ReferenceAttention(AttentionBackend):
+class ReferenceAttention(AttentionBackend[ReferencePlan]):
     """Serves every shape, page size and window; encoder attention too."""
 
     facts = AttentionFacts(features=frozenset({"sliding_window", "encoder", "mixed"}), takes_stored=True)
@@ -71,9 +82,8 @@ class ReferenceAttention(AttentionBackend):
         """An empty plan: attention stays opaque in a capture and reads the plan when it runs."""
         return ReferencePlan(self, self.token_to_kv_pool.generation)
 
-    def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> None:
+    def refresh(self, plan: ReferencePlan, batch: ForwardBatch) -> None:
         """Replace the contents of a captured plan."""
-        assert isinstance(plan, ReferencePlan)
         plan.singles, plan.rows = None, []
         self._fill(plan, batch)
 
@@ -146,24 +156,12 @@ class ReferenceAttention(AttentionBackend):
         pages = pool.page_table[slots[:, None], positions // pool.page_size].to(torch.int64)
         return pages * pool.page_size + positions % pool.page_size
 
-    def forward(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
-    ) -> Tensor:
-        """Store, then attend; rows beyond the real ones come out as zero."""
-        assert batch is not None and batch.plan_record is not None
-        plan = batch.plan_record.plan
-        assert isinstance(plan, ReferencePlan)
-        kv_heads, dim = layer.num_kv_heads, layer.head_dim
-        tokens = q.shape[0]
-        grouped = q.view(tokens, kv_heads, layer.num_heads // kv_heads, dim)
-        if not layer.cached:
-            assert k is not None and v is not None
-            shape = (tokens, kv_heads, dim)
-            return self._encode(grouped, k.view(shape), v.view(shape), plan, layer).view(q.shape)
-        self.store(k, v, layer, batch)
+    def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: ReferencePlan) -> Tensor:
+        """Rows beyond the real ones come out as zero."""
+        grouped = _grouped(q, layer)
         k_cache, v_cache = self.token_to_kv_pool.kv(layer.layer_id)
         singles = plan.singles
-        if singles is not None and singles.count == tokens:
+        if singles is not None and singles.count == q.shape[0]:
             return self._attend_singles(grouped, k_cache, v_cache, singles, layer).reshape(q.shape)
         out = torch.zeros_like(grouped)
         if singles is not None:
@@ -177,6 +175,16 @@ class ReferenceAttention(AttentionBackend):
             )
         return out.view(q.shape)
 
+    def encode(self, q: Tensor, k: Tensor, v: Tensor, layer: Attention, plan: ReferencePlan) -> Tensor:
+        """One row at a time; rows beyond the real ones come out as zero."""
+        queries = _grouped(q, layer)
+        keys, values = (x.view(-1, layer.num_kv_heads, layer.head_dim) for x in (k, v))
+        out = torch.zeros_like(queries)
+        for row in plan.rows:
+            rows = slice(row.start, row.end)
+            out[rows] = _attend_row(queries[rows], keys[rows], values[rows], None, layer, layer.causal)
+        return out.view(q.shape)
+
     def _attend_singles(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, part: SingleRows, layer: Attention
     ) -> Tensor:
@@ -187,12 +195,10 @@ class ReferenceAttention(AttentionBackend):
         values = v_cache.index_select(0, cells).view(shape).transpose(1, 2)
         return sdpa(q, keys, values, attn_mask=mask, scale=layer.scaling)
 
-    def _encode(self, q: Tensor, k: Tensor, v: Tensor, plan: ReferencePlan, layer: Attention) -> Tensor:
-        out = torch.zeros_like(q)
-        for row in plan.rows:
-            rows = slice(row.start, row.end)
-            out[rows] = _attend_row(q[rows], k[rows], v[rows], None, layer, layer.causal)
-        return out
+
+def _grouped(q: Tensor, layer: Attention) -> Tensor:
+    """q [T, heads * dim] as [T, kv_heads, group, dim]."""
+    return q.view(q.shape[0], layer.num_kv_heads, layer.num_heads // layer.num_kv_heads, layer.head_dim)
 
 
 def _attend_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layer: Attention, causal: bool) -> Tensor:

@@ -1,6 +1,6 @@
 """Attention in Triton: any page size, head size and window, on any device that Triton compiles for.
 
-`forward` takes every length and page from the device, so a captured plan stays right for any batch of its size. A device
+`attend` takes every length and page from the device, so a captured plan stays right for any batch of its size. A device
 package subclasses `TritonAttention` to set `tuning`.
 """
 
@@ -36,7 +36,7 @@ class TritonPlan(AttentionPlan):
     tokens: int = 0
 
 
-class TritonAttention(AttentionBackend):
+class TritonAttention(AttentionBackend[TritonPlan]):
     """Paged attention over a table of pages: split decode, and extend with a prefix."""
 
     facts = AttentionFacts(
@@ -59,9 +59,8 @@ class TritonAttention(AttentionBackend):
         splits = splits_for(self.tuning, bucket.batch_size, kv_heads, pool.max_pages * pool.page_size)
         return TritonPlan(self, self.token_to_kv_pool.generation, splits)
 
-    def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> None:
+    def refresh(self, plan: TritonPlan, batch: ForwardBatch) -> None:
         """Decode needs nothing: its kernels read the lengths. For longer rows the sizes of the launches change."""
-        assert isinstance(plan, TritonPlan)
         lengths = batch.extend_seq_lens_cpu
         if lengths is None:
             plan.singles, plan.rows = None, 0
@@ -72,14 +71,8 @@ class TritonAttention(AttentionBackend):
         plan.longest = int(lengths.max(initial=0))
         plan.tokens = int(lengths.sum())
 
-    def forward(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
-    ) -> Tensor:
-        """Store, then attend; lines of an extend batch beyond the real ones come out as zero."""
-        assert batch is not None and batch.plan_record is not None
-        plan = batch.plan_record.plan
-        assert isinstance(plan, TritonPlan)
-        self.store(k, v, layer, batch)
+    def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: TritonPlan) -> Tensor:
+        """Lines of an extend batch beyond the real ones come out as zero."""
         is_covered = plan.singles is None or plan.tokens == q.shape[0]
         out = (torch.empty if is_covered else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
         singles = q.shape[0] if plan.singles is None else plan.singles
