@@ -1,6 +1,7 @@
 # make demo   install if needed, then write a story with the embedded model
 # make serve  install if needed, then serve the embedded model at http://127.0.0.1:8000
-# make test   lint, types, tests on every lane that needs no hardware
+# make test   lint, types, tests on every lane that needs no hardware; samples of the exhaustive ones (docs/testing.md)
+# make test-all  the same with everything, which renews the record of the exhaustive ones
 # make bench-cpu  this processor's speed beside other engines: installs those it can, and says why not the others
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +16,7 @@ BENCH ?=
 
 DECLARED := pyproject.toml constraints.txt $(wildcard devices/*/pyproject.toml simulator/pyproject.toml) tools/install_devices.py
 
-.PHONY: demo serve test lint bench-cpu clean
+.PHONY: demo serve test test-all lint bench-cpu clean
 
 demo: $(VENV)/installed
 	@$(BIN)/sglcore generate --prompt "$(PROMPT)"
@@ -25,6 +26,9 @@ serve: $(VENV)/installed
 
 test: lint
 	$(BIN)/python -m ci run $(LANES) --workers $(WORKERS) --tests "$(TESTS)"
+
+test-all: lint
+	$(BIN)/python -m ci run $(LANES) --workers $(WORKERS) --tests "$(TESTS)" --whole
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff format --check .

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
 from ci import pytest_lanes
 from ci.lanes import Lane
+from ci.selection import Selection
 
 settings.register_profile("sglcore", deadline=None, print_blob=True)
 settings.load_profile("sglcore")
@@ -21,13 +21,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     pytest_lanes.configure(config)
-    run = config.pluginmanager.get_plugin("lane")
-    if run is None or not run.lane.needs_hardware:
+    if not pytest_lanes.run_of(config).lane.needs_hardware:
         # Triton asks once, when it is first imported: without hardware its kernels run in the interpreter.
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")
-def lane(pytestconfig: pytest.Config) -> Iterator[Lane]:
+def lane(pytestconfig: pytest.Config) -> Lane:
     """Where this run happens: its device and capabilities."""
-    yield from pytest_lanes.current_lane(pytestconfig)
+    return pytest_lanes.run_of(pytestconfig).lane
+
+
+@pytest.fixture(scope="session")
+def selection(pytestconfig: pytest.Config) -> Selection:
+    """What this run takes, for tests that take their own sample of many checks."""
+    return pytest_lanes.run_of(pytestconfig).selection

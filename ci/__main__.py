@@ -1,13 +1,19 @@
-"""`python -m ci lanes | run [LANE...] | table | workflows`: what continuous integration does, also on a desk."""
+"""`python -m ci lanes | run [LANE...] | renew [GROUP...] | table | workflows`: what continuous integration does, also on a
+desk."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
+from collections.abc import Sequence
 
 from ci import run, table, workflows
-from ci.lanes import LaneError, lane_named, lanes
+from ci.groups import Group, group_named, groups, passed_whole, store
+from ci.lanes import Lane, LaneError, lane_named, lanes
+
+SEEDS = 1 << 31
 
 
 def main() -> int:
@@ -18,8 +24,13 @@ def main() -> int:
     listed.add_argument("--json", action="store_true")
     ran = commands.add_parser("run", help="run lanes here; left out, all that need no hardware")
     ran.add_argument("lane", nargs="*")
-    ran.add_argument("--workers", type=int, default=2, help="processes side by side; 0: in one process")
     ran.add_argument("--tests", default="", help="files or folders, instead of all that the lane may run")
+    ran.add_argument("--whole", action="store_true", help="no samples: everything; groups that pass are renewed")
+    ran.add_argument("--seed", type=int, default=random.randrange(SEEDS), help="of the samples, to repeat a run")
+    renewed = commands.add_parser("renew", help="run groups of exhaustive tests whole and store what they covered")
+    renewed.add_argument("group", nargs="*", help="left out: all that are stale")
+    for command in (ran, renewed):
+        command.add_argument("--workers", type=int, default=2, help="processes side by side; 0: in one process")
     commands.add_parser("table", help="write the table of the recorded runs")
     written = commands.add_parser("workflows", help="say whether the stored workflows are what the packages declare")
     written.add_argument("--write", action="store_true", help="write them anew")
@@ -38,14 +49,74 @@ def _do(options: argparse.Namespace) -> int:
         return workflows.main(options.write)
     if options.command == "table":
         return _table(complete=True)
+    return _renew(options.group, options.workers) if options.command == "renew" else _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     found = lanes()
     words = options.tests.split()
-    here = [lane for lane in found if not lane.needs_hardware and (not words or any(map(lane.takes, words)))]
-    chosen = [lane_named(name, found) for name in options.lane] or here
-    runs = [run.run(lane, options.workers, [word for word in words if lane.takes(word)]) for lane in chosen]
+    stale = [group for group in groups() if not group.is_fresh()]
+    chosen = [lane_named(name, found) for name in options.lane] or _here(found, words, stale, options.whole)
+    taken = () if options.whole else (f"--sample={options.seed}",)
+    print(_plan(stale, options), flush=True)
+    runs = run.run_all(chosen, options.workers, words, taken)
+    if options.whole:
+        _store(chosen)
+    red = [] if options.whole else [group for group in stale if group.lane in {lane.name for lane in chosen}]
     status = _table(complete=not options.lane and not options.tests)
     print(run.report(runs))
-    return 1 if any(ran.failure for ran in runs) else status
+    for group in red:
+        print(f"RED: what the group {group.name} covers has changed; python -m ci renew {group.name}")
+    return 1 if red or any(ran.failure for ran in runs) else status
+
+
+def _here(found: Sequence[Lane], words: Sequence[str], stale: Sequence[Group], whole: bool) -> list[Lane]:
+    """The lanes that a machine without hardware runs; one that is a group only where that is run whole."""
+    running = {group.name for group in stale}
+    return [
+        lane
+        for lane in found
+        if not lane.needs_hardware
+        and (whole or not lane.group or lane.group in running)
+        and (not words or any(map(lane.takes, words)))
+    ]
+
+
+def _plan(stale: Sequence[Group], options: argparse.Namespace) -> str:
+    """What a run takes of the groups."""
+    if options.whole:
+        return "everything is run"
+    whole = f"; whole, because they have changed: {', '.join(group.name for group in stale)}" if stale else ""
+    return f"exhaustive groups: samples of seed {options.seed}{whole}"
+
+
+def _renew(names: Sequence[str], workers: int) -> int:
+    """Run groups whole where that has not just happened; 1 if one does not pass."""
+    known, found = groups(), lanes()
+    wanted = [group_named(name, known) for name in names] or [group for group in known if not group.is_fresh()]
+    for lane in [lane for lane in found if lane.name in {group.lane for group in wanted}]:
+        _store([lane])
+        for group in wanted:
+            if group.lane == lane.name and (names or not group.is_fresh()) and not _has_just_passed(group, lane):
+                run.run(lane, workers, taken=(f"--group={group.name}",))
+                _store([lane])
+    still = [group.name for group in wanted if not group.is_fresh()]
+    print(f"not renewed: {', '.join(still)}" if still else "every group that was asked for is renewed")
+    return 1 if still else 0
+
+
+def _has_just_passed(group: Group, lane: Lane) -> bool:
+    return _passed(lane).get(group.name) == group.digest()
+
+
+def _store(chosen: Sequence[Lane]) -> None:
+    """Store the digests of groups that passed whole in the last run of these lanes."""
+    store({name: digest for lane in chosen for name, digest in _passed(lane).items()})
+
+
+def _passed(lane: Lane) -> dict[str, str]:
+    record = run.record_of(lane)
+    return passed_whole(json.loads(record.read_text())) if record.exists() else {}
 
 
 def _list(as_json: bool) -> int:
@@ -70,7 +141,9 @@ def _table(complete: bool) -> int:
     print(table.summary(made))
     print(f"\nevery test and its lanes: {out.relative_to(run.ROOT)}")
     for lane, count in made.waiting.items():
-        print(f"never ran, and waits for a machine of lane {lane}: {count} tests")
+        print(f"never ran, and waits for a run of lane {lane}: {count} tests")
+    if made.not_taken:
+        print(f"not in the samples of these runs: {made.not_taken} tests; `make test-all` takes all")
     if complete and made.never_ran:
         print("\nRED: tests that ran on no lane")
         for test in made.never_ran:

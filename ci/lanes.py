@@ -25,7 +25,8 @@ class Lane:
     any machine will do); `torch` the versions it is run with, the first here; `image` a container to run in. `environment`
     are the requirements of an environment of its own, in which nothing else is installed (empty: the project's);
     `folders` the tests it runs (empty: all that it may), `ignore` files among them that it can not even collect. `only`: it
-    leaves out tests that need none of these capabilities, because another lane runs them (empty: it leaves out none).
+    leaves out tests that need none of these capabilities, because another lane runs them (empty: it leaves out none). `group`: the
+    group (ci/groups.py) that all its tests are of; it is run only where that is run whole.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Lane:
     folders: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
     only: frozenset[str] = frozenset()
+    group: str = ""
 
     @property
     def needs_hardware(self) -> bool:
@@ -95,7 +97,7 @@ def read(path: Path) -> tuple[Lane, ...]:
 
 def _lane(path: Path, device: str, row: dict[str, Any], shared: list[str]) -> Lane:
     known = {"name", "capabilities", "simulator", "runner", "image", "torch", "setup", "environment", "tests"}
-    known |= {"ignore", "only"}
+    known |= {"ignore", "only", "group"}
     unknown = sorted(row.keys() - known)
     if unknown or "name" not in row:
         what = f"unknown {', '.join(unknown)}" if unknown else "a lane without a name"
@@ -115,6 +117,7 @@ def _lane(path: Path, device: str, row: dict[str, Any], shared: list[str]) -> La
         folders=tuple(row.get("tests", ())),
         ignore=tuple(row.get("ignore", ())),
         only=frozenset(row.get("only", ())),
+        group=row.get("group", ""),
     )
 
 

@@ -1,5 +1,6 @@
-"""The pytest side of a lane: tests that it can not run are left out with the capability they miss, and it is recorded
-what ran. A test says what it needs with `@pytest.mark.needs("streams")`, never which device.
+"""The pytest side of a lane: tests that it can not run are left out with the capability they miss, those that a sample
+does not take with the reason, and it is recorded what ran. A test says what it needs with `@pytest.mark.needs("streams")`,
+never which device.
 """
 
 from __future__ import annotations
@@ -7,36 +8,52 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ci.lanes import HOST, ROOT, Lane, lane_named, lanes, needs_of
+from ci.selection import Selection
 
 DEVICE = "LANE_DEVICE"
 """The environment variable in which a test finds the name of the lane's device."""
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """`--lane` and `--lane-record`."""
+    """What is said of a lane, and of which of its tests to take."""
     group = parser.getgroup("lanes")
     group.addoption("--lane", default="", help="the lane of devices/*/ci.toml to run as; left out, the host's")
     group.addoption("--lane-record", default="", help="write what ran on the lane to this file")
+    group.addoption(
+        "--sample", type=int, help="a seed: take samples of exhaustive groups, and laws on devices by pairs"
+    )
+    group.addoption("--group", default="", help="run only the tests of this group, all of them")
 
 
 class LaneRun:
     """One run of pytest on one lane: selects, and keeps what happened to each test."""
 
-    def __init__(self, lane: Lane, record: str) -> None:
+    def __init__(self, lane: Lane, selection: Selection, record: str) -> None:
         self.lane = lane
+        self.selection = selection
         self._record = Path(record) if record else None
         self._tests: dict[str, dict[str, Any]] = {}
         self._left_out: dict[str, list[str]] = {}
+        self._not_taken: dict[str, str] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """A file of `tests/` in which, and in whose folder's conftest.py, nobody says what is needed is the host's: other
+        lanes need not even import it."""
+        is_shared = collection_path.is_relative_to(ROOT / "tests") and collection_path.name.startswith("test_")
+        if HOST in self.lane.capabilities or not is_shared or not collection_path.is_file():
+            return None
+        files = (collection_path, collection_path.with_name("conftest.py"))
+        return None if any("needs(" in file.read_text() for file in files if file.is_file()) else True
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out what the lane can not run."""
+        """Leave out what the lane can not run, and what is not taken of the rest."""
         kept, left = [], []
         for item in items:
             marks = [str(name) for mark in item.iter_markers("needs") for name in mark.args]
@@ -45,7 +62,9 @@ class LaneRun:
             (left if missing else kept).append(item)
             if missing:
                 self._left_out[item.nodeid] = missing
-        items[:] = kept
+        self._not_taken = self.selection.left_out(kept)
+        left += [item for item in kept if item.nodeid in self._not_taken]
+        items[:] = [item for item in kept if item.nodeid not in self._not_taken]
         if left:
             config.hook.pytest_deselected(items=left)
 
@@ -63,10 +82,12 @@ class LaneRun:
         """A worker hands over what it left out; the others write the record."""
         handed = getattr(session.config, "workeroutput", None)  # foreign: pytest-xdist's attribute of a worker
         if handed is not None:
-            handed["left_out"] = self._left_out
+            handed |= {"left_out": self._left_out, "not_taken": self._not_taken}
         elif self._record is not None:
             self._record.parent.mkdir(parents=True, exist_ok=True)
             values = {"lane": self.lane.name, "at": int(time.time()), "tests": self._tests, "left_out": self._left_out}
+            chosen = self.selection
+            values |= {"not_taken": self._not_taken, "whole": dict(chosen.whole), "sampled": chosen.sampled}
             self._record.write_text(json.dumps(values, indent=1, sort_keys=True))
 
     @pytest.hookimpl(optionalhook=True)
@@ -74,6 +95,7 @@ class LaneRun:
         """What a worker left out."""
         handed = getattr(node, "workeroutput", {})  # foreign: pytest-xdist's attribute of a node
         self._left_out.update(handed.get("left_out", {}))
+        self._not_taken.update(handed.get("not_taken", {}))
 
 
 def configure(config: pytest.Config) -> None:
@@ -83,11 +105,12 @@ def configure(config: pytest.Config) -> None:
     name = config.getoption("--lane")
     lane = lane_named(name, found) if name else next(lane for lane in found if HOST in lane.capabilities)
     os.environ[DEVICE] = lane.device
-    config.pluginmanager.register(LaneRun(lane, str(config.getoption("--lane-record") or "")), "lane")
+    selection = Selection(lane, config.getoption("--sample"), str(config.getoption("--group")))
+    config.pluginmanager.register(LaneRun(lane, selection, str(config.getoption("--lane-record") or "")), "lane")
 
 
-def current_lane(config: pytest.Config) -> Iterator[Lane]:
-    """The lane of this run."""
+def run_of(config: pytest.Config) -> LaneRun:
+    """This run."""
     run = config.pluginmanager.get_plugin("lane")
     assert isinstance(run, LaneRun)
-    yield run.lane
+    return run

@@ -1,4 +1,8 @@
-"""Runs lanes one after the other, says of each failure whose it is, and leaves a record of each for the table."""
+"""Runs lanes side by side, says of each failure whose it is, and leaves a record of each for the table.
+
+A lane that runs beside others has one process, so that each pays once for what every process pays: imports, collection,
+servers, compiled code. One that runs alone has all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import os
 import subprocess
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -63,8 +68,8 @@ def record_of(lane: Lane) -> Path:
     return RECORDS / f"{lane.name}.json"
 
 
-def command(lane: Lane, workers: int, words: Sequence[str] = ()) -> tuple[str, ...]:
-    """How pytest is called for a lane."""
+def command(lane: Lane, workers: int, words: Sequence[str] = (), taken: Sequence[str] = ()) -> tuple[str, ...]:
+    """How pytest is called for a lane; `taken` are options that say which tests to take."""
     simulated = (f"--sim={lane.simulator}",) if lane.simulator else ()
     record = (f"--lane-record={record_of(lane)}",)
     return (
@@ -76,13 +81,22 @@ def command(lane: Lane, workers: int, words: Sequence[str] = ()) -> tuple[str, .
         f"--lane={lane.name}",
         *simulated,
         *record,
+        *taken,
         *(f"--ignore={file}" for file in lane.ignore),
         *(words or lane.tests),
     )
 
 
-def run(lane: Lane, workers: int, words: Sequence[str] = ()) -> Ran:
-    """Run one lane here, its output as it comes; waits. An environment of its own is made first."""
+def run_all(lanes: Sequence[Lane], workers: int, words: Sequence[str] = (), taken: Sequence[str] = ()) -> list[Ran]:
+    """Run lanes here, as many side by side as there may be processes; waits."""
+    beside = max(1, min(workers, len(lanes)))
+    with ThreadPoolExecutor(beside) as threads:
+        return list(threads.map(lambda lane: run(lane, workers, words, taken, beside > 1), lanes))
+
+
+def run(lane: Lane, workers: int, words: Sequence[str] = (), taken: Sequence[str] = (), is_beside: bool = False) -> Ran:
+    """Run one lane here, its output as it comes, with its name before each line if it runs beside others, and then in one
+    process; waits. An environment of its own is made first."""
     print(f"\n== lane {lane.name} ==", flush=True)
     record_of(lane).unlink(missing_ok=True)
     start = time.monotonic()
@@ -90,9 +104,11 @@ def run(lane: Lane, workers: int, words: Sequence[str] = ()) -> Ran:
         prepare(lane)
     except subprocess.CalledProcessError as error:
         return Ran(lane, error.returncode, time.monotonic() - start, Failure.IMAGE)
+    before = f"{lane.name:<10} " if is_beside else ""
+    own = [word for word in words if lane.takes(word)]
     environ = {"OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": NO_PLUGINS, **os.environ}
     with subprocess.Popen(
-        command(lane, workers, words),
+        command(lane, 1 if is_beside else workers, own, taken),
         cwd=ROOT,
         env=environ,
         stdout=subprocess.PIPE,
@@ -102,7 +118,7 @@ def run(lane: Lane, workers: int, words: Sequence[str] = ()) -> Ran:
         assert child.stdout is not None
         tail = ""
         for line in child.stdout:
-            print(line, end="", flush=True)
+            print(f"{before}{line}", end="", flush=True)
             tail = (tail + line)[-TAIL:]
         status = child.wait()
     return Ran(lane, status, time.monotonic() - start, classify(status, tail))

@@ -1,5 +1,5 @@
 """The table of tests and lanes: what ran where, when, why not, and which gap is known. A test that ran nowhere is
-red, unless a lane with hardware could run it: then it waits for that, and is counted."""
+red, unless a lane that is not always run could: then it waits for that, and is counted."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from ci.groups import groups
 from ci.lanes import ROOT, Lane, lanes
+from ci.selection import ELSEWHERE
 
+RAN = ("passed", "failed")
 _KIT = re.compile(r"^devices/[^/]+/tests/test_conformance\.py")
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What happened to one test on one lane: "passed", "failed", "skipped" with its reason, or "left out" with what the
-    lane lacks, by name in `missing`; `at` is when, in seconds since 1970."""
+    """What happened to one test on one lane: "passed", "failed", "skipped" with its reason, "left out" with what the
+    lane lacks, by name in `missing`, "not taken" by a sample, or "elsewhere" where another lane's turn it is; `at` is when,
+    in seconds since 1970."""
 
     outcome: str
     at: int
@@ -40,30 +44,41 @@ class Table:
 
     @property
     def never_ran(self) -> tuple[str, ...]:
-        """Tests that no lane ran, and that no lane with hardware could run."""
-        return tuple(test for test in self._idle if not self.waits_for(test))
+        """Tests that no lane ran, that no sample left for another run, and that no lane that was not run could run."""
+        return tuple(test for test in self._idle if not self._is_sampled(test) and not self.waits_for(test))
+
+    @property
+    def not_taken(self) -> int:
+        """How many tests ran on no lane because of a sample."""
+        return sum(map(self._is_sampled, self._idle))
 
     @property
     def waiting(self) -> Mapping[str, int]:
-        """How many tests wait for each lane with hardware."""
+        """How many tests wait for each lane that was not run."""
         found = Counter(self.waits_for(test) for test in self._idle)
         return {lane: count for lane, count in sorted(found.items()) if lane}
 
     @property
     def _idle(self) -> list[str]:
-        ran = ("passed", "failed")
-        return [
-            test
-            for test, cells in sorted(self.tests.items())
-            if not any(cell.outcome in ran for cell in cells.values())
-        ]
+        ran = {test for test, cells in self.tests.items() if any(cell.outcome in RAN for cell in cells.values())}
+        anywhere = {everyones(test) for test in ran}
+        idle = sorted(self.tests.keys() - ran)
+        return [test for test in idle if not (self._has(test, "elsewhere") and everyones(test) in anywhere)]
+
+    def _is_sampled(self, test: str) -> bool:
+        return self._has(test, "not taken")
+
+    def _has(self, test: str, outcome: str) -> bool:
+        return any(cell.outcome == outcome for cell in self.tests[test].values())
 
     def waits_for(self, test: str) -> str:
-        """The lane with hardware, of the same device as one that left the test out, that has all which that one lacks."""
+        """The lane with hardware or of a group, not run and of the same device as one that left the test out, that has all
+        which that one lacks."""
         devices = {lane.name: lane.device for lane in self.declared}
         for name, cell in self.tests[test].items():
             for lane in self.declared:
-                is_twin = lane.needs_hardware and lane.name not in self.lanes and lane.device == devices.get(name)
+                is_apart = lane.needs_hardware or lane.group
+                is_twin = is_apart and lane.name not in self.lanes and lane.device == devices.get(name)
                 if is_twin and cell.missing and cell.missing <= lane.capabilities:
                     return lane.name
         return ""
@@ -77,15 +92,27 @@ def read(records: Sequence[Path], root: Path = ROOT) -> Table:
     """The table of some lanes' records."""
     tests: dict[str, dict[str, Cell]] = defaultdict(dict)
     names: list[str] = []
+    known_groups = groups(root)
     for path in records:
         values = json.loads(path.read_text())
         lane, at = values["lane"], values["at"]
         names.append(lane)
+        sampled = [group for group in known_groups if group.name in values.get("sampled", ())]
         for test, known in values["tests"].items():
-            tests[shared(test)][lane] = Cell(known["outcome"], at, known.get("reason", ""))
+            is_part = known["outcome"] == "skipped" and any(group.has(test) for group in sampled)
+            outcome = "not taken" if is_part else known["outcome"]
+            tests[shared(test)][lane] = Cell(outcome, at, known.get("reason", ""))
         for test, missing in values["left_out"].items():
             tests[shared(test)][lane] = Cell("left out", at, f"needs {', '.join(missing)}", frozenset(missing))
+        for test, reason in values.get("not_taken", {}).items():
+            outcome = "elsewhere" if reason == ELSEWHERE else "not taken"
+            tests[shared(test)][lane] = Cell(outcome, at, reason)
     return Table(tuple(names), dict(tests), gaps(root), lanes(root))
+
+
+def everyones(test: str) -> str:
+    """A test's name without the package that it stands in: packages whose lanes share tests out name them alike."""
+    return re.sub(r"^devices/[^/]+/", "devices/*/", test)
 
 
 def shared(test: str) -> str:
@@ -101,7 +128,9 @@ def gaps(root: Path) -> dict[str, tuple[str, ...]]:
     return found
 
 
-_MARKS = MappingProxyType({"passed": "yes", "failed": "FAILED", "skipped": "skip", "left out": "-"})
+_MARKS = MappingProxyType(
+    {"passed": "yes", "failed": "FAILED", "skipped": "skip", "left out": "-", "not taken": ".", "elsewhere": "."}
+)
 
 
 def markdown(table: Table) -> str:
@@ -139,7 +168,7 @@ def summary(table: Table) -> str:
         parts = test.split("::")[0].split("/")
         folder = "/".join(parts[: 3 if parts[0] == "devices" else 2])
         for lane, cell in cells.items():
-            counts[folder][lane] += cell.outcome in ("passed", "failed")
+            counts[folder][lane] += cell.outcome in RAN
     width = max([len("tests that ran"), *map(len, counts)])
     lines = ["", f"{'tests that ran':<{width}}  " + "  ".join(f"{lane:>10}" for lane in table.lanes)]
     for folder, by_lane in sorted(counts.items()):

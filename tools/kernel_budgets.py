@@ -1,14 +1,12 @@
 """What each Triton kernel costs on each chip, without the chip: compile ahead of time, read registers, memory and spills.
 
-`python tools/kernel_budgets.py` compares with the stored budgets and says what differs; `--write` records what there is,
-and a digest of what it was compiled from: as long as that is the same, so are the figures of every chip.
+`python tools/kernel_budgets.py` compares with the stored budgets and says what differs; `--write` records what there is.
 Two processes share the targets; Triton's cache makes a second run quick.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import re
@@ -16,21 +14,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = ROOT / "tests/kernels/budgets.json"
-MADE_OF = ROOT / "tests/kernels/budgets.sha256"
-SOURCES = (
-    "sglcore/runtime/kernels/triton/*.py",
-    "sglcore/runtime/attention/triton*.py",
-    "sglcore/sampling/noise.py",
-    "tools/kernel_cases.py",
-    "tools/kernel_budgets.py",
-)
 RECORD = "python tools/kernel_budgets.py --write"
 PROCESSES = 2
 
@@ -47,13 +36,6 @@ LIMITS: Mapping[str, tuple[str, int | str, int, int]] = MappingProxyType(
     }
 )
 """Backend, architecture, threads of a warp and bytes of shared memory that a program may have, by target."""
-
-
-def digest() -> str:
-    """What the figures were compiled from, in 64 letters: the sources of the kernels and cases, and Triton's version."""
-    files = sorted(path for pattern in SOURCES for path in ROOT.glob(pattern))
-    parts = [f"triton {version('triton')}", *(file.read_text(encoding="utf-8") for file in files)]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def differences(stored: Figures, found: Figures, targets: tuple[str, ...] = tuple(LIMITS)) -> list[str]:
@@ -211,7 +193,6 @@ def main() -> int:
     if given.write:
         lines = (f"  {json.dumps(kernel)}: {json.dumps(found[kernel], sort_keys=True)}" for kernel in sorted(found))
         BUDGETS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-        MADE_OF.write_text(digest() + "\n", encoding="utf-8")
         return 0
     lines = differences(json.loads(BUDGETS.read_text(encoding="utf-8")), found)
     print("\n".join(lines) or "every kernel is within its budget")

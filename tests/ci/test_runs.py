@@ -13,6 +13,7 @@ import pytest
 
 from ci.lanes import ROOT, lanes
 from ci.run import Failure, classify, command
+from ci.selection import ELSEWHERE
 from ci.table import markdown, read, summary
 
 
@@ -79,6 +80,31 @@ def test_what_only_hardware_can_run_waits_for_it_and_what_nothing_can_run_is_red
     assert table.never_ran == ("t.py::both", "t.py::wings")
     card = record(tmp_path, "one-card", {}, {"t.py::card": ["wings"]})
     assert "t.py::card" in read([ran, card], tmp_path).never_ran
+
+
+def test_what_a_sample_leaves_is_counted_and_what_no_lane_took_in_turn_is_red(tmp_path: Path) -> None:
+    passed = {"outcome": "passed", "seconds": 1.0}
+    names = ("one", "two")
+    paths = [
+        record(tmp_path, name, {f"devices/{name}/t.py::b" if name == "one" else "t.py::a": passed}, {})
+        for name in names
+    ]
+    values = json.loads(paths[1].read_text())
+    values["not_taken"] = {"t.py::sampled": "not drawn"}
+    values["not_taken"] |= {"devices/two/t.py::b": ELSEWHERE, "devices/two/t.py::nobodys": ELSEWHERE}
+    paths[1].write_text(json.dumps(values))
+    table = read(paths, tmp_path)
+    assert table.never_ran == ("devices/two/t.py::nobodys",) and table.not_taken == 1
+    assert "| t.py::sampled | - | . |" in markdown(table)
+
+
+def test_what_only_the_lane_of_a_group_can_run_waits_for_it(tmp_path: Path) -> None:
+    folder = tmp_path / "devices" / "one"
+    folder.mkdir(parents=True)
+    lanes = '[[lane]]\nname = "one"\n[[lane]]\nname = "far"\ncapabilities = ["far"]\ngroup = "far"\n'
+    (folder / "ci.toml").write_text(lanes)
+    table = read([record(tmp_path, "one", {}, {"t.py::far": ["far"], "t.py::wings": ["wings"]})], tmp_path)
+    assert table.waiting == {"far": 1} and table.never_ran == ("t.py::wings",)
 
 
 def test_a_law_of_the_kit_is_one_test_whichever_package_runs_it(tmp_path: Path) -> None:

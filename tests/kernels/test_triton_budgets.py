@@ -1,7 +1,7 @@
 """Every Triton kernel compiles for every chip, and costs what is stored: no register, byte or spill more or less.
 
-Compiling for all chips takes minutes, so it is done when the sources are no longer those that were recorded; as long as
-they are, one chip of each maker shows that the record is true.
+Compiling for all chips takes minutes, so it is a group (docs/testing.md): as long as the kernels are those that last passed
+whole, one chip of each maker shows that the figures are true.
 """
 
 from __future__ import annotations
@@ -15,27 +15,25 @@ import pytest
 
 pytest.importorskip("triton", reason="needs the library triton")
 
-from tools.kernel_budgets import BUDGETS, LIMITS, MADE_OF, RECORD, ROOT, Figures, differences, digest, measure
+from ci.groups import group_named, groups
+from ci.selection import Selection
+from tools.kernel_budgets import BUDGETS, LIMITS, RECORD, ROOT, Figures, differences, measure
 
 STORED: Figures = json.loads(BUDGETS.read_text(encoding="utf-8"))
 SOURCES = ("sglcore/runtime/kernels/triton/*.py", "sglcore/runtime/attention/triton_*.py")
 
-
+GROUP = "kernel-budgets"
 SAMPLE = tuple({target.partition(":")[0]: target for target in reversed(tuple(LIMITS))}.values())
 
 
-def test_every_kernel_compiles_for_every_chip_within_its_budget() -> None:
-    recorded = MADE_OF.read_text(encoding="utf-8").strip() == digest()
-    targets = SAMPLE if recorded else tuple(LIMITS)
+def test_every_kernel_compiles_for_every_chip_within_its_budget(selection: Selection) -> None:
+    targets = tuple(LIMITS) if GROUP in selection.whole else SAMPLE
     lines = differences(STORED, measure(targets), targets)
     assert not lines, "\n".join(lines)
-    assert recorded, f"the budgets are not of these sources, though the figures are the same; record them: {RECORD}"
 
 
-def test_the_record_follows_every_source_of_a_kernel() -> None:
-    from tools import kernel_budgets
-
-    files = {path for pattern in kernel_budgets.SOURCES for path in ROOT.glob(pattern)}
+def test_the_group_covers_every_source_of_a_kernel() -> None:
+    files = set(group_named(GROUP, groups()).files())
     assert {path for pattern in SOURCES for path in ROOT.glob(pattern)} <= files
 
 

@@ -11,6 +11,8 @@ import pytest
 from sglcore import LLM, SamplingParams
 from tests.serving.conftest import Server
 
+pytestmark = pytest.mark.needs("clients")
+
 DOCS = (
     {"context": "Once upon a time, there was a kind", "endings": ["boy named Max.", "girl", "box of rain"], "label": 0},
     {"context": '"My little seed is a rose now!"\n\nThe', "endings": ["end.", "seed", "bed"], "label": 0},

@@ -13,6 +13,8 @@ from pydantic import BaseModel
 
 from tests.serving.conftest import Server
 
+pytestmark = pytest.mark.needs("clients")
+
 ALONE = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "LANGCHAIN_TRACING_V2": "false",

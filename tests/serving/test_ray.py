@@ -17,7 +17,7 @@ from sglcore.serving.ray_launch import RayLauncher, RayProcess
 from tests.serving.staged_replicas import until
 from tests.serving.test_deaths import PATIENCE, SHORT, begin, is_running, running_frontend, text_of
 
-pytestmark = pytest.mark.needs("ray")
+pytestmark = pytest.mark.needs("clients")
 
 
 def engines(frontend: Frontend) -> dict[int, RayProcess]:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from devices.cpu.tests.native.libraries import emulated, loaded
+from ci.selection import Selection
+from devices.cpu.tests.native.libraries import every_set
 from sglcore.runtime.attention.contract import Bucket, Unavailable
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.selection import AttentionNeeds, refusal
@@ -40,9 +41,9 @@ INT8_BOUND = 0.03
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
-    """Of the highest instruction set that can be emulated here, with two threads."""
-    library = loaded(emulated())
+def engine(selection: Selection) -> Engine:
+    """Of the highest instruction set that the run has, with two threads."""
+    library = every_set(selection)
     if not library.usable():
         pytest.skip("this processor lacks AVX2 with FMA and F16C")
     return library.engine(library.usable()[-1], 2)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import pytest
 
+from ci.selection import Selection
 from devices.cpu.tests.native.far import FarLibrary
-from devices.cpu.tests.native.libraries import PLUGIN, GivenLibrary, emulated, loaded
+from devices.cpu.tests.native.libraries import PLUGIN, GivenLibrary, every_set
 from sglcore_cpu.compile import Variant
 from sglcore_cpu.native import Engine, Library
 
@@ -23,10 +24,10 @@ def given(config: pytest.Config) -> GivenLibrary | None:
 
 
 @pytest.fixture(scope="session")
-def library(pytestconfig: pytest.Config) -> Library | FarLibrary:
-    """Every topic for every instruction set of this kind of machine. Waits, minutes where it must be built."""
+def library(pytestconfig: pytest.Config, selection: Selection) -> Library | FarLibrary:
+    """What the run brought, or every instruction set. Waits, minutes where it must be built."""
     own = given(pytestconfig)
-    return own.library if own else loaded(emulated())
+    return own.library if own else every_set(selection)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ci.lanes import ROOT
+from ci.selection import Selection
 from devices.cpu.tests.native.far import FarLibrary
 from sglcore_cpu.compile import SOURCES, BuildError, Variant, build, source_digest, topics
 from sglcore_cpu.native import Library
@@ -23,6 +24,8 @@ FOLDER = ROOT / "build" / "native"
 OBJECTS = FOLDER / "objects"
 PROBE = Path(__file__).with_name("probe")
 PLUGIN = "native-library"
+KERNELS, PROGRAMS = "native-kernels", "native-programs"
+"""Groups of tests (ci/groups.py): every kernel for every instruction set; those that build programs of their own."""
 KEPT_SECONDS = 24 * 3600
 
 
@@ -51,6 +54,12 @@ class Place:
     def library(self) -> Path:
         """What was built from it."""
         return self.folder / "library.so"
+
+
+def every_set(selection: Selection) -> Library:
+    """Every topic for every instruction set of this kind of machine; in a sample, for those that this processor has, of
+    compiled files that an installation has left. Waits, minutes where it must be built."""
+    return loaded(emulated() if KERNELS in selection.whole else prepared(Variant(), "plain").library)
 
 
 def emulated() -> Path:

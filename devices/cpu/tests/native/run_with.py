@@ -9,6 +9,7 @@ driver of another kind under an emulator.
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,8 +20,9 @@ from hypothesis import settings
 
 from ci.lanes import ROOT
 from ci.run import NO_PLUGINS
+from ci.selection import Selection
 from devices.cpu.tests.native.far import FarLibrary
-from devices.cpu.tests.native.libraries import PLUGIN, GivenLibrary, loaded
+from devices.cpu.tests.native.libraries import PLUGIN, PROGRAMS, GivenLibrary, loaded
 
 FOLDER = Path(__file__).parent
 OTHERS = ("compile", "pool_stress", "sanitized", "arm")
@@ -47,6 +49,15 @@ class Given:
             asked = getattr(function, "_hypothesis_internal_use_settings", None)  # foreign: hypothesis has no other way
             if function is not None and asked is not None and asked.max_examples > EXAMPLES:
                 function._hypothesis_internal_use_settings = settings(asked, max_examples=EXAMPLES)
+
+
+def files_to_run(selection: Selection) -> tuple[str, ...]:
+    """One file of tests where a sample is taken; none, which means all, where the group is run whole."""
+    if PROGRAMS in selection.whole:
+        return ()
+    left = [f"test_native_{other}.py" for other in OTHERS]
+    files = [str(path) for path in sorted(FOLDER.glob("test_native_*.py")) if path.name not in left]
+    return (random.Random(selection.seed).choice(files),)
 
 
 def child(kind: str, path: Path, *words: str, preload: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from ci.selection import Selection
 from devices.cpu.tests.native import far
 from devices.cpu.tests.native.libraries import prepared
-from devices.cpu.tests.native.run_with import TAIL, child
+from devices.cpu.tests.native.run_with import TAIL, child, files_to_run
 from sglcore_cpu.compile import Variant
 
 pytestmark = pytest.mark.needs("cross_compiler")
@@ -22,8 +23,8 @@ def driver() -> Path:
     return far.build_driver(place.folder / "far", place.library)
 
 
-def test_every_kernel_computes_the_same_on_arm(driver: Path) -> None:
-    ran = child("far", driver)
+def test_every_kernel_computes_the_same_on_arm(driver: Path, selection: Selection) -> None:
+    ran = child("far", driver, *files_to_run(selection))
     assert ran.returncode == 0, ran.stdout[-TAIL:]
     assert " passed" in ran.stdout
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from ci.selection import Selection
 from devices.cpu.tests.native.libraries import prepared
-from devices.cpu.tests.native.run_with import TAIL, child
+from devices.cpu.tests.native.run_with import TAIL, child, files_to_run
 from sglcore_cpu.compile import Variant
 
 NAMES = ("avx2", "avx512_bf16", "amx", "neon")
@@ -19,6 +20,7 @@ CALL = """
 import sys
 import torch
 from pathlib import Path
+from ci.selection import Selection
 from devices.cpu.tests.native.libraries import loaded
 library = loaded(Path(sys.argv[1]))
 out = torch.zeros(1, dtype=torch.int32)
@@ -39,8 +41,8 @@ def preload() -> tuple[str, ...]:
     return tuple(subprocess.check_output(("c++", f"-print-file-name={name}"), text=True).strip() for name in names)
 
 
-def test_no_kernel_touches_what_is_not_its_own(sanitized: Path, preload: tuple[str, ...]) -> None:
-    ran = child("here", sanitized, preload=preload)
+def test_no_kernel_touches_what_is_not_its_own(sanitized: Path, preload: tuple[str, ...], selection: Selection) -> None:
+    ran = child("here", sanitized, *files_to_run(selection), preload=preload)
     assert ran.returncode == 0, ran.stdout[-TAIL:]
     assert " passed" in ran.stdout
 
