@@ -21,6 +21,7 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.device.facts import Facts
 from sglcore.runtime.attention.contract import AttentionBackend, HostUpdate
 from sglcore.runtime.attention.gathered import GatheredAttention
+from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext
 from sglcore.runtime.graph_runner import GraphRunner
 from sglcore.runtime.graphs.breakable import BreakableGraphs
@@ -194,15 +195,18 @@ def make_graph_site(
     capture: RecordingCapture | None = None,
     poison: bool = False,
     max_bs: int = SLOTS,
+    batch_type: type[ForwardBatch] = ForwardBatch,
     **options: Any,
 ) -> GraphSite:
     """Everything, captured. `options` go to the graph runner."""
     capture, streams = capture or RecordingCapture(), make_streams()
-    site = make_site(model, facts=facts, attention=attention, poison=poison, max_bs=max_bs)
+    site = make_site(model, facts=facts, attention=attention, poison=poison, max_bs=max_bs, batch_type=batch_type)
     runner, model = site.runner, site.model
     prompts = None
     if kind != "full":
-        runner.prefill_registry = build_prefill_registry(facts, site.table, max_bs=SLOTS, max_num_tokens=max(tokens))
+        runner.prefill_registry = build_prefill_registry(
+            facts, site.table, max_bs=SLOTS, max_num_tokens=max(tokens), batch_type=batch_type
+        )
         prompts = PromptForward(model, runner.prefill_registry, tokens)
     context = ForwardContext(site.attention, None, model.attention_layers)
     backend = make_backend(kind, capture, streams)

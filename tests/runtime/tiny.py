@@ -175,13 +175,14 @@ def make_site(
     worker: type[TpModelWorker] = TpModelWorker,
     buckets: tuple[int, ...] = (),
     max_bs: int = SLOTS,
+    batch_type: type[ForwardBatch] = ForwardBatch,
     **options: Any,
 ) -> Site:
     """Everything, from the declarations; `buckets` captures decode graphs with the fake mechanism."""
     model = model or TinyModel()
     table, cells, backend = make_attention(model, attention)
-    decode = build_decode_registry(facts, table, max_bs=max_bs)
-    prefill = build_prefill_registry(facts, table, max_bs=2, max_num_tokens=4)
+    decode = build_decode_registry(facts, table, max_bs=max_bs, batch_type=batch_type)
+    prefill = build_prefill_registry(facts, table, max_bs=2, max_num_tokens=4, batch_type=batch_type)
     tokens = TokenTable(SLOTS, CONTEXT, "cpu")
     running = runner(model, backend, decode, prefill, tokens, **options)
     graphs = RecordedGraphs() if buckets else None
