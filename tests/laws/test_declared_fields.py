@@ -32,7 +32,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path,
 def wider(monkeypatch: Patch) -> Patch:
     """The declarations are there from the start, and the model reads them."""
     for build in (build_decode_registry, build_prefill_registry):
-        monkeypatch.setitem(build.__kwdefaults__, "batch_type", WiderBatch)
+        monkeypatch.setitem(build.__kwdefaults__ or {}, "batch_type", WiderBatch)
     real = MistralForCausalLM.embed
 
     def embed(self: Any, batch: Any) -> Any:
