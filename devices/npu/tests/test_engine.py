@@ -1,62 +1,11 @@
-"""Whole engines on the device: every attention backend, eager and by every graph kind, is transformers within half precision."""
+"""The engine laws of half precision on this package's device, and the embedded model on it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
-import pytest
-
-from sglcore.device.errors import ConfigError
 from sglcore.engine.llm import LLM
 from sglcore.sampling.params import SamplingParams
 from sglcore_npu import package
-from tests.laws import half
-
-NAMES = [name for name in package.attention if name != "reference"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
-    yield half.checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def windowed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
-    yield half.checkpoint(tmp_path_factory.mktemp("windowed"), 7)
-
-
-def run(model: tuple[Any, Path], attention: str, graph: str, **settings: Any) -> set[str]:
-    oracle, folder = model
-    return half.check(folder, oracle, package.name, attention, graph, page_size=128, **settings)
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("attention", NAMES)
-def test_eager(model: tuple[Any, Path], attention: str, overlap: bool) -> None:
-    assert run(model, attention, "off", overlap=overlap) == {"eager"}
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("graph", list(package.graphs))
-@pytest.mark.parametrize("attention", NAMES)
-def test_graphs(model: tuple[Any, Path], attention: str, graph: str, overlap: bool) -> None:
-    kinds = {path.partition(":")[0] for path in run(model, attention, graph, overlap=overlap)}
-    assert {"full", graph} <= kinds
-
-
-def test_a_model_with_windows_is_refused_by_the_fused_operator_and_served_by_gathered(
-    windowed: tuple[Any, Path],
-) -> None:
-    with pytest.raises(ConfigError, match="fused refused: it lacks sliding_window"):
-        run(windowed, "fused", "off")
-    assert any(path.startswith("full:") for path in run(windowed, "gathered", "full"))
-
-
-def test_replays_equal_eager_forwards_of_the_same_inputs(model: tuple[Any, Path]) -> None:
-    paths = run(model, "fused", "breakable", shadow=1)
-    assert {"full", "breakable"} <= {path.partition(":")[0] for path in paths}
+from tests.laws.device_engines import *  # noqa: F403
 
 
 def test_the_embedded_model_speaks() -> None:

@@ -1,0 +1,105 @@
+"""Whole engines on a device: every attention backend, eager and by every graph kind, is transformers within half precision.
+
+A package's test file is `from tests.laws.device_engines import *` beside the import of its `package`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglcore.device.errors import ConfigError
+from sglcore.device.package import DevicePackage, resolve
+from tests.laws import half
+
+__all__ = [
+    "engines",
+    "model",
+    "pytest_generate_tests",
+    "test_a_model_with_windows_is_served_by_decode_and_prefill_graphs_or_refused_by_name",
+    "test_eager",
+    "test_graphs",
+    "test_replays_equal_eager_forwards_of_the_same_inputs",
+    "windowed",
+]
+
+Oracle = tuple[Any, Path]
+
+
+class Engines:
+    """The engines of a package; a library that is not installed skips."""
+
+    def __init__(self, package: DevicePackage) -> None:
+        self.package = package
+
+    def backend(self, attention: str) -> Any:
+        """The class of a backend."""
+        try:
+            return resolve(self.package.attention[attention], self.package.name)
+        except ImportError as error:
+            pytest.skip(f"needs the library of {attention}: {error}")
+
+    def run(self, model: Oracle, attention: str, graph: str, **settings: Any) -> set[str]:
+        """The kinds of paths that the steps of a run took, whose numbers are right."""
+        oracle, folder = model
+        sizes = self.backend(next(iter(self.package.attention))).facts.page_sizes
+        page_size = 16 if sizes is None or 16 in sizes else sizes[0]
+        self.backend(attention)
+        paths = half.check(folder, oracle, self.package.name, attention, graph, page_size=page_size, **settings)
+        return {path.partition(":")[0] for path in paths}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Attention backends and graph kinds of the package. Where the host tells a replay its lengths, graphs run with the next
+    step planned ahead and without."""
+    package: DevicePackage = vars(metafunc.module)["package"]
+    names = [name for name in package.attention if name != "reference"]
+    ahead = [True, False] if metafunc.function is test_eager or _needs_host_lengths(package) else [True]
+    for name, values in (("attention", names), ("graph", list(package.graphs)), ("overlap", ahead)):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, values)
+
+
+def _needs_host_lengths(package: DevicePackage) -> bool:
+    return resolve(package.facts, package.name)().needs_host_lengths
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
+    yield half.checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
+    yield half.checkpoint(tmp_path_factory.mktemp("windowed"), 7)
+
+
+@pytest.fixture(scope="module")
+def engines(request: pytest.FixtureRequest) -> Engines:
+    return Engines(vars(request.module)["package"])
+
+
+def test_eager(engines: Engines, model: Oracle, attention: str, overlap: bool) -> None:
+    assert engines.run(model, attention, "off", overlap=overlap) == {"eager"}
+
+
+def test_graphs(engines: Engines, model: Oracle, attention: str, graph: str, overlap: bool) -> None:
+    assert {"full", graph} <= engines.run(model, attention, graph, overlap=overlap)
+
+
+def test_a_model_with_windows_is_served_by_decode_and_prefill_graphs_or_refused_by_name(
+    engines: Engines, windowed: Oracle, attention: str
+) -> None:
+    if "sliding_window" not in engines.backend(attention).facts.features:
+        with pytest.raises(ConfigError, match=f"{attention} refused: it lacks sliding_window"):
+            engines.run(windowed, attention, "off")
+    else:
+        assert {"full", "breakable"} <= engines.run(windowed, attention, "breakable")
+
+
+def test_replays_equal_eager_forwards_of_the_same_inputs(engines: Engines, model: Oracle) -> None:
+    preferred = next(iter(engines.package.attention))
+    assert {"full", "breakable"} <= engines.run(model, preferred, "breakable", shadow=1)
