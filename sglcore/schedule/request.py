@@ -89,13 +89,15 @@ class Awaited:
 class Request:
     """One generation or embedding.
 
-    `rid` is its own name, `request_id` that of the request whose sample `sample_index` it is (none given: `rid`). `seed` is the resolved 64-bit seed. A sampled token in `stop_ids`
-    ends the request ("stop"). `leader`: a sibling with the same prompt, whose published prompt this one waits for.
+    `rid` is its own name, `request_id` that of the request whose sample `sample_index` it is (none given: `rid`). `seed` is
+    the resolved 64-bit seed. A sampled token in `stop_ids` ends the request ("stop"). `leader`: a sibling with the same
+    prompt, whose published prompt this one waits for.
     Results: `output_ids` (a stop token included); `logprobs`, one entry of N = 1 per emitted token; `prompt_logprobs`,
     entries that together cover prompt tokens 1..P-1. `stop_cause` is the stop token's id or the stop string found.
     `matcher`: has accepted all of `output_ids` but a stop token, and is dropped when the request ends.
     `cached_tokens`: prompt tokens that the prefix cache had when the request first ran (-1: not yet).
-    Everything below `cached_tokens` belongs to the scheduler.
+    Everything below `cached_tokens` belongs to the scheduler. `is_broken`: a step that named it failed, so its cells may
+    hold anything, however it ended.
     """
 
     rid: str
@@ -133,6 +135,7 @@ class Request:
     prompt_published: bool = False
     scored_tokens: int = 0
     is_duplicate: bool = False
+    is_broken: bool = False
     awaited: Awaited | None = None
     compared: int = 0
 

@@ -183,8 +183,8 @@ class RunningRequests:
         self.retractions += 1
 
     def _release(self, request: Request) -> None:
-        failed = request.finish_reason == "error"
-        self.memory.release(request, 0 if failed else request.num_cells)
+        has_failed = request.is_broken or request.finish_reason == "error"
+        self.memory.release(request, 0 if has_failed else request.num_cells)
         self._free_slots.append(request.slot)
         request.slot = 0
         request.leaving = False

@@ -118,6 +118,8 @@ class Scheduler:
     def drop(self, record: BatchRecord, error: BaseException) -> list[EngineOutput]:
         """The oldest step in flight brings no results: its requests end with "error". Returns their last outputs."""
         text = f"step {record.step} failed: {type(error).__name__}: {error}"
+        for request in record.requests:
+            request.is_broken = True
         unfinished = [request for request in record.requests if request.state is not State.FINISHED]
         outputs = [self._end(request, "error", error=text) for request in unfinished]
         self._close(record)
@@ -278,6 +280,7 @@ class Scheduler:
         bad, offsets = result.bad_rows.tolist(), result.token_offsets.tolist()
         decodes = len(record.requests) - len(record.spans)
         for row, request in enumerate(record.requests[first:], start=first):
+            request.is_broken = request.is_broken or bad[row]
             if request.state is State.FINISHED:
                 continue
             if bad[row]:

@@ -117,6 +117,7 @@ class InFlightStep:
     step: int
     result: BatchResult
     pages: dict[int, set[int]]
+    written: list[np.ndarray]
     batch: ScheduleBatch
     snapshot: dict[str, np.ndarray]
 
@@ -177,9 +178,10 @@ class FakeWorker:
         if batch.step in self.fail_submit:
             raise RuntimeError(f"planned failure of submit {batch.step}")
         self._check_shape(batch)
+        self._written: list[np.ndarray] = []
         result = self._embed(batch) if batch.forward_mode is ForwardMode.EMBED else self._run(batch)
         touched = {int(slot): set(self.slots[slot].pages) for slot in batch.slots if slot}
-        self.in_flight.append(InFlightStep(batch.step, result, touched, batch, _arrays(batch)))
+        self.in_flight.append(InFlightStep(batch.step, result, touched, self._written, batch, _arrays(batch)))
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         return Ticket(batch.step, result)
 
@@ -188,6 +190,8 @@ class FakeWorker:
         if step.step != ticket.step:
             raise Violation(f"collected step {ticket.step}, the oldest is {step.step}")
         if ticket.step in self.fail_collect:
+            for places in step.written:
+                self.cells[places] = NOTHING
             raise RuntimeError(f"planned failure of collect {ticket.step}")
         for name, before in step.snapshot.items():
             _want((before == getattr(step.batch, name)).all(), f"{name} changed while the device still read it")
@@ -232,7 +236,7 @@ class FakeWorker:
         bad = np.array([request.rid in self.bad_requests for request in requests], dtype=bool)
         scores = {} if batch.prompt_logprobs is None else self._prompt_scores(batch)
         wants = [request.params.logprobs for request in requests if request.params.logprobs is not None]
-        logprobs = _scores(tokens, max(wants)) if wants else None
+        logprobs = make_scores(tokens, max(wants)) if wants else None
         return BatchResult(batch.step, offsets, np.array(tokens, dtype=np.int32), bad, logprobs, scores)
 
     def _check_masks(self, batch: ScheduleBatch, requests: list[Request]) -> None:
@@ -331,6 +335,7 @@ class FakeWorker:
             self.writer[page] = batch.step
         if column == 0:
             self.cells[places] = NOTHING
+            self._written.append(places)
         self.cells[places, column] = values
 
     def _places(self, slot: Slot, positions: np.ndarray) -> np.ndarray:
@@ -342,7 +347,7 @@ class FakeWorker:
         scores = {}
         for row in np.flatnonzero(batch.prompt_logprobs >= 0).tolist():
             ids = batch.input_ids[batch.token_offsets[row] + 1 : batch.token_offsets[row + 1]].tolist()
-            scores[row] = _scores([*ids, int(batch.next_ids[row])], int(batch.prompt_logprobs.max()))
+            scores[row] = make_scores([*ids, int(batch.next_ids[row])], int(batch.prompt_logprobs.max()))
         return scores
 
     def _embed(self, batch: ScheduleBatch) -> BatchResult:
@@ -353,7 +358,7 @@ class FakeWorker:
         return BatchResult(batch.step, offsets, np.zeros(0, dtype=np.int32), bad, embeddings=rows)
 
 
-def _scores(tokens: list[int], alternatives: int) -> TokenLogprobs:
+def make_scores(tokens: list[int], alternatives: int) -> TokenLogprobs:
     """Log-probabilities that say which token they are of: -token, alternatives token, token + 1, ..."""
     ids = np.array(tokens, dtype=np.int32)
     tops = ids[:, None] + np.arange(alternatives, dtype=np.int32)

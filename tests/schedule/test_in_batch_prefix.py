@@ -65,6 +65,15 @@ def test_who_waits_starts_when_the_common_part_is_there_not_the_rest() -> None:
     assert second.cached_tokens == 96
 
 
+def test_who_waits_starts_with_the_step_after_the_one_that_computed_the_last_common_page() -> None:
+    drive = wide(max_batch_tokens=96)
+    drive.add("a", COMMON + [1] * 136, 2)
+    second = drive.add("b", [*COMMON, 0, 0], 2)
+    drive.run()
+    assert drive.worker.rids[:3] == [["a"], ["a"], ["a", "b"]]
+    assert second.cached_tokens == 96
+
+
 def test_a_request_of_one_token_is_waited_for_until_its_step_is_collected() -> None:
     drive = wide()
     requests = [drive.add(f"r{index}", [*COMMON, index, 1, 1], 1) for index in range(4)]

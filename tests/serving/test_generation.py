@@ -11,10 +11,11 @@ import zmq.asyncio
 
 from sglcore.device.errors import ConfigError
 from sglcore.engine.output_processor import OutputProcessor
+from sglcore.engine.outputs import TextDelta
 from sglcore.engine.start import embedded_model
 from sglcore.engine.text import TextCodec
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.output import EngineOutput
+from sglcore.schedule.output import EngineOutput, TokenLogprob
 from sglcore.serving.channel import EngineChannel, FrontendChannel
 from sglcore.serving.generation import Generation
 from sglcore.serving.ipc import Address, EngineStats, GenerateRequest, pack_ids, pack_params
@@ -56,6 +57,27 @@ def test_the_time_between_tokens_is_that_of_one_sample_whoever_came_between() ->
         for index in range(3):
             generation.deliver(EngineOutput("r", index, [9], "length" if step == 2 else None))
     assert (clock.firsts, clock.gaps, clock.ends) == (3, [1] * 6, ["length"])
+
+
+def test_what_nobody_took_in_time_is_one_delta_with_the_log_probabilities_of_all_its_tokens() -> None:
+    generation = make(KeptClock(), SamplingParams(n=2, max_tokens=4, logprobs=1))
+    for token_id in (9, 10, 11):
+        for index in range(2):
+            scores = [TokenLogprob(token_id + index, -1.0, 1, ((token_id + index, -1.0),))]
+            reason = "length" if token_id == 11 else None
+            generation.deliver(EngineOutput("r", index, [token_id + index], reason, logprobs=scores))
+
+    async def taken() -> list[TextDelta]:
+        return [delta async for delta in generation if isinstance(delta, TextDelta)]
+
+    deltas = asyncio.run(taken())
+    assert [(delta.index, delta.token_ids, delta.finish_reason) for delta in deltas] == [
+        (0, (9, 10, 11), "length"),
+        (1, (10, 11, 12), "length"),
+    ]
+    for delta, completion in zip(deltas, generation.output.outputs, strict=True):
+        assert delta.logprobs is not None and [each.token_id for each in delta.logprobs] == list(delta.token_ids)
+        assert list(delta.logprobs) == completion.logprobs and delta.text == completion.text
 
 
 def test_however_many_reports_wait_others_have_their_turn_between_two_of_them(tmp_path: Path) -> None:

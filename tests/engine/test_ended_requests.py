@@ -1,0 +1,97 @@
+"""What has ended is forgotten: the host keeps no more of a thousand ended requests than of a few."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore.device.worker import BatchResult, Limits, Ticket
+from sglcore.engine.core import Engine
+from sglcore.engine.grammar import CompiledGrammar, Grammars
+from sglcore.engine.output_processor import OutputProcessor
+from sglcore.engine.start import embedded_model
+from sglcore.engine.tokens import SampleGroup, TokenEngine
+from sglcore.sampling.grammar import Grammar, GrammarError
+from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.request import Request
+from tests.schedule.fake_worker import make_limits
+
+COUNT, KEPT = 400, 100
+"""Requests of a test, and how many of them may be known when all have ended: room in which rows are not moved."""
+TOKEN = 100
+
+
+class ConstantWorker:
+    """Draws the same token for everybody."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+
+    def submit(self, batch: ScheduleBatch) -> Ticket:
+        offsets = np.cumsum([0, *batch.emits], dtype=np.int32)
+        tokens = np.full(offsets[-1], TOKEN, dtype=np.int32)
+        return Ticket(batch.step, BatchResult(batch.step, offsets, tokens, np.zeros(batch.batch_size, dtype=bool)))
+
+    def collect(self, ticket: Ticket) -> BatchResult:
+        assert isinstance(ticket.payload, BatchResult)
+        return ticket.payload
+
+    def close(self) -> None: ...
+
+
+class Refusing:
+    """Compiles no grammar."""
+
+    name = "refusing"
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        raise GrammarError("no such grammar")
+
+
+def known(kind: type) -> set[int]:
+    """The objects of a kind that something holds."""
+    gc.collect()
+    return {id(thing) for thing in gc.get_objects() if type(thing) is kind}
+
+
+def run(engine: Engine | TokenEngine) -> None:
+    """Step until all work is done."""
+    while engine.has_work:
+        engine.step()
+
+
+def test_an_engine_forgets_requests_however_they_ended() -> None:
+    before = {kind: known(kind) for kind in (Request, SampleGroup, OutputProcessor)}
+    engine = Engine(ConstantWorker(make_limits(vocab_size=2147)), embedded_model())
+    stop = engine.codec.decode([TOKEN] * 2)
+    for number in range(COUNT):
+        ends = {0: {"stop": (stop,)}, 1: {"stop_token_ids": (TOKEN,)}}.get(number % 4, {})
+        engine.add([number, 5, 6], SamplingParams(max_tokens=3, n=1 + number % 2, **ends), f"r{number}")
+        engine.step()
+        if number % 4 == 2:
+            engine.abort(f"r{number - number % 3}")
+        if number % 8 == 7:
+            run(engine)
+    assert len(known(Request) - before[Request]) <= KEPT
+    assert not known(SampleGroup) - before[SampleGroup]
+    assert not known(OutputProcessor) - before[OutputProcessor]
+    engine.close()
+
+
+def test_the_token_side_forgets_whom_it_tells_of_progress_and_whose_grammar_was_refused() -> None:
+    groups, requests = known(SampleGroup), known(Request)
+    grammars = Grammars(Refusing())
+    engine = TokenEngine(ConstantWorker(make_limits(vocab_size=2147)), frozenset(), open_grammars=lambda: grammars)
+    for number in range(COUNT):
+        grammar = Grammar("regex", "a") if number % 3 == 0 else None
+        engine.add(f"r{number}", [number, 5], SamplingParams(max_tokens=2, grammar=grammar), 0, progress=True)
+        engine.step()
+        if number % 3 == 1:
+            engine.abort(f"r{number}")
+        if number % 8 == 7:
+            run(engine)
+    assert len(known(Request) - requests) <= KEPT
+    assert not known(SampleGroup) - groups
+    engine.close()

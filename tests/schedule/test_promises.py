@@ -1,0 +1,99 @@
+"""What is promised is kept: pages for who runs, pages that hold what they say, scores that are taken once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sglcore.schedule.request import Request
+from sglcore.schedule.results import take_prompt_logprobs
+from tests.schedule.drive import Drive
+from tests.schedule.fake_worker import make_scores
+
+PROMPT = list(range(14))
+
+
+def test_nobody_is_admitted_to_the_page_that_a_running_request_needs_next() -> None:
+    drive = Drive(num_pages=16, page_size=4, max_batch_tokens=64, prefix_cache=False)
+    drive.add("old", 7, 20)
+    newcomer = drive.add("new", 56, 4)
+    drive.run()
+    assert drive.scheduler.stats()["retractions"] == 0
+    assert all(rids == ["old"] for rids in drive.worker.rids[:20])
+    assert newcomer.finish_reason == "length"
+
+
+def test_a_newcomer_that_leaves_a_page_for_who_runs_is_admitted() -> None:
+    drive = Drive(num_pages=16, page_size=4, max_batch_tokens=64, prefix_cache=False)
+    drive.add("old", 7, 20)
+    drive.add("new", 52, 1)
+    drive.run()
+    assert drive.worker.rids[0] == ["old", "new"]
+
+
+def repeated(drive: Drive, prompt: list[int]) -> Request:
+    """A second request with the prompt, run to its end; its cells are checked as they are read."""
+    request = drive.add("again", prompt, 2)
+    drive.run()
+    assert request.output_ids == drive.alone(request)
+    return request
+
+
+def test_an_aborted_request_publishes_nothing_of_a_step_that_failed() -> None:
+    drive = Drive()
+    drive.worker.fail_collect = {1}
+    drive.add("a", PROMPT)
+    drive.step()
+    drive.scheduler.abort("a")
+    with pytest.raises(RuntimeError, match="planned failure"):
+        drive.step()
+    assert repeated(drive, PROMPT).cached_tokens == 0
+
+
+def test_an_aborted_request_publishes_nothing_of_a_row_that_was_bad() -> None:
+    drive = Drive()
+    drive.worker.bad_requests = {"a"}
+    drive.add("a", PROMPT)
+    drive.step()
+    drive.scheduler.abort("a")
+    drive.step()
+    assert repeated(drive, PROMPT).cached_tokens == 0
+
+
+def test_an_aborted_request_publishes_what_its_last_step_wrote() -> None:
+    drive = Drive()
+    drive.add("a", PROMPT)
+    drive.step()
+    drive.scheduler.abort("a")
+    drive.step()
+    assert repeated(drive, PROMPT).cached_tokens == 12
+
+
+def test_a_request_that_stopped_publishes_nothing_of_a_step_that_was_not_taken() -> None:
+    drive = Drive()
+    first = drive.stop_after(drive.make("a", 3, None), 1)
+    drive.worker.fail_submit = {2}
+    drive.scheduler.add(first)
+    drive.step()
+    with pytest.raises(RuntimeError, match="planned failure"):
+        drive.step()
+    drive.loop.drain()
+    assert first.finish_reason == "stop"
+    assert repeated(drive, [*first.prompt_ids.tolist(), *first.output_ids, 1, 2]).cached_tokens == 0
+
+
+def test_prompt_scores_are_taken_once_though_the_request_is_retracted() -> None:
+    drive = Drive(num_pages=16, page_size=4, max_batch_tokens=64, prefix_cache=False)
+    drive.add("old", 7, 50)
+    scored = drive.add("scored", 40, 20, prompt_logprobs=1)
+    drive.run()
+    assert drive.scheduler.stats()["retractions"] > 0
+    assert np.concatenate([-part.chosen for part in scored.prompt_logprobs]).tolist() == scored.prompt_ids[1:].tolist()
+    assert sum(batch.prompt_logprobs is not None for batch in drive.worker.seen) == 1
+
+
+def test_scores_of_a_chunk_that_were_taken_are_not_taken_again() -> None:
+    request = Drive().make("a", 9, prompt_logprobs=0)
+    for start, end in ((0, 4), (0, 4), (4, 9), (2, 9)):
+        take_prompt_logprobs(request, make_scores(list(range(start + 1, end + 1)), 0), start, end)
+    assert np.concatenate([-part.chosen for part in request.prompt_logprobs]).tolist() == list(range(1, 9))
