@@ -90,6 +90,9 @@ class Compiling:
                 wanted="a smaller one",
                 remedy="take out repetitions with large counts",
             )
+        if (failure := self._future.exception()) is not None:
+            # One exception serves all who ask: its traceback must not keep the frames, and so the requests, of them all.
+            raise failure.with_traceback(None)
         return self._future.result().start()
 
 

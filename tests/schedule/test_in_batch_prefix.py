@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglcore.schedule import in_batch_prefix
-from sglcore.schedule.request import Request
+from sglcore.schedule.request import Awaited, Request
 from sglcore.schedule.running_requests import MOST_PASSED_OVER
 from tests.schedule.drive import Drive
 from tests.schedule.trace import draw_trace, play
@@ -65,13 +65,20 @@ def test_who_waits_starts_when_the_common_part_is_there_not_the_rest() -> None:
     assert second.cached_tokens == 96
 
 
-def test_who_waits_starts_with_the_step_after_the_one_that_computed_the_last_common_page() -> None:
-    drive = wide(max_batch_tokens=96)
-    drive.add("a", COMMON + [1] * 136, 2)
-    second = drive.add("b", [*COMMON, 0, 0], 2)
+@pytest.mark.parametrize(("common", "pages"), [(64, 16), (67, 16), (68, 17), (96, 24)])
+def test_who_waits_waits_for_every_common_page_and_for_none_besides(common: int, pages: int) -> None:
+    drive = wide()
+    first = drive.add("a", COMMON[:common] + [6] * 9, 9)
+    second = drive.add("b", COMMON[:common] + [7] * 9, 2)
+    drive.step()
+    assert second.awaited == Awaited(first, pages)
+    must_wait = drive.scheduler._running._in_batch_prefixes.must_wait
+    for shared, waits in ((pages - 1, True), (pages, False)):
+        first.shared = shared
+        assert must_wait(second) is waits
+    first.shared = 0
     drive.run()
-    assert drive.worker.rids[:3] == [["a"], ["a"], ["a", "b"]]
-    assert second.cached_tokens == 96
+    assert second.cached_tokens == 4 * pages
 
 
 def test_a_request_of_one_token_is_waited_for_until_its_step_is_collected() -> None:
