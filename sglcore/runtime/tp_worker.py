@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,7 @@ from sglcore.runtime.sample_step import SampleStep
 from sglcore.runtime.staging import RING, StagedArrays
 from sglcore.runtime.token_table import TokenTable
 from sglcore.step.output import StepOutput
-from sglcore.step.rows import plan_rows, pooled_rows
+from sglcore.step.rows import owners, plan_rows
 from sglcore.step.tickets import Tickets, refuse_hidden_states, take_payload
 
 
@@ -100,10 +99,10 @@ class TpModelWorker:
     @torch.inference_mode()
     def forward_batch_embedding(self, batch: ScheduleBatch) -> Ticket:
         """One forward of whole prompts; each row's embedding is the mean of its hidden states, of length 1."""
-        arrays = StagedArrays(pooled_rows(batch))
+        arrays = StagedArrays({"owners": owners(batch.token_offsets)})
         staged = self.runner.init_batch(batch, arrays)
         hidden, path = self.runner.forward(staged)
-        embeddings = mean_pool(hidden, arrays.arrived)
+        embeddings = mean_pool(hidden, arrays.arrived["owners"], batch.batch_size)
         return self._ticket(batch, staged, arrays, StepOutput(plan_rows(batch), path, embeddings=embeddings))
 
     def _ticket(
@@ -128,9 +127,8 @@ class TpModelWorker:
             del self.runner, self._sampling
 
 
-def mean_pool(hidden: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
-    """float32 [B, H] of hidden [T, H]: each request's mean, scaled to length 1; rows as of `pooled_rows`."""
-    owners, counts = rows["owners"].long(), rows["counts"]
-    sums = torch.zeros(len(counts), hidden.shape[1], dtype=torch.float32, device=hidden.device)
-    sums.index_add_(0, owners, hidden.float())
-    return torch.nn.functional.normalize(sums / counts[:, None], dim=-1)
+def mean_pool(hidden: Tensor, owners: Tensor, rows: int) -> Tensor:
+    """float32 [B, H] of hidden [T, H], whose tokens belong to `owners` int[T] of the rows: each row's mean, scaled to length
+    1, which is its sum, scaled to length 1."""
+    sums = torch.zeros(rows, hidden.shape[1], dtype=torch.float32, device=hidden.device)
+    return torch.nn.functional.normalize(sums.index_add_(0, owners.long(), hidden.float()), dim=-1)

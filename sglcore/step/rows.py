@@ -60,9 +60,3 @@ def owners(offsets: Ints) -> Ints:
 def within(offsets: Ints) -> Ints:
     """int32[T]: the place of each of these elements in its row."""
     return np.arange(offsets[-1], dtype=np.int32) - np.repeat(offsets[:-1], np.diff(offsets))
-
-
-def pooled_rows(batch: ScheduleBatch) -> dict[str, NDArray]:
-    """What a mean over each row's tokens needs: `owners` int32[T], the row of each token, and `counts` float32[B]."""
-    counts = np.diff(batch.token_offsets).astype(np.float32)
-    return {"owners": owners(batch.token_offsets), "counts": counts}

@@ -14,6 +14,7 @@ import torch
 
 from sglcore.device.batch import CaptureHiddenMode, ForwardMode, ScheduleBatch
 from sglcore.device.worker import BatchResult, Ticket
+from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import Pending, TpModelWorker
 from sglcore.sampling.params import SamplingParams
 from tests.runtime.tiny import (
@@ -170,6 +171,30 @@ def test_results_lie_row_for_row_and_a_chunk_that_is_not_the_last_gives_none() -
     assert tokens_of(result, 0) == [site.model.next_token([*first, one, two])]
     assert tokens_of(result, 1) == [site.model.next_token(second)]
     assert result.bad_rows.tolist() == [False, False]
+
+
+def check_the_last_tokens_of_emitting_rows() -> None:
+    """Rows that emit stand behind one that does not, and bring their last token in another order."""
+    site, desk = make_site(), Desk()
+    first, second, third = (random_tokens(seed, 5) for seed in (1, 2, 3))
+    result = collected(site, desk.extend({4: first[:2], 2: second, 1: third}, emits=[False, True, True]))
+    ones = [site.model.next_token(prompt) for prompt in (second, third)]
+    assert result.token_ids.tolist() == ones
+    result = collected(site, desk.batch({4: first[2:], 1: [-1], 2: [-2]}, ForwardMode.MIXED))
+    longer = (first, [*third, ones[1]], [*second, ones[0]])
+    assert result.token_ids.tolist() == [site.model.next_token(tokens) for tokens in longer]
+
+
+def test_the_last_tokens_are_those_of_the_rows_that_emitted_wherever_they_stand() -> None:
+    check_the_last_tokens_of_emitting_rows()
+
+
+def test_tokens_remembered_for_the_first_rows_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = TokenTable.publish
+    first = torch.tensor([4, 2, 1])
+    monkeypatch.setattr(TokenTable, "publish", lambda *args: publish(args[0], first[: len(args[1])], args[2]))
+    with pytest.raises(AssertionError):
+        check_the_last_tokens_of_emitting_rows()
 
 
 def test_a_step_in_which_no_row_emits_gives_no_token() -> None:

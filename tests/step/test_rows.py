@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from sglcore.device.batch import ForwardMode
-from sglcore.step.rows import last_tokens, owners, plan_rows, pooled_rows, within
+from sglcore.step.rows import last_tokens, owners, plan_rows, within
 from tests.step.batches import ints, make_batch
 
 
@@ -38,9 +38,3 @@ def test_elements_know_their_row_and_their_place_in_it() -> None:
     assert owners(ints([0, 2, 2, 5])).tolist() == [0, 0, 2, 2, 2]
     assert within(ints([0, 2, 2, 5])).tolist() == [0, 1, 0, 1, 2]
     assert owners(ints([0])).tolist() == within(ints([0])).tolist() == []
-
-
-def test_a_mean_counts_each_rows_own_tokens() -> None:
-    pooled = pooled_rows(make_batch({1: [5, 6, 7], 2: [8]}, ForwardMode.EMBED))
-    assert pooled["owners"].tolist() == [0, 0, 0, 1] and pooled["counts"].tolist() == [3.0, 1.0]
-    assert pooled["counts"].dtype == np.float32

@@ -14,7 +14,7 @@ import mlx.core as mx
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.sampling.state import Logprobs
 from sglcore.step.output import StepOutput
-from sglcore.step.rows import plan_rows, pooled_rows, within
+from sglcore.step.rows import owners, plan_rows, within
 from sglcore.step.sampling import score_prompts
 from sglcore.step.sizing import MemorySizes
 from sglcore_mlx.attention.contract import DecodeAttention
@@ -119,14 +119,14 @@ class Stepper:
         return logits[:count], f"compiled:{size}" if self._compiles else "eager"
 
     def _embed(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
-        """Whole sequences; each row's embedding is the mean of its hidden states, of length 1."""
+        """Whole sequences; each row's embedding is the mean of its hidden states, of length 1: their sum, of
+        length 1."""
         encoder = EncoderRows(batch.token_offsets, self._model.layers)
         hidden = self._model(mx.array(batch.input_ids), mx.array(within(batch.token_offsets)), encoder.attend)
-        pooled = {name: mx.array(values) for name, values in pooled_rows(batch).items()}
         sums = mx.zeros((batch.batch_size, hidden.shape[1]), mx.float32)
-        means = sums.at[pooled["owners"]].add(hidden.astype(mx.float32)) / pooled["counts"][:, None]
-        length = mx.maximum(mx.linalg.norm(means, axis=-1, keepdims=True), 1e-12)
-        return StepOutput(plan_rows(batch), "eager", embeddings=means / length)
+        sums = sums.at[mx.array(owners(batch.token_offsets))].add(hidden.astype(mx.float32))
+        length = mx.maximum(mx.linalg.norm(sums, axis=-1, keepdims=True), 1e-12)
+        return StepOutput(plan_rows(batch), "eager", embeddings=sums / length)
 
     @property
     def _vocab_size(self) -> int:
