@@ -58,3 +58,26 @@ def test_cells_that_something_else_holds_are_seen_to_be_copied() -> None:
         layer = built["pools"].cells[0].nbytes
         built["worker"]._stepper.__class__ = _Holding
         assert bytes_beside(built, prompts=1) > layer
+
+
+def order_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a stepper calls, in order, while a prompt runs to its end with overlap."""
+    calls: list[str] = []
+
+    def record(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (calls.append(name), call(*args))[1])
+
+    with running(kv_cache_memory=CELLS, graph="off", dtype="float32") as built:
+        for owner, name in ((Stepper, "_generate"), (mx, "synchronize"), (mx, "async_eval")):
+            record(owner, name)
+        bytes_beside(built, prompts=1)
+        return calls[:]
+
+
+def test_a_step_is_built_while_the_one_before_runs_and_started_when_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a processor MLX queues few operations ahead, so that what a start too early costs shows on a GPU only."""
+    calls = order_of_calls(monkeypatch)
+    assert calls == ["_generate", "synchronize", "async_eval"] * (len(calls) // 3) and len(calls) > 60

@@ -129,6 +129,15 @@ def test_a_result_says_its_step_and_has_one_entry_a_row(worker: MlxWorker) -> No
     assert (result.logprobs.ranks == 1).all() and (result.logprobs.chosen < 0).all()
 
 
+def test_the_last_tokens_are_those_of_the_rows_that_emitted_wherever_they_stand(worker: MlxWorker) -> None:
+    wanted = two_tokens(worker)
+    rows = [Row(2, 0, PROMPT[:2], (3,), emits=False), Row(1, 0, PROMPT, (1, 2)), Row(3, 0, PROMPT[:1], (5,))]
+    first = run(worker, make_step(3, ForwardMode.EXTEND, rows))
+    rows = [Row(3, 1, [-3]), Row(1, len(PROMPT), [-1]), Row(2, 2, PROMPT[2:], (4,))]
+    second = run(worker, make_step(4, ForwardMode.MIXED, rows))
+    assert [int(first.token_ids[0]), *second.token_ids[1:].tolist()] == [*wanted, wanted[0]]
+
+
 def test_a_step_in_which_no_row_emits_gives_no_token(worker: MlxWorker) -> None:
     result = run(worker, make_step(1, ForwardMode.EXTEND, [Row(1, 0, PROMPT[:4], (1,), emits=False)]))
     assert (result.token_ids.tolist(), result.token_offsets.tolist()) == ([], [0, 0])
