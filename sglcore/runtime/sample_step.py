@@ -62,7 +62,6 @@ class SampleStep:
         if inputs.scored:
             prompt = score_prompts(inputs, arrived, hidden, self._vocab_size, self._score, torch.cat)
         positions, last = staged.seq_lens, None
-        assert positions is not None
         if rows.emitting is not None:
             positions, last = arrived["positions"], arrived["last"].long()
         logits = self._runner.logits(hidden, last)

@@ -212,7 +212,7 @@ def ordered_infinity():
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class DrawKernels:
     """One draw's buffers and how its kernels are launched."""
 
     logits: Tensor
@@ -287,7 +287,7 @@ def draw(logits: Tensor, state: SamplingState, tables: RaceTables, tuning: Tunin
     block = min(tuning.draw_tokens, power_of_two(vocab))
     options = tuning.options(tuning.draw)
     best = torch.empty(rows, tiles(vocab, block), dtype=torch.int64, device=logits.device)
-    work = Draw(logits, state, tables, best, block, options)
+    work = DrawKernels(logits, state, tables, best, block, options)
     best_kernel[work.grid](logits, best, logits.stride(0), vocab, BLOCK=block, **options)
     cut = None
     if state.top_k is not None or state.top_p is not None:
