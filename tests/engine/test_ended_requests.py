@@ -87,8 +87,10 @@ def test_the_token_side_forgets_whom_it_tells_of_progress_and_whose_grammar_was_
     for number in range(COUNT):
         grammar = Grammar("regex", "a") if number % 3 == 0 else None
         engine.add(f"r{number}", [number, 5], SamplingParams(max_tokens=2, grammar=grammar), 0, progress=True)
+        if number % 6 == 1:
+            engine.abort(f"r{number}")
         engine.step()
-        if number % 3 == 1:
+        if number % 6 == 4:
             engine.abort(f"r{number}")
         if number % 8 == 7:
             run(engine)
