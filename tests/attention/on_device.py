@@ -80,6 +80,18 @@ def place(
     return Placed(case, made, batch_on(case.batch, device), device, dtype)
 
 
+def over_the_same_pools(first: Placed, rows: Sequence[tuple[int, int]], heads: Heads, seed: int) -> Placed:
+    """Another decode case, whose cells and tables are copied over those of the first, which a graph reads."""
+    mine = first.backend
+    pages = mine.token_to_kv_pool.page_size
+    other = place(rows, type(mine), heads, first.device, page_size=pages, decode=True, seed=seed)
+    theirs = other.backend
+    mine.req_to_token_pool.page_table.copy_(theirs.req_to_token_pool.page_table)
+    for cells, given in zip(mine.token_to_kv_pool.kv(0), theirs.token_to_kv_pool.kv(0), strict=True):
+        cells.copy_(given)
+    return other
+
+
 def batch_on(batch: ForwardBatch, device: str) -> ForwardBatch:
     """The same batch with its tensors on a device, and the lengths of both sides."""
     tensors = ("req_pool_indices", "seq_lens", "out_cache_loc")

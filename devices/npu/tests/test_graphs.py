@@ -16,6 +16,7 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore_npu.attention_fused import FusedAttention, FusedPlan
 from sglcore_npu.graphs import NpuSegment, make_capture
 from sglcore_npu.tasks import HostLengths, Task, npu
+from tests.attention import on_device
 from tests.attention.on_device import Placed, place
 from tests.attention.rows import Heads
 
@@ -94,12 +95,8 @@ def first() -> Iterator[Placed]:
 
 
 def over_the_same_pools(first: Placed, seed: int) -> Placed:
-    """Another case, whose cells and tables are copied over those that the graph reads."""
-    other = place(ROWS[seed], FusedAttention, HEADS, DEVICE, page_size=PAGE, decode=True, seed=seed)
-    mine, theirs = first.backend, other.backend
-    mine.req_to_token_pool.page_table.copy_(theirs.req_to_token_pool.page_table)
-    for cells, given in zip(mine.token_to_kv_pool.kv(0), theirs.token_to_kv_pool.kv(0), strict=True):
-        cells.copy_(given)
+    """Another case over the pools that the graph reads."""
+    other = on_device.over_the_same_pools(first, ROWS[seed], HEADS, seed)
     torch.accelerator.synchronize()
     return other
 

@@ -1,0 +1,114 @@
+"""The attention backends of a package equal the dense oracle: eager and captured, padded, with and without windows.
+
+A package's test file is `from tests.attention.on_packages import *` beside the imports of its `package` and `make_capture`;
+`ATTENTION` there names the backends, if they are not all but the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from sglcore.device.facts import Facts
+from sglcore.device.package import DevicePackage, resolve
+from sglcore.runtime.attention.contract import Unavailable
+from sglcore.runtime.graphs.capture import StreamCapture
+from tests.attention.on_device import Captured, Placed, over_the_same_pools, place
+from tests.attention.rows import Heads
+
+__all__ = [
+    "placing",
+    "pytest_generate_tests",
+    "test_a_captured_bucket_serves_other_lengths_pages_and_fewer_rows",
+    "test_bfloat16_is_served",
+    "test_it_is_the_dense_oracle",
+    "test_lines_beyond_the_real_ones_change_nothing_and_come_out_as_zero",
+]
+
+HEADS = Heads(4, 2, 64)
+GROUPED = Heads(8, 2, 64)
+WINDOW = Heads(4, 2, 64, window=5)
+SCALED = Heads(4, 2, 64, scaling=0.2)
+DECODE = [(3, 1), (0, 1), (30, 1), (16, 1)]
+EXTEND = [(0, 5), (17, 9), (0, 16), (4, 1)]
+
+
+class Placing:
+    """Cases on the device of a package, in pages of its own size; a missing library skips, naming it."""
+
+    def __init__(self, package: DevicePackage, make_capture: Callable[[], StreamCapture]) -> None:
+        self.package = package
+        self.facts: Facts = resolve(package.facts, package.name)()
+        self._make_capture = make_capture
+
+    def place(self, rows: Any, name: str, heads: Heads = HEADS, **how: Any) -> Placed:
+        """A case over the backend of this name."""
+        try:
+            kind = resolve(self.package.attention[name], self.package.name)
+        except Unavailable as error:
+            pytest.skip(f"needs the library of {name}: {error}")
+        return place(rows, kind, heads, self.facts.tensor_device, **{"page_size": self.facts.page_size, **how})
+
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        """On a stream of its own, as a runner does."""
+        stream, mechanism = torch.Stream(torch.device(self.facts.tensor_device)), self._make_capture()
+        torch.accelerator.synchronize()
+        with mechanism.capture(stream, mechanism.make_pool()) as segment:
+            step()
+        return segment.replay
+
+    def check_captured(self, name: str, heads: Heads) -> None:
+        """A decode bucket of four, replayed on other cases over the same pools."""
+        first = self.place(DECODE, name, heads, decode=True)
+        graph = Captured(first, 4, self.capture)
+        first.check(graph.run(first))
+        for seed, rows in enumerate(([(40, 1)], [(1, 1), (47, 1), (15, 1)], [(31, 1), (32, 1), (2, 1), (8, 1)]), 1):
+            other = over_the_same_pools(first, rows, heads, seed)
+            other.check(graph.run(other))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The backends of the module's package."""
+    module = vars(metafunc.module)
+    names = module.get("ATTENTION") or [name for name in module["package"].attention if name != "reference"]
+    if "attention" in metafunc.fixturenames:
+        metafunc.parametrize("attention", names)
+
+
+@pytest.fixture(scope="module")
+def placing(request: pytest.FixtureRequest) -> Placing:
+    module = vars(request.module)
+    return Placing(module["package"], module["make_capture"])
+
+
+@pytest.mark.parametrize("heads", [HEADS, GROUPED, WINDOW, SCALED], ids=["plain", "grouped", "window", "scaled"])
+@pytest.mark.parametrize(("rows", "is_decode"), [(DECODE, True), (EXTEND, False), ([(9, 1), (0, 7)], False)])
+def test_it_is_the_dense_oracle(placing: Placing, attention: str, heads: Heads, rows: Any, is_decode: bool) -> None:
+    placed = placing.place(rows, attention, heads, decode=is_decode)
+    placed.check(placed.run())
+
+
+def test_bfloat16_is_served(placing: Placing, attention: str) -> None:
+    placed = placing.place(EXTEND, attention, dtype=torch.bfloat16)
+    placed.check(placed.run())
+
+
+def test_lines_beyond_the_real_ones_change_nothing_and_come_out_as_zero(placing: Placing, attention: str) -> None:
+    placed = placing.place(EXTEND, attention)
+    count = placed.batch.num_tokens
+    q, k, v = (torch.cat((part, part.new_full((3, part.shape[1]), 7.0))) for part in placed.inputs)
+    assert placed.batch.out_cache_loc is not None
+    placed.batch.out_cache_loc = torch.cat((placed.batch.out_cache_loc, placed.batch.out_cache_loc.new_zeros(3)))
+    found = placed.run(q, k, v)
+    placed.check(found[:count])
+    assert not found[count:].any()
+
+
+@pytest.mark.parametrize("heads", [HEADS, GROUPED, WINDOW], ids=["plain", "grouped", "window"])
+def test_a_captured_bucket_serves_other_lengths_pages_and_fewer_rows(
+    placing: Placing, attention: str, heads: Heads
+) -> None:
+    placing.check_captured(attention, heads)
