@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
-ModelArgument = Annotated[
-    str | None, typer.Argument(help="A checkpoint folder or a GGUF file; left out, the embedded model.")
-]
+from sglcore.device.config import EngineConfig
+from sglcore.device.settings import settings_of
+
+ModelArgument = Annotated[str | None, typer.Argument(help=settings_of(EngineConfig)["model"].help)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sglcore.cli import options
 from sglcore.cli.aliases import EAGER_FLAGS
 from sglcore.cli.settings import engine_settings, flag_names, split_settings
 from sglcore.device.config import EngineConfig, resolve_config, resolve_server_config
@@ -22,9 +23,7 @@ POLL_SECONDS = 0.05
 
 
 def serve(
-    model: Annotated[
-        str | None, typer.Argument(help="A checkpoint folder or a GGUF file; left out, the embedded model.")
-    ] = None,
+    model: options.ModelArgument = None,
     model_path: Annotated[
         str | None, typer.Option(*flag_names("model"), help="The same, as a flag. [SGLCORE_MODEL]")
     ] = None,

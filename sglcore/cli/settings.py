@@ -9,10 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from sglcore.cli.aliases import EAGER_FLAGS, FLAGS, graph_name
-from sglcore.cli.flag_help import HELP
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
-from sglcore.device.settings import setting_kinds, variable_of
+from sglcore.device.settings import Setting, settings_of
 
 _TYPES = (("bool", bool), ("int", int), ("float", float), ("str", str))
 
@@ -21,8 +20,8 @@ def with_settings(function: Callable[..., None], *records: type[Any]) -> Callabl
     """The function with a flag for each field of the records added to its own options. It receives them, those that were
     not given left out, as `settings: dict`; the records' own resolve reads the variables."""
     own = [item for item in inspect.signature(function).parameters.values() if item.name != "settings"]
-    kinds = {name: kind for record in records for name, kind in setting_kinds(record).items() if name != "model"}
-    made = {name: _flag(name, kind) for name, kind in kinds.items()}
+    known = [item for record in records for item in settings_of(record).values() if item.name != "model"]
+    made = {item.name: _flag(item) for item in known}
 
     def run(**given: Any) -> None:
         settings = {name: given.pop(name) for name in made}
@@ -53,7 +52,7 @@ def engine_settings(settings: Mapping[str, Any] | None, *, eager: bool = False) 
 
 def split_settings(settings: Mapping[str, Any], record: type[Any]) -> dict[str, Any]:
     """Those of one record, lists as the record's tuples."""
-    known = setting_kinds(record)
+    known = settings_of(record)
     return {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items() if n in known}
 
 
@@ -62,18 +61,18 @@ def flag_names(name: str) -> tuple[str, ...]:
     return (f"--{name.replace('_', '-')}", *FLAGS.get(name, ()))
 
 
-def _flag(name: str, kind: str) -> Any:
-    names = flag_names(name)
-    if kind.startswith("bool"):
+def _flag(item: Setting) -> Any:
+    names = flag_names(item.name)
+    if item.kind.startswith("bool"):
         names = tuple(f"{each}/--no-{each.removeprefix('--')}" for each in names)
-    text = f"{HELP.get(name, '')} [{variable_of(name)}]".strip()
-    return Annotated[_type_of(name, kind), typer.Option(*names, help=text, show_default=False)]
+    text = f"{item.help} [{item.variable}]"
+    return Annotated[_type_of(item), typer.Option(*names, help=text, show_default=False)]
 
 
-def _type_of(name: str, kind: str) -> Any:
-    if name == "kv_cache_memory":
+def _type_of(item: Setting) -> Any:
+    if item.is_memory:
         return str | None
-    is_list = kind.startswith("tuple[")
-    word = kind.removeprefix("tuple[")
+    is_list = item.kind.startswith("tuple[")
+    word = item.kind.removeprefix("tuple[")
     found = next(value for start, value in _TYPES if word.startswith(start))
     return list[found] | None if is_list else found | None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from sglcore.device.server_config import ServerConfig, read_keys
-from sglcore.device.settings import PREFIX, memory_bytes, require_at_least, resolve
+from sglcore.device.settings import PREFIX, check_least, memory_bytes, resolve, setting
 
 __all__ = ["PREFIX", "EngineConfig", "memory_bytes", "resolve_config", "resolve_server_config"]
 
@@ -17,49 +17,51 @@ __all__ = ["PREFIX", "EngineConfig", "memory_bytes", "resolve_config", "resolve_
 class EngineConfig:
     """What was asked for; None means "choose, and say why in the ledger".
 
-    `model` is a checkpoint folder (None: the embedded model). `kv_cache_memory` is in bytes, or text such as "512M".
-    `kv_cache_dtype`: "auto" keeps keys and values in the model's type, another name in one that the device offers.
-    `max_batch_tokens` bounds one step: longer prompts are cut into chunks of it. `graph` is a graph kind, "off", or "auto".
-    `graph_buckets` are the batch sizes of decode graphs, `graph_token_buckets` the token counts of prefill graphs (none:
-    dense enough that no prompt is padded to more than twice its tokens).
-    `overlap`: plan a step while the one before is still running. `poison` overwrites the input buffers before every step,
-    to prove that nothing reads what an older one left. `eager_input_no_copy` runs batches that are on the device already
-    as they are. `quantize` rounds the weights of linear layers as they are loaded: "int8", "int4", or "auto", which takes
-    them as the checkpoint has them. `kernels`: "reference" computes with the reference's functions, to compare numbers. `shadow`: every Nth
-    replay of a graph also runs eagerly and is compared (0: never). `grammar_backend` compiles the grammars of requests:
-    "auto", "off" or a library's name. `system_root` is where probes look for the machine's files; None is `/`.
+    `kv_cache_memory` is in bytes. `graph_token_buckets` may be none: then they are dense enough that no prompt is padded to
+    more than twice its tokens. `poison` proves that nothing reads what an older step left in a buffer.
     """
 
-    model: str | None = None
-    device: str | None = None
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    max_requests: int = 256
-    max_batch_tokens: int = 2048
-    page_size: int | None = None
-    kv_cache_memory: int | None = None
-    kv_cache_dtype: str = "auto"
-    attention_backend: str | None = None
-    graph: str = "auto"
-    graph_buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    graph_token_buckets: tuple[int, ...] = ()
-    overlap: bool | None = None
-    prefix_cache: bool = True
-    strict: bool = False
-    threads: int | None = None
-    poison: bool = False
-    eager_input_no_copy: bool = False
-    quantize: str = "auto"
-    kernels: str = "auto"
-    grammar_backend: str = "auto"
-    shadow: int = 0
-    system_root: str | None = None
+    model: str | None = setting(None, "A checkpoint folder or a GGUF file; left out, the embedded model.")
+    device: str | None = setting(None, "The device to run on; left out, the one that is found.")
+    dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
+    max_model_len: int | None = setting(None, "Tokens of context; left out, the checkpoint's own.", least=1)
+    max_requests: int = setting(256, "Requests that may run at once.", least=1)
+    max_batch_tokens: int = setting(2048, "Tokens of one step; longer prompts are cut into chunks of it.", least=1)
+    page_size: int | None = setting(None, "Tokens of a page of the KV cache.", least=1)
+    kv_cache_memory: int | None = setting(None, "Memory for the KV cache, such as 512M or 4G.", least=1, is_memory=True)
+    kv_cache_dtype: str = setting(
+        "auto", "Type of the KV cache: auto (the model's), or one that the device offers, such as int8."
+    )
+    attention_backend: str | None = setting(None, "An attention backend of the device.")
+    graph: str = setting(
+        "auto", "A graph kind of the device: full, breakable, piecewise, native, compiled, off or auto."
+    )
+    graph_buckets: tuple[int, ...] = setting(
+        (1, 2, 4, 8, 16, 32, 64), "Batch sizes of decode graphs; may be given several times."
+    )
+    graph_token_buckets: tuple[int, ...] = setting((), "Token counts of prefill graphs; may be given several times.")
+    overlap: bool | None = setting(None, "Plan a step while the one before is still running.")
+    prefix_cache: bool = setting(True, "Share the pages of prompts with a common beginning.")
+    strict: bool = setting(False, "Refuse to start with anything less than was asked for.")
+    threads: int | None = setting(None, "Threads of the processor device.", least=1)
+    poison: bool = setting(
+        False, "Overwrite the input buffers before every step, to prove that nothing reads old data."
+    )
+    eager_input_no_copy: bool = setting(False, "Run batches that are on the device already as they are.")
+    quantize: str = setting(
+        "auto", "Round the weights of linear layers to int8 or int4; auto takes them as the checkpoint has them."
+    )
+    kernels: str = setting(
+        "auto",
+        "\"reference\" computes with the reference's functions, to compare numbers; other names are the device's.",
+    )
+    grammar_backend: str = setting("auto", "What compiles grammars: auto, llguidance or xgrammar.")
+    shadow: int = setting(0, "Run every Nth replay of a graph eagerly as well and compare; 0 is never.")
+    system_root: str | None = setting(None, "Where probes look for the machine's files.")
     sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
     def __post_init__(self) -> None:
-        require_at_least(
-            self, 1, "max_model_len", "max_requests", "max_batch_tokens", "page_size", "kv_cache_memory", "threads"
-        )
+        check_least(self)
 
 
 def resolve_config(given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> EngineConfig:

@@ -10,81 +10,72 @@ from pathlib import Path
 from types import MappingProxyType
 
 from sglcore.device.errors import ConfigError
-from sglcore.device.settings import PREFIX, require_at_least
+from sglcore.device.settings import PREFIX, check_least, setting, settings_of
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-_COUNTS = (
-    "max_request_bytes",
-    "max_header_bytes",
-    "max_connections",
-    "max_concurrent_requests",
-    "max_prompts",
-    "max_n",
-    "max_prompt_tokens",
-    "replicas",
-)
-_COUNTS_OR_NONE = ("port", "max_queued_requests", "max_logprobs", "max_stored_responses")
-_SECONDS = ("header_timeout", "body_timeout", "keep_alive", "write_timeout")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """What was asked of the server. Times are seconds, sizes bytes.
 
-    `port` 0 takes any free one. `served_model_name`: the names that requests may use (none: from the model's folder).
-    `api_key`: keys of which a request must bring one (none: anybody may ask); `api_key_file` has more, one a line.
-    `allowed_hosts`: names besides those of this machine under which a server bound to loopback answers.
-    `max_concurrent_requests` bounds the requests that are being answered, `max_queued_requests` those that wait for a
-    place in a step, `max_prompts` and `max_n` one request's prompts and samples of each, `max_prompt_tokens` its prompt
-    (None: the model's context). `header_timeout` and `body_timeout` are what a client has to send a request's head and
-    its body, `write_timeout` what it has to take anything of an answer that is ready, `keep_alive` how long an idle
-    connection stays. `drain_timeout`: how long a server that was told to stop goes on with the requests in flight.
-    `restart`: start an engine again that died. `replica_env`: variables that each replica gets, `NAME=VALUE`, where
-    `{index}` in VALUE is its number. `ray`: place the replicas by Ray, on the cluster at this address ("auto": this
-    machine's, "local": a new one); `ray_resources`: what each takes of it, `NAME=AMOUNT`, such as CPU=4. `log_file` None
-    logs to stderr. `max_stored_responses` bounds the answers that are kept for later reference.
+    Nobody needs a key if there is none in `api_key` and `api_key_file`. `replica_env`: `NAME=VALUE`, where `{index}` in VALUE
+    is the replica's number. `ray_resources`: `NAME=AMOUNT`, such as CPU=4.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: tuple[str, ...] = ()
-    api_key: tuple[str, ...] = field(default=(), repr=False)
-    api_key_file: str | None = None
-    allowed_hosts: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
-    max_request_bytes: int = 8 << 20
-    max_header_bytes: int = 32 << 10
-    max_connections: int = 4096
-    max_concurrent_requests: int = 1024
-    max_queued_requests: int = 2048
-    max_prompts: int = 1024
-    max_n: int = 64
-    max_logprobs: int = 20
-    max_prompt_tokens: int | None = None
-    max_stored_responses: int = 256
-    header_timeout: float = 10.0
-    body_timeout: float = 30.0
-    write_timeout: float = 120.0
-    keep_alive: float = 75.0
-    drain_timeout: float = 30.0
-    restart: bool = False
-    replicas: int = 1
-    replica_env: tuple[str, ...] = ()
-    ray: str | None = None
-    ray_resources: tuple[str, ...] = ()
-    tool_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    chat_template: str | None = None
-    log_file: str | None = None
-    log_level: str = "info"
+    host: str = setting("127.0.0.1", "The address to listen on; 0.0.0.0 for every one of this machine.")
+    port: int = setting(8000, "The port to listen on; 0 takes a free one.", least=0)
+    served_model_name: tuple[str, ...] = setting((), "The name that requests use; may be given several times.")
+    api_key: tuple[str, ...] = setting(
+        (), "A key of which a request must bring one; may be given several times.", is_secret=True
+    )
+    api_key_file: str | None = setting(None, "A file with keys, one a line.")
+    allowed_hosts: tuple[str, ...] = setting(
+        (), "Another name under which a server on loopback answers; may be given several times."
+    )
+    cors_origins: tuple[str, ...] = setting(
+        (), "An origin whose pages may use the server; may be given several times, * is any."
+    )
+    max_request_bytes: int = setting(8 << 20, "Bytes of a request's body at most.", least=1)
+    max_header_bytes: int = setting(32 << 10, "Bytes of a request's head at most.", least=1)
+    max_connections: int = setting(4096, "Connections at most.", least=1)
+    max_concurrent_requests: int = setting(1024, "Requests that are answered at once at most; more get 429.", least=1)
+    max_queued_requests: int = setting(2048, "Requests that may wait for a place in a step; more get 429.", least=0)
+    max_prompts: int = setting(1024, "Prompts of one request at most.", least=1)
+    max_n: int = setting(64, "Samples of each prompt (n) at most.", least=1)
+    max_logprobs: int = setting(20, "Alternatives per token at most.", least=0)
+    max_prompt_tokens: int | None = setting(
+        None, "Tokens of a prompt at most; left out, what the context holds.", least=1
+    )
+    max_stored_responses: int = setting(256, "Answers of /v1/responses that are kept for later reference.", least=0)
+    header_timeout: float = setting(10.0, "Seconds that a client has to send a request's head.")
+    body_timeout: float = setting(30.0, "Seconds that a client has to send a request's body.")
+    write_timeout: float = setting(120.0, "Seconds that a client has to take anything of an answer that is ready.")
+    keep_alive: float = setting(75.0, "Seconds that an idle connection stays open.")
+    drain_timeout: float = setting(30.0, "Seconds that requests in flight have when the server is told to stop.")
+    restart: bool = setting(False, "Start an engine process again that died.")
+    replicas: int = setting(1, "Engine processes behind this endpoint.", least=1)
+    replica_env: tuple[str, ...] = setting((), "A variable for each replica, NAME={index}; may be given several times.")
+    ray: str | None = setting(None, "Place the replicas by Ray: the address of a cluster, auto, or local.")
+    ray_resources: tuple[str, ...] = setting(
+        (), "What each replica needs of its machine, NAME=AMOUNT; may be given several times."
+    )
+    tool_parser: str = setting(
+        "auto", "How tool calls are read; auto finds it in the chat template, off turns them off."
+    )
+    reasoning_parser: str = setting(
+        "auto", "How reasoning is told from the answer; auto finds it in the chat template."
+    )
+    chat_template: str | None = setting(None, "A file with a chat template instead of the checkpoint's.")
+    log_file: str | None = setting(None, "Where to log; left out, the error stream.")
+    log_level: str = setting("info", "debug, info, warning or error.")
     sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, *_COUNTS)
-        require_at_least(self, 0, *_COUNTS_OR_NONE)
-        for name in (*_SECONDS, "drain_timeout"):
+        check_least(self)
+        for name in (item.name for item in settings_of(ServerConfig).values() if item.kind == "float"):
             value = getattr(self, name)
-            if value < 0 or (value == 0 and name in _SECONDS):
+            if value < 0 or (value == 0 and name != "drain_timeout"):
                 raise ConfigError(f"{name} is {value}", wanted="a number of seconds above 0", remedy=f"correct {name}")
         if self.port > 65535:
             raise ConfigError(f"port is {self.port}", wanted="a number from 0 to 65535", remedy="correct port")

@@ -1,7 +1,7 @@
-"""How a frozen record of settings is read: explicit arguments, then `SGLCORE_*` variables, each of its declared kind.
+"""How a frozen record of settings is declared and read: explicit arguments, then `SGLCORE_*` variables, each of its kind.
 
-A record is a dataclass whose fields are bool, int, float, str, or tuples of int or str, each perhaps `| None`. It has a
-field `sources`, which says where each value that is not a default came from.
+A record is a dataclass whose fields are `setting`s: bool, int, float, str, or tuples of int or str, each perhaps `| None`.
+It has a field `sources`, which says where each value that is not a default came from.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
@@ -17,11 +17,41 @@ from typing import Any
 from sglcore.device.errors import ConfigError
 
 PREFIX = "SGLCORE_"
-MEMORY = "kv_cache_memory"
-SECRET = frozenset({"api_key"})
-"""Settings whose values no error repeats."""
 
 _UNITS = MappingProxyType({"K": 10, "M": 20, "G": 30, "T": 40})
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a record declares of one field: its kind as annotated, its line of help, the smallest number that it may be,
+    whether text such as 512M is a number for it, and whether it is secret, so that no error repeats it."""
+
+    name: str
+    kind: str
+    help: str
+    least: int | None = None
+    is_memory: bool = False
+    is_secret: bool = False
+
+    @property
+    def variable(self) -> str:
+        """The environment variable of the setting."""
+        return variable_of(self.name)
+
+
+def setting(default: Any, help: str, **declared: Any) -> Any:
+    """A field of a record; `declared` are further fields of `Setting`."""
+    is_secret = declared.get("is_secret", False)
+    return field(default=default, repr=not is_secret, metadata={"help": help, **declared})
+
+
+def settings_of(record: type[Any]) -> dict[str, Setting]:
+    """A record's settings by name, in their order."""
+    return {
+        item.name: Setting(item.name, str(item.type), **item.metadata)
+        for item in fields(record)
+        if item.name != "sources"
+    }
 
 
 def resolve(record: type[Any], given: Mapping[str, object], environ: Mapping[str, str], *others: type[Any]) -> Any:
@@ -30,26 +60,21 @@ def resolve(record: type[Any], given: Mapping[str, object], environ: Mapping[str
     `others` are the records whose variables may stand in `environ` as well; a variable of no record is an error, and so
     are an unknown argument and a value of another kind. All name what is known or wanted.
     """
-    known = setting_kinds(record)
+    known = settings_of(record)
     values = {name: value for name, value in given.items() if value is not None}
     _refuse_unknown("setting", values, known)
     texts = {name: text for name, text in environ.items() if name.startswith(PREFIX)}
     _refuse_unknown(
-        "variable", texts, [variable_of(name) for each in (record, *others) for name in setting_kinds(each)]
+        "variable", texts, [item.variable for each in (record, *others) for item in settings_of(each).values()]
     )
     sources = dict.fromkeys(values, "argument")
-    checked = {name: _checked(name, value, known[name]) for name, value in values.items()}
-    for name, kind in known.items():
-        text = texts.get(variable_of(name))
+    checked = {name: _checked(known[name], value) for name, value in values.items()}
+    for name, item in known.items():
+        text = texts.get(item.variable)
         if name not in values and text:
-            sources[name] = variable_of(name)
-            checked[name] = _parsed(name, text, kind)
+            sources[name] = item.variable
+            checked[name] = _parsed(item, text)
     return record(**checked, sources=MappingProxyType(sources))
-
-
-def setting_kinds(record: type[Any]) -> dict[str, str]:
-    """The names of a record's settings and their kinds as declared."""
-    return {item.name: str(item.type) for item in fields(record) if item.name != "sources"}
 
 
 def variable_of(name: str) -> str:
@@ -57,13 +82,13 @@ def variable_of(name: str) -> str:
     return f"{PREFIX}{name.upper()}"
 
 
-def require_at_least(record: object, least: int, *names: str) -> None:
-    """Raise ConfigError for the first of the named settings that is given and smaller than `least`."""
-    for name in names:
+def check_least(record: Any) -> None:
+    """Raise ConfigError for the first setting that is given and smaller than it may be."""
+    for name, item in settings_of(type(record)).items():
         value = getattr(record, name)
-        if value is not None and value < least:
-            wanted = "a positive number" if least == 1 else f"{least} or more"
-            raise ConfigError(f"{name} is {value}; it must be at least {least}. Give {wanted} or leave it out.")
+        if item.least is not None and value is not None and value < item.least:
+            wanted = "a positive number" if item.least == 1 else f"{item.least} or more"
+            raise ConfigError(f"{name} is {value}; it must be at least {item.least}. Give {wanted} or leave it out.")
 
 
 def memory_bytes(name: str, text: str) -> int:
@@ -83,16 +108,17 @@ def _refuse_unknown(what: str, names: Iterable[str], known: Collection[str]) -> 
         raise ConfigError(f"unknown {what} {name}", remedy=hint)
 
 
-def _checked(name: str, value: object, kind: str) -> Any:
+def _checked(item: Setting, value: object) -> Any:
     """A value given by name, of the declared kind."""
-    if name == MEMORY and isinstance(value, str):
-        return memory_bytes(name, value)
+    kind = item.kind
+    if item.is_memory and isinstance(value, str):
+        return memory_bytes(item.name, value)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if kind.startswith("tuple") and isinstance(value, list):
         value = tuple(value)
     if not _fits(value, kind):
-        raise ConfigError(f"{name} is {_shown(name, value)}", wanted=_wanted(kind), remedy=f"correct {name}")
+        raise ConfigError(f"{item.name} is {_shown(item, value)}", wanted=_wanted(kind), remedy=f"correct {item.name}")
     return float(value) if kind.startswith("float") and isinstance(value, int) else value
 
 
@@ -109,10 +135,10 @@ def _fits(value: object, kind: str) -> bool:
     return isinstance(value, str)
 
 
-def _parsed(name: str, text: str, kind: str) -> Any:
+def _parsed(item: Setting, text: str) -> Any:
     """The value of a variable's text, of the declared kind."""
-    variable = variable_of(name)
-    if name == MEMORY:
+    variable, kind = item.variable, item.kind
+    if item.is_memory:
         return memory_bytes(variable, text)
     if kind.startswith("bool"):
         if text.lower() not in ("0", "1", "true", "false"):
@@ -122,7 +148,7 @@ def _parsed(name: str, text: str, kind: str) -> Any:
     try:
         values = tuple(_number(part, kind.removeprefix("tuple[")) for part in parts)
     except (ValueError, OverflowError):
-        raise ConfigError(f"{variable} is {_shown(name, text)}", wanted=_wanted(kind)) from None
+        raise ConfigError(f"{variable} is {_shown(item, text)}", wanted=_wanted(kind)) from None
     return values if kind.startswith("tuple") else values[0]
 
 
@@ -137,8 +163,8 @@ def _number(text: str, kind: str) -> int | float | str:
     return value
 
 
-def _shown(name: str, value: object) -> str:
-    return "not what it should be (its value is secret)" if name in SECRET else repr(value)
+def _shown(item: Setting, value: object) -> str:
+    return "not what it should be (its value is secret)" if item.is_secret else repr(value)
 
 
 def _wanted(kind: str) -> str:

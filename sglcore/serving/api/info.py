@@ -9,28 +9,18 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from sglcore import __version__
+from sglcore.device.server_config import ServerConfig
+from sglcore.device.settings import settings_of
 from sglcore.serving.api.shared import as_json
 from sglcore.serving.frontend import Frontend
 from sglcore.serving.ipc import EngineStats
 from sglcore.serving.protocol.models import ServerAudit, ServerInfo, ServerStats
 from sglcore.serving.replica import Replica
 
-_LIMITS = (
-    "max_request_bytes",
-    "max_header_bytes",
-    "max_connections",
-    "max_concurrent_requests",
-    "max_queued_requests",
-    "max_prompts",
-    "max_n",
-    "max_logprobs",
-    "max_prompt_tokens",
-    "max_stored_responses",
-    "header_timeout",
-    "body_timeout",
-    "write_timeout",
-    "keep_alive",
-    "drain_timeout",
+_LIMITS = tuple(
+    item.name
+    for item in settings_of(ServerConfig).values()
+    if item.kind.startswith(("int", "float")) and item.name not in ("port", "replicas")
 )
 
 
