@@ -121,7 +121,7 @@ def step_ms(rows: int, grammar: Grammar | None, overlap: bool) -> float:
         begin = time.perf_counter()
         loop.step()
         steps.append(time.perf_counter() - begin)
-    assert scheduler.stats()["decoding"] == rows
+    assert scheduler.stats().decoding == rows
     loop.drain()
     started.worker.close()
     return float(np.median(steps)) * 1e3

@@ -197,8 +197,8 @@ def aborts_leak_no_page(trial: Trial) -> None:
         session = harness.session(overlap=overlap, stagger=1, after_step=_abort_some)
         results = session.run(random_prompts(5, (9, 12, 3, 20, 7, 15, 2, 11)), 10)
         stats = session.scheduler.stats()
-        if stats["free_pages"] != stats["num_pages"]:
-            raise LawBroken(f"{stats['num_pages'] - stats['free_pages']} pages did not come back: {stats}")
+        if stats.free_pages != stats.num_pages:
+            raise LawBroken(f"{stats.num_pages - stats.free_pages} pages did not come back: {stats}")
         ended = {result.finish for result in results}
         if ended != {"abort", "length"}:
             raise LawBroken(f"requests ended by {sorted(ended)}")
@@ -234,7 +234,7 @@ def retraction(trial: Trial) -> None:
         raise NotApplicable(f"pages of {size} tokens are too large for the kit's models to run short of them")
     session = harness.session(pages=CONTEXT // size + 2, stagger=1)
     trial.compare(harness, session.run(random_prompts(10, (20, 24, 28, 22, 25, 30, 26)), 40))
-    if not session.scheduler.stats()["retractions"]:
+    if not session.scheduler.stats().retractions:
         raise LawBroken("no request was retracted")
 
 

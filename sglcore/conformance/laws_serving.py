@@ -127,10 +127,12 @@ def stats_are_true(trial: Trial) -> None:
     while engine.has_work:
         engine.step()
     stats = engine.scheduler.stats()
-    busy = {name: stats[name] for name in ("waiting", "running", "decoding", "in_flight") if stats[name]}
+    busy = {
+        name: getattr(stats, name) for name in ("waiting", "running", "decoding", "in_flight") if getattr(stats, name)
+    }
     if busy:
         raise LawBroken(f"after the last request: {busy}")
-    if stats["free_pages"] + stats["cached_pages"] != stats["num_pages"]:
+    if stats.free_pages + stats.cached_pages != stats.num_pages:
         raise LawBroken(f"pages do not add up: {stats}")
     if "torch_runtime" in trial.target.capabilities():
         _check_cells(harness)

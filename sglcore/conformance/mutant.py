@@ -57,7 +57,7 @@ def _wrapped(step: Step, change: Change) -> Step:
         except Exception as error:
             raise PlantingError(f"the defect could not be planted in what {step.provides!r} built") from error
 
-    return Step(step.provides, changed, step.needs, step.wishes)
+    return Step(step.provides, changed, step.needs, step.optional)
 
 
 def become(thing: T, subclass: Callable[[Any], type]) -> T:

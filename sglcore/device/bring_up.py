@@ -31,12 +31,12 @@ class Closeable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A function of the order. `wishes` are its parameters with defaults: they may be absent, but never come later."""
+    """A function of the order. `optional` are its parameters with defaults: they may be absent, but never come later."""
 
     provides: str
     function: StepFunction
     needs: tuple[str, ...]
-    wishes: tuple[str, ...]
+    optional: tuple[str, ...]
 
     @staticmethod
     def of(function: StepFunction, provides: str = "") -> Step:
@@ -52,14 +52,14 @@ class Step:
             provides=provides or name,
             function=function,
             needs=tuple(p.name for p in parameters if p.default is p.empty),
-            wishes=tuple(p.name for p in parameters if p.default is not p.empty),
+            optional=tuple(p.name for p in parameters if p.default is not p.empty),
         )
 
     def line(self, width: int = 0) -> str:
         """What it provides, which function does when that has another name, and its needs."""
         name = getattr(self.function, "__name__")  # noqa: B009
         label = self.provides if name == self.provides else f"{self.provides} ({name})"
-        needs = ", ".join((*self.needs, *(f"{wish}?" for wish in self.wishes)))
+        needs = ", ".join((*self.needs, *(f"{name}?" for name in self.optional)))
         return f"{label:<{width}}  <- {needs or 'nothing'}"
 
 
@@ -110,7 +110,7 @@ class BringUp:
             if step.provides in known:
                 raise BringUpError(f"step {step.provides!r} provides what is given already", wanted="a name of its own")
             later = {other.provides for other in self.steps[place:]}
-            for need in (*step.needs, *(wish for wish in step.wishes if wish in later)):
+            for need in (*step.needs, *(name for name in step.optional if name in later)):
                 if need not in known:
                     raise _missing(step, need, need in later, known)
             known.add(step.provides)
@@ -125,7 +125,7 @@ class BringUp:
         known = dict(given)
         built: dict[str, Any] = {}
         for step in self.steps:
-            wanted = (*step.needs, *(wish for wish in step.wishes if wish in known))
+            wanted = (*step.needs, *(name for name in step.optional if name in known))
             start = time.perf_counter()
             try:
                 made = step.function(**{name: known[name] for name in wanted})

@@ -18,6 +18,7 @@ from sglcore.schedule.request import Request, RequestError, State
 from sglcore.schedule.results import check_request, check_result, cut_logprobs, take_prompt_logprobs
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.sampling_rows import SamplingRows
+from sglcore.schedule.stats import SchedulerStats
 
 
 class Scheduler:
@@ -126,25 +127,25 @@ class Scheduler:
         self._running.release(record)
         return outputs
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> SchedulerStats:
         """Counts of requests, steps, pages and tokens."""
         running, memory = self._running, self._running.memory
-        return {
-            "waiting": len(self._waiting) + len(self._embedding),
-            "running": len(running),
-            "decoding": len(running.rows.requests),
-            "in_flight": len(self.in_flight),
-            "steps": self._step,
-            "computed_prompt_tokens": self._prompt_tokens,
-            "num_pages": memory.pool.num_pages,
-            "free_pages": memory.pool.free,
-            "cached_pages": memory.cache.num_pages,
-            "unused_cached_pages": memory.cache.num_unused,
-            "evicted_pages": memory.evicted_pages,
-            "hit_tokens": memory.hit_tokens,
-            "looked_up_tokens": memory.looked_up_tokens,
-            "retractions": running.retractions,
-        }
+        return SchedulerStats(
+            waiting=len(self._waiting) + len(self._embedding),
+            running=len(running),
+            decoding=len(running.rows.requests),
+            in_flight=len(self.in_flight),
+            steps=self._step,
+            computed_prompt_tokens=self._prompt_tokens,
+            num_pages=memory.pool.num_pages,
+            free_pages=memory.pool.free,
+            cached_pages=memory.cache.num_pages,
+            unused_cached_pages=memory.cache.num_unused,
+            evicted_pages=memory.evicted_pages,
+            hit_tokens=memory.hit_tokens,
+            looked_up_tokens=memory.looked_up_tokens,
+            retractions=running.retractions,
+        )
 
     def audit(self) -> None:
         """Raise AssertionError if a page or a slot is lost or held twice; O(num_pages)."""

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 from sglcore.engine.outputs import PromptProgress, TextDelta
 from sglcore.sampling.grammar import GrammarError
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.output import TokenLogprob
+from sglcore.schedule.output import FinishReason, TokenLogprob
 from sglcore.serving.errors import InvalidRequest, blame
 from sglcore.serving.formats import ChatFormat, Delta, Rendered
 from sglcore.serving.frontend import Frontend
@@ -166,7 +166,7 @@ class _Sample:
             ChatEvent(self._index, last, end, error=text.error),
         ]
 
-    def _reason(self, reason: Literal["stop", "length", "abort", "error"]) -> ChatFinish:
+    def _reason(self, reason: FinishReason) -> ChatFinish:
         return "tool_calls" if reason == "stop" and self._has_called else reason
 
 

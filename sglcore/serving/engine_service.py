@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
+from msgspec import structs
+
 from sglcore.device.errors import SglcoreError
 from sglcore.engine.meter import Meter
 from sglcore.engine.tokens import TokenEngine
@@ -167,10 +169,8 @@ class EngineService:
 
     def stats(self) -> EngineStats:
         """The counters as they are now."""
-        known = EngineStats.__struct_fields__
-        found = {name: value for name, value in self.engine.scheduler.stats().items() if name in known}
         return EngineStats(
-            **found,
+            **structs.asdict(self.engine.scheduler.stats()),
             time=time.time(),
             compiling=self.engine.num_compiling,
             failed_steps=self._failed_steps,

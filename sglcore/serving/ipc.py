@@ -16,6 +16,7 @@ import numpy as np
 from sglcore.sampling.grammar import Grammar
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput
+from sglcore.schedule.stats import SchedulerStats
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -139,30 +140,18 @@ class Embedded(msgspec.Struct, array_like=True, tag=5, gc=False):
     error: str = ""
 
 
-class EngineStats(msgspec.Struct, array_like=True, tag=6, gc=False):
-    """Counters of one engine since its start; `running`, `waiting` and the pages are of this moment, times are seconds.
+class EngineStats(SchedulerStats, array_like=True, tag=6, gc=False):
+    """Counters of one engine since its start: those of its scheduler, and its own. Times are seconds.
 
-    `hit_tokens` of `looked_up_tokens`: prompt tokens that the prefix cache had. `computed_prompt_tokens`: those that the
-    device worked on, again after a retraction. `paths` counts steps by what ran. `host_seconds`: the part of
-    `step_seconds`, over `host_steps`, in which the host neither waited for the device nor was itself the device.
+    `paths` counts steps by what ran. `host_seconds`: the part of `step_seconds`, over `host_steps`, in which the host
+    neither waited for the device nor was itself the device.
     """
 
     time: float = 0.0
-    waiting: int = 0
-    running: int = 0
     compiling: int = 0
-    num_pages: int = 0
-    free_pages: int = 0
-    cached_pages: int = 0
-    unused_cached_pages: int = 0
-    hit_tokens: int = 0
-    looked_up_tokens: int = 0
-    retractions: int = 0
-    steps: int = 0
     failed_steps: int = 0
     requests: int = 0
     prompt_tokens: int = 0
-    computed_prompt_tokens: int = 0
     generation_tokens: int = 0
     host_seconds: float = 0.0
     host_steps: int = 0

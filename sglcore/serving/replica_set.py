@@ -311,7 +311,18 @@ def add_stats(parts: Iterable[EngineStats]) -> EngineStats:
 def past_only(stats: EngineStats) -> EngineStats:
     """What an engine that has ended has done; it holds nothing any more."""
     nothing = dict.fromkeys(
-        ("waiting", "running", "compiling", "num_pages", "free_pages", "cached_pages", "unused_cached_pages"), 0
+        (
+            "waiting",
+            "running",
+            "decoding",
+            "in_flight",
+            "compiling",
+            "num_pages",
+            "free_pages",
+            "cached_pages",
+            "unused_cached_pages",
+        ),
+        0,
     )
     return msgspec.structs.replace(stats, **nothing)
 

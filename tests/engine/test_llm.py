@@ -77,7 +77,7 @@ def test_a_closed_stream_gives_its_slot_and_pages_back(llm: LLM) -> None:
     next(stream)
     stream.close()
     stats = llm.engine.scheduler.stats()
-    assert stats["running"] == stats["waiting"] == stats["in_flight"] == 0
+    assert stats.running == stats.waiting == stats.in_flight == 0
     llm.engine.scheduler.audit()
 
 

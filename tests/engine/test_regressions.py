@@ -85,7 +85,7 @@ def test_a_step_that_fails_leaves_no_request_of_its_call_behind(llm: LLM) -> Non
     with pytest.raises(OSError, match="planted"):
         llm.generate([A] * 20, GREEDY)
     llm.engine.loop.worker = worker
-    assert llm.engine.scheduler.stats()["waiting"] == 0
+    assert llm.engine.scheduler.stats().waiting == 0
     assert texts(llm, [A, B]) == whole
     llm.engine.scheduler.audit()
 

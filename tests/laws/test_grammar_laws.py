@@ -89,7 +89,7 @@ def test_chunks_overlap_prefix_hits_and_retraction_change_nothing(checkpoint: Pa
         check(run(engine, stagger=1), wanted)
         check(run(engine), wanted)
         stats = engine.scheduler.stats()
-        assert stats["retractions"] > 0 and stats["hit_tokens"] > 0, stats
+        assert stats.retractions > 0 and stats.hit_tokens > 0, stats
 
 
 @pytest.mark.needs("device")

@@ -118,7 +118,7 @@ def test_prefix_hits_change_nothing(case: Case, graph: str) -> None:
     check_logprobs(engine.run([base], 4), case.oracle)
     others = [base[:21] + tail for tail in random_prompts(9, (3, 1, 6))]
     check_logprobs(engine.run([base, *others], 8), case.oracle)
-    assert engine.scheduler.stats()["hit_tokens"] >= 32 + 3 * 20
+    assert engine.scheduler.stats().hit_tokens >= 32 + 3 * 20
     check_paths(engine, graph)
 
 
@@ -128,7 +128,7 @@ def test_retraction_and_recompute_change_nothing(case: Case, graph: str) -> None
     engine = TokenEngine(case.folder, kv_cache_memory=pages * case.page_bytes(4), **settings)
     assert engine.worker.limits.num_pages == pages
     results = engine.run(random_prompts(10, (20, 24, 28, 22)), 30, stagger=1)
-    assert engine.scheduler.stats()["retractions"] > 0
+    assert engine.scheduler.stats().retractions > 0
     check_logprobs(results, case.oracle)
     check_paths(engine, graph)
 
@@ -152,5 +152,5 @@ def test_compiled_decode_changes_nothing(case: Case) -> None:
     for _ in range(2):
         check_logprobs(engine.run(prompts, 30, stagger=1), case.oracle)
     stats = engine.scheduler.stats()
-    assert stats["retractions"] > 0 and stats["hit_tokens"] > 0
+    assert stats.retractions > 0 and stats.hit_tokens > 0
     assert engine.paths == {"eager", "compiled:4"}

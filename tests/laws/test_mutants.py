@@ -195,7 +195,7 @@ def test_a_recompute_that_forgets_outputs_is_caught_by_retraction(
     prompts = random_prompts(10, (20, 24, 28, 22))
     honest = TokenEngine(folder, **settings)
     check_logprobs(honest.run(prompts, 30, stagger=1), oracle)
-    assert honest.scheduler.stats()["retractions"] > 0
+    assert honest.scheduler.stats().retractions > 0
     monkeypatch.setattr(Request, "tokens", forgetful)
     with pytest.raises(AssertionError):
         check_logprobs(TokenEngine(folder, **settings).run(prompts, 30, stagger=1), oracle)

@@ -22,7 +22,7 @@ class Violation(AssertionError):
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Params:
     """Sampling parameters as the scheduler reads them."""
 
     max_tokens: int | None = 8

@@ -34,7 +34,7 @@ def test_a_common_prefix_is_computed_once(overlap: bool) -> None:
     drive.run()
     assert [request.cached_tokens for request in requests] == [0, 96, 96, 96, 96]
     assert all(request.output_ids == drive.alone(request) for request in requests)
-    assert drive.scheduler.stats()["computed_prompt_tokens"] == 105 + 4 * 9
+    assert drive.scheduler.stats().computed_prompt_tokens == 105 + 4 * 9
 
 
 def test_without_a_cache_nobody_waits() -> None:

@@ -42,7 +42,7 @@ def test_a_worker_that_fails_to_collect_ends_the_requests_of_that_step() -> None
         drive.step()
     drive.scheduler.audit()
     assert lost.finish_reason == "error"
-    assert drive.scheduler.stats()["in_flight"] == 0
+    assert drive.scheduler.stats().in_flight == 0
     drive.loop.drain()
     drive.run()
     assert spared.finish_reason == "error" and spared.output_ids == []
@@ -74,7 +74,7 @@ def test_no_page_and_no_slot_is_lost_whichever_step_fails(kind: str, step: int, 
             drive.outputs += drive.loop.drain()
             drive.scheduler.audit()
     assert sorted(drive.finishes()) == ["a", "b", "c"]
-    assert drive.scheduler.stats()["free_pages"] == drive.limits.num_pages
+    assert drive.scheduler.stats().free_pages == drive.limits.num_pages
 
 
 def test_drain_collects_what_is_in_flight_and_submits_nothing() -> None:

@@ -43,7 +43,7 @@ def test_whatever_happens_a_mask_is_made_of_all_tokens_of_its_own_row() -> None:
         print("seed", seed)
         outcome, constrained = play_seed(seed)
         refused = [request for request in constrained if "planned to be refused" in request.error]
-        seen["retractions"] += outcome.scheduler.stats()["retractions"] > 0 and len(constrained) > 0
+        seen["retractions"] += outcome.scheduler.stats().retractions > 0 and len(constrained) > 0
         seen["refused"] += len(refused)
         seen["ended"] += sum(request.finish_reason in ("stop", "length") for request in constrained)
         seen["overlapped"] += outcome.worker.most_in_flight > 1
@@ -123,9 +123,9 @@ def test_free_requests_alone_keep_a_step_in_flight_and_beside_a_grammar_there_is
     drive.scheduler.add(bound)
     drive.worker.most_in_flight = 0
     drive.step(2)
-    steps = drive.scheduler.stats()["steps"]
+    steps = drive.scheduler.stats().steps
     drive.step(3)
-    assert drive.scheduler.stats()["steps"] == steps + 3, "a step of the loop is a step of the device"
+    assert drive.scheduler.stats().steps == steps + 3, "a step of the loop is a step of the device"
     assert drive.worker.most_in_flight <= 2
     drive.run()
     assert bound.output_ids == drive.alone(bound) and bound.finish_reason == "length"
@@ -181,7 +181,7 @@ def test_news_that_came_before_a_failed_submit_are_not_lost() -> None:
     drive.scheduler.add(bound)
     drive.step(2)
     taken = len(bound.output_ids)
-    drive.worker.fail_submit = {drive.scheduler.stats()["steps"] + 1}
+    drive.worker.fail_submit = {drive.scheduler.stats().steps + 1}
     with pytest.raises(RuntimeError, match="planned failure"):
         drive.loop.step()
     outputs = drive.loop.drain()

@@ -16,7 +16,7 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request, RequestError, State
 from sglcore.schedule.scheduler import Scheduler
 from tests.schedule.drive import Drive
-from tests.schedule.fake_worker import Wishes, make_limits
+from tests.schedule.fake_worker import Params, make_limits
 
 DECODE, EXTEND, MIXED, EMBED = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.EMBED
 
@@ -42,7 +42,7 @@ def test_a_prompt_that_can_not_run_is_refused(prompt: list[int], message: str) -
 @pytest.mark.parametrize("ids", [np.array([1, 2**40]), np.array([1.5]), [2**33]])
 def test_ids_that_are_no_32_bit_integers_are_refused_instead_of_wrapped(ids: np.ndarray) -> None:
     with pytest.raises(RequestError, match=r"token ids|integer"):
-        Request("a", ids, Wishes())
+        Request("a", ids, Params())
 
 
 def test_a_name_may_be_used_again_only_after_its_request_has_ended() -> None:
@@ -196,8 +196,8 @@ def test_a_stale_request_keeps_slot_and_pages_until_its_last_ticket_is_collected
     drive.step(3)
     assert request.state is State.FINISHED
     stats = drive.scheduler.stats()
-    assert (stats["in_flight"], stats["waiting"]) == (1, 1)
-    assert stats["free_pages"] == stats["num_pages"] - 2
+    assert (stats.in_flight, stats.waiting) == (1, 1)
+    assert stats.free_pages == stats.num_pages - 2
     drive.run()
 
 
@@ -280,7 +280,7 @@ def test_a_second_prompt_uses_the_cached_pages_of_the_first() -> None:
     second = drive.add("b", [1, 2, 3, 4, 5, 6, 7, 8], 1)
     drive.run()
     assert second.cached_tokens == 4
-    assert drive.scheduler.stats()["hit_tokens"] == 4
+    assert drive.scheduler.stats().hit_tokens == 4
 
 
 @pytest.mark.parametrize(("lookahead", "cached"), [(0, 8), (1, 8), (2, 4)])
@@ -316,7 +316,7 @@ def test_the_youngest_gives_way_when_pages_run_out_and_loses_nothing() -> None:
     drive = Drive(max_model_len=32, page_size=4, num_pages=8, max_requests=3, prefix_cache=False)
     old, young = drive.add("old", 3, 20), drive.add("young", 5, 20)
     drive.run()
-    assert drive.scheduler.stats()["retractions"] > 0
+    assert drive.scheduler.stats().retractions > 0
     assert drive.finishes() == ["old", "young"]
     assert [old.output_ids, young.output_ids] == [drive.alone(old), drive.alone(young)]
 
@@ -330,9 +330,9 @@ def test_no_more_requests_are_retracted_than_are_needed(overlap: bool) -> None:
     seen = 0
     while drive.loop.has_work and not seen:
         drive.step()
-        seen = drive.scheduler.stats()["retractions"]
+        seen = drive.scheduler.stats().retractions
     drive.step()
-    assert drive.scheduler.stats()["retractions"] == 1
+    assert drive.scheduler.stats().retractions == 1
     drive.run()
 
 
@@ -341,7 +341,7 @@ def test_a_retracted_request_returns_before_later_ones() -> None:
     for rid in ("a", "b", "c"):
         drive.add(rid, 5, 16)
     drive.run()
-    assert drive.scheduler.stats()["retractions"] > 0
+    assert drive.scheduler.stats().retractions > 0
     assert drive.finishes() == ["a", "b", "c"]
 
 
@@ -349,11 +349,11 @@ def test_unused_cached_pages_are_evicted_before_anybody_is_retracted() -> None:
     drive = Drive(max_model_len=32, page_size=4, num_pages=8, max_requests=2)
     drive.add("a", 12, 1)
     drive.run()
-    assert drive.scheduler.stats()["cached_pages"] == 3
+    assert drive.scheduler.stats().cached_pages == 3
     drive.add("b", [40] * 12, 18)
     drive.run()
     stats = drive.scheduler.stats()
-    assert (stats["retractions"], stats["evicted_pages"]) == (0, 3)
+    assert (stats.retractions, stats.evicted_pages) == (0, 3)
 
 
 def test_a_row_with_bad_logits_ends_alone() -> None:
@@ -379,7 +379,7 @@ def test_embeddings_take_neither_slots_nor_pages() -> None:
     drive.add("e", 4, task="embed")
     drive.step()
     assert drive.worker.seen[0].slots.tolist() == [0]
-    assert drive.scheduler.stats()["free_pages"] == drive.limits.num_pages
+    assert drive.scheduler.stats().free_pages == drive.limits.num_pages
 
 
 def test_no_more_rows_run_than_a_step_has_tokens() -> None:
@@ -396,9 +396,9 @@ def test_stats_count_requests_and_pages() -> None:
     drive.add("b", 5, None)
     drive.step(2)
     stats = drive.scheduler.stats()
-    counts = {name: stats[name] for name in ("waiting", "running", "decoding", "in_flight", "steps")}
+    counts = {name: getattr(stats, name) for name in ("waiting", "running", "decoding", "in_flight", "steps")}
     assert counts == {"waiting": 1, "running": 1, "decoding": 1, "in_flight": 1, "steps": 2}
-    assert stats["free_pages"] == stats["num_pages"] - 2
+    assert stats.free_pages == stats.num_pages - 2
 
 
 def test_a_result_for_another_step_is_refused() -> None:

@@ -17,7 +17,7 @@ from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Request
 from sglcore.schedule.results import join_logprobs
 from sglcore.schedule.scheduler import Scheduler
-from tests.schedule.fake_worker import FakeWorker, Wishes, compose, make_limits
+from tests.schedule.fake_worker import FakeWorker, Params, compose, make_limits
 
 VOCABULARY = 30
 
@@ -96,7 +96,7 @@ def _draw_arrivals(rnd: Random, limits: Limits) -> list[tuple[int, Request]]:
         prompt = np.array(shared + [rnd.randint(0, 2) for _ in range(rnd.randint(1, 3))], dtype=np.int32)
         if rnd.random() < 0.1:
             prompt = prompt[: limits.max_batch_tokens]
-            arrivals.append((tick, Request(f"e{index}", prompt, Wishes(), task="embed")))
+            arrivals.append((tick, Request(f"e{index}", prompt, Params(), task="embed")))
             continue
         leader = None
         for sibling in range(rnd.choice([1, 1, 1, 3])):
@@ -107,7 +107,7 @@ def _draw_arrivals(rnd: Random, limits: Limits) -> list[tuple[int, Request]]:
 
 
 def _draw_request(rnd: Random, rid: str, prompt: np.ndarray, leader: Request | None) -> Request:
-    params = Wishes(
+    params = Params(
         rnd.choice([1, 2, 6, None, None]),
         needs_history=rnd.random() < 0.2,
         logprobs=rnd.choice([None, None, 0, 2]),
@@ -169,10 +169,10 @@ def _step(outcome: Outcome, loop: Loop) -> None:
 def check(outcome: Outcome) -> None:
     """Everybody ended once, with the tokens of a run alone, and nothing is held any more."""
     stats = outcome.scheduler.stats()
-    held = stats["num_pages"] - stats["free_pages"] - stats["cached_pages"]
-    assert (held, stats["running"], stats["waiting"], stats["in_flight"]) == (0, 0, 0, 0), stats
-    assert stats["unused_cached_pages"] == stats["cached_pages"], stats
-    assert outcome.trace.prefix_cache or stats["cached_pages"] == 0
+    held = stats.num_pages - stats.free_pages - stats.cached_pages
+    assert (held, stats.running, stats.waiting, stats.in_flight) == (0, 0, 0, 0), stats
+    assert stats.unused_cached_pages == stats.cached_pages, stats
+    assert outcome.trace.prefix_cache or stats.cached_pages == 0
     assert len(outcome.worker.in_flight) == 0
     for _, request in outcome.trace.arrivals:
         assert outcome.finishes.get(request.rid) == 1, f"{request.rid} ended {outcome.finishes.get(request.rid)} times"

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from sglcore.device.server_config import ServerConfig
 from sglcore.engine.outputs import Completion, RequestOutput, TextDelta
 from sglcore.engine.text import TextCodec
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.output import TokenLogprob
+from sglcore.schedule.output import FinishReason, TokenLogprob
 from sglcore.serving.app import make_app
 from sglcore.serving.formats import Delta, Rendered
 from sglcore.serving.frontend import Frontend
@@ -24,7 +24,6 @@ DEMO = Path(__file__).parents[2] / "sglcore" / "assets" / "demo"
 PROMPT = (5, 6, 7, 8, 9)
 """Token ids of every prompt, of which `CACHED` came from the cache."""
 CACHED = 2
-Reason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass
@@ -35,7 +34,7 @@ class Script:
     """
 
     says: Sequence[Sequence[Delta]] = ()
-    reason: Reason = "stop"
+    reason: FinishReason = "stop"
     stop_cause: int | str | None = None
     error: str = ""
     fault: Exception | None = None

@@ -67,7 +67,7 @@ def test_prefix_hits_change_nothing(engine: TokenEngine) -> None:
     prompts = random_prompts(31, LENGTHS, VOCAB)
     first, again = (session.run(prompts, TOKENS, grammars=GRAMMARS, **DRAWN) for _ in range(2))
     assert [result.tokens for result in first] == [result.tokens for result in again] == alone(engine)
-    assert session.scheduler.stats()["hit_tokens"] > 0 and session.scheduler.stats()["retractions"] > 0
+    assert session.scheduler.stats().hit_tokens > 0 and session.scheduler.stats().retractions > 0
 
 
 DEFECTS = {

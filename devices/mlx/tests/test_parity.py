@@ -157,7 +157,7 @@ def test_retraction_and_recompute_change_nothing(case: Case, overlap: bool) -> N
     prompts = random_prompts(10, (20, 24, 28, 22))
     session = case.mlx.session(pages=CONTEXT // 4 + 2, stagger=1, overlap=overlap)
     found = session.run(prompts, 40)
-    assert session.scheduler.stats()["retractions"] > 0
+    assert session.scheduler.stats().retractions > 0
     check_same(found, case.host.session().run(prompts, 40), TO_DEVICE)
 
 

@@ -43,6 +43,7 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.stats import SchedulerStats
 
 CONTEXT = 48
 PAGE_SIZE = 4
@@ -80,7 +81,7 @@ class Lived:
     """What came of a life, request by request, and the scheduler's counts at its end."""
 
     results: list[Result]
-    stats: dict[str, int]
+    stats: SchedulerStats
 
 
 def draw_life(rnd: Random) -> Life:
@@ -143,7 +144,7 @@ def play(recorder: RecordingWorker, life: Life, *, overlap: bool) -> Lived:
         tick += 1
         assert tick < MOST_TICKS, f"no end in sight: {scheduler.stats()}"
     stats = scheduler.stats()
-    assert stats["free_pages"] + stats["cached_pages"] == stats["num_pages"], stats
+    assert stats.free_pages + stats.cached_pages == stats.num_pages, stats
     return Lived([result_of(request) for request in requests], stats)
 
 
@@ -230,7 +231,7 @@ def test_the_lives_reach_what_they_are_meant_to_reach(engine: TokenEngine) -> No
     for seed in SEEDS[:10]:
         lived = play(engine.recorder, draw_life(Random(seed)), overlap=True)
         for name in ("retractions", "hit_tokens", "evicted_pages"):
-            seen[name] += lived.stats[name] > 0
+            seen[name] += getattr(lived.stats, name) > 0
         for result in lived.results:
             seen[result.finish] += 1
     assert min(seen.values()) >= 2, seen

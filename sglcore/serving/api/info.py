@@ -14,7 +14,8 @@ from sglcore.device.settings import settings_of
 from sglcore.serving.api.shared import as_json
 from sglcore.serving.frontend import Frontend
 from sglcore.serving.ipc import EngineStats
-from sglcore.serving.protocol.models import ServerAudit, ServerInfo, ServerStats
+from sglcore.serving.metrics import kv_usage
+from sglcore.serving.protocol.models import OF_ENGINE, ServerAudit, ServerInfo, ServerStats
 from sglcore.serving.replica import Replica
 
 _LIMITS = tuple(
@@ -49,19 +50,13 @@ def _info(frontend: Frontend) -> dict[str, Any]:
     info, form = frontend.info, frontend.format
     rows = [*(info.ledger if info is not None else ()), *(asdict(row) for row in form.rows)]
     return {
+        **{name: None if info is None else getattr(info, name) for name in OF_ENGINE},
         "version": __version__,
         "phase": frontend.health.phase,
         "model": str(frontend.names[0]),
         "served_model_names": list(frontend.names),
-        "device": info.device if info is not None else None,
-        "device_evidence": info.device_evidence if info is not None else None,
-        "distribution": info.distribution if info is not None else None,
-        "max_model_len": info.max_model_len if info is not None else None,
-        "generates": info.generates if info is not None else None,
-        "limits": info.limits if info is not None else None,
         "ledger": rows,
         "seconds": info.seconds if info is not None else {},
-        "fingerprint": info.fingerprint if info is not None else None,
         "tool_parser": form.tool_parser,
         "tool_reason": form.tool_reason,
         "reasoning_parser": form.reasoning_parser,
@@ -76,13 +71,12 @@ def _replica(replica: Replica) -> dict[str, Any]:
 
 
 def _counters(stats: EngineStats) -> dict[str, Any]:
-    unused = stats.free_pages + stats.unused_cached_pages
     return {
         "prompt_tokens": stats.prompt_tokens,
         "generation_tokens": stats.generation_tokens,
         "running": stats.running,
         "waiting": stats.waiting,
-        "kv_used": 1 - unused / stats.num_pages if stats.num_pages else 0.0,
+        "kv_used": kv_usage(stats),
         "cached_tokens": stats.hit_tokens,
         "prompt_tokens_computed": stats.computed_prompt_tokens,
         "requests": stats.requests,

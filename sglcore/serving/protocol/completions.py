@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from sglcore.schedule.output import FinishReason
 from sglcore.serving.protocol.common import Answer, Count, ErrorDetail, Items, Positive, PromptProgress, Usage
 from sglcore.serving.protocol.sampling import GenerationFields
 
@@ -76,7 +77,7 @@ class CompletionChoice(Answer):
     index: int
     text: str
     logprobs: CompletionLogprobsAnswer | None
-    finish_reason: Literal["stop", "length", "abort", "error"] | None
+    finish_reason: FinishReason | None
     stop_reason: int | str | None = None
     seed_used: int | None = None
     token_ids: list[int] | None = None

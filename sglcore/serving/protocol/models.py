@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, create_model
 
+from sglcore.serving.ipc import ModelInfo
 from sglcore.serving.protocol.common import Answer
 
 
@@ -39,27 +40,34 @@ class ModelList(Answer):
     data: list[ModelCard]
 
 
-class ServerInfo(Answer):
-    """What runs, and every decision that led there. What is known only when the model is ready is null before."""
+class _ServerFacts(Answer):
+    """What the server knows without its engines, and what both have a part in."""
 
     version: str
     phase: str
     model: str
     served_model_names: list[str]
-    device: str | None
-    device_evidence: str | None
-    distribution: str | None
-    max_model_len: int | None
-    generates: bool | None
-    limits: dict[str, Any] | None
     ledger: list[dict[str, Any]]
     seconds: dict[str, float]
-    fingerprint: str | None
     tool_parser: str | None
     tool_reason: str
     reasoning_parser: str | None
     reasoning_reason: str
     server_limits: dict[str, int | float | None]
+
+
+OF_ENGINE = tuple(name for name in ModelInfo.__struct_fields__ if name not in (*_ServerFacts.model_fields, "eos_ids"))
+"""What is told of the model as its engine told it."""
+
+
+def _server_info() -> type[Answer]:
+    kinds = get_type_hints(ModelInfo)
+    known_later: dict[str, Any] = {name: (kinds[name] | None, ...) for name in OF_ENGINE}
+    text = "What runs, and every decision that led there. What is known only when the model is ready is null before."
+    return create_model("ServerInfo", __base__=_ServerFacts, __doc__=text, **known_later)
+
+
+ServerInfo = _server_info()
 
 
 class Counters(Answer):

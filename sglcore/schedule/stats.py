@@ -1,0 +1,29 @@
+"""What a scheduler counts."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SchedulerStats(msgspec.Struct):
+    """Counters since the start; requests in a state (`waiting` to `in_flight`, which counts steps) and pages but
+    `evicted_pages` are of this moment.
+
+    `hit_tokens` of `looked_up_tokens`: prompt tokens that the prefix cache had. `computed_prompt_tokens`: those that the
+    device worked on, again after a retraction.
+    """
+
+    waiting: int = 0
+    running: int = 0
+    decoding: int = 0
+    in_flight: int = 0
+    num_pages: int = 0
+    free_pages: int = 0
+    cached_pages: int = 0
+    unused_cached_pages: int = 0
+    evicted_pages: int = 0
+    hit_tokens: int = 0
+    looked_up_tokens: int = 0
+    retractions: int = 0
+    steps: int = 0
+    computed_prompt_tokens: int = 0
