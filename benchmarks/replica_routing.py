@@ -1,6 +1,6 @@
 """Prefill work and time of two replicas under prompts that share prefixes, by how the router chooses.
 
-The prefixes together fill the pages of more than one replica, and some are given_tokens for far more often than others, so a
+The prefixes together fill the pages of more than one replica, and some are asked for far more often than others, so a
 router has to keep each in one place and still leave no replica idle. Engines run on this machine, one thread each.
 
     python benchmarks/replica_routing.py [--json FILE] [--requests 120] [--replicas 2]
@@ -57,7 +57,7 @@ ONE_PREFIX = ("prefix, as served", "prefix, no bound")
 
 
 def make_prompts(count: int, groups: int) -> list[list[int]]:
-    """Prompts whose prefixes are given_tokens for with odds of 1, 1/2, 1/3 and so on."""
+    """Prompts whose prefixes are asked for with odds of 1, 1/2, 1/3 and so on."""
     rng = np.random.default_rng(7)
     odds = 1 / np.arange(1, groups + 1)
     begins = rng.integers(10, 2000, (groups, SHARED))
@@ -95,12 +95,12 @@ async def run_all(frontend: Frontend, prompts: Iterator[list[int]]) -> None:
 def figures(frontend: Frontend, before: EngineStats, seconds: float) -> dict[str, float]:
     """Tokens of prompts that were computed, the part that was cached, time, and how uneven the replicas' requests are."""
     after = frontend.stats()
-    given_tokens = after.prompt_tokens - before.prompt_tokens
+    prompt_tokens = after.prompt_tokens - before.prompt_tokens
     computed = after.computed_prompt_tokens - before.computed_prompt_tokens
     counts = [replica.stats.requests for replica in frontend.replica_set.ready]
     return {
         "computed_prompt_tokens": computed,
-        "cached_share": round(1 - computed / given_tokens, 3),
+        "cached_share": round(1 - computed / prompt_tokens, 3),
         "seconds": round(seconds, 2),
         "most_to_mean_requests": round(max(counts) * len(counts) / sum(counts), 2),
     }

@@ -72,7 +72,7 @@ class Reply(asyncio.Protocol):
         self._end("" if isinstance(self._body, Plain) and self._body.length is None else "connection lost")
 
     def close(self) -> None:
-        """Leave; the server sees a client that went away."""
+        """Close the connection; the server sees a client that went away."""
         if self._transport is not None:
             self._transport.abort()
 

@@ -16,8 +16,6 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from sglcore.device.errors import BringUpError
 
 StepFunction: TypeAlias = Callable[..., object]
-Report: TypeAlias = Callable[[str, float], None]
-"""Called after each step with what it provided and its seconds."""
 
 
 @runtime_checkable
@@ -115,8 +113,9 @@ class BringUp:
                     raise _missing(step, need, need in later, known)
             known.add(step.provides)
 
-    def run(self, given: Mapping[str, object], report: Report | None = None) -> Mapping[str, Any]:
-        """Check, then call every step; gives what was built, in order.
+    def run(self, given: Mapping[str, object], report: Callable[[str, float], None] | None = None) -> Mapping[str, Any]:
+        """Check, then call every step; gives what was built, in order. `report` is called after each step with what it
+        provided and its seconds.
 
         When a step fails, what was built before it is closed in reverse order; the exception keeps its own traceback and
         gets a note with the name of the step.

@@ -40,8 +40,8 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What is new of one completion while it grows: text that is final, tokens, and why it ended if it did. `logprobs` runs along
-    `token_ids` (None: not asked for)."""
+    """What is new of one completion while it grows: text that is final, tokens, and why it ended if it did. `logprobs` runs
+    along `token_ids` (None: not asked for)."""
 
     request_id: str
     index: int

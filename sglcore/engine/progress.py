@@ -36,7 +36,7 @@ class Progress:
         self._tasks.clear()
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """Report a phase's state."""
+        """Show a phase's state."""
         if not self._enabled:
             return
         if self._bars is None:

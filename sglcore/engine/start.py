@@ -39,7 +39,7 @@ class Started:
 
 
 def no_progress(phase: str, done: int, total: int) -> None:
-    """Report nothing."""
+    """Show nothing."""
 
 
 def embedded_model() -> Path:

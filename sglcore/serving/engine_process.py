@@ -116,7 +116,7 @@ class PhaseReplies:
         self._next = 0.0
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        """EngineReply a phase's state."""
+        """Send a phase's state."""
         now = time.monotonic()
         if phase == self._phase and done != total and now < self._next:
             return

@@ -67,7 +67,7 @@ class EngineService:
             if self._failures >= MOST_FAILURES:
                 self._channel.send(Failed(f"{self._failures} steps in a row failed on the device", 1))
                 return 1
-            self._report(force=busy and not self.engine.has_work)
+            self._send_stats(force=busy and not self.engine.has_work)
         self.engine.close()
         return 0
 
@@ -161,7 +161,7 @@ class EngineService:
             return [str(error) or "the audit failed without a word"]
         return []
 
-    def _report(self, *, force: bool = False) -> None:
+    def _send_stats(self, *, force: bool = False) -> None:
         now = time.monotonic()
         if force or now >= self._next_stats:
             self._next_stats = now + STATS_EVERY

@@ -20,8 +20,8 @@ from sglcore.schedule.stats import SchedulerStats
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where the frontend listens for one engine. `public` and `secret` are the engine's CURVE keys, `frontend` the frontend's public
-    key; empty on a socket file."""
+    """Where the frontend listens for one engine. `public` and `secret` are the engine's CURVE keys, `frontend` is the
+    frontend's public key; empty on a socket file."""
 
     endpoint: str
     frontend: str = ""

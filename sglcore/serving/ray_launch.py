@@ -152,7 +152,7 @@ class RayLauncher:
         return ray.util.get_node_ip_address()
 
     async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> RayProcess:
-        """GenerateRequest for an actor; waits neither for its place nor for its model."""
+        """Request an actor; waits neither for its place nor for its model."""
         ray = _ray()
 
         await self._connect()
@@ -169,7 +169,7 @@ class RayLauncher:
         return RayProcess(host.remote(msgspec.json.encode(spec), dict(variables)), spec.replica, self._resources)
 
     async def close(self) -> None:
-        """Leave the cluster, and end one that `local` began."""
+        """Disconnect from the cluster, and end one that `local` began."""
         ray = _ray()
 
         if self._is_connected and self._is_ours:

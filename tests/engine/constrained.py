@@ -1,4 +1,4 @@
-"""The embedded model with its scheduler, drawing texts under grammars."""
+"""The embedded model with its scheduler, sampling texts under grammars."""
 
 from __future__ import annotations
 
