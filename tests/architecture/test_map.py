@@ -34,3 +34,12 @@ def test_a_reader_finds_where_a_token_is_sampled_and_how_a_device_is_chosen() ->
     from sglcore.sampling.sampler import Sampler
 
     assert select.__doc__ and Sampler.sample.__doc__
+
+
+def test_one_token_is_followed_through_at_most_twenty_files_in_at_most_six_forms() -> None:
+    way = MAP[MAP.index("### One token's way") : MAP.index("**Where a device is chosen:**")]
+    rows = [line for line in way.splitlines() if line.startswith("| `")]
+    files = {f"sglcore/{name}" for row in rows for name in re.findall(r"^\| `([\w/]+\.py)`", row)}
+    assert len(files) == len(rows) <= 20 and all((ROOT / file).is_file() for file in files)
+    forms = re.findall(r"\*\*(.+?)\*\*", "\n".join(rows))
+    assert 0 < len(forms) <= 6
