@@ -81,7 +81,7 @@ class Free:
 
     def table(self) -> Any:
         """The kernel table of it."""
-        from sglcore.runtime.kernels.reference import reference_kernels
+        from sglcore.runtime.kernels.table import KernelTable
 
         hidden, q = torch.zeros(1, HIDDEN), torch.zeros(1, WIDTHS[0])
         out = {size: torch.zeros(1, size) for size in (HIDDEN, 2 * INNER)} | {sum(WIDTHS): self.qkv}
@@ -93,7 +93,7 @@ class Free:
             "embedding": lambda ids, weight: hidden,
             "norm_rotary_and_store": lambda *inputs: q,
         }
-        return replace(reference_kernels(), **{name: self._seen(function) for name, function in free.items()})
+        return replace(KernelTable(), **{name: self._seen(function) for name, function in free.items()})
 
     def _seen(self, function: Callable[..., Any]) -> Callable[..., Any]:
         calls = self._calls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -9,14 +10,13 @@ import torch
 from torch import Tensor
 
 from sglcore.conformance import mutants_kernels
-from sglcore.conformance.kernel_cases import CELLS, Built, KernelCase, kernel_cases
+from sglcore.conformance.kernel_cases import KernelCase, kernel_cases
+from sglcore.conformance.kernel_inputs import Built
 from sglcore.conformance.law import Law, LawBroken, NotApplicable
 from sglcore.conformance.target import Target
 from sglcore.conformance.trial import Trial
 from sglcore.device.package import resolve
-from sglcore.runtime.kernels import reference
-from sglcore.runtime.kernels.reference import reference_kernels
-from sglcore.runtime.kernels.table import KernelTable, entry_names
+from sglcore.runtime.kernels.table import Entry, KernelTable
 
 GUARD = 8
 """Elements on both sides of a tensor that must stay as they are."""
@@ -25,17 +25,11 @@ RELATIVE = MappingProxyType({"float32": 2e-5, "bfloat16": 2e-2})
 """Error of a result, relative to its largest value or to 1. In bfloat16 a rounding is 4e-3; the order of sums is free."""
 
 
+CELLS = "out_cache_loc"
+"""The argument that holds indices of cells, in the dtype that the device's facts name."""
+
 PACKS = frozenset({"pack_linear", "pack_quantized", "quantize_linear", "pack_head", "pack_parts", "head"})
 """Entries that make, or take, packed weights."""
-
-OPTIONAL = MappingProxyType(
-    {
-        name: getattr(reference, name)
-        for name in ("rotary_and_store", "norm_rotary_and_store", "gated_linear")
-        + ("pack_quantized", "quantize_linear", "pack_parts", "pack_head", "head", "greedy")
-    }
-)
-"""What the reference means by entries that it does not have."""
 
 
 class Guarded:
@@ -78,40 +72,44 @@ def kernel_is_reference(trial: Trial) -> None:
     """One entry, over all its cases."""
     harness = trial.kit.harness("dense")
     table: KernelTable = harness.started.built["kernels"]
-    device, cells = harness.facts.tensor_device, getattr(torch, harness.facts.cache_loc_dtype)
     if getattr(table, trial.case) is None:
         raise NotApplicable(f"the kernel table has no {trial.case}")
-    for case in kernel_cases(trial.case):
-        args = _with_cell_dtype(trial.case, case, cells)
-        _check_call(trial, table, args, case, device)
+    compare(trial, table, harness.facts.tensor_device, getattr(torch, harness.facts.cache_loc_dtype))
 
 
-def _with_cell_dtype(entry: str, case: KernelCase, cells: torch.dtype) -> tuple[Any, ...]:
-    """Cell indices, given or written, in the dtype that the device's facts name."""
-    if entry not in CELLS:
-        return case.args
-    place = CELLS[entry]
-    return (*case.args[:place], case.args[place].to(cells), *case.args[place + 1 :])
+def compare(trial: Trial, table: KernelTable, device: str, cells: torch.dtype) -> None:
+    """The entry that is the trial's case, on a device whose indices of cells are of dtype `cells`."""
+    entry = table.declared()[trial.case]
+    for case in kernel_cases(entry):
+        args = [arg.to(cells) if name == CELLS else arg for name, arg in _named(entry, case.args)]
+        _check_call(trial, table, entry, args, case, device)
+
+
+def _named(entry: Entry[Any], args: Sequence[Any]) -> Iterator[tuple[str | None, Any]]:
+    """Arguments with their names; those of what makes packed weights are not the entry's own, and have none."""
+    names = (None,) * len(args) if entry.name in PACKS else entry.parameters
+    return zip(names, args, strict=True)
 
 
 @torch.inference_mode()
-def _check_call(trial: Trial, table: KernelTable, args: tuple[Any, ...], case: KernelCase, device: str) -> None:
-    entry = trial.case
-    wanted_args = tuple(arg.clone() if isinstance(arg, Tensor) else _built(arg, "cpu") for arg in args)
-    wanted = _call(reference_kernels().replace(**OPTIONAL), entry, wanted_args)
+def _check_call(
+    trial: Trial, table: KernelTable, entry: Entry[Any], args: Sequence[Any], case: KernelCase, device: str
+) -> None:
+    wanted_args = [arg.clone() if isinstance(arg, Tensor) else _built(arg, "cpu") for arg in args]
+    wanted = _call(table.complete(), entry, wanted_args)
     guarded = {place: Guarded(arg, device, -3) for place, arg in enumerate(args) if isinstance(arg, Tensor)}
-    given = tuple(guarded[place].tensor if place in guarded else _built(arg, device) for place, arg in enumerate(args))
+    given = [guarded[place].tensor if place in guarded else _built(arg, device) for place, arg in enumerate(args)]
     found = _call(table, entry, given)
+    names = [name for name, _ in _named(entry, args)]
     for place, guard in guarded.items():
-        if place not in case.writes and not guard.is_unchanged():
-            raise LawBroken(f"{entry}, {case.text}: argument {place} was written")
+        if names[place] not in entry.writes + entry.spoils and not guard.is_unchanged():
+            raise LawBroken(f"{trial.case}, {case.text}: argument {place} was written")
         if not guard.guards_hold():
-            raise LawBroken(f"{entry}, {case.text}: memory beside argument {place} was written")
-    if entry in CELLS:
-        found, wanted = (
-            (*result, *(arguments[place] for place in case.writes))
-            for result, arguments in ((found, given), (wanted, wanted_args))
-        )
+            raise LawBroken(f"{trial.case}, {case.text}: memory beside argument {place} was written")
+    found, wanted = (
+        (*result, *(arg for name, arg in _named(entry, arguments) if name in entry.writes))
+        for result, arguments in ((found, given), (wanted, wanted_args))
+    )
     _compare(trial, case, found, wanted)
 
 
@@ -119,15 +117,15 @@ def _built(arg: Any, device: str) -> Any:
     return arg.make(device) if isinstance(arg, Built) else arg
 
 
-def _call(table: KernelTable, entry: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+def _call(table: KernelTable, entry: Entry[Any], args: Sequence[Any]) -> tuple[Tensor, ...]:
     """The results; a packed weight is seen through what reads it."""
-    found = _through_packing(table, entry, args) if entry in PACKS else getattr(table, entry)(*args)
+    found = _through_packing(table, entry.name, args) if entry.name in PACKS else getattr(table, entry.name)(*args)
     if found is None:
         return ()
     return found if isinstance(found, tuple) else (found,)
 
 
-def _through_packing(table: KernelTable, entry: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+def _through_packing(table: KernelTable, entry: str, args: Sequence[Any]) -> tuple[Tensor, ...]:
     x, weight, *rest = args
     if entry == "head":
         packed = weight if table.pack_head is None else table.pack_head(weight)
@@ -163,7 +161,7 @@ def _compare(trial: Trial, case: KernelCase, found: tuple[Tensor, ...], wanted: 
             raise LawBroken(f"{entry}, {case.text}: result {number} differs by {error:.3g}, {bound:g} is allowed")
 
 
-def _computed_in(args: tuple[Any, ...], result: Tensor) -> str:
+def _computed_in(args: Sequence[Any], result: Tensor) -> str:
     """The name of the dtype whose roundings a result has: that of the first floating-point argument."""
     given = (arg.dtype for arg in args if isinstance(arg, Tensor) and arg.is_floating_point())
     return str(next(given, result.dtype)).removeprefix("torch.")
@@ -184,11 +182,11 @@ def entries(target: Target) -> tuple[str, ...]:
     """Every entry that the device's table has; all where it can not be made, where a defect may bring one, or where the
     device has a table of another kind."""
     if target.mutant is not None or "torch_runtime" not in target.capabilities():
-        return entry_names()
+        return tuple(KernelTable.declared())
     try:
         return tuple(resolve(target.package.kernels, target.name)().origin)
     except Exception:  # The law makes the table too, and says why it can not.
-        return entry_names()
+        return tuple(KernelTable.declared())
 
 
 LAWS: tuple[Law, ...] = (

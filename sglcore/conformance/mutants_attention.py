@@ -18,7 +18,7 @@ from sglcore.runtime.forward_batch import ForwardBatch
 
 def shortened(batch: ForwardBatch) -> ForwardBatch:
     """The batch with every row one token shorter, but for rows of one."""
-    assert batch.seq_lens is not None and batch.seq_lens_cpu is not None
+    assert batch.seq_lens_cpu is not None
     return replace(batch, seq_lens=(batch.seq_lens - 1).clamp(min=1), seq_lens_cpu=(batch.seq_lens_cpu - 1).clip(min=1))
 
 
@@ -103,7 +103,7 @@ def forgets_lengths(base: Any) -> type:
         __slots__ = ()
 
         def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> HostUpdate | None:
-            assert batch.seq_lens is not None and batch.seq_lens_cpu is not None
+            assert batch.seq_lens_cpu is not None
             batch.seq_lens.fill_(1)
             batch.seq_lens_cpu = np.ones_like(batch.seq_lens_cpu)
             return super().refresh(plan, batch)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from sglcore.conformance.mutant import Mutant
-from sglcore.runtime.kernels import reference
-from sglcore.runtime.kernels.table import KernelTable, entry_names
+from sglcore.runtime.kernels.table import KernelTable
 
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -134,7 +133,7 @@ def sums_every_expert(real: Callable[..., Any]) -> Callable[..., Any]:
 def _mutant(entry: str, how: Change) -> Mutant:
     def change(table: KernelTable) -> KernelTable:
         real = getattr(table, entry)
-        return table.replace(**{entry: how(getattr(reference, entry) if real is None else real)})
+        return table.replace(**{entry: how(getattr(table.complete(), entry) if real is None else real)})
 
     words = getattr(how, "__name__").replace("_", " ")  # noqa: B009
     return Mutant(
@@ -154,7 +153,7 @@ _OWN: MappingProxyType[str, Change] = MappingProxyType(
     }
 )
 MUTANTS: tuple[Mutant, ...] = (
-    *(_mutant(entry, _OWN.get(entry, last_row_is_first)) for entry in entry_names()),
+    *(_mutant(entry, _OWN.get(entry, last_row_is_first)) for entry in KernelTable.declared()),
     _mutant("rotary_and_store", stores_plain_keys),
     _mutant("norm_rotary_and_store", stores_plain_keys),
     _mutant("rms_norm", ignores_strides),

@@ -122,12 +122,11 @@ def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger
     """The functions that models and attention run on this device, or the reference's where they were asked for."""
     if config.kernels == "reference":
         ledger.record(Row("kernels", "reference", REFERENCE, "asked for, to compare numbers", "--kernels auto"))
-        return resolve(f"{REFERENCE}:reference_kernels")()
+        return KernelTable()
     if config.kernels != "auto":
         raise ConfigError(f"kernels is {config.kernels!r}", wanted="auto or reference")
     table: KernelTable = resolve(package.kernels, package.name)()
-    modules = {name: origin.rpartition(":")[0] for name, origin in table.origin.items()}
-    own = {name: module for name, module in modules.items() if module != REFERENCE}
+    own = {name: origin.rpartition(":")[0] for name, origin in table.replaced.items()}
     what = ", ".join(sorted(set(own.values()))) or "reference"
     reason = (
         f"replaces {', '.join(own)}; the other entries are the reference" if own else "every entry is the reference"

@@ -13,7 +13,7 @@ from torch import Tensor
 from sglcore.device.batch import ForwardMode
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionPlan, Bucket
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
 from tests.attention.rows import CONTEXT, SLOTS, Case, Heads, make_case
 
@@ -76,7 +76,7 @@ def place(
     cells = MHATokenToKVPool(pages, page_size, ((heads.kv_heads, heads.dim),), dtype, device)
     for mine, theirs in zip(cells.kv(0), (k_host, v_host), strict=True):
         mine.copy_(theirs.to(dtype))
-    made = backend(host.shape, table, cells, reference_kernels())
+    made = backend(host.shape, table, cells, KernelTable())
     return Placed(case, made, batch_on(case.batch, device), device, dtype)
 
 

@@ -17,7 +17,7 @@ from sglcore.runtime.attention.contract import AttentionShape
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
 
 CONTEXT, SLOTS = 48, 6
@@ -119,7 +119,7 @@ def make_case(
         queries.append(torch.randn(new, heads.heads, heads.dim))
         k_cache[cells[-1][:prefix]], v_cache[cells[-1][:prefix]] = keys[-1][:prefix], values[-1][:prefix]
     batch = make_batch(rows, slots, cells, decode)
-    return Case(kind(shape, table, pool, reference_kernels()), layer, batch, cells, keys, values, queries)
+    return Case(kind(shape, table, pool, KernelTable()), layer, batch, cells, keys, values, queries)
 
 
 def make_batch(

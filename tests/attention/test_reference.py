@@ -16,7 +16,7 @@ from torch import Tensor
 from sglcore.runtime.attention.contract import AttentionShape, Bucket
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.reference import ReferenceAttention
-from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
 from tests.attention.rows import CONTEXT, Case, Heads, make_batch, make_case
 
@@ -225,7 +225,7 @@ def test_an_encoder_sees_the_whole_of_its_own_request_and_stores_nothing(lengths
     heads, dim = 3, 4
     shape = AttentionShape(heads, ((heads, dim),), is_encoder=True)
     pool = MHATokenToKVPool(1, 4, shape.layers, torch.float32, "cpu")
-    backend = ReferenceAttention(shape, ReqToTokenPool(4, CONTEXT, 4, "cpu"), pool, reference_kernels())
+    backend = ReferenceAttention(shape, ReqToTokenPool(4, CONTEXT, 4, "cpu"), pool, KernelTable())
     layer = Attention(0, heads, heads, dim, causal=False, cached=False)
     batch = make_batch(
         [(0, length) for length in lengths], [0] * len(lengths), [torch.zeros(n).long() for n in lengths], decode=False

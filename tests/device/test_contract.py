@@ -32,7 +32,6 @@ RECORDS = (
     contract.AttentionShape,
     contract.Bucket,
     contract.AttentionPlan,
-    table.KernelTable,
 )
 PROTOCOLS = (
     worker.ModelWorker,
@@ -45,6 +44,7 @@ PROTOCOLS = (
     capture.StreamCapture,
     capture.Segment,
 )
+KERNELS = table.KernelTable.declared()
 CONSTRUCTORS = ((contract.AttentionBackend, "__init__"),)
 """Constructors that the core calls."""
 
@@ -55,6 +55,8 @@ def describe() -> str:
     for record in RECORDS:
         lines.append(f"\n{record.__name__}")
         lines += [f"    {field.name}: {field.type}{_default(field)}" for field in dataclasses.fields(record)]
+    lines.append("\nKernelTable")
+    lines += [f"    {name}{inspect.signature(entry.reference)}{_terms(entry)}" for name, entry in KERNELS.items()]
     for protocol in PROTOCOLS:
         lines.append(f"\n{protocol.__name__}")
         for name, member in sorted(vars(protocol).items()):
@@ -63,6 +65,12 @@ def describe() -> str:
             elif inspect.isfunction(member) and (not name.startswith("_") or (protocol, name) in CONSTRUCTORS):
                 lines.append(f"    {name}{inspect.signature(member)}")
     return "\n".join(lines) + "\n"
+
+
+def _terms(entry: table.Entry[Any]) -> str:
+    words = {"rests on": entry.rests_on, "writes": entry.writes, "may write": entry.spoils}
+    terms = [f"{word} {', '.join(names)}" for word, names in words.items() if names]
+    return f" ({'; '.join(['optional'] * entry.is_optional + terms)})" if terms else ""
 
 
 def _default(field: Any) -> str:

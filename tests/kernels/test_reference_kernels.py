@@ -13,16 +13,12 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from sglcore.models.quantized import QuantizedWeight
-from sglcore.runtime.kernels import reference
-from sglcore.runtime.kernels.reference import reference_kernels
-from sglcore.runtime.kernels.table import entry_names
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.sampler import Sampler
 from tests.sampling.rows import staged
 
-TABLE = reference_kernels().replace(
-    **{name: getattr(reference, name) for name in entry_names() if getattr(reference_kernels(), name) is None}
-)
+TABLE = KernelTable.complete()
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 TOKENS = pytest.mark.parametrize("tokens", [0, 1, 7])
 
@@ -289,4 +285,4 @@ def test_a_greedy_row_gives_its_first_largest_logit_and_bad_rows_are_told() -> N
 
 def test_every_entry_is_tested_here() -> None:
     source = Path(__file__).read_text(encoding="utf-8")
-    assert [name for name in entry_names() if f"TABLE.{name}(" not in source] == []
+    assert [name for name in KernelTable.declared() if f"TABLE.{name}(" not in source] == []

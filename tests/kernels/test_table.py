@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from sglcore.conformance.law import LawBroken
+from sglcore.conformance.laws_kernels import RELATIVE, compare
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.kernels import reference
-from sglcore.runtime.kernels.reference import reference_kernels
-from sglcore.runtime.kernels.table import entry_names
+from sglcore.runtime.kernels.table import KernelTable, entry, optional
 
-OPTIONAL = {
-    "rotary_and_store": ("rotary", "store_kv"),
-    "norm_rotary_and_store": ("rms_norm", "rotary", "store_kv", "rotary_and_store"),
-    "gated_linear": ("linear", "silu_and_mul"),
-    "pack_quantized": ("linear",),
-    "quantize_linear": ("linear",),
-    "pack_parts": ("linear", "pack_linear"),
-    "pack_head": ("linear", "embedding"),
-    "head": ("linear",),
-    "greedy": ("draw",),
-}
+OPTIONAL = {name: entry.rests_on for name, entry in KernelTable.declared().items() if entry.is_optional}
 """Entries that the reference table lacks, and those that they rest on."""
 
 
@@ -40,13 +34,13 @@ class Silu:
 
 
 def test_the_origin_names_the_implementation_of_every_entry() -> None:
-    origin = reference_kernels().origin
-    assert tuple(origin) == tuple(name for name in entry_names() if name not in OPTIONAL)
+    origin = KernelTable().origin
+    assert tuple(origin) == tuple(name for name in KernelTable.declared() if name not in OPTIONAL)
     assert origin["rms_norm"] == "sglcore.runtime.kernels.reference:rms_norm"
 
 
 def test_a_replaced_entry_runs_and_says_where_it_is_from() -> None:
-    first = reference_kernels()
+    first = KernelTable()
     table = first.replace(gelu=functools.partial(fast_gelu, approximate="tanh"), silu_and_mul=Silu())
     assert table.origin["gelu"] == f"{__name__}:fast_gelu"
     assert table.origin["silu_and_mul"] == f"{__name__}:Silu"
@@ -56,19 +50,89 @@ def test_a_replaced_entry_runs_and_says_where_it_is_from() -> None:
 
 
 def test_an_optional_entry_goes_when_what_it_does_the_work_of_is_replaced() -> None:
-    plain, entries = reference_kernels(), {name: getattr(reference, name) for name in OPTIONAL}
+    plain, entries = KernelTable(), {name: getattr(reference, name) for name in OPTIONAL}
     assert all(getattr(plain, name) is None for name in OPTIONAL)
     table = plain.replace(**entries)
-    for optional, parts in OPTIONAL.items():
-        entry = entries[optional]
-        assert table.origin[optional] == f"sglcore.runtime.kernels.reference:{optional}"
-        assert getattr(table.replace(gelu=fast_gelu), optional) is entry
+    for given, parts in OPTIONAL.items():
+        kernel = entries[given]
+        assert table.origin[given] == f"sglcore.runtime.kernels.reference:{given}"
+        assert getattr(table.replace(gelu=fast_gelu), given) is kernel
         for name in parts:
             part = getattr(table, name)
-            assert getattr(table.replace(**{name: part}), optional) is None
-            assert getattr(table.replace(**{name: part, optional: entry}), optional) is entry
+            assert getattr(table.replace(**{name: part}), given) is None
+            assert getattr(table.replace(**{name: part, given: kernel}), given) is kernel
 
 
 def test_an_entry_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no entry quick_gelu; wanted one of linear, pack_linear, embedding"):
-        reference_kernels().replace(quick_gelu=fast_gelu)
+        KernelTable().replace(quick_gelu=fast_gelu)
+
+
+def test_a_table_is_not_changed() -> None:
+    with pytest.raises(AttributeError, match="gelu of a kernel table can not be set"):
+        KernelTable().gelu = fast_gelu  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# -- a new entry -------------------------------------------------------------------------------------------------------
+
+
+def scaled(x: torch.Tensor, gains: torch.Tensor, cells: torch.Tensor, power: float) -> torch.Tensor:
+    """Each row by its gain to a power, summed into `cells`."""
+    cells += x.sum(0)
+    return x * gains**power
+
+
+class Extended(KernelTable):
+    """The table and one more entry, by one declaration."""
+
+    scaled = entry(scaled, writes=("cells",), shapes=(("T H", "H", "H", 2.0),))
+    twice = optional(lambda x: 2 * x, rests_on=("scaled",), shapes=(("T I",),))
+
+
+def device_scaled(x: torch.Tensor, gains: torch.Tensor, cells: torch.Tensor, power: float) -> torch.Tensor:
+    """A device's function."""
+    torch.add(cells, x.sum(0), out=cells)
+    return gains.pow(power) * x
+
+
+def forgets_power(x: torch.Tensor, gains: torch.Tensor, cells: torch.Tensor, power: float) -> torch.Tensor:
+    """Mutant."""
+    return device_scaled(x, gains, cells, 1.0)
+
+
+def writes_too_much(x: torch.Tensor, gains: torch.Tensor, cells: torch.Tensor, power: float) -> torch.Tensor:
+    """Mutant: the right result, and another argument written."""
+    found = device_scaled(x, gains, cells, power)
+    gains += 1
+    return found
+
+
+def writes_nothing(x: torch.Tensor, gains: torch.Tensor, cells: torch.Tensor, power: float) -> torch.Tensor:
+    """Mutant: the result alone."""
+    return gains.pow(power) * x
+
+
+def held_against_its_reference(table: KernelTable, case: str) -> None:
+    """The kit's law, as a device runs it."""
+    trial: Any = SimpleNamespace(case=case, note=lambda error: None, tolerance=RELATIVE.__getitem__)
+    compare(trial, table, "cpu", torch.int64)
+
+
+def test_one_declaration_brings_a_kernel_into_the_table_the_ledger_and_the_law() -> None:
+    plain = Extended()
+    assert plain.scaled is scaled and plain.twice is None
+    assert plain.origin["scaled"] == f"{__name__}:scaled" and plain.replaced == {}
+    table = plain.replace(scaled=device_scaled)
+    assert table.replaced == {"scaled": f"{__name__}:device_scaled"}
+    assert table.rms_norm is plain.rms_norm
+    full = table.replace(twice=lambda x: x + x)
+    assert full.twice is not None and full.replace(scaled=scaled).twice is None
+    for held in (plain, full):
+        held_against_its_reference(held, "scaled")
+    held_against_its_reference(full, "twice")
+
+
+@pytest.mark.parametrize("defect", [forgets_power, writes_too_much, writes_nothing])
+def test_a_broken_kernel_of_a_new_entry_is_caught(defect: Callable[..., torch.Tensor]) -> None:
+    with pytest.raises(LawBroken, match="scaled, "):
+        held_against_its_reference(Extended().replace(scaled=defect), "scaled")

@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs the library triton")
 
 from sglcore.runtime.kernels import reference
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.kernels.triton import Tuning, activation, cells, norm, rotation, triton_kernels
 from tests.kernels.guards import Guards, mutated
 from tests.kernels.test_reference_kernels import cache, random
@@ -156,7 +157,7 @@ def test_narrow_floats_are_rounded_to_even_in_the_interpreter_too(monkeypatch: p
 
 
 def test_the_table_replaces_what_has_a_kernel_and_says_so() -> None:
-    table, plain = triton_kernels(SMALL), reference.reference_kernels()
+    table, plain = triton_kernels(SMALL), KernelTable()
     own = {name for name, origin in table.origin.items() if origin != plain.origin.get(name)}
     assert own == {
         *("rms_norm", "add_rms_norm", "rotary", "silu_and_mul", "top_k_routing", "moe", "store_kv"),
@@ -172,7 +173,7 @@ def test_a_program_has_as_many_threads_whatever_the_width_of_a_warp(lanes: int) 
 
 
 def test_a_compiler_sees_plain_operations() -> None:
-    table, plain = triton_kernels(), reference.reference_kernels()
+    table, plain = triton_kernels(), KernelTable()
     x, weight = random(3, 16), random(16, seed=1)
 
     def step(entries: partial[Tensor] | Callable[..., Tensor], x: Tensor) -> Tensor:

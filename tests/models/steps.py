@@ -17,7 +17,6 @@ from sglcore.models.loader import load_model
 from sglcore.runtime.attention.contract import AttentionShape
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.kernels.reference import reference_kernels
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
 from sglcore.runtime.model_runner import ModelRunner
@@ -30,7 +29,7 @@ FACTS = Facts(tensor_device="cpu", shares_host_memory=True)
 
 def load(folder, dtype: torch.dtype = torch.float32, kernels: KernelTable | None = None, **options) -> Any:
     """Load a checkpoint folder onto the processor."""
-    kernels = kernels or reference_kernels()
+    kernels = kernels or KernelTable()
     return load_model(folder, read_config(folder), kernels=kernels, device="cpu", dtype=dtype, **options)
 
 

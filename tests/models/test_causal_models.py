@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from sglcore.runtime.kernels.grouped import grouped_moe
-from sglcore.runtime.kernels.reference import add_rms_norm, reference_kernels, rms_norm
+from sglcore.runtime.kernels.reference import add_rms_norm, rms_norm
+from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import CAUSAL, LONG, llama, oracle_logprobs, qwen3, qwen3_moe, rope, save
 from tests.models.steps import Steps, load
 
@@ -69,7 +70,7 @@ def in_place_add_rms_norm(
 @pytest.mark.parametrize("kernel", [add_rms_norm, in_place_add_rms_norm])
 def test_input_embeddings_take_the_place_of_tokens_and_stay_as_they_are(tmp_path, kernel) -> None:
     oracle = llama()
-    steps = Steps(load(save(oracle, tmp_path), kernels=reference_kernels().replace(add_rms_norm=kernel)))
+    steps = Steps(load(save(oracle, tmp_path), kernels=KernelTable().replace(add_rms_norm=kernel)))
     ids = prompt(7)
     batch = steps.staged({1: [0] * 7})
     with torch.inference_mode():
@@ -94,7 +95,7 @@ def test_a_replaced_kernel_is_the_one_that_runs(tmp_path) -> None:
         calls.append(len(arguments))
         return grouped_moe(*arguments)
 
-    steps = Steps(load(save(oracle, tmp_path), kernels=reference_kernels().replace(moe=counted)))
+    steps = Steps(load(save(oracle, tmp_path), kernels=KernelTable().replace(moe=counted)))
     assert (steps.logprobs({1: ids}) - oracle_logprobs(oracle, ids)).abs().max() < TOLERANCE
     assert calls == [5, 5]
 

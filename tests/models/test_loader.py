@@ -17,7 +17,7 @@ from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.models.checkpoint import load_checkpoint
-from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import llama, qwen3_moe, save
 from tests.models.steps import load
 
@@ -206,7 +206,7 @@ def test_an_engines_configuration_loads_its_model_and_says_the_dtype(folder) -> 
         EngineConfig(model=str(folder), max_model_len=32),
         folder,
         facts=Facts(tensor_device="cpu"),
-        kernels=reference_kernels(),
+        kernels=KernelTable(),
         ledger=ledger,
         progress=lambda phase, done, total: phases.add(phase),
     )

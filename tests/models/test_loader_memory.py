@@ -28,7 +28,7 @@ import sys, torch
 from sglcore.models import loader, safetensors_file
 from sglcore.checkpoint.config import read_config
 from sglcore.models.llama import LlamaForCausalLM
-from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.table import KernelTable
 
 def kilobytes(name):
     with open("/proc/self/status") as status:
@@ -43,7 +43,7 @@ with open("/proc/self/clear_refs", "w") as file:
     file.write("5")
 before = kilobytes("VmHWM")
 model = loader.load_model(
-    sys.argv[1], read_config(sys.argv[1]), kernels=reference_kernels(), device="cpu", dtype=getattr(torch, sys.argv[2])
+    sys.argv[1], read_config(sys.argv[1]), kernels=KernelTable(), device="cpu", dtype=getattr(torch, sys.argv[2])
 )
 print((kilobytes("VmHWM") - before) * 1024 / model.weights.num_bytes)
 """

@@ -16,8 +16,8 @@ from torch import Tensor
 from sglcore.device.errors import CheckpointError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.models.quantized import QuantizedWeight
-from sglcore.runtime.kernels.reference import reference_kernels
-from sglcore.runtime.kernels.table import KernelTable, QuantizedCodes
+from sglcore.runtime.kernels.reference import QuantizedCodes
+from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import oracle_logprobs
 from tests.models.quantized_checkpoints import CASES, FILE, Random, configure, integers, make
 from tests.models.steps import Steps, load
@@ -33,7 +33,7 @@ class Packs:
 
     def __init__(self, **entries: Any) -> None:
         self.packed: list[QuantizedCodes] = []
-        self.table: KernelTable = reference_kernels().replace(pack_quantized=self.pack, **entries)
+        self.table: KernelTable = KernelTable().replace(pack_quantized=self.pack, **entries)
 
     def pack(self, weight: QuantizedCodes) -> Tensor:
         """The values."""

@@ -17,7 +17,8 @@ from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.models.checkpoint import load_checkpoint
 from sglcore.models.quantized import QuantizedWeight, ScaledFloats, fill, joined, packable, rounded
-from sglcore.runtime.kernels.reference import linear, reference_kernels
+from sglcore.runtime.kernels.reference import linear
+from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import llama, qwen3_moe, save
 from tests.models.quantized_checkpoints import CASES, make
 from tests.models.steps import Steps, load
@@ -36,7 +37,7 @@ class Recorder:
             "pack_head": self._entry("pack_head"),
             "quantize_linear": self._rounding,
         }
-        self.table = reference_kernels().replace(**{n: e for n, e in entries.items() if n not in without})
+        self.table = KernelTable().replace(**{n: e for n, e in entries.items() if n not in without})
 
     def _entry(self, name: str) -> Any:
         def pack(weight: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ def test_logits_come_from_the_entry_for_them(oracle_and_folder) -> None:
         asked.append(tuple(weight.shape))
         return linear(hidden, weight, None).float()
 
-    assert difference(load(folder, kernels=reference_kernels().replace(head=head)), oracle) < 1e-4
+    assert difference(load(folder, kernels=KernelTable().replace(head=head)), oracle) < 1e-4
     assert asked == [(97, 64)]
 
 
@@ -180,7 +181,7 @@ def test_the_size_counts_what_is_kept(oracle_and_folder) -> None:
 
     _, folder = oracle_and_folder
     plain = load(folder)
-    table = reference_kernels().replace(pack_linear=lambda weight: weight.as_subclass(Small))
+    table = KernelTable().replace(pack_linear=lambda weight: weight.as_subclass(Small))
     packed = load(folder, kernels=table)
     dense = sum(layer.weight.numel() for layer in plain.weights.linears) + plain.lm_head.numel()
     assert packed.weights.num_bytes == plain.weights.num_bytes - 4 * dense + 7 * (LAYERS + 1)

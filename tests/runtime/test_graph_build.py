@@ -58,7 +58,7 @@ def package(**graphs: str) -> DevicePackage:
             "gathered": "sglcore.runtime.attention.gathered:GatheredAttention",
         },
         graphs=graphs or {"full": f"{NAME}:full", "breakable": f"{NAME}:breakable"},
-        kernels="sglcore.runtime.kernels.reference:reference_kernels",
+        kernels="sglcore.runtime.kernels.table:KernelTable",
         bring_up="a:b",
     )
 

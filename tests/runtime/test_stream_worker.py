@@ -18,7 +18,7 @@ from sglcore.device.facts import Facts
 from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.runtime.attention.contract import AttentionShape
 from sglcore.runtime.attention.reference import ReferenceAttention
-from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.readback import Readback, ReadbackQueue
@@ -79,7 +79,7 @@ class Bench:
         tokens = TokenTable(SLOTS, CONTEXT, device)
         self.runner = ModelRunner(
             self.model,
-            ReferenceAttention(shape, table, cells, reference_kernels()),
+            ReferenceAttention(shape, table, cells, KernelTable()),
             build_decode_registry(self.facts, table, max_bs=SLOTS),
             build_prefill_registry(self.facts, table, max_bs=2, max_num_tokens=4),
             tokens,

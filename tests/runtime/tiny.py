@@ -21,7 +21,7 @@ from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext
 from sglcore.runtime.graph_runner import GraphRunner, Step
-from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
@@ -163,7 +163,7 @@ def make_attention(
         MHATokenToKVPool(PAGES, PAGE, layers, torch.float32, "cpu"),
     )
     shape = AttentionShape(HEADS, layers, tuple(dict.fromkeys(model.windows)))
-    return table, cells, kind(shape, table, cells, reference_kernels())
+    return table, cells, kind(shape, table, cells, KernelTable())
 
 
 def make_site(

@@ -84,7 +84,6 @@ class PagedAttention(AttentionBackend[PagedPlan]):
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: PagedPlan) -> Tensor:
         """Rows of padding come out as zero. Raises TypeError or ValueError for what no kernel serves."""
-        assert batch.req_pool_indices is not None and batch.seq_lens is not None
         q = q if q.stride(-1) == 1 else q.contiguous()
         out = self._engine.empty(*q.shape, dtype=q.dtype)
         singles = min(len(batch.req_pool_indices), q.shape[0]) if plan.singles is None else plan.singles

@@ -15,7 +15,6 @@ from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.bring_up import STANDARD, LoadedModel, Pools, Progress, attention, kernels, runner
-from sglcore.runtime.kernels.reference import reference_kernels
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, PoolKind, cell_bytes
 from sglcore.runtime.model_runner import ModelRunner
@@ -77,7 +76,7 @@ def processor_kernels(
         is_other = config.kernels not in ("auto", TORCH)
         reason = "a compiler traces torch's own"
         ledger.record(Row("kernels", config.kernels, TORCH, reason, "--graph native", downgrade=is_other))
-        return torch_kernels().replace(pack_linear=reference_kernels().pack_linear)
+        return torch_kernels().replace(pack_linear=KernelTable().pack_linear)
     table, row = choose_kernels(config.kernels, threads.threads, threads.of_threads)
     ledger.record(row)
     if is_native(table):

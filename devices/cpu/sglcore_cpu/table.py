@@ -11,7 +11,8 @@ from torch import Tensor
 
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.attention.contract import Unavailable
-from sglcore.runtime.kernels.table import KernelTable, QuantizedCodes
+from sglcore.runtime.kernels.reference import QuantizedCodes
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore_cpu.draw import NativeDraw
 from sglcore_cpu.kernels import linear as torch_linear
 from sglcore_cpu.kernels import torch_kernels

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore_cpu.kernels import torch_kernels as kernels
 
-REFERENCE = reference_kernels()
+REFERENCE = KernelTable()
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 TOKENS = pytest.mark.parametrize("tokens", [0, 1, 3, 17])
 

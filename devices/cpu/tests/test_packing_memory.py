@@ -11,8 +11,8 @@ import pytest
 from tests.models.test_loader_memory import LOAD_AND_MEASURE, write_checkpoint
 
 PACKED = LOAD_AND_MEASURE.replace(
-    "from sglcore.runtime.kernels.reference import reference_kernels", "from sglcore_cpu.choice import kernels"
-).replace("kernels=reference_kernels()", "kernels=kernels()")
+    "from sglcore.runtime.kernels.table import KernelTable", "from sglcore_cpu.choice import kernels"
+).replace("kernels=KernelTable()", "kernels=kernels()")
 AFTER = "\nprint((kilobytes('VmRSS') - start) * 1024 / model.weights.num_bytes)"
 
 

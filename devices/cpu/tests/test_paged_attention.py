@@ -16,7 +16,7 @@ from devices.cpu.tests.native.libraries import every_set
 from sglcore.runtime.attention.contract import Bucket, Unavailable
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.selection import AttentionNeeds, refusal
-from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import LayerShapes, MHATokenToKVPool
 from sglcore_cpu.attention import PagedAttention
 from sglcore_cpu.kv_pool import INT8_POOL, Int8Store
@@ -220,7 +220,7 @@ def int8_case(engine: Engine, rows: Any, heads: Heads, dtype: torch.dtype, **how
     case = make_case(rows, heads, 16, **how)
     old = case.backend.token_to_kv_pool
     pool = int8_pool(old.num_cells // old.page_size - 1, old.page_size, case.backend.shape.layers)
-    kernels = reference_kernels()
+    kernels = KernelTable()
     kernels = kernels.replace(store_kv=Int8Store(engine, kernels.store_kv))
     key, value = (cells.to(dtype) for cells in old.kv(0))
     kernels.store_kv(key, value, *pool.kv(0), torch.arange(len(key)))
@@ -238,7 +238,7 @@ def test_cells_of_8_bits_are_close_to_the_truth(engine: Engine, rows: Any, dtype
 
 
 def test_other_cells_are_stored_by_the_table(engine: Engine) -> None:
-    kernels = reference_kernels()
+    kernels = KernelTable()
     table = kernels.replace(store_kv=Int8Store(engine, kernels.store_kv))
     cells = torch.zeros(2, 4, 1, 8)
     key = torch.randn(2, 1, 8)
@@ -252,9 +252,7 @@ def test_what_the_store_does_not_take_is_named(engine: Engine, change: dict[str,
     x = torch.zeros(1, 1, 8, dtype=change.get("key", torch.float32))
     cells = int8_pool(1, 4, ((1, 8),)).kv(0)
     with pytest.raises(TypeError, match="wanted float32 or bfloat16 at int64 cells"):
-        Int8Store(engine, reference_kernels().store_kv)(
-            x, x, *cells, torch.zeros(1, dtype=change.get("where", torch.int64))
-        )
+        Int8Store(engine, KernelTable().store_kv)(x, x, *cells, torch.zeros(1, dtype=change.get("where", torch.int64)))
 
 
 def test_a_pool_has_the_cells_that_it_says() -> None:
@@ -288,9 +286,7 @@ def test_what_it_can_not_serve_is_refused_by_its_facts() -> None:
 def test_a_table_without_native_kernels_is_refused() -> None:
     case = make_case([(3, 1)])
     with pytest.raises(Unavailable, match="native kernels"):
-        PagedAttention(
-            case.backend.shape, case.backend.req_to_token_pool, case.backend.token_to_kv_pool, reference_kernels()
-        )
+        PagedAttention(case.backend.shape, case.backend.req_to_token_pool, case.backend.token_to_kv_pool, KernelTable())
 
 
 def test_wrong_types_and_factors_are_named(engine: Engine) -> None:

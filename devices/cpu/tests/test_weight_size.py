@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sglcore.device.config import EngineConfig
-from sglcore.runtime.kernels.reference import reference_kernels
-from sglcore.runtime.kernels.table import KernelTable, QuantizedCodes
+from sglcore.runtime.kernels.reference import QuantizedCodes
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore_cpu.choice import TORCH
 from sglcore_cpu.memory import weight_bytes
 from sglcore_cpu.quantized_form import QuantizedLayout
@@ -32,7 +32,7 @@ def keeping() -> KernelTable:
         layout = QuantizedLayout(rows, columns, weight.bits, weight.group, weight.zeros is not None)
         return torch.empty(layout.num_bytes, dtype=torch.uint8)
 
-    return reference_kernels().replace(pack_quantized=pack, pack_head=lambda weight: weight)
+    return KernelTable().replace(pack_quantized=pack, pack_head=lambda weight: weight)
 
 
 def taken(path: Path, dtype: str, kernels: KernelTable | None = None) -> int:

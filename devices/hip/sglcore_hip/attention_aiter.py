@@ -92,7 +92,7 @@ class AiterAttention(AttentionBackend[AiterPlan]):
 
     def plan(self, batch: ForwardBatch) -> AiterPlan:
         """Gather page rows or list cells on the device; waits for nothing."""
-        assert batch.seq_lens is not None and batch.seq_lens_cpu is not None and batch.req_pool_indices is not None
+        assert batch.seq_lens_cpu is not None
         lengths, generation = batch.seq_lens_cpu, self.token_to_kv_pool.generation
         count, extends = len(lengths), batch.extend_seq_lens_cpu
         slots, seq_lens = batch.req_pool_indices[:count], batch.seq_lens[:count]
@@ -118,7 +118,6 @@ class AiterAttention(AttentionBackend[AiterPlan]):
     def refresh(self, plan: AiterPlan, batch: ForwardBatch) -> None:
         """Two copies on the device."""
         assert plan.rows is not None
-        assert batch.seq_lens is not None and batch.req_pool_indices is not None
         page_rows(self.req_to_token_pool, batch.req_pool_indices, out=plan.rows.pages)
         plan.rows.seq_lens.copy_(batch.seq_lens)
 

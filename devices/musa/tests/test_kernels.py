@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglcore.device.ledger import DecisionLedger
-from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore_musa import kernels
 from sglcore_musa.bring_up import kernel_choices
 
@@ -28,7 +28,7 @@ def test_interpreted_kernels_run_here_and_give_what_the_reference_gives() -> Non
     assert kernels.triton_gap() == ""
     x, weight = torch.randn(5, 48), torch.randn(48)
     found = kernels.kernels().rms_norm(x.to("musa:0"), weight.to("musa:0"), 1e-5).cpu()
-    torch.testing.assert_close(found, reference_kernels().rms_norm(x, weight, 1e-5), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, KernelTable().rms_norm(x, weight, 1e-5), atol=1e-5, rtol=1e-5)
 
 
 def test_a_triton_for_other_devices_leaves_the_reference_and_the_ledger_says_why(
@@ -37,7 +37,7 @@ def test_a_triton_for_other_devices_leaves_the_reference_and_the_ledger_says_why
     plant(monkeypatch, "amd", "nvidia")
     ledger = DecisionLedger()
     kernel_choices(kernels.kernels(), ledger)
-    assert kernels.kernels().origin == reference_kernels().origin
+    assert kernels.kernels().origin == KernelTable().origin
     assert "compiles for amd, nvidia" in ledger.rows[-1].reason and ledger.rows[-1].effective == "reference"
 
 

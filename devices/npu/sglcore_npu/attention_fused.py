@@ -68,7 +68,7 @@ class FusedAttention(AttentionBackend[FusedPlan]):
 
     def plan(self, batch: ForwardBatch) -> FusedPlan:
         """Gather page rows on the device, read lengths from the host's mirrors; waits for nothing."""
-        assert batch.seq_lens_cpu is not None and batch.req_pool_indices is not None
+        assert batch.seq_lens_cpu is not None
         rows = len(batch.seq_lens_cpu)
         pages = page_rows(self.req_to_token_pool, batch.req_pool_indices[:rows])
         generation = self.token_to_kv_pool.generation
@@ -82,7 +82,7 @@ class FusedAttention(AttentionBackend[FusedPlan]):
 
     def refresh(self, plan: FusedPlan, batch: ForwardBatch) -> HostLengths:
         """One gather on the device; the new lengths for the graph's tasks."""
-        assert batch.req_pool_indices is not None and batch.seq_lens_cpu is not None
+        assert batch.seq_lens_cpu is not None
         page_rows(self.req_to_token_pool, batch.req_pool_indices, out=plan.pages)
         plan.ends = query_ends(batch)
         rows = len(plan.pages) if plan.ends is None else len(plan.ends)

@@ -41,7 +41,7 @@ def kernel_choices(model: LoadedModel, ledger: DecisionLedger) -> tuple[Row, ...
     what = f"{packed} of {len(layers)} weights in blocks"
     reason = f"weights of 16 bits in whole blocks and of at least {LARGE} elements are laid out for the matrix units"
     rows = [Row("linear", "auto", what, reason, "--dtype bfloat16")]
-    missing = [entry for entry, (operator, _) in OPERATORS.items() if not offers(operator)]
+    missing = [kernel.__name__ for operator, kernel in OPERATORS.items() if not offers(operator)]
     if missing:
         rows.append(
             Row("operators", "auto", "reference", f"torch_npu lacks those of {', '.join(missing)}", "update it")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from sglcore.runtime.kernels.reference import reference_kernels
 from sglcore.runtime.kernels.reference import rotary as reference_rotary
-from sglcore.runtime.kernels.table import Kernel, KernelTable
+from sglcore.runtime.kernels.table import KernelTable
 
 FRACTAL_NZ = 29
 """The layout of blocks in which the matrix units read a weight without rearranging it."""
@@ -77,23 +76,23 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tensor:
     return torch.ops.npu.npu_rotary_mul(heads, cos, sin, "half").view(tokens, width)
 
 
-OPERATORS: Mapping[str, tuple[str, Kernel]] = MappingProxyType(
+OPERATORS: Mapping[str, Callable[..., object]] = MappingProxyType(
     {
-        "rms_norm": ("npu_rms_norm", rms_norm),
-        "add_rms_norm": ("npu_add_rms_norm", add_rms_norm),
-        "silu_and_mul": ("npu_swiglu", silu_and_mul),
-        "rotary": ("npu_rotary_mul", rotary),
-        "store_kv": ("npu_scatter_pa_kv_cache", store_kv),
-        "pack_linear": ("npu_format_cast", pack_linear),
+        "npu_rms_norm": rms_norm,
+        "npu_add_rms_norm": add_rms_norm,
+        "npu_swiglu": silu_and_mul,
+        "npu_rotary_mul": rotary,
+        "npu_scatter_pa_kv_cache": store_kv,
+        "npu_format_cast": pack_linear,
     }
 )
-"""Entries of the table that an operator serves."""
+"""The entry of the table that an operator serves."""
 
 
 def kernels() -> KernelTable:
     """The table this device runs; an operator that this torch_npu does not register leaves its entry to the reference."""
-    entries = {entry: kernel for entry, (operator, kernel) in OPERATORS.items() if offers(operator)}
-    return reference_kernels().replace(**entries)
+    entries = {kernel.__name__: kernel for operator, kernel in OPERATORS.items() if offers(operator)}
+    return KernelTable().replace(**entries)
 
 
 def offers(operator: str) -> bool:

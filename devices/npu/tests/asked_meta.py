@@ -13,7 +13,7 @@ from sglcore.device.batch import ForwardMode
 from sglcore.runtime.attention.contract import AttentionShape
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
 from sglcore_npu import attention_fused, kernels
 
@@ -33,7 +33,7 @@ def attend(lengths: list[int] | None) -> Tensor:
     table = ReqToTokenPool(8, 512, PAGE, "meta")
     cells = MHATokenToKVPool(16, PAGE, ((KV_HEADS, DIM),), torch.bfloat16, "meta")
     shape = AttentionShape(HEADS, ((KV_HEADS, DIM),))
-    backend = attention_fused.FusedAttention(shape, table, cells, reference_kernels())
+    backend = attention_fused.FusedAttention(shape, table, cells, KernelTable())
     batch = ForwardBatch(
         forward_mode=ForwardMode.EXTEND if lengths else ForwardMode.DECODE,
         batch_size=len(seq_lens),

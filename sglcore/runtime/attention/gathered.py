@@ -57,7 +57,6 @@ class GatheredAttention(ReferenceAttention):
     ) -> Tensor:
         """q float32 [B, n, kv_heads, group, dim], scaled; softmax over blocks of pages, each rescaled to the largest so far."""
         slots, seq_lens = batch.req_pool_indices, batch.seq_lens
-        assert slots is not None and seq_lens is not None
         pool = self.req_to_token_pool
         table = pool.page_table.index_select(0, slots)
         last = (seq_lens - len(rows.offsets))[:, None] + rows.offsets

@@ -35,7 +35,7 @@ class PageRowsAttention(AttentionBackend[RowsPlan]):
 
     def plan(self, batch: ForwardBatch) -> RowsPlan:
         """Page rows of the batch, as they are now."""
-        assert batch.seq_lens is not None and batch.seq_lens_cpu is not None and batch.req_pool_indices is not None
+        assert batch.seq_lens_cpu is not None
         rows, lengths = len(batch.seq_lens_cpu), batch.extend_seq_lens_cpu
         if lengths is None:
             starts, longest, tokens = _range(rows + 1, batch.seq_lens), 1, rows
@@ -57,7 +57,6 @@ class PageRowsAttention(AttentionBackend[RowsPlan]):
 
     def refresh(self, plan: RowsPlan, batch: ForwardBatch) -> None:
         """Two copies on the device."""
-        assert batch.seq_lens is not None and batch.req_pool_indices is not None
         page_rows(self.req_to_token_pool, batch.req_pool_indices, out=plan.pages)
         plan.seq_lens.copy_(batch.seq_lens)
 

@@ -81,7 +81,6 @@ class PageLists:
 def page_lists(pool: ReqToTokenPool, batch: ForwardBatch, rows: int) -> PageLists:
     """Lists for `rows` rows, of which those beyond the batch are padding. Each side is worked out from the lengths that it
     has, so nothing is copied."""
-    assert batch.req_pool_indices is not None and batch.seq_lens is not None
     lengths, size = padded_lengths(batch, rows), pool.page_size
     on_device, slots = batch.seq_lens[:rows], batch.req_pool_indices[:rows]
     host_starts = offsets((lengths + (size - 1)) // size)

@@ -89,7 +89,7 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
 
     def _fill(self, plan: ReferencePlan, batch: ForwardBatch) -> None:
         seq_lens = batch.seq_lens_cpu
-        assert seq_lens is not None and batch.req_pool_indices is not None
+        assert seq_lens is not None
         if not len(seq_lens):
             return
         if batch.extend_seq_lens_cpu is None:
@@ -109,7 +109,7 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
 
     def _single_rows(self, batch: ForwardBatch, count: int) -> SingleRows:
         slots, seq_lens, lens = batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu
-        assert slots is not None and seq_lens is not None and lens is not None
+        assert lens is not None
         if count != len(slots):
             slots, seq_lens, lens = slots[:count], seq_lens[:count], lens[:count]
         if count == 1:
@@ -135,7 +135,6 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         return self._cells(part.slots, positions).view(-1), mask
 
     def _long_row(self, batch: ForwardBatch, row: int, start: int, end: int, seq_len: int) -> LongRow:
-        assert batch.req_pool_indices is not None
         slots = batch.req_pool_indices[row : row + 1]
         if self.shape.is_encoder:
             return LongRow(start, end, slots.new_empty(0), {None: None})

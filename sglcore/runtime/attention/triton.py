@@ -82,7 +82,6 @@ class TritonAttention(AttentionBackend[TritonPlan]):
         return out
 
     def _singles(self, q: Tensor, out: Tensor, layer: Attention, batch: ForwardBatch, plan: TritonPlan) -> None:
-        assert batch.req_pool_indices is not None and batch.seq_lens is not None
         pool = self.req_to_token_pool
         attend_singles(
             q,
@@ -101,7 +100,6 @@ class TritonAttention(AttentionBackend[TritonPlan]):
     def _rows(
         self, q: Tensor, out: Tensor, layer: Attention, batch: ForwardBatch, plan: TritonPlan, rows: slice
     ) -> None:
-        assert batch.req_pool_indices is not None and batch.seq_lens is not None
         assert batch.extend_seq_lens is not None and batch.extend_start_loc is not None
         pool = self.req_to_token_pool
         attend_rows(

@@ -1,6 +1,6 @@
 """Experts by grouped matrix products: only the chosen ones are computed, and still no shape depends on the routing.
 
-For a device whose torch has a grouped product: `reference_kernels().replace(moe=grouped_moe)`.
+For a device whose torch has a grouped product: `KernelTable().replace(moe=grouped_moe)`.
 """
 
 from __future__ import annotations

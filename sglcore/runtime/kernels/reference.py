@@ -6,14 +6,48 @@ The casts are those of the transformers library, so that log-probabilities in bf
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sglcore.runtime.kernels.table import KernelTable, QuantizedCodes
 from sglcore.sampling.race import RaceTables
 from sglcore.sampling.sampler import SamplingState, draw_greedy, draw_rows
+
+
+class QuantizedCodes(Protocol):
+    """A weight [N, K] as integers: w[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g]) with g = k // group."""
+
+    @property
+    def codes(self) -> Tensor:
+        """uint8 [N, K], contiguous, one code an element, each below 2 ** bits."""
+        ...
+
+    @property
+    def scales(self) -> Tensor:
+        """float32 [N, ceil(K / group)]."""
+        ...
+
+    @property
+    def zeros(self) -> Tensor | None:
+        """float32 as `scales`, not always whole numbers; None where every one is 2 ** (bits - 1)."""
+        ...
+
+    @property
+    def bits(self) -> int:
+        """4 or 8."""
+        ...
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale: 32, 64 or 128."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model is computed in."""
+        ...
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -134,7 +168,7 @@ def norm_rotary_and_store(
     k_weight: Tensor,
     eps: float,
 ) -> Tensor:
-    """One after the other. Not in the table, as the one before."""
+    """One after the other."""
     q, k = (
         rms_norm(x.unflatten(1, (x.shape[1] // head_dim, head_dim)), weight, eps).flatten(1)
         for x, weight in ((q, q_weight), (k, k_weight))
@@ -143,15 +177,17 @@ def norm_rotary_and_store(
 
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """One after the other. Not in the table, as the two before."""
+    """One after the other."""
     return silu_and_mul(linear(x, weight, None))
 
 
-def cache_locations(page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int, out: Tensor) -> None:
+def cache_locations(
+    page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int, out_cache_loc: Tensor
+) -> None:
     """The cell of each token, by its slot's page table."""
     pages = (positions // page_size).add_(slots, alpha=page_table.shape[1])
-    torch.remainder(positions, page_size, out=out)
-    out.add_(page_table.view(-1).index_select(0, pages), alpha=page_size)
+    torch.remainder(positions, page_size, out=out_cache_loc)
+    out_cache_loc.add_(page_table.view(-1).index_select(0, pages), alpha=page_size)
 
 
 def draw(logits: Tensor, state: SamplingState, tables: RaceTables) -> tuple[Tensor, Tensor]:
@@ -160,7 +196,7 @@ def draw(logits: Tensor, state: SamplingState, tables: RaceTables) -> tuple[Tens
 
 
 def pack_quantized(quantized: QuantizedCodes) -> Tensor:
-    """The values, plain. Not in the table, as those before and after: it would hide that nothing is kept in few bits."""
+    """The values, plain."""
     columns = quantized.codes.shape[1]
     scales, zeros = (
         part if part is None else part.repeat_interleave(quantized.group, 1)[:, :columns]
@@ -193,7 +229,7 @@ def head(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def pack_parts(parts: Sequence[Tensor], done: Callable[[int], None]) -> Tensor | None:
-    """Joined. Not in the table, as nothing is gained."""
+    """Joined."""
     joined = torch.cat(list(parts))
     for place in range(len(parts)):
         done(place)
@@ -201,25 +237,5 @@ def pack_parts(parts: Sequence[Tensor], done: Callable[[int], None]) -> Tensor |
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The sampler's own, in torch. Not in the table: the sampler has it."""
+    """The sampler's own, in torch."""
     return draw_greedy(logits)
-
-
-def reference_kernels() -> KernelTable:
-    """The table in which every entry is the reference; an optional one is None."""
-    return KernelTable(
-        linear=linear,
-        pack_linear=pack_linear,
-        embedding=embedding,
-        rms_norm=rms_norm,
-        add_rms_norm=add_rms_norm,
-        layer_norm=layer_norm,
-        rotary=rotary,
-        silu_and_mul=silu_and_mul,
-        gelu=gelu,
-        top_k_routing=top_k_routing,
-        moe=moe,
-        store_kv=store_kv,
-        cache_locations=cache_locations,
-        draw=draw,
-    )

@@ -1,40 +1,24 @@
-"""The kernel table: every numerical operation a model may use, one function each.
+"""The kernel table: every numerical operation a model may use, each declared once.
 
-`reference.py` defines what each entry means. A device replaces entries with `KernelTable.replace`; `origin` remembers
-which implementation each entry is, for the ledger.
+A declaration names the function of `reference.py` that says what the entry means; what a table holds, what the ledger
+says, and what the kit compares follow from it. A device replaces entries with `KernelTable.replace`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
-from typing import Protocol, TypeAlias
-
-import torch
-from torch import Tensor
+from typing import Any, Generic, Self, TypeAlias, TypeVar, overload
 
 from sglcore.device.errors import ConfigError
-from sglcore.sampling.sampler import Draw, Greedy, draw_rows
+from sglcore.runtime.kernels import reference
 
 Kernel: TypeAlias = Callable[..., object]
-
-_DOES_THE_WORK_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "rotary_and_store": ("rotary", "store_kv"),
-        "norm_rotary_and_store": ("rms_norm", "rotary", "store_kv", "rotary_and_store"),
-        "gated_linear": ("linear", "silu_and_mul"),
-        "pack_quantized": ("linear",),
-        "quantize_linear": ("linear",),
-        "pack_parts": ("linear", "pack_linear"),
-        "pack_head": ("linear", "embedding"),
-        "head": ("linear",),
-        "greedy": ("draw",),
-    }
-)
-"""Optional entries, and the entries without which they are not what they were."""
+K = TypeVar("K")
+Function = TypeVar("Function", bound=Kernel)
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 
@@ -46,41 +30,51 @@ def origin_of(kernel: Kernel) -> str:
     return f"{named.__module__}:{named.__qualname__}"
 
 
-class QuantizedCodes(Protocol):
-    """A weight [N, K] as integers: w[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g]) with g = k // group."""
+@dataclass(eq=False)
+class Entry(Generic[K]):
+    """One declared operation. A table's attribute of its name is the function that runs there.
+
+    `reference` defines it; a device may replace it. One that `is_optional` only a device has (None elsewhere), and it goes
+    when an entry that it `rests_on` is replaced. It `writes` the arguments of these names, which are its results, and may
+    write those that it `spoils`; no other. `shapes` are those of arguments that may have any value, T the number of rows,
+    and the arguments that are no tensors; entries without them take what the kit makes for them alone.
+    """
+
+    reference: Kernel
+    is_optional: bool = False
+    rests_on: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    spoils: tuple[str, ...] = ()
+    shapes: tuple[tuple[Any, ...], ...] = ()
+    name: str = ""
 
     @property
-    def codes(self) -> Tensor:
-        """uint8 [N, K], contiguous, one code an element, each below 2 ** bits."""
-        ...
+    def parameters(self) -> tuple[str, ...]:
+        """The names of its arguments."""
+        return tuple(inspect.signature(self.reference).parameters)
 
-    @property
-    def scales(self) -> Tensor:
-        """float32 [N, ceil(K / group)]."""
-        ...
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
 
-    @property
-    def zeros(self) -> Tensor | None:
-        """float32 as `scales`, not always whole numbers; None where every one is 2 ** (bits - 1)."""
-        ...
-
-    @property
-    def bits(self) -> int:
-        """4 or 8."""
-        ...
-
-    @property
-    def group(self) -> int:
-        """Columns that share a scale: 32, 64 or 128."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the model is computed in."""
-        ...
+    @overload
+    def __get__(self, table: None, owner: type) -> Entry[K]: ...
+    @overload
+    def __get__(self, table: object, owner: type) -> K: ...
+    def __get__(self, table: object, owner: type) -> Any:
+        """The declaration, of the class; a table has its functions as attributes of its own, which come first."""
+        return self
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def entry(reference: Function, **more: Any) -> Entry[Function]:
+    """An operation that every table has: the reference until a device replaces it. `more` as in `Entry`."""
+    return Entry(reference, **more)
+
+
+def optional(reference: Function, **more: Any) -> Entry[Function | None]:
+    """An operation that a table has where a device gives it."""
+    return Entry(reference, True, **more)
+
+
 class KernelTable:
     """One function for each operation. T tokens, H hidden size, D head size, I intermediate size, E experts, K of them a token.
 
@@ -89,133 +83,156 @@ class KernelTable:
     dtype of the first argument, and sums are accumulated in float32 or wider.
     """
 
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    linear = entry(reference.linear, shapes=(("T K", "80 K", None), ("T K", "17 K", "17")))
     """`linear(x [T, in], weight [out, in], bias [out] | None) -> [T, out]`; takes plain and packed weights."""
-    pack_linear: Callable[[Tensor], Tensor]
+    pack_linear = entry(reference.pack_linear)
     """`pack_linear(weight [out, in]) -> weight`: the form that `linear` reads fastest, made once after loading.
 
     The result has the same shape; the plain weight is dropped. May return its argument.
     """
-    embedding: Callable[[Tensor, Tensor], Tensor]
+    embedding = entry(reference.embedding)
     """`embedding(ids int [T], weight [vocab, H]) -> [T, H]`; every id is below vocab."""
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    rms_norm = entry(reference.rms_norm, shapes=(("T H", "H", 1e-5), ("T 4 D", "D", 1e-6)))
     """`rms_norm(x [..., N], weight [N], eps) -> [..., N]`: x / sqrt(mean(x^2) + eps) in float32, cast, times weight."""
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    add_rms_norm = entry(reference.add_rms_norm, spoils=("x", "residual"), shapes=(("T H", "T H", "H", 1e-5),))
     """`add_rms_norm(x [T, H], residual [T, H], weight [H], eps) -> (normed, residual)`: residual + x, and its norm.
 
     May write its results into `x` and `residual`; the caller uses neither afterwards.
     """
-    layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    layer_norm = entry(reference.layer_norm, shapes=(("T H", "H", "H", 1e-5),))
     """`layer_norm(x [T, H], weight [H], bias [H], eps) -> [T, H]`."""
-    rotary: Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    rotary = entry(reference.rotary)
     """`rotary(q [T, heads * D], k [T, kv_heads * D], positions int [T], cos_sin_cache float32 [P, R], D) -> (q, k)`.
 
     Rotates the first R <= D elements of each head in pairs (i, i + R / 2); the others pass. Row p of the cache is
     R / 2 cosines, then R / 2 sines, of position p; they are cast to q's dtype before use. Every position is below P.
     """
-    silu_and_mul: Callable[[Tensor], Tensor]
+    silu_and_mul = entry(reference.silu_and_mul, shapes=(("T 2I",),))
     """`silu_and_mul(x [T, 2 * I]) -> [T, I]`: silu(x[:, :I]) * x[:, I:], silu cast to x's dtype before the product."""
-    gelu: Callable[[Tensor], Tensor]
+    gelu = entry(reference.gelu, shapes=(("T I",),))
     """`gelu(x [T, I]) -> [T, I]`: x * Phi(x), with the exact error function."""
-    top_k_routing: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
+    top_k_routing = entry(reference.top_k_routing)
     """`top_k_routing(logits [T, E], K, normalize) -> (weights [T, K] of logits' dtype, ids int64 [T, K])`.
 
     The K largest of softmax(logits) in float32, largest first; `normalize` divides them by their sum.
     """
-    moe: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    moe = entry(reference.moe)
     """`moe(hidden [T, H], weights [T, K], ids int [T, K], w13 [E, 2 * I, H], w2 [E, H, I]) -> [T, H]`.
 
     Sum over k of weights[t, k] * w2[e] @ silu_and_mul(w13[e] @ hidden[t]) with e = ids[t, k], added by ascending expert
     in hidden's dtype. An id of -1 means no expert and adds nothing, whatever its weight and its row contain.
     """
-    store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    store_kv = entry(reference.store_kv, writes=("k_cache", "v_cache"))
     """`store_kv(key, value [T, kv_heads, D], k_cache, v_cache [cells, kv_heads, D], out_cache_loc int [T])`.
 
     Writes row t into cell out_cache_loc[t] of both caches, cast to their dtype. Cells are distinct, except that any
     number of padding rows may name cell 0, whose content is never read.
     """
-    cache_locations: Callable[[Tensor, Tensor, Tensor, int, Tensor], None]
-    """`cache_locations(page_table int32 [slots, P], slots int32 [T], positions int32 [T], page_size, out int [T])`.
+    cache_locations = entry(reference.cache_locations, writes=("out_cache_loc",))
+    """`cache_locations(page_table int32 [slots, P], slots int32 [T], positions int32 [T], page_size, out_cache_loc int [T])`.
 
-    Writes page_table[slots, positions // page_size] * page_size + positions % page_size into `out`.
+    Writes page_table[slots, positions // page_size] * page_size + positions % page_size into `out_cache_loc`.
     """
-    draw: Draw = draw_rows
+    draw = entry(reference.draw)
     """`draw(logits float [B, V], state, tables) -> (tokens int32 [B], bad bool [B])`: the sampler's draw, to the bit.
 
     `tables` are those of the vocabulary. Logits are not changed. A bad row holds NaN, +inf or nothing but -inf; its
-    token is 0. A greedy row's token is its first largest logit. Older packages do not give it.
+    token is 0. A greedy row's token is its first largest logit.
     """
-    greedy: Greedy | None = None
+    greedy = optional(reference.greedy, rests_on=("draw",))
     """`greedy(logits float [B, V]) -> (tokens int32 [B], bad bool [B])`: `draw` where every row is greedy. None: torch's."""
-    rotary_and_store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor, Tensor, Tensor], Tensor] | None = (
-        None
+    rotary_and_store = optional(
+        reference.rotary_and_store, rests_on=("rotary", "store_kv"), writes=("k_cache", "v_cache")
     )
     """`rotary_and_store(q, k, v [T, kv_heads * D], positions, cos_sin_cache, D, k_cache, v_cache, out_cache_loc) -> q`.
 
     `rotary` of q and k, then `store_kv` of that k and of v, in one pass. None: a layer calls the two.
     """
-    norm_rotary_and_store: Callable[..., Tensor] | None = None
+    norm_rotary_and_store = optional(
+        reference.norm_rotary_and_store,
+        rests_on=("rms_norm", "rotary", "store_kv", "rotary_and_store"),
+        writes=("k_cache", "v_cache"),
+    )
     """`norm_rotary_and_store(q, k, v, positions, cos_sin_cache, D, k_cache, v_cache, out_cache_loc, q_weight [D],
     k_weight [D], eps) -> q`.
 
     `rms_norm` of each head of q and of k, then `rotary_and_store`, in one pass. None: a layer calls the parts.
     """
-    gated_linear: Callable[[Tensor, Tensor], Tensor] | None = None
+    gated_linear = optional(reference.gated_linear, rests_on=("linear", "silu_and_mul"), shapes=(("T K", "80 K"),))
     """`gated_linear(x [T, in], weight [2 * I, in]) -> [T, I]`: `silu_and_mul(linear(x, weight, None))` in one pass.
 
     Takes plain and packed weights. None: a layer calls the two.
     """
-    pack_quantized: Callable[[QuantizedCodes], Tensor] | None = None
+    pack_quantized = optional(reference.pack_quantized, rests_on=("linear",))
     """`pack_quantized(codes) -> weight`: a quantised checkpoint's weight in a form that `linear` reads, its codes as they are.
 
     The result has the shape [N, K] of the codes, which are dropped, and their `dtype`. None: such weights are dequantised
     as they are loaded.
     """
-    quantize_linear: Callable[[Tensor, str], Tensor] | None = None
+    quantize_linear = optional(reference.quantize_linear, rests_on=("linear",))
     """`quantize_linear(weight [out, in], "int8" or "int4") -> weight`: rounded to that many bits, in a form that `linear`
     reads. The result has the same shape; the plain weight is dropped. None: this device does not quantise.
     """
-    pack_parts: Callable[[Sequence[Tensor], Callable[[int], None]], Tensor | None] | None = None
+    pack_parts = optional(reference.pack_parts, rests_on=("linear", "pack_linear"))
     """`pack_parts(parts, each [rows, in], done) -> weight`: `pack_linear` of the parts one below the other, read where they
     lie: in a mapped file, at any address. `done(place)` when a part is read. None as the result where they do not fit this
     form; then nothing was read.
 
     None as the entry: parts are copied side by side first.
     """
-    pack_head: Callable[[Tensor], Tensor] | None = None
+    pack_head = optional(reference.pack_head, rests_on=("linear", "embedding"))
     """`pack_head(weight [vocab, H]) -> weight`: `pack_linear` for the output layer, whose weight may be the embedding's.
 
     Giving it promises that `embedding` reads, beside plain weights, what this entry, `pack_quantized` and
     `quantize_linear` make. None: a weight that is both stays plain, and any other output layer is a linear layer.
     """
-    head: Callable[[Tensor, Tensor], Tensor] | None = None
+    head = optional(reference.head, rests_on=("linear",), shapes=(("T H", "29 H"),))
     """`head(hidden [N, H], weight [vocab, H]) -> float32 [N, vocab]`: the values of `linear(hidden, weight, None).float()`,
     in one pass. Takes plain and packed weights. None: the model calls the two.
     """
-    origin: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Which implementation each entry that is there is, as `module:name`; filled in, not given."""
 
-    def __post_init__(self) -> None:
-        entries = {name: getattr(self, name) for name in entry_names()}
-        origin = {name: origin_of(entry) for name, entry in entries.items() if entry is not None}
-        object.__setattr__(self, "origin", MappingProxyType(origin))
+    origin: Mapping[str, str]
+    """Which implementation each entry that is there is, as `module:name`."""
 
-    def replace(self, **entries: Kernel) -> KernelTable:
+    def __init__(self, **entries: Kernel | None) -> None:
+        """The reference, but for these entries. Raises ConfigError for a name that is not an entry."""
+        declared = self.declared()
+        if unknown := sorted(entries.keys() - declared.keys()):
+            raise ConfigError(
+                f"the kernel table has no entry {', '.join(unknown)}", wanted=f"one of {', '.join(declared)}"
+            )
+        held = {name: None if one.is_optional else one.reference for name, one in declared.items()} | entries
+        origin = {name: origin_of(function) for name, function in held.items() if function is not None}
+        self.__dict__.update(held, origin=MappingProxyType(origin))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name} of a kernel table can not be set: `replace` gives another table")
+
+    @classmethod
+    def declared(cls) -> dict[str, Entry[Any]]:
+        """Every entry by its name, in reading order."""
+        return {
+            name: one for kind in reversed(cls.__mro__) for name, one in vars(kind).items() if isinstance(one, Entry)
+        }
+
+    @classmethod
+    def complete(cls) -> Self:
+        """The table of what every entry means: the reference, for optional ones too."""
+        return cls(**{name: one.reference for name, one in cls.declared().items()})
+
+    @property
+    def replaced(self) -> dict[str, str]:
+        """The origin of every entry that is not the reference."""
+        declared = self.declared()
+        return {
+            name: origin for name, origin in self.origin.items() if vars(self)[name] is not declared[name].reference
+        }
+
+    def replace(self, **entries: Kernel | None) -> Self:
         """A new table with some entries replaced; raises `ConfigError` for a name that is not an entry.
 
         An optional entry that rests on a replaced one goes, unless it is replaced too.
         """
-        unknown = sorted(entries.keys() - set(entry_names()))
-        if unknown:
-            raise ConfigError(
-                f"the kernel table has no entry {', '.join(unknown)}", wanted=f"one of {', '.join(entry_names())}"
-            )
-        for entry, parts in _DOES_THE_WORK_OF.items():
-            if not entries.keys().isdisjoint(parts):
-                entries.setdefault(entry, None)  # pyright: ignore[reportArgumentType]
-        return dataclasses.replace(self, **entries)  # pyright: ignore[reportArgumentType]
-
-
-def entry_names() -> tuple[str, ...]:
-    """The names of all entries, in reading order."""
-    return tuple(item.name for item in dataclasses.fields(KernelTable) if item.name != "origin")
+        declared = self.declared()
+        gone = {name: None for name, one in declared.items() if not entries.keys().isdisjoint(one.rests_on)}
+        return type(self)(**{name: vars(self)[name] for name in declared} | gone | entries)

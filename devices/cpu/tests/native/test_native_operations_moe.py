@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from devices.cpu.tests.native.guarded import GuardedResults, guarded_copy
-from sglcore.runtime.kernels.reference import reference_kernels
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore_cpu.native import Engine
 from sglcore_cpu.operations import Operations
 
-REFERENCE = reference_kernels()
+REFERENCE = KernelTable()
 EXAMPLES = settings(
     max_examples=25,
     derandomize=True,

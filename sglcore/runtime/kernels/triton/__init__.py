@@ -15,7 +15,6 @@ except ImportError as error:
 
 from functools import partial
 
-from sglcore.runtime.kernels.reference import reference_kernels
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.kernels.triton.activation import silu_and_mul
 from sglcore.runtime.kernels.triton.cells import cache_locations, store_kv
@@ -32,16 +31,6 @@ __all__ = ["LaunchConfig", "Tuning", "triton_kernels"]
 
 def triton_kernels(tuning: Tuning = Tuning()) -> KernelTable:
     """The reference table with the entries replaced for which there is a Triton kernel, launched as `tuning` says."""
-    entries = {
-        "rms_norm": rms_norm,
-        "add_rms_norm": add_rms_norm,
-        "rotary": rotary,
-        "silu_and_mul": silu_and_mul,
-        "top_k_routing": top_k_routing,
-        "moe": moe,
-        "store_kv": store_kv,
-        "cache_locations": cache_locations,
-        "draw": draw,
-        "rotary_and_store": rotary_and_store,
-    }
-    return reference_kernels().replace(**{name: partial(entry, tuning=tuning) for name, entry in entries.items()})
+    entries = (rms_norm, add_rms_norm, rotary, rotary_and_store, silu_and_mul, top_k_routing, moe)
+    entries += (store_kv, cache_locations, draw)
+    return KernelTable().replace(**{entry.__name__: partial(entry, tuning=tuning) for entry in entries})

@@ -1,0 +1,201 @@
+"""What the kit tries entries of the kernel table with whose arguments can not have any value: a function for each, of its
+name, that takes the number of rows and whether they are slices of wider ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglcore.models.quantized import QuantizedWeight
+from sglcore.sampling.batch import SamplingBatch
+from sglcore.sampling.params import SamplingParams
+from sglcore.sampling.race import make_race_tables
+from sglcore.sampling.sampler import make_state
+
+WIDTH = 48
+COLUMNS = 160
+"""Of quantised weights: whole groups of 32, and not of 64 or 128."""
+HEAD_DIMS = (16, 64)
+VOCAB = 301
+
+Inputs = Iterator[tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """An argument that is made on the device it is for."""
+
+    make: Callable[[str], Any]
+
+
+class Draw:
+    """Seeded random tensors on the host; floating-point ones are exact in bfloat16."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        self._generator = torch.Generator(device="cpu").manual_seed(seed)
+        self.dtype = dtype
+
+    def values(self, *shape: int) -> Tensor:
+        """Normal, of this drawer's dtype."""
+        drawn = torch.randn(shape, generator=self._generator, device="cpu")
+        return drawn.to(torch.bfloat16).to(self.dtype)
+
+    def rows(self, tokens: int, width: int, strided: bool) -> Tensor:
+        """[tokens, width], a slice of wider rows where asked."""
+        return self.values(tokens, width + 32)[:, 16 : 16 + width] if strided else self.values(tokens, width)
+
+    def ints(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """low..high - 1."""
+        return torch.randint(low, high, shape, generator=self._generator, dtype=dtype, device="cpu")
+
+    def permutation(self, count: int) -> Tensor:
+        """0..count - 1, shuffled."""
+        return torch.randperm(count, generator=self._generator, device="cpu")
+
+
+def pack_linear(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Rows, a weight and a bias or none, as `linear` takes them."""
+    yield drawn.rows(tokens, WIDTH, strided), drawn.values(80, WIDTH) * 0.15, None
+    yield drawn.rows(tokens, WIDTH, strided), drawn.values(17, WIDTH) * 0.15, drawn.values(17)
+
+
+pack_parts = pack_linear
+
+
+def pack_head(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Rows, a weight, and ids of its rows."""
+    yield drawn.rows(tokens, WIDTH, strided), drawn.values(29, WIDTH) * 0.15, drawn.ints(0, 29, tokens)
+
+
+def _whole_rows(drawn: Draw, tokens: int, strided: bool) -> Tensor:
+    """[tokens, COLUMNS] of integers, 127 among each 32: rounding them to 8 bits, by any group, changes nothing."""
+    rows = drawn.ints(-127, 128, tokens, COLUMNS + 32)[:, 16 : 16 + COLUMNS]
+    rows[:, ::32] = 127
+    return rows.to(drawn.dtype) if strided else rows.to(drawn.dtype).contiguous()
+
+
+def quantize_linear(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Weights that lie on the steps, both ends of which each 32 columns have."""
+    for kind, low, high in (("int8", -127, 127), ("int4", -8, 7)):
+        steps = drawn.ints(low, high + 1, 21, COLUMNS)
+        steps[:, ::32], steps[:, 1::32] = low, high
+        yield _whole_rows(drawn, tokens, strided), (steps / 64).to(drawn.dtype), kind
+
+
+def pack_quantized(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Scales and zeros that float16 holds; the last group may be cut."""
+    for bits, group, has_zeros in ((4, 32, True), (4, 128, False), (8, 64, False), (8, 32, True)):
+        groups = -(-COLUMNS // group)
+        codes = drawn.ints(0, 1 << bits, 21, COLUMNS, dtype=torch.uint8)
+        scales = 0.5 ** drawn.ints(5, 9, 21, groups).float()
+        zeros = drawn.ints(0, 2 << bits, 21, groups).float() / 2 if has_zeros else None
+        weight = QuantizedWeight(codes, scales, zeros, bits, group, drawn.dtype)
+        yield _whole_rows(drawn, tokens, strided), Built(partial(_moved, weight))
+
+
+def _moved(weight: QuantizedWeight, device: str) -> QuantizedWeight:
+    zeros = None if weight.zeros is None else weight.zeros.to(device)
+    return replace(weight, codes=weight.codes.to(device), scales=weight.scales.to(device), zeros=zeros)
+
+
+def embedding(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Ids, each below the vocabulary."""
+    yield drawn.ints(0, 29, tokens), drawn.values(29, WIDTH)
+
+
+def rotary(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Heads rotated whole and in half; strided, q and k are slices of one tensor."""
+    for dim in HEAD_DIMS:
+        for rotated in (dim, dim // 2):
+            angles = torch.arange(40, device="cpu")[:, None] * torch.linspace(0.01, 1, rotated // 2, device="cpu")
+            cache = torch.cat([angles.cos(), angles.sin()], dim=1)
+            together = drawn.values(tokens, 6 * dim)
+            q, k = together[:, : 4 * dim], together[:, 4 * dim :]
+            parts = (q, k) if strided else (q.contiguous(), k.contiguous())
+            yield *parts, drawn.ints(0, 40, tokens), cache, dim
+
+
+def top_k_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """No two logits of a row are equal, so that there is one right order."""
+    for experts, k, normalize in ((5, 2, True), (16, 4, False), (8, 8, True)):
+        ranks = [drawn.permutation(experts) for _ in range(tokens)]
+        logits = torch.stack(ranks).to(drawn.dtype) / 2 if ranks else drawn.values(0, experts)
+        yield logits, k, normalize
+
+
+def moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Rows without an expert hold what is not a number."""
+    for experts, k in ((5, 2), (4, 1)):
+        hidden, weights = drawn.rows(tokens, WIDTH, strided).clone(), drawn.values(tokens, k).abs()
+        chosen = [drawn.permutation(experts)[:k] for _ in range(tokens)]
+        ids = torch.stack(chosen) if chosen else drawn.ints(0, experts, 0, k, dtype=torch.int64)
+        if tokens > 2:
+            ids[1], hidden[1], weights[1] = -1, float("nan"), float("nan")
+        yield hidden, weights, ids, drawn.values(experts, 64, WIDTH) * 0.15, drawn.values(experts, WIDTH, 32) * 0.15
+
+
+def store_kv(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Some padding rows name cell 0; every other cell is distinct."""
+    dim = 16
+    together = drawn.values(tokens, 2, 2, dim)
+    key, value = (
+        (together[:, 0], together[:, 1]) if strided else (drawn.values(tokens, 2, dim), drawn.values(tokens, 2, dim))
+    )
+    cells = drawn.permutation(71)[:tokens] + 1
+    yield key, value, drawn.values(80, 2, dim), drawn.values(80, 2, dim), cells
+
+
+def rotary_and_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """One padding row names cell 0; the caches' other cells are distinct."""
+    for q, k, positions, cache, dim in rotary(drawn, tokens, strided):
+        cells = drawn.permutation(71)[:tokens] + 1
+        cells[tokens // 2 : tokens // 2 + 1] = 0
+        caches = drawn.values(80, 2, dim), drawn.values(80, 2, dim)
+        yield q, k, drawn.rows(tokens, 2 * dim, strided), positions, cache, dim, *caches, cells
+
+
+def norm_rotary_and_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """As `rotary_and_store`, with the weights of both norms."""
+    for args in rotary_and_store(drawn, tokens, strided):
+        yield *args, drawn.values(args[5]), drawn.values(args[5]), 1e-6
+
+
+def cache_locations(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Pages of one token and of several."""
+    for page_size in (1, 3, 16):
+        table = drawn.ints(0, 90, 7, 12)
+        out = torch.full((tokens,), -7, dtype=torch.int64, device="cpu")
+        yield table, drawn.ints(0, 7, tokens), drawn.ints(0, 12 * page_size, tokens), page_size, out
+
+
+_REQUESTS: tuple[Mapping[str, Any], ...] = (
+    MappingProxyType({"temperature": 1.0}),
+    MappingProxyType({"temperature": 0.0}),
+    MappingProxyType({"temperature": 0.7, "top_k": 5}),
+    MappingProxyType({"temperature": 1.3, "top_p": 0.8, "min_p": 0.02}),
+)
+
+
+def draw(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Every kind of request in one batch."""
+    asked = [(SamplingParams(**_REQUESTS[row % len(_REQUESTS)]), 7 * row + 1) for row in range(tokens)]
+    rows, places = SamplingBatch.from_params(asked), drawn.ints(1, 99, tokens)
+    state, tables = Built(lambda device: make_state(rows, places.to(device))), Built(partial(make_race_tables, VOCAB))
+    for inputs in greedy(drawn, tokens, strided):
+        yield *inputs, state, tables
+
+
+def greedy(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Float32 alone; ties, and rows that no token can be drawn from."""
+    if drawn.dtype is not torch.float32:
+        return
+    logits = drawn.rows(tokens, VOCAB, strided) * 4
+    if tokens > 3:
+        logits[2], logits[5], logits[6, 17] = 0.5, float("-inf"), float("nan")
+    yield (logits,)
