@@ -2,7 +2,7 @@
 
 The processor's package is always installed; an accelerator's package is installed when its probe sees the hardware. The
 declarations and probes are read from this checkout, so nothing need be installed before. For tests, `--all` takes every
-package and the simulator. Standard library only.
+package and the simulator; programs of the system that tests need come meanwhile. Standard library only.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,10 +193,9 @@ def test_interrupting_ends_at_once_without_a_traceback() -> None:
     assert process.stdout is not None
     process.stdout.read(8)
     process.send_signal(signal.SIGINT)
-    begin = time.monotonic()
-    _, errors = process.communicate(timeout=60)
+    rest, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in errors
-    assert time.monotonic() - begin < 30
+    assert len(rest.split()) < 300, "it stopped long before its 900 tokens"
 
 
 def test_explain_prints_every_decision_with_its_remedy() -> None:

@@ -37,7 +37,7 @@ from sglcore.serving.ipc import (
 from sglcore.serving.replica_set import ReplicaSet
 
 DEMO = Path(__file__).parents[2] / "sglcore" / "assets" / "demo"
-PATIENCE = 20.0
+PATIENCE = 120.0
 """Seconds after which something that must happen has not."""
 
 

@@ -39,7 +39,7 @@ from sglcore.serving.ipc import (
     pack_params,
 )
 
-PATIENCE_MS = 20_000
+PATIENCE_MS = 120_000
 LIMITS = Limits(64, 4, 4, 32, 16, 50, takes_masks=True)
 
 

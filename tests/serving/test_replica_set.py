@@ -21,7 +21,7 @@ from sglcore.serving.ipc import Abort, Address, Embed, Embedded, EngineStats, Fa
 from sglcore.serving.launch import launcher_for
 from sglcore.serving.replica_set import MOST_TRIES
 from sglcore.serving.restart import LONGEST_WAIT, MOST_FAILED_STARTS, SHORT_LIFE, RestartPolicy
-from tests.serving.staged_replicas import staged, until
+from tests.serving.staged_replicas import PATIENCE, staged, until
 
 FAILED_HANDSHAKE = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -29,7 +29,7 @@ FAILED_HANDSHAKE = (
 
 
 def run(play: Coroutine[None, None, None]) -> None:
-    asyncio.run(asyncio.wait_for(play, 60))
+    asyncio.run(asyncio.wait_for(play, 2 * PATIENCE))
 
 
 def test_a_fleet_is_ready_when_all_that_it_began_with_are() -> None:
@@ -70,7 +70,7 @@ def test_a_single_engine_that_dies_fails_what_it_had_and_ends_the_server() -> No
             for generation in (begun, queued):
                 with pytest.raises(EngineDied, match="signal 9"):
                     await generation.wait()
-            await asyncio.wait_for(stage.replica_set.stopped.wait(), 20)
+            await asyncio.wait_for(stage.replica_set.stopped.wait(), PATIENCE)
             health = stage.replica_set.health
             assert (stage.replica_set.exit_code, health.live, health.ready) == (1, False, False)
             assert "signal 9" in health.reason
@@ -82,7 +82,7 @@ def test_the_last_words_of_an_engine_are_the_reason_and_its_exit_code() -> None:
     async def play() -> None:
         async with staged(restart=True) as stage:
             (await stage.launched()).die(2, failed=Failed("no checkpoint in the folder", 2))
-            await asyncio.wait_for(stage.replica_set.stopped.wait(), 20)
+            await asyncio.wait_for(stage.replica_set.stopped.wait(), PATIENCE)
             assert (stage.replica_set.exit_code, stage.replica_set.health.reason) == (2, "no checkpoint in the folder")
             assert len(stage.engines) == 1, "the same configuration was tried again"
 
@@ -95,7 +95,7 @@ def test_a_start_that_fails_three_times_is_given_up() -> None:
             for _ in range(MOST_FAILED_STARTS):
                 assert not stage.replica_set.stopped.is_set()
                 (await stage.launched()).die(1)
-            await asyncio.wait_for(stage.replica_set.stopped.wait(), 20)
+            await asyncio.wait_for(stage.replica_set.stopped.wait(), PATIENCE)
             assert (len(stage.engines), stage.replica_set.exit_code) == (MOST_FAILED_STARTS, 1)
 
     run(play())
@@ -107,7 +107,7 @@ def test_an_engine_that_can_not_be_launched_again_is_a_failed_start() -> None:
             engine = await stage.ready_engine()
             stage.refusal = OSError("no memory for a process")
             engine.die()
-            await asyncio.wait_for(stage.replica_set.stopped.wait(), 20)
+            await asyncio.wait_for(stage.replica_set.stopped.wait(), PATIENCE)
             assert "no memory for a process" in stage.replica_set.health.reason
 
     run(play())
@@ -240,7 +240,7 @@ def test_a_replica_that_was_ready_and_can_not_start_again_leaves_the_others_serv
             assert (await second.next_request()).request_id == "next"
             second.die()
             (await stage.launched()).die(2, failed=Failed("its device is gone too", 2))
-            await asyncio.wait_for(stage.replica_set.stopped.wait(), 20)
+            await asyncio.wait_for(stage.replica_set.stopped.wait(), PATIENCE)
             assert stage.replica_set.health.reason == "its device is gone too"
 
     run(play())
@@ -288,7 +288,7 @@ def test_an_engine_hears_that_its_connection_broke_and_not_that_it_closed_it() -
         ]
         for frontend, engine in zip(frontends, engines, strict=True):
             engine.send(Phase("connected", 0, 0))
-            await asyncio.wait_for(frontend.receive(), 20)
+            await asyncio.wait_for(frontend.receive(), PATIENCE)
         engines[1].close()
         frontends[0].close()
         assert await asyncio.to_thread(lost[0].wait, 20)
@@ -304,7 +304,7 @@ def test_an_engine_that_lost_its_connection_says_so() -> None:
     async def play() -> None:
         async with staged() as stage:
             (await stage.ready_engine()).die(LINK_BROKE)
-            await asyncio.wait_for(stage.replica_set.stopped.wait(), 20)
+            await asyncio.wait_for(stage.replica_set.stopped.wait(), PATIENCE)
             assert stage.replica_set.health.reason.endswith("lost its connection to this server")
 
     run(play())
@@ -318,7 +318,7 @@ def test_nobody_without_the_keys_is_heard_on_a_network() -> None:
             stranger = context.socket(zmq.PAIR)
             monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILED_HANDSHAKE)
             stranger.connect(endpoint)
-            event = await asyncio.wait_for(recv_monitor_message(monitor), 20)
+            event = await asyncio.wait_for(recv_monitor_message(monitor), PATIENCE)
             assert event["event"] & FAILED_HANDSHAKE
             stranger.disable_monitor()
             context.destroy(linger=0)

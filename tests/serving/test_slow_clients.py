@@ -19,6 +19,7 @@ from sglcore.device.server_config import ServerConfig
 from sglcore.serving import http
 from sglcore.serving.connection import SlowConnection
 from sglcore.serving.fast_connection import FastConnection
+from tests.serving import idle_clock
 from tests.serving.servers import Server
 from tests.serving.wrapped import echo, wrapped
 
@@ -93,7 +94,7 @@ async def served(
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, PATIENCE))
+    idle_clock.run(work, PATIENCE)
 
 
 async def whole(reader: asyncio.StreamReader) -> bytes:

@@ -249,7 +249,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str = SCRI
 def becomes_stopped(process: int) -> bool:
     """Whether it is in the state T before long; a signal takes effect when the process next has a core."""
     file = Path(f"/proc/{process}/stat")
-    for _ in range(200 if file.exists() else 0):
+    for _ in range(2000 if file.exists() else 0):
         if file.read_text().rpartition(")")[2].split()[0] == "T":
             return True
         time.sleep(0.05)
