@@ -52,7 +52,6 @@ $(VENV)/installed: $(VENV)/pyvenv.cfg $(DECLARED)
 	@touch $@
 
 $(VENV)/installed-test: $(VENV)/pyvenv.cfg $(DECLARED)
-	@$(BIN)/python tools/install_devices.py --extra test --all
-	@$(BIN)/python tools/install_browser.py
-	@$(BIN)/python tools/install_compilers.py
+	@{ $(BIN)/python tools/install_browser.py; $(BIN)/python tools/install_compilers.py; } & \
+	  $(BIN)/python tools/install_devices.py --extra test --all && wait $$!
 	@touch $@ $(VENV)/installed

@@ -2,7 +2,7 @@
 
 The processor's package is always installed; an accelerator's package is installed when its probe sees the hardware. The
 declarations and probes are read from this checkout, so nothing need be installed before. For tests, `--all` takes every
-package and the simulator; programs of the system that tests need come meanwhile. Standard library only.
+package and the simulator. What a package compiles is begun while pip fetches torch. Standard library only.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = "constraints.txt"
 SIMULATOR = "simulator"
 WHEELS = "build/wheels"
+BUILDER = "setuptools>=77"
+"""What every package of this checkout is built with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = [item.folder for item in found if item.is_wanted or options.all]
     if options.all and (options.root / SIMULATOR).is_dir():
         wanted.append(options.root / SIMULATOR)
+    building = [] if options.dry_run else begin_builds(options.root, wanted)
     for command in pip_commands(options.root, wanted, options.extra, options.torch_index, options.torch):
         print("+", " ".join(command[2:]), flush=True)
         if not options.dry_run:
+            wait_for(building if "-e" in command else [])
             subprocess.run(command, cwd=options.root, check=True)
     if options.all and not options.dry_run:
         fetch_wheels(options.root, wanted)
@@ -110,14 +114,36 @@ def show(item: Found) -> None:
 def pip_commands(
     root: Path, folders: Sequence[Path], extra: str, torch_index: str, torch_version: str = ""
 ) -> tuple[tuple[str, ...], ...]:
-    """The pinned torch on its own, so that pip takes no other; then the core and the packages from this checkout."""
+    """The pinned torch on its own, so that pip takes no other; what builds packages, once for all of them; then the core and
+    the packages from this checkout. Python compiles what is imported when it is: pip would compile everything."""
     constraints = other_torch(root, torch_version) if torch_version else CONSTRAINTS
-    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", constraints)
+    quiet = ("--quiet", "--disable-pip-version-check", "--no-compile")
+    pip = (sys.executable, "-m", "pip", "install", *quiet, "-c", constraints)
     lines = (root / constraints).read_text().splitlines()
     torch = tuple(line.strip() for line in lines if line.startswith("torch=="))
     index = ("--index-url", torch_index) if torch_index else ()
     checkouts = tuple(word for folder in folders for word in ("-e", with_extra(root, folder, extra)))
-    return ((*pip, *index, *torch), (*pip, "-e", f".[{extra}]" if extra else ".", *checkouts))
+    core = f".[{extra}]" if extra else "."
+    return ((*pip, *index, *torch), (*pip, BUILDER), (*pip, "--no-build-isolation", "-e", core, *checkouts))
+
+
+def begin_builds(root: Path, folders: Sequence[Path]) -> list[subprocess.Popen[bytes]]:
+    """Programs of packages, as their `[tool.sglcore] early-build` names them, that compile ahead what an installation would;
+    one that fails is no error: the installation says what is wrong."""
+    found = [(folder, setting(folder, "early-build")) for folder in folders]
+    return [subprocess.Popen((sys.executable, *words), cwd=folder) for folder, words in found if words]
+
+
+def wait_for(building: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Until all have ended."""
+    for child in building:
+        child.wait()
+
+
+def setting(folder: Path, name: str) -> tuple[str, ...]:
+    """A list in a package's `[tool.sglcore]`."""
+    declared = tomllib.loads((folder / "pyproject.toml").read_text()).get("tool", {}).get("sglcore", {})
+    return tuple(declared.get(name, ()))
 
 
 def with_extra(root: Path, folder: Path, extra: str) -> str:
@@ -131,8 +157,7 @@ def fetch_wheels(root: Path, folders: Sequence[Path]) -> None:
     """Vendors' wheels that tests read but never install, as a package's `[tool.sglcore] test-wheels` names them. Without
     one, the tests that need it are skipped, and a run of all lanes says so."""
     for folder in folders:
-        declared = tomllib.loads((folder / "pyproject.toml").read_text()).get("tool", {}).get("sglcore", {})
-        for wheel in declared.get("test-wheels", ()):
+        for wheel in setting(folder, "test-wheels"):
             pip = (sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps")
             ran = subprocess.run((*pip, "-d", str(root / WHEELS), wheel), cwd=root, check=False)
             print(f"{wheel}: {'fetched for the tests' if ran.returncode == 0 else 'could not be fetched'}", flush=True)
