@@ -1,5 +1,75 @@
-"""The attention layer, as models import it; it lives beside the contract that it calls."""
+"""The attention layer of models: norms of heads and rotary embedding before it, fused with the store where kernels are."""
 
+from __future__ import annotations
+
+from torch import Tensor
+
+from sglcore.layers.norm import RMSNorm
+from sglcore.layers.rotary import Rotary
+from sglcore.layers.scope import Scope
 from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.forward_batch import ForwardBatch
 
-__all__ = ["Attention"]
+Rows = tuple[Tensor, Tensor | None, Tensor | None]
+"""Queries, keys and values, each [T, heads * head_dim]; keys and values are None if they are stored."""
+
+
+class AttentionLayer:
+    """From queries, keys and values side by side to what attention gives. `layer` is what backends see of it."""
+
+    __slots__ = (
+        "_cos_sin",
+        "_head_dim",
+        "_norm_rotary_and_store",
+        "_rotary",
+        "_rotary_and_store",
+        "_sizes",
+        "_stores",
+        "k_norm",
+        "layer",
+        "q_norm",
+    )
+
+    def __init__(
+        self, build: Scope, layer_id: int, rotary: Rotary | None, *, qk_norm: bool = False, is_encoder: bool = False
+    ) -> None:
+        config, kernels = build.config, build.kernels
+        size, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+        window, is_cached = config.sliding_windows[layer_id], not is_encoder
+        self.q_norm = RMSNorm(build.at("q_norm"), size, config.rms_norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(build.at("k_norm"), size, config.rms_norm_eps) if qk_norm else None
+        self.layer = Attention(
+            layer_id, heads, kv_heads, size, sliding_window=window, causal=is_cached, cached=is_cached
+        )
+        self._sizes = [heads * size, kv_heads * size, kv_heads * size]
+        self._head_dim = size
+        self._cos_sin = None if rotary is None else rotary.cos_sin
+        self._rotary = kernels.rotary
+        self._rotary_and_store = kernels.rotary_and_store
+        self._norm_rotary_and_store = kernels.norm_rotary_and_store if qk_norm else None
+        self._stores = self._rotary_and_store is not None or self._norm_rotary_and_store is not None
+
+    def __call__(self, qkv: Tensor, batch: ForwardBatch) -> Tensor:
+        """[T, (heads + 2 kv_heads) * head_dim] to [T, heads * head_dim]."""
+        return self.layer(*self._rows(qkv, batch.positions))
+
+    def _rows(self, qkv: Tensor, positions: Tensor | None) -> Rows:
+        q, k, v = qkv.split(self._sizes, dim=-1)
+        cos_sin, q_norm, k_norm = self._cos_sin, self.q_norm, self.k_norm
+        cells = self.layer.cells() if self._stores and cos_sin is not None else None
+        if q_norm is not None and k_norm is not None:
+            if self._norm_rotary_and_store is not None and cells is not None:
+                norms = q_norm.weight, k_norm.weight, q_norm.eps
+                stored = self._norm_rotary_and_store(q, k, v, positions, cos_sin, self._head_dim, *cells, *norms)
+                return stored, None, None
+            q, k = self._norm(q_norm, q), self._norm(k_norm, k)
+        if cos_sin is None:
+            return q, k, v
+        assert positions is not None
+        if self._rotary_and_store is not None and cells is not None:
+            return self._rotary_and_store(q, k, v, positions, cos_sin, self._head_dim, *cells), None, None
+        return *self._rotary(q, k, positions, cos_sin, self._head_dim), v
+
+    def _norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        tokens, width = x.shape
+        return norm(x.view(tokens, width // self._head_dim, self._head_dim)).view(tokens, width)

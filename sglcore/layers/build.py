@@ -1,111 +1,84 @@
-"""What a layer receives when it is built: the configuration, the kernels, and where its weights are declared.
-
-A layer declares each weight once, by the checkpoint's own name; the loader, the memory count and the error messages
-follow from that declaration.
-"""
+"""Torch's layers, as `models/build.py` has their kinds: every model of a torch device is built of these."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from sglcore.checkpoint.config import ModelConfig
-from sglcore.layers.attention import Attention
+from sglcore.checkpoint.config import ModelConfig, MoeConfig
+from sglcore.device.errors import ConfigError
+from sglcore.layers.attention import AttentionLayer
+from sglcore.layers.linear import Embedding, FusedLinear, Head, Linear
+from sglcore.layers.mlp import GatedMlp
+from sglcore.layers.moe import SparseMoe
+from sglcore.layers.norm import LayerNorm, RMSNorm
+from sglcore.layers.rotary import Rotary
+from sglcore.layers.scope import Scope, Weights
+from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.table import KernelTable
 
 
-class Packable(Protocol):
-    """A layer whose weight only the entries for linear layers read, so that it may be kept in whatever form is fastest.
-
-    `names` are the tensors of the checkpoint whose rows the weight has, in order. `may_round` says that fewer bits do it
-    little harm.
-    """
-
-    may_round: bool
-    names: tuple[str, ...]
-    weight: Tensor
-
-
-class Weights:
-    """The parameters of a model, empty until loaded, and `targets`: where each tensor of the checkpoint goes.
-
-    `linears` are the layers whose weight is packed once it is loaded. `head` is the output layer, packed by rules of its
-    own because its weight is the embedding's too if `is_head_tied`; None where there is none.
-    """
-
-    __slots__ = ("device", "dtype", "head", "is_head_tied", "linears", "parameters", "targets")
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype = dtype
-        self.device = device
-        self.head: Packable | None = None
-        self.is_head_tied = False
-        self.linears: list[Packable] = []
-        self.parameters: list[Tensor] = []
-        self.targets: dict[str, Tensor] = {}
-
-    def make(self, shape: Sequence[int]) -> Tensor:
-        """A new parameter with undefined content, in the final dtype, on the device."""
-        parameter = nn.Parameter(torch.empty(*shape, dtype=self.dtype, device=self.device), requires_grad=False)
-        self.parameters.append(parameter)
-        return parameter
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of all parameters, in the form in which they are kept."""
-        return sum(parameter.nbytes for parameter in self.parameters)
-
-    def place(self, layer: Packable, weight: Tensor) -> None:
-        """Give a layer another form of its weight; the one before is freed, with the targets that were its parts."""
-        for name in layer.names:
-            self.targets.pop(name, None)
-        place = next(place for place, parameter in enumerate(self.parameters) if parameter is layer.weight)
-        layer.weight = self.parameters[place] = weight
-
-
 @dataclass(frozen=True, slots=True)
-class Build:
-    """The scope in which a layer is built; `prefix` is its name in the checkpoint, with a trailing dot unless empty.
+class Build(Scope):
+    """The scope in which a layer is built, and the layers themselves."""
 
-    `max_positions` bounds the positions that will occur.
-    """
+    def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> Linear:
+        """x W^T + b."""
+        return Linear(self.at(name), inputs, outputs, bias)
 
-    config: ModelConfig
-    kernels: KernelTable
-    weights: Weights
-    max_positions: int
-    prefix: str = field(default="")
+    def fused(self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False) -> FusedLinear:
+        """Several linear layers with one input as one product."""
+        return FusedLinear(self, inputs, parts, bias)
 
-    def at(self, *names: str | int) -> Build:
-        """The scope of a part of this layer."""
-        return replace(self, prefix=self.prefix + "".join(f"{name}." for name in names))
+    def norm(self, name: str, size: int) -> RMSNorm:
+        """Root mean square norm."""
+        return RMSNorm(self.at(name), size, self.config.rms_norm_eps)
 
-    def parameter(self, name: str, *shape: int) -> Tensor:
-        """Declare one weight, `prefix.name` in the checkpoint."""
-        parameter = self.weights.make(shape)
-        self.weights.targets[self.prefix + name] = parameter
-        return parameter
+    def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
+        """Layer norm."""
+        return LayerNorm(self.at(name), size, eps)
 
-    def stacked(self, parts: Sequence[tuple[str, int]], *shape: int) -> Tensor:
-        """Declare one weight whose rows are those of several: (name in the checkpoint, rows), in order."""
-        parameter = self.weights.make((sum(rows for _, rows in parts), *shape))
-        for (name, _), target in zip(parts, parameter.split([rows for _, rows in parts]), strict=True):
-            self.weights.targets[self.prefix + name] = target
-        return parameter
+    def embedding(self, name: str, rows: int, size: int) -> Embedding:
+        """A row for each id."""
+        return Embedding(self.at(name), rows, size)
 
-    def expert_stacked(self, experts: int, parts: Sequence[tuple[str, int]], *shape: int) -> Tensor:
-        """Declare one weight [experts, rows, *shape]: of each expert, `prefix.N.name` for each part, in order."""
-        parameter = self.weights.make((experts, sum(rows for _, rows in parts), *shape))
-        for expert in range(experts):
-            targets = parameter[expert].split([rows for _, rows in parts])
-            for (name, _), target in zip(parts, targets, strict=True):
-                self.weights.targets[f"{self.prefix}{expert}.{name}"] = target
-        return parameter
+    def head(self, name: str, rows: int, size: int, tied: Embedding | None = None) -> Head:
+        """The output layer."""
+        return Head(self.at(name), rows, size, tied)
+
+    def rotary(self) -> Rotary:
+        """The cosines and sines of every position."""
+        return Rotary(self.config, self.max_positions, self.weights.device)
+
+    def attention(
+        self, layer_id: int, rotary: Rotary | None = None, *, qk_norm: bool = False, is_encoder: bool = False
+    ) -> AttentionLayer:
+        """Norms, rotary embedding, attention, in as few kernels as the device has."""
+        return AttentionLayer(self, layer_id, rotary, qk_norm=qk_norm, is_encoder=is_encoder)
+
+    def mlp(self, name: str, size: int, bias: bool = False) -> GatedMlp:
+        """The gated feed-forward block."""
+        return GatedMlp(self.at(name), size, bias)
+
+    def experts(self, name: str, moe: MoeConfig) -> SparseMoe:
+        """The sparse feed-forward block."""
+        return SparseMoe(self.at(name), moe)
+
+    def activation(self, name: str) -> Callable[[Tensor], Tensor]:
+        """An elementwise function. Raises `ConfigError` for one that there is no kernel of."""
+        if name != "gelu":
+            raise ConfigError(f"torch's layers have no activation {name!r}", wanted="'gelu'")
+        return self.kernels.gelu
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, kind: str) -> NoReturn:
+            raise ConfigError(f"{self.config.architecture} asks for {kind!r}, a kind of layer that torch's do not have")
 
 
 class Model(Protocol):
@@ -123,19 +96,4 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [N, H] to logits float32 [N, vocab]."""
-        ...
-
-
-class ModelClass(Protocol):
-    """What an architecture's reference names.
-
-    `ignored` are patterns of checkpoint names that this model leaves unread; `stripped` is a prefix that a checkpoint's
-    names may have before ours.
-    """
-
-    ignored: tuple[str, ...]
-    stripped: str
-
-    def __call__(self, build: Build) -> Model:
-        """Build the model with empty weights."""
         ...

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sglcore.layers.build import Build
+from sglcore.layers.scope import Scope
+from sglcore.runtime.forward_batch import ForwardBatch
 
 
 class Linear:
@@ -16,7 +17,7 @@ class Linear:
     __slots__ = ("_linear", "bias", "may_round", "names", "weight")
 
     def __init__(
-        self, build: Build, in_features: int, out_features: int, bias: bool = False, *, may_round: bool = True
+        self, build: Scope, in_features: int, out_features: int, bias: bool = False, *, may_round: bool = True
     ) -> None:
         self.may_round = may_round
         self.names = (f"{build.prefix}weight",)
@@ -35,7 +36,7 @@ class FusedLinear:
 
     __slots__ = ("_linear", "bias", "may_round", "names", "weight")
 
-    def __init__(self, build: Build, in_features: int, parts: Sequence[tuple[str, int]], bias: bool = False) -> None:
+    def __init__(self, build: Scope, in_features: int, parts: Sequence[tuple[str, int]], bias: bool = False) -> None:
         self.may_round = True
         self.names = tuple(f"{build.prefix}{name}.weight" for name, _ in parts)
         self.weight = build.stacked([(f"{name}.weight", size) for name, size in parts], in_features)
@@ -53,7 +54,7 @@ class Embedding:
 
     __slots__ = ("_embedding", "may_round", "names", "weight")
 
-    def __init__(self, build: Build, rows: int, size: int) -> None:
+    def __init__(self, build: Scope, rows: int, size: int) -> None:
         self.may_round = True
         self.names = (f"{build.prefix}weight",)
         self.weight = build.parameter("weight", rows, size)
@@ -63,13 +64,24 @@ class Embedding:
         """int [T] to [T, size]."""
         return self._embedding(ids, self.weight)
 
+    def embed(self, batch: ForwardBatch) -> Tensor:
+        """The rows [T, size] of the batch's ids, unless a copy of its `input_embeds` takes their place."""
+        if batch.input_embeds is not None:
+            return batch.input_embeds.clone()  # kernels may write their sums into it, and the batch is not theirs
+        assert batch.input_ids is not None, "a batch needs input_ids or input_embeds"
+        return self(batch.input_ids)
+
+    def row(self, index: int) -> Tensor:
+        """[size]."""
+        return self.weight[index]
+
 
 class Head:
     """The output layer: hidden states to logits, by its own weight or the embedding's, whose form it shares."""
 
     __slots__ = ("_head", "_linear", "_owner")
 
-    def __init__(self, build: Build, rows: int, size: int, tied: Embedding | None) -> None:
+    def __init__(self, build: Scope, rows: int, size: int, tied: Embedding | None) -> None:
         self._owner = Embedding(build, rows, size) if tied is None else tied
         self._linear = build.kernels.linear
         self._head = build.kernels.head
@@ -85,11 +97,3 @@ class Head:
         if self._head is not None:
             return self._head(hidden, self._owner.weight)
         return self._linear(hidden, self._owner.weight, None).float()
-
-
-def embed(embedding: Embedding, ids: Tensor | None, embeds: Tensor | None) -> Tensor:
-    """The embeddings [T, H] of ids int [T], unless a copy of `embeds` [T, H] takes their place."""
-    if embeds is not None:
-        return embeds.clone()  # kernels may write their sums into it, and the batch is not theirs
-    assert ids is not None, "a batch needs input_ids or input_embeds"
-    return embedding(ids)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sglcore.layers.build import Build
 from sglcore.layers.linear import FusedLinear, Linear
+from sglcore.layers.scope import Scope
 
 
 class GatedMlp:
@@ -13,7 +13,7 @@ class GatedMlp:
 
     __slots__ = ("_activate", "_gated_linear", "down_proj", "gate_up_proj")
 
-    def __init__(self, build: Build, intermediate_size: int, bias: bool = False) -> None:
+    def __init__(self, build: Scope, intermediate_size: int, bias: bool = False) -> None:
         hidden_size = build.config.hidden_size
         parts = (("gate_proj", intermediate_size), ("up_proj", intermediate_size))
         self.gate_up_proj = FusedLinear(build, hidden_size, parts, bias)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from sglcore.checkpoint.config import MoeConfig
-from sglcore.layers.build import Build
 from sglcore.layers.linear import Linear
+from sglcore.layers.scope import Scope
 
 
 class SparseMoe:
@@ -14,7 +14,7 @@ class SparseMoe:
 
     __slots__ = ("_moe", "_normalize", "_route", "_top_k", "gate", "w2", "w13")
 
-    def __init__(self, build: Build, moe: MoeConfig) -> None:
+    def __init__(self, build: Scope, moe: MoeConfig) -> None:
         hidden, size, experts = build.config.hidden_size, moe.intermediate_size, build.at("experts")
         self.gate = Linear(build.at("gate"), hidden, moe.num_experts, may_round=False)
         parts = (("gate_proj.weight", size), ("up_proj.weight", size))

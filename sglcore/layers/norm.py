@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sglcore.layers.build import Build
+from sglcore.layers.scope import Scope
 
 
 class RMSNorm:
@@ -12,7 +12,7 @@ class RMSNorm:
 
     __slots__ = ("_add_norm", "_norm", "eps", "weight")
 
-    def __init__(self, build: Build, size: int, eps: float) -> None:
+    def __init__(self, build: Scope, size: int, eps: float) -> None:
         self.weight = build.parameter("weight", size)
         self.eps = eps
         self._norm = build.kernels.rms_norm
@@ -34,7 +34,7 @@ class LayerNorm:
 
     __slots__ = ("_norm", "bias", "eps", "weight")
 
-    def __init__(self, build: Build, size: int, eps: float) -> None:
+    def __init__(self, build: Scope, size: int, eps: float) -> None:
         self.weight = build.parameter("weight", size)
         self.bias = build.parameter("bias", size)
         self.eps = eps

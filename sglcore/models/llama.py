@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from sglcore.layers.build import Build
-from sglcore.layers.decoder import CausalLM, DecoderLayer, SelfAttention
-from sglcore.layers.mlp import GatedMlp
+from sglcore.models.build import Build
+from sglcore.models.decoder import CausalLM, DecoderLayer, SelfAttention
 
 
 class LlamaForCausalLM(CausalLM):
@@ -12,6 +11,5 @@ class LlamaForCausalLM(CausalLM):
 
     def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
         config, bias = build.config, build.config.attention_bias
-        attention = SelfAttention(build.at("self_attn"), layer_id, self.cos_sin, qkv_bias=bias, output_bias=bias)
-        mlp = GatedMlp(build.at("mlp"), config.intermediate_size, config.mlp_bias)
-        return DecoderLayer(build, attention, mlp)
+        attention = SelfAttention(build.at("self_attn"), layer_id, self.rotary, qkv_bias=bias, output_bias=bias)
+        return DecoderLayer(build, attention, build.mlp("mlp", config.intermediate_size, config.mlp_bias))

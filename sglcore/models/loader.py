@@ -15,7 +15,9 @@ from sglcore.checkpoint.files import HARMLESS, checkpoint_files
 from sglcore.checkpoint.gguf import is_gguf
 from sglcore.checkpoint.quantization import read_quantization
 from sglcore.device.ledger import DecisionLedger
-from sglcore.layers.build import Build, Model, ModelClass, Weights
+from sglcore.layers.build import Build, Model
+from sglcore.layers.scope import Weights
+from sglcore.models.build import Architecture
 from sglcore.models.gguf_file import gguf_sources
 from sglcore.models.packing import Packer
 from sglcore.models.registry import model_class
@@ -64,7 +66,7 @@ def load_model(
 
 
 def _sources(
-    path: Path, config: ModelConfig, model_type: ModelClass, weights: Weights, stack: ExitStack
+    path: Path, config: ModelConfig, model_type: type[Architecture], weights: Weights, stack: ExitStack
 ) -> Mapping[str, Source]:
     """Where each weight is, in files that stay open as long as `stack`."""
     if is_gguf(path):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from sglcore.layers.build import Build
-from sglcore.layers.decoder import CausalLM, DecoderLayer, SelfAttention
-from sglcore.layers.mlp import GatedMlp
+from sglcore.models.build import Build
+from sglcore.models.decoder import CausalLM, DecoderLayer, SelfAttention
 
 
 class MistralForCausalLM(CausalLM):
     """No biases anywhere."""
 
     def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
-        attention = SelfAttention(build.at("self_attn"), layer_id, self.cos_sin)
-        mlp = GatedMlp(build.at("mlp"), build.config.intermediate_size)
-        return DecoderLayer(build, attention, mlp)
+        attention = SelfAttention(build.at("self_attn"), layer_id, self.rotary)
+        return DecoderLayer(build, attention, build.mlp("mlp", build.config.intermediate_size))

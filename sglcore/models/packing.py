@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.device.ledger import Row
-from sglcore.layers.build import Packable, Weights
+from sglcore.layers.scope import Packable, Weights
 from sglcore.models.quantized import GROUPS, QuantizedWeight, Stored, fill, joined, packable, rounded
 from sglcore.models.sources import PlainSource, Report, Source
 from sglcore.runtime.kernels.table import KernelTable

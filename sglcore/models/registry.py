@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from sglcore.checkpoint.config import check_architecture
 
 if TYPE_CHECKING:
-    from sglcore.layers.build import ModelClass
+    from sglcore.models.build import Architecture
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
@@ -33,7 +33,7 @@ def model_ref(architecture: str, extra: Mapping[str, str] = MappingProxyType({})
     return known[architecture]
 
 
-def model_class(architecture: str, extra: Mapping[str, str] = MappingProxyType({})) -> ModelClass:
+def model_class(architecture: str, extra: Mapping[str, str] = MappingProxyType({})) -> type[Architecture]:
     """Import the class of an architecture; raises `ConfigError` for an unknown name, and what the import raises."""
     module, _, name = model_ref(architecture, extra).partition(":")
-    return cast("ModelClass", getattr(import_module(module), name))
+    return cast("type[Architecture]", getattr(import_module(module), name))

@@ -409,7 +409,7 @@ def test_a_collective_beside_the_forward_stream_must_wait_for_it(
     checkpoint: tuple[Path, Any], sim: Any, group: None, monkeypatch: Patch, is_ordered: bool
 ) -> None:
     """The last hidden states are reduced over the ranks on a stream of collectives, with its waits and without them."""
-    from sglcore.layers.decoder import CausalLM
+    from sglcore.models.decoder import CausalLM
 
     folder, oracle = checkpoint
     real, side = CausalLM.finish, torch.Stream(sim.device())

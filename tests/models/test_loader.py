@@ -68,9 +68,9 @@ def test_weights_are_cast_and_need_no_gradient(folder) -> None:
 def test_a_tied_head_is_the_embedding_whether_the_file_has_it_or_not(tmp_path) -> None:
     folder = save(llama(tie_word_embeddings=True), tmp_path)
     model = load(folder)
-    assert model.lm_head is model.embed_tokens.weight
+    assert model.lm_head.weight is model.embed_tokens.weight
     rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(97, 48)}))
-    assert torch.equal(load(folder).lm_head, model.lm_head)
+    assert torch.equal(load(folder).lm_head.weight, model.lm_head.weight)
 
 
 def test_progress_reaches_the_total(folder) -> None:
@@ -210,6 +210,6 @@ def test_an_engines_configuration_loads_its_model_and_says_the_dtype(folder) -> 
         ledger=ledger,
         progress=lambda phase, done, total: phases.add(phase),
     )
-    assert (model.dtype, model.cos_sin.shape[0]) == (torch.float32, 32)
+    assert (model.dtype, model.rotary.cos_sin.shape[0]) == (torch.float32, 32)
     assert [(row.topic, row.effective) for row in ledger.rows] == [("dtype", "float32")]
     assert phases == {"loading weights"}

@@ -1,0 +1,111 @@
+"""What a layer receives when it is built: the configuration, the kernels, and where its weights are declared.
+
+A layer declares each weight once, by the checkpoint's own name; the loader, the memory count and the error messages
+follow from that declaration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from sglcore.checkpoint.config import ModelConfig
+from sglcore.runtime.kernels.table import KernelTable
+
+
+class Packable(Protocol):
+    """A layer whose weight only the entries for linear layers read, so that it may be kept in whatever form is fastest.
+
+    `names` are the tensors of the checkpoint whose rows the weight has, in order. `may_round` says that fewer bits do it
+    little harm.
+    """
+
+    may_round: bool
+    names: tuple[str, ...]
+    weight: Tensor
+
+
+class Weights:
+    """The parameters of a model, empty until loaded, and `targets`: where each tensor of the checkpoint goes.
+
+    `linears` are the layers whose weight is packed once it is loaded. `head` is the output layer, packed by rules of its
+    own because its weight is the embedding's too if `is_head_tied`; None where there is none.
+    """
+
+    __slots__ = ("device", "dtype", "head", "is_head_tied", "linears", "parameters", "targets")
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.head: Packable | None = None
+        self.is_head_tied = False
+        self.linears: list[Packable] = []
+        self.parameters: list[Tensor] = []
+        self.targets: dict[str, Tensor] = {}
+
+    def make(self, shape: Sequence[int]) -> Tensor:
+        """A new parameter with undefined content, in the final dtype, on the device."""
+        parameter = nn.Parameter(torch.empty(*shape, dtype=self.dtype, device=self.device), requires_grad=False)
+        self.parameters.append(parameter)
+        return parameter
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all parameters, in the form in which they are kept."""
+        return sum(parameter.nbytes for parameter in self.parameters)
+
+    def place(self, layer: Packable, weight: Tensor) -> None:
+        """Give a layer another form of its weight; the one before is freed, with the targets that were its parts."""
+        for name in layer.names:
+            self.targets.pop(name, None)
+        place = next(place for place, parameter in enumerate(self.parameters) if parameter is layer.weight)
+        layer.weight = self.parameters[place] = weight
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The scope in which a layer is built; `prefix` is its name in the checkpoint, with a trailing dot unless empty.
+
+    `max_positions` bounds the positions that will occur.
+    """
+
+    config: ModelConfig
+    kernels: KernelTable
+    weights: Weights
+    max_positions: int
+    prefix: str = field(default="")
+
+    def at(self, *names: str | int) -> Self:
+        """The scope of a part of this layer."""
+        return replace(self, prefix=self.prefix + "".join(f"{name}." for name in names))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model is computed in."""
+        return self.weights.dtype
+
+    def parameter(self, name: str, *shape: int) -> Tensor:
+        """Declare one weight, `prefix.name` in the checkpoint."""
+        parameter = self.weights.make(shape)
+        self.weights.targets[self.prefix + name] = parameter
+        return parameter
+
+    def stacked(self, parts: Sequence[tuple[str, int]], *shape: int) -> Tensor:
+        """Declare one weight whose rows are those of several: (name in the checkpoint, rows), in order."""
+        parameter = self.weights.make((sum(rows for _, rows in parts), *shape))
+        for (name, _), target in zip(parts, parameter.split([rows for _, rows in parts]), strict=True):
+            self.weights.targets[self.prefix + name] = target
+        return parameter
+
+    def expert_stacked(self, experts: int, parts: Sequence[tuple[str, int]], *shape: int) -> Tensor:
+        """Declare one weight [experts, rows, *shape]: of each expert, `prefix.N.name` for each part, in order."""
+        parameter = self.weights.make((experts, sum(rows for _, rows in parts), *shape))
+        for expert in range(experts):
+            targets = parameter[expert].split([rows for _, rows in parts])
+            for (name, _), target in zip(parts, targets, strict=True):
+                self.weights.targets[f"{self.prefix}{expert}.{name}"] = target
+        return parameter

@@ -1,0 +1,182 @@
+"""What an architecture is built of, whatever the tensor library: the layers that a worker's own library supplies.
+
+Nothing here, in `decoder.py` or in an architecture's file knows a library. Arrays are what the library computes with; rows
+come first, [T, ...], and every layer takes T = 0.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+from sglcore.checkpoint.config import ModelConfig, MoeConfig
+from sglcore.device.errors import ConfigError
+
+Array: TypeAlias = Any
+"""A tensor or an array of the worker's library: no two have a type in common."""
+
+Parts: TypeAlias = Sequence[tuple[str, int]]
+"""Linear layers with one input: (name, outputs) of each."""
+
+
+class Batch(Protocol):
+    """The tokens of a forward, as the library's own layers take them."""
+
+    @property
+    def input_ids(self) -> Array:
+        """Integers [T]."""
+        ...
+
+    @property
+    def positions(self) -> Array:
+        """Integers [T]: each token's place in its request."""
+        ...
+
+
+class Layer(Protocol):
+    """A function of rows: [T, inputs] to [T, outputs]."""
+
+    def __call__(self, x: Array, /) -> Array:
+        """[T, inputs] to [T, outputs]."""
+        ...
+
+
+class Norm(Layer, Protocol):
+    """A norm that can add what came before it to the sum of a model's layers."""
+
+    def add(self, x: Array, residual: Array | None, /) -> tuple[Array, Array]:
+        """The norm of residual + x, and that sum, which begins with x if there is no residual; uses up both."""
+        ...
+
+
+class Embedding(Protocol):
+    """A row for each id."""
+
+    def __call__(self, ids: Array, /) -> Array:
+        """Integers [T] to [T, size]."""
+        ...
+
+    def embed(self, batch: Batch, /) -> Array:
+        """The rows [T, size] of a batch's tokens, or a copy of what the batch brings in their place."""
+        ...
+
+    def row(self, index: int, /) -> Array:
+        """One row, which broadcasts against [T, size]."""
+        ...
+
+
+class Attention(Protocol):
+    """Attention over a request's tokens, with all that stands between the projections and it."""
+
+    @property
+    def layer(self) -> Any:
+        """Its geometry, as the library's attention backends take it."""
+        ...
+
+    def __call__(self, qkv: Array, batch: Batch, /) -> Array:
+        """Queries, keys and values side by side, [T, (heads + 2 kv_heads) * head_dim], to [T, heads * head_dim]."""
+        ...
+
+
+class Build(Protocol):
+    """The scope in which a layer is built, and the kinds of layers that there are. `name` is a module of this scope, by the
+    checkpoint's own name.
+
+    A kind that a library lacks raises `ConfigError` with its name when a model asks for it.
+    """
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's geometry."""
+        ...
+
+    @property
+    def weights(self) -> Any:
+        """The library's record of the model's weights."""
+        ...
+
+    @property
+    def dtype(self) -> Any:
+        """The library's element type that the model is computed in."""
+        ...
+
+    @property
+    def kernels(self) -> Any:
+        """What computes the layers here: the device's kernel table, or what the library is told of the device."""
+        ...
+
+    def at(self, *names: str | int) -> Build:
+        """The scope of a part of this layer."""
+        ...
+
+    def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> Layer:
+        """x W^T + b."""
+        ...
+
+    def fused(self, parts: Parts, inputs: int, bias: bool = False) -> Layer:
+        """Several linear layers with one input as one product, their outputs side by side."""
+        ...
+
+    def norm(self, name: str, size: int) -> Norm:
+        """Root mean square norm with a weight and the configuration's epsilon."""
+        ...
+
+    def layer_norm(self, name: str, size: int, eps: float) -> Layer:
+        """Layer norm with weight and bias."""
+        ...
+
+    def embedding(self, name: str, rows: int, size: int) -> Embedding:
+        """A weight [rows, size]."""
+        ...
+
+    def head(self, name: str, rows: int, size: int, tied: Embedding | None = None) -> Layer:
+        """The output layer [T, size] to float32 [T, rows], by its own weight or that of `tied`."""
+        ...
+
+    def rotary(self) -> Any:
+        """The rotary embedding that the configuration describes, for any number of attention layers."""
+        ...
+
+    def attention(
+        self, layer_id: int, rotary: Any = None, *, qk_norm: bool = False, is_encoder: bool = False
+    ) -> Attention:
+        """Attention of the configuration's heads. `qk_norm`: each query and key head is normalised, by `q_norm` and `k_norm`
+        of this scope; then `rotary` turns them. An encoder's tokens see all of their request and nothing is stored."""
+        ...
+
+    def mlp(self, name: str, size: int, bias: bool = False) -> Layer:
+        """down(silu(gate(x)) * up(x)), `size` wide inside."""
+        ...
+
+    def experts(self, name: str, moe: MoeConfig) -> Layer:
+        """The weighted sum of the experts that a gate chooses for each token."""
+        ...
+
+    def activation(self, name: str) -> Layer:
+        """An elementwise function: "gelu"."""
+        ...
+
+
+class Architecture(ABC):
+    """A model. `ignored` are patterns of checkpoint names that it leaves unread; `stripped` is a prefix that a checkpoint's
+    names may have before ours. `attention_layers` has each layer's geometry, by its id."""
+
+    ignored: ClassVar[tuple[str, ...]] = ()
+    stripped: ClassVar[str] = ""
+    attention_layers: tuple[Any, ...]
+
+    def __init__(self, build: Build) -> None:
+        """Subclasses build their layers; weights may still be empty."""
+        self.config = build.config
+        self.weights = build.weights
+        self.dtype = build.dtype
+        self.kernels = build.kernels
+
+    @abstractmethod
+    def __call__(self, batch: Batch) -> Array:
+        """Hidden states [T, H] after the last norm. Queues only."""
+
+    def logits(self, hidden: Array) -> Array:
+        """[N, H] to float32 [N, vocab]; raises `ConfigError` for an encoder."""
+        raise ConfigError(f"{self.config.architecture} is an encoder and has no logits", remedy="use its embeddings")

@@ -1,0 +1,114 @@
+"""Decoder-only language models: self-attention, the layer, and the model around its layers, for every tensor library.
+
+An architecture's file subclasses `CausalLM` and says in `make_layer` what is its own.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, NamedTuple
+
+from sglcore.device.errors import ConfigError
+from sglcore.models.build import Architecture, Array, Batch, Build, Layer
+
+
+class LayerState(NamedTuple):
+    """What one layer hands to the next: its output [T, H], the sum [T, H] to which it is not yet added (None before the
+    first), and the batch."""
+
+    hidden: Array
+    residual: Array | None
+    batch: Batch
+
+
+class SelfAttention:
+    """Projections in and out, and attention between them."""
+
+    __slots__ = ("attention", "o_proj", "qkv_proj")
+
+    def __init__(
+        self,
+        build: Build,
+        layer_id: int,
+        rotary: Any,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: bool = False,
+    ) -> None:
+        """`rotary` and `qk_norm` are those of `Build.attention`."""
+        config = build.config
+        size, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+        parts = (("q_proj", heads * size), ("k_proj", kv_heads * size), ("v_proj", kv_heads * size))
+        self.qkv_proj = build.fused(parts, config.hidden_size, qkv_bias)
+        self.attention = build.attention(layer_id, rotary, qk_norm=qk_norm)
+        self.o_proj = build.linear("o_proj", heads * size, config.hidden_size, output_bias)
+
+    def __call__(self, hidden: Array, batch: Batch) -> Array:
+        """[T, H] to [T, H]."""
+        return self.o_proj(self.attention(self.qkv_proj(hidden), batch))
+
+
+class DecoderLayer:
+    """Norm, attention, norm, feed-forward; each norm also adds to the sum what came before it."""
+
+    __slots__ = ("input_layernorm", "mlp", "post_attention_layernorm", "self_attn")
+
+    def __init__(self, build: Build, self_attn: SelfAttention, mlp: Layer) -> None:
+        size = build.config.hidden_size
+        self.input_layernorm = build.norm("input_layernorm", size)
+        self.self_attn = self_attn
+        self.post_attention_layernorm = build.norm("post_attention_layernorm", size)
+        self.mlp = mlp
+
+    def __call__(self, hidden: Array, residual: Array | None, batch: Batch) -> tuple[Array, Array]:
+        """`hidden` and `residual` of a `LayerState`, both used up, to those of the next."""
+        hidden, residual = self.input_layernorm.add(hidden, residual)
+        hidden = self.self_attn(hidden, batch)
+        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class CausalLM(Architecture):
+    """Embedding, layers, norm and head. `embed`, `run_layers` over all layers in order, and `finish` are one forward."""
+
+    def __init__(self, build: Build) -> None:
+        """Raises `ConfigError` for an activation that these layers do not have."""
+        super().__init__(build)
+        config, inner = build.config, build.at("model")
+        if config.hidden_act != "silu":
+            raise ConfigError(f"hidden_act {config.hidden_act!r} is not supported here", wanted="'silu'")
+        vocab, size = config.vocab_size, config.hidden_size
+        self.rotary = build.rotary()
+        self.embed_tokens = inner.embedding("embed_tokens", vocab, size)
+        self.layers = tuple(self.make_layer(inner.at("layers", i), i) for i in range(config.num_hidden_layers))
+        self.norm = inner.norm("norm", size)
+        self.lm_head = build.head("lm_head", vocab, size, self.embed_tokens if config.tie_word_embeddings else None)
+        self.attention_layers = tuple(layer.self_attn.attention.layer for layer in self.layers)
+
+    @abstractmethod
+    def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
+        """One layer of this architecture."""
+
+    def __call__(self, batch: Batch) -> Array:
+        """T tokens to hidden states [T, H] after the last norm."""
+        return self.finish(self.run_layers(self.embed(batch), 0, len(self.layers)))
+
+    def embed(self, batch: Batch) -> LayerState:
+        """What the first layer starts from: the embedded tokens, or what the batch brings in their place."""
+        return LayerState(self.embed_tokens.embed(batch), None, batch)
+
+    def run_layers(self, state: LayerState, first: int, last: int) -> LayerState:
+        """The state after the layers first <= i < last; the one before is used up."""
+        hidden, residual, batch = state
+        for layer in self.layers[first:last]:
+            hidden, residual = layer(hidden, residual, batch)
+        return LayerState(hidden, residual, batch)
+
+    def finish(self, state: LayerState) -> Array:
+        """The last norm, over what the last layer left."""
+        return self.norm.add(state.hidden, state.residual)[0]
+
+    def logits(self, hidden: Array) -> Array:
+        """[N, H] to float32 [N, vocab]."""
+        return self.lm_head(hidden)
