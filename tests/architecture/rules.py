@@ -31,7 +31,7 @@ ARROWS: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 """What each part of `sglcore` may import besides itself; "" is `sglcore/__init__.py`."""
 
-DEVICE_ARROWS = frozenset({"device", "checkpoint", "sampling", "step", "runtime"})
+DEVICE_ARROWS = frozenset({"device", "checkpoint", "models", "sampling", "step", "runtime"})
 """What a device package may import of the core."""
 TORCH_PARTS = frozenset({"runtime", "layers"})
 """What a device package may import only if it runs on torch; of the other parts, files that load torch are not for it."""

@@ -18,6 +18,7 @@ from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, resolve
 from sglcore.device.worker import Limits
+from sglcore.models.registry import ARCHITECTURES
 from sglcore.step.sizing import MemoryBudget, MemorySizes, size_pools
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.attention.select import select_attention
@@ -27,7 +28,6 @@ from sglcore_mlx.layers.linear import LinearParts
 from sglcore_mlx.load import load_model
 from sglcore_mlx.memory import device_memory
 from sglcore_mlx.models.contract import Model
-from sglcore_mlx.models.registry import ARCHITECTURES
 from sglcore_mlx.pool import DeviceState, cell_bytes, make_cells
 from sglcore_mlx.residency import Residency
 from sglcore_mlx.stepper import Stepper

@@ -13,17 +13,36 @@ from sglcore.checkpoint.config import ModelConfig
 from sglcore.checkpoint.files import HARMLESS, checkpoint_files
 from sglcore.checkpoint.safetensors_header import Entry, damaged, read_entries
 from sglcore.device.errors import CheckpointError
+from sglcore.models.build import Architecture
+from sglcore.models.registry import model_class
+from sglcore_mlx.layers.attention import Tokens
 from sglcore_mlx.layers.build import Build
 from sglcore_mlx.layers.linear import LinearParts
 from sglcore_mlx.layers.quantization import read_quantization
 from sglcore_mlx.layers.weights import Weights
-from sglcore_mlx.models.contract import Model
-from sglcore_mlx.models.registry import ModelClass, model_class
+from sglcore_mlx.models.contract import Attend, Model
 
 MAPPED = ("F32", "F16", "BF16", "U32", "U8", "I64", "I32", "I16", "I8", "U16", "BOOL")
 """The element types that MLX maps."""
 
 TIED_HEAD = r"lm_head\.(weight|scales|biases)"
+
+
+class LoadedModel:
+    """An architecture as a worker sees it; see `models.contract.Model`."""
+
+    def __init__(self, architecture: Architecture, weights: Weights) -> None:
+        self.config = architecture.config
+        self.dtype = weights.dtype
+        self.layers = architecture.attention_layers
+        self.num_bytes = weights.num_bytes
+        self.quantization = weights.forms
+        self.logits = architecture.logits
+        self._architecture = architecture
+
+    def __call__(self, ids: mx.array, positions: mx.array, attend: Attend) -> mx.array:
+        """int32 [T] and int32 [T] to hidden states [T, H] after the last norm."""
+        return self._architecture(Tokens(ids, positions, attend))
 
 
 def load_model(
@@ -46,13 +65,13 @@ def load_model(
     entries, arrays = _tensors(checkpoint_files(folder), model_type.stripped)
     weights = Weights(entries, arrays, dtype, quantization)
     arrays.clear()  # a tensor that something else holds stays in memory once it is read
-    model = model_type(Build(config, weights, parts, max_positions))
+    model = LoadedModel(model_type(Build(config, weights, parts, max_positions)), weights)
     weights.check(re.compile("|".join(f"(?:{pattern})" for pattern in _harmless(model_type, config))).fullmatch)
     weights.read(progress)
     return model
 
 
-def _harmless(model_type: ModelClass, config: ModelConfig) -> tuple[str, ...]:
+def _harmless(model_type: type[Architecture], config: ModelConfig) -> tuple[str, ...]:
     return (*HARMLESS, *model_type.ignored, *((TIED_HEAD,) if config.tie_word_embeddings else ()))
 
 

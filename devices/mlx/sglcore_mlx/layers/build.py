@@ -1,125 +1,60 @@
-"""What a layer receives when it is built: the configuration, and where its weights come from.
-
-A layer asks for each weight once, by the checkpoint's own name; whether it is quantised is found out here.
-"""
+"""The layers of this library, as `sglcore.models.build` has their kinds: every model here is built of these."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 import mlx.core as mx
 
-from sglcore.checkpoint.config import ModelConfig
-from sglcore_mlx.layers.linear import (
-    MIN_SPLIT,
-    Embedding,
-    Linear,
-    LinearParts,
-    Packed,
-    PlainLinear,
-    QuantisedLinear,
-    SideBySide,
-    SplitLinear,
-)
-from sglcore_mlx.layers.quantization import Form
-from sglcore_mlx.layers.weights import Weights
-
-WORD_BITS = 32
+from sglcore.checkpoint.config import MoeConfig
+from sglcore.device.errors import ConfigError
+from sglcore_mlx.layers.attention import AttentionLayer
+from sglcore_mlx.layers.mlp import GatedMlp, gelu
+from sglcore_mlx.layers.moe import SparseMoe
+from sglcore_mlx.layers.norm import LayerNorm, RMSNorm
+from sglcore_mlx.layers.rotary import Rotary
+from sglcore_mlx.layers.scope import Scope
 
 
 @dataclass(frozen=True, slots=True)
-class Build:
-    """The scope in which a layer is built; `prefix` is its name in the checkpoint, with a trailing dot unless empty.
+class Build(Scope):
+    """The scope in which a layer is built, and the layers themselves; those over single weights are the scope's."""
 
-    `max_positions` bounds the positions that will occur.
-    """
+    def norm(self, name: str, size: int) -> RMSNorm:
+        """Root mean square norm."""
+        return RMSNorm(self.at(name), size, self.config.rms_norm_eps)
 
-    config: ModelConfig
-    weights: Weights
-    parts: LinearParts
-    max_positions: int
-    prefix: str = field(default="")
+    def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
+        """Layer norm."""
+        return LayerNorm(self.at(name), size, eps)
 
-    def at(self, *names: str | int) -> Build:
-        """The scope of a part of this layer."""
-        return replace(self, prefix=self.prefix + "".join(f"{name}." for name in names))
+    def rotary(self) -> Rotary:
+        """The rotation of the configuration, in one kernel or composed."""
+        return Rotary(self.config, self.max_positions, self.dtype, self.kernels.fused_rotary)
 
-    def parameter(self, name: str, *shape: int) -> mx.array:
-        """One weight, `prefix.name` in the checkpoint."""
-        return self.weights.keep(self.weights.take(self.prefix + name, *shape))
+    def attention(
+        self, layer_id: int, rotary: Rotary | None = None, *, qk_norm: bool = False, is_encoder: bool = False
+    ) -> AttentionLayer:
+        """Norms of both kinds of heads in one call, their rotation in another, attention."""
+        return AttentionLayer(self, layer_id, rotary, qk_norm=qk_norm)
 
-    def linear(self, name: str, in_features: int, out_features: int, bias: bool = False) -> Linear:
-        """A linear layer of this scope."""
-        return self.fused([(name, out_features)], in_features, bias)
+    def mlp(self, name: str, size: int, bias: bool = False) -> GatedMlp:
+        """The gated feed-forward block."""
+        return GatedMlp(self.at(name), size, bias)
 
-    def fused(self, names: Sequence[tuple[str, int]], in_features: int, bias: bool = False) -> Linear:
-        """Several linear layers with one input, as one; `names` are (name, out features). One product if their weights
-        are packed alike."""
-        forms = {self.form_of(name) for name, _ in names}
-        if len(forms) > 1:
-            return SideBySide([self.fused([part], in_features, bias) for part in names])
-        total, form = sum(size for _, size in names), forms.pop()
-        offset = self._joined(
-            [self.weights.take(f"{self.prefix}{name}.bias", size) for name, size in names] if bias else []
-        )
-        if form is not None:
-            return QuantisedLinear(self.packed([(name, (size,)) for name, size in names], in_features, form), offset)
-        weights = [self.weights.take(f"{self.prefix}{name}.weight", size, in_features) for name, size in names]
-        weight = self._joined(weights)
-        assert weight is not None
-        return self.plain(weight, offset, total)
+    def experts(self, name: str, moe: MoeConfig) -> SparseMoe:
+        """The sparse feed-forward block."""
+        return SparseMoe(self.at(name), moe)
 
-    def plain(self, weight: mx.array, bias: mx.array | None, out_features: int) -> Linear:
-        """A linear layer over a kept weight [out, in], split over the streams there are."""
-        whole = self._turned(weight, bias, 0, out_features)
-        streams = self.parts.streams
-        if len(streams) < 2 or out_features < MIN_SPLIT:
-            return whole
-        edges = [out_features * share // len(streams) for share in range(len(streams) + 1)]
-        shares = [self._turned(weight, bias, *edges[i : i + 2]) for i in range(len(streams))]
-        return SplitLinear(whole, shares, streams)
+    def activation(self, name: str) -> Callable[[mx.array], mx.array]:
+        """An elementwise function. Raises `ConfigError` for one that is not here."""
+        if name != "gelu":
+            raise ConfigError(f"MLX's layers have no activation {name!r}", wanted="'gelu'")
+        return gelu
 
-    def embedding(self, name: str, rows: int, size: int) -> tuple[Embedding, Linear]:
-        """A row for each id, and the product with all rows, for a head that is tied to it (no memory of its own)."""
-        form = self.form_of(name)
-        if form is None:
-            weight = self.weights.keep(self.weights.take(f"{self.prefix}{name}.weight", rows, size))
-            return Embedding(weight, self.weights.dtype), self.plain(weight, None, rows)
-        packed = self.packed([(name, (rows,))], size, form)
-        return Embedding(packed, self.weights.dtype), QuantisedLinear(packed, None)
+    if not TYPE_CHECKING:
 
-    def form_of(self, name: str) -> Form | None:
-        """How the weight of a module of this scope is packed; None: it is plain."""
-        module, quantization = self.prefix + name, self.weights.quantization
-        if quantization is None or not self.weights.has(f"{module}.scales"):
-            return None
-        return quantization.form_of(module)
-
-    def packed(self, names: Sequence[tuple[str, tuple[int, ...]]], in_features: int, form: Form) -> Packed:
-        """The packed weights of modules of one form, rows below rows; `names` are (name, leading dimensions)."""
-        weights, width, groups = self.weights, in_features * form.bits // WORD_BITS, in_features // form.group_size
-        weights.note_form(str(form))
-        modules = [(self.prefix + name, shape) for name, shape in names]
-        words = [weights.take_raw(f"{module}.weight", "U32", *shape, width) for module, shape in modules]
-        if not form.is_affine:
-            scales = [weights.take_raw(f"{module}.scales", "U8", *shape, groups) for module, shape in modules]
-            return Packed(self._rows(words), self._rows(scales), None, form)
-        scales = [weights.take(f"{module}.scales", *shape, groups) for module, shape in modules]
-        biases = [weights.take(f"{module}.biases", *shape, groups) for module, shape in modules]
-        return Packed(self._rows(words), self._rows(scales), self._rows(biases), form)
-
-    def _rows(self, arrays: list[mx.array]) -> mx.array:
-        """Arrays [..., rows, width] below one another, kept."""
-        return self.weights.keep(arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=-2))
-
-    def _joined(self, arrays: list[mx.array]) -> mx.array | None:
-        """Arrays one after the other along the first dimension, kept; none of none."""
-        if not arrays:
-            return None
-        return self.weights.keep(arrays[0] if len(arrays) == 1 else mx.concatenate(arrays))
-
-    def _turned(self, weight: mx.array, bias: mx.array | None, first: int, last: int) -> PlainLinear:
-        is_whole = last - first == weight.shape[0]
-        part = self.weights.view((weight if is_whole else weight[first:last]).T)
-        return PlainLinear(part, bias if bias is None or is_whole else self.weights.view(bias[first:last]))
+        def __getattr__(self, kind: str) -> NoReturn:
+            raise ConfigError(f"{self.config.architecture} asks for {kind!r}, a kind of layer that MLX's do not have")

@@ -28,6 +28,15 @@ class LinearParts:
     narrow_experts: bool = True
 
 
+class Identified(Protocol):
+    """A batch whose tokens have ids int32 [T]."""
+
+    @property
+    def input_ids(self) -> mx.array:
+        """int32 [T]."""
+        ...
+
+
 class Linear(Protocol):
     """y = x W^T + b."""
 
@@ -131,14 +140,35 @@ class SideBySide:
 class Embedding:
     """A row of a plain weight [rows, size] or a packed one for each id."""
 
-    __slots__ = ("_dtype", "_weight")
+    __slots__ = ("_dtype", "weight")
 
     def __init__(self, weight: mx.array | Packed, dtype: mx.Dtype) -> None:
-        self._weight = weight
+        self.weight = weight
         self._dtype = dtype
 
     def __call__(self, ids: mx.array) -> mx.array:
         """int [T] to [T, size]."""
-        if isinstance(self._weight, Packed):
-            return self._weight.rows(ids, self._dtype)
-        return self._weight[ids]
+        if isinstance(self.weight, Packed):
+            return self.weight.rows(ids, self._dtype)
+        return self.weight[ids]
+
+    def embed(self, batch: Identified) -> mx.array:
+        """The rows [T, size] of the batch's ids."""
+        return self(batch.input_ids)
+
+    def row(self, index: int) -> mx.array:
+        """[1, size]."""
+        return self(mx.array([index]))
+
+
+class Head:
+    """The output layer."""
+
+    __slots__ = ("_linear",)
+
+    def __init__(self, linear: Linear) -> None:
+        self._linear = linear
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        """[N, H] to float32 [N, V]."""
+        return self._linear(hidden).astype(mx.float32)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import mlx.core as mx
 
-from sglcore_mlx.layers.build import Build
+from sglcore_mlx.layers.scope import Scope
 
 
 def silu_and_mul(gate_up: mx.array) -> mx.array:
@@ -14,12 +16,17 @@ def silu_and_mul(gate_up: mx.array) -> mx.array:
     return gate * mx.sigmoid(gate) * up
 
 
+def gelu(x: mx.array) -> mx.array:
+    """GELU (Hendrycks and Gimpel 2016), exact."""
+    return x * (1 + mx.erf(x * math.sqrt(0.5))) * 0.5
+
+
 class GatedMlp:
     """down(silu(gate(x)) * up(x))."""
 
     __slots__ = ("down_proj", "gate_up_proj")
 
-    def __init__(self, build: Build, intermediate_size: int, bias: bool = False) -> None:
+    def __init__(self, build: Scope, intermediate_size: int, bias: bool = False) -> None:
         hidden_size = build.config.hidden_size
         names = (("gate_proj", intermediate_size), ("up_proj", intermediate_size))
         self.gate_up_proj = build.fused(names, hidden_size, bias)

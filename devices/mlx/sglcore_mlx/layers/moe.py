@@ -7,9 +7,9 @@ from typing import Protocol
 import mlx.core as mx
 
 from sglcore.checkpoint.config import MoeConfig
-from sglcore_mlx.layers.build import Build
 from sglcore_mlx.layers.linear import Packed
 from sglcore_mlx.layers.mlp import silu_and_mul
+from sglcore_mlx.layers.scope import Scope
 
 MIN_SORTED = 64
 """Choices (tokens times experts of each) from which rows are sorted by expert, so that each is read once."""
@@ -92,7 +92,7 @@ class SparseMoe:
 
     __slots__ = ("_normalize", "_top_k", "down_proj", "gate", "gate_up_proj")
 
-    def __init__(self, build: Build, moe: MoeConfig) -> None:
+    def __init__(self, build: Scope, moe: MoeConfig) -> None:
         self.gate = build.linear("gate", build.config.hidden_size, moe.num_experts)
         is_stacked = build.weights.has(f"{build.prefix}switch_mlp.gate_proj.weight")
         make = _stacked if is_stacked else _separate
@@ -134,7 +134,7 @@ def top_k_routing(logits: mx.array, k: int, normalize: bool) -> tuple[mx.array, 
     return weights.astype(logits.dtype), experts
 
 
-def _stacked(build: Build, moe: MoeConfig) -> tuple[ExpertLinear, ExpertLinear]:
+def _stacked(build: Scope, moe: MoeConfig) -> tuple[ExpertLinear, ExpertLinear]:
     """Experts of a checkpoint that has each projection of a layer as one tensor [experts, out, in], plain or packed."""
     hidden, size = build.config.hidden_size, moe.intermediate_size
     names = ("gate_proj", "up_proj")
@@ -145,7 +145,7 @@ def _stacked(build: Build, moe: MoeConfig) -> tuple[ExpertLinear, ExpertLinear]:
     return gate_up, _stacked_linear(build, ("down_proj",), moe.num_experts, size, hidden)
 
 
-def _stacked_linear(build: Build, names: tuple[str, ...], experts: int, inputs: int, outputs: int) -> ExpertLinear:
+def _stacked_linear(build: Scope, names: tuple[str, ...], experts: int, inputs: int, outputs: int) -> ExpertLinear:
     form = build.form_of(names[0])
     if form is not None:
         return QuantisedExperts(build.packed([(name, (experts, outputs)) for name in names], inputs, form))
@@ -153,7 +153,7 @@ def _stacked_linear(build: Build, names: tuple[str, ...], experts: int, inputs: 
     return _plain(build, arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=1))
 
 
-def _separate(build: Build, moe: MoeConfig) -> tuple[ExpertLinear, ExpertLinear]:
+def _separate(build: Scope, moe: MoeConfig) -> tuple[ExpertLinear, ExpertLinear]:
     """Experts of a checkpoint that has a tensor for each projection of each expert."""
     hidden, size = build.config.hidden_size, moe.intermediate_size
 
@@ -165,5 +165,7 @@ def _separate(build: Build, moe: MoeConfig) -> tuple[ExpertLinear, ExpertLinear]
     return stack(("gate_proj", "up_proj"), size, hidden), stack(("down_proj",), hidden, size)
 
 
-def _plain(build: Build, weight: mx.array) -> ExpertLinear:
-    return PlainExperts(build.weights.view(build.weights.keep(weight).swapaxes(-1, -2)), not build.parts.narrow_experts)
+def _plain(build: Scope, weight: mx.array) -> ExpertLinear:
+    return PlainExperts(
+        build.weights.view(build.weights.keep(weight).swapaxes(-1, -2)), not build.kernels.narrow_experts
+    )

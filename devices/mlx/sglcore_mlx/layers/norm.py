@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from sglcore_mlx.layers.build import Build
+from sglcore_mlx.layers.scope import Scope
 
 
 class RMSNorm:
@@ -12,7 +12,7 @@ class RMSNorm:
 
     __slots__ = ("_eps", "_weight")
 
-    def __init__(self, build: Build, size: int, eps: float) -> None:
+    def __init__(self, build: Scope, size: int, eps: float) -> None:
         self._weight = build.parameter("weight", size)
         self._eps = eps
 
@@ -20,13 +20,18 @@ class RMSNorm:
         """Over the last dimension of [..., size]."""
         return mx.fast.rms_norm(x, self._weight, self._eps)
 
+    def add(self, x: mx.array, residual: mx.array | None) -> tuple[mx.array, mx.array]:
+        """The norm of residual + x, and that sum, which begins with x if there is no residual."""
+        total = x if residual is None else residual + x
+        return self(total), total
+
 
 class HeadNorm:
     """The norms of query and key heads, each with a weight of its own, over both at once."""
 
     __slots__ = ("_eps", "_weight")
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Scope) -> None:
         config, weights = build.config, build.weights
         q, k = (weights.take(f"{build.prefix}{name}.weight", config.head_dim) for name in ("q_norm", "k_norm"))
         self._weight = weights.keep(mx.stack([q] * config.num_attention_heads + [k] * config.num_key_value_heads))
@@ -42,7 +47,7 @@ class LayerNorm:
 
     __slots__ = ("_bias", "_eps", "_weight")
 
-    def __init__(self, build: Build, size: int, eps: float) -> None:
+    def __init__(self, build: Scope, size: int, eps: float) -> None:
         self._weight = build.parameter("weight", size)
         self._bias = build.parameter("bias", size)
         self._eps = eps

@@ -44,17 +44,3 @@ class Model(Protocol):
     def logits(self, hidden: mx.array) -> mx.array:
         """Hidden states [N, H] to float32 [N, V]; an encoder raises `ConfigError`."""
         ...
-
-
-def layer_shapes(config: ModelConfig) -> tuple[LayerShape, ...]:
-    """The attention of each layer as the configuration says."""
-    return tuple(
-        LayerShape(
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            sliding_window=window,
-            scale=config.head_dim**-0.5,
-        )
-        for window in config.sliding_windows
-    )

@@ -1,0 +1,58 @@
+"""The attention layer of models: queries, keys and values side by side to what attention gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from sglcore_mlx.layers.norm import HeadNorm
+from sglcore_mlx.layers.rotary import Rotary, Rotate
+from sglcore_mlx.layers.scope import Scope
+from sglcore_mlx.models.contract import Attend, LayerShape
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens of one forward: `input_ids` and `positions` int32 [T], and attention over them. Each rotary embedding is
+    opened for the positions once."""
+
+    input_ids: mx.array
+    positions: mx.array
+    attend: Attend
+    _rotations: dict[Rotary, Rotate] = field(default_factory=dict, init=False)
+
+    def rotation(self, rotary: Rotary) -> Rotate:
+        """The rotation of these tokens' heads."""
+        if rotary not in self._rotations:
+            self._rotations[rotary] = rotary.at(self.positions)
+        return self._rotations[rotary]
+
+
+class AttentionLayer:
+    """Norms of query and key heads, rotary embedding, attention. `layer` is what backends see of it."""
+
+    __slots__ = ("_layer_id", "_norm", "_rotary", "layer")
+
+    def __init__(self, build: Scope, layer_id: int, rotary: Rotary | None, *, qk_norm: bool = False) -> None:
+        config, size = build.config, build.config.head_dim
+        heads, kv_heads, window = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.sliding_windows[layer_id],
+        )
+        self.layer = LayerShape(heads, kv_heads, size, window, size**-0.5)
+        self._norm = HeadNorm(build) if qk_norm else None
+        self._rotary = rotary
+        self._layer_id = layer_id
+
+    def __call__(self, qkv: mx.array, batch: Tokens) -> mx.array:
+        """[T, (heads + 2 kv_heads) * head_dim] to [T, heads * head_dim]."""
+        shape, tokens = self.layer, qkv.shape[0]
+        heads, turned = shape.num_heads, shape.num_heads + shape.num_kv_heads
+        qkv = qkv.reshape(tokens, turned + shape.num_kv_heads, shape.head_dim)
+        qk = qkv if self._norm is None else self._norm(qkv[:, :turned])
+        if self._rotary is not None:
+            qk = batch.rotation(self._rotary)(qk, turned)
+        attended = batch.attend(self._layer_id, qk[:, :heads], qk[:, heads:turned], qkv[:, turned:])
+        return attended.reshape(tokens, heads * shape.head_dim)

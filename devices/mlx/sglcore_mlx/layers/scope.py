@@ -1,0 +1,138 @@
+"""What a layer receives when it is built: the configuration, and where its weights come from.
+
+A layer asks for each weight once, by the checkpoint's own name; whether it is quantised is found out here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import mlx.core as mx
+
+from sglcore.checkpoint.config import ModelConfig
+from sglcore_mlx.layers.linear import (
+    MIN_SPLIT,
+    Embedding,
+    Head,
+    Linear,
+    LinearParts,
+    Packed,
+    PlainLinear,
+    QuantisedLinear,
+    SideBySide,
+    SplitLinear,
+)
+from sglcore_mlx.layers.quantization import Form
+from sglcore_mlx.layers.weights import Weights
+
+WORD_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The scope in which a layer is built; `prefix` is its name in the checkpoint, with a trailing dot unless empty.
+
+    `max_positions` bounds the positions that will occur.
+    """
+
+    config: ModelConfig
+    weights: Weights
+    kernels: LinearParts
+    max_positions: int
+    prefix: str = field(default="")
+
+    def at(self, *names: str | int) -> Self:
+        """The scope of a part of this layer."""
+        return replace(self, prefix=self.prefix + "".join(f"{name}." for name in names))
+
+    def parameter(self, name: str, *shape: int) -> mx.array:
+        """One weight, `prefix.name` in the checkpoint."""
+        return self.weights.keep(self.weights.take(self.prefix + name, *shape))
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """What the model is computed in."""
+        return self.weights.dtype
+
+    def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> Linear:
+        """A linear layer of this scope."""
+        return self.fused([(name, outputs)], inputs, bias)
+
+    def fused(self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False) -> Linear:
+        """Several linear layers with one input, as one; `parts` are (name, outputs). One product if their weights are
+        packed alike."""
+        forms = {self.form_of(name) for name, _ in parts}
+        if len(forms) > 1:
+            return SideBySide([self.fused([part], inputs, bias) for part in parts])
+        total, form = sum(size for _, size in parts), forms.pop()
+        offset = self._joined(
+            [self.weights.take(f"{self.prefix}{name}.bias", size) for name, size in parts] if bias else []
+        )
+        if form is not None:
+            return QuantisedLinear(self.packed([(name, (size,)) for name, size in parts], inputs, form), offset)
+        weights = [self.weights.take(f"{self.prefix}{name}.weight", size, inputs) for name, size in parts]
+        weight = self._joined(weights)
+        assert weight is not None
+        return self.plain(weight, offset, total)
+
+    def plain(self, weight: mx.array, bias: mx.array | None, out_features: int) -> Linear:
+        """A linear layer over a kept weight [out, in], split over the streams there are."""
+        whole = self._turned(weight, bias, 0, out_features)
+        streams = self.kernels.streams
+        if len(streams) < 2 or out_features < MIN_SPLIT:
+            return whole
+        edges = [out_features * share // len(streams) for share in range(len(streams) + 1)]
+        shares = [self._turned(weight, bias, *edges[i : i + 2]) for i in range(len(streams))]
+        return SplitLinear(whole, shares, streams)
+
+    def embedding(self, name: str, rows: int, size: int) -> Embedding:
+        """A row for each id."""
+        form = self.form_of(name)
+        if form is not None:
+            return Embedding(self.packed([(name, (rows,))], size, form), self.dtype)
+        weight = self.weights.keep(self.weights.take(f"{self.prefix}{name}.weight", rows, size))
+        return Embedding(weight, self.dtype)
+
+    def head(self, name: str, rows: int, size: int, tied: Embedding | None = None) -> Head:
+        """The output layer; one that is tied takes no memory of its own."""
+        if tied is None:
+            return Head(self.linear(name, size, rows))
+        weight = tied.weight
+        return Head(QuantisedLinear(weight, None) if isinstance(weight, Packed) else self.plain(weight, None, rows))
+
+    def form_of(self, name: str) -> Form | None:
+        """How the weight of a module of this scope is packed; None: it is plain."""
+        module, quantization = self.prefix + name, self.weights.quantization
+        if quantization is None or not self.weights.has(f"{module}.scales"):
+            return None
+        return quantization.form_of(module)
+
+    def packed(self, names: Sequence[tuple[str, tuple[int, ...]]], in_features: int, form: Form) -> Packed:
+        """The packed weights of modules of one form, rows below rows; `names` are (name, leading dimensions)."""
+        weights, width, groups = self.weights, in_features * form.bits // WORD_BITS, in_features // form.group_size
+        weights.note_form(str(form))
+        modules = [(self.prefix + name, shape) for name, shape in names]
+        words = [weights.take_raw(f"{module}.weight", "U32", *shape, width) for module, shape in modules]
+        if not form.is_affine:
+            scales = [weights.take_raw(f"{module}.scales", "U8", *shape, groups) for module, shape in modules]
+            return Packed(self._rows(words), self._rows(scales), None, form)
+        scales = [weights.take(f"{module}.scales", *shape, groups) for module, shape in modules]
+        biases = [weights.take(f"{module}.biases", *shape, groups) for module, shape in modules]
+        return Packed(self._rows(words), self._rows(scales), self._rows(biases), form)
+
+    def _rows(self, arrays: list[mx.array]) -> mx.array:
+        """Arrays [..., rows, width] below one another, kept."""
+        return self.weights.keep(arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=-2))
+
+    def _joined(self, arrays: list[mx.array]) -> mx.array | None:
+        """Arrays one after the other along the first dimension, kept; none of none."""
+        if not arrays:
+            return None
+        return self.weights.keep(arrays[0] if len(arrays) == 1 else mx.concatenate(arrays))
+
+    def _turned(self, weight: mx.array, bias: mx.array | None, first: int, last: int) -> PlainLinear:
+        is_whole = last - first == weight.shape[0]
+        part = self.weights.view((weight if is_whole else weight[first:last]).T)
+        return PlainLinear(part, bias if bias is None or is_whole else self.weights.view(bias[first:last]))
