@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from sglcore.models.registry import ARCHITECTURES
 from tests.architecture.imports import imported, modules_of
-from tests.architecture.rules import core_modules, without_torch
+from tests.architecture.rules import core_modules, sources, without_torch
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = frozenset({"torch", "numpy", "mlx", "transformers", "tokenizers", "triton", "typer", "rich"})
@@ -40,6 +41,27 @@ def test_importing_sglcore_takes_less_than_a_tenth_of_a_second() -> None:
 @pytest.mark.parametrize("part", ["device", "checkpoint", "schedule", "step", "engine"])
 def test_the_seam_the_scheduler_the_host_half_and_the_engine_load_no_tensor_library(part: str) -> None:
     assert not imported(ROOT, modules_of(ROOT, f"sglcore.{part}")).modules & TENSORS
+
+
+def architecture_modules() -> set[str]:
+    """Every architecture's file, and what they share."""
+    return {
+        "sglcore.models.build",
+        "sglcore.models.decoder",
+        *(ref.partition(":")[0] for ref in ARCHITECTURES.values()),
+    }
+
+
+def test_architectures_load_no_tensor_library_and_nothing_of_torchs() -> None:
+    seen = imported(ROOT, sorted(architecture_modules())).modules
+    assert not seen & TENSORS
+    assert not [module for module in seen if module.startswith(("sglcore.runtime", "sglcore.layers"))]
+
+
+def test_architectures_import_only_what_they_share_the_checkpoint_and_errors() -> None:
+    paths = [f"{module.replace('.', '/')}.py" for module in architecture_modules()]
+    found = {module for source in sources(ROOT, *paths) for _, module in core_modules(source)}
+    assert found <= architecture_modules() | {"sglcore.checkpoint.config", "sglcore.device.errors"}
 
 
 def test_what_a_device_without_torch_imports_of_the_core_loads_no_tensor_library() -> None:

@@ -4,12 +4,12 @@ error, and then the weights are read one at a time."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import mlx.core as mx
 
-from sglcore.checkpoint.config import ModelConfig
+from sglcore.checkpoint.config import EMPTY, ModelConfig
 from sglcore.checkpoint.files import HARMLESS, checkpoint_files
 from sglcore.checkpoint.safetensors_header import Entry, damaged, read_entries
 from sglcore.device.errors import CheckpointError
@@ -53,14 +53,15 @@ def load_model(
     max_positions: int,
     parts: LinearParts,
     progress: Callable[[int, int], None],
+    architectures: Mapping[str, str] = EMPTY,
 ) -> Model:
     """The model of a checkpoint folder in `dtype`, for positions below `max_positions`; waits until every weight is read.
 
-    `progress` is called with the bytes of weights that are there and of all. Memory beyond the weights is that of the
+    `progress` is called with the bytes of weights that are there and of all; `architectures` adds to the registry. Memory beyond the weights is that of the
     largest one. Raises `CheckpointError` for files that are missing, damaged, or not this model's, `ConfigError` for a
     model or a quantisation that is not supported.
     """
-    model_type = model_class(config.architecture)
+    model_type = model_class(config.architecture, architectures)
     quantization = read_quantization(config.raw)
     entries, arrays = _tensors(checkpoint_files(folder), model_type.stripped)
     weights = Weights(entries, arrays, dtype, quantization)

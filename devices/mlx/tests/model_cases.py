@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -27,13 +28,13 @@ def load(
     parts: LinearParts | None = None,
     max_positions: int | None = None,
     progress: Callable[[int, int], None] = ignore,
+    **options: Any,
 ) -> Model:
     """The model of a folder; opened for its whole context unless `max_positions` says less."""
     config = read_config(folder)
     positions = max_positions or config.context_length
-    return load_model(
-        folder, config, dtype=dtype, max_positions=positions, parts=parts or LinearParts(), progress=progress
-    )
+    parts = parts or LinearParts()
+    return load_model(folder, config, dtype=dtype, max_positions=positions, parts=parts, progress=progress, **options)
 
 
 def split_parts() -> LinearParts:
