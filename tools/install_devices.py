@@ -59,10 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.all and (options.root / SIMULATOR).is_dir():
         wanted.append(options.root / SIMULATOR)
     building = [] if options.dry_run else begin_builds(options.root, wanted)
-    for command in pip_commands(options.root, wanted, options.extra, options.torch_index, options.torch):
+    commands = pip_commands(options.root, wanted, options.extra, options.torch_index, options.torch)
+    for command in commands:
         print("+", " ".join(command[2:]), flush=True)
         if not options.dry_run:
-            wait_for(building if "-e" in command else [])
+            wait_for(building if command is commands[-1] else [])
             subprocess.run(command, cwd=options.root, check=True)
     if options.all and not options.dry_run:
         fetch_wheels(options.root, wanted)
@@ -122,9 +123,10 @@ def pip_commands(
     lines = (root / constraints).read_text().splitlines()
     torch = tuple(line.strip() for line in lines if line.startswith("torch=="))
     index = ("--index-url", torch_index) if torch_index else ()
-    checkouts = tuple(word for folder in folders for word in ("-e", with_extra(root, folder, extra)))
+    checkouts = tuple(word for folder in folders for word in ("-e", with_extra(root, folder, extra)))[1:]
     core = f".[{extra}]" if extra else "."
-    return ((*pip, *index, *torch), (*pip, BUILDER), (*pip, "--no-build-isolation", "-e", core, *checkouts))
+    editable = (*pip, "--no-build-isolation", "-e")
+    return ((*pip, *index, *torch), (*pip, BUILDER), (*editable, core), (*editable, *checkouts))
 
 
 def begin_builds(root: Path, folders: Sequence[Path]) -> list[subprocess.Popen[bytes]]:
