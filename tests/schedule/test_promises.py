@@ -18,7 +18,7 @@ def test_nobody_is_admitted_to_the_page_that_a_running_request_needs_next() -> N
     drive.add("old", 7, 20)
     newcomer = drive.add("new", 56, 4)
     drive.run()
-    assert drive.scheduler.stats()["retractions"] == 0
+    assert drive.scheduler.stats().retractions == 0
     assert all(rids == ["old"] for rids in drive.worker.rids[:20])
     assert newcomer.finish_reason == "length"
 
@@ -87,7 +87,7 @@ def test_prompt_scores_are_taken_once_though_the_request_is_retracted() -> None:
     drive.add("old", 7, 50)
     scored = drive.add("scored", 40, 20, prompt_logprobs=1)
     drive.run()
-    assert drive.scheduler.stats()["retractions"] > 0
+    assert drive.scheduler.stats().retractions > 0
     assert np.concatenate([-part.chosen for part in scored.prompt_logprobs]).tolist() == scored.prompt_ids[1:].tolist()
     assert sum(batch.prompt_logprobs is not None for batch in drive.worker.seen) == 1
 

@@ -278,7 +278,7 @@ def test_while_the_model_loads_its_phase_is_shown_and_then_the_page_is_usable(
 ) -> None:
     script.startup = {"phase": "loading weights", "done": 3, "total": 12, "elapsed_s": 4.5}
     tab.goto(address)
-    tab.wait_for_selector("text=load weights, 3 of 12, 4.5 s")
+    tab.wait_for_selector("text=loading weights, 3 of 12, 4.5 s")
     assert tab.is_disabled("#prompt") and tab.evaluate("document.querySelector('#bar').value") == 3
     script.startup = None
     tab.wait_for_selector("#prompt:enabled")
