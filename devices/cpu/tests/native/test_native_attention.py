@@ -92,6 +92,22 @@ def test_a_nan_of_the_row_itself_is_not_hidden(engine: Engine, kernel: str) -> N
     assert torch.equal(found[0, 64:], wanted[0, 64:]) and torch.equal(found[1], wanted[1])
 
 
+@pytest.mark.parametrize("kernel", ["paged_decode", "paged_prefill"])
+@pytest.mark.parametrize("place", [0, 350, -1])
+def test_one_key_may_outweigh_all_others_by_more_than_a_float_holds(engine: Engine, kernel: str, place: int) -> None:
+    case = make_case(Ask([(699, 1)], Heads(4, 2, 64), 16))
+    case.q[0] = 40 * case.keys[0][place].repeat_interleave(2, 0).flatten()
+    case.check(case.run(engine, kernel))
+
+
+@pytest.mark.parametrize("kernel", ["paged_decode", "paged_prefill"])
+@pytest.mark.parametrize("window", [1, 5, 16, 17, 33, 96, 97, 257])
+def test_a_window_ends_with_the_row_and_begins_anywhere(engine: Engine, kernel: str, window: int) -> None:
+    """Of lengths at all places of a block and of a chunk."""
+    case = make_case(Ask([(length, 1) for length in range(80, 116)], Heads(2, 1, 16, window), 8, seed=window))
+    case.check(case.run(engine, kernel))
+
+
 WRONG = (
     {"window": 41},
     {"page_size": 3},

@@ -66,7 +66,7 @@ def test_zero_stays_zero_and_what_is_not_a_number_is_seen(engine: Engine) -> Non
     x[1, 0, 5], x[2, 0, 23], x[3, 0, 0] = torch.nan, torch.inf, -3.0
     cells = stored(engine, x, x, torch.arange(4))[0][:4]
     found = read_int8(cells)
-    assert not found[0].any()
+    assert not cells[0].any(), "codes and scale of a head of zeros are zero"
     assert found[1].isnan().any() and found[2].isnan().any()
     assert found[3, 0, 0] == -3.0 and not found[3, 0, 1:].any()
 

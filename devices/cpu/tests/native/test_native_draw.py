@@ -104,10 +104,11 @@ def best_is_not_first() -> tuple[Tensor, SamplingState]:
 
 
 def wide_share() -> tuple[Tensor, SamplingState]:
-    """More than 8 nats below the best, tokens are many enough to be needed by top_p; one row needs few."""
-    logits = torch.full((6, 40 * BLOCK), -9.5)
+    """More than 8 nats below the best, tokens are many enough to be needed by top_p; some rows need few. Of the other rows
+    three in ten would draw a token beyond the share."""
+    logits = torch.full((40, 40 * BLOCK), -9.5)
     logits[:, 77], logits[:3, 78] = 0.0, 9.0
-    return logits, staged([(SamplingParams(temperature=1.0, top_p=0.7), 8)] * 6, range(6))
+    return logits, staged([(SamplingParams(temperature=1.0, top_p=0.7), 8)] * 40, range(40))
 
 
 def ties_at_min_p() -> tuple[Tensor, SamplingState]:
