@@ -81,8 +81,15 @@ def _run(
     causal: bool,
     window: tuple[int, int],
 ) -> Tensor:
-    if q.dtype not in HALF or q.dtype != k_cache.dtype:
-        raise RuntimeError(f"FlashAttention takes one half precision for all, not {q.dtype} and {k_cache.dtype}")
+    dtypes = {part.dtype for part in (q, k_cache, v_cache)}
+    if len(dtypes) > 1 or q.dtype not in HALF:
+        raise RuntimeError(f"FlashAttention takes one half precision for all, not {', '.join(map(str, dtypes))}")
+    if any(part.stride(-1) != 1 for part in (q, k_cache, v_cache, page_table)):
+        raise RuntimeError("FlashAttention takes tensors whose last dimension is contiguous")
+    if q.shape[-1] % 8 or q.shape[-1] > 256 or q.shape[1] % k_cache.shape[2] or v_cache.shape != k_cache.shape:
+        raise RuntimeError(
+            f"FlashAttention does not take queries {q.shape} over cells {k_cache.shape}, {v_cache.shape}"
+        )
     if any(t.dtype != torch.int32 for t in (page_table, lengths, starts)):
         raise RuntimeError("page_table, cache_seqlens and cu_seqlens_q must be int32")
     out, page_size = torch.empty_like(q), k_cache.shape[1]

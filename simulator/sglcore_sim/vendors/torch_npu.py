@@ -54,7 +54,7 @@ def attention_out(
     if block_table is None or actual_seq_lengths_kv is None or input_layout not in ("BSND", "TND"):
         raise NotImplementedError("this reference takes pages with lengths of the keys, in the layouts BSND and TND")
     packed = input_layout == "TND"
-    _check(query, key, block_table, actual_seq_lengths_kv, num_heads, num_key_value_heads, block_size, packed)
+    _check(query, key, value, block_table, actual_seq_lengths_kv, num_heads, num_key_value_heads, block_size, packed)
     if packed and sparse_mode != 3:
         raise NotImplementedError("this reference takes packed rows with the causal mask only (sparse_mode 3)")
     if packed:
@@ -88,7 +88,15 @@ def _check_mask(mask: Tensor | None) -> None:
 
 
 def _check(
-    query: Tensor, key: Tensor, table: Tensor, lengths: list[int], heads: int, kv_heads: int, page: int, packed: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor,
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    page: int,
+    packed: bool,
 ) -> None:
     """The limits of paged attention that the vendor documents for half precision."""
     rows, dim, kv_heads = table.shape[0], query.shape[-1], kv_heads or heads
@@ -99,11 +107,12 @@ def _check(
         f"pages in whole {smallest}ths up to 512, not {page}": page % smallest == 0 and smallest <= page <= 512,
         "a block table of int32": table.dtype == torch.int32 and table.dim() == 2,
         "pages of shape [pages, size, heads * dim]": key.dim() == 3 and key.shape[1:] == (page, kv_heads * dim),
+        "values of the shape and type of keys": value.shape == key.shape and value.dtype == key.dtype,
         "one query a row": packed or (query.dim() == 4 and query.shape[1] == 1 and len(query) == rows),
         f"{rows} lengths that the table holds, not {lengths}": len(lengths) >= rows
         and all(0 <= length <= table.shape[1] * page for length in lengths),
         "at most 64 queries' heads to one of keys": heads % kv_heads == 0 and heads // kv_heads <= 64,
-        "contiguous tensors": query.is_contiguous() and key.is_contiguous(),
+        "contiguous tensors": all(part.is_contiguous() for part in (query, key, value, table)),
     }
     for wanted, holds in wrong.items():
         if not holds:
