@@ -9,10 +9,13 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import ScheduleBatch
+from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.step.host_values import host_reader, make_batch
 from sglcore_mlx.attention.contract import AttentionPlan, DecodeAttention, DecodeRows
+from sglcore_mlx.attention.encoder import EncoderRows
 from sglcore_mlx.attention.prompt import PromptPlan, PromptRow
-from sglcore_mlx.inputs import SingleRows, parts_of, token_places
+from sglcore_mlx.forward_batch import ForwardBatch, arrays_of
+from sglcore_mlx.inputs import SingleRows, extend_values, parts_of
 from sglcore_mlx.models.contract import LayerShape, Model
 from sglcore_mlx.pool import DeviceState, PageTable, store
 
@@ -23,21 +26,19 @@ class DecodeForward:
 
     model: Model
     attention: DecodeAttention
+    batch_type: type[ForwardBatch] = ForwardBatch
 
     def __call__(
-        self,
-        slots: mx.array,
-        seq_lens: mx.array,
-        out_cache_loc: mx.array,
-        page_table: mx.array,
-        last: mx.array,
-        cells: list[mx.array],
+        self, fields: dict[str, mx.array], page_table: mx.array, last: mx.array, cells: list[mx.array]
     ) -> tuple[mx.array, list[mx.array]]:
         """Logits float32 [B, V], and the cells with the new keys and values; B rows, as `DecodeInputs`."""
-        plan = self.attention.plan(DecodeRows(page_table, seq_lens))
-        attend = _Decoding(plan, out_cache_loc, self.model.layers, list(cells))
-        hidden = self.model(last[slots], seq_lens - 1, attend)
-        return self.model.logits(hidden), attend.cells
+        plan = self.attention.plan(DecodeRows(page_table, fields["seq_lens"]))
+        attend = _Decoding(plan, fields["out_cache_loc"], self.model.layers, list(cells))
+        rows = page_table.shape[0]
+        own = {"forward_mode": ForwardMode.DECODE, "batch_size": rows, "num_tokens": rows, "attend": attend}
+        ids = last[fields["req_pool_indices"]]
+        batch = make_batch(self.batch_type, {**fields, **own, "input_ids": ids})
+        return self.model.logits(self.model(batch)), attend.cells
 
 
 @dataclass(slots=True)
@@ -53,16 +54,30 @@ class _Decoding:
 
 
 def extend_forward(
-    model: Model, attention: DecodeAttention, batch: ScheduleBatch, table: PageTable, state: DeviceState
+    model: Model,
+    attention: DecodeAttention,
+    batch: ScheduleBatch,
+    table: PageTable,
+    state: DeviceState,
+    batch_type: type[ForwardBatch] = ForwardBatch,
 ) -> mx.array:
     """Hidden states [T, H] of any batch that writes to cells; `state.cells` become those with the new keys and values."""
-    positions, out_cache_loc = token_places(batch, table)
+    reader = host_reader(batch_type, is_decode=False)
+    values = extend_values(reader, batch, table)
     parts: list[_Singles | PromptPlan] = []
     for part in parts_of(batch, table):
         is_prompt = isinstance(part, PromptRow)
         parts.append(part.plan(model.layers) if is_prompt else _singles(part, attention, batch, table))
-    attend = _Extending(parts, mx.array(out_cache_loc), model.layers, state.cells)
-    return model(resolve_ids(batch.input_ids, state.last), mx.array(positions), attend)
+    own = {"input_ids": resolve_ids(batch.input_ids, state.last), "out_cache_loc": mx.array(values["out_cache_loc"])}
+    attend = _Extending(parts, own["out_cache_loc"], model.layers, state.cells)
+    return model(make_batch(batch_type, {**values, **arrays_of(reader, values), **own, "attend": attend}))
+
+
+def embed_forward(model: Model, batch: ScheduleBatch, batch_type: type[ForwardBatch] = ForwardBatch) -> mx.array:
+    """Hidden states [T, H] of whole sequences, without cells."""
+    reader = host_reader(batch_type, is_decode=False)
+    values, attend = reader.read(batch), EncoderRows(batch.token_offsets, model.layers).attend
+    return model(make_batch(batch_type, {**values, **arrays_of(reader, values), "attend": attend}))
 
 
 def resolve_ids(input_ids: NDArray[np.int32], last: mx.array) -> mx.array:

@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglcore.device.batch import ScheduleBatch
+from sglcore.step.host_values import HostReader, Values, host_reader, padded
 from sglcore_mlx.attention.prompt import PromptRow
+from sglcore_mlx.forward_batch import ForwardBatch
 from sglcore_mlx.pool import PageTable
 
 Ints = NDArray[np.int32]
@@ -16,21 +18,22 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """B rows of one token, padded with rows of slot 0: `slots`, `seq_lens`, `out_cache_loc` int32 [B], `page_table` int32
-    [B, n]."""
+    """B rows of one token, padded with rows of slot 0: `fields` by their names, [B] each, and `page_table` int32 [B, n]."""
 
-    slots: Ints
-    seq_lens: Ints
-    out_cache_loc: Ints
+    fields: dict[str, NDArray]
     page_table: Ints
 
 
-def decode_inputs(slots: Ints, seq_lens: Ints, table: PageTable, rows: int, pages: int) -> DecodeInputs:
+def decode_inputs(
+    batch_type: type[ForwardBatch], batch: ScheduleBatch, table: PageTable, rows: int, pages: int
+) -> DecodeInputs:
     """Rows that bring their last token, padded to `rows` rows and `pages` columns of the page table."""
-    extra = rows - len(slots)
-    slots = np.concatenate([slots, np.zeros(extra, np.int32)])
-    seq_lens = np.concatenate([seq_lens, np.ones(extra, np.int32)])
-    return DecodeInputs(slots, seq_lens, table.cells(slots, seq_lens - np.int32(1)), table.rows[slots, :pages])
+    reader = host_reader(batch_type, is_decode=True)
+    values = reader.read(batch)
+    fields = {spec.name: padded(spec, values[spec.name], rows) for spec in reader.staged if spec.name in values}
+    slots = fields["req_pool_indices"]
+    fields["out_cache_loc"] = table.cells(slots, fields["positions"])
+    return DecodeInputs(fields, table.rows[slots, :pages])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +68,11 @@ def parts_of(batch: ScheduleBatch, table: PageTable) -> list[SingleRows | Prompt
     return parts
 
 
-def token_places(batch: ScheduleBatch, table: PageTable) -> tuple[Ints, Ints]:
-    """Position and cell of every token, int32 [T] each."""
-    counts = np.diff(batch.token_offsets)
-    within = np.arange(batch.num_tokens, dtype=np.int32) - np.repeat(batch.token_offsets[:-1], counts)
-    positions = np.repeat(batch.prefix_lens, counts) + within
-    return positions, table.cells(np.repeat(batch.slots, counts), positions)
+def extend_values(reader: HostReader, batch: ScheduleBatch, table: PageTable) -> Values:
+    """What the host gives of a step that brings tokens, by the names of the fields, and the cells of its tokens."""
+    values = reader.read(batch)
+    values["out_cache_loc"] = table.cells(np.repeat(batch.slots, np.diff(batch.token_offsets)), values["positions"])
+    return values
 
 
 def bucket(count: int, most: int) -> int:

@@ -15,12 +15,12 @@ from sglcore.checkpoint.safetensors_header import Entry, damaged, read_entries
 from sglcore.device.errors import CheckpointError
 from sglcore.models.build import Architecture
 from sglcore.models.registry import model_class
-from sglcore_mlx.layers.attention import Tokens
+from sglcore_mlx.forward_batch import ForwardBatch
 from sglcore_mlx.layers.build import Build
 from sglcore_mlx.layers.linear import LinearParts
 from sglcore_mlx.layers.quantization import read_quantization
 from sglcore_mlx.layers.weights import Weights
-from sglcore_mlx.models.contract import Attend, Model
+from sglcore_mlx.models.contract import Model
 
 MAPPED = ("F32", "F16", "BF16", "U32", "U8", "I64", "I32", "I16", "I8", "U16", "BOOL")
 """The element types that MLX maps."""
@@ -40,9 +40,9 @@ class LoadedModel:
         self.logits = architecture.logits
         self._architecture = architecture
 
-    def __call__(self, ids: mx.array, positions: mx.array, attend: Attend) -> mx.array:
-        """int32 [T] and int32 [T] to hidden states [T, H] after the last norm."""
-        return self._architecture(Tokens(ids, positions, attend))
+    def __call__(self, batch: ForwardBatch) -> mx.array:
+        """T tokens to hidden states [T, H] after the last norm."""
+        return self._architecture(batch)
 
 
 def load_model(

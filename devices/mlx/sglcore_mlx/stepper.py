@@ -14,12 +14,12 @@ import mlx.core as mx
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.sampling.state import Logprobs
 from sglcore.step.output import StepOutput
-from sglcore.step.rows import owners, plan_rows, within
+from sglcore.step.rows import owners, plan_rows
 from sglcore.step.sampling import score_prompts
 from sglcore.step.sizing import MemorySizes
 from sglcore_mlx.attention.contract import DecodeAttention
-from sglcore_mlx.attention.encoder import EncoderRows
-from sglcore_mlx.forward import DecodeForward, extend_forward
+from sglcore_mlx.forward import DecodeForward, embed_forward, extend_forward
+from sglcore_mlx.forward_batch import ForwardBatch
 from sglcore_mlx.inputs import bucket, decode_inputs, row_bucket
 from sglcore_mlx.models.contract import Model
 from sglcore_mlx.pool import DeviceState, PageTable
@@ -56,9 +56,10 @@ class Stepper:
         compiles: bool,
         compiles_draw: bool = False,
         row_buckets: tuple[int, ...] = (),
+        batch_type: type[ForwardBatch] = ForwardBatch,
     ) -> None:
         """`compiles` the decode step, once for each number of rows (of `row_buckets` first) and of pages, and
-        `compiles_draw` the draw, once for each kind of sampling."""
+        `compiles_draw` the draw, once for each kind of sampling. Models are given batches of `batch_type`."""
         self._model = model
         self._attention = attention
         self._state = state
@@ -66,7 +67,8 @@ class Stepper:
         self._sampling = SampleStep(self._vocab_size, sizes, compiles_draw)
         self._max_requests = sizes.max_requests
         self._row_buckets = row_buckets
-        decode = DecodeForward(model, attention)
+        self._batch_type = batch_type
+        decode = DecodeForward(model, attention, batch_type)
         self._decode: Callable[..., tuple[mx.array, list[mx.array]]] = mx.compile(decode) if compiles else decode
         self._compiles = compiles
         self.health = Health()
@@ -96,7 +98,7 @@ class Stepper:
         if batch.forward_mode.is_decode:
             logits, path = self._decode_logits(batch)
         else:
-            hidden = extend_forward(self._model, self._attention, batch, self._table, self._state)
+            hidden = extend_forward(self._model, self._attention, batch, self._table, self._state, self._batch_type)
             prompt = score_prompts(inputs, arrived, hidden, self._vocab_size, self._score, mx.concatenate)
             logits, path = self._logits(hidden[arrived["last"]]), "eager"
         return StepOutput(rows, path, self._sampling.run(batch, rows, logits, inputs, arrived, self._state), prompt)
@@ -113,16 +115,15 @@ class Stepper:
         most = self._table.rows.shape[1]
         pages = -(-int(batch.seq_lens.max()) // self._table.page_size)
         size = row_bucket(count, self._row_buckets, self._max_requests) if self._compiles else count
-        given = decode_inputs(batch.slots, batch.seq_lens, self._table, size, bucket(pages, most))
-        arrays = (given.slots, given.seq_lens, given.out_cache_loc, given.page_table)
-        logits, state.cells = self._decode(*(mx.array(x) for x in arrays), state.last, state.cells)
+        given = decode_inputs(self._batch_type, batch, self._table, size, bucket(pages, most))
+        fields = {name: mx.array(values) for name, values in given.fields.items()}
+        logits, state.cells = self._decode(fields, mx.array(given.page_table), state.last, state.cells)
         return logits[:count], f"compiled:{size}" if self._compiles else "eager"
 
     def _embed(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
         """Whole sequences; each row's embedding is the mean of its hidden states, of length 1: their sum, of
         length 1."""
-        encoder = EncoderRows(batch.token_offsets, self._model.layers)
-        hidden = self._model(mx.array(batch.input_ids), mx.array(within(batch.token_offsets)), encoder.attend)
+        hidden = embed_forward(self._model, batch, self._batch_type)
         sums = mx.zeros((batch.batch_size, hidden.shape[1]), mx.float32)
         sums = sums.at[mx.array(owners(batch.token_offsets))].add(hidden.astype(mx.float32))
         length = mx.maximum(mx.linalg.norm(sums, axis=-1, keepdims=True), 1e-12)

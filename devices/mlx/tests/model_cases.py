@@ -11,9 +11,10 @@ import mlx.core as mx
 import numpy as np
 
 from sglcore.checkpoint.config import read_config
+from sglcore_mlx.forward_batch import Attend, ForwardBatch
 from sglcore_mlx.layers.linear import LinearParts
 from sglcore_mlx.load import load_model
-from sglcore_mlx.models.contract import Attend, Model
+from sglcore_mlx.models.contract import Model
 
 TWO_STREAMS = 2
 
@@ -67,9 +68,14 @@ def full(model: Model) -> Attend:
     return attend
 
 
+def hidden_states(model: Model, ids: mx.array, attend: Attend) -> mx.array:
+    """[T, H] of one sequence int32 [T] from its beginning."""
+    positions = mx.arange(ids.size, dtype=mx.int32)
+    return model(ForwardBatch(input_ids=ids, positions=positions, attend=attend))
+
+
 def logprobs(model: Model, ids: Sequence[int]) -> np.ndarray:
     """float32 [len(ids), vocab]: log-probabilities after each token of a sequence."""
-    tokens = mx.array(list(ids), dtype=mx.int32)
-    logits = model.logits(model(tokens, mx.arange(len(ids), dtype=mx.int32), causal(model)))
+    logits = model.logits(hidden_states(model, mx.array(list(ids), dtype=mx.int32), causal(model)))
     assert logits.dtype == mx.float32
     return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.step.host_values import host_reader
 from sglcore.step.rows import plan_rows
 from sglcore.step.sizing import MemorySizes
 from sglcore_mlx.attention.prompt import PromptRow
-from sglcore_mlx.inputs import SingleRows, bucket, decode_inputs, parts_of, row_bucket, token_places
+from sglcore_mlx.forward_batch import ForwardBatch
+from sglcore_mlx.inputs import SingleRows, bucket, decode_inputs, extend_values, parts_of, row_bucket
 from sglcore_mlx.pool import PageTable
 
 SIZES = MemorySizes(page_size=4, num_pages=64, max_model_len=32, max_requests=8)
@@ -54,9 +56,9 @@ def test_pages_are_appended_after_those_that_a_slot_has() -> None:
 def test_every_token_has_the_position_and_the_cell_of_its_slot() -> None:
     table, batch = PageTable(SIZES), batch_of([5, 1], [0, 3])
     table.append(batch)
-    positions, cells = token_places(batch, table)
-    assert positions.tolist() == [0, 1, 2, 3, 4, 3]
-    assert cells.tolist() == [40, 41, 42, 43, 44, 83]
+    values = extend_values(host_reader(ForwardBatch, is_decode=False), batch, table)
+    assert values["positions"].tolist() == [0, 1, 2, 3, 4, 3]
+    assert values["out_cache_loc"].tolist() == [40, 41, 42, 43, 44, 83]
 
 
 def test_rows_of_one_token_are_taken_together_and_the_others_each_by_itself() -> None:
@@ -71,9 +73,10 @@ def test_rows_of_one_token_are_taken_together_and_the_others_each_by_itself() ->
 def test_padding_rows_are_of_slot_0_write_to_page_0_and_have_one_token() -> None:
     table, batch = PageTable(SIZES), batch_of([1, 1], [6, 2], ForwardMode.DECODE)
     table.append(batch)
-    given = decode_inputs(batch.slots, batch.seq_lens, table, 4, 3)
-    assert given.slots.tolist() == [1, 2, 0, 0] and given.seq_lens.tolist() == [7, 3, 1, 1]
-    assert given.out_cache_loc.tolist() == [46, 82, 0, 0]
+    given = decode_inputs(ForwardBatch, batch, table, 4, 3)
+    assert given.fields["req_pool_indices"].tolist() == [1, 2, 0, 0]
+    assert given.fields["seq_lens"].tolist() == [7, 3, 1, 1]
+    assert given.fields["out_cache_loc"].tolist() == [46, 82, 0, 0]
     assert given.page_table.tolist() == [[10, 11, 0], [20, 0, 0], [0, 0, 0], [0, 0, 0]]
 
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from devices.mlx.tests.model_cases import load, logprobs, split_parts
+from devices.mlx.tests.model_cases import hidden_states, load, logprobs, split_parts
 from sglcore.checkpoint.safetensors_header import ELEMENT_BYTES
 from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore_mlx.load import MAPPED
@@ -123,7 +123,7 @@ def test_shards_give_the_same_numbers_as_one_file(folder: Path, tmp_path: Path) 
 def test_weights_are_cast_to_the_dtype(folder: Path) -> None:
     model = load(folder, mx.float16)
     assert model.num_bytes == 2 * sum(int(np.prod(shape)) for shape in shapes().values())
-    assert model(mx.array([3]), mx.array([0]), lambda layer, q, k, v: q).dtype == mx.float16
+    assert hidden_states(model, mx.array([3]), lambda layer, q, k, v: q).dtype == mx.float16
 
 
 def test_a_tied_head_is_the_embedding_whether_the_file_has_it_or_not(tmp_path: Path) -> None:

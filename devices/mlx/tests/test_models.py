@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from devices.mlx.tests.model_cases import causal, full, load, logprobs, split_parts
+from devices.mlx.tests.model_cases import causal, full, hidden_states, load, logprobs, split_parts
 from sglcore.device.errors import ConfigError
 from sglcore_mlx.layers.linear import LinearParts
 from sglcore_mlx.models.contract import LayerShape
@@ -99,8 +99,8 @@ def test_a_compiled_forward_is_the_same_forward(tmp_path: Path, name: str) -> No
     for parts in (LinearParts(), split_parts()):
         model = load(tmp_path, parts=parts)
         attend = causal(model)
-        forward = mx.compile(lambda ids, at, model=model, attend=attend: model.logits(model(ids, at, attend)))
-        logits = forward(mx.array(IDS, dtype=mx.int32), mx.arange(len(IDS), dtype=mx.int32))
+        forward = mx.compile(lambda ids, model=model, attend=attend: model.logits(hidden_states(model, ids, attend)))
+        logits = forward(mx.array(IDS, dtype=mx.int32))
         got = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         np.testing.assert_allclose(got, wanted(oracle), rtol=0, atol=ATOL)
 
@@ -129,7 +129,7 @@ def test_bert_has_the_hidden_states_of_transformers(tmp_path: Path, prefix: str,
     model = load(tmp_path)
     with torch.no_grad():
         want = (oracle.bert if prefix else oracle)(torch.tensor([IDS])).last_hidden_state[0].numpy()
-    got = model(mx.array(IDS, dtype=mx.int32), mx.arange(len(IDS), dtype=mx.int32), full(model))
+    got = hidden_states(model, mx.array(IDS, dtype=mx.int32), full(model))
     np.testing.assert_allclose(np.array(got), want, rtol=0, atol=ATOL)
     assert model.config.is_encoder
     with pytest.raises(ConfigError, match="is an encoder and has no logits; use its embeddings"):
@@ -150,7 +150,7 @@ def test_a_published_sentence_encoder_has_the_embeddings_of_transformers() -> No
         with torch.no_grad():
             want = oracle.eval()(**batch).last_hidden_state[0].numpy()
         ids = mx.array(batch["input_ids"][0].numpy().astype(np.int32))
-        got = np.array(model(ids, mx.arange(ids.size, dtype=mx.int32), full(model)))
+        got = np.array(hidden_states(model, ids, full(model)))
         np.testing.assert_allclose(got, want, rtol=0, atol=ATOL)
 
 

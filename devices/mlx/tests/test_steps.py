@@ -92,9 +92,10 @@ def _padded_with(slot: int):
     """Padding rows that take a living request's slot and write to its cell."""
     right = stepper.decode_inputs
 
-    def wrong(slots: Any, seq_lens: Any, table: Any, rows: int, pages: int) -> DecodeInputs:
-        given = right(slots, seq_lens, table, rows, pages)
-        given.out_cache_loc[len(slots) :] = given.out_cache_loc[0] - slot
+    def wrong(batch_type: Any, batch: Any, *others: Any) -> DecodeInputs:
+        given = right(batch_type, batch, *others)
+        cells = given.fields["out_cache_loc"]
+        cells[batch.batch_size :] = cells[0] - slot
         return given
 
     return wrong

@@ -29,7 +29,8 @@ from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request
 from sglcore_mlx import package
-from sglcore_mlx.models.contract import Attend, Model
+from sglcore_mlx.forward_batch import ForwardBatch
+from sglcore_mlx.models.contract import Model
 from sglcore_mlx.worker import MlxWorker
 
 PROMPT = random_prompts(1, (6,))[0]
@@ -184,10 +185,10 @@ class Exploding:
         self.num_bytes, self.quantization = model.num_bytes, model.quantization
         self._model = model
 
-    def __call__(self, ids: mx.array, positions: mx.array, attend: Attend) -> mx.array:
+    def __call__(self, batch: ForwardBatch) -> mx.array:
         """Hidden states, or none."""
-        hidden = self._model(ids, positions, attend)
-        return hidden + mx.linalg.inv(mx.zeros((3, 3)), stream=mx.cpu).sum() if ids.shape[0] == 3 else hidden
+        hidden = self._model(batch)
+        return hidden + mx.linalg.inv(mx.zeros((3, 3)), stream=mx.cpu).sum() if batch.num_tokens == 3 else hidden
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Those of the model."""

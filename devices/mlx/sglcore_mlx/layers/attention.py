@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import mlx.core as mx
 
+from sglcore_mlx.forward_batch import ForwardBatch
 from sglcore_mlx.layers.norm import HeadNorm
-from sglcore_mlx.layers.rotary import Rotary, Rotate
+from sglcore_mlx.layers.rotary import Rotary
 from sglcore_mlx.layers.scope import Scope
-from sglcore_mlx.models.contract import Attend, LayerShape
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """The tokens of one forward: `input_ids` and `positions` int32 [T], and attention over them. Each rotary embedding is
-    opened for the positions once."""
-
-    input_ids: mx.array
-    positions: mx.array
-    attend: Attend
-    _rotations: dict[Rotary, Rotate] = field(default_factory=dict, init=False)
-
-    def rotation(self, rotary: Rotary) -> Rotate:
-        """The rotation of these tokens' heads."""
-        if rotary not in self._rotations:
-            self._rotations[rotary] = rotary.at(self.positions)
-        return self._rotations[rotary]
+from sglcore_mlx.models.contract import LayerShape
 
 
 class AttentionLayer:
@@ -46,7 +28,7 @@ class AttentionLayer:
         self._rotary = rotary
         self._layer_id = layer_id
 
-    def __call__(self, qkv: mx.array, batch: Tokens) -> mx.array:
+    def __call__(self, qkv: mx.array, batch: ForwardBatch) -> mx.array:
         """[T, (heads + 2 kv_heads) * head_dim] to [T, heads * head_dim]."""
         shape, tokens = self.layer, qkv.shape[0]
         heads, turned = shape.num_heads, shape.num_heads + shape.num_kv_heads

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import mlx.core as mx
 
 from sglcore.checkpoint.config import ModelConfig
-
-Attend: TypeAlias = Callable[[int, mx.array, mx.array, mx.array], mx.array]
-"""`attend(layer_id, q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, D])` gives [T, heads, D]; q and k come rotated."""
+from sglcore_mlx.forward_batch import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +34,8 @@ class Model(Protocol):
     num_bytes: int
     quantization: str
 
-    def __call__(self, ids: mx.array, positions: mx.array, attend: Attend) -> mx.array:
-        """Token ids int32 [T] at positions int32 [T] to hidden states [T, H] after the last norm."""
+    def __call__(self, batch: ForwardBatch) -> mx.array:
+        """T tokens to hidden states [T, H] after the last norm."""
         ...
 
     def logits(self, hidden: mx.array) -> mx.array:
