@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from devices.mlx.tests.model_cases import load, logprobs, split_parts
+from devices.mlx.tests.model_cases import hidden_states, load, logprobs, split_parts
 from sglcore.device.errors import CheckpointError, ConfigError, SglcoreError
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB, EXPERTS, WIDE = 64, 96, 4, 2, 16, 101, 4, 32
@@ -216,7 +216,7 @@ def test_weights_in_sixteen_bits_are_computed_with_packed_ones(tmp_path: Path) -
     packed, plain = both(CASES["4-bit"])
     quantised = load(write(tmp_path / "packed", packed, quantization=FOUR), mx.bfloat16)
     whole = load(write(tmp_path / "plain", plain), mx.bfloat16, split_parts())
-    forward = mx.compile(lambda ids: quantised(ids, mx.arange(ids.size), lambda layer, q, k, v: q))
+    forward = mx.compile(lambda ids: hidden_states(quantised, ids, lambda layer, q, k, v: q))
     assert forward(mx.array(IDS)).dtype == mx.bfloat16
     np.testing.assert_allclose(np.exp(logprobs(quantised, IDS)), np.exp(logprobs(whole, IDS)), atol=0.1)
 
