@@ -98,7 +98,7 @@ class PlannedLengths(GatheredAttention):
 
     def refresh(self, plan: ReferencePlan, batch: ForwardBatch) -> None:
         """In place."""
-        assert isinstance(plan, CopiedPlan) and batch.seq_lens is not None
+        assert isinstance(plan, CopiedPlan)
         plan.lengths.copy_(batch.seq_lens)
 
     def attend(self, q: Tensor, layer: Any, batch: ForwardBatch, plan: ReferencePlan) -> Tensor:
@@ -119,7 +119,7 @@ class MovedPlan(PlannedLengths):
 
     def refresh(self, plan: ReferencePlan, batch: ForwardBatch) -> None:
         """Rebinds."""
-        assert isinstance(plan, CopiedPlan) and batch.seq_lens is not None
+        assert isinstance(plan, CopiedPlan)
         plan.lengths = batch.seq_lens.clone()
 
 
@@ -210,7 +210,6 @@ class Waiting(GatheredAttention):
 
     def attend(self, q: Tensor, layer: Any, batch: ForwardBatch, plan: Any) -> Tensor:
         """Waits."""
-        assert batch.seq_lens is not None
         batch.seq_lens[0].item()
         return super().attend(q, layer, batch, plan)
 

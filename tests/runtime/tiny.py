@@ -58,10 +58,8 @@ class TinyModel:
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """Hidden states [T, HIDDEN]; remembers the batch that it was given."""
         self.seen.append(batch)
-        assert batch.input_ids is not None and batch.positions is not None
         hidden = self.embedding[batch.input_ids] + self.places[batch.positions]
         if self.couples:
-            assert batch.num_token_non_padded is not None
             real = torch.arange(len(hidden)) < batch.num_token_non_padded
             hidden = hidden + torch.where(real[:, None], hidden, 0).sum(0) / batch.num_token_non_padded
         for layer, qkv, out in zip(self.attention_layers, self.qkv, self.out, strict=True):
