@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -59,12 +60,12 @@ class SamplingInputs:
     `state_arrays` and `penalty_arrays`.
     """
 
-    arrays: Mapping[str, NDArray] = field(default_factory=dict)
+    arrays: Mapping[str, NDArray]
     new: BatchSampling | None = None
     scored: Sequence[ScoredRow] = ()
 
 
-NO_INPUTS = SamplingInputs()
+NO_INPUTS = SamplingInputs(MappingProxyType({}))
 
 
 def sampling_inputs(batch: ScheduleBatch, rows: RowPlan, known: int, all_rows: bool = False) -> SamplingInputs:
