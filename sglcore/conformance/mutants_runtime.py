@@ -29,15 +29,17 @@ def pads_nothing(base: Any) -> type:
 
 def stages_once(base: Any) -> type:
     """A registry that takes the slots of the first batch for those of every batch."""
-    seen: set[str] = set()
+    first: list[Any] = []
 
     class StagesOnce(base):
         __slots__ = ()
 
-        def stage(self, name: str, values: Any) -> None:
-            if name != "req_pool_indices" or name not in seen:
-                super().stage(name, values)
-            seen.add(name)
+        def stage_all(self, batch: Any) -> Any:
+            found, slots = super().stage_all(batch), self.input_buffer("req_pool_indices").host
+            if first:
+                slots[:] = first[0]
+            first.append(slots.copy())
+            return found
 
     return StagesOnce
 
