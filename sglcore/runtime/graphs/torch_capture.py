@@ -76,7 +76,8 @@ class AcceleratorCapture:
     @contextmanager
     def capture(self, stream: torch.Stream, pool: Any) -> Iterator[Segment]:
         """Record the work that the block queues; raises what the block or the driver raised."""
-        graph = torch.accelerator.Graph(pool=pool.id, capture_error_mode=ERRORS)
+        accelerator: Any = torch.accelerator  # an older torch, with which this is not chosen, has no such name
+        graph = accelerator.Graph(pool=pool.id, capture_error_mode=ERRORS)
         with entered(stream):
             graph.capture_begin()
             with _begun(graph):
