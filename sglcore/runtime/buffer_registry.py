@@ -21,7 +21,7 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.fields import torch_dtype
 from sglcore.runtime.staging import HostBlock
 from sglcore.step.fields import Axis, FieldSpec, Fill, When, leaves, specs
-from sglcore.step.host_values import HostReader, host_reader, make_batch
+from sglcore.step.host_values import host_reader, make_batch
 
 if TYPE_CHECKING:
     from sglcore.runtime.forward_batch import ForwardBatch
@@ -111,8 +111,8 @@ class InputBuffer:
             self.host.fill(value)
 
 
-Staging = tuple[HostReader, tuple[tuple[str, NDArray], ...], tuple[InputBuffer, ...]]
-"""What reads a host batch; the host sides, of one dimension, that every step fills; the buffers that take more care."""
+Staging = tuple[tuple[tuple[str, NDArray], ...], tuple[InputBuffer, ...]]
+"""The host sides, of one dimension, that every step fills, by name; and the buffers that take more care."""
 
 
 class BufferRegistry:
@@ -245,15 +245,16 @@ class BufferRegistry:
         host[..., : values.shape[-1]] = values
 
     def stage_all(self, batch: ScheduleBatch) -> dict[str, Any]:
-        """The same for all that a host batch gives; the fields of its step's batch by their (dotted) names, tensors being
+        """The same for all that a host batch gives, for which room is made; the fields of its step's batch by their (dotted) names, tensors being
         the heads of their buffers. One-shot values are taken."""
         is_decode = batch.forward_mode.is_decode
-        reader, flat, others = self._staging.get(is_decode) or self._compile_staging(is_decode)
-        values = reader.read(batch)
+        values = host_reader(self.batch_type, is_decode).read(batch)
+        bs, num_tokens = values["batch_size"], values["num_tokens"]
+        self.ensure(bs, num_tokens)
+        flat, others = self._staging.get(is_decode) or self._compile_staging(is_decode)
         for name, host in flat:
             value = values[name]
             host[: len(value)] = value
-        bs, num_tokens = values["batch_size"], values["num_tokens"]
         for buffer in others:
             if buffer.name in values:
                 self.stage(buffer.name, values[buffer.name])
@@ -262,11 +263,10 @@ class BufferRegistry:
         return values
 
     def _compile_staging(self, is_decode: bool) -> Staging:
-        reader = host_reader(self.batch_type, is_decode)
-        buffers = [self.input_buffer(spec.name) for spec in reader.staged]
+        buffers = [self.input_buffer(spec.name) for spec in host_reader(self.batch_type, is_decode).staged]
         flat = {b.name: b.host for b in buffers if b.host is not None and not b.spec.lead and not _is_optional(b)}
         others = tuple(buffer for buffer in buffers if buffer.name not in flat)
-        found = self._staging[is_decode] = (reader, tuple(flat.items()), others)
+        found = self._staging[is_decode] = (tuple(flat.items()), others)
         return found
 
     def commit(self) -> None:

@@ -52,7 +52,6 @@ class ForwardBatch(ForwardInputs[Tensor]):
         One-shot values are taken from `batch`, so a second call does not see them. Negative input ids are left for
         `resolve_future`, cache locations for `fill_from`.
         """
-        registry.ensure(batch.batch_size, batch.num_tokens)
         fields = registry.stage_all(batch)
         registry.commit()
         return make_batch(registry.batch_type, fields)

@@ -13,7 +13,16 @@ from functools import cache
 from typing import Any, TypeVar, dataclass_transform
 
 T = TypeVar("T")
-Read = str | Callable[[Any, Mapping[str, Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Once:
+    """Reads a one-shot value of the host batch, by the name of its attribute: the next forward does not see it."""
+
+    name: str
+
+
+Read = str | Once | Callable[[Any, Mapping[str, Any]], Any]
 """Where the host batch has a value: the name of its attribute, or a function of it and of the values that were read so
 far, by the names of their fields: those of all attributes, and of the functions declared above."""
 
@@ -182,8 +191,9 @@ def batch_record(host: type) -> Callable[[type[T]], type[T]]:
         known = set(dir(host))
         names = {spec.name for spec in specs(made)}
         for spec in specs(made):
-            if isinstance(spec.read, str) and spec.read not in known:
-                raise TypeError(f"{kind.__name__}.{spec.name} reads {spec.read!r}, which {host.__name__} does not have")
+            name = spec.read.name if isinstance(spec.read, Once) else spec.read
+            if isinstance(name, str) and name not in known:
+                raise TypeError(f"{kind.__name__}.{spec.name} reads {name!r}, which {host.__name__} does not have")
             if spec.mirror and spec.mirror not in names:
                 raise TypeError(f"{kind.__name__}.{spec.name} mirrors {spec.mirror!r}, which is not declared")
         return made

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglcore.device.batch import CaptureHiddenMode, ForwardMode, ScheduleBatch
-from sglcore.step.fields import Axis, Read, Split, When, batch_field, batch_record, fill_once, sentinel, zero
+from sglcore.step.fields import Axis, Once, Split, When, batch_field, batch_record, fill_once, sentinel, zero
 
 Array = TypeVar("Array")
 Ints = NDArray[np.int32]
@@ -39,15 +39,6 @@ def _positions(batch: ScheduleBatch, values: Mapping[str, Any]) -> Ints:
         return values["seq_lens"] - 1
     offsets = np.repeat(batch.prefix_lens - values["extend_start_loc"], lengths)
     return offsets + np.arange(batch.num_tokens, dtype=np.int32)
-
-
-def once(name: str) -> Read:
-    """Reads a one-shot value of the host batch: the next forward does not see it."""
-
-    def take(batch: Any, values: Mapping[str, Any]) -> Any:
-        return getattr(batch, name).take()
-
-    return take
 
 
 @batch_record(ScheduleBatch)
@@ -114,10 +105,10 @@ class ForwardInputs(Generic[Array]):
     )
 
     capture_hidden_mode: CaptureHiddenMode = batch_field(
-        axis=NONE, split=Split.COPY, read=once("capture_hidden_mode"), default=CaptureHiddenMode.NONE
+        axis=NONE, split=Split.COPY, read=Once("capture_hidden_mode"), default=CaptureHiddenMode.NONE
     )
     return_hidden_states_before_norm: bool = batch_field(
-        axis=NONE, split=Split.COPY, read=once("return_hidden_states_before_norm"), default=False
+        axis=NONE, split=Split.COPY, read=Once("return_hidden_states_before_norm"), default=False
     )
     sampling: Any = batch_field(axis=NONE, split=Split.DROP, owner="sampler", when=IF_GIVEN)
     spec_info: Any = batch_field(axis=NONE, split=Split.NESTED, owner="speculative", when=IF_GIVEN)

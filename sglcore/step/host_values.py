@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglcore.device.batch import ScheduleBatch
-from sglcore.step.fields import Axis, FieldSpec, When, leaves, specs
+from sglcore.step.fields import Axis, FieldSpec, Once, When, leaves, specs
 
 T = TypeVar("T")
 Values = dict[str, Any]
@@ -26,6 +26,8 @@ class HostReader:
         present = [spec for spec in every.values() if not (is_decode and spec.when is When.EXTEND)]
         reads = {spec.name: every[spec.mirror].read if spec.mirror else spec.read for spec in present}
         given = {spec.name for spec in present if spec.when is When.IF_GIVEN}
+        self._once = tuple(name for name, read in reads.items() if isinstance(read, Once))
+        reads |= {name: read.name for name, read in reads.items() if isinstance(read, Once)}
         attributes = {name: read for name, read in reads.items() if isinstance(read, str)}
         self.batch_type = batch_type
         self.staged = tuple(spec for spec in present if spec.is_staged)
@@ -40,6 +42,8 @@ class HostReader:
     def read(self, batch: ScheduleBatch) -> Values:
         """The values by the names of their fields, without those that were not given. One-shot values are taken."""
         values = dict(zip(self._names, self._attributes(batch), strict=True))
+        for name in self._once:
+            values[name] = values[name].take()
         for name, function in self._functions:
             values[name] = function(batch, values)
         for name, mirror in self._mirrors:

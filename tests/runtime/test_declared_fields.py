@@ -145,8 +145,8 @@ def forgotten(patch: pytest.MonkeyPatch) -> None:
     real = BufferRegistry._compile_staging
 
     def compile_staging(self: BufferRegistry, is_decode: bool) -> Any:
-        reader, flat, others = real(self, is_decode)
-        self._staging[is_decode] = (reader, tuple(pair for pair in flat if pair[0] != "weights"), others)
+        flat, others = real(self, is_decode)
+        self._staging[is_decode] = (tuple(pair for pair in flat if pair[0] != "weights"), others)
         return self._staging[is_decode]
 
     patch.setattr(BufferRegistry, "_compile_staging", compile_staging)
