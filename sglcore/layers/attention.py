@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from sglcore.layers.norm import RMSNorm
-from sglcore.layers.rotary import Rotary
 from sglcore.layers.scope import Scope
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
@@ -31,8 +30,9 @@ class AttentionLayer:
     )
 
     def __init__(
-        self, build: Scope, layer_id: int, rotary: Rotary | None, *, qk_norm: bool = False, is_encoder: bool = False
+        self, build: Scope, layer_id: int, rotary: Tensor | None, *, qk_norm: bool = False, is_encoder: bool = False
     ) -> None:
+        """`rotary` is what `cos_sin_cache` gives."""
         config, kernels = build.config, build.kernels
         size, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
         window, is_cached = config.sliding_windows[layer_id], not is_encoder
@@ -43,7 +43,7 @@ class AttentionLayer:
         )
         self._sizes = [heads * size, kv_heads * size, kv_heads * size]
         self._head_dim = size
-        self._cos_sin = None if rotary is None else rotary.cos_sin
+        self._cos_sin = rotary
         self._rotary = kernels.rotary
         self._rotary_and_store = kernels.rotary_and_store
         self._norm_rotary_and_store = kernels.norm_rotary_and_store if qk_norm else None
@@ -59,6 +59,7 @@ class AttentionLayer:
         cells = self.layer.cells() if self._stores and cos_sin is not None else None
         if q_norm is not None and k_norm is not None:
             if self._norm_rotary_and_store is not None and cells is not None:
+                assert positions is not None and cos_sin is not None
                 norms = q_norm.weight, k_norm.weight, q_norm.eps
                 stored = self._norm_rotary_and_store(q, k, v, positions, cos_sin, self._head_dim, *cells, *norms)
                 return stored, None, None

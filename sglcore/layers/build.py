@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
-import torch
 from torch import Tensor
 
-from sglcore.checkpoint.config import ModelConfig, MoeConfig
+from sglcore.checkpoint.config import MoeConfig
 from sglcore.device.errors import ConfigError
 from sglcore.layers.attention import AttentionLayer
-from sglcore.layers.linear import Embedding, FusedLinear, Head, Linear
+from sglcore.layers.linear import Embedding, Head, Linear
 from sglcore.layers.mlp import GatedMlp
 from sglcore.layers.moe import SparseMoe
 from sglcore.layers.norm import LayerNorm, RMSNorm
-from sglcore.layers.rotary import Rotary
-from sglcore.layers.scope import Scope, Weights
-from sglcore.runtime.attention.layer import Attention
-from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.kernels.table import KernelTable
+from sglcore.layers.rotary import cos_sin_cache
+from sglcore.layers.scope import Scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +25,11 @@ class Build(Scope):
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> Linear:
         """x W^T + b."""
-        return Linear(self.at(name), inputs, outputs, bias)
+        return Linear(self, ((name, outputs),), inputs, bias)
 
-    def fused(self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False) -> FusedLinear:
+    def fused(self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False) -> Linear:
         """Several linear layers with one input as one product."""
-        return FusedLinear(self, inputs, parts, bias)
+        return Linear(self, parts, inputs, bias)
 
     def norm(self, name: str, size: int) -> RMSNorm:
         """Root mean square norm."""
@@ -51,12 +47,12 @@ class Build(Scope):
         """The output layer."""
         return Head(self.at(name), rows, size, tied)
 
-    def rotary(self) -> Rotary:
+    def rotary(self) -> Tensor:
         """The cosines and sines of every position."""
-        return Rotary(self.config, self.max_positions, self.weights.device)
+        return cos_sin_cache(self.config, self.max_positions, self.weights.device)
 
     def attention(
-        self, layer_id: int, rotary: Rotary | None = None, *, qk_norm: bool = False, is_encoder: bool = False
+        self, layer_id: int, rotary: Tensor | None = None, *, qk_norm: bool = False, is_encoder: bool = False
     ) -> AttentionLayer:
         """Norms, rotary embedding, attention, in as few kernels as the device has."""
         return AttentionLayer(self, layer_id, rotary, qk_norm=qk_norm, is_encoder=is_encoder)
@@ -79,21 +75,3 @@ class Build(Scope):
 
         def __getattr__(self, kind: str) -> NoReturn:
             raise ConfigError(f"{self.config.architecture} asks for {kind!r}, a kind of layer that torch's do not have")
-
-
-class Model(Protocol):
-    """A model that a runner drives."""
-
-    config: ModelConfig
-    attention_layers: tuple[Attention, ...]
-    weights: Weights
-    kernels: KernelTable
-    dtype: torch.dtype
-
-    def __call__(self, batch: ForwardBatch) -> Tensor:
-        """The hidden states [T, H] after the last norm. Runs under a forward context; reads nothing on the host."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [N, H] to logits float32 [N, vocab]."""
-        ...

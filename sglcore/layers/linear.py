@@ -1,4 +1,4 @@
-"""Linear layers, single and fused, and the embedding."""
+"""Linear layers, and the embedding."""
 
 from __future__ import annotations
 
@@ -11,33 +11,21 @@ from sglcore.runtime.forward_batch import ForwardBatch
 
 
 class Linear:
-    """y = x W^T + b; the weight is [out, in]. `may_round` allows fewer bits than the checkpoint has, where they are asked
-    for."""
+    """y = x W^T + b, the weight [out, in]; several layers of the checkpoint with one input are one product. `parts` are
+    (name, out features). `may_round` allows fewer bits than the checkpoint has, where they are asked for."""
 
     __slots__ = ("_linear", "bias", "may_round", "names", "weight")
 
     def __init__(
-        self, build: Scope, in_features: int, out_features: int, bias: bool = False, *, may_round: bool = True
+        self,
+        build: Scope,
+        parts: Sequence[tuple[str, int]],
+        in_features: int,
+        bias: bool = False,
+        *,
+        may_round: bool = True,
     ) -> None:
         self.may_round = may_round
-        self.names = (f"{build.prefix}weight",)
-        self.weight = build.parameter("weight", out_features, in_features)
-        self.bias = build.parameter("bias", out_features) if bias else None
-        self._linear = build.kernels.linear
-        build.weights.linears.append(self)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] to [T, out]."""
-        return self._linear(x, self.weight, self.bias)
-
-
-class FusedLinear:
-    """Several linear layers of the checkpoint with one input, as one product; `parts` are (name, out features)."""
-
-    __slots__ = ("_linear", "bias", "may_round", "names", "weight")
-
-    def __init__(self, build: Scope, in_features: int, parts: Sequence[tuple[str, int]], bias: bool = False) -> None:
-        self.may_round = True
         self.names = tuple(f"{build.prefix}{name}.weight" for name, _ in parts)
         self.weight = build.stacked([(f"{name}.weight", size) for name, size in parts], in_features)
         self.bias = build.stacked([(f"{name}.bias", size) for name, size in parts]) if bias else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sglcore.layers.linear import FusedLinear, Linear
+from sglcore.layers.linear import Linear
 from sglcore.layers.scope import Scope
 
 
@@ -16,8 +16,8 @@ class GatedMlp:
     def __init__(self, build: Scope, intermediate_size: int, bias: bool = False) -> None:
         hidden_size = build.config.hidden_size
         parts = (("gate_proj", intermediate_size), ("up_proj", intermediate_size))
-        self.gate_up_proj = FusedLinear(build, hidden_size, parts, bias)
-        self.down_proj = Linear(build.at("down_proj"), intermediate_size, hidden_size, bias)
+        self.gate_up_proj = Linear(build, parts, hidden_size, bias)
+        self.down_proj = Linear(build, (("down_proj", hidden_size),), intermediate_size, bias)
         self._activate = build.kernels.silu_and_mul
         self._gated_linear = None if bias else build.kernels.gated_linear
 

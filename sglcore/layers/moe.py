@@ -16,7 +16,7 @@ class SparseMoe:
 
     def __init__(self, build: Scope, moe: MoeConfig) -> None:
         hidden, size, experts = build.config.hidden_size, moe.intermediate_size, build.at("experts")
-        self.gate = Linear(build.at("gate"), hidden, moe.num_experts, may_round=False)
+        self.gate = Linear(build, (("gate", moe.num_experts),), hidden, may_round=False)
         parts = (("gate_proj.weight", size), ("up_proj.weight", size))
         self.w13 = experts.expert_stacked(moe.num_experts, parts, hidden)
         self.w2 = experts.expert_stacked(moe.num_experts, (("down_proj.weight", hidden),), size)

@@ -17,13 +17,3 @@ def cos_sin_cache(config: ModelConfig, max_positions: int, device: torch.device)
     frequencies, factor = rotary_frequencies(config, max_positions)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), torch.from_numpy(frequencies))
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).to(device)
-
-
-class Rotary:
-    """The rotary embedding of a model."""
-
-    __slots__ = ("cos_sin",)
-
-    def __init__(self, config: ModelConfig, max_positions: int, device: torch.device) -> None:
-        """Raises what `rotary_frequencies` raises."""
-        self.cos_sin = cos_sin_cache(config, max_positions, device)

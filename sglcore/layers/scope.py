@@ -90,9 +90,7 @@ class Scope:
 
     def parameter(self, name: str, *shape: int) -> Tensor:
         """Declare one weight, `prefix.name` in the checkpoint."""
-        parameter = self.weights.make(shape)
-        self.weights.targets[self.prefix + name] = parameter
-        return parameter
+        return self.stacked(((name, shape[0]),), *shape[1:])
 
     def stacked(self, parts: Sequence[tuple[str, int]], *shape: int) -> Tensor:
         """Declare one weight whose rows are those of several: (name in the checkpoint, rows), in order."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
@@ -13,14 +12,10 @@ from sglcore.checkpoint.dtype import choose_dtype
 from sglcore.device.config import EngineConfig
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
-from sglcore.layers.build import Model
+from sglcore.models.build import Architecture
 from sglcore.models.loader import load_model
 from sglcore.models.registry import ARCHITECTURES
 from sglcore.runtime.kernels.table import KernelTable
-
-_COMPUTE: Mapping[str, torch.dtype] = MappingProxyType(
-    {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-)
 
 
 def load_checkpoint(
@@ -31,7 +26,7 @@ def load_checkpoint(
     kernels: KernelTable,
     ledger: DecisionLedger,
     progress: Callable[[str, int, int], None],
-) -> Model:
+) -> Architecture:
     """The model of a checkpoint folder, as the configuration asks, on the device of `facts`. The dtype and the
     form of quantised weights go to the ledger. Raises ConfigError and what `load_model` raises; waits.
     """
@@ -44,7 +39,7 @@ def load_checkpoint(
         model_config,
         kernels=kernels,
         device=facts.tensor_device,
-        dtype=_COMPUTE[dtype.effective],
+        dtype=getattr(torch, dtype.effective),
         max_positions=config.max_model_len,
         progress=lambda done, total: progress("loading weights", done, total),
         quantize=config.quantize,

@@ -15,7 +15,7 @@ from sglcore.checkpoint.files import HARMLESS, checkpoint_files
 from sglcore.checkpoint.gguf import is_gguf
 from sglcore.checkpoint.quantization import read_quantization
 from sglcore.device.ledger import DecisionLedger
-from sglcore.layers.build import Build, Model
+from sglcore.layers.build import Build
 from sglcore.layers.scope import Weights
 from sglcore.models.build import Architecture
 from sglcore.models.gguf_file import gguf_sources
@@ -44,7 +44,7 @@ def load_model(
     progress: Progress | None = None,
     quantize: str = "auto",
     ledger: DecisionLedger | None = None,
-) -> Model:
+) -> Architecture:
     """Build the model on `device` in `dtype` and fill it from the checkpoint folder, or the GGUF file.
 
     `max_positions` sizes position tables (default: the model's context length); `architectures` adds to the registry;

@@ -26,14 +26,10 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 """The architectures of this package, by the name in `config.json`."""
 
 
-def model_ref(architecture: str, extra: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The `module:Class` of an architecture; `extra` adds to the built-in ones and wins. Raises `ConfigError`."""
+def model_class(architecture: str, extra: Mapping[str, str] = MappingProxyType({})) -> type[Architecture]:
+    """Import the class of an architecture; `extra` adds to the built-in ones and wins. Raises `ConfigError` for an unknown
+    name, and what the import raises."""
     known = {**ARCHITECTURES, **extra}
     check_architecture(architecture, known)
-    return known[architecture]
-
-
-def model_class(architecture: str, extra: Mapping[str, str] = MappingProxyType({})) -> type[Architecture]:
-    """Import the class of an architecture; raises `ConfigError` for an unknown name, and what the import raises."""
-    module, _, name = model_ref(architecture, extra).partition(":")
+    module, _, name = known[architecture].partition(":")
     return cast("type[Architecture]", getattr(import_module(module), name))

@@ -36,10 +36,6 @@ PIECE_BYTES = 8 << 20
 """How much is read at a time, and so how much memory a cast or a copy to a device takes besides the weights."""
 
 
-HOST = torch.device("cpu")
-"""Where a file is read into."""
-
-
 class SafetensorsFile:
     """An open file and its `entries`, in the order of their bytes. Raises `CheckpointError` if it is damaged."""
 
@@ -59,7 +55,7 @@ class SafetensorsFile:
         Reads into the target's own memory where that is host memory of the same dtype.
         """
         dtype = DTYPES[entry.dtype]
-        is_direct = target.device == HOST and target.dtype == dtype
+        is_direct = target.is_cpu and target.dtype == dtype
         flat, count = target.view(target.numel()), PIECE_BYTES // dtype.itemsize
         self._file.seek(entry.start)
         for first in range(0, flat.numel(), count):

@@ -124,12 +124,6 @@ class QuantizedSource:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    file: SafetensorsFile
-    entry: Entry
-
-
 def find_sources(
     files: Sequence[SafetensorsFile],
     targets: Mapping[str, Tensor],
@@ -148,10 +142,11 @@ def find_sources(
         layer = _layer(name, target, places, quantization)
         if layer is not None:
             names = [f"{layer.module}.{suffix}" for suffix in layer.stored]
-            found[name] = QuantizedSource(layer, sum(_size(places[each]) for each in names))
+            found[name] = QuantizedSource(layer, sum(places[each].num_bytes for each in names))
             used.update(names)
         elif name in places:
-            found[name] = _plain(places[name], target)
+            found[name] = places[name]
+            _check_plain(places[name], target)
             used.add(name)
     check_missing(targets, found, [file.path.name for file in files])
     patterns = (*harmless, *(_LEFT_BY_QUANTISERS if quantization else ()))
@@ -187,8 +182,8 @@ def some(names: Sequence[str], shown: int = 8) -> str:
     return listed if len(names) <= shown else f"{listed} and {len(names) - shown} more"
 
 
-def _by_name(files: Sequence[SafetensorsFile], stripped: str) -> dict[str, _Place]:
-    places: dict[str, _Place] = {}
+def _by_name(files: Sequence[SafetensorsFile], stripped: str) -> dict[str, PlainSource]:
+    places: dict[str, PlainSource] = {}
     for file in files:
         for entry in file.entries:
             name = entry.name.removeprefix(stripped)
@@ -198,12 +193,12 @@ def _by_name(files: Sequence[SafetensorsFile], stripped: str) -> dict[str, _Plac
                     wanted="it once",
                     remedy="download the checkpoint again",
                 )
-            places[name] = _Place(file, entry)
+            places[name] = PlainSource(file, entry)
     return places
 
 
 def _layer(
-    name: str, target: Tensor, places: Mapping[str, _Place], quantization: Quantization | None
+    name: str, target: Tensor, places: Mapping[str, PlainSource], quantization: Quantization | None
 ) -> LayerTensors | None:
     """The stored tensors of a quantised layer; None if its weight is plain, or not quantised in this form."""
     is_plain = name in places and places[name].entry.dtype in DTYPES
@@ -222,11 +217,11 @@ def _layer(
     return LayerTensors(module, target.shape[0], target.shape[1], scheme, stored)
 
 
-def _names(places: Iterable[_Place]) -> list[str]:
+def _names(places: Iterable[PlainSource]) -> list[str]:
     return sorted({place.file.path.name for place in places})
 
 
-def _read(place: _Place) -> Tensor:
+def _read(place: PlainSource) -> Tensor:
     if place.entry.dtype not in READABLE:
         raise CheckpointError(
             f"{place.entry.name!r} in {place.file.path.name} has the type {place.entry.dtype}",
@@ -236,18 +231,14 @@ def _read(place: _Place) -> Tensor:
     return place.file.read(place.entry)
 
 
-def _size(place: _Place) -> int:
-    return place.entry.end - place.entry.start
-
-
-def _is_empty_bias(place: _Place, quantization: Quantization | None) -> bool:
+def _is_empty_bias(place: PlainSource, quantization: Quantization | None) -> bool:
     """GPTQ's tools write a bias of zeros beside layers that have none."""
     if quantization is None or quantization.method != "gptq" or not place.entry.name.endswith(".bias"):
         return False
     return place.entry.dtype in READABLE and not bool(place.file.read(place.entry).any())
 
 
-def _plain(place: _Place, target: Tensor) -> PlainSource:
+def _check_plain(place: PlainSource, target: Tensor) -> None:
     entry, where = place.entry, place.file.path.name
     if entry.dtype not in DTYPES:
         raise CheckpointError(
@@ -261,4 +252,3 @@ def _plain(place: _Place, target: Tensor) -> PlainSource:
             wanted=f"{list(target.shape)} as config.json implies",
             remedy="check that config.json belongs to these weights",
         )
-    return PlainSource(place.file, entry)

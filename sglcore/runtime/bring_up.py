@@ -45,12 +45,9 @@ Progress = Callable[[str, int, int], None]
 
 
 class LinearLayer(Protocol):
-    """A linear layer of a loaded model."""
+    """A linear layer of a loaded model: its `weight` in whatever form the device's kernels read."""
 
-    @property
-    def weight(self) -> Tensor:
-        """In whatever form the device's kernels read."""
-        ...
+    weight: Tensor
 
 
 class Weights(Protocol):
@@ -63,27 +60,13 @@ class Weights(Protocol):
 
 
 class LoadedModel(Model, Protocol):
-    """A model with its weights on the device: what a start asks of it beside what the runner does."""
+    """A model with its weights on the device: what a start asks of it beside what the runner does. Its geometry, what it is
+    computed in, the functions it calls, and what was loaded."""
 
-    @property
-    def config(self) -> ModelConfig:
-        """Its geometry."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What it is computed in."""
-        ...
-
-    @property
-    def kernels(self) -> KernelTable:
-        """The functions it calls."""
-        ...
-
-    @property
-    def weights(self) -> Weights:
-        """What was loaded."""
-        ...
+    config: ModelConfig
+    dtype: torch.dtype
+    kernels: KernelTable
+    weights: Weights
 
 
 @dataclass(frozen=True, slots=True)

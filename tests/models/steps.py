@@ -12,7 +12,7 @@ from torch import Tensor
 from sglcore.checkpoint.config import read_config
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.facts import Facts
-from sglcore.layers.build import Model
+from sglcore.models.build import Architecture
 from sglcore.models.loader import load_model
 from sglcore.runtime.attention.contract import AttentionShape
 from sglcore.runtime.attention.reference import ReferenceAttention
@@ -36,7 +36,7 @@ def load(folder, dtype: torch.dtype = torch.float32, kernels: KernelTable | None
 class Steps:
     """A model with its runner. Slots 1 to 3 hold one sequence each; pages are handed out from the top, interleaved."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Architecture) -> None:
         layers = tuple((layer.num_kv_heads, layer.head_dim) for layer in model.attention_layers)
         windows = tuple(dict.fromkeys(layer.sliding_window for layer in model.attention_layers))
         encoder = model.config.is_encoder

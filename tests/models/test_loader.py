@@ -210,6 +210,6 @@ def test_an_engines_configuration_loads_its_model_and_says_the_dtype(folder) -> 
         ledger=ledger,
         progress=lambda phase, done, total: phases.add(phase),
     )
-    assert (model.dtype, model.rotary.cos_sin.shape[0]) == (torch.float32, 32)
+    assert (model.dtype, model.rotary.shape[0]) == (torch.float32, 32)
     assert [(row.topic, row.effective) for row in ledger.rows] == [("dtype", "float32")]
     assert phases == {"loading weights"}
