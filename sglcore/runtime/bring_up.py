@@ -240,7 +240,7 @@ def runner(
     )
     if backend is not None:
         told = partial(progress, "capturing graphs")
-        made.graphs = capture(config, facts, backend, made, streams, ledger, told)
+        made.graphs = capture(config, facts, backend, made, ledger, told)
     return made
 
 

@@ -13,18 +13,15 @@ import torch
 from torch import Tensor
 
 from sglcore.device.collection import no_collection
-from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.buffer_registry import BufferRegistry
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext
-from sglcore.runtime.graphs.backend import CapturedStep, GraphBackend, PromptBackend, Step
+from sglcore.runtime.graphs.backend import Forward, GraphBackend, PromptBackend
 from sglcore.runtime.graphs.decode import DecodeGraphs
-from sglcore.runtime.graphs.policy import cells_of, planned, real_view
+from sglcore.runtime.graphs.policy import planned, real_view
 from sglcore.runtime.graphs.prompts import PromptForward, PromptGraphs
 from sglcore.runtime.graphs.shadow import Shadow, leaving_cells
 from sglcore.runtime.streams import Streams
-
-__all__ = ["CapturedStep", "GraphBackend", "GraphRunner", "Step"]
 
 Policy = DecodeGraphs | PromptGraphs
 
@@ -37,9 +34,8 @@ class GraphRunner:
         self,
         backend: GraphBackend,
         registry: BufferRegistry,
-        attn_backend: AttentionBackend,
         context: ForwardContext,
-        forward: Callable[[ForwardBatch], Tensor],
+        forward: Forward,
         buckets: tuple[int, ...],
         progress: Callable[[int, int], None] | None = None,
         *,
@@ -53,18 +49,14 @@ class GraphRunner:
         All device work, the capture included, goes to the forward stream of `streams`.
         """
         self.backend = backend
-        self.registry = registry
-        self.attn_backend = attn_backend
         self.memory: int | None = None
         self.shadow = Shadow(shadow) if shadow else None
-        self.decode = DecodeGraphs(
-            backend, registry, attn_backend, context, forward, buckets, needs_host_lengths=needs_host_lengths
-        )
+        self.decode = DecodeGraphs(backend, registry, context, forward, buckets, needs_host_lengths)
         self.prompts: PromptGraphs | None = None
         if prompts is not None:
             if not isinstance(backend, PromptBackend):
                 raise TypeError(f"graphs of kind {backend.kind!r} capture no prompts")
-            self.prompts = PromptGraphs(backend, attn_backend, context, prompts)
+            self.prompts = PromptGraphs(backend, context, prompts)
         self._context = context
         self._forward = forward
         self._streams = streams
@@ -76,10 +68,6 @@ class GraphRunner:
     def buckets(self) -> tuple[int, ...]:
         """Captured batch sizes, ascending."""
         return () if self._closed else self.decode.sizes
-
-    def bucket_for(self, batch_size: int) -> int | None:
-        """The smallest captured batch size that holds the batch; None if there is none."""
-        return None if self._closed else self.decode.bucket_for(batch_size)
 
     def can_run(self, batch: ForwardBatch) -> bool:
         """A graph can run this batch: it has a bucket, and no input that graphs do not read."""
@@ -148,9 +136,8 @@ class GraphRunner:
     def _run_beside(self, policy: Policy, batch: ForwardBatch) -> Tensor:
         """An eager forward of the same inputs that leaves no trace."""
         view = replace(real_view(policy.registry, batch), plan_record=None)
-        with planned(self.attn_backend, view, self._context):
-            layers = self._context.layers
-            return leaving_cells(self.attn_backend, layers, cells_of(view), lambda: self._forward(view))
+        with planned(view, self._context):
+            return leaving_cells(self._context, view.out_cache_loc, lambda: self._forward(view))
 
 
 def _order(streams: Streams) -> None:

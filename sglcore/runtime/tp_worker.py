@@ -40,11 +40,11 @@ class Pending:
 
 
 class TpModelWorker:
-    """Generation and embedding on one model runner. Not thread-safe: one scheduler owns it."""
+    """Generation and embedding on one model runner; `limits` is constant. Not thread-safe: one scheduler owns it."""
 
     def __init__(self, runner: ModelRunner, token_table: TokenTable, limits: Limits) -> None:
         self.runner = runner
-        self._limits = limits
+        self.limits = limits
         self._sampling = SampleStep(runner, token_table, limits.vocab_size)
         self._streams = runner.streams
         self._readbacks = ReadbackQueue(runner.streams, token_table.last.device, runner.staging_ring.pinned)
@@ -62,11 +62,6 @@ class TpModelWorker:
             for tensor in registry.tensors:
                 tensor.record_stream(forward)
 
-    @property
-    def limits(self) -> Limits:
-        """What this worker can hold; constant."""
-        return self._limits
-
     def submit(self, batch: ScheduleBatch) -> Ticket:
         """Start a step. The worker keeps `batch`, which must be isolated from later changes.
 
@@ -79,8 +74,6 @@ class TpModelWorker:
         refuse_hidden_states(batch)
         embeds = batch.forward_mode is ForwardMode.EMBED
         start = self.forward_batch_embedding if embeds else self.forward_batch_generation
-        if self._streams.forward is None:
-            return start(batch)
         with self._streams.running():
             return start(batch)
 

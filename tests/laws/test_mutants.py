@@ -262,9 +262,7 @@ def test_a_plan_that_is_not_refreshed_is_caught_by_graphs(
     runner = engine.worker.runner
     context = ForwardContext(runner.attn_backend, None, runner.model.attention_layers)
     with torch.inference_mode():
-        runner.graphs = GraphRunner(
-            Replays(), runner.decode_registry, runner.attn_backend, context, lambda batch: runner.model(batch), (4,)
-        )
+        runner.graphs = GraphRunner(Replays(), runner.decode_registry, context, lambda batch: runner.model(batch), (4,))
     prompts = random_prompts(12, (4, 9, 2))
     if kind is ReferenceAttention:
         check_logprobs(engine.run(prompts, 10), oracle)

@@ -213,7 +213,6 @@ def make_graph_site(
     graphs = GraphRunner(
         backend,
         runner.decode_registry,
-        site.attention,
         context,
         model,
         buckets,

@@ -130,7 +130,8 @@ def capture_all(kind: str, site: Site, **config: Any) -> tuple[ModelRunner, tupl
     ledger, streams = DecisionLedger(), make_streams()
     backend = mechanism(kind, RecordingCapture(), streams)
     settings = EngineConfig(graph=kind, graph_buckets=(1, 4), **config)
-    site.runner.graphs = capture(settings, STREAMS, backend, site.runner, streams, ledger, lambda done, total: None)
+    site.runner.streams = streams
+    site.runner.graphs = capture(settings, STREAMS, backend, site.runner, ledger, lambda done, total: None)
     return site.runner, ledger.rows
 
 
@@ -154,8 +155,9 @@ def test_buckets_larger_than_every_batch_are_refused() -> None:
     site = make_site(attention=GatheredAttention, max_bs=2)
     ledger, streams = DecisionLedger(), make_streams()
     config = EngineConfig(graph="full", graph_buckets=(4, 8))
+    site.runner.streams = streams
     with pytest.raises(ConfigError, match="no size for at most 2 requests"):
-        capture(config, STREAMS, full(STREAMS, streams), site.runner, streams, ledger, lambda done, total: None)
+        capture(config, STREAMS, full(STREAMS, streams), site.runner, ledger, lambda done, total: None)
 
 
 # -- the steps around --------------------------------------------------------------------------------------------------

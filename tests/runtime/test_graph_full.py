@@ -330,7 +330,7 @@ def test_a_capture_inside_another_runners_scope_bakes_in_its_own_pools() -> None
 def leaking(made: GraphSite, other: GraphSite) -> None:
     """Mutant: a captured forward uses the scope of another runner."""
     policy = made.graphs.decode
-    policy._attn, policy._context = other.site.attention, other.graphs._context
+    policy._context = other.graphs._context
     made.graphs.recapture()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -292,7 +293,8 @@ def rebind(made: GraphSite) -> None:
 
 def foreign_context(made: GraphSite) -> None:
     """Mutant: pieces replay under the scope of another runner."""
-    made.graphs.prompts._attn = make_site(TinyModel(5), attention=GatheredAttention).attention  # pyright: ignore
+    foreign = make_site(TinyModel(5), attention=GatheredAttention).attention
+    made.graphs.prompts._context = replace(made.graphs._context, attn_backend=foreign)  # pyright: ignore
 
 
 @KINDS
@@ -351,7 +353,6 @@ def test_a_mechanism_of_decode_steps_only_is_not_asked_for_prompts() -> None:
         GraphRunner(
             made.graphs.backend,
             made.site.runner.decode_registry,
-            made.site.attention,
             context,
             made.site.model,
             (1,),

@@ -127,7 +127,7 @@ def graphs_of(site: Site) -> GraphRunner:
 def test_buckets_are_sorted_distinct_and_fit_the_registry() -> None:
     graphs = graphs_of(make_site(buckets=(4, 1, 4, 16, 8, 2), max_bs=8))
     assert graphs.buckets == (1, 2, 4, 8)
-    assert [graphs.bucket_for(size) for size in (0, 1, 3, 8, 9)] == [None, 1, 4, 8, None]
+    assert [graphs.decode.bucket_for(size) for size in (0, 1, 3, 8, 9)] == [None, 1, 4, 8, None]
 
 
 def capture(
@@ -135,7 +135,7 @@ def capture(
 ) -> GraphRunner:
     """A graph runner of a site, made by hand."""
     context = ForwardContext(site.attention, None, site.model.attention_layers)
-    return GraphRunner(graphs, site.runner.decode_registry, site.attention, context, site.model, buckets, progress)
+    return GraphRunner(graphs, site.runner.decode_registry, context, site.model, buckets, progress)
 
 
 def test_the_largest_bucket_is_captured_first_and_progress_is_told() -> None:
@@ -161,7 +161,7 @@ def writes_inputs(prepare: Callable[[Site], Callable[[ForwardBatch], Tensor]]) -
     site = make_site(facts=STAGED)
     graphs, registry = RecordedGraphs(), site.runner.decode_registry
     context = ForwardContext(site.attention, None, site.model.attention_layers)
-    GraphRunner(graphs, registry, site.attention, context, prepare(site), (2,))
+    GraphRunner(graphs, registry, context, prepare(site), (2,))
     buffers = [registry.input_buffer(name).tensor for name in registry.names]
     before = [buffer._version for buffer in buffers]
     with forward_context(replace(context, batch=site.model.seen[-1])):
@@ -348,7 +348,7 @@ def test_no_buckets_is_a_runner_that_runs_nothing() -> None:
     site = make_site()
     graphs = capture(site, RecordedGraphs(), buckets=())
     assert graphs.buckets == ()
-    assert graphs.bucket_for(1) is None
+    assert graphs.decode.bucket_for(1) is None
 
 
 def test_two_graph_runners_of_one_process_replay_their_own_graphs() -> None:

@@ -20,7 +20,8 @@ from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext
-from sglcore.runtime.graph_runner import GraphRunner, Step
+from sglcore.runtime.graph_runner import GraphRunner
+from sglcore.runtime.graphs.backend import Step
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
 from sglcore.runtime.model_runner import ModelRunner
@@ -186,7 +187,7 @@ def make_site(
     graphs = RecordedGraphs() if buckets else None
     if graphs is not None:
         context = ForwardContext(backend, None, model.attention_layers)
-        running.graphs = GraphRunner(graphs, decode, backend, context, model, buckets)
+        running.graphs = GraphRunner(graphs, decode, context, model, buckets)
     limits = Limits(CONTEXT, SLOTS, PAGE, PAGES, SLOTS * CONTEXT, VOCAB)
     return Site(model, table, cells, backend, running, tokens, worker(running, tokens, limits), graphs)
 

@@ -9,12 +9,9 @@ from sglcore.runtime.graphs.pieces import Pieces, record_pieces
 
 
 class BreakableGraphs(FullGraphs):
-    """Full decode graphs, and prompts in segments, over one pool."""
+    """Full decode graphs, and prompts in segments, over one pool. `prompt_kind` is how paths name those."""
 
-    @property
-    def prompt_kind(self) -> str:
-        """How paths name it."""
-        return "breakable"
+    prompt_kind: str = "breakable"
 
     def capture_prompt(self, forward: Forward, batch: ForwardBatch) -> Pieces:
         """Capture the forward as it is."""

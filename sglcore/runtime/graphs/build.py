@@ -88,7 +88,6 @@ def capture(
     facts: Facts,
     backend: GraphBackend,
     runner: ModelRunner,
-    streams: Streams,
     ledger: DecisionLedger,
     progress: Callable[[int, int], None],
 ) -> GraphRunner:
@@ -97,13 +96,12 @@ def capture(
     captured = GraphRunner(
         backend,
         runner.decode_registry,
-        runner.attn_backend,
         ForwardContext(runner.attn_backend, None, runner.model.attention_layers),
         runner.model,
         buckets,
         progress,
         prompts=prompts,
-        streams=streams,
+        streams=runner.streams,
         shadow=config.shadow,
         needs_host_lengths=facts.needs_host_lengths,
     )

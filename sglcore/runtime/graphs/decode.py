@@ -2,81 +2,51 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from sglcore.device.batch import ForwardMode
-from sglcore.runtime.attention.contract import AttentionBackend, AttentionPlan, Bucket
+from sglcore.runtime.attention.contract import AttentionPlan, Bucket
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
-from sglcore.runtime.graphs.backend import CapturedStep, GraphBackend
-from sglcore.runtime.graphs.policy import (
-    absent_inputs,
-    carry_host_arrays,
-    check_generation,
-    has_only,
-    read_host_arrays,
-)
+from sglcore.runtime.graphs.backend import CapturedStep, Forward, GraphBackend
+from sglcore.runtime.graphs.policy import SizedGraphs, carry_host_arrays, check_generation, read_host_arrays
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedBucket:
     """A graph with everything it reads: its static batch view, its plan, and the pool generation it was captured on."""
 
-    bucket: Bucket
     batch: ForwardBatch
     plan: AttentionPlan
     generation: int
     step: CapturedStep
 
 
-class DecodeGraphs:
+class DecodeGraphs(SizedGraphs[CapturedBucket]):
     """Decode graphs by batch size. Pads a batch up to the next captured size and replays."""
 
     def __init__(
         self,
         backend: GraphBackend,
         registry: BufferRegistry,
-        attn_backend: AttentionBackend,
         context: ForwardContext,
-        forward: Callable[[ForwardBatch], Tensor],
+        forward: Forward,
         buckets: tuple[int, ...],
         needs_host_lengths: bool = False,
     ) -> None:
-        """Captures nothing yet. `needs_host_lengths`: a replay must be told lengths from the host."""
+        """`needs_host_lengths`: a replay must be told lengths from the host."""
+        super().__init__(registry, context, forward, buckets, registry.max_bs)
         self.backend = backend
-        self.registry = registry
-        self.sizes = tuple(sorted(size for size in set(buckets) if 0 < size <= registry.max_bs))
-        self._attn = attn_backend
-        self._context = context
-        self._forward = forward
         self._needs_host_lengths = needs_host_lengths
-        self._captured: dict[int, CapturedBucket] = {}
-        self._absent: tuple[str, ...] = ()
-        registry.freeze()
-
-    def capture(self) -> Iterator[int]:
-        """Capture every size, the largest first; yields each when it is done."""
-        for size in reversed(self.sizes):
-            self._captured[size] = self._capture(Bucket(size, size))
-            yield size
-        if self.sizes:
-            self._absent = absent_inputs(self._captured[self.sizes[0]].batch)
-
-    def bucket_for(self, batch_size: int) -> int | None:
-        """The smallest captured size that holds the batch; None if there is none."""
-        place = bisect_left(self.sizes, batch_size)
-        return self.sizes[place] if batch_size and place < len(self.sizes) else None
 
     def can_run(self, batch: ForwardBatch) -> bool:
         """The batch has a bucket, and no input that the graphs do not read; its lengths are on the host if need be."""
         if self.bucket_for(batch.batch_size) is None or (self._needs_host_lengths and batch.seq_lens_cpu is None):
             return False
-        return has_only(batch, self._absent)
+        return self._reads_all(batch)
 
     def path(self, batch: ForwardBatch) -> str:
         """The mechanism and the bucket."""
@@ -84,31 +54,24 @@ class DecodeGraphs:
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """Hidden states [B, H]: a view of the graph's output, which the next replay overwrites."""
-        captured = self._captured[self.bucket_for(batch.batch_size) or 0]
-        check_generation(str(captured.bucket.batch_size), captured.generation, self._attn)
+        size, attention = self.bucket_for(batch.batch_size) or 0, self._context.attn_backend
+        captured = self._captured[size]
+        check_generation(str(size), captured.generation, attention)
         # A plan for another forward raises here; any other is superseded by the captured one, which is refreshed below.
-        batch.needs_forward_metadata_init(self._attn)
-        ctx = FillContext(batch.batch_size, captured.bucket.batch_size, batch.num_tokens, captured.bucket.num_tokens)
-        self.registry.fill_from(batch, ctx)
+        batch.needs_forward_metadata_init(attention)
+        self.registry.fill_from(batch, FillContext(batch.batch_size, size, batch.num_tokens, size))
         carry_host_arrays(batch, captured.batch)
-        update = self._attn.refresh(captured.plan, captured.batch)
-        with forward_context(ForwardContext(self._attn, captured.batch, self._context.layers)):
+        update = attention.refresh(captured.plan, captured.batch)
+        with forward_context(replace(self._context, batch=captured.batch)):
             output = captured.step.replay(update)
         return output[: batch.num_tokens]
 
-    def _capture(self, bucket: Bucket) -> CapturedBucket:
-        template = self.registry.view(bucket.batch_size, bucket.num_tokens, extend=False)
-        template.forward_mode = ForwardMode.DECODE
-        self.registry.fill_from(template, FillContext(0, bucket.batch_size, 0, bucket.num_tokens))
-        batch = self.registry.extract_buffer(template, bucket.batch_size, bucket.num_tokens)
+    def _capture(self, size: int) -> CapturedBucket:
+        attention, batch = self._context.attn_backend, self._static_batch(size, size, ForwardMode.DECODE)
         read_host_arrays(batch)
-        plan = self._attn.capture_plan(bucket)
-        self._attn.refresh(plan, batch)
+        plan = attention.capture_plan(Bucket(size, size))
+        attention.refresh(plan, batch)
         batch.mark_forward_metadata_ready(plan)
-        with forward_context(ForwardContext(self._attn, batch, self._context.layers)):
+        with forward_context(replace(self._context, batch=batch)):
             step = self.backend.capture(lambda: self._forward(batch))
-        return CapturedBucket(bucket, batch, plan, self._attn.token_to_kv_pool.generation, step)
-
-    def drop(self) -> None:
-        """Forget the captured graphs; the mechanism frees them."""
-        self._captured.clear()
+        return CapturedBucket(batch, plan, attention.token_to_kv_pool.generation, step)

@@ -27,15 +27,12 @@ class FullStep:
 
 
 class FullGraphs:
-    """Decode graphs over a stream capture."""
+    """Decode graphs over a stream capture. `kind` is how paths name it."""
+
+    kind: str = "full"
 
     def __init__(self, capture: StreamCapture, streams: Streams) -> None:
         self.recorder = Recorder(capture, streams)
-
-    @property
-    def kind(self) -> str:
-        """How paths name it."""
-        return "full"
 
     def capture(self, step: Step) -> FullStep:
         """Run once to warm up (lazy libraries, tuners), once under capture."""

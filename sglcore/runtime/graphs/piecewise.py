@@ -77,16 +77,13 @@ class SplitForward:
 
 
 class PiecewiseGraphs(FullGraphs):
-    """Full decode graphs, and compiled prompts in pieces, over one pool."""
+    """Full decode graphs, and compiled prompts in pieces, over one pool. `prompt_kind` is how paths name those."""
+
+    prompt_kind: str = "piecewise"
 
     def __init__(self, capture: StreamCapture, streams: Streams, compiler: PieceCompiler = inductor) -> None:
         super().__init__(capture, streams)
         self._compiler = compiler
-
-    @property
-    def prompt_kind(self) -> str:
-        """How paths name it."""
-        return "piecewise"
 
     def capture_prompt(self, forward: Forward, batch: ForwardBatch) -> Pieces:
         """Trace the forward, split it at attention, compile each piece and capture it. Takes seconds or more."""

@@ -1,15 +1,23 @@
-"""What both policies share: a generation that must hold, inputs that graphs do not read, the view of the real rows."""
+"""What both policies share: graphs by size, a generation that must hold, inputs that graphs do not read."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Generic, TypeVar
 
+from sglcore.device.batch import ForwardMode
 from sglcore.runtime.attention.contract import AttentionBackend
-from sglcore.runtime.buffer_registry import BufferRegistry
+from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.forward_context import ForwardContext, forward_context
+from sglcore.runtime.graphs.backend import Forward
 from sglcore.step.fields import Axis, Split, specs
 from sglcore.step.host_values import host_arrays
+
+Captured = TypeVar("Captured")
 
 
 def check_generation(what: str, captured: int, backend: AttentionBackend) -> None:
@@ -26,11 +34,6 @@ def absent_inputs(captured: ForwardBatch) -> tuple[str, ...]:
     """Inputs of a model that a captured batch does not have, so that its graph can not read them."""
     inputs = [s for s in specs(type(captured)) if s.is_buffered or s.axis is Axis.TOKENS or s.split is Split.NESTED]
     return tuple(spec.name for spec in inputs if getattr(captured, spec.name) is None)
-
-
-def has_only(batch: ForwardBatch, absent: tuple[str, ...]) -> bool:
-    """The batch brings none of the inputs that graphs do not read."""
-    return all(getattr(batch, name) is None for name in absent)
 
 
 def carry_host_arrays(batch: ForwardBatch, captured: ForwardBatch) -> None:
@@ -52,13 +55,55 @@ def real_view(registry: BufferRegistry, batch: ForwardBatch) -> ForwardBatch:
     return batch if registry.owns(batch) else registry.extract_buffer(batch, batch.batch_size, batch.num_tokens)
 
 
-def planned(backend: AttentionBackend, view: ForwardBatch, context: ForwardContext) -> forward_context:
+def planned(view: ForwardBatch, context: ForwardContext) -> forward_context:
     """The scope of one forward of `view`, planned first if it is not. A plan for another forward raises StalePlanError."""
-    if view.needs_forward_metadata_init(backend):
-        view.mark_forward_metadata_ready(backend.plan(view))
-    return forward_context(ForwardContext(backend, view, context.layers))
+    if view.needs_forward_metadata_init(context.attn_backend):
+        view.mark_forward_metadata_ready(context.attn_backend.plan(view))
+    return forward_context(replace(context, batch=view))
 
 
-def cells_of(view: ForwardBatch) -> Tensor | None:
-    """The KV cells that a forward of the view writes; None for a model without them."""
-    return view.out_cache_loc
+class SizedGraphs(ABC, Generic[Captured]):
+    """Graphs of one kind of step by size. What each was captured with is kept, because it reads that."""
+
+    def __init__(
+        self, registry: BufferRegistry, context: ForwardContext, forward: Forward, sizes: Iterable[int], most: int
+    ) -> None:
+        """Captures nothing yet; the registry keeps its size from here on. Sizes above `most` are left out."""
+        self.registry = registry
+        self.sizes = tuple(sorted(size for size in set(sizes) if 0 < size <= most))
+        self._context = context
+        self._forward = forward
+        self._captured: dict[int, Captured] = {}
+        self._absent: tuple[str, ...] = ()
+        registry.freeze()
+
+    def capture(self) -> Iterator[int]:
+        """Capture every size, the largest first; yields each when it is done."""
+        for size in reversed(self.sizes):
+            self._captured[size] = self._capture(size)
+            yield size
+
+    def drop(self) -> None:
+        """Forget the captured graphs; the mechanism frees them."""
+        self._captured.clear()
+
+    def bucket_for(self, size: int) -> int | None:
+        """The smallest captured size that holds so much; None if there is none."""
+        place = bisect_left(self.sizes, size)
+        return self.sizes[place] if size and place < len(self.sizes) else None
+
+    @abstractmethod
+    def _capture(self, size: int) -> Captured: ...
+
+    def _static_batch(self, batch_size: int, num_tokens: int, mode: ForwardMode) -> ForwardBatch:
+        """A batch of padding over the registry's buffers."""
+        template = self.registry.view(batch_size, num_tokens, extend=mode is ForwardMode.EXTEND)
+        template.forward_mode = mode
+        self.registry.fill_from(template, FillContext(0, batch_size, 0, num_tokens))
+        batch = self.registry.extract_buffer(template, batch_size, num_tokens)
+        self._absent = absent_inputs(batch)
+        return batch
+
+    def _reads_all(self, batch: ForwardBatch) -> bool:
+        """The batch brings none of the inputs that the graphs do not read."""
+        return all(getattr(batch, name) is None for name in self._absent)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from sglcore.runtime.attention.contract import AttentionBackend
-from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.forward_context import ForwardContext
+from sglcore.runtime.graphs.backend import Step
 
 TOLERANCE = MappingProxyType({torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2})
 """Allowed error of a row, relative to the largest value of the row: padding changes the order of sums, no more."""
@@ -57,14 +56,13 @@ def _difference(one: Tensor, other: Tensor) -> Tensor:
     return torch.where(same, 0.0, (one - other).abs())
 
 
-def leaving_cells(
-    backend: AttentionBackend, layers: Sequence[Attention], cells: Tensor | None, forward: Callable[[], Tensor]
-) -> Tensor:
+def leaving_cells(context: ForwardContext, cells: Tensor | None, forward: Step) -> Tensor:
     """What `forward` returns, with the KV cells [T] that it writes put back: its last bits differ from the replay's."""
     if cells is None:
         return forward()
     where = cells.long()
-    stored = [backend.token_to_kv_pool.kv(layer.layer_id) for layer in layers if layer.cached]
+    pool = context.attn_backend.token_to_kv_pool
+    stored = [pool.kv(layer.layer_id) for layer in context.layers if layer.cached]
     kept = [(keys, keys[where], values, values[where]) for keys, values in stored]
     hidden = forward()
     for keys, old_keys, values, old_values in kept:
