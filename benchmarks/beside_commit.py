@@ -1,0 +1,127 @@
+"""An old commit beside this tree, in turns and in one run: decoding, a prompt, and the host's part of a step.
+
+The model is the one of `cpu_peers.py`: random weights in the geometry of Qwen3-0.6B, in bfloat16.
+
+    python benchmarks/beside_commit.py [--old COMMIT] [--rounds N] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+
+from peers.cases import CASES, Case
+from peers.checkpoint import make_checkpoint
+from peers.child import Child
+from peers.engines import CHECKPOINT
+from results import machine, write_results
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = Path("devices/cpu/sglcore_cpu/libsglcore_cpu.so")
+NAMES = ("b1", "b8", "b32", "prefill")
+CACHE_TOKENS = 8448
+START_SECONDS = 300.0
+
+Readings = dict[str, dict[str, list[float]]]
+"""By case and tree, a figure for each round."""
+
+
+def extracted(commit: str, folder: Path) -> Path:
+    """The tree of a commit, with this tree's native library: the commit's own is not built."""
+    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tree:
+        tree.extractall(folder, filter="data")
+    for file in (ROOT / LIBRARY).parent.glob(f"{LIBRARY.name}*"):
+        shutil.copy(file, folder / LIBRARY.parent)
+    return folder
+
+
+def search_path(tree: Path) -> str:
+    """Where a tree's packages are found before any that are installed."""
+    return os.pathsep.join(str(tree / part) for part in ("", "devices/cpu", "benchmarks", "benchmarks/peers"))
+
+
+def python_of(tree: Path, folder: Path) -> Path:
+    """An interpreter that finds the packages of `tree` first; a child unsets what its parent says of the path."""
+    script = folder / f"python-{tree.name}"
+    script.write_text(f'#!/bin/sh\nPYTHONPATH="{search_path(tree)}" exec "{sys.executable}" "$@"\n', encoding="utf-8")
+    script.chmod(0o755)
+    return script
+
+
+def measure_steps(trees: Mapping[str, Path], rounds: int, folder: Path, found: Readings) -> None:
+    """Tokens each second of each case, the trees by turns; while one is measured the other is held still."""
+    job = {"model": str(CHECKPOINT), "format": "bf16", "threads": os.cpu_count(), "cache_tokens": CACHE_TOKENS}
+    children = {
+        name: Child(python_of(tree, folder), "sglcore", job, folder / f"{name}.log") for name, tree in trees.items()
+    }
+    try:
+        for child in children.values():
+            child.wait_ready(START_SECONDS)
+        cases = [case for case in CASES if case.name in NAMES]
+        for number in range(rounds):
+            for place, case in enumerate(cases):
+                for name in sorted(children, reverse=bool(number % 2)):
+                    _add(found, case, name, children[name].ask(case.question(1000 * number + place), case.timeout))
+    finally:
+        for child in children.values():
+            child.close()
+
+
+def _add(found: Readings, case: Case, name: str, answer: Mapping[str, float]) -> None:
+    value = case.value(int(answer["tokens"]), answer["seconds"])
+    found.setdefault(case.name, {}).setdefault(name, []).append(round(value, 2))
+    print(f"{case.name} {name}: {value:.2f} {case.unit}", flush=True)
+
+
+def measure_host(trees: Mapping[str, Path], rounds: int, folder: Path, found: Readings) -> None:
+    """Microseconds of the host's part of a decode step, by batch size: `host_overhead.py` of each tree."""
+    for number in range(rounds):
+        for name, tree in sorted(trees.items(), reverse=bool(number % 2)):
+            result = folder / "host.json"
+            script = tree / "benchmarks" / "host_overhead.py"
+            told = {**os.environ, "PYTHONPATH": search_path(tree), "OMP_NUM_THREADS": "1"}
+            subprocess.run(
+                [sys.executable, script, "--json", result], env=told, cwd=tree, check=True, capture_output=True
+            )
+            for row in json.loads(result.read_text(encoding="utf-8"))["rows"]:
+                key = f"host step, batch {row['batch']}, {row['sampling']} (us)"
+                found.setdefault(key, {}).setdefault(name, []).append(row["median_us"])
+
+
+def main() -> None:
+    """Print, and write where asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--old", default="2349cd2", help="the commit that this tree is compared with")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--json", help="write the figures to this file")
+    options = parser.parse_args()
+    make_checkpoint(CHECKPOINT)
+    found: Readings = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        trees = {options.old: extracted(options.old, folder / options.old), "this": ROOT}
+        measure_host(trees, options.rounds, folder, found)
+        measure_steps(trees, options.rounds, folder, found)
+    ratios = {}
+    for case, readings in found.items():
+        each = [new / old for new, old in zip(readings["this"], readings[options.old], strict=True)]
+        ratios[case] = {"median": round(median(each), 3), "min": round(min(each), 3), "max": round(max(each), 3)}
+        print(f"{case}: this / {options.old} {ratios[case]}")
+    if options.json:
+        content = {"machine": machine(), "old": options.old, "rounds": options.rounds}
+        write_results(options.json, {**content, "readings": found, "ratios": ratios})
+
+
+if __name__ == "__main__":
+    main()
