@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sglcore.device.batch import ScheduleBatch
-from sglcore.step.fields import Axis, FieldSpec, Once, When, leaves, specs
+from sglcore.step.fields import Axis, FieldSpec, Once, Read, When, leaves, specs
 
 T = TypeVar("T")
 Values = dict[str, Any]
@@ -26,32 +25,34 @@ class HostReader:
         present = [spec for spec in every.values() if not (is_decode and spec.when is When.EXTEND)]
         reads = {spec.name: every[spec.mirror].read if spec.mirror else spec.read for spec in present}
         given = {spec.name for spec in present if spec.when is When.IF_GIVEN}
-        self._once = tuple(name for name, read in reads.items() if isinstance(read, Once))
-        reads |= {name: read.name for name, read in reads.items() if isinstance(read, Once)}
-        attributes = {name: read for name, read in reads.items() if isinstance(read, str)}
+        mirrors = {spec.name: spec.mirror for spec in present if spec.mirror in reads and callable(reads[spec.name])}
         self.batch_type = batch_type
         self.staged = tuple(spec for spec in present if spec.is_staged)
-        self._names = tuple(name for name in attributes if name not in given)
-        self._attributes = _reader([attributes[name] for name in self._names])
-        self._given_names = tuple(name for name in attributes if name in given)
-        self._given = _reader([attributes[name] for name in self._given_names])
-        mirrors = {spec.name: spec.mirror for spec in present if spec.mirror in reads and spec.name not in attributes}
-        self._mirrors = tuple(mirrors.items())
+        self._always = _attribute_reader({name: read for name, read in reads.items() if name not in given})
+        self._given = _attribute_reader({name: read for name, read in reads.items() if name in given})
         self._functions = tuple((name, read) for name, read in reads.items() if callable(read) and name not in mirrors)
+        self._mirrors = tuple(mirrors.items())
 
     def read(self, batch: ScheduleBatch) -> Values:
         """The values by the names of their fields, without those that were not given. One-shot values are taken."""
-        values = dict(zip(self._names, self._attributes(batch), strict=True))
-        for name in self._once:
-            values[name] = values[name].take()
+        values = self._always(batch)
         for name, function in self._functions:
             values[name] = function(batch, values)
         for name, mirror in self._mirrors:
             values[name] = values[mirror]
-        for name, value in zip(self._given_names, self._given(batch), strict=True):
+        for name, value in self._given(batch).items():
             if value is not None:
                 values[name] = value
         return values
+
+
+def _attribute_reader(reads: Mapping[str, Read | None]) -> Callable[[ScheduleBatch], Values]:
+    """A function that reads all attributes among `reads` into a dict. It is compiled, as a dataclass's own methods are: a
+    loop over names would cost every step twice as much."""
+    once = {name: f"{read.name}.take()" for name, read in reads.items() if isinstance(read, Once)}
+    plain = {name: read for name, read in reads.items() if isinstance(read, str)}
+    items = ", ".join(f"{name!r}: batch.{path}" for name, path in (plain | once).items())
+    return eval(f"lambda batch: {{{items}}}")
 
 
 @cache
@@ -88,10 +89,3 @@ def padded(spec: FieldSpec, values: NDArray, length: int) -> NDArray:
     made = np.full((*spec.lead, length), spec.padding.value, dtype=spec.dtype)
     made[..., : values.shape[-1]] = values
     return made
-
-
-def _reader(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """Reads attributes, always giving a tuple."""
-    if len(names) > 1:
-        return attrgetter(*names)
-    return lambda batch: tuple(getattr(batch, name) for name in names)
