@@ -1,14 +1,14 @@
-"""What a checkpoint says about its model, read once from `config.json` and `generation_config.json`."""
+"""What a checkpoint says about its model, read once from `config.json`."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from sglcore.checkpoint.files import read_json
 from sglcore.checkpoint.gguf import is_gguf, read_header
 from sglcore.checkpoint.gguf_config import gguf_config
 from sglcore.device.errors import ConfigError
@@ -63,8 +63,7 @@ class ModelConfig:
     """The geometry of a model. `sliding_windows` has one entry a layer (None: full attention).
 
     `dtype` is the checkpoint's own ("bfloat16", ...). `context_length` is how many tokens positions are defined for.
-    `eos_token_ids` come from `generation_config.json` if it names them. `raw` is `config.json` as it is. `path` is the
-    folder, or a GGUF file.
+    `raw` is `config.json` as it is. `path` is the folder, or a GGUF file.
     """
 
     path: Path
@@ -86,9 +85,6 @@ class ModelConfig:
     mlp_bias: bool
     hidden_act: str
     dtype: str
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-    pad_token_id: int | None
     moe: MoeConfig | None
     is_encoder: bool
     raw: Mapping[str, Any]
@@ -101,16 +97,15 @@ def read_config(path: str | Path, known: Collection[str] = ()) -> ModelConfig:
     if is_gguf(folder):
         raw = gguf_config(read_header(folder))
         check_architecture(raw["architectures"][0], known)
-        return _parse(folder, raw["architectures"][0], raw, {})
+        return _parse(folder, raw["architectures"][0], raw)
     if not folder.is_dir():
         raise ConfigError(f"there is no model at {str(path)!r}", wanted="a checkpoint folder", remedy="check the path")
-    raw = _read_json(folder / "config.json", "this is not a checkpoint folder; point at the one with config.json")
+    raw = read_json(folder / "config.json", "this is not a checkpoint folder; point at the one with config.json")
     names = raw.get("architectures") or []
     if not names:
         raise ConfigError(f"{folder / 'config.json'} names no architecture", wanted='"architectures": ["..."]')
     check_architecture(names[0], known)
-    generation = folder / "generation_config.json"
-    return _parse(folder, names[0], raw, _read_json(generation, "") if generation.is_file() else {})
+    return _parse(folder, names[0], raw)
 
 
 def check_architecture(name: str, known: Collection[str]) -> None:
@@ -132,25 +127,12 @@ def check_context(asked: int | None, config: ModelConfig) -> None:
         )
 
 
-def _read_json(file: Path, remedy: str) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"there is no {file.name} in {file.parent}", remedy=remedy) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} can not be read: {error}", wanted="JSON", remedy="download it again") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file} holds a {type(value).__name__}", wanted="a JSON object", remedy="download it again")
-    return value
-
-
-def _parse(folder: Path, architecture: str, raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
+def _parse(folder: Path, architecture: str, raw: dict[str, Any]) -> ModelConfig:
     values = {**_DEFAULTS.get(architecture, EMPTY), **{key: value for key, value in raw.items() if value is not None}}
     need = _Needed(values, folder / "config.json")
     heads, layers = need("num_attention_heads"), need("num_hidden_layers")
     max_positions = need("max_position_embeddings")
     rope = _rope(values, max_positions)
-    eos = generation.get("eos_token_id", values.get("eos_token_id"))
     config = ModelConfig(
         path=folder,
         architecture=architecture,
@@ -171,9 +153,6 @@ def _parse(folder: Path, architecture: str, raw: dict[str, Any], generation: dic
         mlp_bias=values.get("mlp_bias", False),
         hidden_act=values.get("hidden_act", "silu"),
         dtype=str(values.get("dtype", values.get("torch_dtype", "float32"))).removeprefix("torch."),
-        eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
-        bos_token_id=generation.get("bos_token_id", values.get("bos_token_id")),
-        pad_token_id=generation.get("pad_token_id", values.get("pad_token_id")),
         moe=_moe(values, layers),
         is_encoder=architecture in ENCODERS,
         raw=MappingProxyType(raw),

@@ -1,16 +1,30 @@
-"""Which files a checkpoint has, and which tensors in them carry nothing."""
+"""Which files a checkpoint has, what its JSON files say, and which tensors carry nothing."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from sglcore.device.errors import CheckpointError
+from sglcore.device.errors import CheckpointError, ConfigError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 HARMLESS = (r".*rotary_emb\.inv_freq", r".*position_ids", r".*\.masked_bias")
 """Names in old checkpoints that carry nothing a model needs."""
+
+
+def read_json(file: Path, remedy: str = "") -> dict[str, Any]:
+    """The object in a file; raises `ConfigError`, with this remedy if there is none."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no {file.name} in {file.parent}", remedy=remedy) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} can not be read: {error}", wanted="JSON", remedy="download it again") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} holds a {type(value).__name__}", wanted="a JSON object", remedy="download it again")
+    return value
 
 
 def checkpoint_files(folder: Path) -> tuple[Path, ...]:

@@ -90,7 +90,6 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
     heads, hidden, layers = number("attention.head_count"), number("embedding_length"), number("block_count")
     head_dim = number("attention.key_length", hidden // heads)
     _check_sizes(header, hidden, layers)
-    vocabulary = header.tensors[EMBEDDING].shape[0]
     return {
         "architectures": [ARCHITECTURES[name]],
         "hidden_size": hidden,
@@ -99,7 +98,7 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
         "num_key_value_heads": number("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "intermediate_size": number("feed_forward_length", 0),
-        "vocab_size": vocabulary,
+        "vocab_size": header.tensors[EMBEDDING].shape[0],
         "max_position_embeddings": number("context_length"),
         "rms_norm_eps": header.need(f"{name}.attention.layer_norm_rms_epsilon", float),
         "rope_parameters": _rope(header, name, head_dim),
@@ -108,9 +107,6 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
         "sliding_window": None,
         "dtype": _dtype(header),
-        "bos_token_id": token_id(header, "bos", vocabulary),
-        "pad_token_id": token_id(header, "padding", vocabulary),
-        "eos_token_id": list(end_tokens(header)) or None,
         **_experts(header, name),
     }
 

@@ -130,7 +130,7 @@ class BringUp:
                 made = step.function(**{name: known[name] for name in wanted})
             except BaseException as error:
                 error.add_note(f"in the bring-up step {step.line()}")
-                close_in_reverse(built, failure=error)
+                _close_in_reverse(built, error)
                 raise
             known[step.provides] = built[step.provides] = made
             if report is not None:
@@ -151,10 +151,9 @@ class BringUp:
         raise BringUpError(f"there is no step {name!r} in this order", wanted=f"one of {steps or 'none'}")
 
 
-def close_in_reverse(built: Mapping[str, object], failure: BaseException | None = None) -> None:
-    """Close every `Closeable`, the last built first, each once. With `failure`, errors become notes on it; else the first is raised."""
+def _close_in_reverse(built: Mapping[str, object], failure: BaseException) -> None:
+    """Close every `Closeable`, the last built first, each once; what goes wrong then becomes notes on the failure."""
     closed: set[int] = set()
-    first: Exception | None = None
     for name, thing in reversed(tuple(built.items())):
         if not isinstance(thing, Closeable) or id(thing) in closed:
             continue
@@ -162,12 +161,7 @@ def close_in_reverse(built: Mapping[str, object], failure: BaseException | None 
         try:
             thing.close()
         except Exception as error:
-            error.add_note(f"while closing {name!r}")
-            if failure is not None:
-                failure.add_note(f"closing {name!r} failed too: {error!r}")
-            first = first or error
-    if first is not None and failure is None:
-        raise first
+            failure.add_note(f"closing {name!r} failed too: {error!r}")
 
 
 def _missing(step: Step, need: str, is_later: bool, known: Collection[str]) -> BringUpError:

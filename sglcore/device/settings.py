@@ -36,7 +36,7 @@ class Setting:
     @property
     def variable(self) -> str:
         """The environment variable of the setting."""
-        return variable_of(self.name)
+        return f"{PREFIX}{self.name.upper()}"
 
 
 def setting(default: Any, help: str, **declared: Any) -> Any:
@@ -75,11 +75,6 @@ def resolve(record: type[Any], given: Mapping[str, object], environ: Mapping[str
             sources[name] = item.variable
             checked[name] = _parsed(item, text)
     return record(**checked, sources=MappingProxyType(sources))
-
-
-def variable_of(name: str) -> str:
-    """The environment variable of a setting."""
-    return f"{PREFIX}{name.upper()}"
 
 
 def check_least(record: Any) -> None:

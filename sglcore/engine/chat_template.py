@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from sglcore.checkpoint.files import read_json
 from sglcore.device.errors import ConfigError, SglcoreError
 
 Message = Mapping[str, Any]
@@ -127,7 +127,7 @@ def _sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
         found |= {entry["name"]: entry["template"] for entry in setting}
     saved = folder / "chat_template.json"
     if not found and saved.is_file():
-        found["default"] = json.loads(saved.read_text(encoding="utf-8"))["chat_template"]
+        found["default"] = read_json(saved)["chat_template"]
     found |= {file.stem: _text(file) for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         found["default"] = _text(folder / "chat_template.jinja")

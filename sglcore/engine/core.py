@@ -22,7 +22,6 @@ from sglcore.engine.tokens import TokenEngine
 from sglcore.sampling.params import SamplingParams, fresh_seed
 from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Request
-from sglcore.schedule.results import check_request
 
 Prompt = str | Sequence[int]
 
@@ -99,10 +98,8 @@ class Engine:
             raise TextError("this checkpoint generates text", wanted="an encoder, such as BERT", remedy="use generate")
         requests: list[Request] = []
         try:
-            queued = [self._embed_request(place, prompt) for place, prompt in enumerate(prompts)]
-            for request in queued:
-                requests.append(request)
-                self.scheduler.add(request)
+            for place, prompt in enumerate(prompts):
+                requests.append(self._add_embedding(place, prompt))
             while self.loop.has_work:
                 self.step()
         except BaseException:
@@ -126,14 +123,11 @@ class Engine:
         names = (f"request-{number}" for number in self._numbers)
         return next(name for name in names if name not in self._texts)
 
-    def _embed_request(self, place: int, prompt: Prompt) -> Request:
+    def _add_embedding(self, place: int, prompt: Prompt) -> Request:
         try:
-            ids = np.array(read_prompt(self.codec, prompt))
-            request = Request(f"embed-{next(self._numbers)}", ids, SamplingParams(), task="embed")
-            check_request(request, self.worker.limits)
+            return self.tokens.embed(f"embed-{next(self._numbers)}", read_prompt(self.codec, prompt))
         except (TextError, ValueError) as error:
             raise TextError(f"text {place}: {error}") from None
-        return request
 
     def _absorb(self, outputs: Sequence[EngineOutput]) -> list[TextDelta]:
         return [delta for output in outputs if (delta := self._take(output)) is not None]

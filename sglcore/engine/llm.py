@@ -14,7 +14,7 @@ from sglcore.device.ledger import DecisionLedger
 from sglcore.engine.chat_template import Message
 from sglcore.engine.core import Engine, Prompt
 from sglcore.engine.outputs import Completion, RequestOutput, TextDelta
-from sglcore.engine.progress import Progress, quiet
+from sglcore.engine.progress import Progress
 from sglcore.engine.start import start
 from sglcore.engine.text import TextError
 from sglcore.sampling.params import SamplingParams
@@ -29,7 +29,7 @@ class LLM:
 
     def __init__(self, model: str | None = None, *, show_progress: bool = False, **settings: Any) -> None:
         self.config: EngineConfig = resolve_config({"model": model, **settings})
-        self._progress = Progress() if show_progress else quiet()
+        self._progress = Progress(enabled=show_progress)
         self._streams: dict[str, deque[TextDelta]] = {}
         with self._progress:
             self.started = start(self.config, self._progress.phase)

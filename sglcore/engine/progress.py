@@ -44,8 +44,3 @@ class Progress:
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(name, total=total)  # pyright: ignore[reportAttributeAccessIssue]
         self._bars.update(self._tasks[name], completed=done, total=total)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def quiet() -> Progress:
-    """A progress that draws nothing."""
-    return Progress(enabled=False)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from sglcore.checkpoint.files import read_json
 from sglcore.checkpoint.gguf import is_gguf, read_header
 from sglcore.checkpoint.gguf_config import end_tokens
 from sglcore.device.errors import ConfigError
@@ -192,9 +192,4 @@ def eos_token_ids(folder: Path) -> frozenset[int]:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file} can not be read: {error}", wanted="JSON", remedy="download it again") from None
+    return read_json(file) if file.is_file() else {}

@@ -133,18 +133,12 @@ class TokenEngine:
         found = self._received(self.loop.drain())
         return self._take_unsent() + found
 
-    def embed(self, names: Sequence[str], prompts: Sequence[Sequence[int]]) -> list[Request]:
-        """Queue prompts to embed, all or none: raises RequestError before any was queued. Their `embedding` is there when
-        they are FINISHED, or `error` says why not."""
-        queued = [
-            Request(name, np.array(ids), SamplingParams(), task="embed")
-            for name, ids in zip(names, prompts, strict=True)
-        ]
-        for request in queued:
-            check_request(request, self.limits)
-        for request in queued:
-            self.scheduler.add(request)
-        return queued
+    def embed(self, name: str, prompt_ids: Sequence[int]) -> Request:
+        """Queue a prompt to embed; raises RequestError, and then it was not queued. Its `embedding` is there when it is
+        FINISHED, or `error` says why not."""
+        request = Request(name, np.asarray(prompt_ids), SamplingParams(), task="embed")
+        self.scheduler.add(request)
+        return request
 
     def close(self) -> None:
         """Drop what is in flight and free the worker. Idempotent."""

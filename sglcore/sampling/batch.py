@@ -50,25 +50,6 @@ class SamplingNeeds:
         """Whether any sampled row narrows its candidates."""
         return self.any_top_k or self.any_top_p or self.any_min_p
 
-    @property
-    def any_logprobs(self) -> bool:
-        """Whether any row wants logprobs."""
-        return self.top_logprobs is not None
-
-    def wider(self, other: "SamplingNeeds") -> "SamplingNeeds":
-        """What serves both: running more than a row needs never changes its token."""
-        tops = [needs.top_logprobs for needs in (self, other) if needs.top_logprobs is not None]
-        return SamplingNeeds(
-            self.all_greedy and other.all_greedy,
-            self.any_greedy or other.any_greedy,
-            self.any_top_k or other.any_top_k,
-            self.any_top_p or other.any_top_p,
-            self.any_min_p or other.any_min_p,
-            self.any_penalty or other.any_penalty,
-            self.any_bias or other.any_bias,
-            max(tops, default=None),
-        )
-
 
 def _row_field(dtype: Any, neutral: Any, width: int | None = None) -> Any:
     """One value (or `width` values) per row; `neutral` is what a padding row holds."""

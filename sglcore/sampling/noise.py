@@ -4,7 +4,6 @@ Log-probabilities and noise are counted in units of 2**-16 nat, weights in units
 or depends on a mathematics library at run time, so the same logits give the same token on every device.
 """
 
-import hashlib
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -53,11 +52,6 @@ class NoiseTables:
 
     gumbel: np.ndarray
     weight: np.ndarray
-
-    def checksum(self) -> str:
-        """SHA-256 of both tables as little-endian int32."""
-        data = (self.gumbel.astype("<i4").tobytes(), self.weight.astype("<i4").tobytes())
-        return hashlib.sha256(b"".join(data)).hexdigest()
 
 
 @cache

@@ -7,7 +7,7 @@ import math
 import operator
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -86,10 +86,6 @@ class SamplingParams:
     def needs_history(self) -> bool:
         """Whether a penalty is active, so that the sampler must know the tokens so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-    def with_seed(self, seed: int) -> "SamplingParams":
-        """The same parameters under another seed."""
-        return replace(self, seed=seed)
 
 
 def fresh_seed() -> int:

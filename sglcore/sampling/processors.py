@@ -4,7 +4,7 @@ A penalty sees counts that are inputs of this forward, so nothing accumulates an
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -117,12 +117,3 @@ def unpack_bitmask(words: Tensor, vocab_size: int) -> Tensor:
     shifts = torch.arange(32, dtype=torch.int32, device=words.device)
     bits = (words[:, :, None] >> shifts).bitwise_and_(1)
     return bits.view(words.shape[0], words.shape[1] * 32)[:, :vocab_size].bool()
-
-
-def repeat_bias(state: Bias[Tensor], width: int) -> Bias[Tensor]:
-    """The entries for a batch in which each row occurs `width` times in succession."""
-    nodes = torch.arange(width, device=state.rows.device)
-    others = {
-        item.name: getattr(state, item.name).repeat_interleave(width) for item in fields(state) if item.name != "rows"
-    }
-    return Bias(rows=(state.rows[:, None] * width + nodes).flatten(), **others)

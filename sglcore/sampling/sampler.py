@@ -19,7 +19,6 @@ from sglcore.sampling.processors import (
     apply_bias_,
     apply_masks_,
     apply_penalties_,
-    repeat_bias,
 )
 from sglcore.sampling.race import RaceTables, draw_race, gaps_below_best, make_race_tables, row_keys
 from sglcore.sampling.state import Bias, Masks, SampledTokens, state_arrays
@@ -30,18 +29,6 @@ class SamplingState(OfAnyLibrary[Tensor, PenaltyState]):
     """What one sampling call needs, on the device."""
 
     __slots__ = ()
-
-    def repeat(self, width: int, positions: Tensor, penalties: PenaltyState | None = None) -> "SamplingState":
-        """For `width` successive nodes per row, at positions int32[B * width]. Penalties and masks depend on the node's
-        path, so penalties must be given anew and masks set afterwards. Raises ValueError without them."""
-        if (self.penalties is None) != (penalties is None) or self.masks is not None:
-            raise ValueError(
-                "found penalties or a mask of one row for several nodes, wanted those of every node; "
-                "pass penalties made per node, and set `masks` on the result"
-            )
-        bias = None if self.bias is None else repeat_bias(self.bias, width)
-        rows = {name: part.repeat_interleave(width, 0) for name, part in _row_parts(self)}
-        return replace(self, **{**rows, "positions": positions, "bias": bias, "penalties": penalties})
 
 
 def make_state(
@@ -138,10 +125,6 @@ class Sampler:
         if state.masks is not None:
             apply_masks_(logits, state.masks)
         return logits
-
-    def candidate_gaps(self, logits: Tensor, best: Tensor, state: SamplingState) -> Tensor:
-        """As the function of this name, with this sampler's tables."""
-        return candidate_gaps(logits, best, state, self.tables)
 
 
 def candidate_gaps(logits: Tensor, best: Tensor, state: SamplingState, tables: RaceTables) -> Tensor:

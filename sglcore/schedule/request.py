@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from sglcore.device.errors import SglcoreError
 from sglcore.device.worker import TokenLogprobs
+from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput, FinishReason, TokenLogprob, token_logprobs
 from sglcore.schedule.prefix_cache import Node
 
@@ -33,30 +34,6 @@ class State(IntEnum):
     EXTENDING = 1
     DECODING = 2
     FINISHED = 3
-
-
-class Demand(Protocol):
-    """What the scheduler reads of a request's sampling parameters."""
-
-    @property
-    def max_tokens(self) -> int | None:
-        """Most tokens to emit, at least 1 (None: up to the context)."""
-        ...
-
-    @property
-    def logprobs(self) -> int | None:
-        """Alternatives wanted with each emitted token (None: no log-probabilities)."""
-        ...
-
-    @property
-    def prompt_logprobs(self) -> int | None:
-        """Alternatives wanted with each prompt token (None: no log-probabilities)."""
-        ...
-
-    @property
-    def needs_history(self) -> bool:
-        """Sampling depends on the tokens so far, so the device wants them when the row enters a slot."""
-        ...
 
 
 class Matcher(Protocol):
@@ -102,7 +79,7 @@ class Request:
 
     rid: str
     prompt_ids: Ints
-    params: Demand
+    params: SamplingParams
     seed: int = 0
     sample_index: int = 0
     stop_ids: frozenset[int] = frozenset()

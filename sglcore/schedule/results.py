@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from sglcore.device.worker import BatchResult, Limits, TokenLogprobs
 from sglcore.schedule.overlap import BatchRecord
 from sglcore.schedule.request import ContextError, Request, RequestError
@@ -78,15 +76,3 @@ def take_prompt_logprobs(request: Request, logprobs: TokenLogprobs | None, start
         return
     request.prompt_logprobs.append(cut_logprobs(logprobs, 0, count, wanted))
     request.scored_tokens += count
-
-
-def join_logprobs(parts: list[TokenLogprobs]) -> TokenLogprobs | None:
-    """One record for all tokens of `parts` (all with the same number of alternatives); None if there is nothing."""
-    if not parts:
-        return None
-    return TokenLogprobs(
-        np.concatenate([part.chosen for part in parts]),
-        np.concatenate([part.ranks for part in parts]),
-        np.concatenate([part.top_ids for part in parts]),
-        np.concatenate([part.top_logprobs for part in parts]),
-    )

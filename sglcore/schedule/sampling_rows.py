@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 from sglcore.sampling.batch import SamplingBatch, SamplingRow
-from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request, State
 
 SLACK = 64
 
 
 class SamplingRows:
-    """Call it with a batch's requests, whose `params` are SamplingParams, for their SamplingBatch.
+    """Call it with a batch's requests for their SamplingBatch. `stop_ids` are kept from being drawn before `min_tokens`."""
 
-    `eos_ids` are kept from being drawn before `min_tokens`, as a request's own `stop_ids` are.
-    """
-
-    def __init__(self, eos_ids: frozenset[int] = frozenset()) -> None:
-        self._eos_ids = eos_ids
+    def __init__(self) -> None:
         self._pool = SamplingBatch.from_rows([])
         self._places: dict[Request, int] = {}
 
@@ -39,6 +33,5 @@ class SamplingRows:
             self._places = {request: place for place, request in enumerate(alive)}
 
     def _make_row(self, request: Request) -> SamplingRow:
-        params = cast(SamplingParams, request.params)
-        banned = tuple(request.stop_ids | self._eos_ids) if params.min_tokens else ()
-        return SamplingRow(params, request.seed, request.sample_index, len(request.prompt_ids), banned)
+        banned = tuple(request.stop_ids) if request.params.min_tokens else ()
+        return SamplingRow(request.params, request.seed, request.sample_index, len(request.prompt_ids), banned)

@@ -107,7 +107,7 @@ class EngineService:
 
     def _embed(self, request: Embed) -> None:
         try:
-            (embedding,) = self.engine.embed([request.request_id], [unpack_ids(request.prompt)])  # pyright: ignore[reportArgumentType]
+            embedding = self.engine.embed(request.request_id, unpack_ids(request.prompt))  # pyright: ignore[reportArgumentType]
         except SglcoreError as error:
             self._channel.send(Refused(request.request_id, str(error)))
             return

@@ -44,7 +44,7 @@ def _generate(engine: TokenEngine, ids: list[int], params: SamplingParams) -> No
 
 
 def _embed(engine: TokenEngine, ids: list[int]) -> None:
-    (request,) = engine.embed(["warm-up"], [ids])
+    request = engine.embed("warm-up", ids)
     while request.state is not State.FINISHED:
         engine.step()
     if request.embedding is None:

@@ -23,11 +23,9 @@ BASE = {
 }
 
 
-def read(folder: Path, changes: dict, generation: dict | None = None) -> ModelConfig:
+def read(folder: Path, changes: dict) -> ModelConfig:
     """Write a configuration and read it."""
     (folder / "config.json").write_text(json.dumps({**BASE, **changes}))
-    if generation is not None:
-        (folder / "generation_config.json").write_text(json.dumps(generation))
     return read_config(folder, ARCHITECTURES)
 
 
@@ -48,7 +46,6 @@ def test_what_is_read_is_what_the_oracle_has(tmp_path, name: str) -> None:
         assert getattr(config, field) == getattr(oracle, field, None) or field == "head_dim", field
     assert config.rope.theta == oracle.rope_parameters["rope_theta"]
     assert config.rope.kind == oracle.rope_parameters["rope_type"]
-    assert config.eos_token_ids == (2,)
 
 
 def test_old_and_new_rope_dialects_read_the_same(tmp_path) -> None:
@@ -64,12 +61,6 @@ def test_yarn_extends_the_context(tmp_path) -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     assert read(tmp_path, {"rope_scaling": scaling}).context_length == 256
     assert read(tmp_path, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}).context_length == 64
-
-
-def test_the_end_tokens_of_the_generation_config_win(tmp_path) -> None:
-    assert read(tmp_path, {"eos_token_id": 2}).eos_token_ids == (2,)
-    assert read(tmp_path, {"eos_token_id": 2}, {"eos_token_id": [5, 6], "pad_token_id": 0}).eos_token_ids == (5, 6)
-    assert read(tmp_path, {"eos_token_id": None}, {}).eos_token_ids == ()
 
 
 @pytest.mark.parametrize(

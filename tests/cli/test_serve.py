@@ -24,7 +24,7 @@ from sglcore.cli.app import make_app
 from sglcore.cli.settings import flag_names, split_settings
 from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
-from sglcore.device.settings import settings_of, variable_of
+from sglcore.device.settings import settings_of
 from sglcore.engine.start import embedded_model
 from tests.cli.test_generate import refused, run
 
@@ -41,8 +41,8 @@ def help_text() -> str:
 def test_every_setting_has_a_flag_its_variable_and_a_line_of_help(help_text: str) -> None:
     assert all(item.help for item in SETTINGS.values())
     joined = " ".join(help_text.split())
-    for name in SETTINGS:
-        assert f"[{variable_of(name)}]" in joined, name
+    for name, item in SETTINGS.items():
+        assert f"[{item.variable}]" in joined, name
         for flag in flag_names(name):
             assert f"{flag} " in joined or f"{flag}," in joined, flag
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sglcore.device.bring_up import BringUp, close_in_reverse
+from sglcore.device.bring_up import BringUp
 from sglcore.device.errors import BringUpError
 
 GIVEN = {"config": "the config"}
@@ -160,15 +160,19 @@ def test_a_failing_step_keeps_its_traceback_and_closes_what_was_built_in_reverse
 def test_a_thing_that_two_steps_returned_is_closed_once() -> None:
     closed: list[str] = []
     part = Part("part", closed)
-    close_in_reverse({"one": part, "two": part})
+
+    def one() -> Part:
+        return part
+
+    def two() -> Part:
+        return part
+
+    def three() -> None:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        BringUp((one, two, three)).run({})
     assert closed == ["part"]
-
-
-def test_closing_goes_on_after_an_error_and_then_raises_it() -> None:
-    closed: list[str] = []
-    with pytest.raises(OSError, match="two is stuck"):
-        close_in_reverse({"one": Part("one", closed), "two": Part("two", closed, fails=True)})
-    assert closed == ["two", "one"]
 
 
 def test_what_is_given_is_not_closed_by_a_failure() -> None:

@@ -201,6 +201,8 @@ def test_control_tokens_that_end_a_turn_end_a_text_too(tmp_path: Path) -> None:
     kinds = [int(kind) for kind in (TokenType.NORMAL, *[TokenType.CONTROL] * 2, TokenType.NORMAL, TokenType.CONTROL)]
     assert eos_token_ids(write(tmp_path / "m.gguf", {**values, "ggml.token_type": kinds})) == {1, 2, 4}
     assert eos_token_ids(write(tmp_path / "n.gguf", values)) == {1}
+    with pytest.raises(CheckpointError, match=r"eot_token_id = \[1, 2\]; wanted 0 to"):
+        eos_token_ids(write(tmp_path / "o.gguf", {**values, "ggml.eot_token_id": [1, 2]}))
 
 
 def test_the_vocabulary_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglcore.engine.start import embedded_model
-from sglcore.engine.text import UNKNOWN, IncrementalDetokenizer, TextCodec, TextError
+from sglcore.engine.text import UNKNOWN, IncrementalDetokenizer, TextCodec, TextError, eos_token_ids
 
 CODEC = TextCodec(embedded_model())
 
@@ -117,3 +120,15 @@ def test_the_beginning_of_a_stop_string_is_held_back_by_the_longest_match_and_le
 def test_a_template_that_refuses_is_a_clear_error() -> None:
     with pytest.raises(TextError, match="template"):
         CODEC.render_chat([{"role": "nobody", "content": 1}])
+
+
+def test_the_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
+    def ends(config: dict[str, Any], generation: dict[str, Any] | None = None) -> frozenset[int]:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return eos_token_ids(tmp_path)
+
+    assert ends({"eos_token_id": 2}) == {2}
+    assert ends({"eos_token_id": 2}, {"eos_token_id": [5, 6], "pad_token_id": 0}) == {5, 6}
+    assert ends({"eos_token_id": None}, {}) == frozenset()

@@ -129,7 +129,7 @@ def test_the_metadata_is_the_configuration_of_the_same_checkpoint(tmp_path: Path
     found, wanted = read_config(file, ARCHITECTURES), read_config(tmp_path / "folder")
     for name in ("architecture", "hidden_size", "head_dim", "vocab_size", "num_key_value_heads", "moe", "dtype"):
         assert getattr(found, name) == getattr(wanted, name), name
-    for name in ("context_length", "tie_word_embeddings", "eos_token_ids", "sliding_windows", "rope"):
+    for name in ("context_length", "tie_word_embeddings", "sliding_windows", "rope"):
         assert getattr(found, name) == getattr(wanted, name), name
     assert found.rms_norm_eps == pytest.approx(wanted.rms_norm_eps)
 
@@ -214,8 +214,6 @@ def test_experts_that_are_dequantised_are_said_where_all_else_is_plain(tmp_path:
         (lambda w: w.add_uint32("general.alignment", 0), "is damaged: it says general.alignment = 0"),
         (lambda w: w.add_string("general.alignment", "x"), "is damaged: it says general.alignment = 'x'"),
         (lambda w: w.add_array("general.alignment", [32]), r"is damaged: it says general.alignment = \[32\]"),
-        (lambda w: w.add_array("tokenizer.ggml.eot_token_id", [1, 2]), r"eot_token_id = \[1, 2\]; wanted 0 to 96"),
-        (lambda w: w.add_uint32("tokenizer.ggml.bos_token_id", 97), "bos_token_id = 97; wanted 0 to 96"),
         (frequency_base, "rope.freq_base = 'x'; wanted a value of kind float"),
         (original_context, "original_context_length = 'x'; wanted a value of kind int"),
     ],

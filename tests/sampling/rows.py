@@ -9,7 +9,7 @@ from sglcore.sampling.noise import fixed_min_p
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.processors import make_penalties
 from sglcore.sampling.race import draw_race, row_keys
-from sglcore.sampling.sampler import Sampler, SamplingState, make_state
+from sglcore.sampling.sampler import Sampler, SamplingState, candidate_gaps, make_state
 from sglcore.sampling.state import SampledTokens
 
 
@@ -28,13 +28,13 @@ def many_draws(logits: Sequence[float], params: SamplingParams, count: int, seed
     gaps, and both must agree where they overlap."""
     sampler, row = Sampler(len(logits), "cpu"), torch.tensor([list(logits)], dtype=torch.float32)
     state = staged([(params, seed)], [0])
-    gaps = sampler.candidate_gaps(row, row.amax(-1), state)
+    gaps = candidate_gaps(row, row.amax(-1), state, sampler.tables)
     parts = []
     for positions in torch.arange(count, dtype=torch.int32).split(10000):
         keys = row_keys(state.seed_words.expand(len(positions), 2), positions)
         parts.append(draw_race(gaps.expand(len(positions), -1), keys, sampler.tables))
     tokens, first = torch.cat(parts), torch.arange(2000, dtype=torch.int32)
-    whole = sampler.sample(row.expand(2000, -1), state.repeat(2000, first)).token_ids
+    whole = sampler.sample(row.expand(2000, -1), staged([(params, seed)] * 2000, first)).token_ids
     assert torch.equal(tokens[:2000], whole[:count])
     return tokens.long()
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sglcore.sampling import reference
 from sglcore.sampling.noise import LIMIT, ONE, noise_tables
 from sglcore.sampling.params import SamplingParams
-from sglcore.sampling.sampler import Sampler
+from sglcore.sampling.sampler import Sampler, candidate_gaps
 from tests.sampling.rows import staged
 
 
@@ -20,7 +20,7 @@ def candidate_sets(logits, params_list):
     """Sorted candidate ids of every row, from torch."""
     logits = torch.as_tensor(logits, dtype=torch.float32)
     state = staged([(params, 0) for params in params_list], [0] * len(params_list))
-    gaps = Sampler(logits.shape[1], "cpu").candidate_gaps(logits, logits.amax(-1), state)
+    gaps = candidate_gaps(logits, logits.amax(-1), state, Sampler(logits.shape[1], "cpu").tables)
     return [torch.nonzero(row < LIMIT)[:, 0].tolist() for row in gaps]
 
 

@@ -124,15 +124,6 @@ def test_a_ban_beats_a_bias_on_the_same_token():
     assert drawn(torch.zeros(1, VOCAB), [row], [1]).token_ids.item() == 9
 
 
-def test_bias_entries_follow_their_rows_into_a_tree():
-    rows = [
-        (SamplingParams(logit_bias={3: 9.0}, temperature=0.0), 1),
-        (SamplingParams(temperature=0.0, logit_bias={5: 9.0}), 1),
-    ]
-    state = staged(rows, [0, 0]).repeat(2, torch.zeros(4, dtype=torch.int32))
-    assert Sampler(VOCAB, "cpu").sample(torch.zeros(4, VOCAB), state).token_ids.tolist() == [3, 3, 5, 5]
-
-
 def test_padding_rows_take_no_bias():
     batch = SamplingBatch.from_params([(SamplingParams(logit_bias={3: 9.0}), 1)])
     assert batch.padded(3).bias_rows().tolist() == [0]

@@ -165,9 +165,7 @@ def test_masked_tokens_are_never_drawn():
 
 def test_zero_rows_are_allowed_with_every_part():
     needs = mixed_batch(8, 10, 1)
-    wide = SamplingBatch.from_params(needs[1]).needs.wider(
-        SamplingBatch.from_params([(SamplingParams(logprobs=2), 0)]).needs
-    )
+    wide = SamplingBatch.from_params([*needs[1], (SamplingParams(logprobs=2), 0)]).needs
     penalties = with_history(needs[1], needs[3], 10)
     empty = type(penalties)(
         None,
@@ -202,22 +200,6 @@ def test_nothing_reads_a_device_value():
     state = make_state(batch, torch.zeros(5, dtype=torch.int32, device="meta"), penalties)
     result = Sampler(30, "meta").sample(torch.zeros(5, 30, device="meta"), state)
     assert result.token_ids.shape == (5,) and result.token_ids.dtype == torch.int32
-
-
-def test_nodes_of_a_tree_draw_what_plain_rows_draw():
-    _, rows, positions, _ = mixed_batch(5, 60, seed=4)
-    nodes = torch.randn(5 * 3, 60)
-    where = [p + depth for p in positions[:5] for depth in (0, 1, 1)]
-    tree = staged(rows[:5], positions[:5]).repeat(3, torch.tensor(where, dtype=torch.int32))
-    flat = [row for row in rows[:5] for _ in range(3)]
-    assert torch.equal(Sampler(60, "cpu").sample(nodes, tree).token_ids, drawn(nodes, flat, where).token_ids)
-
-
-def test_penalties_of_a_row_cannot_be_shared_by_its_nodes():
-    _, rows, positions, history = mixed_batch(8, 60, seed=4)
-    state = staged(rows, positions, penalties=with_history(rows, history, 60))
-    with pytest.raises(ValueError, match="per node"):
-        state.repeat(2, torch.zeros(16, dtype=torch.int32))
 
 
 def test_penalties_without_counts_are_refused():

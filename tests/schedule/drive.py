@@ -10,7 +10,7 @@ from sglcore.schedule.loop import Loop
 from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
-from tests.schedule.fake_worker import FakeWorker, Params, compose, make_limits
+from tests.schedule.fake_worker import FakeWorker, compose, make_limits, make_params
 
 
 class Drive:
@@ -30,7 +30,7 @@ class Drive:
             [(first + index) % self.limits.vocab_size for index in range(prompt)] if isinstance(prompt, int) else prompt
         )
         wanted = {name: given.pop(name) for name in ("logprobs", "prompt_logprobs", "needs_history") if name in given}
-        return Request(rid, np.array(ids, dtype=np.int32), Params(max_tokens, **wanted), **given)
+        return Request(rid, np.array(ids, dtype=np.int32), make_params(max_tokens, **wanted), **given)
 
     def add(self, rid: str, prompt: int | list[int], max_tokens: int | None = 8, **given: Any) -> Request:
         """Make a request and add it."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.worker import BatchResult, Limits, Ticket, TokenLogprobs
+from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request
 
 NOTHING = -7
@@ -21,14 +22,9 @@ class Violation(AssertionError):
     """A device would have computed garbage here."""
 
 
-@dataclass(frozen=True)
-class Params:
-    """Sampling parameters as the scheduler reads them."""
-
-    max_tokens: int | None = 8
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    needs_history: bool = False
+def make_params(max_tokens: int | None = 8, *, needs_history: bool = False, **given: int | None) -> SamplingParams:
+    """Sampling parameters with a penalty where the history is to be needed."""
+    return SamplingParams(max_tokens=max_tokens, repetition_penalty=2.0 if needs_history else 1.0, **given)
 
 
 def make_limits(**values: object) -> Limits:

@@ -16,7 +16,7 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request, RequestError, State
 from sglcore.schedule.scheduler import Scheduler
 from tests.schedule.drive import Drive
-from tests.schedule.fake_worker import Params, make_limits
+from tests.schedule.fake_worker import make_limits, make_params
 
 DECODE, EXTEND, MIXED, EMBED = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.EMBED
 
@@ -42,7 +42,7 @@ def test_a_prompt_that_can_not_run_is_refused(prompt: list[int], message: str) -
 @pytest.mark.parametrize("ids", [np.array([1, 2**40]), np.array([1.5]), [2**33]])
 def test_ids_that_are_no_32_bit_integers_are_refused_instead_of_wrapped(ids: np.ndarray) -> None:
     with pytest.raises(RequestError, match=r"token ids|integer"):
-        Request("a", ids, Params())
+        Request("a", ids, make_params())
 
 
 def test_a_name_may_be_used_again_only_after_its_request_has_ended() -> None:

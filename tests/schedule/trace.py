@@ -11,13 +11,12 @@ from random import Random
 
 import numpy as np
 
-from sglcore.device.worker import Limits
+from sglcore.device.worker import Limits, TokenLogprobs
 from sglcore.schedule.loop import Loop
 from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Request
-from sglcore.schedule.results import join_logprobs
 from sglcore.schedule.scheduler import Scheduler
-from tests.schedule.fake_worker import FakeWorker, Params, compose, make_limits
+from tests.schedule.fake_worker import FakeWorker, compose, make_limits, make_params
 
 VOCABULARY = 30
 
@@ -96,7 +95,7 @@ def _draw_arrivals(rnd: Random, limits: Limits) -> list[tuple[int, Request]]:
         prompt = np.array(shared + [rnd.randint(0, 2) for _ in range(rnd.randint(1, 3))], dtype=np.int32)
         if rnd.random() < 0.1:
             prompt = prompt[: limits.max_batch_tokens]
-            arrivals.append((tick, Request(f"e{index}", prompt, Params(), task="embed")))
+            arrivals.append((tick, Request(f"e{index}", prompt, make_params(), task="embed")))
             continue
         leader = None
         for sibling in range(rnd.choice([1, 1, 1, 3])):
@@ -107,7 +106,7 @@ def _draw_arrivals(rnd: Random, limits: Limits) -> list[tuple[int, Request]]:
 
 
 def _draw_request(rnd: Random, rid: str, prompt: np.ndarray, leader: Request | None) -> Request:
-    params = Params(
+    params = make_params(
         rnd.choice([1, 2, 6, None, None]),
         needs_history=rnd.random() < 0.2,
         logprobs=rnd.choice([None, None, 0, 2]),
@@ -197,15 +196,27 @@ def _check_request(outcome: Outcome, request: Request) -> None:
 
 
 def _check_scores(request: Request) -> None:
-    output = join_logprobs(request.logprobs)
+    output = _join_logprobs(request.logprobs)
     if request.params.logprobs is None:
         assert output is None
     else:
         assert output is not None and (-output.chosen).tolist() == request.output_ids
         assert output.top_ids.shape == (len(request.output_ids), request.params.logprobs)
-    prompt = join_logprobs(request.prompt_logprobs)
+    prompt = _join_logprobs(request.prompt_logprobs)
     if request.params.prompt_logprobs is None or len(request.prompt_ids) == 1:
         assert prompt is None
     else:
         assert prompt is not None and (-prompt.chosen).tolist() == request.prompt_ids[1:].tolist()
         assert prompt.top_ids.shape == (len(request.prompt_ids) - 1, request.params.prompt_logprobs)
+
+
+def _join_logprobs(parts: list[TokenLogprobs]) -> TokenLogprobs | None:
+    """One record for all tokens of `parts` (all with the same number of alternatives); None if there is nothing."""
+    if not parts:
+        return None
+    return TokenLogprobs(
+        np.concatenate([part.chosen for part in parts]),
+        np.concatenate([part.ranks for part in parts]),
+        np.concatenate([part.top_ids for part in parts]),
+        np.concatenate([part.top_logprobs for part in parts]),
+    )

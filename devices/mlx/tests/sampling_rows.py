@@ -11,7 +11,7 @@ import numpy as np
 from sglcore.sampling.batch import SamplingBatch, SamplingNeeds
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.state import Masks, SampledTokens, penalty_arrays, state_arrays
-from sglcore_mlx.sampling.sampler import Sampler
+from sglcore_mlx.sampling.sampler import Sampler, candidate_gaps
 from sglcore_mlx.sampling.state import SamplingState, place_state
 
 
@@ -68,7 +68,8 @@ def candidate_sets(logits, params: Sequence[SamplingParams]) -> list[list[int]]:
     """Sorted candidate ids of every row."""
     logits = mx.array(np.asarray(logits, np.float32))
     state = staged([(each, 0) for each in params], [0] * len(params))
-    gaps = np.array(Sampler(logits.shape[1]).candidate_gaps(logits, mx.max(logits, axis=-1), state))
+    tables = Sampler(logits.shape[1]).tables
+    gaps = np.array(candidate_gaps(logits, mx.max(logits, axis=-1), state, tables))
     return [np.flatnonzero(row < 1 << 21).tolist() for row in gaps]
 
 

@@ -103,21 +103,19 @@ def test_padding_rows_and_entries_change_nothing():
 def test_wider_needs_never_change_a_token():
     rows = [(SamplingParams(temperature=0.7), 5), (SamplingParams(top_k=4), 6)]
     logits = np.random.default_rng(4).normal(size=(2, VOCAB))
-    everything = SamplingBatch.from_params(
-        [(SamplingParams(top_p=0.5, min_p=0.1, top_k=7, presence_penalty=1.0, logit_bias={1: 1.0}, logprobs=3), 1)]
-    ).needs.wider(SamplingBatch.from_params(rows).needs)
+    wanted = SamplingParams(top_p=0.5, min_p=0.1, top_k=7, presence_penalty=1.0, logit_bias={1: 1.0}, logprobs=3)
+    everything = SamplingBatch.from_params([(wanted, 1), *rows]).needs
     wide = drawn(logits, rows, [3, 3], needs=everything, history=table_of([[1, 2, 3]] * 2))
     assert wide.token_ids.tolist() == drawn(logits, rows, [3, 3]).token_ids.tolist()
     assert wide.logprobs is not None and wide.logprobs.top.shape == (2, 3)
 
 
 def test_a_batch_without_rows_draws_nothing_whatever_is_needed():
-    narrow = SamplingBatch.from_params([(SamplingParams(), 1)]).needs
-    greedy = SamplingBatch.from_params([(SamplingParams(temperature=0.0), 1)]).needs
-    wide = SamplingBatch.from_params(
-        [(SamplingParams(top_p=0.5, min_p=0.1, top_k=7, presence_penalty=1.0, logit_bias={1: 1.0}, logprobs=3), 1)]
-    ).needs
-    for needs in (narrow, greedy, wide, wide.wider(greedy)):
+    narrow, greedy = (SamplingParams(), 1), (SamplingParams(temperature=0.0), 1)
+    asked = SamplingParams(top_p=0.5, min_p=0.1, top_k=7, presence_penalty=1.0, logit_bias={1: 1.0}, logprobs=3)
+    wide = (asked, 1)
+    for rows in ([narrow], [greedy], [wide], [wide, greedy]):
+        needs = SamplingBatch.from_params(rows).needs
         found = drawn(np.zeros((0, VOCAB)), [], [], needs=needs, history=mx.zeros((0, 4), mx.int32))
         assert tokens_of(found) == [] and found.token_ids.dtype == mx.int32 and found.bad_rows.shape == (0,)
         assert found.logprobs is None or found.logprobs.top_ids.shape == (0, 3)

@@ -56,10 +56,6 @@ class Sampler:
             logits = apply_masks(logits, state.masks)
         return logits
 
-    def candidate_gaps(self, logits: mx.array, best: mx.array, state: SamplingState) -> mx.array:
-        """As the function of this name, with this sampler's tables."""
-        return candidate_gaps(logits, best, state, self.tables)
-
     def _draw(self, logits: mx.array, state: SamplingState) -> tuple[mx.array, mx.array]:
         processed = self.process(logits, state)
         return self._draw_of(state.needs)(processed, state.row_arrays())
