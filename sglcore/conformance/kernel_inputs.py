@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglcore.conformance.sampling_state import make_state
 from sglcore.models.quantized import QuantizedWeight
 from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.race import make_race_tables
-from sglcore.sampling.sampler import make_state
 
 WIDTH = 48
 COLUMNS = 160

@@ -1,6 +1,6 @@
 """Sampling parameters of the rows of a batch as host arrays, cheap to select from and append to.
 
-One declaration per field yields padding, selection, concatenation and the forward-only copy. No tensor library.
+One declaration per field yields selection, concatenation and the forward-only copy. No tensor library.
 """
 
 from collections.abc import Sequence
@@ -51,9 +51,9 @@ class SamplingNeeds:
         return self.any_top_k or self.any_top_p or self.any_min_p
 
 
-def _row_field(dtype: Any, neutral: Any, width: int | None = None) -> Any:
-    """One value (or `width` values) per row; `neutral` is what a padding row holds."""
-    return field(metadata={"kind": "row", "dtype": dtype, "neutral": neutral, "width": width})
+def _row_field(dtype: Any) -> Any:
+    """One value per row."""
+    return field(metadata={"kind": "row", "dtype": dtype})
 
 
 def _entry_field(dtype: Any) -> Any:
@@ -70,21 +70,21 @@ def _offset_field() -> Any:
 class SamplingBatch:
     """Host arrays of R rows. Greedy rows hold neutral cut-offs, so `needs` names only work that can change a token."""
 
-    scale: np.ndarray = _row_field(np.float32, 1.0)
+    scale: np.ndarray = _row_field(np.float32)
     """2**16 / temperature."""
-    greedy: np.ndarray = _row_field(np.bool_, True)
-    top_k: np.ndarray = _row_field(np.int32, noise.OFF)
-    top_p: np.ndarray = _row_field(np.int32, noise.TOP_P_OFF)
+    greedy: np.ndarray = _row_field(np.bool_)
+    top_k: np.ndarray = _row_field(np.int32)
+    top_p: np.ndarray = _row_field(np.int32)
     """In units of 2**-24."""
-    min_p: np.ndarray = _row_field(np.int32, noise.OFF)
+    min_p: np.ndarray = _row_field(np.int32)
     """Largest gap kept, in 2**-16 nat."""
-    seed_words: np.ndarray = _row_field(np.int32, 0, 2)
+    seed_words: np.ndarray = _row_field(np.int32)
     """Seed and sample index, mixed; position is added on the device."""
-    repetition: np.ndarray = _row_field(np.float32, 1.0)
-    presence: np.ndarray = _row_field(np.float32, 0.0)
-    frequency: np.ndarray = _row_field(np.float32, 0.0)
-    prompt_len: np.ndarray = _row_field(np.int32, 0)
-    top_logprobs: np.ndarray = _row_field(np.int32, -1)
+    repetition: np.ndarray = _row_field(np.float32)
+    presence: np.ndarray = _row_field(np.float32)
+    frequency: np.ndarray = _row_field(np.float32)
+    prompt_len: np.ndarray = _row_field(np.int32)
+    top_logprobs: np.ndarray = _row_field(np.int32)
     """Alternatives wanted; -1 = no logprobs."""
     bias_offsets: np.ndarray = _offset_field()
     bias_ids: np.ndarray = _entry_field(np.int32)
@@ -169,13 +169,6 @@ class SamplingBatch:
         """A new batch with these rows added at the end."""
         return SamplingBatch.concatenate([self, SamplingBatch.from_rows(rows)])
 
-    def padded(self, count: int) -> "SamplingBatch":
-        """A new batch of `count` rows; the added ones are greedy and want nothing. Raises ValueError if too small."""
-        extra = count - len(self)
-        if extra < 0:
-            raise ValueError(f"found {len(self)} sampling rows, wanted at most {count}; pad to a larger bucket")
-        return SamplingBatch.concatenate([self, _neutral_batch(extra)])
-
     def copy_for_forward(self) -> "SamplingBatch":
         """An isolated copy for one forward: every declared field, so none can be forgotten.
 
@@ -193,9 +186,7 @@ class SamplingBatch:
 
 
 _FIELDS = MappingProxyType({item.name: item for item in fields(SamplingBatch)})
-_VALUE_NAMES = tuple(
-    name for name, item in _FIELDS.items() if item.metadata["kind"] == "row" and item.metadata["width"] is None
-)
+_VALUE_NAMES = tuple(name for name, item in _FIELDS.items() if item.metadata["kind"] == "row" and name != "seed_words")
 
 
 @cache
@@ -234,15 +225,3 @@ def _offsets(counts: Sequence[int] | np.ndarray) -> np.ndarray:
     offsets = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=offsets[1:])
     return offsets
-
-
-def _neutral_batch(count: int) -> SamplingBatch:
-    arrays = {}
-    for name, item in _FIELDS.items():
-        declared = item.metadata
-        if declared["kind"] == "row":
-            shape = (count,) if declared["width"] is None else (count, declared["width"])
-            arrays[name] = np.full(shape, declared["neutral"], declared["dtype"])
-        elif declared["kind"] == "entry":
-            arrays[name] = np.zeros(0, declared["dtype"])
-    return SamplingBatch(**arrays, bias_offsets=np.zeros(count + 1, np.int32))

@@ -1,6 +1,6 @@
 """Many small host arrays as one array of 32-bit words, so that they reach a device in one copy, and the views of it there."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -34,12 +34,3 @@ def read_words(words: Tensor, arrays: Sequence[np.ndarray], starts: Sequence[int
         part = part.view(torch.float32) if array.dtype == np.float32 else part
         found.append(part if array.ndim == 1 else part.view(array.shape))
     return found
-
-
-def upload(arrays: Mapping[str, np.ndarray], device: torch.device | str) -> dict[str, Tensor]:
-    """All arrays on the device by one copy. Waits for it."""
-    values = list(arrays.values())
-    starts, total = lay_out(values)
-    words = np.zeros(total, np.int32)
-    write_words(words, values, starts)
-    return dict(zip(arrays, read_words(torch.from_numpy(words).to(device), values, starts), strict=True))

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglcore.sampling.batch import SamplingBatch
-from sglcore.sampling.packing import upload
-from sglcore.sampling.state import Bias, Masks, penalty_arrays
+from sglcore.sampling.state import Bias, Masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +49,6 @@ def token_counts(history: Tensor, lengths: Tensor, starts: Tensor, vocab_size: i
     inside &= (history >= 0) & (history < vocab_size)
     counts = torch.zeros(history.shape[0], vocab_size, dtype=torch.int32, device=history.device)
     return counts.scatter_add_(1, history.clamp(0, vocab_size - 1).long(), inside.to(torch.int32))
-
-
-def make_penalties(
-    batch: SamplingBatch, history: Tensor, lengths: Tensor, vocab_size: int, all_rows: bool = False
-) -> PenaltyState:
-    """Penalties of a host batch. history int32[R, L] and lengths int32[R] are those of batch.penalty_rows(), in order;
-    with all_rows, those of the whole batch."""
-    parts = upload(penalty_arrays(batch, all_rows), history.device)
-    rows = None if all_rows else parts["penalty_rows"].long()
-    return count_penalties(place_penalties(parts, rows), history, lengths, vocab_size)
 
 
 def place_penalties(parts: Mapping[str, Tensor], rows: Tensor | None) -> PenaltyRows:

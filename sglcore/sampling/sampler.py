@@ -10,10 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sglcore.sampling.batch import SamplingBatch, SamplingNeeds
+from sglcore.sampling.batch import SamplingNeeds
 from sglcore.sampling.cutoffs import STEPS, keep_min_p_, keep_top_k_, keep_top_p_
 from sglcore.sampling.logprobs import logprobs_of
-from sglcore.sampling.packing import upload
 from sglcore.sampling.processors import (
     PenaltyState,
     apply_bias_,
@@ -21,7 +20,7 @@ from sglcore.sampling.processors import (
     apply_penalties_,
 )
 from sglcore.sampling.race import RaceTables, draw_race, gaps_below_best, make_race_tables, row_keys
-from sglcore.sampling.state import Bias, Masks, SampledTokens, state_arrays
+from sglcore.sampling.state import Bias, SampledTokens
 from sglcore.sampling.state import SamplingState as OfAnyLibrary
 
 
@@ -31,31 +30,7 @@ class SamplingState(OfAnyLibrary[Tensor, PenaltyState]):
     __slots__ = ()
 
 
-def make_state(
-    batch: SamplingBatch,
-    positions: Tensor,
-    penalties: PenaltyState | None = None,
-    masks: Masks[Tensor] | None = None,
-    needs: SamplingNeeds | None = None,
-) -> SamplingState:
-    """Stage a host batch on the device of positions int32[B]; B beyond the batch's rows is padding.
-
-    `needs` may be wider than the batch's own (a captured graph's). Raises ValueError if a penalty lacks its counts.
-    """
-    needs = needs or batch.needs
-    if needs.any_penalty and penalties is None:
-        raise ValueError("found rows with penalties, wanted their token counts; pass make_penalties(...)")
-    parts = upload(state_arrays(batch.padded(positions.shape[0]), needs), positions.device)
-    return place_state(needs, positions, parts, penalties, masks)
-
-
-def place_state(
-    needs: SamplingNeeds,
-    positions: Tensor,
-    parts: Mapping[str, Tensor],
-    penalties: PenaltyState | None = None,
-    masks: Masks[Tensor] | None = None,
-) -> SamplingState:
+def place_state(needs: SamplingNeeds, positions: Tensor, parts: Mapping[str, Tensor]) -> SamplingState:
     """From the device's views of `state_arrays`; flags may have come as int32."""
     bias = None
     if needs.any_bias:
@@ -70,9 +45,7 @@ def place_state(
         parts.get("top_k"),
         parts.get("top_p"),
         parts.get("min_p"),
-        penalties,
-        bias,
-        masks,
+        bias=bias,
     )
 
 

@@ -1,4 +1,4 @@
-"""SamplingBatch: one declaration gives selection, concatenation, padding and the forward-only copy."""
+"""SamplingBatch: one declaration gives selection, concatenation and the forward-only copy."""
 
 import pickle
 from dataclasses import dataclass, fields
@@ -41,16 +41,6 @@ def test_append_and_concatenate_equal_building_at_once():
 def test_select_equals_building_from_the_selected_rows(rows):
     whole = SamplingBatch.from_rows(make_rows(13))
     assert_equal(whole.select(rows), SamplingBatch.from_rows([make_rows(13)[row] for row in rows]))
-
-
-def test_padding_adds_rows_that_want_nothing():
-    batch = SamplingBatch.from_rows(make_rows(3))
-    padded = batch.padded(8)
-    assert len(padded) == 8
-    assert_equal(padded.select([0, 1, 2]), batch)
-    assert padded.select(range(3, 8)).needs == SamplingNeeds()
-    with pytest.raises(ValueError, match="found 3 sampling rows, wanted at most 2"):
-        batch.padded(2)
 
 
 def test_the_forward_copy_holds_every_declared_field_and_nobody_can_write_to_it():

@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.processors import token_counts
 from sglcore.sampling.sampler import Sampler
@@ -122,8 +121,3 @@ def test_a_ban_beats_a_bias_on_the_same_token():
     row = (SamplingParams(min_tokens=1, logit_bias={9: 100.0}, temperature=0.0), 1, 0, 0, (9,))
     assert drawn(torch.zeros(1, VOCAB), [row], [0]).token_ids.item() == 0
     assert drawn(torch.zeros(1, VOCAB), [row], [1]).token_ids.item() == 9
-
-
-def test_padding_rows_take_no_bias():
-    batch = SamplingBatch.from_params([(SamplingParams(logit_bias={3: 9.0}), 1)])
-    assert batch.padded(3).bias_rows().tolist() == [0]

@@ -9,12 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglcore.conformance.sampling_state import make_penalties, make_state
 from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
-from sglcore.sampling.processors import make_penalties, unpack_bitmask
+from sglcore.sampling.processors import unpack_bitmask
 from sglcore.sampling.race import lowest_argmax
 from sglcore.sampling.reference import reference_draw
-from sglcore.sampling.sampler import Sampler, make_state
+from sglcore.sampling.sampler import Sampler
 from sglcore.sampling.state import Masks
 from tests.sampling.rows import drawn, staged, with_history
 
@@ -68,7 +69,8 @@ def draw_subset(batch, chosen, pad=0, sampler_kind=Sampler):
         penalties = with_history(picked, [history[i] for i in chosen], logits.shape[1], all_rows=False)
     garbage = torch.full((pad, logits.shape[1]), math.nan)
     where = torch.tensor([positions[i] for i in chosen] + [-(2**31)] * pad, dtype=torch.int32)
-    state = make_state(SamplingBatch.from_params(picked), where, penalties)
+    greedy = [(SamplingParams(temperature=0.0), 0)] * pad
+    state = make_state(SamplingBatch.from_params(picked + greedy), where, penalties)
     result = sampler_kind(logits.shape[1], "cpu").sample(torch.cat([logits[chosen], garbage]), state)
     return result.token_ids[: len(chosen)].tolist()
 

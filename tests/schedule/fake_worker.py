@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ class Violation(AssertionError):
     """A device would have computed garbage here."""
 
 
-def make_params(max_tokens: int | None = 8, *, needs_history: bool = False, **given: int | None) -> SamplingParams:
+def make_params(max_tokens: int | None = 8, *, needs_history: bool = False, **given: Any) -> SamplingParams:
     """Sampling parameters with a penalty where the history is to be needed."""
     return SamplingParams(max_tokens=max_tokens, repetition_penalty=2.0 if needs_history else 1.0, **given)
 

@@ -28,10 +28,9 @@ def make_state(
     masks: Masks[mx.array] | None = None,
     needs: SamplingNeeds | None = None,
 ) -> SamplingState:
-    """The state of a host batch at positions int32[B]; B beyond the batch's rows is padding. `needs` may be wider than the
-    batch's own."""
+    """The state of a host batch at positions int32[B]. `needs` may be wider than the batch's own."""
     needs = needs or host.needs
-    arrays = host_arrays(host.padded(positions.shape[0]), needs)
+    arrays = host_arrays(host, needs)
     parts = {name: mx.array(part) for name, part in arrays.items()}
     return place_state(needs, positions, parts, history=history, masks=masks)
 

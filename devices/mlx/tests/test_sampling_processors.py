@@ -94,12 +94,6 @@ def test_neutral_rows_keep_every_bit():
     assert np.array_equal(found[[0, 2]].view(np.int32), logits[[0, 2]].view(np.int32))
 
 
-def test_padding_rows_and_entries_change_nothing():
-    logits = np.random.default_rng(3).normal(size=(4, VOCAB)).astype(np.float32)
-    found = drawn(logits, [(SamplingParams(logit_bias={3: 9.0}, temperature=0.0), 1)], [0, 0, 0, 0])
-    assert found.token_ids.tolist() == [3, *np.argmax(logits[1:], axis=-1).tolist()]
-
-
 def test_wider_needs_never_change_a_token():
     rows = [(SamplingParams(temperature=0.7), 5), (SamplingParams(top_k=4), 6)]
     logits = np.random.default_rng(4).normal(size=(2, VOCAB))

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from devices.mlx.tests.sampling_rows import host_arrays, make_state, planted, random_logits, random_params, tokens_of
+from devices.mlx.tests.sampling_rows import host_arrays, make_state, planted, random_logits, random_params
 from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.state import Masks
 from sglcore_mlx.sampling import sampler as sampler_module
@@ -51,17 +51,17 @@ def by_torch(case):
     """(tokens, bad rows, logprobs or None) of the torch sampler, as numpy arrays."""
     import torch
 
+    from sglcore.conformance import sampling_state as torch_state
     from sglcore.sampling import sampler as torch_sampler
-    from sglcore.sampling.processors import make_penalties
 
     positions, history = torch.tensor(case.positions), torch.tensor(case.history)
     penalties = None
     if case.host.needs.any_penalty:
-        penalties = make_penalties(case.host, history, positions, case.logits.shape[1], all_rows=True)
+        penalties = torch_state.make_penalties(case.host, history, positions, case.logits.shape[1], all_rows=True)
     masks = None
     if case.mask_rows is not None:
         masks = Masks(torch.tensor(case.mask_rows).long(), torch.tensor(case.mask_words))
-    state = torch_sampler.make_state(case.host, positions, penalties, masks)
+    state = torch_state.make_state(case.host, positions, penalties, masks)
     found = torch_sampler.Sampler(case.logits.shape[1], "cpu").sample(torch.tensor(case.logits), state)
     lists = found.logprobs
     parts = None if lists is None else (lists.chosen, lists.ranks, lists.top_ids, lists.top)
@@ -123,14 +123,14 @@ def test_inside_a_compiled_function_a_batch_is_torchs_bit_for_bit(seed):
 def test_processed_logits_are_torchs_bit_for_bit(compiled):
     import torch
 
+    from sglcore.conformance import sampling_state as torch_state
     from sglcore.sampling import sampler as torch_sampler
-    from sglcore.sampling.processors import make_penalties
 
     for seed in range(4 if compiled else 20):
         case = Case(seed)
         needs, positions = case.host.needs, torch.tensor(case.positions)
-        penalties = make_penalties(case.host, torch.tensor(case.history), positions, 120, all_rows=True)
-        wanted_state = torch_sampler.make_state(case.host, positions, penalties)
+        penalties = torch_state.make_penalties(case.host, torch.tensor(case.history), positions, 120, all_rows=True)
+        wanted_state = torch_state.make_state(case.host, positions, penalties)
         wanted = torch_sampler.Sampler(120, "cpu").process(torch.tensor(case.logits), wanted_state)
         state = make_state(case.host, mx.array(case.positions), history=mx.array(case.history))
         sampler = sampler_module.Sampler(120)
@@ -141,19 +141,6 @@ def test_processed_logits_are_torchs_bit_for_bit(compiled):
         found = np.array((mx.compile(process) if compiled else process)(mx.array(case.logits)))
         finite = np.isfinite(case.logits)
         assert needs.any_penalty and np.array_equal(found[finite], wanted.numpy()[finite]), seed
-
-
-def test_positions_beyond_the_batch_are_padding_that_changes_nothing():
-    case = next(case for case in map(Case, range(20)) if case.mask_rows is not None)
-    count, more = len(case.rows), ((0, 4), (0, 0))
-    history = np.pad(case.history, more)
-    positions = mx.array(np.pad(case.positions, (0, 4)))
-    assert case.mask_rows is not None and case.mask_words is not None
-    masks = Masks(mx.array(case.mask_rows), mx.array(case.mask_words))
-    state = make_state(case.host, positions, history=mx.array(history), masks=masks)
-    found = sampler_module.Sampler(120).sample(mx.array(np.pad(case.logits, more)), state)
-    assert tokens_of(found)[:count] == by_torch(case)[0].tolist()
-    assert tokens_of(found)[count:] == [0] * 4 and not np.array(found.bad_rows)[count:].any()
 
 
 @pytest.mark.parametrize(
