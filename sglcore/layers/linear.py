@@ -75,11 +75,6 @@ class Head:
         self._head = build.kernels.head
         build.weights.head, build.weights.is_head_tied = self._owner, tied is not None
 
-    @property
-    def weight(self) -> Tensor:
-        """[vocab, H]."""
-        return self._owner.weight
-
     def __call__(self, hidden: Tensor) -> Tensor:
         """[N, H] to float32 [N, vocab]."""
         if self._head is not None:

@@ -37,16 +37,11 @@ Blocks: TypeAlias = Tensor
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
-    """A weight [N, K] of one of these types: `data` uint8 [N, bytes of a row]. See `models.quantized.Stored`."""
+    """A weight [N, K]: `data` uint8 [N, bytes of a row], `form` the type's name. See `models.quantized.Stored`."""
 
     data: Tensor
-    type: str
+    form: str
     columns: int
-
-    @property
-    def form(self) -> str:
-        """The type's name."""
-        return self.type
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -71,7 +66,7 @@ class BlockWeight:
         return _with_zeros(found, found.minima)
 
     def _codes(self, rows: slice) -> Codes:
-        kind = KINDS[self.type]
+        kind = KINDS[self.form]
         data = self.data[rows]
         return kind.read(data.view(data.shape[0], self.columns // kind.elements, kind.size))
 

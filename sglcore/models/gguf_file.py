@@ -17,6 +17,7 @@ from sglcore.checkpoint.gguf_config import ROPE_FACTORS, checkpoint_name, has_pa
 from sglcore.device.errors import CheckpointError
 from sglcore.models.gguf_blocks import BlockWeight
 from sglcore.models.quantized import Stored, fill, pieces
+from sglcore.models.safetensors_file import read_into
 from sglcore.models.sources import Report, Source, check_missing, check_unknown
 
 PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
@@ -67,12 +68,8 @@ class GgufSource:
         size = self.num_bytes // count
         data = torch.empty(rows.stop - rows.start, size, dtype=torch.uint8)
         self.file.seek(self.start + rows.start * size)
-        rest = data.view(-1).numpy().data
-        while len(rest):
-            got = self.file.readinto(rest)
-            if not got:
-                raise CheckpointError(f"{self.path} ends inside {self.tensor.name!r}", remedy="download it again")
-            rest = rest[got:]
+        if not read_into(self.file, data.view(-1)):
+            raise CheckpointError(f"{self.path} ends inside {self.tensor.name!r}", remedy="download it again")
         return data if not self.paired_heads else _halves(data, self.paired_heads)
 
 

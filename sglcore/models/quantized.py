@@ -85,16 +85,12 @@ class ScatteredWeight:
 
     weight: QuantizedWeight
     group_of: Tensor
+    form: str = "groups in another order than the columns (act-order)"
 
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
         return self.weight.shape
-
-    @property
-    def form(self) -> str:
-        """What a person calls it."""
-        return "groups in another order than the columns (act-order)"
 
     def as_codes(self) -> QuantizedWeight | None:
         """Groups of a packed weight are columns in order."""
@@ -114,16 +110,12 @@ class ScaledFloats:
     floats: Tensor
     scales: Tensor
     block: tuple[int, int]
+    form: str = "8-bit floats"
 
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
         return self.floats.shape[0], self.floats.shape[1]
-
-    @property
-    def form(self) -> str:
-        """What a person calls it."""
-        return "8-bit floats"
 
     def as_codes(self) -> QuantizedWeight | None:
         """Floats are no integers."""

@@ -6,6 +6,7 @@ import math
 import mmap
 import sys
 from collections.abc import Callable, Mapping
+from io import RawIOBase
 from pathlib import Path
 from types import MappingProxyType
 
@@ -98,9 +99,13 @@ class SafetensorsFile:
         self._file.close()
 
     def _read_into(self, piece: Tensor, entry: Entry) -> None:
-        rest = piece.view(torch.uint8).numpy().data
-        while len(rest):
-            got = self._file.readinto(rest)
-            if not got:
-                raise damaged(self.path, f"it ends inside {entry.name!r}")
-            rest = rest[got:]
+        if not read_into(self._file, piece.view(torch.uint8)):
+            raise damaged(self.path, f"it ends inside {entry.name!r}")
+
+
+def read_into(file: RawIOBase, piece: Tensor) -> bool:
+    """Fill a tensor uint8 [bytes] from where an open file stands; false if the file ends before."""
+    rest = piece.numpy().data
+    while len(rest) and (got := file.readinto(rest)):
+        rest = rest[got:]
+    return not len(rest)

@@ -70,14 +70,6 @@ class LoadedModel(Model, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class World:
-    """This process's place among the ranks."""
-
-    rank: int = 0
-    size: int = 1
-
-
-@dataclass(frozen=True, slots=True)
 class Pools:
     """The device tables and cells of one worker."""
 
@@ -86,14 +78,12 @@ class Pools:
     token_table: TokenTable
 
 
-def world(config: EngineConfig) -> World:
+def world(config: EngineConfig) -> None:
     """One rank."""
-    return World()
 
 
-def groups(world: World) -> tuple[()]:
+def groups(world: None) -> None:
     """No collectives on one rank."""
-    return ()
 
 
 def streams(facts: Facts) -> Streams:
@@ -125,7 +115,7 @@ def model(
     progress: Progress,
     model_path: Path,
     kernels: KernelTable,
-    groups: tuple[()],
+    groups: None,
 ) -> LoadedModel:
     """The model with its weights on the device, its operations from the package's kernel table."""
     load = resolve(MODEL_LOADER)
@@ -169,7 +159,6 @@ def pools(facts: Facts, model: LoadedModel, sizes: MemorySizes, pool_kind: PoolK
 
 def hisparse(config: EngineConfig, pools: Pools) -> None:
     """No tiered KV: no model of this release asks for it."""
-    return None
 
 
 def attention(

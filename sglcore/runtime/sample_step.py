@@ -72,7 +72,7 @@ class SampleStep:
         slots = self._known.slots
         self._table.publish(slots, sampled.token_ids)
         if state.needs.any_penalty:
-            self._table.append_history(slots, positions.long(), sampled.token_ids)
+            self._table.admit_history(slots, positions, sampled.token_ids)
         return sampled, prompt
 
     def _state_for(

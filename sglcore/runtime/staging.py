@@ -33,11 +33,6 @@ class PinnedBuffer:
         self._event = torch.Event(device) if pinned else None
         self._copied = False
 
-    @property
-    def size(self) -> int:
-        """Words."""
-        return len(self.words)
-
     def copied(self) -> None:
         """A copy from or to this buffer was just queued on the current stream."""
         if self._event is not None:
@@ -84,7 +79,7 @@ class PinnedRing:
         else:
             buffer, _ = self._lent.pop(place)
             self.waits += buffer.wait()
-            if buffer.size < size:
+            if len(buffer.words) < size:
                 buffer = self._make(size)
         lease = Lease(buffer)
         self._lent.append((buffer, weakref.ref(lease)))

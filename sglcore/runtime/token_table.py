@@ -39,9 +39,6 @@ class TokenTable:
         self.last.index_copy_(0, slots, tokens)
 
     def admit_history(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        """Store what `new_history` gave, once it is on the device. Does not wait."""
-        self.append_history(slots.long(), positions.long(), tokens)
-
-    def append_history(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        """Store the tokens int32[N] just sampled at positions int64[N] of slots int64[N]."""
-        self.history[slots, positions] = tokens
+        """Store tokens int32[N] at positions int[N] of slots int[N]: what `new_history` gave, once it is on the device, and
+        what was just sampled. Does not wait."""
+        self.history[slots.long(), positions.long()] = tokens

@@ -206,14 +206,18 @@ def test_a_field_that_is_staged_once_is_seen_only_under_poison(checkpoint: tuple
     folder, oracle = checkpoint
     engine = TokenEngine(folder, poison=poison)
     registry = engine.worker.runner.decode_registry
-    stage, staged = registry.stage, set[str]()
+    slots: Any = registry.input_buffer("req_pool_indices").host
+    stage_all, steps = registry.stage_all, list[Any]()
 
-    def lazy(name: str, values: Any) -> None:
-        if name != "req_pool_indices" or name not in staged:
-            stage(name, values)
-        staged.add(name)
+    def lazy(batch: Any) -> Any:
+        before = slots.copy()
+        found = stage_all(batch)
+        if steps:
+            slots[:] = before
+        steps.append(batch)
+        return found
 
-    registry.stage = lazy  # pyright: ignore[reportAttributeAccessIssue]
+    registry.stage_all = lazy  # pyright: ignore[reportAttributeAccessIssue]
     prompts = random_prompts(6, (5,))
     if not poison:
         check_logprobs(engine.run(prompts, 6), oracle)

@@ -68,9 +68,9 @@ def test_weights_are_cast_and_need_no_gradient(folder) -> None:
 def test_a_tied_head_is_the_embedding_whether_the_file_has_it_or_not(tmp_path) -> None:
     folder = save(llama(tie_word_embeddings=True), tmp_path)
     model = load(folder)
-    assert model.lm_head.weight is model.embed_tokens.weight
+    assert model.weights.head.weight is model.embed_tokens.weight
     rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(97, 48)}))
-    assert torch.equal(load(folder).lm_head.weight, model.lm_head.weight)
+    assert torch.equal(load(folder).weights.head.weight, model.weights.head.weight)
 
 
 def test_progress_reaches_the_total(folder) -> None:

@@ -86,8 +86,8 @@ def test_a_tied_output_layer_is_packed_once_for_both(tmp_path: Path) -> None:
     oracle = llama(hidden_size=64, intermediate_size=128, tie_word_embeddings=True)
     device = Recorder()
     model = load(save(oracle, tmp_path), kernels=device.table)
-    assert device.calls[-1] == ("pack_head", (97, 64)) and model.lm_head.weight is model.embed_tokens.weight
-    assert sum(weight is model.lm_head.weight for weight in model.weights.parameters) == 1
+    assert device.calls[-1] == ("pack_head", (97, 64)) and model.weights.head.weight is model.embed_tokens.weight
+    assert sum(weight is model.weights.head.weight for weight in model.weights.parameters) == 1
     assert difference(model, oracle) < 1e-4
 
 
@@ -97,7 +97,7 @@ def test_without_an_entry_for_it_a_tied_output_layer_stays_plain(quantize: str, 
     device = Recorder("pack_head")
     model = load(folder, kernels=device.table, quantize=quantize)
     assert len(device.calls) == LAYERS and (97, 64) not in [shape for _, shape in device.calls]
-    assert model.lm_head.weight is model.embed_tokens.weight
+    assert model.weights.head.weight is model.embed_tokens.weight
 
 
 def test_without_an_entry_for_it_another_output_layer_is_a_linear_layer(oracle_and_folder) -> None:
@@ -183,7 +183,7 @@ def test_the_size_counts_what_is_kept(oracle_and_folder) -> None:
     plain = load(folder)
     table = KernelTable().replace(pack_linear=lambda weight: weight.as_subclass(Small))
     packed = load(folder, kernels=table)
-    dense = sum(layer.weight.numel() for layer in plain.weights.linears) + plain.lm_head.weight.numel()
+    dense = sum(layer.weight.numel() for layer in plain.weights.linears) + plain.weights.head.weight.numel()
     assert packed.weights.num_bytes == plain.weights.num_bytes - 4 * dense + 7 * (LAYERS + 1)
 
 

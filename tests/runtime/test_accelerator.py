@@ -9,7 +9,7 @@ from ci.lanes import Lane
 from sglcore.device.discovery import discover
 from sglcore.device.facts import Facts
 from sglcore.device.package import resolve
-from sglcore.runtime.memory.accelerator import DEFAULT_SHARE, accelerator_budget, device_memory
+from sglcore.runtime.memory.accelerator import DEFAULT_SHARE, device_memory
 
 SIZE = 96 << 20
 
@@ -22,16 +22,16 @@ def facts(lane: Lane) -> Facts:
 
 @pytest.mark.needs("accelerator")
 def test_weights_are_taken_and_what_is_freed_is_free_again(facts: Facts) -> None:
-    before = accelerator_budget(facts)
+    before = device_memory(facts, None)
     weights = torch.zeros(SIZE, dtype=torch.uint8, device=facts.tensor_device)
     during = device_memory(facts, weights)
     assert before.total == during.total >= before.available
     assert SIZE <= before.available - during.available < SIZE + (32 << 20)
     del weights
-    assert accelerator_budget(facts).available >= before.available - (4 << 20)
+    assert device_memory(facts, None).available >= before.available - (4 << 20)
 
 
 @pytest.mark.needs("accelerator")
 def test_the_evidence_names_the_device_and_a_share_is_left_for_everything_else(facts: Facts) -> None:
-    budget = accelerator_budget(facts)
+    budget = device_memory(facts, None)
     assert facts.tensor_device in budget.evidence and budget.default_share == DEFAULT_SHARE < 1

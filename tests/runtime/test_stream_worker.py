@@ -347,7 +347,7 @@ class OneBuffer(PinnedRing):
 
     def lease(self, size: int) -> Any:
         lease = super().lease(size)
-        if self._lent[0][0].size >= size:
+        if len(self._lent[0][0].words) >= size:
             lease.buffer = self._lent[0][0]
         return lease
 

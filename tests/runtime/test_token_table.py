@@ -91,14 +91,14 @@ def test_history_that_comes_with_a_row_is_stored_from_the_start_of_its_slot() ->
 def test_a_history_of_the_whole_context_and_one_token_more_fits() -> None:
     full = list(range(1, CONTEXT + 1))
     made = admitted((SLOTS, full))
-    made.append_history(torch.tensor([SLOTS]), torch.tensor([CONTEXT]), torch.tensor([99], dtype=torch.int32))
+    made.admit_history(torch.tensor([SLOTS]), torch.tensor([CONTEXT]), torch.tensor([99], dtype=torch.int32))
     assert made.history[SLOTS].tolist() == [*full, 99]
     assert not made.history[:SLOTS].any()
 
 
 def test_appended_tokens_go_to_the_position_that_was_drawn() -> None:
     made = admitted((1, [5, 6]), (3, [7]))
-    made.append_history(torch.tensor([3, 1]), torch.tensor([1, 2]), torch.tensor([8, 9], dtype=torch.int32))
+    made.admit_history(torch.tensor([3, 1]), torch.tensor([1, 2]), torch.tensor([8, 9], dtype=torch.int32))
     assert made.history[1, :4].tolist() == [5, 6, 9, 0]
     assert made.history[3, :3].tolist() == [7, 8, 0]
 

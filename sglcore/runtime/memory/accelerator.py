@@ -11,8 +11,9 @@ DEFAULT_SHARE = 0.85
 """The share of free memory that cells may take: the rest is for activations, graphs and the allocator's own slack."""
 
 
-def accelerator_budget(facts: Facts, default_share: float = DEFAULT_SHARE) -> MemoryBudget:
-    """Bytes that the device of `facts` has in all, and those that may still be taken, other processes' use counted.
+def device_memory(facts: Facts, model: object) -> MemoryBudget:
+    """A bring-up step: bytes that the device of `facts` has in all, and those that may still be taken once the weights are in,
+    other processes' use counted.
 
     Memory that torch's allocator keeps cached counts as free. Waits for work in flight, so that what it still holds is
     not counted as taken; a start may. Raises what torch raises where the device can not be asked.
@@ -23,9 +24,4 @@ def accelerator_budget(facts: Facts, default_share: float = DEFAULT_SHARE) -> Me
     torch.accelerator.empty_cache()
     free, total = torch.accelerator.get_memory_info(index)
     evidence = f"{size_text(free)} of {size_text(total)} free on {facts.tensor_device}"
-    return MemoryBudget(total, free, evidence, default_share)
-
-
-def device_memory(facts: Facts, model: object) -> MemoryBudget:
-    """A bring-up step: what the accelerator has left once the weights are in."""
-    return accelerator_budget(facts)
+    return MemoryBudget(total, free, evidence, DEFAULT_SHARE)
