@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sglcore.conformance.harness import Harness
-from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.device.batch import ForwardMode, ScheduleBatch, offsets_of
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
 
@@ -158,14 +158,10 @@ def schedule_batch(contents: Contents, mode: ForwardMode, page_size: int) -> Sch
         slots=np.array(contents.slots, np.int32),
         seq_lens=before + new,
         prefix_lens=before,
-        token_offsets=_offsets(new),
+        token_offsets=offsets_of(new),
         input_ids=np.full(int(new.sum()), 3, np.int32),
         page_counts=zeros,
-        new_page_offsets=_offsets(np.array([len(pages) for pages in contents.pages], np.int32)),
+        new_page_offsets=offsets_of([len(pages) for pages in contents.pages]),
         new_pages=np.array([page for pages in contents.pages for page in pages], np.int32),
         emits=np.ones(len(new), np.bool_),
     )
-
-
-def _offsets(lengths: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])

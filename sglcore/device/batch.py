@@ -5,7 +5,7 @@ One declaration per field; the isolated copy that a forward sees is generated fr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from functools import cache
@@ -70,6 +70,13 @@ class OneShot(Generic[T]):
         moved = OneShot(self._default)
         moved._value, self._value = self._value, self._default
         return moved
+
+
+def offsets_of(lengths: Sequence[int] | np.ndarray) -> Ints:
+    """int32[N + 1]: where each of N parts begins, and where the last one ends."""
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
 
 
 class HostSampling(Protocol):

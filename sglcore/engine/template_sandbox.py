@@ -37,10 +37,6 @@ class TemplateLimit(TemplateError):
     """A template that does too much; the text says how much it may do."""
 
 
-class TemplateRefusal(TemplateError):
-    """The template itself refused, by `raise_exception`."""
-
-
 @dataclass(frozen=True, slots=True)
 class CompiledTemplate:
     """A template, the names that it reads, and all its own text, a line for each piece."""
@@ -210,7 +206,7 @@ def to_json(
 
 
 def _refuse(message: str) -> None:
-    raise TemplateRefusal(message)
+    raise TemplateError(message)
 
 
 def _now(form: str) -> str:

@@ -61,7 +61,7 @@ class TokenEngine:
         """Of requests that ended before the scheduler had them; kept until a step does not raise."""
         self._open_grammars = open_grammars
         self._grammars: Grammars | None = None
-        self._closed = False
+        self.is_closed = False
 
     @property
     def has_work(self) -> bool:
@@ -72,11 +72,6 @@ class TokenEngine:
     def num_compiling(self) -> int:
         """Requests that wait for their grammar."""
         return len(self._compiling)
-
-    @property
-    def is_closed(self) -> bool:
-        """Nothing can be added any more."""
-        return self._closed
 
     def add(
         self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, seed: int, *, progress: bool = False
@@ -142,8 +137,8 @@ class TokenEngine:
 
     def close(self) -> None:
         """Drop what is in flight and free the worker. Idempotent."""
-        if not self._closed:
-            self._closed = True
+        if not self.is_closed:
+            self.is_closed = True
             if self._grammars is not None:
                 self._grammars.close()
             self.loop.drain()

@@ -1,6 +1,6 @@
 """Sampling parameters of the rows of a batch as host arrays, cheap to select from and append to.
 
-One declaration per field yields selection, concatenation and the forward-only copy. No tensor library.
+One declaration per field yields selection, appending and the forward-only copy. No tensor library.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from sglcore.device.batch import offsets_of
 from sglcore.sampling import noise
 from sglcore.sampling.params import SamplingParams
 
@@ -94,7 +95,7 @@ class SamplingBatch:
 
     @classmethod
     def from_rows(cls, rows: Sequence[SamplingRow], stream: int = 0) -> "SamplingBatch":
-        """Arrays of these rows, about 5 us each; build once per request, then select and concatenate."""
+        """Arrays of these rows, about 5 us each; build once per request, then select and append."""
         values = [_row_values(row) for row in rows]
         arrays = {
             name: np.array([row[name] for row in values], _FIELDS[name].metadata["dtype"]) for name in _VALUE_NAMES
@@ -106,7 +107,7 @@ class SamplingBatch:
         return cls(
             **arrays,
             seed_words=noise.seed_words(seeds, indices, stream),
-            bias_offsets=_offsets([len(row_entries) for row_entries in entries]),
+            bias_offsets=offsets_of([len(row_entries) for row_entries in entries]),
             bias_ids=np.array([entry[0] for entry in flat], np.int32),
             bias_values=np.array([entry[1] for entry in flat], np.float32),
             bias_until=np.array([entry[2] for entry in flat], np.int32),
@@ -116,18 +117,6 @@ class SamplingBatch:
     def from_params(cls, rows: Sequence[tuple], stream: int = 0) -> "SamplingBatch":
         """As from_rows, from tuples (params, seed[, sample_index[, prompt_len[, banned_early]]])."""
         return cls.from_rows([SamplingRow(*row) for row in rows], stream)
-
-    @classmethod
-    def concatenate(cls, batches: "Sequence[SamplingBatch]") -> "SamplingBatch":
-        """The rows of all batches, in order."""
-        batches = batches or [cls.from_rows([])]
-        joined = {
-            name: np.concatenate([getattr(batch, name) for batch in batches])
-            for name in _FIELDS
-            if name != "bias_offsets"
-        }
-        counts = np.concatenate([np.diff(batch.bias_offsets) for batch in batches])
-        return cls(**joined, bias_offsets=_offsets(counts))
 
     def __len__(self) -> int:
         return len(self.scale)
@@ -156,7 +145,7 @@ class SamplingBatch:
         """A new batch of these rows, in this order; rows may repeat. Shares no memory with this one."""
         index = np.asarray(rows, np.int64)
         counts = np.diff(self.bias_offsets)[index]
-        offsets = _offsets(counts)
+        offsets = offsets_of(counts)
         starts = np.repeat(self.bias_offsets[:-1][index] - offsets[:-1], counts)
         entries = starts + np.arange(offsets[-1])
         taken = {}
@@ -167,12 +156,19 @@ class SamplingBatch:
 
     def append(self, rows: Sequence[SamplingRow]) -> "SamplingBatch":
         """A new batch with these rows added at the end."""
-        return SamplingBatch.concatenate([self, SamplingBatch.from_rows(rows)])
+        batches = (self, SamplingBatch.from_rows(rows))
+        joined = {
+            name: np.concatenate([getattr(batch, name) for batch in batches])
+            for name in _FIELDS
+            if name != "bias_offsets"
+        }
+        counts = np.concatenate([np.diff(batch.bias_offsets) for batch in batches])
+        return SamplingBatch(**joined, bias_offsets=offsets_of(counts))
 
     def copy_for_forward(self) -> "SamplingBatch":
         """An isolated copy for one forward: every declared field, so none can be forgotten.
 
-        Both sides share arrays that nobody can write to any more; `select`, `append` and `concatenate` make new ones.
+        Both sides share arrays that nobody can write to any more; `select` and `append` make new ones.
         """
         values = _reader(type(self))(self)
         if self.scale.flags.writeable:
@@ -219,9 +215,3 @@ def _bias_entries(row: SamplingRow) -> list[tuple[int, float, int]]:
         until = row.prompt_len + row.params.min_tokens
         entries += [(token, -np.inf, until) for token in sorted(set(row.banned_early))]
     return entries
-
-
-def _offsets(counts: Sequence[int] | np.ndarray) -> np.ndarray:
-    offsets = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=offsets[1:])
-    return offsets

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import ForwardMode, HostSampling, ScheduleBatch
+from sglcore.device.batch import ForwardMode, HostSampling, ScheduleBatch, offsets_of
 from sglcore.schedule.decode_rows import DecodeRows
 from sglcore.schedule.request import Matcher, Request
 
@@ -50,7 +50,8 @@ class BatchBuilder:
         totals = _join(rows.allocated_lens[chosen] // self._page_size, [len(request.pages) for request in extended])
         emits = np.ones(len(slots), dtype=bool)
         emits[len(chosen) :] = [emits_after(request, count) for request, count in chunks]
-        decode_ids = self._decode_ids(slots[: len(chosen)], rows.last_steps[chosen] > collected)
+        own, unknown = slots[: len(chosen)], rows.last_steps[chosen] > collected
+        decode_ids = np.where(unknown, -own, self.last_tokens[own])
         chunk_ids = [request.tokens(request.num_cells, request.num_cells + count) for request, count in chunks]
         batch = ScheduleBatch(
             step=step,
@@ -58,10 +59,10 @@ class BatchBuilder:
             slots=slots,
             seq_lens=seq_lens,
             prefix_lens=seq_lens - lengths,
-            token_offsets=_offsets(lengths),
+            token_offsets=offsets_of(lengths),
             input_ids=np.concatenate([decode_ids, *chunk_ids]),
             page_counts=page_counts,
-            new_page_offsets=_offsets(totals - page_counts),
+            new_page_offsets=offsets_of(totals - page_counts),
             new_pages=self._new_pages(page_counts, totals),
             emits=emits,
             composition=self._composition,
@@ -94,7 +95,7 @@ class BatchBuilder:
             return batch
         batch.page_counts = rows.page_counts.copy()
         rows.page_counts[fresh] += 1
-        batch.new_page_offsets = _offsets(rows.page_counts - batch.page_counts)
+        batch.new_page_offsets = offsets_of(rows.page_counts - batch.page_counts)
         batch.new_pages = np.array([rows.requests[row].pages[-1] for row in fresh.tolist()], dtype=np.int32)
         return batch
 
@@ -111,10 +112,10 @@ class BatchBuilder:
             slots=zeros,
             seq_lens=lengths,
             prefix_lens=zeros,
-            token_offsets=_offsets(lengths),
+            token_offsets=offsets_of(lengths),
             input_ids=np.concatenate([request.prompt_ids for request in requests]),
             page_counts=zeros,
-            new_page_offsets=_offsets(zeros),
+            new_page_offsets=offsets_of(zeros),
             new_pages=zeros[:0],
             emits=np.zeros(len(requests), dtype=bool),
             composition=self._composition,
@@ -153,9 +154,6 @@ class BatchBuilder:
         for words, (_, matcher) in zip(batch.masks, emitting, strict=True):
             matcher.fill(words)
 
-    def _decode_ids(self, slots: Ints, unknown: NDArray[np.bool_]) -> Ints:
-        return np.where(unknown, -slots, self.last_tokens[slots])
-
     def _new_pages(self, page_counts: Ints, totals: Ints) -> Ints:
         pages: list[int] = []
         for row in np.flatnonzero(totals > page_counts).tolist():
@@ -178,12 +176,6 @@ def _join(column: Ints, values: list[int]) -> Ints:
     return np.concatenate([column, np.array(values, dtype=np.int32)])
 
 
-def _offsets(lengths: Ints) -> Ints:
-    offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
 def _add_history(batch: ScheduleBatch, decodes: int, extended: list[Request]) -> None:
     """Rows that enter a slot bring all their tokens, if their sampling depends on them."""
     entering = [request.last_step < 0 and request.params.needs_history for request in extended]
@@ -194,7 +186,7 @@ def _add_history(batch: ScheduleBatch, decodes: int, extended: list[Request]) ->
         request.tokens(0, request.num_tokens) for request, enters in zip(extended, entering, strict=True) if enters
     ]
     lengths[decodes:][entering] = [len(tokens) for tokens in known]
-    batch.history_offsets = _offsets(lengths)
+    batch.history_offsets = offsets_of(lengths)
     batch.history_ids = np.concatenate(known)
 
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from sglcore.device.batch import Ints, ScheduleBatch
+from sglcore.device.batch import Ints, ScheduleBatch, offsets_of
 
 Array = TypeVar("Array", bound=NDArray)
 
@@ -42,9 +42,7 @@ def plan_rows(batch: ScheduleBatch) -> RowPlan:
     """Host work only."""
     if batch.forward_mode.is_decode:
         return RowPlan(batch.batch_size, None, batch.token_offsets)
-    offsets = np.zeros(batch.batch_size + 1, dtype=np.int32)
-    np.cumsum(batch.emits, out=offsets[1:])
-    return RowPlan(batch.batch_size, np.flatnonzero(batch.emits), offsets)
+    return RowPlan(batch.batch_size, np.flatnonzero(batch.emits), offsets_of(batch.emits))
 
 
 def last_tokens(batch: ScheduleBatch, rows: RowPlan) -> Ints:

@@ -1,4 +1,4 @@
-"""SamplingBatch: one declaration gives selection, concatenation and the forward-only copy."""
+"""SamplingBatch: one declaration gives selection, appending and the forward-only copy."""
 
 import pickle
 from dataclasses import dataclass, fields
@@ -30,11 +30,13 @@ def assert_equal(left, right):
         assert a.dtype == b.dtype == item.metadata["dtype"] and np.array_equal(a, b), item.name
 
 
-def test_append_and_concatenate_equal_building_at_once():
+def test_append_equals_building_at_once():
     whole = SamplingBatch.from_rows(make_rows(13))
     assert_equal(SamplingBatch.from_rows(make_rows(6)).append(make_rows(7, 6)), whole)
-    assert_equal(SamplingBatch.concatenate([SamplingBatch.from_rows([row]) for row in make_rows(13)]), whole)
-    assert_equal(SamplingBatch.concatenate([]), SamplingBatch.from_rows([]))
+    one_by_one = SamplingBatch.from_rows([])
+    for row in make_rows(13):
+        one_by_one = one_by_one.append([row])
+    assert_equal(one_by_one, whole)
 
 
 @pytest.mark.parametrize("rows", [[], [3], [4, 2, 2, 12, 0], list(range(13))])

@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sglcore.device.batch import offsets_of
+
 if TYPE_CHECKING:
     from sglcore.runtime.forward_batch import ForwardBatch
     from sglcore.runtime.memory.pools import ReqToTokenPool
@@ -28,9 +30,7 @@ def padded_lengths(batch: ForwardBatch, rows: int) -> NDArray[np.int32]:
 
 def offsets(counts: NDArray[np.int32]) -> Tensor:
     """Where each row begins, and the end of the last: int32[B + 1] of counts int32[B], on the host."""
-    ends = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=ends[1:])
-    return torch.from_numpy(ends)
+    return torch.from_numpy(offsets_of(counts))
 
 
 def device_offsets(counts: Tensor) -> Tensor:
