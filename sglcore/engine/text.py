@@ -60,6 +60,10 @@ class TextCodec:
             return self.tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def token(self, token_id: int) -> str:
+        """One token as its own text, special tokens included."""
+        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+
     def render_chat(self, messages: Sequence[Message], **variables: Any) -> str:
         """The prompt of a conversation by the checkpoint's template; raises TextError if it has none or refuses."""
         return self.template.render(messages, variables=variables)

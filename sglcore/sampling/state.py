@@ -16,8 +16,7 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, slots=True)
 class Bias(Generic[A]):
-    """Additions to single logits, E entries. One counts while the position to be drawn is below its `until`; a padding
-    entry has row 0, id 0 and value 0."""
+    """Additions to single logits, E entries. One counts while the position to be drawn is below its `until`."""
 
     rows: A
     """int[E]"""
