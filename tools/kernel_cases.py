@@ -8,6 +8,7 @@ from types import ModuleType
 
 import torch
 
+from sglcore.conformance.sampling_state import make_state
 from sglcore.runtime.attention import triton_decode, triton_extend
 from sglcore.runtime.kernels.triton import (
     activation,
@@ -24,7 +25,6 @@ from sglcore.runtime.kernels.triton.tuning import Tuning
 from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.race import make_race_tables
-from sglcore.sampling.sampler import make_state
 
 KERNELS: tuple[ModuleType, ...] = (
     *(activation, cells, sampling, experts, norm, race, rotated_store, rotation, routing),
