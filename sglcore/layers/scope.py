@@ -53,11 +53,6 @@ class Weights:
         self.parameters.append(parameter)
         return parameter
 
-    @property
-    def num_bytes(self) -> int:
-        """The size of all parameters, in the form in which they are kept."""
-        return sum(parameter.nbytes for parameter in self.parameters)
-
     def place(self, layer: Packable, weight: Tensor) -> None:
         """Give a layer another form of its weight; the one before is freed, with the targets that were its parts."""
         for name in layer.names:
@@ -101,9 +96,5 @@ class Scope:
 
     def expert_stacked(self, experts: int, parts: Sequence[tuple[str, int]], *shape: int) -> Tensor:
         """Declare one weight [experts, rows, *shape]: of each expert, `prefix.N.name` for each part, in order."""
-        parameter = self.weights.make((experts, sum(rows for _, rows in parts), *shape))
-        for expert in range(experts):
-            targets = parameter[expert].split([rows for _, rows in parts])
-            for (name, _), target in zip(parts, targets, strict=True):
-                self.weights.targets[f"{self.prefix}{expert}.{name}"] = target
-        return parameter
+        each = [(f"{expert}.{name}", rows) for expert in range(experts) for name, rows in parts]
+        return self.stacked(each, *shape).unflatten(0, (experts, -1))

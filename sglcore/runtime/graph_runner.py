@@ -119,8 +119,10 @@ class GraphRunner:
     def _capture_all(self) -> None:
         total, done = sum(len(policy.sizes) for policy in self._policies), 0
         free = _free_memory(self._streams)
-        _order(self._streams)
-        if self._streams.forward is not None:
+        schedule, forward = self._streams.schedule, self._streams.forward
+        if schedule is not None and forward is not None:
+            forward.wait_stream(schedule)  # it has queued weights and buffers
+        if forward is not None:
             gc.collect()  # what garbage holds of the device's memory is for the graphs to take
         # A finalizer that frees device memory breaks a capture.
         with no_collection(), self._streams.running():
@@ -138,12 +140,6 @@ class GraphRunner:
         view = replace(real_view(policy.registry, batch), plan_record=None)
         with planned(view, self._context):
             return leaving_cells(self._context, view.out_cache_loc, lambda: self._forward(view))
-
-
-def _order(streams: Streams) -> None:
-    """What the schedule stream has queued (weights, buffers) is done before the forward stream captures."""
-    if streams.forward is not None and streams.schedule is not None:
-        streams.forward.wait_stream(streams.schedule)
 
 
 def _free_memory(streams: Streams) -> int | None:

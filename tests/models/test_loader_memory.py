@@ -45,7 +45,7 @@ before = kilobytes("VmHWM")
 model = loader.load_model(
     sys.argv[1], read_config(sys.argv[1]), kernels=KernelTable(), device="cpu", dtype=getattr(torch, sys.argv[2])
 )
-print((kilobytes("VmHWM") - before) * 1024 / model.weights.num_bytes)
+print((kilobytes("VmHWM") - before) * 1024 / sum(weight.nbytes for weight in model.weights.parameters))
 """
 
 

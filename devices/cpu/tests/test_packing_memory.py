@@ -13,7 +13,7 @@ from tests.models.test_loader_memory import LOAD_AND_MEASURE, write_checkpoint
 PACKED = LOAD_AND_MEASURE.replace(
     "from sglcore.runtime.kernels.table import KernelTable", "from sglcore_cpu.choice import kernels"
 ).replace("kernels=KernelTable()", "kernels=kernels()")
-AFTER = "\nprint((kilobytes('VmRSS') - start) * 1024 / model.weights.num_bytes)"
+AFTER = "\nprint((kilobytes('VmRSS') - start) * 1024 / sum(weight.nbytes for weight in model.weights.parameters))"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's peak-memory counter")

@@ -50,16 +50,12 @@ class ReqToTokenPool:
 
 
 class TokenToKVPool(Protocol):
-    """The cells of every layer. `generation` changes whenever an address does."""
+    """The cells of `num_layers` layers. `generation` changes whenever an address does."""
 
     generation: int
     page_size: int
     num_cells: int
-
-    @property
-    def num_layers(self) -> int:
-        """Layers that have cells."""
-        ...
+    num_layers: int
 
     def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """The layer's key and value cells, each [cells, kv_heads, head_dim]."""
@@ -83,15 +79,11 @@ class MHATokenToKVPool:
         self.generation = 0
         self.page_size = page_size
         self.num_cells = (num_pages + 1) * page_size
+        self.num_layers = len(layers)
         self.dtype = dtype
         self._zeros = zeros or partial(_torch_zeros, device)
         self._shapes = [(self.num_cells, heads, head_dim) for heads, head_dim in layers]
         self._kv = self._allocate()
-
-    @property
-    def num_layers(self) -> int:
-        """Layers that have cells."""
-        return len(self._kv)
 
     def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """The layer's key and value cells, each [cells, kv_heads, head_dim]."""
