@@ -52,6 +52,9 @@ def test_a_group_is_fresh_until_a_file_a_name_or_a_pin_of_it_changes(checkout: P
     store({"one": group.digest(checkout)}, checkout)
     (checkout / "src" / "a.py").rename(checkout / "src" / "e.py")
     assert not group.is_fresh(checkout)
+    store({"one": group.digest(checkout)}, checkout)
+    (checkout / "src" / "e.py").rename(checkout / "src" / "f.py")
+    assert not group.is_fresh(checkout), "the files and their order are the same"
 
 
 def test_what_is_no_longer_declared_is_forgotten(checkout: Path) -> None:
@@ -103,6 +106,12 @@ def test_the_groups_of_the_project_cover_what_is_there() -> None:
         empty = [pattern for pattern in group.sources if not any(ROOT.glob(pattern))]
         empty += [pattern for pattern in group.tests if not any(ROOT.glob(pattern.partition("::")[0]))]
         assert not empty, f"{group.name} names {', '.join(empty)}"
+
+
+def test_a_pin_of_a_group_is_pinned() -> None:
+    pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    for group in groups():
+        assert set(group.pins) <= pinned, group.name
 
 
 def test_a_lane_of_a_group_is_that_groups_own() -> None:
