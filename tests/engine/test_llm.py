@@ -63,6 +63,13 @@ def test_prompt_logprobs_do_not_depend_on_chunks(oracle: Any, chunk: int) -> Non
                 assert len(score.top) == 2
 
 
+def test_samples_of_one_prompt_share_its_logprobs(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=2, prompt_logprobs=0)
+    output = llm.generate(PROMPTS[0], params)[0]
+    scores = output.prompt_logprobs
+    assert scores is not None and [score and score.token_id for score in scores] == [None, *output.prompt_token_ids[1:]]
+
+
 def test_streamed_pieces_add_up_to_the_generated_text(llm: LLM) -> None:
     params = SamplingParams(temperature=1.3, seed=11, max_tokens=80)
     whole = llm.generate(PROMPTS[0], params)[0].outputs[0]

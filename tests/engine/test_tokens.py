@@ -10,6 +10,7 @@ from sglcore.engine.grammar import CompiledGrammar, Grammars
 from sglcore.engine.tokens import TokenEngine
 from sglcore.sampling.grammar import Grammar, GrammarError
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Matcher
 from tests.schedule.fake_worker import FakeWorker, make_limits
 
@@ -72,3 +73,8 @@ def test_a_grammar_that_can_not_be_begun_ends_its_request_and_is_not_the_callers
     assert all("the library gave up" in each.error for each in outputs)
     assert not engine.has_work
     engine.close()
+
+
+def test_an_output_tells_of_progress_if_it_says_how_far_the_prompt_is_though_that_be_nowhere() -> None:
+    assert EngineOutput("r", 0, processed=0).is_progress
+    assert not EngineOutput("r", 0, token_ids=[1]).is_progress

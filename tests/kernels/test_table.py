@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +61,20 @@ def test_an_optional_entry_goes_when_what_it_does_the_work_of_is_replaced() -> N
             part = getattr(table, name)
             assert getattr(table.replace(**{name: part}), given) is None
             assert getattr(table.replace(**{name: part, given: kernel}), given) is kernel
+
+
+def called_by(code: CodeType) -> set[str]:
+    """The names that a function uses, and those that functions within it do."""
+    inner = (called_by(each) for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_an_optional_entry_rests_on_every_entry_that_its_meaning_is_made_of(name: str) -> None:
+    made_of = called_by(getattr(reference, name).__code__) & KernelTable.declared().keys()
+    for part in made_of & OPTIONAL.keys():
+        made_of |= set(OPTIONAL[part])
+    assert made_of <= set(OPTIONAL[name])
 
 
 def test_an_entry_that_does_not_exist_is_an_error() -> None:

@@ -16,7 +16,7 @@ from sglcore.runtime.fields import retained
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.split import filter_batch
 from sglcore.schedule.overlap import overlap_forward_isolation
-from sglcore.step.fields import Axis, Split, When, batch_field, batch_record, zero
+from sglcore.step.fields import Axis, Once, Split, When, batch_field, batch_record, zero
 from tests.runtime.recording import make_graph_site
 from tests.runtime.tiny import SHARED, STAGED, Desk, Site, TinyModel, ints, make_site, random_tokens
 from tests.runtime.wider import WiderBatch, WiderSchedule, one_for_real_tokens, widened
@@ -210,12 +210,13 @@ def test_a_field_that_nobody_carries_is_an_error_at_import() -> None:
         batch_field(axis=Axis.REQUESTS, dtype="int32", padding=zero())
 
 
-def test_a_field_that_the_host_batch_does_not_have_is_an_error_at_import() -> None:
+@pytest.mark.parametrize("read", ["mark", Once("mark")], ids=["plain", "one-shot"])
+def test_a_field_that_the_host_batch_does_not_have_is_an_error_at_import(read: Any) -> None:
     with pytest.raises(TypeError, match=r"Misspelt.marks reads 'mark', which WiderSchedule does not have"):
 
         @batch_record(WiderSchedule)
         class Misspelt(ForwardBatch):
-            marks: Tensor = batch_field(axis=Axis.REQUESTS, dtype="int32", padding=zero(), read="mark")
+            marks: Tensor = batch_field(axis=Axis.REQUESTS, dtype="int32", padding=zero(), read=read)
 
 
 def test_a_mirror_of_nothing_is_an_error_at_import() -> None:

@@ -15,8 +15,10 @@ from sglcore.device.package import DevicePackage
 from sglcore.runtime import bring_up
 from sglcore.runtime.attention.gathered import GatheredAttention
 from sglcore.runtime.attention.reference import ReferenceAttention
+from sglcore.runtime.graphs import stream_graphs
 from sglcore.runtime.graphs.build import capture, make_backend
 from sglcore.runtime.graphs.full import FullGraphs
+from sglcore.runtime.graphs.piecewise import as_traced, inductor
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.streams import Streams
 from tests.checkpoints import llama, save
@@ -149,6 +151,19 @@ def test_a_model_that_asks_for_no_segments_is_refused_with_the_way_out() -> None
     site.runner.model = Silent(site.model)  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ConfigError, match=r"can not be captured in pieces.*--graph full"):
         capture_all("breakable", site)
+
+
+@pytest.mark.parametrize(
+    ("compiles", "interpreted", "chosen"),
+    [(True, False, inductor), (True, True, as_traced), (False, False, as_traced)],
+)
+def test_pieces_are_compiled_where_torch_can_and_no_kernel_is_interpreted(
+    monkeypatch: pytest.MonkeyPatch, compiles: bool, interpreted: bool, chosen: object
+) -> None:
+    monkeypatch.setattr(stream_graphs, "_interpreted", lambda: interpreted)
+    monkeypatch.setattr(stream_graphs, "PiecewiseGraphs", lambda *given: given[-1])
+    _, _, piecewise = stream_graphs.stream_graphs(RecordingCapture, compiles=compiles)
+    assert piecewise(STREAMS, make_streams()) is chosen
 
 
 def test_buckets_larger_than_every_batch_are_refused() -> None:

@@ -271,6 +271,24 @@ def test_more_sizes_than_torch_recompiles_one_function_are_traced() -> None:
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 
+class Keeping(TinyModel):
+    """The same sums, each made anew of all that attention has given so far."""
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states [T, HIDDEN]."""
+        first = hidden = self.embedding[batch.input_ids] + self.places[batch.positions]
+        attended: list[Tensor] = []
+        for layer, qkv in zip(self.attention_layers, self.qkv, strict=True):
+            attended.append(layer(*self._split(hidden @ qkv)))
+            hidden = first + sum(given @ out for given, out in zip(attended, self.out, strict=False))
+        return hidden
+
+
+@KINDS
+def test_what_attention_gave_stays_when_the_next_one_runs(kind: str) -> None:
+    assert not differs(make_graph_site(kind, model=Keeping()))
+
+
 def skips_calls(made: GraphSite) -> None:
     """Mutant: the last attention call is left out, its output that of an older step."""
     for captured in made.graphs.prompts._captured.values():  # pyright: ignore[reportOptionalMemberAccess]

@@ -81,6 +81,16 @@ def test_a_plan_for_something_else_is_refused_and_the_error_names_both(kind: str
         drifted.needs_forward_metadata_init(backend)
 
 
+def test_a_plan_from_before_the_cells_moved_is_stale_though_it_is_marked_after() -> None:
+    site = make_site(attention=CountingAttention)
+    batch = site.runner.init_batch(Desk().extend({1: PROMPT, 2: OTHER}))
+    plan = site.attention.plan(batch)
+    site.cells.replace_storage()
+    batch.mark_forward_metadata_ready(plan)
+    with pytest.raises(StalePlanError, match=FOUND["generation"]):
+        batch.needs_forward_metadata_init(site.attention)
+
+
 @pytest.mark.parametrize("kind", FOUND)
 def test_a_plan_declared_equivalent_is_made_again_instead(kind: str) -> None:
     site, batch = ready(equivalent=True)

@@ -92,8 +92,8 @@ def test_nobody_waits_for_who_publishes_nothing_more() -> None:
     """Two who share a page compute it both; the second one's pages are its own from there on."""
     drive = wide(max_batch_tokens=60, max_model_len=700, num_pages=800)
     page, alike = COMMON[:8], [2 + index % 3 for index in range(400)]
-    for rid, rest in (("first", [1] * 20), ("duplicate", alike), ("third", [*alike, 0])):
-        drive.add(rid, page + rest, 3)
+    for rid, rest, most in (("first", [1] * 20, 3), ("duplicate", alike, 1), ("third", [*alike, 0], 3)):
+        drive.add(rid, page + rest, most)
     drive.step(12)
     assert any({"duplicate", "third"} <= set(rids) for rids in drive.worker.rids)
     drive.run()

@@ -31,10 +31,13 @@ def test_a_payload_is_taken_once() -> None:
         take_payload(ticket, str)
 
 
-def test_hidden_states_are_refused_and_the_wish_stays() -> None:
+@pytest.mark.parametrize(
+    ("wish", "value"), [("capture_hidden_mode", CaptureHiddenMode.LAST), ("return_hidden_states_before_norm", True)]
+)
+def test_hidden_states_are_refused_and_the_wish_stays(wish: str, value: object) -> None:
     batch = make_batch({1: [2]})
     refuse_hidden_states(batch)
-    batch.capture_hidden_mode.put(CaptureHiddenMode.LAST)
+    getattr(batch, wish).put(value)
     with pytest.raises(ValueError, match="asks for hidden states"):
         refuse_hidden_states(batch)
-    assert batch.capture_hidden_mode.is_set
+    assert getattr(batch, wish).is_set

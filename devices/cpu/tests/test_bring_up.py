@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
+import torch
 
 from sglcore.conformance.target import GIVEN
 from sglcore.device.bring_up import BringUp
+from sglcore.device.config import EngineConfig
 from sglcore.device.errors import BringUpError
+from sglcore.device.facts import Facts
+from sglcore.runtime import bring_up
 from sglcore.runtime.bring_up import STANDARD
+from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
+from sglcore.step.sizing import MemorySizes
 from sglcore_cpu.bring_up import BRING_UP
+from sglcore_cpu.kv_pool import INT8_POOL
 
 
 def test_the_standard_order_names_what_a_device_must_add() -> None:
@@ -23,3 +33,28 @@ def test_attention_before_hisparse_fails_on_a_laptop_naming_the_need() -> None:
     steps.insert(next(i for i, step in enumerate(steps) if step.provides == "attention") + 1, hisparse)
     with pytest.raises(BringUpError, match="'attention' needs 'hisparse', which a later step provides"):
         BringUp(steps).check(GIVEN)
+
+
+def model(is_encoder: bool = False) -> Any:
+    """One layer of two heads of 8 in float32, as bring-up sees it."""
+    return SimpleNamespace(
+        config=SimpleNamespace(is_encoder=is_encoder, context_length=32),
+        dtype=torch.float32,
+        attention_layers=(SimpleNamespace(num_kv_heads=2, head_dim=8),),
+    )
+
+
+@pytest.mark.parametrize(("kind", "size"), [(PER_HEAD, 2 * 2 * 8 * 4), (INT8_POOL, 2 * 2 * (8 + 4))])
+def test_pages_are_counted_by_what_the_cells_take_that_are_made(
+    kind: PoolKind, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bring_up, "size_pools", lambda config, **given: given["bytes_per_cell"])
+    config, none = EngineConfig(kv_cache_dtype=kind.kv_cache_dtype, page_size=4), cast("Any", None)
+    assert bring_up.sizes(config, none, model(), none, none, kind) == size
+
+
+@pytest.mark.parametrize(("is_encoder", "pages"), [(False, 64), (True, 1)])
+def test_an_encoder_has_cells_for_one_page_beside_that_of_padding(is_encoder: bool, pages: int) -> None:
+    sizes = MemorySizes(page_size=4, num_pages=64, max_model_len=32, max_requests=2)
+    made = bring_up.pools(Facts(tensor_device="cpu", shares_host_memory=True), model(is_encoder), sizes)
+    assert made.token_to_kv.num_cells == (1 + pages) * 4

@@ -13,6 +13,7 @@ import pytest
 from sglcore.checkpoint.config import ModelConfig, RopeConfig, read_config
 from sglcore.checkpoint.rotary import rotary_frequencies
 from sglcore.device.errors import ConfigError
+from sglcore_mlx.forward_batch import ForwardBatch
 from sglcore_mlx.layers.rotary import Rotary
 
 DEMO = Path(__file__).parents[3] / "sglcore" / "assets" / "demo"
@@ -76,6 +77,26 @@ def test_both_ways_agree_in_a_compiled_function() -> None:
     rotaries = [Rotary(config, CONTEXT, mx.float32, is_fused) for is_fused in (True, False)]
     turned = [mx.compile(lambda x, at, rotary=rotary: rotary.at(at)(x, 3))(heads, positions) for rotary in rotaries]
     np.testing.assert_allclose(np.array(turned[0]), np.array(turned[1]), atol=1e-5)
+
+
+class Opened:
+    """A rotary embedding that counts how often it is opened."""
+
+    count = 0
+
+    def at(self, positions: mx.array) -> tuple[Opened, mx.array]:
+        """Whose it is, and where."""
+        self.count += 1
+        return self, positions
+
+
+def test_each_of_a_models_rotary_embeddings_is_opened_once_for_a_forward() -> None:
+    positions, near, far = mx.array([7]), Opened(), Opened()
+    batch: Any = ForwardBatch(positions=positions)
+    for rotary in (near, far, near, far):
+        whose, where = batch.rotation(rotary)
+        assert whose is rotary and where is positions
+    assert (near.count, far.count) == (1, 1)
 
 
 def test_kinds_and_numbers_that_are_not_known_are_errors() -> None:
