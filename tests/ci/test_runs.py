@@ -8,12 +8,15 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from ci.lanes import ROOT, lanes
+from ci.lanes import ROOT, Lane, lanes
+from ci.pytest_lanes import LaneRun
 from ci.run import Failure, classify, command
-from ci.selection import ELSEWHERE
+from ci.selection import ELSEWHERE, Selection
 from ci.table import markdown, read, summary
 
 
@@ -153,3 +156,13 @@ def test_what_a_lane_can_not_run_is_left_out_and_recorded(tmp_path: Path, worker
     }
     assert [(name.rpartition("::")[2], why) for name, why in values["left_out"].items()] == [("test_flies", ["wings"])]
     assert [known["reason"] for known in values["tests"].values() if "reason" in known] == ["needs a screen"]
+
+
+def test_what_a_worker_left_to_others_is_in_the_record(tmp_path: Path) -> None:
+    lane, out = Lane(name="x", device="x", capabilities=frozenset()), tmp_path / "record.json"
+    handed = {"left_out": {"t.py::flies": ["wings"]}, "not_taken": {"t.py::other": "another lane takes it"}}
+    run, session = LaneRun(lane, Selection(lane), str(out)), SimpleNamespace(config=SimpleNamespace())
+    run.pytest_testnodedown(SimpleNamespace(workeroutput=handed))
+    run.pytest_sessionfinish(cast("Any", session))
+    values = json.loads(out.read_text())
+    assert {name: values[name] for name in handed} == handed

@@ -120,3 +120,7 @@ def test_keys_are_in_no_text_of_the_configuration_and_in_no_error(tmp_path: Path
 )
 def test_it_knows_whether_only_this_machine_reaches_it(host: str, is_loopback: bool) -> None:
     assert ServerConfig(host=host).is_loopback is is_loopback
+
+
+def test_whole_seconds_are_a_number_like_any_other() -> None:
+    assert type(resolve_server_config({"drain_timeout": 2}, {}).drain_timeout) is float

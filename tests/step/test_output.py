@@ -39,7 +39,8 @@ def test_prompt_scores_without_scores_of_tokens_are_not_taken_for_them() -> None
 
 def test_an_embedding_that_is_no_number_is_a_bad_row() -> None:
     rows = plan_rows(make_batch({1: [1], 2: [2]}, ForwardMode.EMBED, emits=[False, False]))
-    output = StepOutput(rows, "eager", embeddings=np.array([[1, 2], [np.nan, 3]], np.float32))
+    output = StepOutput(rows, "full:2", embeddings=np.array([[1, 2], [np.nan, 3]], np.float32))
     result = output.read(1, output.arrays())
     assert result.bad_rows.tolist() == [False, True] and result.token_ids.tolist() == []
     assert result.embeddings is not None and result.embeddings[0].tolist() == [1, 2]
+    assert (result.step, result.path) == (1, "full:2")
