@@ -26,8 +26,8 @@ PLACES = ("devices/*/ci.toml", "tests/ci.toml")
 class Group:
     """One row.
 
-    `tests` are patterns of tests' names on `lane`; `sources` patterns of files that they cover, and `pins` packages of
-    `constraints.txt` whose versions they do. `share` is how many of 100 tests a sample takes; a test that makes many
+    `tests` are patterns of tests' names on `lane`; `sources` patterns of files that they cover beside their own, and `pins`
+    packages of `constraints.txt` whose versions they do. `share` is how many of 100 tests a sample takes; a test that makes many
     checks may run always, with `share = 100`, and take its own sample.
     """
 
@@ -54,8 +54,9 @@ class Group:
         return total.hexdigest()
 
     def files(self, root: Path = ROOT) -> list[Path]:
-        """What `sources` names, in order."""
-        found = {path for pattern in self.sources for path in root.glob(pattern) if path.is_file()}
+        """What `sources` and `tests` name, in order."""
+        patterns = {*self.sources, *(pattern.partition("::")[0] for pattern in self.tests)}
+        found = {path for pattern in patterns for path in root.glob(pattern) if path.is_file()}
         return sorted(path for path in found if path.suffix not in (".pyc", ".so"))
 
     def is_fresh(self, root: Path = ROOT) -> bool:

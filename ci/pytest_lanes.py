@@ -78,7 +78,7 @@ class LaneRun:
             if report.skipped and isinstance(report.longrepr, tuple):
                 known["reason"] = report.longrepr[2].removeprefix("Skipped: ")
 
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """A worker hands over what it left out; the others write the record."""
         handed = getattr(session.config, "workeroutput", None)  # foreign: pytest-xdist's attribute of a worker
         if handed is not None:
@@ -87,7 +87,8 @@ class LaneRun:
             self._record.parent.mkdir(parents=True, exist_ok=True)
             values = {"lane": self.lane.name, "at": int(time.time()), "tests": self._tests, "left_out": self._left_out}
             chosen = self.selection
-            values |= {"not_taken": self._not_taken, "whole": dict(chosen.whole), "sampled": chosen.sampled}
+            whole = dict(chosen.whole) if took_all(self.lane, session.config, exitstatus) else {}
+            values |= {"not_taken": self._not_taken, "whole": whole, "sampled": chosen.sampled}
             self._record.write_text(json.dumps(values, indent=1, sort_keys=True))
 
     @pytest.hookimpl(optionalhook=True)
@@ -96,6 +97,14 @@ class LaneRun:
         handed = getattr(node, "workeroutput", {})  # foreign: pytest-xdist's attribute of a node
         self._left_out.update(handed.get("left_out", {}))
         self._not_taken.update(handed.get("not_taken", {}))
+
+
+def took_all(lane: Lane, config: pytest.Config, exitstatus: int) -> bool:
+    """A run came to its end, and nobody had asked for some of the lane's tests only: what a group's renewal rests on."""
+    asked = config.option
+    has_ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not asked.maxfail
+    is_narrowed = asked.keyword or asked.markexpr or asked.deselect
+    return has_ended and not is_narrowed and set(lane.tests) <= set(config.args)
 
 
 def configure(config: pytest.Config) -> None:

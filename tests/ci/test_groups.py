@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ci import groups as module
 from ci.groups import Group, group_named, groups, passed_whole, store, stored
-from ci.lanes import ROOT, LaneError, lanes
+from ci.lanes import ROOT, Lane, LaneError, lanes
+from ci.pytest_lanes import took_all
 
 ROW = """[[group]]
 name = "one"
@@ -45,8 +47,10 @@ def test_a_group_is_fresh_until_a_file_a_name_or_a_pin_of_it_changes(checkout: P
     (checkout / "src" / "other.txt").write_text("not a source")
     (checkout / "constraints.txt").write_text("lib==1\no==2\n")
     assert group.is_fresh(checkout)
-    for name, text in {"src/a.py": "3", "src/d.py": "", "constraints.txt": "lib==2\n"}.items():
+    changes = {"src/a.py": "3", "src/d.py": "", "constraints.txt": "lib==2\n", "tests/a/test_x.py": "its own"}
+    for name, text in changes.items():
         store({"one": group.digest(checkout)}, checkout)
+        (checkout / name).parent.mkdir(exist_ok=True)
         (checkout / name).write_text(text)
         assert not group.is_fresh(checkout), name
     store({"one": group.digest(checkout)}, checkout)
@@ -117,3 +121,25 @@ def test_a_pin_of_a_group_is_pinned() -> None:
 def test_a_lane_of_a_group_is_that_groups_own() -> None:
     for lane in lanes():
         assert not lane.group or group_named(lane.group, groups()).lane == lane.name
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "args", "took"),
+    [
+        ({}, 0, ["tests", "more"], True),
+        ({}, 1, ["tests"], True),
+        ({}, 2, ["tests"], False),
+        ({}, 0, ["tests/a"], False),
+        ({"keyword": "law"}, 0, ["tests"], False),
+        ({"markexpr": "needs"}, 0, ["tests"], False),
+        ({"deselect": ["tests/a"]}, 0, ["tests"], False),
+        ({"maxfail": 1}, 1, ["tests"], False),
+    ],
+)
+def test_only_a_run_of_the_whole_lane_to_its_end_renews(
+    asked: dict[str, Any], status: int, args: list[str], took: bool
+) -> None:
+    lane = Lane(name="x", device="x", capabilities=frozenset(), folders=("tests",))
+    option = SimpleNamespace(**{"keyword": "", "markexpr": "", "deselect": None, "maxfail": 0, **asked})
+    config: Any = SimpleNamespace(option=option, args=args)
+    assert took_all(lane, config, status) is took

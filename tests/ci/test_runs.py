@@ -156,13 +156,16 @@ def test_what_a_lane_can_not_run_is_left_out_and_recorded(tmp_path: Path, worker
     }
     assert [(name.rpartition("::")[2], why) for name, why in values["left_out"].items()] == [("test_flies", ["wings"])]
     assert [known["reason"] for known in values["tests"].values() if "reason" in known] == ["needs a screen"]
+    assert values["whole"] == {}, "a run of some files renews no group"
 
 
 def test_what_a_worker_left_to_others_is_in_the_record(tmp_path: Path) -> None:
     lane, out = Lane(name="x", device="x", capabilities=frozenset()), tmp_path / "record.json"
     handed = {"left_out": {"t.py::flies": ["wings"]}, "not_taken": {"t.py::other": "another lane takes it"}}
-    run, session = LaneRun(lane, Selection(lane), str(out)), SimpleNamespace(config=SimpleNamespace())
+    option = SimpleNamespace(keyword="", markexpr="", deselect=None, maxfail=0)
+    run = LaneRun(lane, Selection(lane), str(out))
+    session: Any = SimpleNamespace(config=SimpleNamespace(option=option, args=[]))
     run.pytest_testnodedown(SimpleNamespace(workeroutput=handed))
-    run.pytest_sessionfinish(cast("Any", session))
+    run.pytest_sessionfinish(session, 0)
     values = json.loads(out.read_text())
     assert {name: values[name] for name in handed} == handed

@@ -65,8 +65,8 @@ def test_log_likelihoods_through_lm_eval_are_those_of_the_engine(
 
 def _run_lm_eval(server: Server, folder: Path) -> list[dict[str, Any]]:
     """The samples of the task, over the server's /v1/completions."""
-    from lm_eval.evaluator import simple_evaluate
-    from lm_eval.tasks import TaskManager
+    from lm_eval.evaluator import simple_evaluate  # pyright: ignore[reportMissingImports]
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
     data = folder / "endings.jsonl"
     data.write_text("".join(json.dumps(doc) + "\n" for doc in DOCS), encoding="utf-8")

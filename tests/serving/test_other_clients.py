@@ -58,7 +58,7 @@ def strangers() -> Iterator[list[str]]:
 def litellm(strangers: list[str]) -> Any:
     """LiteLLM, imported when its settings stand."""
     assert os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] == "True"
-    import litellm
+    import litellm  # pyright: ignore[reportMissingImports]
 
     litellm.suppress_debug_info = True
     return litellm
@@ -114,7 +114,7 @@ def test_litellm_gets_an_object_of_a_schema(server: Server, litellm: Any) -> Non
 
 
 def test_langchain_chats_and_streams(server: Server, story: str) -> None:
-    from langchain_openai import ChatOpenAI
+    from langchain_openai import ChatOpenAI  # pyright: ignore[reportMissingImports]
 
     model = ChatOpenAI(**_langchain(server), **ASKED)
 
@@ -128,7 +128,7 @@ def test_langchain_chats_and_streams(server: Server, story: str) -> None:
 
 
 def test_langchain_reads_responses(server: Server, story: str) -> None:
-    from langchain_openai import ChatOpenAI
+    from langchain_openai import ChatOpenAI  # pyright: ignore[reportMissingImports]
 
     model = ChatOpenAI(use_responses_api=True, **_langchain(server), **ASKED)
 
@@ -137,7 +137,7 @@ def test_langchain_reads_responses(server: Server, story: str) -> None:
 
 
 def test_langchain_gets_an_object_of_a_schema(server: Server) -> None:
-    from langchain_openai import ChatOpenAI
+    from langchain_openai import ChatOpenAI  # pyright: ignore[reportMissingImports]
 
     model = ChatOpenAI(**_langchain(server), **{**ASKED, "max_tokens": 300})
 
@@ -147,7 +147,7 @@ def test_langchain_gets_an_object_of_a_schema(server: Server) -> None:
 
 
 def test_langchain_continues_a_text(server: Server) -> None:
-    from langchain_openai import OpenAI
+    from langchain_openai import OpenAI  # pyright: ignore[reportMissingImports]
 
     model = OpenAI(**_langchain(server), **ASKED)
 
