@@ -15,7 +15,7 @@ from sglcore.sampling.params import SamplingParams
 
 
 @dataclass(slots=True)
-class Running:
+class TimedRequest:
     """A request on its way, and when its text came."""
 
     job: Job
@@ -28,11 +28,11 @@ def run_offline(
 ) -> list[Record]:
     """Queue every job at once and step until all have ended; waits. Raises what the engine raises for a job it refuses."""
     begin = time.perf_counter()
-    running: dict[str, Running] = {}
+    running: dict[str, TimedRequest] = {}
     for job in jobs:
         params = SamplingParams(max_tokens=job.output_len, temperature=temperature, ignore_eos=True)
         output = llm.engine.add(job.prompt, params)
-        running[output.request_id] = Running(job, output)
+        running[output.request_id] = TimedRequest(job, output)
     records: list[Record] = []
     while running:
         deltas = llm.engine.step()
@@ -47,7 +47,7 @@ def run_offline(
     return sorted(records, key=lambda record: record.number)
 
 
-def _record(one: Running, end: float) -> Record:
+def _record(one: TimedRequest, end: float) -> Record:
     (completion,) = one.output.outputs
     fault = None if completion.finish_reason == "length" else Fault(str(completion.finish_reason), completion.error)
     return Record(

@@ -53,20 +53,19 @@ class AttentionLayer:
         """[T, (heads + 2 kv_heads) * head_dim] to [T, heads * head_dim]."""
         return self.layer(*self._rows(qkv, batch.positions))
 
-    def _rows(self, qkv: Tensor, positions: Tensor | None) -> Rows:
+    def _rows(self, qkv: Tensor, positions: Tensor) -> Rows:
         q, k, v = qkv.split(self._sizes, dim=-1)
         cos_sin, q_norm, k_norm = self._cos_sin, self.q_norm, self.k_norm
         cells = self.layer.cells() if self._stores and cos_sin is not None else None
         if q_norm is not None and k_norm is not None:
             if self._norm_rotary_and_store is not None and cells is not None:
-                assert positions is not None and cos_sin is not None
+                assert cos_sin is not None
                 norms = q_norm.weight, k_norm.weight, q_norm.eps
                 stored = self._norm_rotary_and_store(q, k, v, positions, cos_sin, self._head_dim, *cells, *norms)
                 return stored, None, None
             q, k = self._norm(q_norm, q), self._norm(k_norm, k)
         if cos_sin is None:
             return q, k, v
-        assert positions is not None
         if self._rotary_and_store is not None and cells is not None:
             return self._rotary_and_store(q, k, v, positions, cos_sin, self._head_dim, *cells), None, None
         return *self._rotary(q, k, positions, cos_sin, self._head_dim), v

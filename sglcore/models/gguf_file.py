@@ -18,7 +18,7 @@ from sglcore.device.errors import CheckpointError
 from sglcore.models.gguf_blocks import BlockWeight
 from sglcore.models.quantized import Stored, fill, pieces
 from sglcore.models.safetensors_file import read_into
-from sglcore.models.sources import Report, Source, check_missing, check_unknown
+from sglcore.models.sources import CountBytes, Source, check_missing, check_unknown
 
 PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
     {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -44,7 +44,7 @@ class GgufSource:
         """The quantised type."""
         return None if self.tensor.type in PLAIN else self.tensor.type
 
-    def copy(self, target: Tensor, report: Report) -> None:
+    def copy(self, target: Tensor, report: CountBytes) -> None:
         """Fill a tensor of this shape, some rows at a time."""
         if self.form is not None:
             fill(self.stored(report), target)
@@ -57,7 +57,7 @@ class GgufSource:
             flat[piece].copy_(self._rows(piece, rows).view(PLAIN[self.tensor.type]).view(-1, columns))
             report(self.num_bytes // rows * (piece.stop - piece.start))
 
-    def stored(self, report: Report) -> Stored:
+    def stored(self, report: CountBytes) -> Stored:
         """The blocks."""
         data = self._rows(slice(0, self.shape[0]), self.shape[0])
         report(self.num_bytes)

@@ -22,7 +22,7 @@ from sglcore.models.gguf_file import gguf_sources
 from sglcore.models.packing import Packer
 from sglcore.models.registry import model_class
 from sglcore.models.safetensors_file import SafetensorsFile
-from sglcore.models.sources import Report, Source, find_sources
+from sglcore.models.sources import CountBytes, Source, find_sources
 from sglcore.runtime.kernels.table import KernelTable
 
 TIED_HEAD = r"lm_head\.(weight|qweight|qzeros|scales|g_idx|weight_packed|weight_scale|weight_shape|weight_zero_point)"
@@ -77,7 +77,7 @@ def _sources(
     return find_sources(files, weights.targets, model_type.stripped, harmless, quantization)
 
 
-def _counted(sources: Mapping[str, Source], progress: Progress | None) -> Report:
+def _counted(sources: Mapping[str, Source], progress: Progress | None) -> CountBytes:
     total = sum(source.num_bytes for source in sources.values())
     done = 0
 

@@ -17,7 +17,7 @@ from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.device.ledger import Row
 from sglcore.layers.scope import Packable, Weights
 from sglcore.models.quantized import GROUPS, QuantizedWeight, Stored, fill, joined, packable, rounded
-from sglcore.models.sources import PlainSource, Report, Source
+from sglcore.models.sources import CountBytes, PlainSource, Source
 from sglcore.runtime.kernels.table import KernelTable
 
 BITS: Mapping[str, int] = MappingProxyType({"int8": 8, "int4": 4})
@@ -62,7 +62,7 @@ class Packer:
         self._weights = weights
         self._kernels = kernels
 
-    def load(self, sources: Mapping[str, Source], report: Report) -> None:
+    def load(self, sources: Mapping[str, Source], report: CountBytes) -> None:
         """Fill every weight, calling `report` with the bytes of each piece that was read."""
         weights, head = self._weights, self._weights.head
         in_layers = {name for layer in (*weights.linears, *([head] if head else [])) for name in layer.names}
@@ -106,7 +106,7 @@ class Packer:
         told = [f"{count} linear layers stay in {bits} bits" for bits, count in kept.items()]
         return [*told, f"{self._experts} expert weights stay plain"] if self._experts else told
 
-    def _load_layer(self, layer: Packable, sources: Sequence[Source], report: Report) -> str:
+    def _load_layer(self, layer: Packable, sources: Sequence[Source], report: CountBytes) -> str:
         """Give a layer its weight; returns the name of its form."""
         if self._pack_in_place(layer, sources, report):
             return PLAIN
@@ -126,7 +126,7 @@ class Packer:
         plain = PLAIN if not any(stored) else f"dequantised to {str(self._weights.dtype).removeprefix('torch.')}"
         return self._pack(layer) or plain
 
-    def _pack_in_place(self, layer: Packable, sources: Sequence[Source], report: Report) -> bool:
+    def _pack_in_place(self, layer: Packable, sources: Sequence[Source], report: CountBytes) -> bool:
         """Pack a plain layer from where it lies in its files, where the kernels can; nothing is copied on the way."""
         pack = self._kernels.pack_parts
         plain = [source for source in sources if isinstance(source, PlainSource)]

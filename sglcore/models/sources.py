@@ -22,7 +22,7 @@ from sglcore.models.quantized_formats.registry import FORMATS
 from sglcore.models.quantized_formats.tensors import LayerTensors
 from sglcore.models.safetensors_file import DTYPES, PIECE_BYTES, READABLE, SafetensorsFile
 
-Report = Callable[[int], None]
+CountBytes = Callable[[int], None]
 """Called with the bytes of each piece that was read."""
 
 ROWS = 64
@@ -45,11 +45,11 @@ class Source(Protocol):
         """How a person calls its quantisation."""
         ...
 
-    def copy(self, target: Tensor, report: Report) -> None:
+    def copy(self, target: Tensor, report: CountBytes) -> None:
         """Fill a tensor of its shape with its values, cast to the tensor's dtype."""
         ...
 
-    def stored(self, report: Report) -> Stored:
+    def stored(self, report: CountBytes) -> Stored:
         """What is stored, read to the host; only where `form` is not None."""
         ...
 
@@ -62,7 +62,7 @@ class MappedRows:
     rows: Tensor
     start: int
 
-    def release(self, report: Report) -> None:
+    def release(self, report: CountBytes) -> None:
         """They were read."""
         self.file.release(self.start, self.start + self.rows.nbytes)
         report(self.rows.nbytes)
@@ -81,7 +81,7 @@ class PlainSource:
         """Bytes in the file."""
         return self.entry.num_bytes
 
-    def copy(self, target: Tensor, report: Report) -> None:
+    def copy(self, target: Tensor, report: CountBytes) -> None:
         """Read it straight to its place."""
         self.file.copy(self.entry, target, report)
 
@@ -96,7 +96,7 @@ class PlainSource:
         starts = [entry.start + place * count * row for place in range(len(pieces))]
         return [MappedRows(self.file, piece, start) for piece, start in zip(pieces, starts, strict=True)]
 
-    def stored(self, report: Report) -> Stored:
+    def stored(self, report: CountBytes) -> Stored:
         """There is nothing but values."""
         raise TypeError(f"{self.entry.name!r} is plain")
 
@@ -113,11 +113,11 @@ class QuantizedSource:
         """Bits and groups."""
         return self.layer.scheme.text
 
-    def copy(self, target: Tensor, report: Report) -> None:
+    def copy(self, target: Tensor, report: CountBytes) -> None:
         """Dequantise it."""
         fill(self.stored(report), target)
 
-    def stored(self, report: Report) -> Stored:
+    def stored(self, report: CountBytes) -> Stored:
         """Its codes or floats."""
         found = FORMATS[self.layer.scheme.kind].read(self.layer)
         report(self.num_bytes)

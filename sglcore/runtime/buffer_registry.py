@@ -184,6 +184,9 @@ class BufferRegistry:
 
     def make_buffers(self) -> None:
         """Allocate every buffer at the present capacity and check that each lies on this registry's device."""
+        self._views.clear()
+        self._heads.clear()
+        self._staging.clear()
         self._make_block()
         for buffer in self._buffers.values():
             if buffer.host is None:
@@ -194,9 +197,6 @@ class BufferRegistry:
                 raise ValueError(f"input buffer {buffer.name!r} {where}")
             if buffer.spec.padding.fill is not Fill.KEEP:
                 buffer.fill(buffer.spec.padding.value)
-        self._views.clear()
-        self._heads.clear()
-        self._staging.clear()
         self._sort()
 
     def _make_block(self) -> None:
@@ -227,10 +227,14 @@ class BufferRegistry:
                 f"a batch of {bs} requests and {num_tokens} tokens exceeds the {self.max_bs} and {self.max_num_tokens} "
                 "that captured graphs hold addresses of; size the registry for the largest batch before capture"
             )
+        before = self.max_bs, self.max_num_tokens
         self.max_bs = max(self.max_bs, 1 << (bs - 1).bit_length())
         self.max_num_tokens = max(self.max_num_tokens, 1 << (num_tokens - 1).bit_length())
-        self._block = None
-        self.make_buffers()
+        try:
+            self.make_buffers()
+        except BaseException:
+            self.max_bs, self.max_num_tokens = before
+            raise
 
     def freeze(self) -> None:
         """Addresses have been captured: never reallocate again."""
@@ -245,12 +249,11 @@ class BufferRegistry:
         host[..., : values.shape[-1]] = values
 
     def stage_all(self, batch: ScheduleBatch) -> dict[str, Any]:
-        """The same for all that a host batch gives, for which room is made; the fields of its step's batch by their (dotted) names, tensors being
-        the heads of their buffers. One-shot values are taken."""
-        is_decode = batch.forward_mode.is_decode
-        values = host_reader(self.batch_type, is_decode).read(batch)
-        bs, num_tokens = values["batch_size"], values["num_tokens"]
+        """The same for all that a host batch gives, for which room is made first; the fields of its step's batch by their
+        (dotted) names, tensors being the heads of their buffers. One-shot values are taken, unless there is no room."""
+        is_decode, bs, num_tokens = batch.forward_mode.is_decode, batch.batch_size, batch.num_tokens
         self.ensure(bs, num_tokens)
+        values = host_reader(self.batch_type, is_decode).read(batch)
         flat, others = self._staging.get(is_decode) or self._compile_staging(is_decode)
         for name, host in flat:
             value = values[name]

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from sglcore.engine.outputs import PromptProgress, TextDelta
 from sglcore.sampling.grammar import GrammarError
@@ -19,9 +19,9 @@ from sglcore.serving.errors import InvalidRequest, blame
 from sglcore.serving.formats import ChatFormat, Delta, Rendered
 from sglcore.serving.frontend import Frontend
 from sglcore.serving.generation import Generation
+from sglcore.serving.protocol.chat import ChatFinish
 from sglcore.serving.runs import check_token_ids
 
-ChatFinish = Literal["stop", "length", "tool_calls", "abort", "error"]
 ToolChoice = str | Mapping[str, Any]
 LONG_TALK, LONG_TEXT = 100, 100_000
 """Messages and tools, and characters, from which a prompt is rendered beside the event loop: a template may take a million

@@ -158,8 +158,11 @@ def batch_field(
     default: Any = None,
 ) -> Any:
     """Declare a field, and who carries it: the host batch (`read`), the host's side of the field `mirror`, the fields of a
-    nested `record`, or an `owner` who computes or brings it where the host does not. A field without an axis must say how it is split: nothing
-    can be right by default. Raises TypeError for a declaration that leaves something open."""
+    nested `record`, or an `owner` who computes or brings it where the host does not.
+
+    A field without an axis must say how it is split: nothing can be right by default. Raises TypeError for a declaration
+    that leaves something open.
+    """
     if read is None and not (mirror or owner or record):
         raise TypeError(
             "a batch field must declare read=..., where the host batch has it, or mirror=, record= or owner=...; "

@@ -25,24 +25,30 @@ class HostReader:
         present = [spec for spec in every.values() if not (is_decode and spec.when is When.EXTEND)]
         reads = {spec.name: every[spec.mirror].read if spec.mirror else spec.read for spec in present}
         given = {spec.name for spec in present if spec.when is When.IF_GIVEN}
-        mirrors = {spec.name: spec.mirror for spec in present if spec.mirror in reads and callable(reads[spec.name])}
+        mirrors = {
+            spec.name: spec.mirror for spec in present if spec.mirror in reads and not isinstance(reads[spec.name], str)
+        }
+        reads = {name: read for name, read in reads.items() if name not in mirrors}
         self.batch_type = batch_type
         self.staged = tuple(spec for spec in present if spec.is_staged)
         self._always = _attribute_reader({name: read for name, read in reads.items() if name not in given})
         self._given = _attribute_reader({name: read for name, read in reads.items() if name in given})
-        self._functions = tuple((name, read) for name, read in reads.items() if callable(read) and name not in mirrors)
+        self._functions = tuple((name, read) for name, read in reads.items() if callable(read))
         self._mirrors = tuple(mirrors.items())
 
     def read(self, batch: ScheduleBatch) -> Values:
         """The values by the names of their fields, without those that were not given. One-shot values are taken."""
         values = self._always(batch)
-        for name, function in self._functions:
-            values[name] = function(batch, values)
-        for name, mirror in self._mirrors:
-            values[name] = values[mirror]
         for name, value in self._given(batch).items():
             if value is not None:
                 values[name] = value
+        for name, function in self._functions:
+            value = function(batch, values)
+            if value is not None:
+                values[name] = value
+        for name, mirror in self._mirrors:
+            if mirror in values:
+                values[name] = values[mirror]
         return values
 
 
@@ -85,7 +91,9 @@ def host_arrays(batch_type: type) -> tuple[FieldSpec, ...]:
 
 
 def padded(spec: FieldSpec, values: NDArray, length: int) -> NDArray:
-    """Staged values in their declared type, with padding up to `length` entries along the axis."""
+    """Staged values in their declared type, with padding up to `length` entries along the axis, if there is one."""
+    if spec.axis is Axis.NONE:
+        length = values.shape[-1]
     made = np.full((*spec.lead, length), spec.padding.value, dtype=spec.dtype)
     made[..., : values.shape[-1]] = values
     return made

@@ -91,7 +91,7 @@ def test_a_step_that_fails_leaves_no_request_of_its_call_behind(llm: LLM) -> Non
 
 
 @pytest.mark.parametrize("fails_at", range(2, 9))
-def test_a_stop_string_in_the_news_of_a_failed_step_ends_its_request_once(llm: LLM, fails_at: int) -> None:
+def test_a_stop_string_in_the_outputs_of_a_failed_step_ends_its_request_once(llm: LLM, fails_at: int) -> None:
     third = llm.engine.codec.token(llm.generate([A], GREEDY)[0].outputs[0].token_ids[2])
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=(third.strip(),), n=2)
     outputs = [llm.engine.add(A, params), llm.engine.add(B, GREEDY)]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sglcore.device.facts import Facts
+from sglcore.runtime import buffer_registry
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext, InputBuffer
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.registry_builders import build_decode_registry
@@ -272,6 +273,24 @@ def test_capacity_grows_to_the_next_power_of_two_and_keeps_its_rules(shares: boo
     assert contents(registry, "lens") == [5] * 8
     registry.fill_from(toy(8, 70), FillContext(8, 8, 70, 80))
     assert contents(registry, "input_ids")[68:82] == [78, 79] + [0] * 12
+
+
+@both
+def test_growth_that_fails_leaves_the_capacity_and_what_it_holds(shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = toy_registry(shares)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(buffer_registry, "HostBlock", _no_memory)
+        registry.ensure(5, 100)
+    assert (registry.max_bs, registry.max_num_tokens) == (4, 8)
+    registry.stage("input_ids", ints([1, 2]))
+    registry.commit()
+    assert contents(registry, "input_ids")[:2] == [1, 2]
+    registry.ensure(5, 100)
+    assert (registry.max_bs, registry.max_num_tokens) == (8, 128)
+
+
+def _no_memory(*sizes: object, **others: object) -> None:
+    raise MemoryError
 
 
 @both

@@ -122,6 +122,16 @@ def loaded_batch(shot: type[OneShot] = OneShot) -> tuple[Site, ScheduleBatch]:
     return site, batch
 
 
+def test_a_batch_that_has_no_room_keeps_its_one_shot_values() -> None:
+    site, batch = loaded_batch()
+    registry = site.runner.registry_for(batch)
+    registry.freeze()
+    registry.max_num_tokens = batch.num_tokens - 1
+    with pytest.raises(ValueError, match="captured graphs hold addresses of"):
+        ForwardBatch.init_new(batch, registry)
+    assert batch.capture_hidden_mode.is_set and batch.seq_lens_cpu_cache.is_set
+
+
 def test_one_shot_values_are_seen_by_the_first_forward_only() -> None:
     site, batch = loaded_batch()
     assert one_shots(site, batch) == (CaptureHiddenMode.FULL, True, [8])

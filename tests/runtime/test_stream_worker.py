@@ -64,7 +64,7 @@ def sim(lane: Lane) -> Iterator[Any]:
     assert not seen, seen
 
 
-class Bench:
+class WorkerSite:
     """A tiny model on the simulated device, its worker, and the host that writes batches."""
 
     def __init__(self, sim: Any, worker: type[TpModelWorker] = TpModelWorker, streams: type[Streams] = Streams) -> None:
@@ -114,27 +114,27 @@ def on_device(device: str) -> TinyModel:
     return model
 
 
-def overlapped(bench: Bench, count: int, params: Any = None, **values: Any) -> dict[int, list[int]]:
+def overlapped(site: WorkerSite, count: int, params: Any = None, **values: Any) -> dict[int, list[int]]:
     """The tokens of all prompts, with two steps in flight."""
     tokens: dict[int, list[int]] = {slot: [] for slot in PROMPTS}
 
     def take(ticket: Ticket) -> None:
-        result = bench.worker.collect(ticket)
+        result = site.worker.collect(ticket)
         for row, slot in enumerate(PROMPTS):
             tokens[slot] += tokens_of(result, row)
 
-    running = bench.start(params=params, **values)
+    running = site.start(params=params, **values)
     for _ in range(count - 1):
-        queued = bench.worker.submit(bench.desk.decode(*PROMPTS, params=params, composition=1))
+        queued = site.worker.submit(site.desk.decode(*PROMPTS, params=params, composition=1))
         take(running)
         running = queued
     take(running)
     return tokens
 
 
-def wanted(bench: Bench, count: int) -> dict[int, list[int]]:
+def wanted(site: WorkerSite, count: int) -> dict[int, list[int]]:
     """What each prompt gives alone, on the host."""
-    return {slot: bench.oracle.continuation(prompt, count) for slot, prompt in PROMPTS.items()}
+    return {slot: site.oracle.continuation(prompt, count) for slot, prompt in PROMPTS.items()}
 
 
 PENALISED = [
@@ -147,16 +147,16 @@ HISTORY: dict[str, Any] = {
 
 
 def test_two_steps_in_flight_give_the_tokens_of_each_request_alone(sim: Any) -> None:
-    bench = Bench(sim)
-    assert overlapped(bench, 9) == wanted(bench, 9)
-    assert bench.waits == 0
+    site = WorkerSite(sim)
+    assert overlapped(site, 9) == wanted(site, 9)
+    assert site.waits == 0
 
 
-def counted(sim: Any, bench: Bench, batch: ScheduleBatch) -> tuple[Ticket, int, int]:
+def counted(sim: Any, site: WorkerSite, batch: ScheduleBatch) -> tuple[Ticket, int, int]:
     """Submit where waiting is forbidden; the copies to the device, and those to the host."""
     before = dict(sim.stats())
     with sim.no_sync():
-        ticket = bench.worker.submit(batch)
+        ticket = site.worker.submit(batch)
     after = sim.stats()
     for name in ("host_syncs", "pageable_h2d", "event_waits"):
         assert after[name] == before[name], name
@@ -165,126 +165,126 @@ def counted(sim: Any, bench: Bench, batch: ScheduleBatch) -> tuple[Ticket, int, 
 
 @pytest.mark.parametrize("penalised", [False, True])
 def test_a_decode_step_is_one_copy_each_way_and_a_new_composition_at_most_two(sim: Any, penalised: bool) -> None:
-    bench = Bench(sim)
+    site = WorkerSite(sim)
     values = {"params": PENALISED, **HISTORY} if penalised else {}
     params = {"params": PENALISED} if penalised else {}
-    ticket, there, back = counted(sim, bench, bench.desk.extend(PROMPTS, composition=0, **values))
+    ticket, there, back = counted(sim, site, site.desk.extend(PROMPTS, composition=0, **values))
     assert there <= 2 and back == 1
     for step in range(9):
-        bench.worker.collect(ticket)
-        ticket, there, back = counted(sim, bench, bench.desk.decode(*PROMPTS, composition=1, **params))
+        site.worker.collect(ticket)
+        ticket, there, back = counted(sim, site, site.desk.decode(*PROMPTS, composition=1, **params))
         assert (there, back) == (1, 1) if step else (there <= 2 and back == 1)
-    bench.worker.collect(ticket)
-    assert bench.waits == 0
+    site.worker.collect(ticket)
+    assert site.waits == 0
 
 
 def test_collect_waits_for_one_event_and_nothing_else(sim: Any) -> None:
-    bench = Bench(sim)
-    first = bench.start()
-    second = bench.worker.submit(bench.desk.decode(*PROMPTS, composition=1))
+    site = WorkerSite(sim)
+    first = site.start()
+    second = site.worker.submit(site.desk.decode(*PROMPTS, composition=1))
     before = dict(sim.stats())
     with sim.no_sync():
-        bench.worker.collect(first)
+        site.worker.collect(first)
     after = sim.stats()
     assert after["host_syncs"] == before["host_syncs"]
     assert after["event_waits"] <= before["event_waits"] + 1
-    bench.worker.collect(second)
+    site.worker.collect(second)
 
 
 def test_a_step_with_everything_that_can_be_asked_waits_for_nothing(sim: Any) -> None:
-    bench = Bench(sim)
+    site = WorkerSite(sim)
     biased = SamplingParams(temperature=0.8, logit_bias={3: 4.0}, logprobs=2, top_k=7, min_p=0.01)
     rows = {1: random_tokens(1, 6), 3: random_tokens(2, 9), 4: random_tokens(3, 2)}
     extra: dict[str, Any] = {"next_ids": ints([-1, 4, -1]), "prompt_logprobs": ints([1, 2, -1])}
-    batch = bench.desk.extend(rows, params=[(biased, 1), (biased, 2), (biased, 3)], emits=[True, False, True], **extra)
-    ticket, there, back = counted(sim, bench, batch)
+    batch = site.desk.extend(rows, params=[(biased, 1), (biased, 2), (biased, 3)], emits=[True, False, True], **extra)
+    ticket, there, back = counted(sim, site, batch)
     assert there <= 2 and back == 1
-    result = bench.worker.collect(ticket)
+    result = site.worker.collect(ticket)
     assert result.logprobs is not None and result.logprobs.top_ids.shape == (2, 2)
-    exact = torch.log_softmax(bench.oracle.logits(bench.oracle.dense(rows[3])), -1)
+    exact = torch.log_softmax(site.oracle.logits(site.oracle.dense(rows[3])), -1)
     targets = [*rows[3][1:], 4]
     for found, row, target in zip(result.prompt_logprobs[3 - 2].chosen, exact, targets, strict=True):
         assert found == pytest.approx(float(row[target]), abs=1e-4)
 
 
 def test_embeddings_wait_for_nothing_and_are_right(sim: Any) -> None:
-    bench = Bench(sim)
+    site = WorkerSite(sim)
     rows = {1: random_tokens(1, 4), 2: random_tokens(2, 6)}
-    batch = bench.desk.extend(rows, ForwardMode.EMBED, emits=[False] * 2)
-    ticket, there, back = counted(sim, bench, batch)
+    batch = site.desk.extend(rows, ForwardMode.EMBED, emits=[False] * 2)
+    ticket, there, back = counted(sim, site, batch)
     assert (there, back) == (1, 1)
-    found = bench.worker.collect(ticket).embeddings
+    found = site.worker.collect(ticket).embeddings
     assert found is not None
     for row, tokens in enumerate(rows.values()):
-        mean = bench.oracle.dense(tokens).mean(0)
+        mean = site.oracle.dense(tokens).mean(0)
         assert found[row].tolist() == pytest.approx((mean / mean.norm()).tolist(), abs=1e-5)
 
 
 def test_a_dropped_ticket_harms_no_other_step(sim: Any) -> None:
-    bench = Bench(sim)
-    first = bench.worker.collect(bench.start())
+    site = WorkerSite(sim)
+    first = site.worker.collect(site.start())
     tokens = {slot: tokens_of(first, row) for row, slot in enumerate(PROMPTS)}
     for step in range(6):
-        ticket = bench.worker.submit(bench.desk.decode(*PROMPTS, composition=1))
+        ticket = site.worker.submit(site.desk.decode(*PROMPTS, composition=1))
         if step % 3 == 2:
-            result = bench.worker.collect(ticket)
+            result = site.worker.collect(ticket)
             for row, slot in enumerate(PROMPTS):
                 tokens[slot] += tokens_of(result, row)
         del ticket
         gc.collect()
-    alone = wanted(bench, 7)
+    alone = wanted(site, 7)
     assert tokens == {slot: [found[0], found[3], found[6]] for slot, found in alone.items()}
 
 
 def test_what_the_device_uses_is_kept_until_collect_and_no_longer(sim: Any) -> None:
-    bench = Bench(sim)
-    ticket = bench.start()
+    site = WorkerSite(sim)
+    ticket = site.start()
     pending = ticket.payload
     assert isinstance(pending, Pending) and pending.arrays is not None
     addresses = {tensor.data_ptr() for tensor in pending.kept}
     for tensor in (*pending.arrays.arrived.values(), *pending.readback.kept):
         assert tensor.data_ptr() in addresses
     for name in ("input_ids", "seq_lens", "out_cache_loc", "extend_seq_lens"):
-        buffer = bench.runner.prefill_registry.input_buffer(name).tensor
+        buffer = site.runner.prefill_registry.input_buffer(name).tensor
         assert buffer.data_ptr() in addresses
     del pending, tensor
-    bench.worker.collect(ticket)
+    site.worker.collect(ticket)
     assert ticket.payload is None
     held = {}
     for _ in range(12):
-        bench.collected(bench.desk.decode(*PROMPTS, composition=1))
-        bench.model.seen.clear()
+        site.collected(site.desk.decode(*PROMPTS, composition=1))
+        site.model.seen.clear()
         gc.collect()
         held[len(held)] = sim.stats()["allocated"]
     assert len(set(list(held.values())[6:])) == 1
 
 
 def test_an_error_between_the_copies_leaves_the_rings_as_they_were(sim: Any) -> None:
-    bench = Bench(sim)
-    first = bench.worker.collect(bench.start())
+    site = WorkerSite(sim)
+    first = site.worker.collect(site.start())
     found = {slot: tokens_of(first, row) for row, slot in enumerate(PROMPTS)}
     for _ in range(5):
-        bad = bench.desk.decode(*PROMPTS, composition=1)
-        bad.page_counts = bad.page_counts + bench.runner.attn_backend.req_to_token_pool.max_pages
+        bad = site.desk.decode(*PROMPTS, composition=1)
+        bad.page_counts = bad.page_counts + site.runner.attn_backend.req_to_token_pool.max_pages
         bad.new_pages, bad.new_page_offsets = ints([1]), ints([0, 1, 1, 1])
         with pytest.raises(ValueError, match="its slot holds"):
-            bench.worker.submit(bad)
+            site.worker.submit(bad)
         for slot in PROMPTS:
-            bench.desk.lens[slot] -= 1
+            site.desk.lens[slot] -= 1
     for slot in PROMPTS:
-        del bench.desk.pages[slot][-(-bench.desk.lens[slot] // PAGE) :]
-    result = bench.collected(bench.desk.decode(*PROMPTS, composition=1))
+        del site.desk.pages[slot][-(-site.desk.lens[slot] // PAGE) :]
+    result = site.collected(site.desk.decode(*PROMPTS, composition=1))
     for row, slot in enumerate(PROMPTS):
-        assert found[slot] + tokens_of(result, row) == bench.oracle.continuation(PROMPTS[slot], 2)
-    assert bench.waits == 0
+        assert found[slot] + tokens_of(result, row) == site.oracle.continuation(PROMPTS[slot], 2)
+    assert site.waits == 0
 
 
 def test_closing_waits_for_steps_under_way(sim: Any) -> None:
-    bench = Bench(sim)
-    ticket = bench.start()
-    bench.worker.close()
+    site = WorkerSite(sim)
+    ticket = site.start()
+    site.worker.close()
     assert sim.stats()["pending"] == 0
-    bench.worker.collect(ticket)
+    site.worker.collect(ticket)
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
@@ -367,51 +367,51 @@ class NeverTakesOver(TpModelWorker):
         self.runner.token_table.last.zero_()
 
 
-def break_readback(bench: Bench, kind: type[ReadbackQueue]) -> None:
+def break_readback(site: WorkerSite, kind: type[ReadbackQueue]) -> None:
     """Post results in a broken way."""
-    bench.worker._readbacks = kind(bench.runner.streams, torch.device(bench.facts.tensor_device), True)
+    site.worker._readbacks = kind(site.runner.streams, torch.device(site.facts.tensor_device), True)
 
 
 def test_results_copied_before_the_step_is_through_are_caught(sim: Any) -> None:
-    bench = Bench(sim)
-    break_readback(bench, NoWait)
+    site = WorkerSite(sim)
+    break_readback(site, NoWait)
     with sim.expect("race"):
-        bench.start()
+        site.start()
 
 
 def test_results_read_before_their_event_are_caught(sim: Any) -> None:
-    bench = Bench(sim)
-    break_readback(bench, Early)
-    ticket = bench.start()
+    site = WorkerSite(sim)
+    break_readback(site, Early)
+    ticket = site.start()
     with sim.expect("pinned_read_early"):
-        bench.worker.collect(ticket)
+        site.worker.collect(ticket)
 
 
 def test_results_freed_while_they_are_copied_are_caught(sim: Any) -> None:
-    bench = Bench(sim)
-    break_readback(bench, Unrecorded)
+    site = WorkerSite(sim)
+    break_readback(site, Unrecorded)
     with sim.expect("use_after_free"):
-        bench.start()
+        site.start()
         for _ in range(2):
-            bench.worker.submit(bench.desk.decode(*PROMPTS, composition=1))
+            site.worker.submit(site.desk.decode(*PROMPTS, composition=1))
 
 
 def test_a_worker_that_does_not_wait_for_the_weights_is_caught(sim: Any) -> None:
-    good = Bench(sim, worker=TakesOver)
+    good = WorkerSite(sim, worker=TakesOver)
     good.worker.collect(good.start())
-    bad = Bench(sim, worker=NeverTakesOver)
+    bad = WorkerSite(sim, worker=NeverTakesOver)
     with sim.expect("race"):
         bad.start()
 
 
 def test_a_step_on_another_stream_than_the_one_before_is_caught(sim: Any) -> None:
-    bench = Bench(sim)
-    bench.worker.collect(bench.start())
-    right = bench.runner.streams
+    site = WorkerSite(sim)
+    site.worker.collect(site.start())
+    right = site.runner.streams
     with sim.expect("race"):
         for streams in (OtherStream(right.schedule, right.forward), right):
-            bench.worker._streams = streams
-            bench.worker.submit(bench.desk.decode(*PROMPTS, composition=1))
+            site.worker._streams = streams
+            site.worker.submit(site.desk.decode(*PROMPTS, composition=1))
 
 
 def test_a_pinned_buffer_that_is_refilled_under_a_copy_is_caught(sim: Any) -> None:
@@ -421,22 +421,22 @@ def test_a_pinned_buffer_that_is_refilled_under_a_copy_is_caught(sim: Any) -> No
             self._mirrors[0]._copied = False
             super().commit()
 
-    bench = Bench(sim)
-    block = bench.runner.decode_registry.block
+    site = WorkerSite(sim)
+    block = site.runner.decode_registry.block
     block.__class__ = OneMirror
-    bench.worker.collect(bench.start())
+    site.worker.collect(site.start())
     with sim.expect("pinned_source_changed"):
-        tickets = [bench.worker.submit(bench.desk.decode(*PROMPTS, composition=1)) for _ in range(2)]
+        tickets = [site.worker.submit(site.desk.decode(*PROMPTS, composition=1)) for _ in range(2)]
         for ticket in tickets:
-            bench.worker.collect(ticket)
+            site.worker.collect(ticket)
 
 
 def test_results_of_two_steps_in_one_buffer_are_caught(sim: Any) -> None:
-    bench = Bench(sim)
-    bench.worker._readbacks.ring = OneBuffer(torch.device(bench.facts.tensor_device), True)
-    first = bench.start()
-    second = bench.worker.submit(bench.desk.decode(*PROMPTS, composition=1))
-    one, two = bench.worker.collect(first), bench.worker.collect(second)
-    alone = wanted(bench, 2)
+    site = WorkerSite(sim)
+    site.worker._readbacks.ring = OneBuffer(torch.device(site.facts.tensor_device), True)
+    first = site.start()
+    second = site.worker.submit(site.desk.decode(*PROMPTS, composition=1))
+    one, two = site.worker.collect(first), site.worker.collect(second)
+    alone = wanted(site, 2)
     assert np.array_equal([tokens_of(two, row)[0] for row in range(3)], [found[1] for found in alone.values()])
     assert [tokens_of(one, row)[0] for row in range(3)] != [found[0] for found in alone.values()]

@@ -48,7 +48,7 @@ def test_a_worker_that_fails_to_collect_ends_the_requests_of_that_step() -> None
     assert spared.finish_reason == "error" and spared.output_ids == []
 
 
-def test_the_news_of_a_failure_come_with_the_next_step_if_nobody_drained_them() -> None:
+def test_the_outputs_of_a_failure_come_with_the_next_step_if_nobody_drained_them() -> None:
     drive = Drive()
     drive.worker.fail_submit = {1}
     drive.add("a", 3, 9)

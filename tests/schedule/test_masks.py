@@ -174,7 +174,7 @@ def test_a_worker_that_takes_no_masks_is_never_given_a_grammar() -> None:
         drive.scheduler.add(bound)
 
 
-def test_news_that_came_before_a_failed_submit_are_not_lost() -> None:
+def test_outputs_that_came_before_a_failed_submit_are_not_lost() -> None:
     drive = Drive()
     bound = drive.make("bound", 4, 9)
     bound.matcher = FakeMatcher(bound)

@@ -1,4 +1,4 @@
-"""Random lives of a scheduler: arrivals, aborts, stops, failures and tiny pools, played against the checking worker.
+"""Random traces of a scheduler: arrivals, aborts, stops, failures and tiny pools, played against the checking worker.
 
 A trace is drawn from anything that has `randint`, `choice` and `random`: a seeded generator or hypothesis.
 """

@@ -169,7 +169,7 @@ def test_a_checkpoint_that_can_not_be_loaded_ends_the_server_with_its_reason(tmp
     uvloop.run(play())
 
 
-def test_an_engine_whose_front_is_killed_ends_by_itself() -> None:
+def test_an_engine_whose_frontend_is_killed_ends_by_itself() -> None:
     with subprocess.Popen([sys.executable, "-c", LONELY], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         engine = int(parent.stdout.readline())

@@ -126,7 +126,7 @@ def test_too_much_to_do_is_told_with_a_time(path: str, stream: bool) -> None:
 
 @pytest.mark.parametrize("path", GENERATING)
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_fails_before_the_first_news_has_its_status(path: str, stream: bool) -> None:
+def test_what_fails_before_the_first_output_has_its_status(path: str, stream: bool) -> None:
     generation = StubGeneration([], EngineDied())
 
     async def generate(*given: Any, **named: Any) -> StubGeneration:

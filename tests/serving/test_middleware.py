@@ -256,7 +256,7 @@ class TestExchanges:
         assert [message.get("body") for message in answer.sent[1:]] == [b"0", b"1", b"2", b""]
         assert passed == [0, 1, 2]
 
-    def test_a_client_that_leaves_is_seen_through_all_guards(self) -> None:
+    def test_a_client_that_leaves_is_seen_through_all_middleware(self) -> None:
         async def watch(scope: Scope, receive: Receive, send: Send) -> None:
             kinds.append((await receive())["type"])
             kinds.append((await receive())["type"])

@@ -32,7 +32,7 @@ def run(play: Coroutine[None, None, None]) -> None:
     asyncio.run(asyncio.wait_for(play, 2 * PATIENCE))
 
 
-def test_a_fleet_is_ready_when_all_that_it_began_with_are() -> None:
+def test_a_replica_set_is_ready_when_all_that_it_began_with_are() -> None:
     async def play() -> None:
         async with staged(replicas=2) as stage:
             health = stage.replica_set.health

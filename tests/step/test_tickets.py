@@ -32,12 +32,12 @@ def test_a_payload_is_taken_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "value"), [("capture_hidden_mode", CaptureHiddenMode.LAST), ("return_hidden_states_before_norm", True)]
+    ("asked", "value"), [("capture_hidden_mode", CaptureHiddenMode.LAST), ("return_hidden_states_before_norm", True)]
 )
-def test_hidden_states_are_refused_and_the_wish_stays(wish: str, value: object) -> None:
+def test_hidden_states_are_refused_and_what_was_asked_stays(asked: str, value: object) -> None:
     batch = make_batch({1: [2]})
     refuse_hidden_states(batch)
-    getattr(batch, wish).put(value)
+    getattr(batch, asked).put(value)
     with pytest.raises(ValueError, match="asks for hidden states"):
         refuse_hidden_states(batch)
-    assert getattr(batch, wish).is_set
+    assert getattr(batch, asked).is_set

@@ -16,7 +16,7 @@ def text(system: System, name: str) -> str | None:
     if not system.is_this_machine:
         found = system.read(f"/sysctl/{name}")
         return None if found is None else found.strip()
-    raw = _ask(name)
+    raw = _raw(name)
     return None if raw is None else raw.rstrip(b"\0").decode(errors="replace")
 
 
@@ -25,11 +25,11 @@ def number(system: System, name: str) -> int | None:
     if not system.is_this_machine:
         found = system.read(f"/sysctl/{name}")
         return None if found is None else int(found)
-    raw = _ask(name)
+    raw = _raw(name)
     return None if raw is None else int.from_bytes(raw, sys.byteorder)
 
 
-def _ask(name: str) -> bytes | None:
+def _raw(name: str) -> bytes | None:
     """The bytes that the kernel gives; None on other systems than macOS, and for a name it does not know."""
     if sys.platform != "darwin":
         return None

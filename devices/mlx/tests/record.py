@@ -25,7 +25,7 @@ DIGITS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Question:
     """A prompt and what is asked for, as `SamplingParams` takes it."""
 
     prompt: str
@@ -42,12 +42,12 @@ class Answer:
     finish: str
 
 
-def greedy() -> list[Ask]:
+def greedy() -> list[Question]:
     """The most likely text of each prompt."""
-    return [Ask(prompt, {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}) for prompt in PROMPTS]
+    return [Question(prompt, {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}) for prompt in PROMPTS]
 
 
-def sampled() -> list[Ask]:
+def sampled() -> list[Question]:
     """Texts that are drawn, each parameter by itself and several together."""
     kinds: tuple[dict[str, Any], ...] = (
         {"temperature": 1.0, "seed": 1},
@@ -64,13 +64,13 @@ def sampled() -> list[Ask]:
         {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.02, "presence_penalty": 0.3, "n": 2, "seed": 11},
     )
     common = {"max_tokens": 40}
-    return [Ask(PROMPTS[index % len(PROMPTS)], {**common, **kind}) for index, kind in enumerate(kinds)]
+    return [Question(PROMPTS[index % len(PROMPTS)], {**common, **kind}) for index, kind in enumerate(kinds)]
 
 
-def answer(llm: LLM, asks: Sequence[Ask]) -> list[list[Answer]]:
+def answer(llm: LLM, questions: Sequence[Question]) -> list[list[Answer]]:
     """The completions of each, all run together. Waits."""
-    params = [SamplingParams(**ask.params, logprobs=0) for ask in asks]
-    return [_answers(output) for output in llm.generate([ask.prompt for ask in asks], params)]
+    params = [SamplingParams(**question.params, logprobs=0) for question in questions]
+    return [_answers(output) for output in llm.generate([question.prompt for question in questions], params)]
 
 
 def _answers(output: RequestOutput) -> list[Answer]:

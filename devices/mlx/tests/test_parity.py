@@ -171,21 +171,23 @@ def embedded() -> Iterator[tuple[LLM, LLM]]:
 def test_the_record_is_what_the_processor_still_says(embedded: tuple[LLM, LLM]) -> None:
     _, host = embedded
     written = record.read()
-    for kind, asks in {"greedy": record.greedy(), "sampled": record.sampled()}.items():
-        assert not record.differences(record.answer(host, asks), written[kind], 1e-4), f"python {record.__file__}"
+    for kind, questions in {"greedy": record.greedy(), "sampled": record.sampled()}.items():
+        assert not record.differences(record.answer(host, questions), written[kind], 1e-4), f"python {record.__file__}"
 
 
 def test_the_embedded_model_writes_and_draws_the_processors_texts(embedded: tuple[LLM, LLM]) -> None:
     mlx, host = embedded
-    for asks in (record.greedy(), record.sampled()):
-        assert not record.differences(record.answer(mlx, asks), record.answer(host, asks), TO_DEVICE)
+    for questions in (record.greedy(), record.sampled()):
+        assert not record.differences(record.answer(mlx, questions), record.answer(host, questions), TO_DEVICE)
 
 
 def test_a_compiled_decode_step_gives_what_the_step_gives(embedded: tuple[LLM, LLM]) -> None:
     _, host = embedded
-    asks = [record.Ask(ask.prompt, {**ask.params, "max_tokens": 24}) for ask in record.greedy()]
+    questions = [
+        record.Question(question.prompt, {**question.params, "max_tokens": 24}) for question in record.greedy()
+    ]
     with LLM(device="mlx", dtype="float32", graph="compiled", graph_buckets=(4,), max_requests=4) as compiled:
-        assert not record.differences(record.answer(compiled, asks), record.answer(host, asks), TO_DEVICE)
+        assert not record.differences(record.answer(compiled, questions), record.answer(host, questions), TO_DEVICE)
 
 
 def test_in_16_bits_texts_part_only_where_two_tokens_are_nearly_equal() -> None:

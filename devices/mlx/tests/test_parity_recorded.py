@@ -38,9 +38,9 @@ def test_equal_seeds_draw_the_recorded_texts(llm: LLM, recorded: dict[str, list[
 def test_a_seeded_text_drawn_alone_is_the_one_drawn_among_others(
     llm: LLM, recorded: dict[str, list[list[record.Answer]]]
 ) -> None:
-    asks = record.sampled()
-    for place in (2, 7, len(asks) - 1):
-        alone = record.answer(llm, [asks[place]])
+    questions = record.sampled()
+    for place in (2, 7, len(questions) - 1):
+        alone = record.answer(llm, [questions[place]])
         assert not record.differences(alone, [recorded["sampled"][place]], TOLERANCE)
 
 

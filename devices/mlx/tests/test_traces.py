@@ -1,4 +1,4 @@
-"""Random lives of a started device: arrivals, aborts, stops, shared prefixes, too few pages. Whatever happens, a request
+"""Random traces of a started device: arrivals, aborts, stops, shared prefixes, too few pages. Whatever happens, a request
 gets the tokens and the log-probabilities that it gets alone, and every page and slot comes back. No torch.
 """
 
@@ -55,7 +55,7 @@ MOST_TICKS = 1500
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Arrival:
     """A request to come at a tick. `leader`: the place of a sibling with the same prompt, or None."""
 
     tick: int
@@ -72,7 +72,7 @@ class Life:
     """What happens when: `ends` are (tick, place of the request, "abort" or "stop")."""
 
     drive: Drive
-    asks: tuple[Ask, ...]
+    arrivals: tuple[Arrival, ...]
     ends: tuple[tuple[int, int, str], ...]
 
 
@@ -89,20 +89,20 @@ def draw_life(rnd: Random) -> Life:
     pages = CONTEXT // PAGE_SIZE + rnd.choice([0, 1, 2, 5, 20])
     drive = Drive(chunk=rnd.choice([1, 2, 5, 16, 64]), pages=pages, prefix_cache=rnd.random() < 0.7)
     common = [rnd.randrange(FIRST_TOKEN, VOCAB) for _ in range(CONTEXT)]
-    asks: list[Ask] = []
+    arrivals: list[Arrival] = []
     for _ in range(rnd.randint(2, 5)):
-        asks += _draw_siblings(rnd, common, len(asks))
-    ends = [(rnd.randint(0, 25), place, rnd.choice(["abort", "stop"])) for place in range(len(asks))]
-    return Life(drive, tuple(asks), tuple(end for end in ends if rnd.random() < 0.2))
+        arrivals += _draw_siblings(rnd, common, len(arrivals))
+    ends = [(rnd.randint(0, 25), place, rnd.choice(["abort", "stop"])) for place in range(len(arrivals))]
+    return Life(drive, tuple(arrivals), tuple(end for end in ends if rnd.random() < 0.2))
 
 
-def _draw_siblings(rnd: Random, common: Sequence[int], place: int) -> list[Ask]:
+def _draw_siblings(rnd: Random, common: Sequence[int], place: int) -> list[Arrival]:
     own = [rnd.randrange(FIRST_TOKEN, VOCAB) for _ in range(rnd.randint(1, 4))]
     prompt = (*common[: rnd.choice([0, 3, 8, 17, 26])], *own)
     tick, params, seed = rnd.randint(0, 12), _draw_params(rnd), rnd.randrange(2**64)
     stops = frozenset(rnd.randrange(VOCAB) for _ in range(rnd.choice([0, 0, 6])))
     return [
-        Ask(tick, prompt, params, seed, index, stops, place if index else None)
+        Arrival(tick, prompt, params, seed, index, stops, place if index else None)
         for index in range(rnd.choice([1, 1, 1, 2]))
     ]
 
@@ -120,10 +120,12 @@ def _draw_params(rnd: Random) -> SamplingParams:
     return SamplingParams(max_tokens=rnd.choice([4, 9, 14, None]), **rnd.choice(kinds), **scored)
 
 
-def make_request(place: int, ask: Ask, leader: Request | None = None) -> Request:
+def make_request(place: int, arrival: Arrival, leader: Request | None = None) -> Request:
     """The scheduler's request."""
-    prompt = np.array(ask.prompt, np.int32)
-    return Request(f"r{place}", prompt, ask.params, ask.seed, ask.sample_index, ask.stop_ids, leader=leader)
+    prompt = np.array(arrival.prompt, np.int32)
+    return Request(
+        f"r{place}", prompt, arrival.params, arrival.seed, arrival.sample_index, arrival.stop_ids, leader=leader
+    )
 
 
 def play(recorder: RecordingWorker, life: Life, *, overlap: bool) -> Lived:
@@ -132,9 +134,9 @@ def play(recorder: RecordingWorker, life: Life, *, overlap: bool) -> Lived:
     scheduler = Scheduler(narrowed(recorder.limits, life.drive), prefix_cache=life.drive.prefix_cache)
     loop = Loop(scheduler, recorder, overlap=overlap)
     requests: list[Request] = []
-    for place, ask in enumerate(life.asks):
-        requests.append(make_request(place, ask, None if ask.leader is None else requests[ask.leader]))
-    last = max([ask.tick for ask in life.asks] + [tick for tick, *_ in life.ends])
+    for place, arrival in enumerate(life.arrivals):
+        requests.append(make_request(place, arrival, None if arrival.leader is None else requests[arrival.leader]))
+    last = max([arrival.tick for arrival in life.arrivals] + [tick for tick, *_ in life.ends])
     tick = 0
     while tick <= last or loop.has_work:
         _happen(scheduler, life, requests, tick)
@@ -149,8 +151,8 @@ def play(recorder: RecordingWorker, life: Life, *, overlap: bool) -> Lived:
 
 
 def _happen(scheduler: Scheduler, life: Life, requests: Sequence[Request], tick: int) -> None:
-    for ask, request in zip(life.asks, requests, strict=True):
-        if ask.tick == tick:
+    for arrival, request in zip(life.arrivals, requests, strict=True):
+        if arrival.tick == tick:
             scheduler.add(request)
     for when, place, how in life.ends:
         if when == tick and requests[place].arrival >= 0:
@@ -159,25 +161,25 @@ def _happen(scheduler: Scheduler, life: Life, requests: Sequence[Request], tick:
 
 
 class Truth:
-    """What each request gets alone: whole prompts, all pages, one step at a time; kept, because lives ask again."""
+    """What each request gets alone: whole prompts, all pages, one step at a time; kept, because traces meet it again."""
 
     def __init__(self, recorder: RecordingWorker) -> None:
         self._recorder = recorder
-        self._known: dict[Ask, Result] = {}
+        self._known: dict[Arrival, Result] = {}
 
-    def __call__(self, ask: Ask) -> Result:
+    def __call__(self, arrival: Arrival) -> Result:
         """The result of a life with this request only."""
-        if ask not in self._known:
-            alone = Life(Drive(prefix_cache=False), (replace(ask, tick=0, leader=None),), ())
-            self._known[ask] = play(self._recorder, alone, overlap=False).results[0]
-        return self._known[ask]
+        if arrival not in self._known:
+            alone = Life(Drive(prefix_cache=False), (replace(arrival, tick=0, leader=None),), ())
+            self._known[arrival] = play(self._recorder, alone, overlap=False).results[0]
+        return self._known[arrival]
 
 
-def check_life(life: Life, lived: Lived, truth: Callable[[Ask], Result]) -> None:
+def check_life(life: Life, lived: Lived, truth: Callable[[Arrival], Result]) -> None:
     """Everybody's tokens and scores are those of a run alone, up to where a request was ended from outside."""
     ended = {place for _, place, _ in life.ends}
-    for place, (ask, found) in enumerate(zip(life.asks, lived.results, strict=True)):
-        wanted = truth(ask)
+    for place, (arrival, found) in enumerate(zip(life.arrivals, lived.results, strict=True)):
+        wanted = truth(arrival)
         if place not in ended:
             assert found.finish == wanted.finish, f"request {place} ended by {found.finish}, alone by {wanted.finish}"
         count = len(found.tokens)
@@ -221,7 +223,7 @@ def test_a_random_life_gives_each_request_what_it_gets_alone_with_overlap_and_wi
     for lived in both:
         check_life(life, lived, truth)
     ended = {place for _, place, _ in life.ends}
-    kept = [place for place in range(len(life.asks)) if place not in ended]
+    kept = [place for place in range(len(life.arrivals)) if place not in ended]
     overlapped, serial = ([lived.results[place] for place in kept] for lived in both)
     check_same(overlapped, serial, TOLERANCE)
 
@@ -265,17 +267,17 @@ def test_a_prompt_in_chunks_of_one_token_is_not_taken_for_decoding(engine: Token
 
 def check_one_token_chunks(recorder: RecordingWorker, whole: TokenEngine) -> None:
     """Two prompts token by token, beside each other, after another request ran in the same slots."""
-    life = Life(Drive(prefix_cache=False), tuple(_plain_ask(0, prompt) for prompt in random_prompts(5, (9, 6))), ())
+    life = Life(Drive(prefix_cache=False), tuple(_plain_arrival(0, prompt) for prompt in random_prompts(5, (9, 6))), ())
     wanted = play(whole.recorder, life, overlap=False)
     for chunk in (1, 2):
-        narrow = Life(Drive(chunk=chunk, prefix_cache=False), life.asks, ())
+        narrow = Life(Drive(chunk=chunk, prefix_cache=False), life.arrivals, ())
         for overlap in (False, True):
             check_same(play(recorder, narrow, overlap=overlap).results, wanted.results, TOLERANCE)
 
 
-def _plain_ask(tick: int, prompt: Sequence[int], **sampling: Any) -> Ask:
+def _plain_arrival(tick: int, prompt: Sequence[int], **sampling: Any) -> Arrival:
     values = {"temperature": 0.0, "logprobs": 0, "max_tokens": 6, **sampling}
-    return Ask(tick, tuple(prompt), SamplingParams(**values), 0, 0, frozenset())
+    return Arrival(tick, tuple(prompt), SamplingParams(**values), 0, 0, frozenset())
 
 
 class TakesOneTokenForDecode(Changed):
@@ -350,18 +352,18 @@ NEVER_SPOILED = {"logit_bias": dict.fromkeys(SPOILED, -1e9), "temperature": 0.8}
 
 def test_a_prompt_whose_numbers_are_none_ends_alone_and_leaves_no_trace(tmp_path: Path) -> None:
     """Token 1 of this checkpoint has no number as embedding: its request ends with an error, in whatever company."""
-    good = [_plain_ask(tick, ids, **NEVER_SPOILED) for tick, ids in enumerate(random_prompts(6, (5, 11, 3, 8)))]
-    bad = [_plain_ask(tick, (7, SPOILED[1], 9), **NEVER_SPOILED) for tick in (0, 2, 3)]
-    asks = (bad[0], good[0], good[1], bad[1], good[2], good[3], bad[2])
+    good = [_plain_arrival(tick, ids, **NEVER_SPOILED) for tick, ids in enumerate(random_prompts(6, (5, 11, 3, 8)))]
+    bad = [_plain_arrival(tick, (7, SPOILED[1], 9), **NEVER_SPOILED) for tick in (0, 2, 3)]
+    arrivals = (bad[0], good[0], good[1], bad[1], good[2], good[3], bad[2])
     with open_engine(write_tiny(tmp_path, spoiled=True)) as spoiled:
         truth = Truth(spoiled.recorder)
         for overlap in (False, True):
             for drive in (Drive(), Drive(chunk=3, pages=CONTEXT // PAGE_SIZE)):
-                lived = play(spoiled.recorder, Life(drive, asks, ()), overlap=overlap)
+                lived = play(spoiled.recorder, Life(drive, arrivals, ()), overlap=overlap)
                 ends = [result.finish for result in lived.results]
                 assert ends == ["error", "length", "length", "error", "length", "length", "error"]
                 fine = [result for result in lived.results if result.finish == "length"]
-                check_same(fine, [truth(ask) for ask in good], TOLERANCE)
+                check_same(fine, [truth(arrival) for arrival in good], TOLERANCE)
 
 
 def test_padding_rows_of_compiled_steps_are_inert(tmp_path: Path) -> None:

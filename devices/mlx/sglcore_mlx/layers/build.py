@@ -57,4 +57,6 @@ class Build(Scope):
     if not TYPE_CHECKING:
 
         def __getattr__(self, kind: str) -> NoReturn:
+            if kind.startswith("_"):
+                raise AttributeError(kind)
             raise ConfigError(f"{self.config.architecture} asks for {kind!r}, a kind of layer that MLX's do not have")
