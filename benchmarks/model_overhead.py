@@ -9,12 +9,10 @@ layers themselves cost.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from beside_commit import extracted
 from results import machine, write_results
 from safetensors.torch import save_file
 
@@ -131,14 +130,14 @@ def make_pass(folder: Path, free: Free) -> Callable[[], object]:
 
 
 def measure() -> dict[str, float]:
-    """Median microseconds of a pass, of its operations in a flat loop, and the difference."""
+    """Median microseconds of a pass, and of its operations in a flat loop."""
     with tempfile.TemporaryDirectory() as name, torch.inference_mode():
         folder, calls, bare = Path(name), [], Free()
         write_checkpoint(folder)
         make_pass(folder, Free(calls))()
         calls += [(torch.Tensor.split, (bare.qkv, list(WIDTHS), -1))] * LAYERS
         whole, flat = cost(make_pass(folder, bare)), cost(lambda: [function(*inputs) for function, inputs in calls])
-    return {"pass_us": whole, "operations_us": flat, "python_us": whole - flat}
+    return {"pass_us": whole, "operations_us": flat}
 
 
 def cost(run: Callable[[], object]) -> float:
@@ -159,20 +158,13 @@ def measured_in(root: Path) -> dict[str, float]:
     return json.loads(subprocess.run(command, env=told, cwd=root, check=True, capture_output=True, text=True).stdout)
 
 
-def extracted(commit: str, folder: Path) -> Path:
-    """The tree of a commit."""
-    archive = subprocess.run(["git", "archive", commit, "sglcore"], check=True, capture_output=True).stdout
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tree:
-        tree.extractall(folder, filter="data")
-    return folder
-
-
 def compare(old: str) -> dict[str, dict[str, float]]:
-    """Both trees by turns; of each figure the smallest of its rounds."""
+    """Both trees by turns; of each figure the smallest of its rounds, and what these leave for Python."""
     with tempfile.TemporaryDirectory() as folder:
         trees = {old: extracted(old, Path(folder)), "this": Path(__file__).resolve().parent.parent}
         found = [{name: measured_in(root) for name, root in trees.items()} for _ in range(ROUNDS)]
-    return {name: {figure: min(turn[name][figure] for turn in found) for figure in found[0][name]} for name in trees}
+    least = {name: {figure: min(turn[name][figure] for turn in found) for figure in found[0][name]} for name in trees}
+    return {name: {**f, "python_us": round(f["pass_us"] - f["operations_us"], 1)} for name, f in least.items()}
 
 
 def main() -> None:
