@@ -21,7 +21,7 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.fields import torch_dtype
 from sglcore.runtime.staging import HostBlock
 from sglcore.step.fields import Axis, FieldSpec, Fill, When, leaves, specs
-from sglcore.step.host_values import host_reader, make_batch
+from sglcore.step.host_values import HostReader, host_reader, make_batch
 
 if TYPE_CHECKING:
     from sglcore.runtime.forward_batch import ForwardBatch
@@ -111,8 +111,14 @@ class InputBuffer:
             self.host.fill(value)
 
 
-Staging = tuple[tuple[tuple[str, NDArray], ...], tuple[InputBuffer, ...]]
-"""The host sides, of one dimension, that every step fills, by name; and the buffers that take more care."""
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """How a kind of step is staged: its reader, the host sides of one dimension that every such step fills, and the buffers
+    that take more care, both by name."""
+
+    reader: HostReader
+    flat: tuple[tuple[str, NDArray], ...]
+    others: tuple[tuple[str, InputBuffer], ...]
 
 
 class BufferRegistry:
@@ -253,23 +259,24 @@ class BufferRegistry:
         (dotted) names, tensors being the heads of their buffers. One-shot values are taken, unless there is no room."""
         is_decode, bs, num_tokens = batch.forward_mode.is_decode, batch.batch_size, batch.num_tokens
         self.ensure(bs, num_tokens)
-        values = host_reader(self.batch_type, is_decode).read(batch)
-        flat, others = self._staging.get(is_decode) or self._compile_staging(is_decode)
-        for name, host in flat:
+        staging = self._staging.get(is_decode) or self._compile_staging(is_decode)
+        values = staging.reader.read(batch)
+        for name, host in staging.flat:
             value = values[name]
             host[: len(value)] = value
-        for buffer in others:
-            if buffer.name in values:
-                self.stage(buffer.name, values[buffer.name])
-                values[buffer.name] = buffer.head(bs, num_tokens)
+        for name, buffer in staging.others:
+            if name in values:
+                self.stage(name, values[name])
+                values[name] = buffer.head(bs, num_tokens)
         values.update(self._heads_of(bs, num_tokens, not is_decode))
         return values
 
     def _compile_staging(self, is_decode: bool) -> Staging:
-        buffers = [self.input_buffer(spec.name) for spec in host_reader(self.batch_type, is_decode).staged]
+        reader = host_reader(self.batch_type, is_decode)
+        buffers = [self.input_buffer(spec.name) for spec in reader.staged]
         flat = {b.name: b.host for b in buffers if b.host is not None and not b.spec.lead and not _is_optional(b)}
-        others = tuple(buffer for buffer in buffers if buffer.name not in flat)
-        found = self._staging[is_decode] = (tuple(flat.items()), others)
+        others = tuple((buffer.name, buffer) for buffer in buffers if buffer.name not in flat)
+        found = self._staging[is_decode] = Staging(reader, tuple(flat.items()), others)
         return found
 
     def commit(self) -> None:

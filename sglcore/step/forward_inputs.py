@@ -18,6 +18,8 @@ Array = TypeVar("Array")
 Ints = NDArray[np.int32]
 REQUESTS, TOKENS, NONE = Axis.REQUESTS, Axis.TOKENS, Axis.NONE
 EXTEND, IF_GIVEN = When.EXTEND, When.IF_GIVEN
+_ONE = np.array(1, np.int32)
+"""An array, so that no scalar is converted at each step."""
 
 
 def _seq_lens(batch: ScheduleBatch, values: Mapping[str, Any]) -> Ints:
@@ -36,7 +38,7 @@ def _extend_start_loc(batch: ScheduleBatch, values: Mapping[str, Any]) -> Ints:
 def _positions(batch: ScheduleBatch, values: Mapping[str, Any]) -> Ints:
     lengths = values.get("extend_seq_lens")
     if lengths is None:
-        return values["seq_lens"] - 1
+        return values["seq_lens"] - _ONE
     offsets = np.repeat(batch.prefix_lens - values["extend_start_loc"], lengths)
     return offsets + np.arange(batch.num_tokens, dtype=np.int32)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import cache
 from typing import Any, TypeVar
 
@@ -31,34 +31,33 @@ class HostReader:
         reads = {name: read for name, read in reads.items() if name not in mirrors}
         self.batch_type = batch_type
         self.staged = tuple(spec for spec in present if spec.is_staged)
-        self._always = _attribute_reader({name: read for name, read in reads.items() if name not in given})
-        self._given = _attribute_reader({name: read for name, read in reads.items() if name in given})
-        self._functions = tuple((name, read) for name, read in reads.items() if callable(read))
-        self._mirrors = tuple(mirrors.items())
+        self._read = _compiled(reads, given, mirrors)
 
     def read(self, batch: ScheduleBatch) -> Values:
         """The values by the names of their fields, without those that were not given. One-shot values are taken."""
-        values = self._always(batch)
-        for name, value in self._given(batch).items():
-            if value is not None:
-                values[name] = value
-        for name, function in self._functions:
-            value = function(batch, values)
-            if value is not None:
-                values[name] = value
-        for name, mirror in self._mirrors:
-            if mirror in values:
-                values[name] = values[mirror]
-        return values
+        return self._read(batch)
 
 
-def _attribute_reader(reads: Mapping[str, Read | None]) -> Callable[[ScheduleBatch], Values]:
-    """A function that reads all attributes among `reads` into a dict. It is compiled, as a dataclass's own methods are: a
-    loop over names would cost every step twice as much."""
+def _compiled(
+    reads: Mapping[str, Read | None], given: Set[str], mirrors: Mapping[str, str]
+) -> Callable[[ScheduleBatch], Values]:
+    """A function that makes the dict of values: of the attributes, then of the functions, then the mirrors of what is
+    there. It is written out and compiled, as a dataclass's own methods are: a loop over names would cost every step twice
+    as much."""
     once = {name: f"{read.name}.take()" for name, read in reads.items() if isinstance(read, Once)}
-    plain = {name: read for name, read in reads.items() if isinstance(read, str)}
-    items = ", ".join(f"{name!r}: batch.{path}" for name, path in (plain | once).items())
-    return eval(f"lambda batch: {{{items}}}")
+    paths = {name: read for name, read in reads.items() if isinstance(read, str)} | once
+    functions = {name: read for name, read in reads.items() if callable(read)}
+    always = ", ".join(f"{name!r}: batch.{path}" for name, path in paths.items() if name not in given)
+    lines = ["def read(batch):", f" values = {{{always}}}"]
+    for name, value in [
+        *((name, f"batch.{path}") for name, path in paths.items() if name in given),
+        *((name, f"functions[{name!r}](batch, values)") for name in functions),
+        *((name, f"values.get({mirror!r})") for name, mirror in mirrors.items()),
+    ]:
+        lines += [f" value = {value}", f" if value is not None: values[{name!r}] = value"]
+    scope: dict[str, Any] = {"functions": functions}
+    exec("\n".join([*lines, " return values"]), scope)
+    return scope["read"]
 
 
 @cache

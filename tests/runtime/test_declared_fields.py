@@ -145,8 +145,9 @@ def forgotten(patch: pytest.MonkeyPatch) -> None:
     real = BufferRegistry._compile_staging
 
     def compile_staging(self: BufferRegistry, is_decode: bool) -> Any:
-        flat, others = real(self, is_decode)
-        self._staging[is_decode] = (tuple(pair for pair in flat if pair[0] != "weights"), others)
+        found = real(self, is_decode)
+        fewer = tuple(pair for pair in found.flat if pair[0] != "weights")
+        self._staging[is_decode] = replace(found, flat=fewer)
         return self._staging[is_decode]
 
     patch.setattr(BufferRegistry, "_compile_staging", compile_staging)
