@@ -74,7 +74,7 @@ def kernel_is_reference(trial: Trial) -> None:
     table: KernelTable = harness.started.built["kernels"]
     if getattr(table, trial.case) is None:
         raise NotApplicable(f"the kernel table has no {trial.case}")
-    compare(trial, table, harness.facts.tensor_device, getattr(torch, harness.facts.cache_loc_dtype))
+    compare(trial, table, harness.facts.tensor_device, getattr(torch, harness.facts.index_dtype))
 
 
 def compare(trial: Trial, table: KernelTable, device: str, cells: torch.dtype) -> None:

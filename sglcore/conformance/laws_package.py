@@ -19,7 +19,6 @@ from sglcore.device.facts import Facts
 from sglcore.device.package import API, resolve
 
 PROBE_SECONDS = 120
-LAYOUTS = frozenset({"cell_major", "page_major"})
 CELL_DTYPES = frozenset({"int32", "int64"})
 
 _PROBE = """
@@ -137,8 +136,7 @@ def _contradictions(target: Target, facts: Facts) -> Iterator[tuple[bool, str]]:
     graphs = tuple(target.package.graphs)
     own = facts.tensor_device.partition(":")[0]
     yield facts.default_graph not in ("off", *graphs), f"default_graph {facts.default_graph!r} is none of {graphs}"
-    yield facts.cache_loc_dtype not in CELL_DTYPES, f"cache_loc_dtype is {facts.cache_loc_dtype!r}"
-    yield facts.kv_page_layout not in LAYOUTS, f"kv_page_layout is {facts.kv_page_layout!r}"
+    yield facts.index_dtype not in CELL_DTYPES, f"index_dtype is {facts.index_dtype!r}"
     yield facts.page_size < 1, f"page_size is {facts.page_size}"
     yield facts.preferred_dtype not in (None, "bfloat16", "float16"), f"preferred_dtype is {facts.preferred_dtype!r}"
     yield facts.has_streams and own == "cpu", "the host's tensors have no streams"
@@ -149,8 +147,8 @@ def _contradictions(target: Target, facts: Facts) -> Iterator[tuple[bool, str]]:
     yield own == "cpu" and not facts.shares_host_memory, "the host's tensors lie in host memory"
     taken = [cls.facts for cls in target.importable_attention().values()]
     if "torch_runtime" in target.capabilities():
-        takes = any(f.index_dtype in (None, facts.cache_loc_dtype) for f in taken)
-        yield bool(taken) and not takes, f"no attention backend takes cell indices of {facts.cache_loc_dtype}"
+        takes = any(f.index_dtype in (None, facts.index_dtype) for f in taken)
+        yield bool(taken) and not takes, f"no attention backend takes cell indices of {facts.index_dtype}"
     fits = any(f.page_sizes is None or facts.page_size in f.page_sizes for f in taken)
     yield bool(taken) and not fits, f"no attention backend takes pages of {facts.page_size} tokens"
 
@@ -161,7 +159,7 @@ def api_holds(trial: Trial) -> None:
     if package.api != API:
         raise LawBroken(f"the package says API {package.api}, this core understands {API}")
     _callable_with(package.probe, 2)
-    _callable_with(package.facts, 0)
+    _callable_with(package.facts, 1)
     _callable_with(package.kernels, 0)
     for ref in package.graphs.values():
         _callable_with(ref, 2)

@@ -57,7 +57,7 @@ def blind_probe(named: bool) -> ProbeReport:
     return ProbeReport(fact, fact, fact, fact)
 
 
-def wrong_facts() -> Facts:
+def wrong_facts(index: int = 0) -> Facts:
     """A graph kind that nobody offers."""
     return Facts(tensor_device="cpu", shares_host_memory=True, default_graph="none such")
 

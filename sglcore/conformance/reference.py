@@ -17,14 +17,14 @@ def probe(named: bool, system: System) -> ProbeReport:
     return ProbeReport(fact, fact, fact, fact)
 
 
-def facts() -> Facts:
+def facts(index: int = 0) -> Facts:
     """Host memory, no streams."""
     return Facts(tensor_device="cpu", shares_host_memory=True)
 
 
 package = DevicePackage(
     name="reference",
-    api=2,
+    api=3,
     summary="the definition of correct",
     is_host=True,
     probe="sglcore.conformance.reference:probe",

@@ -73,7 +73,7 @@ class Target:
 
     def facts(self) -> Facts:
         """The values by which it differs."""
-        return resolve(self.package.facts, self.name)()
+        return resolve(self.package.facts, self.name)(0)
 
     def order(self) -> BringUp:
         """Its bring-up, with the defect planted."""

@@ -13,13 +13,15 @@ from sglcore.device.package import DevicePackage
 
 @dataclass(frozen=True, slots=True)
 class ChosenDevice:
-    """Which device runs, which distribution brought it, the contract it speaks, and why it was chosen."""
+    """Which device runs, which distribution brought it, the contract it speaks, why it was chosen, and its number among those
+    of its package."""
 
     name: str
     distribution: str
     version: str
     api: int
     reason: str
+    index: int = 0
 
     def encode(self) -> str:
         """One line of text for a child process."""

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from sglcore.device.errors import DeviceError
 
-API = 2
+API = 3
 """The number of the contract that this core understands, and that a package declares."""
 
 Ref: TypeAlias = str
@@ -36,7 +36,8 @@ class DevicePackage:
     """`probe(named: bool, system: System) -> ProbeReport`: looks through `system` only; `named` when a person asked for
     this device."""
     facts: Ref
-    """`facts() -> Facts`: the values by which this device differs from others."""
+    """`facts(index: int) -> Facts`: the values by which the device of this number differs from others. It runs anywhere,
+    with no such device present too."""
     worker: Ref
     """The `ModelWorker` that the scheduler submits to."""
     attention: Mapping[str, Ref]
@@ -48,8 +49,6 @@ class DevicePackage:
     its own gives a record whose `origin` says by name what runs each operation."""
     bring_up: Ref
     """The `BringUp` order of its start."""
-    communication: Ref | None = None
-    """What carries collectives between ranks; None when it runs on one rank only."""
     pci_vendors: frozenset[int] = field(default=frozenset())
     """PCI vendor numbers whose accelerators this package answers for."""
 
@@ -64,8 +63,7 @@ class DevicePackage:
     def refs(self) -> tuple[Ref, ...]:
         """Every reference of the declaration, in reading order."""
         named = (*self.attention.values(), *self.graphs.values())
-        fixed = (self.probe, self.facts, self.worker, *named, self.kernels, self.bring_up)
-        return fixed if self.communication is None else (*fixed, self.communication)
+        return (self.probe, self.facts, self.worker, *named, self.kernels, self.bring_up)
 
 
 def split(ref: Ref, package: str = "") -> tuple[str, str]:

@@ -78,7 +78,7 @@ def start(config: EngineConfig, progress: Progress = no_progress) -> Started:
     folder = model_folder(config)
     choice = choose(config, ledger)
     package = choice.package
-    facts = resolve(package.facts, package.name)()
+    facts = resolve(package.facts, package.name)(choice.chosen.index)
     order: BringUp = resolve(package.bring_up, package.name)
     ledger.record(_model_row(config, folder))
     seconds: dict[str, float] = {}

@@ -181,7 +181,7 @@ def attention(
         pools.token_to_kv.page_size,
         str(model.dtype).removeprefix("torch."),
         _features(shape, captured),
-        facts.cache_loc_dtype,
+        facts.index_dtype,
         int(spec_of(ForwardBatch, "seq_lens").padding.value),
     )
     select = partial(select_attention, package.attention)

@@ -92,7 +92,7 @@ def _computed(
     facts: Facts, batch_type: type[ForwardBatch], pool: ReqToTokenPool | None, compute: Compute, num_ranks: int
 ) -> Iterator[InputBuffer]:
     if pool is not None:
-        location = replace(spec_of(batch_type, "out_cache_loc"), dtype=facts.cache_loc_dtype)
+        location = replace(spec_of(batch_type, "out_cache_loc"), dtype=facts.index_dtype)
         yield InputBuffer(location, post_fill=cache_locations(pool, compute))
     yield InputBuffer(spec_of(batch_type, "num_token_non_padded"), post_fill=RealTokens())
     if num_ranks:

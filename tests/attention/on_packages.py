@@ -41,7 +41,7 @@ class Placing:
 
     def __init__(self, package: DevicePackage, make_capture: Callable[[], StreamCapture]) -> None:
         self.package = package
-        self.facts: Facts = resolve(package.facts, package.name)()
+        self.facts: Facts = resolve(package.facts, package.name)(0)
         self._make_capture = make_capture
 
     def place(self, rows: Any, name: str, heads: Heads = HEADS, **how: Any) -> Placed:

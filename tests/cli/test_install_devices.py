@@ -17,7 +17,7 @@ def probe(named, system):
 """
 DECLARATION = """
 from sglcore.device.package import DevicePackage
-package = DevicePackage(name={name!r}, api=2, summary="planted", is_host={is_host}, probe="sglcore_{name}.probe:probe",
+package = DevicePackage(name={name!r}, api=3, summary="planted", is_host={is_host}, probe="sglcore_{name}.probe:probe",
     facts="a:b", worker="a:b", attention={{}}, graphs={{}}, kernels="a:b", bring_up="a:b")
 """
 
@@ -31,7 +31,7 @@ def checkout(root: Path, name: str, *, is_host: bool = False, hardware: bool = T
         (root / "constraints.txt").write_text("# pins\ntorch==1.2.3\nnumpy==2\n")
     module = root / "devices" / name / f"sglcore_{name}"
     module.mkdir(parents=True)
-    entry = f'[project.entry-points."sglcore.devices"]\n{name} = "sglcore_{name}:package [api-2]"\n'
+    entry = f'[project.entry-points."sglcore.devices"]\n{name} = "sglcore_{name}:package [api-3]"\n'
     (module.parent / "pyproject.toml").write_text(entry)
     (module / "__init__.py").write_text(DECLARATION.format(name=name, is_host=is_host))
     (module / "probe.py").write_text(PROBE.format(hardware=hardware, body=body))

@@ -53,8 +53,8 @@ class Planted:
     hardware: bool = True
     offered: bool = False
     runtime: bool = True
-    api: int = 2
-    tag: str = "[api-2]"
+    api: int = 3
+    tag: str = "[api-3]"
     body: str = ""
     probe_body: str = "pass"
     distribution: str = ""

@@ -13,7 +13,7 @@ from sglcore.device.errors import DeviceError
 from sglcore.device.selection import Requested, select
 from tests.device.site import Site
 
-CHOSEN = ChosenDevice("one", "sglcore-one", "1.0", 2, "it is the only usable accelerator")
+CHOSEN = ChosenDevice("one", "sglcore-one", "1.0", 3, "it is the only usable accelerator")
 CHILD = """
 import os, sys
 from sglcore.device.choice import adopt
@@ -58,7 +58,7 @@ def test_a_child_refuses_what_differs_from_what_it_finds_and_names_both(
 ) -> None:
     site.add("one")
     ran = child(site, replace(CHOSEN, **{field: value}))
-    found = {"name": "one", "version": "1.0", "api": "2", "distribution": "sglcore-one"}[field]
+    found = {"name": "one", "version": "1.0", "api": "3", "distribution": "sglcore-one"}[field]
     assert ran.returncode == 1
     assert str(value) in ran.stderr and found in ran.stderr
 

@@ -23,13 +23,13 @@ def test_a_package_is_found_with_its_distribution_and_version(site: Site) -> Non
 
 
 @pytest.mark.parametrize(
-    ("number", "behind"), [(3, "sglcore"), (99, "sglcore"), (1, "sglcore-one"), (0, "sglcore-one")]
+    ("number", "behind"), [(4, "sglcore"), (99, "sglcore"), (2, "sglcore-one"), (0, "sglcore-one")]
 )
 def test_a_wrong_api_number_is_refused_before_the_module_is_imported(site: Site, number: int, behind: str) -> None:
     planted = site.add("one", api=number, tag=f"[api-{number}]")
     with pytest.raises(DeviceError) as caught:
         only(site).loaded()
-    assert f"was written for API {number}; wanted API 2" in str(caught.value)
+    assert f"was written for API {number}; wanted API 3" in str(caught.value)
     assert str(caught.value).endswith(f"pip install --upgrade {behind}")
     assert not site.was_imported(planted)
 
@@ -42,20 +42,20 @@ def test_the_right_api_number_does_import_the_module(site: Site) -> None:
 
 def test_an_entry_point_without_a_number_is_refused_before_import(site: Site) -> None:
     planted = site.add("one", tag="")
-    with pytest.raises(DeviceError, match=r"does not say its API number; wanted 'module:name \[api-2\]'"):
+    with pytest.raises(DeviceError, match=r"does not say its API number; wanted 'module:name \[api-3\]'"):
         only(site).loaded()
     assert not site.was_imported(planted)
 
 
 def test_a_declaration_that_contradicts_its_entry_point_is_refused(site: Site) -> None:
     site.add("one", api=7)
-    with pytest.raises(DeviceError, match="declares device 'one' with API 7; wanted 'one' with API 2"):
+    with pytest.raises(DeviceError, match="declares device 'one' with API 7; wanted 'one' with API 3"):
         only(site).loaded()
 
 
 def test_a_declaration_with_another_name_than_its_entry_point_is_refused(site: Site) -> None:
     site.add("one", declared="two")
-    with pytest.raises(DeviceError, match="declares device 'two' with API 2; wanted 'one' with API 2"):
+    with pytest.raises(DeviceError, match="declares device 'two' with API 3; wanted 'one' with API 3"):
         only(site).loaded()
 
 
@@ -95,4 +95,4 @@ def test_the_tag_survives_a_real_installation() -> None:
     from importlib.metadata import entry_points
 
     (point,) = entry_points(group="sglcore.devices", name="cpu")
-    assert point.value == "sglcore_cpu:package [api-2]"
+    assert point.value == "sglcore_cpu:package [api-3]"

@@ -12,7 +12,7 @@ from tests.device.site import Site
 
 PACKAGE = DevicePackage(
     name="one",
-    api=2,
+    api=3,
     summary="planted",
     probe="a:probe",
     facts="a:facts",
@@ -39,11 +39,6 @@ def test_a_declaration_is_frozen_and_keeps_copies_in_the_order_they_were_given()
 def test_a_reference_that_is_not_module_and_name_is_refused_when_it_is_declared(ref: str) -> None:
     with pytest.raises(DeviceError, match="device package 'one' refers to .*wanted a reference such as"):
         replace(PACKAGE, kernels=ref)
-
-
-def test_an_optional_reference_is_checked_too() -> None:
-    with pytest.raises(DeviceError):
-        replace(PACKAGE, communication="nothing")
 
 
 def test_a_reference_resolves_to_what_it_names() -> None:

@@ -64,7 +64,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _needs_host_lengths(package: DevicePackage) -> bool:
-    return resolve(package.facts, package.name)().needs_host_lengths
+    return resolve(package.facts, package.name)(0).needs_host_lengths
 
 
 @pytest.fixture(scope="module")

@@ -205,7 +205,7 @@ def wrong_slot_dtype(patch: Patch) -> None:
         found = real(ref, package)
         if not ref.endswith(":facts"):
             return found
-        wanted = "int64" if found().cache_loc_dtype == "int32" else "int32"
+        wanted = "int64" if found(0).index_dtype == "int32" else "int32"
         patch.setattr(
             GatheredAttention,
             "facts",

@@ -17,7 +17,7 @@ SIZE = 96 << 20
 @pytest.fixture
 def facts(lane: Lane) -> Facts:
     package = next(item.loaded() for item in discover() if item.name == lane.device)
-    return resolve(package.facts, package.name)()
+    return resolve(package.facts, package.name)(0)
 
 
 @pytest.mark.needs("accelerator")

@@ -50,7 +50,7 @@ def package(**graphs: str) -> DevicePackage:
     """A device with these graphs."""
     return DevicePackage(
         name="made",
-        api=2,
+        api=3,
         summary="made up",
         probe="a:b",
         facts="a:b",

@@ -124,7 +124,7 @@ def test_views_of_very_many_sizes_are_not_all_remembered() -> None:
 def test_locations_are_the_cells_of_the_pages_in_the_integers_that_the_device_wants(page_size: int, dtype: str) -> None:
     table = ReqToTokenPool(3, 32, page_size, "cpu")
     table.page_table[1:3] = torch.randperm(2 * table.max_pages, generator=torch.manual_seed(0)).view(2, -1) + 1
-    registry = build_prefill_registry(replace(SHARED, cache_loc_dtype=dtype), table, max_bs=2, max_num_tokens=64)
+    registry = build_prefill_registry(replace(SHARED, index_dtype=dtype), table, max_bs=2, max_num_tokens=64)
     batch = registry.view(2, 42, True)
     rows = [(2, 0, 32), (1, 13, 23)]
     for name, values in (

@@ -69,7 +69,7 @@ class WorkerSite:
 
     def __init__(self, sim: Any, worker: type[TpModelWorker] = TpModelWorker, streams: type[Streams] = Streams) -> None:
         device = str(sim.device())
-        self.facts = Facts(tensor_device=device, has_streams=True, has_pinned_memory=True, cache_loc_dtype="int32")
+        self.facts = Facts(tensor_device=device, has_streams=True, has_pinned_memory=True, index_dtype="int32")
         self.oracle, self.model, self.desk = TinyModel(), on_device(device), Desk(4)
         made = make_streams(self.facts)
         layers = ((KV_HEADS, HEAD_DIM),) * len(self.model.windows)

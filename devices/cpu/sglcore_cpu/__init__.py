@@ -4,7 +4,7 @@ from sglcore.device.package import DevicePackage
 
 package = DevicePackage(
     name="cpu",
-    api=2,
+    api=3,
     summary="x86 and Arm processors",
     is_host=True,
     probe="sglcore_cpu.probe:probe",

@@ -4,7 +4,7 @@ from sglcore.device.package import DevicePackage
 
 package = DevicePackage(
     name="cuda",
-    api=2,
+    api=3,
     summary="NVIDIA GPUs of compute capability 8.0 and newer",
     probe="sglcore_cuda.probe:probe",
     facts="sglcore_cuda.facts:facts",

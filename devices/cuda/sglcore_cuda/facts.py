@@ -7,21 +7,18 @@ import torch
 from sglcore.device.facts import Facts
 
 BFLOAT16: tuple[int, int] = (8, 0)
-FP8: tuple[int, int] = (8, 9)
-"""The compute capabilities from which the matrix units take these formats."""
+"""The compute capability from which the matrix units take bfloat16."""
 
 
-def facts() -> Facts:
-    """Streams, graphs and pinned memory; number formats by the compute capability of the current GPU, if there is one."""
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+def facts(index: int = 0) -> Facts:
+    """Streams, graphs and pinned memory; number formats by the compute capability of the GPU, if it is there."""
+    capability = torch.cuda.get_device_capability(index) if torch.cuda.device_count() > index else BFLOAT16
     return Facts(
-        tensor_device="cuda:0",
-        cache_loc_dtype="int64",
+        tensor_device=f"cuda:{index}",
+        index_dtype="int64",
+        preferred_dtype=None if capability >= BFLOAT16 else "float16",
         page_size=16,
         has_streams=True,
         has_pinned_memory=True,
-        collective_backend="nccl",
-        fp8_format="e4m3fn" if capability >= FP8 else None,
-        preferred_dtype=None if capability >= BFLOAT16 else "float16",
         default_graph="full",
     )

@@ -4,7 +4,7 @@ from sglcore.device.package import DevicePackage
 
 package = DevicePackage(
     name="hip",
-    api=2,
+    api=3,
     summary="AMD GPUs that ROCm serves",
     probe="sglcore_hip.probe:probe",
     facts="sglcore_hip.facts:facts",

@@ -18,7 +18,6 @@ from sglcore.runtime.attention.selection import AttentionNeeds, select_attention
 from sglcore.runtime.bring_up import kernels as kernels_step
 from sglcore_hip import package
 from sglcore_hip.capability import Capability, read_capability
-from sglcore_hip.facts import fp8_format
 from sglcore_hip.kernels import kernels, tuning
 
 NEEDS = AttentionNeeds((64,), 16, "float16", frozenset({"capture"}))
@@ -41,14 +40,6 @@ def test_waves_are_as_wide_as_the_gpu_says_and_programs_follow_its_compute_units
 def test_the_current_gpu_is_described_for_the_ledger() -> None:
     found = read_capability()
     assert found.compute_units > 0 and found.wave_size in (32, 64) and found.target in str(found)
-
-
-@pytest.mark.parametrize(
-    ("capability", "wanted"),
-    [((9, 4), "e4m3fnuz"), ((9, 5), "e4m3fn"), ((12, 0), "e4m3fn"), ((9, 0), None), ((11, 0), None)],
-)
-def test_the_fp8_format_is_that_of_the_matrix_units(capability: tuple[int, int], wanted: str | None) -> None:
-    assert fp8_format(capability) == wanted
 
 
 def test_the_ledger_says_which_entries_are_replaced() -> None:

@@ -4,7 +4,7 @@ from sglcore.device.package import DevicePackage
 
 package = DevicePackage(
     name="mlx",
-    api=2,
+    api=3,
     summary="Apple silicon (Metal); by name also other builds of MLX",
     probe="sglcore_mlx.probe:probe",
     facts="sglcore_mlx.facts:facts",

@@ -9,12 +9,12 @@ from sglcore.device.system import host_system
 from sglcore_mlx.probe import mlx_build
 
 
-def facts() -> Facts:
+def facts(index: int = 0) -> Facts:
     """Memory is one for host and device; MLX orders its own work, so the core keeps no streams. Nothing is imported:
     the device's kind follows from the build that is installed."""
     return Facts(
         tensor_device=device_kind(),
-        cache_loc_dtype="int32",
+        index_dtype="int32",
         page_size=16,
         shares_host_memory=True,
     )

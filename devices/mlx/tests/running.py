@@ -19,7 +19,7 @@ def bring_up(folder: Path | None = None, ledger: DecisionLedger | None = None, *
     given = {
         "config": EngineConfig(**{"max_requests": 8, "device": "mlx", **settings}),
         "package": package,
-        "facts": resolve(package.facts)(),
+        "facts": resolve(package.facts)(0),
         "ledger": ledger or DecisionLedger(),
         "progress": no_progress,
         "model_path": folder or embedded_model(),

@@ -4,7 +4,7 @@ from sglcore.device.package import DevicePackage
 
 package = DevicePackage(
     name="musa",
-    api=2,
+    api=3,
     summary="Moore Threads GPUs, by torch_musa's own names",
     probe="sglcore_musa.probe:probe",
     facts="sglcore_musa.facts:facts",

@@ -5,14 +5,13 @@ from __future__ import annotations
 from sglcore.device.facts import Facts
 
 
-def facts() -> Facts:
+def facts(index: int = 0) -> Facts:
     """Streams, graphs and pinned memory; pages of the size that the vendor's attention library is built for."""
     return Facts(
-        tensor_device="musa:0",
-        cache_loc_dtype="int64",
+        tensor_device=f"musa:{index}",
+        index_dtype="int64",
         page_size=64,
         has_streams=True,
         has_pinned_memory=True,
-        collective_backend="mccl",
         default_graph="full",
     )

@@ -4,7 +4,7 @@ from sglcore.device.package import DevicePackage
 
 package = DevicePackage(
     name="npu",
-    api=2,
+    api=3,
     summary="Ascend NPUs of the generations A2 and A3",
     probe="sglcore_npu.probe:probe",
     facts="sglcore_npu.facts:facts",

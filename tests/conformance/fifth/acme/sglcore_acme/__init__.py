@@ -4,7 +4,7 @@ from sglcore.device.package import DevicePackage
 
 package = DevicePackage(
     name="acme",
-    api=2,
+    api=3,
     summary="acme accelerators",
     probe="sglcore_acme.probe:probe",
     facts="sglcore_acme.facts:facts",
