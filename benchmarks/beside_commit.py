@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
@@ -43,12 +44,30 @@ def extracted(commit: str, folder: Path) -> Path:
         tree.extractall(folder, filter="data")
     for file in (ROOT / LIBRARY).parent.glob(f"{LIBRARY.name}*"):
         shutil.copy(file, folder / LIBRARY.parent)
+    for declared in folder.glob("devices/*/pyproject.toml"):
+        _describe(declared)
     return folder
+
+
+def _describe(declared: Path) -> None:
+    """What an installation would say of a device package: its entry points, whose contract is the commit's own."""
+    project = tomllib.loads(declared.read_text(encoding="utf-8"))["project"]
+    made = declared.with_name(f"{project['name'].replace('-', '_')}-{project['version']}.dist-info")
+    made.mkdir()
+    about = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    (made / "METADATA").write_text(about, encoding="utf-8")
+    lines = [
+        line
+        for group, points in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in points.items()))
+    ]
+    (made / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
 
 
 def search_path(tree: Path) -> str:
     """Where a tree's packages are found before any that are installed."""
-    return os.pathsep.join(str(tree / part) for part in ("", "devices/cpu", "benchmarks", "benchmarks/peers"))
+    devices = sorted(folder.parent for folder in tree.glob("devices/*/pyproject.toml"))
+    return os.pathsep.join(str(tree / part) for part in ("", *devices, "benchmarks", "benchmarks/peers"))
 
 
 def python_of(tree: Path, folder: Path) -> Path:

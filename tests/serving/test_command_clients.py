@@ -15,11 +15,12 @@ from tests.serving.servers import Server
 
 
 def settled(server: Server) -> Any:
-    """The counters once nothing runs, of a report that is made from now on: an engine that does nothing makes some too."""
+    """The counters once nothing runs, of reports that came from now on: an engine that does nothing sends some too."""
     asked = time.time()
     while True:
         found = server.get("/server_info/stats")
-        if found["time"] > asked and found["running"] == found["waiting"] == 0:
+        newest = found["time"] - max(replica["report_age"] for replica in found["replicas"])
+        if newest > asked and found["running"] == found["waiting"] == 0:
             return found
         time.sleep(0.05)
 
