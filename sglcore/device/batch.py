@@ -149,7 +149,11 @@ class ScheduleBatch:
 
     def copy_for_forward(self) -> ScheduleBatch:
         """An isolated copy for one forward: arrays copied, one-shot values moved, sampling state forward-only."""
-        values: list[Any] = [v.copy() if type(v) is np.ndarray else _isolate(v) for v in _reader(type(self))(self)]
+        array, scalars = np.ndarray, _SCALARS
+        values = [
+            value if (kind := type(value)) in scalars else value.copy() if kind is array else _isolate(value)
+            for value in _reader(type(self))(self)
+        ]
         return type(self)(*values)
 
     def take_back(self, view: ScheduleBatch) -> None:
@@ -170,10 +174,5 @@ _SCALARS = frozenset({int, ForwardMode, type(None)})
 
 
 def _isolate(value: Any) -> Any:
-    """Copy, by kind, what is not an array; a kind nobody thought about is an error here, not a leak later."""
-    kind = type(value)
-    if kind in _SCALARS:
-        return value
-    if kind is OneShot:
-        return value.move()
-    return value.copy_for_forward()
+    """Copy, by kind, what is neither scalar nor array; a kind nobody thought about is an error here, not a leak later."""
+    return value.move() if type(value) is OneShot else value.copy_for_forward()

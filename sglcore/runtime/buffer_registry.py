@@ -8,7 +8,7 @@ host and device share memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -50,8 +50,9 @@ SourceFn = Callable[["ForwardBatch", FillContext], "Tensor | None"]
 
 @dataclass(slots=True)
 class InputBuffer:
-    """One static buffer: its declaration, who fills it, and the memory. `width` is the size of one without an axis, `trail`
-    the sizes of the dimensions after the axis. `tensor` is empty, as is its `host` side, until the registry makes it.
+    """One static buffer: its declaration, who fills it, and the memory. `name` is the batch field it feeds; dots reach into a
+    nested record. `width` is the size of one without an axis, `trail` the sizes of the dimensions after the axis. `tensor` is
+    empty, as is its `host` side, until the registry makes it.
 
     `post_fill(view, batch, ctx)` computes the padded view in place after the copies; `source_fn(batch, ctx)` returns
     what to copy into the head (None: nothing this step). A computed or sourced buffer is always exposed.
@@ -64,16 +65,13 @@ class InputBuffer:
     source_fn: SourceFn | None = None
     tensor: Tensor = field(default_factory=lambda: torch.empty(0))
     host: NDArray | None = None
+    name: str = field(init=False)
     _record: str = field(init=False)
     _field: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self._record, _, self._field = self.spec.name.rpartition(".")
-
-    @property
-    def name(self) -> str:
-        """The batch field it feeds; dots reach into a nested record."""
-        return self.spec.name
+        self.name = self.spec.name
+        self._record, _, self._field = self.name.rpartition(".")
 
     @property
     def is_computed(self) -> bool:
@@ -283,20 +281,19 @@ class BufferRegistry:
         """Send what was staged: one asynchronous copy, or nothing where memory is shared."""
         self.block.commit()
 
-    def fill_from(self, batch: ForwardBatch, ctx: FillContext, skip: Iterable[str] = ()) -> None:
+    def fill_from(self, batch: ForwardBatch, ctx: FillContext, skip: Collection[str] = ()) -> None:
         """Bring every buffer up to date for a padded batch: pad the tails, copy what the batch holds elsewhere, compute.
 
         Fields that already are views of their buffers are not copied.
         """
-        skipped = frozenset(skip)
         if (ctx.raw_bs, ctx.raw_num_tokens) != (ctx.padded_bs, ctx.padded_num_tokens):
             for buffer in self._buffers.values():
                 buffer.pad(ctx)
         for buffer in self._optional if self.owns(batch) else self._copied:
-            if buffer.name not in skipped:
+            if buffer.name not in skip:
                 self._copy_in(buffer, batch, ctx)
         for buffer in self._computed:
-            if buffer.name not in skipped and buffer.post_fill is not None:
+            if buffer.name not in skip and buffer.post_fill is not None:
                 buffer.post_fill(self._head(buffer, ctx.padded_bs, ctx.padded_num_tokens), batch, ctx)
 
     def _head(self, buffer: InputBuffer, bs: int, num_tokens: int) -> Tensor:

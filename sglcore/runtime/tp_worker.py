@@ -74,6 +74,8 @@ class TpModelWorker:
         refuse_hidden_states(batch)
         embeds = batch.forward_mode is ForwardMode.EMBED
         start = self.forward_batch_embedding if embeds else self.forward_batch_generation
+        if self._streams.forward is None:
+            return start(batch)
         with self._streams.running():
             return start(batch)
 
