@@ -15,7 +15,7 @@ from sglcore.conformance.kernel_inputs import Built
 from sglcore.conformance.law import Law, LawBroken, NotApplicable
 from sglcore.conformance.target import Target
 from sglcore.conformance.trial import Trial
-from sglcore.device.package import resolve
+from sglcore.device.errors import ConfigError
 from sglcore.runtime.kernels.table import Entry, KernelTable
 
 GUARD = 8
@@ -69,17 +69,23 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def kernel_is_reference(trial: Trial) -> None:
-    """One entry, over all its cases."""
-    harness = trial.kit.harness("dense")
+    """One entry, over all its cases, in the table that serves or in one that has to be asked for."""
+    name, _, entry = trial.case.rpartition("/")
+    try:
+        harness = trial.kit.harness("dense", **({"kernels": name} if name else {}))
+    except ConfigError as error:
+        if not name:
+            raise
+        raise NotApplicable(str(error)) from error
     table: KernelTable = harness.started.built["kernels"]
-    if getattr(table, trial.case) is None:
-        raise NotApplicable(f"the kernel table has no {trial.case}")
+    if getattr(table, entry) is None:
+        raise NotApplicable(f"the kernel table has no {entry}")
     compare(trial, table, harness.facts.tensor_device, getattr(torch, harness.facts.index_dtype))
 
 
 def compare(trial: Trial, table: KernelTable, device: str, cells: torch.dtype) -> None:
-    """The entry that is the trial's case, on a device whose indices of cells are of dtype `cells`."""
-    entry = table.declared()[trial.case]
+    """The entry that the trial's case names, on a device whose indices of cells are of dtype `cells`."""
+    entry = table.declared()[trial.case.rpartition("/")[2]]
     for case in kernel_cases(entry):
         args = [arg.to(cells) if name == CELLS else arg for name, arg in _named(entry, case.args)]
         _check_call(trial, table, entry, args, case, device)
@@ -179,14 +185,26 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 
 
 def entries(target: Target) -> tuple[str, ...]:
-    """Every entry that the device's table has; all where it can not be made, where a defect may bring one, or where the
-    device has a table of another kind."""
+    """Every entry that the device's preferred table has, and those that its other tables replace, as `table/entry`; all
+    where it can not be made, where a defect may bring one, or where the device has a table of another kind."""
+    declared = tuple(KernelTable.declared())
     if target.mutant is not None or "torch_runtime" not in target.capabilities():
-        return tuple(KernelTable.declared())
+        return declared
+    first, *others = target.package.kernels
+    table = _made(target, first)
+    cases = list(declared if table is None else table.origin)
+    for name in others:
+        table = _made(target, name)
+        cases += [f"{name}/{entry}" for entry in (declared[:1] if table is None else table.replaced)]
+    return tuple(cases)
+
+
+def _made(target: Target, name: str) -> KernelTable | None:
+    """A table of the device; None where it can not be made. The law makes it too, and says why."""
     try:
-        return tuple(resolve(target.package.kernels, target.name)().origin)
-    except Exception:  # The law makes the table too, and says why it can not.
-        return tuple(KernelTable.declared())
+        return target.make_kernels(name)
+    except Exception:
+        return None
 
 
 LAWS: tuple[Law, ...] = (

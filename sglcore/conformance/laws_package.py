@@ -160,7 +160,8 @@ def api_holds(trial: Trial) -> None:
         raise LawBroken(f"the package says API {package.api}, this core understands {API}")
     _callable_with(package.probe, 2)
     _callable_with(package.facts, 1)
-    _callable_with(package.kernels, 0)
+    for ref in package.kernels.values():
+        _callable_with(ref, 0)
     for ref in package.graphs.values():
         _callable_with(ref, 2)
     implements = _implements_attention if "torch_runtime" in trial.target.capabilities() else _states_sizes

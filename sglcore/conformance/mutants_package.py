@@ -72,7 +72,7 @@ def _probe(name: str, says: str, function: Callable[..., object], **more: Any) -
 
 
 def _names_nothing(package: DevicePackage) -> DevicePackage:
-    return replace(package, kernels=f"{HERE}:no_such_name")
+    return replace(package, kernels={**package.kernels, "none": f"{HERE}:no_such_name"})
 
 
 def _half_attention(package: DevicePackage) -> DevicePackage:

@@ -35,6 +35,6 @@ package = DevicePackage(
         "replayable": "sglcore.conformance.reference_parts:ReplayableAttention",
     },
     graphs={"replayed": "sglcore.conformance.reference_parts:ReplayedGraphs"},
-    kernels="sglcore.runtime.kernels.table:KernelTable",
+    kernels={"reference": "sglcore.runtime.kernels.table:KernelTable"},
     bring_up="sglcore.conformance.reference_parts:BRING_UP",
 )

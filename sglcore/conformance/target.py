@@ -96,9 +96,13 @@ class Target:
         return frozenset(name for name, holds in offered.items() if holds)
 
     def has_triton_kernels(self) -> bool:
-        """Entries of its kernel table are the core's Triton kernels. Raises what making the table raises."""
-        table = resolve(self.package.kernels, self.name)()
-        return any(origin.startswith(TRITON_KERNELS) for origin in table.origin.values())
+        """Entries of its preferred kernel table are the core's Triton kernels. Raises what making the table raises."""
+        origin = self.make_kernels(next(iter(self.package.kernels))).origin
+        return any(function.startswith(TRITON_KERNELS) for function in origin.values())
+
+    def make_kernels(self, name: str) -> Any:
+        """One of its kernel tables. Raises what making it raises."""
+        return resolve(self.package.kernels[name], self.name)()
 
     def attention_without_triton(self, dtype: str) -> Mapping[str, str]:
         """The setting that names the first backend after the core's Triton attention, if that is the first to take a

@@ -53,7 +53,7 @@ class EngineConfig:
     )
     kernels: str = setting(
         "auto",
-        "\"reference\" computes with the reference's functions, to compare numbers; other names are the device's.",
+        'A kernel table of the device by name; "reference" computes with the reference\'s functions, to compare numbers.',
     )
     grammar_backend: str = setting("auto", "What compiles grammars: auto, llguidance or xgrammar.")
     shadow: int = setting(0, "Run every Nth replay of a graph eagerly as well and compare; 0 is never.")

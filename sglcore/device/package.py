@@ -11,7 +11,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from sglcore.device.errors import DeviceError
+from sglcore.device.errors import ConfigError, DeviceError
 
 API = 3
 """The number of the contract that this core understands, and that a package declares."""
@@ -44,26 +44,38 @@ class DevicePackage:
     """Attention backends by name, the preferred first."""
     graphs: Mapping[str, Ref]
     """Graph backends by kind, each `factory(facts, streams) -> GraphBackend`; empty when the device needs none."""
-    kernels: Ref
-    """`kernels() -> KernelTable`: the functions that this device replaces, over the reference. A device with a runtime of
-    its own gives a record whose `origin` says by name what runs each operation."""
+    kernels: Mapping[str, Ref]
+    """Kernel tables by name, the preferred first, each `kernels() -> KernelTable`: the functions that this device replaces,
+    over the reference; ConfigError where one can not serve here. A device with a runtime of its own gives a record whose
+    `origin` says by name what runs each operation."""
     bring_up: Ref
     """The `BringUp` order of its start."""
     pci_vendors: frozenset[int] = field(default=frozenset())
     """PCI vendor numbers whose accelerators this package answers for."""
 
     def __post_init__(self) -> None:
-        """Freeze the mappings as copies and refuse references that are not `module:name`."""
+        """Freeze the mappings as copies; refuse references that are not `module:name`, and a package without kernels."""
         object.__setattr__(self, "attention", MappingProxyType(dict(self.attention)))
         object.__setattr__(self, "graphs", MappingProxyType(dict(self.graphs)))
+        object.__setattr__(self, "kernels", MappingProxyType(dict(self.kernels)))
         object.__setattr__(self, "pci_vendors", frozenset(self.pci_vendors))
+        if not self.kernels:
+            raise DeviceError(f"{_owner(self.name)} names no kernel table", wanted="at least one in `kernels`")
         for ref in self.refs():
             split(ref, package=self.name)
 
     def refs(self) -> tuple[Ref, ...]:
         """Every reference of the declaration, in reading order."""
-        named = (*self.attention.values(), *self.graphs.values())
-        return (self.probe, self.facts, self.worker, *named, self.kernels, self.bring_up)
+        named = (*self.attention.values(), *self.graphs.values(), *self.kernels.values())
+        return (self.probe, self.facts, self.worker, *named, self.bring_up)
+
+    def kernels_for(self, asked: str, *others: str) -> str:
+        """The name that `--kernels` means: the preferred table's for "auto". Raises ConfigError for what is neither a
+        table's name nor one of `others`."""
+        names = tuple(dict.fromkeys((*self.kernels, *others)))
+        if asked not in ("auto", *names):
+            raise ConfigError(f"kernels is {asked!r}", wanted=f"one of auto, {', '.join(names)}")
+        return names[0] if asked == "auto" else asked
 
 
 def split(ref: Ref, package: str = "") -> tuple[str, str]:

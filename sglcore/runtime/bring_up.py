@@ -92,19 +92,18 @@ def streams(facts: Facts) -> Streams:
 
 
 def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger) -> KernelTable:
-    """The functions that models and attention run on this device, or the reference's where they were asked for."""
-    if config.kernels == "reference":
-        ledger.record(Row("kernels", "reference", REFERENCE, "asked for, to compare numbers", "--kernels auto"))
+    """The functions that models and attention run on this device: the preferred table, or one by name; the reference's
+    where that was asked for."""
+    name = package.kernels_for(config.kernels, "reference")
+    if name == "reference":
+        ledger.record(Row("kernels", config.kernels, REFERENCE, "asked for, to compare numbers", "--kernels auto"))
         return KernelTable()
-    if config.kernels != "auto":
-        raise ConfigError(f"kernels is {config.kernels!r}", wanted="auto or reference")
-    table: KernelTable = resolve(package.kernels, package.name)()
-    own = {name: origin.rpartition(":")[0] for name, origin in table.replaced.items()}
-    what = ", ".join(sorted(set(own.values()))) or "reference"
-    reason = (
-        f"replaces {', '.join(own)}; the other entries are the reference" if own else "every entry is the reference"
-    )
-    ledger.record(Row("kernels", "auto", what, reason, "another device package; each has its own"))
+    table: KernelTable = resolve(package.kernels[name], package.name)()
+    own = {entry: origin.rpartition(":")[0] for entry, origin in table.replaced.items()}
+    modules = ", ".join(sorted(set(own.values())))
+    reason = f"{modules}, for {', '.join(own)}; the reference elsewhere" if own else "every entry is the reference"
+    others = " or ".join(other for other in (*package.kernels, "reference") if other != name)
+    ledger.record(Row("kernels", config.kernels, name if own else "reference", reason, f"--kernels {others}"))
     return table
 
 

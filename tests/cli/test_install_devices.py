@@ -18,7 +18,7 @@ def probe(named, system):
 DECLARATION = """
 from sglcore.device.package import DevicePackage
 package = DevicePackage(name={name!r}, api=3, summary="planted", is_host={is_host}, probe="sglcore_{name}.probe:probe",
-    facts="a:b", worker="a:b", attention={{}}, graphs={{}}, kernels="a:b", bring_up="a:b")
+    facts="a:b", worker="a:b", attention={{}}, graphs={{}}, kernels={{"own": "a:b"}}, bring_up="a:b")
 """
 
 EDIT = "--no-build-isolation -e "

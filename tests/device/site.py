@@ -20,7 +20,7 @@ Path(__file__).with_name("imported").touch()
 package = DevicePackage(
     name={declared!r} or {name!r}, api={api}, summary="planted", is_host={is_host}, probe="{module}.probe:probe",
     facts="{module}.parts:facts", worker="{module}.parts:Worker", attention={{"plain": "{module}.parts:Attention"}},
-    graphs={{}}, kernels="{module}.parts:kernels", bring_up="{module}.parts:BRING_UP", pci_vendors=frozenset({vendors}),
+    graphs={{}}, kernels={{"own": "{module}.parts:kernels"}}, bring_up="{module}.parts:BRING_UP", pci_vendors=frozenset({vendors}),
 )
 """
 

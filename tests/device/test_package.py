@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from sglcore.device.errors import DeviceError
+from sglcore.device.errors import ConfigError, DeviceError
 from sglcore.device.package import DevicePackage, resolve
 from tests.device.site import Site
 
@@ -19,7 +19,7 @@ PACKAGE = DevicePackage(
     worker="a:Worker",
     attention={"second": "a:Second", "first": "a:First"},
     graphs={},
-    kernels="a:kernels",
+    kernels={"fast": "a:fast", "plain": "a:plain"},
     bring_up="a:BRING_UP",
 )
 
@@ -38,7 +38,16 @@ def test_a_declaration_is_frozen_and_keeps_copies_in_the_order_they_were_given()
 @pytest.mark.parametrize("ref", ["module", "module:", ":name", "a b:c", "a:b [api-1]", ""])
 def test_a_reference_that_is_not_module_and_name_is_refused_when_it_is_declared(ref: str) -> None:
     with pytest.raises(DeviceError, match="device package 'one' refers to .*wanted a reference such as"):
-        replace(PACKAGE, kernels=ref)
+        replace(PACKAGE, worker=ref)
+
+
+def test_kernel_tables_are_named_and_the_first_is_the_preferred() -> None:
+    assert PACKAGE.kernels_for("auto", "reference") == "fast"
+    assert [PACKAGE.kernels_for(name, "reference") for name in ("plain", "reference")] == ["plain", "reference"]
+    with pytest.raises(ConfigError, match="kernels is 'quick'; wanted one of auto, fast, plain, reference$"):
+        PACKAGE.kernels_for("quick", "reference")
+    with pytest.raises(DeviceError, match="device package 'one' names no kernel table"):
+        replace(PACKAGE, kernels={})
 
 
 def test_a_reference_resolves_to_what_it_names() -> None:

@@ -86,8 +86,10 @@ def test_the_variable_names_the_root(tmp_path: Path) -> None:
 
 
 def test_a_probe_is_given_the_system(tmp_path: Path) -> None:
-    refs = dict.fromkeys(("facts", "worker", "kernels", "bring_up"), "a:b")
-    package = DevicePackage(name="n", api=3, summary="", probe=f"{__name__}:probe", attention={}, graphs={}, **refs)
+    refs = dict.fromkeys(("facts", "worker", "bring_up"), "a:b")
+    package = DevicePackage(
+        name="n", api=3, summary="", probe=f"{__name__}:probe", attention={}, graphs={}, kernels={"own": "a:b"}, **refs
+    )
     assert run_probe(package, False, System(tmp_path)).hardware.evidence == str(tmp_path)
 
 

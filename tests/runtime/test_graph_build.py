@@ -60,7 +60,7 @@ def package(**graphs: str) -> DevicePackage:
             "gathered": "sglcore.runtime.attention.gathered:GatheredAttention",
         },
         graphs=graphs or {"full": f"{NAME}:full", "breakable": f"{NAME}:breakable"},
-        kernels="sglcore.runtime.kernels.table:KernelTable",
+        kernels={"plain": "sglcore.runtime.kernels.table:KernelTable"},
         bring_up="a:b",
     )
 
@@ -221,5 +221,5 @@ def test_kernels_may_be_the_reference_and_nothing_unknown() -> None:
     table = bring_up.kernels(EngineConfig(kernels="reference"), package(), ledger)
     assert set(table.origin.values()) and all("reference" in origin for origin in table.origin.values())
     assert ledger.rows[0].requested == "reference"
-    with pytest.raises(ConfigError, match="auto or reference"):
+    with pytest.raises(ConfigError, match="'fast'; wanted one of auto, plain, reference"):
         bring_up.kernels(EngineConfig(kernels="fast"), package(), ledger)

@@ -22,7 +22,7 @@ from sglcore.runtime.streams import Streams
 from sglcore.step.sizing import MemoryBudget, MemorySizes
 from sglcore_cpu.arena import huge_zeros
 from sglcore_cpu.attention import PagedAttention
-from sglcore_cpu.choice import TORCH, check_name, choose_kernels
+from sglcore_cpu.choice import NAMES, NATIVE, TORCH, choose_kernels
 from sglcore_cpu.kernels import torch_kernels
 from sglcore_cpu.kv_pool import INT8_POOL
 from sglcore_cpu.memory import available_memory, total_memory, weight_bytes
@@ -68,15 +68,15 @@ def room(config: EngineConfig, model_path: Path) -> int:
 def processor_kernels(
     config: EngineConfig, package: DevicePackage, facts: Facts, threads: Placement, ledger: DecisionLedger
 ) -> KernelTable:
-    """The native table, or torch's; a compiler traces torch's only, and reads plain weights."""
-    if config.kernels == "reference":
-        return kernels(config, package, ledger)
-    if facts.graph_kind(config.graph) == "compiled":
-        check_name(config.kernels)
+    """The native table, or another of the package's; a compiler traces torch's only, and reads plain weights."""
+    asked = package.kernels_for(config.kernels, "reference", *NAMES)
+    if asked != "reference" and facts.graph_kind(config.graph) == "compiled":
         is_other = config.kernels not in ("auto", TORCH)
         reason = "a compiler traces torch's own"
         ledger.record(Row("kernels", config.kernels, TORCH, reason, "--graph native", downgrade=is_other))
         return torch_kernels().replace(pack_linear=KernelTable().pack_linear)
+    if asked not in (NATIVE, *NAMES):
+        return kernels(config, package, ledger)
     table, row = choose_kernels(config.kernels, threads.threads, threads.of_threads)
     ledger.record(row)
     if is_native(table):

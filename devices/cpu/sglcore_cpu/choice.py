@@ -15,6 +15,7 @@ from sglcore_cpu.kernels import torch_kernels
 from sglcore_cpu.native import Library, NativeUnavailable
 from sglcore_cpu.table import native_table
 
+NATIVE = "native"
 TORCH = "torch"
 NAMES = tuple(one.name for one in (*X86, *ARM))
 """Instruction sets, as `--kernels` takes them to have one in particular."""
@@ -29,13 +30,10 @@ def load_library() -> Library:
 def choose_kernels(
     asked: str, threads: int, cores: Sequence[Sequence[int]] = (), load: Callable[[], Library] = load_library
 ) -> tuple[KernelTable, Row]:
-    """The table for "auto", "torch" or an instruction set's name, and its row of the ledger.
+    """The table for "auto", "native" or an instruction set's name, and its row of the ledger.
 
-    Raises ConfigError for another name, or for an instruction set that is not usable here.
+    Raises ConfigError for what is not usable here, if it was asked for.
     """
-    check_name(asked)
-    if asked == TORCH:
-        return torch_kernels(), Row("kernels", TORCH, TORCH, "asked for", "--kernels auto")
     try:
         library = load()
         chosen = _instruction_set(asked, library)
@@ -44,14 +42,8 @@ def choose_kernels(
         if asked != "auto":
             raise ConfigError(f"kernels {asked!r} can not serve: {error}", wanted="the native library") from None
         return torch_kernels(), Row("kernels", "auto", TORCH, str(error), "the remedy in the reason", downgrade=True)
-    reason = "asked for" if asked != "auto" else "the highest that this processor announces"
+    reason = "asked for" if asked in NAMES else "the highest that this processor announces"
     return native_table(engine), Row("kernels", asked, f"native, {chosen}", reason, f"--kernels {TORCH}")
-
-
-def check_name(asked: str) -> None:
-    """Raise ConfigError for what names no kernels."""
-    if asked not in ("auto", TORCH, *NAMES):
-        raise ConfigError(f"kernels is {asked!r}", wanted=f"one of auto, reference, {TORCH}, {', '.join(NAMES)}")
 
 
 def kernels() -> KernelTable:
@@ -65,7 +57,7 @@ def _instruction_set(asked: str, library: Library) -> str:
         raise NativeUnavailable(
             f"this processor has none of the instruction sets that the library is built for: {', '.join(library.levels)}"
         )
-    if asked == "auto":
+    if asked in ("auto", NATIVE):
         return usable[-1]
     if asked not in usable:
         raise ConfigError(

@@ -18,7 +18,7 @@ from sglcore.checkpoint.gguf_config import EMBEDDING, HEAD
 from sglcore.checkpoint.quantization import Quantization, Scheme, read_quantization
 from sglcore.checkpoint.safetensors_header import PLAIN_BYTES, Entry, read_entries
 from sglcore.device.config import EngineConfig
-from sglcore_cpu.choice import TORCH
+from sglcore_cpu.choice import NAMES, NATIVE
 
 SHARE_OF_BF16 = MappingProxyType({"int8": 0.55, "int4": 0.35})
 """What quantising on load leaves of 16 bits: codes with their scales, and what stays as it is."""
@@ -46,7 +46,7 @@ class Kept:
         """Of a checkpoint whose own dtype is `stored`. Only the native kernels read integers."""
         plain = 2 if (stored if asked.dtype == "auto" else asked.dtype) in HALF else 4
         rounded = 2 * SHARE_OF_BF16[asked.quantize] if asked.quantize in SHARE_OF_BF16 else plain
-        return cls(plain, rounded, asked.kernels not in (TORCH, "reference") and asked.graph != "compiled")
+        return cls(plain, rounded, asked.kernels in ("auto", NATIVE, *NAMES) and asked.graph != "compiled")
 
     def values(self, count: float, may_round: bool) -> float:
         """Bytes of values that are not kept as integers."""

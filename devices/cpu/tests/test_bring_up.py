@@ -11,13 +11,16 @@ import torch
 from sglcore.conformance.target import GIVEN
 from sglcore.device.bring_up import BringUp
 from sglcore.device.config import EngineConfig
-from sglcore.device.errors import BringUpError
+from sglcore.device.errors import BringUpError, ConfigError
 from sglcore.device.facts import Facts
+from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime import bring_up
 from sglcore.runtime.bring_up import STANDARD
 from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
 from sglcore.step.sizing import MemorySizes
-from sglcore_cpu.bring_up import BRING_UP
+from sglcore_cpu import package
+from sglcore_cpu.bring_up import BRING_UP, processor_kernels
+from sglcore_cpu.facts import facts
 from sglcore_cpu.kv_pool import INT8_POOL
 
 
@@ -42,6 +45,25 @@ def model(is_encoder: bool = False) -> Any:
         dtype=torch.float32,
         attention_layers=(SimpleNamespace(num_kv_heads=2, head_dim=8),),
     )
+
+
+@pytest.mark.parametrize(
+    ("asked", "graph", "taken"),
+    [("torch", "off", "torch"), ("reference", "off", bring_up.REFERENCE), ("native", "compiled", "torch")],
+)
+def test_the_kernels_that_were_asked_for_serve_unless_a_compiler_wants_others(
+    asked: str, graph: str, taken: str
+) -> None:
+    ledger, none = DecisionLedger(), cast("Any", None)
+    processor_kernels(EngineConfig(kernels=asked, graph=graph), package, facts(0), none, ledger)
+    (row,) = ledger.rows
+    assert (row.requested, row.effective, row.downgrade) == (asked, taken, graph == "compiled")
+
+
+def test_kernels_that_are_none_list_those_that_are() -> None:
+    none = cast("Any", None)
+    with pytest.raises(ConfigError, match="kernels is 'sse'; wanted one of auto, native, torch, .*reference, avx2"):
+        processor_kernels(EngineConfig(kernels="sse"), package, facts(0), none, none)
 
 
 @pytest.mark.parametrize(("kind", "size"), [(PER_HEAD, 2 * 2 * 8 * 4), (INT8_POOL, 2 * 2 * (8 + 4))])

@@ -39,17 +39,17 @@ def test_the_highest_announced_instruction_set_serves() -> None:
     assert not row.downgrade
 
 
+def test_native_ones_asked_for_are_the_highest_or_none() -> None:
+    assert choose_kernels("native", 1)[1].effective == choose_kernels("auto", 1)[1].effective
+    with pytest.raises(ConfigError, match="kernels 'native' can not serve: this processor has none"):
+        choose_kernels("native", 1, load=lambda: Announced(()))  # pyright: ignore[reportArgumentType]
+
+
 def test_one_can_be_asked_for_by_name() -> None:
     name = load_library().usable()[0]
     table, row = choose_kernels(name, 1)
     assert is_native(table)
     assert (row.requested, row.effective) == (name, f"native, {name}")
-
-
-def test_torch_can_be_asked_for() -> None:
-    table, row = choose_kernels("torch", 1)
-    assert not is_native(table)
-    assert row.effective == "torch" and not row.downgrade
 
 
 def test_what_the_processor_does_not_announce_is_refused_by_name() -> None:
@@ -64,11 +64,6 @@ def test_a_processor_without_any_falls_back_to_torch_with_the_reason() -> None:
     assert not is_native(table)
     assert row.effective == "torch" and row.downgrade
     assert "none of the instruction sets" in row.reason
-
-
-def test_a_name_that_is_none_lists_those_that_are() -> None:
-    with pytest.raises(ConfigError, match="kernels is 'sse'.*auto, reference, torch, avx2"):
-        choose_kernels("sse", 1)
 
 
 def test_a_library_that_was_not_built_gives_what_the_compiler_said(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ package = DevicePackage(
         "breakable": "sglcore_cuda.graphs:breakable",
         "piecewise": "sglcore_cuda.graphs:piecewise",
     },
-    kernels="sglcore_cuda.kernels:kernels",
+    kernels={"triton": "sglcore_cuda.kernels:kernels"},
     bring_up="sglcore_cuda.bring_up:BRING_UP",
     pci_vendors=frozenset({0x10DE}),
 )

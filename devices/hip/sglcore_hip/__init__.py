@@ -20,7 +20,7 @@ package = DevicePackage(
         "breakable": "sglcore_hip.graphs:breakable",
         "piecewise": "sglcore_hip.graphs:piecewise",
     },
-    kernels="sglcore_hip.kernels:kernels",
+    kernels={"triton": "sglcore_hip.kernels:kernels"},
     bring_up="sglcore_hip.bring_up:BRING_UP",
     pci_vendors=frozenset({0x1002}),
 )

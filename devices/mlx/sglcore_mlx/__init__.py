@@ -15,7 +15,7 @@ package = DevicePackage(
         "gathered": "sglcore_mlx.attention.gathered:GatheredAttention",
     },
     graphs={},
-    kernels="sglcore_mlx.kernels:kernels",
+    kernels={"mlx": "sglcore_mlx.kernels:kernels"},
     bring_up="sglcore_mlx.bring_up:BRING_UP",
 )
 """What `sglcore devices` and the core read."""

@@ -65,9 +65,8 @@ def residency(hardware: Hardware, ledger: DecisionLedger) -> Residency:
 
 def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger) -> KernelNames:
     """The names of what runs each operation. There is one implementation of each."""
-    table: KernelNames = resolve(package.kernels, package.name)()
-    if config.kernels not in ("auto", "reference"):
-        raise ConfigError(f"kernels is {config.kernels!r}", wanted="auto or reference")
+    package.kernels_for(config.kernels, "reference")
+    table: KernelNames = resolve(package.kernels["mlx"], package.name)()
     for name, value in (("quantize", config.quantize), ("kv_cache_dtype", config.kv_cache_dtype)):
         if value != "auto":
             raise ConfigError(

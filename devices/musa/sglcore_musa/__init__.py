@@ -20,7 +20,7 @@ package = DevicePackage(
         "breakable": "sglcore_musa.graphs:breakable",
         "piecewise": "sglcore_musa.graphs:piecewise",
     },
-    kernels="sglcore_musa.kernels:kernels",
+    kernels={"triton": "sglcore_musa.kernels:kernels"},
     bring_up="sglcore_musa.bring_up:BRING_UP",
     pci_vendors=frozenset({0x1ED5}),
 )

@@ -19,7 +19,7 @@ package = DevicePackage(
         "breakable": "sglcore_npu.graphs:breakable",
         "piecewise": "sglcore_npu.graphs:piecewise",
     },
-    kernels="sglcore_npu.kernels:kernels",
+    kernels={"torch_npu": "sglcore_npu.kernels:kernels"},
     bring_up="sglcore_npu.bring_up:BRING_UP",
     pci_vendors=frozenset({0x19E5}),
 )

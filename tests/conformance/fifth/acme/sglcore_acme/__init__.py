@@ -11,7 +11,7 @@ package = DevicePackage(
     worker="sglcore.runtime.tp_worker:TpModelWorker",
     attention={"gathered": "sglcore.runtime.attention.gathered:GatheredAttention"},
     graphs={"full": "sglcore_acme.graphs:full", "breakable": "sglcore_acme.graphs:breakable"},
-    kernels="sglcore_acme.kernels:kernels",
+    kernels={"acme": "sglcore_acme.kernels:kernels"},
     bring_up="sglcore_acme.bring_up:BRING_UP",
     pci_vendors=frozenset({0xACE5}),
 )

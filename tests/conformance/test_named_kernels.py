@@ -1,0 +1,50 @@
+"""The kit holds every kernel table that a package names against the reference, not only the one that serves by itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sglcore.conformance.laws_kernels import LAWS, entries
+from sglcore.conformance.reference_parts import REFERENCE
+from sglcore.conformance.trial import Kit, run_case
+from sglcore.device.errors import ConfigError
+from sglcore.runtime.kernels.table import KernelTable
+
+(LAW,) = LAWS
+
+
+def fused() -> KernelTable:
+    """Another way to compute a norm."""
+    return KernelTable().replace(rms_norm=lambda x, weight, eps: torch.rms_norm(x, weight.shape, weight, eps))
+
+
+def forgetful() -> KernelTable:
+    """Mutant: the norm without its weight."""
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return torch.rms_norm(x, weight.shape, None, eps)
+
+    return KernelTable().replace(rms_norm=rms_norm)
+
+
+def elsewhere() -> KernelTable:
+    """A table whose library is not here."""
+    raise ConfigError("its library is 1.0", wanted="2.0")
+
+
+def test_tables_that_must_be_asked_for_are_held_against_the_reference_too(tmp_path: Path) -> None:
+    kernels = {**REFERENCE.package.kernels}
+    kernels |= {name: f"{__name__}:{name}" for name in ("fused", "forgetful", "elsewhere")}
+    target = replace(REFERENCE, package=replace(REFERENCE.package, kernels=kernels))
+    cases = [case for case in entries(target) if "/" in case]
+    assert cases == ["fused/rms_norm", "forgetful/rms_norm", "elsewhere/linear"]
+    kit = Kit(target, tmp_path)
+    right, wrong, absent = (run_case(kit, LAW, case) for case in cases)
+    kit.close()
+    assert right.verdict == "passed"
+    assert wrong.verdict == "failed" and "forgetful/rms_norm, " in wrong.text
+    assert (absent.verdict, absent.text) == ("skipped", "its library is 1.0; wanted 2.0")
