@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _WATCH = """
-import sys, time, importlib, json
+import os, sys, time, importlib, json
 opened = []
 def hook(event, args):
     if event == "open" and isinstance(args[0], (str, bytes)):
@@ -18,7 +19,7 @@ def hook(event, args):
         if name.startswith("/dev/"):
             opened.append(name)
 sys.addaudithook(hook)
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1].split(os.pathsep)
 start = time.process_time()
 for name in sys.argv[2:]:
     importlib.import_module(name)
@@ -37,9 +38,10 @@ class Imported:
     seconds: float
 
 
-def imported(root: Path, modules: Sequence[str]) -> Imported:
-    """Import modules of the tree at `root` in a new process; raises when an import does."""
-    command = (sys.executable, "-I", "-c", _WATCH, str(root), *modules)
+def imported(root: Path, modules: Sequence[str], beside: Sequence[Path] = ()) -> Imported:
+    """Import modules of the tree at `root`, and of folders `beside` it, in a new process; raises when an import does."""
+    path = os.pathsep.join(map(str, (root, *beside)))
+    command = (sys.executable, "-I", "-c", _WATCH, path, *modules)
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if ran.returncode != 0:
         raise AssertionError(f"importing {', '.join(modules)} failed:\n{ran.stderr}")
