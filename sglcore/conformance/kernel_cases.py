@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,10 @@ from sglcore.conformance.kernel_inputs import WIDTH, Draw, Inputs
 from sglcore.runtime.kernels.table import Entry
 
 TOKENS = (0, 1, 3, 33)
-DTYPES = (torch.float32, torch.bfloat16)
+FEW = (3,)
+"""Rows in the types after the first two: a kernel that takes any two takes others in the same way, or not at all."""
+OF_LOGITS = frozenset({"draw", "greedy"})
+"""Entries that take float32 whatever the model is computed in."""
 HEAD_DIM = 16
 WEIGHT = 0.15
 """Elements of matrices that are no rows, so that sums of products stay near 1."""
@@ -29,16 +32,15 @@ class KernelCase:
     args: tuple[Any, ...]
 
 
-def kernel_cases(entry: Entry[Any]) -> Iterator[KernelCase]:
-    """Every case of an entry. Raises AttributeError for one without shapes that the kit does not know, which must not pass
-    unseen."""
+def kernel_cases(entry: Entry[Any], dtypes: Sequence[str]) -> Iterator[KernelCase]:
+    """Every case of an entry on a device that computes in these types. Raises AttributeError for one without shapes that the
+    kit does not know, which must not pass unseen."""
     make = None if entry.shapes else getattr(kernel_inputs, entry.name)
-    for dtype in DTYPES:
-        for seed, tokens in enumerate(TOKENS):
+    for place, name in enumerate(("float32",) if entry.name in OF_LOGITS else dtypes):
+        for seed, tokens in enumerate(TOKENS if place < 2 else FEW):
             for strided in (False, True):
-                name = str(dtype).removeprefix("torch.")
                 text = f"{tokens} rows of {name}{', strided' if strided else ''}"
-                drawn = Draw(seed, dtype)
+                drawn = Draw(seed, getattr(torch, name))
                 for args in make(drawn, tokens, strided) if make else _of_shapes(entry, drawn, tokens, strided):
                     yield KernelCase(text, args)
 

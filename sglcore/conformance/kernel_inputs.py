@@ -192,9 +192,7 @@ def draw(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def greedy(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Float32 alone; ties, and rows that no token can be drawn from."""
-    if drawn.dtype is not torch.float32:
-        return
+    """Ties, and rows that no token can be drawn from."""
     logits = drawn.rows(tokens, VOCAB, strided) * 4
     if tokens > 3:
         logits[2], logits[5], logits[6, 17] = 0.5, float("-inf"), float("nan")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -12,14 +13,14 @@ from typing import Any
 
 from sglcore.conformance import mutants_package as broken
 from sglcore.conformance.law import Law, LawBroken, NotApplicable
-from sglcore.conformance.target import GIVEN, Target
+from sglcore.conformance.target import DTYPES, GIVEN, Target
 from sglcore.conformance.trial import Trial
 from sglcore.device.errors import BringUpError, DeviceError
 from sglcore.device.facts import Facts
 from sglcore.device.package import API, resolve
 
 PROBE_SECONDS = 120
-CELL_DTYPES = frozenset({"int32", "int64"})
+INDEX_DTYPES = ("int32", "int64")
 
 _PROBE = """
 import json, sys
@@ -127,18 +128,45 @@ def facts_agree(trial: Trial) -> None:
     facts = target.facts()
     if facts != target.facts():
         raise LawBroken("two calls give different facts")
+    for name, is_right, wanted in _values(target, facts):
+        if not is_right:
+            raise LawBroken(f"{name} is {getattr(facts, name)!r}; wanted {wanted}")
     for wrong, text in _contradictions(target, facts):
         if wrong:
             raise LawBroken(text)
 
 
+def _values(target: Target, facts: Facts) -> Iterator[tuple[str, bool, str]]:
+    """Facts that are wrong whatever the others say: the name of each, whether it is right, and what is wanted."""
+    graphs, dtypes, most = ("off", *target.package.graphs), facts.dtypes, facts.most_graph_segments
+    known = isinstance(dtypes, tuple) and set(dtypes) <= set(DTYPES) and 0 < len(dtypes) == len(set(dtypes))
+    halves = (None, *(name for name in dtypes if name != "float32"))
+    wanted = f"the name of a device that torch knows, or {target.name!r} if an extension brings it, such as 'cuda:0'"
+    yield "tensor_device", _is_device(target, facts.tensor_device), wanted
+    yield "index_dtype", facts.index_dtype in INDEX_DTYPES, f"one of {INDEX_DTYPES}"
+    yield "dtypes", known, f"a tuple of some of {DTYPES}, each once"
+    yield "preferred_dtype", facts.preferred_dtype in halves, f"one of {halves}: None, or a 16-bit type of its dtypes"
+    yield "page_size", facts.page_size >= 1, "at least 1"
+    yield "default_graph", facts.default_graph in graphs, f"one of {graphs}"
+    yield "most_graph_segments", most is None or most >= 1, "None, or at least 1"
+
+
+def _is_device(target: Target, name: str) -> bool:
+    """A device that torch can parse. It knows a name that an extension brings once that is loaded, and here it need not be
+    installed; the package then has that name."""
+    if "torch_runtime" not in target.capabilities():
+        return bool(name)
+    import torch
+
+    try:
+        torch.device(name)
+    except RuntimeError:
+        return re.fullmatch(rf"{re.escape(target.name)}(:\d+)?", name) is not None
+    return True
+
+
 def _contradictions(target: Target, facts: Facts) -> Iterator[tuple[bool, str]]:
-    graphs = tuple(target.package.graphs)
     own = facts.tensor_device.partition(":")[0]
-    yield facts.default_graph not in ("off", *graphs), f"default_graph {facts.default_graph!r} is none of {graphs}"
-    yield facts.index_dtype not in CELL_DTYPES, f"index_dtype is {facts.index_dtype!r}"
-    yield facts.page_size < 1, f"page_size is {facts.page_size}"
-    yield facts.preferred_dtype not in (None, "bfloat16", "float16"), f"preferred_dtype is {facts.preferred_dtype!r}"
     yield facts.has_streams and own == "cpu", "the host's tensors have no streams"
     yield (
         facts.has_pinned_memory and facts.shares_host_memory,
@@ -151,6 +179,8 @@ def _contradictions(target: Target, facts: Facts) -> Iterator[tuple[bool, str]]:
         yield bool(taken) and not takes, f"no attention backend takes cell indices of {facts.index_dtype}"
     fits = any(f.page_sizes is None or facts.page_size in f.page_sizes for f in taken)
     yield bool(taken) and not fits, f"no attention backend takes pages of {facts.page_size} tokens"
+    idle = sorted(set(facts.dtypes) - set(target.computed_dtypes()))
+    yield bool(idle), f"no attention backend takes {', '.join(idle)}, which are among dtypes"
 
 
 def api_holds(trial: Trial) -> None:
@@ -236,7 +266,7 @@ LAWS: tuple[Law, ...] = (
         order_is_written_down,
         broken.UNWRITTEN_STEP,
     ),
-    _c0("facts_agree", "The facts agree with each other and with what is offered.", facts_agree, broken.WRONG_FACTS),
+    _c0("facts_agree", "The facts agree with each other and with what is offered.", facts_agree, *broken.WRONG_FACTS),
     _c0(
         "api_holds",
         "What the package names can be called as its API number says.",

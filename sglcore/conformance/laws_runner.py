@@ -33,6 +33,12 @@ def tiny(trial: Trial) -> None:
     trial.compare(harness, harness.run(random_prompts(1, (7,)), 5, score_prompts=True))
 
 
+def computes_in(trial: Trial) -> None:
+    """One prompt and two decodes in one of the types that the facts name."""
+    harness = trial.kit.harness("dense", dtype=trial.case)
+    trial.compare(harness, harness.run(random_prompts(1, (7,)), 3, score_prompts=True))
+
+
 def chunks_are_whole(trial: Trial) -> None:
     """Chunks of one token too: what continues a prompt is decided by the request's state."""
     harness = _open_case(trial)
@@ -288,6 +294,16 @@ LAWS: tuple[Law, ...] = (
         mutants=(worker.ONE_POSITION_LATE, worker.FLATTERS),
         tolerance=LOGPROBS,
         cases=tiny_cases,
+    ),
+    Law(
+        name="computes_in",
+        level="C1",
+        says="In each type that the facts name, log-probabilities are the reference's to its precision.",
+        check=computes_in,
+        mutants=(runtime.COARSE,),
+        tolerance=LOGPROBS,
+        cases=Target.computed_dtypes,
+        interpreted=frozenset(),
     ),
     _c2(
         "chunks_are_whole",

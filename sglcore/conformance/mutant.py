@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from sglcore.device.bring_up import BringUp, Step
+from sglcore.device.facts import Facts
 from sglcore.device.package import DevicePackage
 
 T = TypeVar("T")
@@ -24,18 +25,20 @@ Change = Callable[[Any], Any]
 """Takes what a step built and gives what the start goes on with."""
 
 
-def _same(package: DevicePackage) -> DevicePackage:
-    return package
+def _same(declared: T) -> T:
+    return declared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """`package` changes the declaration; `steps` change what the named steps of the bring-up build; `order` changes the
-    order itself. `needs` are the capabilities of devices in which it can be planted, as laws name them."""
+    """`package` changes the declaration, and `facts` what it says of the device; `steps` change what the named steps of the
+    bring-up build; `order` changes the order itself. `needs` are the capabilities of devices in which it can be planted, as
+    laws name them."""
 
     name: str
     says: str
     package: Callable[[DevicePackage], DevicePackage] = _same
+    facts: Callable[[Facts], Facts] = _same
     steps: Mapping[str, Change] = field(default_factory=lambda: MappingProxyType({}))
     order: Callable[[BringUp], BringUp] | None = None
     needs: frozenset[str] = frozenset()

@@ -8,7 +8,6 @@ from typing import Any
 
 from sglcore.conformance.mutant import Mutant
 from sglcore.device.bring_up import BringUp
-from sglcore.device.facts import Facts
 from sglcore.device.package import DevicePackage
 from sglcore.device.probe import Fact, ProbeReport
 from sglcore.device.system import System
@@ -57,11 +56,6 @@ def blind_probe(named: bool) -> ProbeReport:
     return ProbeReport(fact, fact, fact, fact)
 
 
-def wrong_facts(index: int = 0) -> Facts:
-    """A graph kind that nobody offers."""
-    return Facts(tensor_device="cpu", shares_host_memory=True, default_graph="none such")
-
-
 class HalfAttention:
     """Not a backend."""
 
@@ -69,6 +63,10 @@ class HalfAttention:
 def _probe(name: str, says: str, function: Callable[..., object], **more: Any) -> Mutant:
     ref = f"{HERE}:{getattr(function, '__name__')}"  # noqa: B009
     return Mutant(name=name, says=says, package=lambda package: replace(package, probe=ref, **more))
+
+
+def _facts(name: str, says: str, **lies: Any) -> Mutant:
+    return Mutant(name=name, says=says, facts=lambda facts: replace(facts, **lies))
 
 
 def _names_nothing(package: DevicePackage) -> DevicePackage:
@@ -100,10 +98,33 @@ SILENT_PROBE = _probe("silent probe", "A fact without a remedy.", silent_probe)
 LYING_PROBE = _probe("lying probe", "Hardware is seen where there is none.", lying_probe, is_host=False)
 WRONG_ORDER = Mutant(name="wrong order", says="The worker is made before what it needs.", order=worker_first)
 UNWRITTEN_STEP = Mutant(name="unwritten step", says="A step that the text lacks.", order=_unwritten)
-WRONG_FACTS = Mutant(
-    name="wrong facts",
-    says="A default graph that is not offered.",
-    package=lambda package: replace(package, facts=f"{HERE}:wrong_facts"),
+UNKNOWN_DEVICE = _facts("unknown device", "Tensors on a device that no tensor library knows.", tensor_device="banana")
+UNKNOWN_INDEX = _facts("unknown index", "Indices of a type that is none.", index_dtype="banana")
+UNKNOWN_DTYPE = _facts("unknown dtype", "Computes in a type that is none.", dtypes=("float32", "banana"))
+PREFERS_OTHER = _facts(
+    "prefers another", "Prefers a type that it lacks.", dtypes=("float32",), preferred_dtype="bfloat16"
+)
+NO_PAGES = _facts("pages of nothing", "Pages without cells.", page_size=0)
+HOST_STREAMS = _facts("host streams", "Streams of the host's tensors.", tensor_device="cpu", has_streams=True)
+PINNED_AND_SHARED = _facts(
+    "pinned and shared", "Pinned memory for copies that are none.", has_pinned_memory=True, shares_host_memory=True
+)
+HOST_APART = _facts(
+    "host apart", "The host's tensors are not in its memory.", tensor_device="cpu", shares_host_memory=False
+)
+NO_SUCH_GRAPH = _facts("no such graph", "A default graph that is not offered.", default_graph="none such")
+NO_SEGMENTS = _facts("no segments", "No captured piece may exist.", most_graph_segments=0)
+WRONG_FACTS = (
+    UNKNOWN_DEVICE,
+    UNKNOWN_INDEX,
+    UNKNOWN_DTYPE,
+    PREFERS_OTHER,
+    NO_PAGES,
+    HOST_STREAMS,
+    PINNED_AND_SHARED,
+    HOST_APART,
+    NO_SUCH_GRAPH,
+    NO_SEGMENTS,
 )
 BLIND_PROBE = _probe("blind probe", "A probe that takes no system.", blind_probe)
 HALF_ATTENTION = Mutant(

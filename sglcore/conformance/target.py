@@ -72,8 +72,9 @@ class Target:
         return replace(self, package=mutant.package(self.package), mutant=mutant)
 
     def facts(self) -> Facts:
-        """The values by which it differs."""
-        return resolve(self.package.facts, self.name)(0)
+        """The values by which it differs, with the defect planted."""
+        found: Facts = resolve(self.package.facts, self.name)(0)
+        return found if self.mutant is None else self.mutant.facts(found)
 
     def order(self) -> BringUp:
         """Its bring-up, with the defect planted."""
@@ -126,11 +127,12 @@ class Target:
         return MappingProxyType(found)
 
     def geometry(self, backend: str | None = None) -> Geometry:
-        """Sizes that a backend takes. Unless one is named: those of the preferred one that is importable, in float32 where
-        some backend computes in it with these sizes, because there a law can be strict."""
-        classes = self.importable_attention()
+        """Sizes that a backend takes, in a type that the device computes in. Unless one is named: those of the preferred one
+        that is importable, in float32 where some backend computes in it with these sizes, because there a law can be
+        strict."""
+        classes, own = self.importable_attention(), self.facts()
         if not classes:
-            return Geometry(HEAD_DIMS[0], self.facts().page_size, DTYPES[0])
+            return Geometry(HEAD_DIMS[0], own.page_size, _first(DTYPES, [own.dtypes]))
         chosen = [classes[backend] if backend is not None else next(iter(classes.values()))]
         if backend is None:
             wide = (
@@ -141,14 +143,20 @@ class Target:
         return Geometry(
             _first(HEAD_DIMS, [item.head_dims for item in facts]),
             _first(PAGE_SIZES, [item.page_sizes for item in facts]),
-            _first(DTYPES, [facts[-1].dtypes]),
+            _first(DTYPES, [own.dtypes, facts[-1].dtypes]),
         )
+
+    def computed_dtypes(self) -> tuple[str, ...]:
+        """The types of the device's facts that some backend takes too; all of them where there is none."""
+        taken = [item.facts.dtypes for item in self.importable_attention().values()]
+        served = (name for name in self.facts().dtypes if any(names is None or name in names for names in taken))
+        return tuple(served) if taken else self.facts().dtypes
 
     def other_dtypes(self) -> tuple[str, ...]:
         """The dtype of the preferred backend, where it does not take that of `geometry`."""
         first = next(iter(self.importable_attention().values()), None)
         taken = first.facts.dtypes if first is not None else None
-        own = _first(("bfloat16", "float16", "float32"), [taken])
+        own = _first(("bfloat16", "float16", "float32"), [self.facts().dtypes, taken])
         return () if taken is None or self.geometry().dtype in taken else (own,)
 
     def obstacle(self) -> str:

@@ -32,7 +32,7 @@ def load_checkpoint(
     """
     model_config = read_config(folder, ARCHITECTURES)
     check_context(config.max_model_len, model_config)
-    dtype = choose_dtype(config.dtype, model_config.dtype, facts.preferred_dtype)
+    dtype = choose_dtype(config.dtype, model_config.dtype, facts)
     ledger.record(dtype)
     return load_model(
         folder,

@@ -13,6 +13,7 @@ import torch
 from sglcore.conformance.law import LawBroken
 from sglcore.conformance.laws_kernels import RELATIVE, compare
 from sglcore.device.errors import ConfigError
+from sglcore.device.facts import Facts
 from sglcore.runtime.kernels import reference
 from sglcore.runtime.kernels.table import KernelTable, entry, optional
 
@@ -129,7 +130,7 @@ def writes_nothing(x: torch.Tensor, gains: torch.Tensor, cells: torch.Tensor, po
 def held_against_its_reference(table: KernelTable, case: str) -> None:
     """The kit's law, as a device runs it."""
     trial: Any = SimpleNamespace(case=case, note=lambda error: None, tolerance=RELATIVE.__getitem__)
-    compare(trial, table, "cpu", torch.int64)
+    compare(trial, table, Facts(tensor_device="cpu"))
 
 
 def test_one_declaration_brings_a_kernel_into_the_table_the_ledger_and_the_law() -> None:

@@ -182,22 +182,42 @@ def test_a_tensor_in_two_files_is_an_error(tmp_path) -> None:
         load(folder)
 
 
+ALL, BRAIN, HALVES = Facts("cpu").dtypes, ("bfloat16",), ("float16", "bfloat16")
+
+
 @pytest.mark.parametrize(
-    ("asked", "stored", "preferred", "effective"),
+    ("asked", "stored", "dtypes", "preferred", "effective", "is_less"),
     [
-        ("auto", "float16", "bfloat16", "bfloat16"),
-        ("auto", "float32", "bfloat16", "float32"),
-        ("auto", "bfloat16", None, "bfloat16"),
-        ("float32", "bfloat16", "bfloat16", "float32"),
+        ("auto", "float16", ALL, "bfloat16", "bfloat16", False),
+        ("auto", "float32", ALL, "bfloat16", "float32", False),
+        ("auto", "bfloat16", ALL, None, "bfloat16", False),
+        ("auto", "float64", ALL, None, "float32", False),
+        ("float32", "bfloat16", ALL, "bfloat16", "float32", False),
+        ("auto", "float32", BRAIN, None, "bfloat16", True),
+        ("auto", "float64", BRAIN, None, "bfloat16", True),
+        ("auto", "float32", HALVES, "bfloat16", "bfloat16", True),
+        ("auto", "bfloat16", ("float32", "float16"), "float16", "float16", True),
+        ("auto", "bfloat16", ("float32",), None, "float32", False),
+        ("bfloat16", "float32", BRAIN, None, "bfloat16", False),
     ],
 )
-def test_the_dtype_is_the_checkpoints_own_unless_asked(asked, stored, preferred, effective) -> None:
-    assert choose_dtype(asked, stored, preferred).effective == effective
+def test_the_dtype_is_the_checkpoints_own_unless_asked_or_not_computed_in(
+    asked, stored, dtypes, preferred, effective, is_less
+) -> None:
+    row = choose_dtype(asked, stored, Facts("cpu", dtypes=dtypes, preferred_dtype=preferred))
+    assert (row.effective, row.downgrade) == (effective, is_less)
+    assert not is_less or f"the checkpoint's {stored} is converted" in row.reason
 
 
-def test_an_unknown_dtype_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="'int7' can not be computed in; wanted auto or one of float32"):
-        choose_dtype("int7", "float32", None)
+def test_a_dtype_that_is_not_computed_in_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="'int7' can not be computed in; wanted one of float32"):
+        choose_dtype("int7", "float32", Facts("cpu"))
+    with pytest.raises(ConfigError, match="'int7' can not be computed in; .*; convert the checkpoint"):
+        choose_dtype("auto", "int7", Facts("cpu"))
+    with pytest.raises(
+        ConfigError, match="'float16' can not be computed in; wanted one of bfloat16; leave --dtype out"
+    ):
+        choose_dtype("float16", "float32", Facts("cpu", dtypes=BRAIN))
 
 
 def test_an_engines_configuration_loads_its_model_and_says_the_dtype(folder) -> None:

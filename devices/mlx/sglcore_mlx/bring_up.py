@@ -110,7 +110,7 @@ def model(
     """The model with its weights in memory."""
     model_config = read_config(model_path, ARCHITECTURES)
     check_context(config.max_model_len, model_config)
-    dtype = choose_dtype(config.dtype, model_config.dtype, facts.preferred_dtype)
+    dtype = choose_dtype(config.dtype, model_config.dtype, facts)
     ledger.record(dtype)
     stopped = threading.Event()
 
