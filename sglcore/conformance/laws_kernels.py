@@ -150,7 +150,7 @@ def _through_packing(table: KernelTable, entry: str, args: Sequence[Any]) -> tup
     takes = (weight, *rest) if entry == "quantize_linear" else (weight,)
     if entry == "pack_parts":
         takes = (weight.split([16, weight.shape[0] - 16]), lambda place: None)
-    packed = getattr(table, entry)(*takes)
+    packed: Any = getattr(table, entry)(*takes)
     if packed is None and entry == "pack_parts":
         packed = table.pack_linear(weight)
     wanted = weight.codes.shape if entry == "pack_quantized" else weight.shape
