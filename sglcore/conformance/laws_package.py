@@ -141,7 +141,7 @@ def _values(target: Target, facts: Facts) -> Iterator[tuple[str, bool, str]]:
     graphs, dtypes, most = ("off", *target.package.graphs), facts.dtypes, facts.most_graph_segments
     known = isinstance(dtypes, tuple) and set(dtypes) <= set(DTYPES) and 0 < len(dtypes) == len(set(dtypes))
     halves = (None, *(name for name in dtypes if name != "float32"))
-    wanted = f"the name of a device that torch knows, or {target.name!r} if an extension brings it, such as 'cuda:0'"
+    wanted = f"the name of a device that torch knows, or {target.name!r} if an extension brings it"
     yield "tensor_device", _is_device(target, facts.tensor_device), wanted
     yield "index_dtype", facts.index_dtype in INDEX_DTYPES, f"one of {INDEX_DTYPES}"
     yield "dtypes", known, f"a tuple of some of {DTYPES}, each once"

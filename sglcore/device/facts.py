@@ -14,7 +14,7 @@ class Facts:
     """What the runtime must know about a device, as plain host data."""
 
     tensor_device: str
-    """The device that its tensor library allocates on, with the number where there may be several: "cuda:0"."""
+    """The device that its tensor library allocates on, with its number where there may be several."""
     index_dtype: str = "int64"
     """The type of the numbers of cells, and the widest integer of any tensor that is kept on it or given to a kernel: on
     "int32" the core makes nothing wider, except where an operation of torch gives nothing else."""
