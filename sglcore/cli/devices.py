@@ -11,11 +11,12 @@ import typer
 from sglcore.device.discovery import Installed, discover
 from sglcore.device.errors import DeviceError
 from sglcore.device.package import DevicePackage, resolve
-from sglcore.device.probe import PCI_DEVICES, PciDevice, ProbeReport, unclaimed_devices
+from sglcore.device.pci import PciDevice, unclaimed_devices
+from sglcore.device.probe import ProbeReport
 from sglcore.device.selection import (
     Choice,
     Requested,
-    claimed_vendors,
+    claims_of,
     find_installed,
     requested_device,
     run_probe,
@@ -88,7 +89,7 @@ def survey(found: tuple[Installed, ...], requested: Requested, shown: Requested 
             raise item.error or DeviceError(f"device {package.name!r} was not probed")
         return item.report
 
-    unclaimed = unclaimed_devices(claimed_vendors(found), host_system().path(PCI_DEVICES))
+    unclaimed = unclaimed_devices(claims_of(found), host_system().pci())
     choice, refusal = None, None
     try:
         choice = select(found, requested, unclaimed, probe)
@@ -127,6 +128,8 @@ def _device_values(item: Surveyed, seen: Survey) -> Mapping[str, object]:
         "is_chosen": is_chosen(item, seen),
         "facts": {name: asdict(fact) for name, fact in report.facts.items()} if report else None,
         "details": dict(report.details) if report else {},
+        "devices": [asdict(device) for device in report.devices] if report else [],
+        "hidden": report.hidden if report else "",
         "error": str(error) if error else None,
         "traceback": "".join(traceback.format_exception(error)) if error else None,
     }

@@ -22,8 +22,8 @@ from types import MappingProxyType
 
 from sglcore.device.discovery import Installed, discover
 from sglcore.device.errors import SglcoreError
-from sglcore.device.probe import PCI_DEVICES, unclaimed_devices
-from sglcore.device.selection import claimed_vendors, requested_device, run_probe, select
+from sglcore.device.pci import unclaimed_devices
+from sglcore.device.selection import claims_of, requested_device, run_probe, select
 from sglcore.device.system import host_system
 
 REQUIRED = ("numpy", "tokenizers", "safetensors", "typer", "rich", "jinja2")
@@ -111,7 +111,7 @@ def check_devices() -> Iterable[Check]:
         yield Check("devices", "bad", "no device package is installed", "pip install sglcore-cpu")
     for item in found:
         yield from _check_device(item, named=item.name == requested.name)
-    unclaimed = unclaimed_devices(claimed_vendors(found), host_system().path(PCI_DEVICES))
+    unclaimed = unclaimed_devices(claims_of(found), host_system().pci())
     for device in unclaimed:
         yield Check("accelerator", "note", f"no installed package answers for {device}", "install its vendor's package")
     try:
@@ -138,6 +138,10 @@ def _check_device(item: Installed, named: bool) -> Iterable[Check]:
         yield Check(
             f"{topic}: {name}", "ok" if fact.holds else failing, fact.evidence, "" if fact.holds else fact.remedy
         )
+    for device in report.devices:
+        yield Check(f"device {item.name}:{device.index}", "ok", str(device))
+    if report.hidden:
+        yield Check(f"{topic}: hidden", "note", report.hidden)
 
 
 def check_memory() -> Iterable[Check]:

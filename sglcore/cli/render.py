@@ -55,6 +55,8 @@ def _survey_rows(item: Surveyed, seen: Survey) -> tuple[tuple[str, str, str, str
         (name, "yes" if fact.holds else "no", fact.evidence if fact.holds else f"{fact.evidence}; {fact.remedy}")
         for name, fact in item.report.facts.items()
     ]
+    rows += [(f"  {item.installed.name}:{device.index}", "", str(device)) for device in item.report.devices]
+    rows += [("  hidden", "", item.report.hidden)] if item.report.hidden else []
     rows += [(f"  {name}", "", value) for name, value in item.report.details.items() if value]
     return tuple((heads[place] if place < len(heads) else "", *row) for place, row in enumerate(rows))
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from sglcore.device.errors import ConfigError, DeviceError
+from sglcore.device.pci import PciClaim
 
 API = 3
 """The number of the contract that this core understands, and that a package declares."""
@@ -50,15 +51,15 @@ class DevicePackage:
     `origin` says by name what runs each operation."""
     bring_up: Ref
     """The `BringUp` order of its start."""
-    pci_vendors: frozenset[int] = field(default=frozenset())
-    """PCI vendor numbers whose accelerators this package answers for."""
+    pci: frozenset[PciClaim] = field(default=frozenset())
+    """The devices on the PCI bus for which this package answers."""
 
     def __post_init__(self) -> None:
         """Freeze the mappings as copies; refuse references that are not `module:name`, and a package without kernels."""
         object.__setattr__(self, "attention", MappingProxyType(dict(self.attention)))
         object.__setattr__(self, "graphs", MappingProxyType(dict(self.graphs)))
         object.__setattr__(self, "kernels", MappingProxyType(dict(self.kernels)))
-        object.__setattr__(self, "pci_vendors", frozenset(self.pci_vendors))
+        object.__setattr__(self, "pci", frozenset(self.pci))
         if not self.kernels:
             raise DeviceError(f"{_owner(self.name)} names no kernel table", wanted="at least one in `kernels`")
         for ref in self.refs():

@@ -1,21 +1,15 @@
-"""What a probe answers: four separate facts, each with its evidence and the remedy. Standard library only.
+"""What a probe answers: four separate facts, each with its evidence and the remedy, and the devices. Standard library only.
 
-A probe reads the system (device nodes, driver libraries, package metadata) and never imports a tensor library. The scan
-at the end knows no device: it lists accelerators that no installed package answers for.
+A probe reads the system (device nodes, driver libraries, package metadata) and never imports a tensor library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
 from types import MappingProxyType
-
-PCI_DEVICES = "/sys/bus/pci/devices"
-ACCELERATOR_CLASSES = frozenset({0x0302, 0x0380, 0x1200})
-"""PCI classes: 3D controller, display controller without a display, processing accelerator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +22,49 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """One of a package's devices, as the system's files tell it; what they do not tell is None.
+
+    `index` is its number among those that this process may use, as the vendor's runtime counts them. `name`: its model, or
+    else its node. `memory`: bytes of its own. `is_busy`: somebody works on it now. `uuid`: what the vendor's variables may
+    call it.
+    """
+
+    index: int
+    name: str
+    memory: int | None = None
+    is_busy: bool | None = None
+    pci_address: str | None = None
+    uuid: str | None = None
+
+    def __str__(self) -> str:
+        """For people; the index stands before it where it is needed."""
+        memory = "memory unknown" if self.memory is None else f"{self.memory / (1 << 30):.1f} GiB"
+        use = {True: "busy", False: "idle", None: "use unknown"}[self.is_busy]
+        place = "" if self.pci_address is None else f" at {self.pci_address}"
+        return f"{self.name}{place}, {memory}, {use}"
+
+
+@dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """Is the hardware there, is its driver, can the package be imported, can its runtime be used?"""
+    """Is the hardware there, is its driver, can the package be imported, can its runtime be used?
+
+    `devices` are those that this process may use, by index; none where the files do not tell how many there are. `hidden`
+    says by which variable others are kept from it; empty: none is.
+    """
 
     hardware: Fact
     driver: Fact
     package: Fact
     runtime: Fact
     details: Mapping[str, str] = field(default_factory=dict)
+    devices: tuple[DeviceInfo, ...] = ()
+    hidden: str = ""
 
     def __post_init__(self) -> None:
-        """Freeze the details as a copy."""
+        """Freeze details and devices as copies."""
         object.__setattr__(self, "details", MappingProxyType(dict(self.details)))
+        object.__setattr__(self, "devices", tuple(self.devices))
 
     @property
     def facts(self) -> Mapping[str, Fact]:
@@ -72,43 +97,3 @@ def installed_fact(module: str, distribution: str, remedy: str) -> Fact:
         return Fact(True, f"{distribution} {version(distribution)}")
     except PackageNotFoundError:
         return Fact(True, f"module {module!r} without a distribution {distribution!r}")
-
-
-@dataclass(frozen=True, slots=True)
-class PciDevice:
-    """A device on the PCI bus."""
-
-    address: str
-    vendor_id: int
-    device_id: int
-    pci_class: int
-
-    def __str__(self) -> str:
-        """Its address and numbers as `lspci -nn` prints them."""
-        return f"{self.address} [{self.vendor_id:04x}:{self.device_id:04x}] of PCI class {self.pci_class:04x}"
-
-    @property
-    def is_accelerator(self) -> bool:
-        """Its class is one of those that accelerators have."""
-        return self.pci_class in ACCELERATOR_CLASSES
-
-
-def pci_devices(pci: Path = Path(PCI_DEVICES)) -> tuple[PciDevice, ...]:
-    """Every device under `pci`, by address; none when the folder does not exist."""
-    folders = sorted(pci.iterdir()) if pci.is_dir() else ()
-    return tuple(device for device in map(_read, folders) if device is not None)
-
-
-def unclaimed_devices(claimed_vendors: Collection[int], pci: Path = Path(PCI_DEVICES)) -> tuple[PciDevice, ...]:
-    """Accelerators under `pci` for which no installed package answers: those whose vendor is not claimed."""
-    found = (device for device in pci_devices(pci) if device.is_accelerator)
-    return tuple(device for device in found if device.vendor_id not in claimed_vendors)
-
-
-def _read(folder: Path) -> PciDevice | None:
-    """One device; None for one that left the bus while it was read."""
-    try:
-        vendor, device, pci_class = (int((folder / name).read_text(), 16) for name in ("vendor", "device", "class"))
-    except (OSError, ValueError):
-        return None
-    return PciDevice(folder.name, vendor, device, pci_class >> 8)

@@ -16,7 +16,8 @@ from sglcore.device.discovery import Installed
 from sglcore.device.errors import DeviceError
 from sglcore.device.ledger import Row
 from sglcore.device.package import DevicePackage, resolve
-from sglcore.device.probe import PCI_DEVICES, PciDevice, ProbeReport, unclaimed_devices
+from sglcore.device.pci import PciClaim, PciDevice, unclaimed_devices
+from sglcore.device.probe import ProbeReport
 from sglcore.device.system import System, host_system
 
 Probe: TypeAlias = Callable[[DevicePackage, bool], ProbeReport]
@@ -108,7 +109,7 @@ def select(
     if accelerators:
         raise _unusable(accelerators[0], f"{_SETTING} chooses another device")
     if unclaimed is None:
-        unclaimed = unclaimed_devices(claimed_vendors(installed), system.path(PCI_DEVICES))
+        unclaimed = unclaimed_devices(claims_of(installed), system.pci())
     return _host(candidates, requested, unclaimed)
 
 
@@ -124,9 +125,9 @@ def find_installed(installed: Sequence[Installed], requested: Requested) -> Inst
     )
 
 
-def claimed_vendors(installed: Sequence[Installed]) -> frozenset[int]:
-    """The PCI vendors for which some package that loaded answers."""
-    return frozenset().union(*(item.package.pci_vendors for item in installed if item.package is not None))
+def claims_of(installed: Sequence[Installed]) -> frozenset[PciClaim]:
+    """What the packages that loaded claim of the PCI bus."""
+    return frozenset().union(*(item.package.pci for item in installed if item.package is not None))
 
 
 def _named(installed: Sequence[Installed], requested: Requested, probe: Probe) -> Choice:

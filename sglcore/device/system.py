@@ -9,13 +9,13 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 
-from sglcore.device.probe import PciDevice, pci_devices
+from sglcore.device.pci import PCI_DEVICES, PciClaim, PciDevice, claimed_devices, pci_devices
 
 VARIABLE = "SGLCORE_SYSTEM_ROOT"
 LIBRARY_FOLDERS = ("usr/lib64", "usr/lib/*-linux-gnu*", "usr/lib", "usr/local/lib", "lib64", "lib/*-linux-gnu*", "lib")
@@ -80,9 +80,10 @@ class System:
         text = _read(planted / "version.py") if planted else _installed_version_file("torch")
         return MappingProxyType(dict(_assignments(text)))
 
-    def pci(self) -> tuple[PciDevice, ...]:
-        """Every device on the PCI bus."""
-        return pci_devices(self.path("/sys/bus/pci/devices"))
+    def pci(self, claims: Collection[PciClaim] | None = None) -> tuple[PciDevice, ...]:
+        """The devices on the PCI bus by address: those that `claims` cover, or every one."""
+        found = pci_devices(self.path(PCI_DEVICES))
+        return found if claims is None else claimed_devices(claims, found)
 
     def _planted(self, name: str) -> Path | None:
         folder = self.root / "site-packages" / name

@@ -11,7 +11,7 @@ import pytest
 
 from sglcore.cli.devices import Survey, survey_values
 from sglcore.cli.render import show_survey
-from sglcore.device.probe import PciDevice
+from sglcore.device.pci import PciDevice
 from tests.device.site import Site
 
 

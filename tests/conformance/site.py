@@ -31,7 +31,8 @@ class Site:
     def run(self, *words: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """`python WORDS` in this folder."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SGLCORE_")}
-        path = os.pathsep.join(map(str, (self.path, *self.folders)))
+        around = filter(None, (os.environ.get("PYTHONPATH"),))
+        path = os.pathsep.join((*map(str, (self.path, *self.folders)), *around))
         return subprocess.run(
             (sys.executable, *words),
             capture_output=True,

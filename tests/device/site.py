@@ -15,12 +15,13 @@ from sglcore.device.discovery import GROUP, Installed, discover
 _DECLARATION = """
 from pathlib import Path
 from sglcore.device.package import DevicePackage
+from sglcore.device.pci import PciClaim
 Path(__file__).with_name("imported").touch()
 {body}
 package = DevicePackage(
     name={declared!r} or {name!r}, api={api}, summary="planted", is_host={is_host}, probe="{module}.probe:probe",
     facts="{module}.parts:facts", worker="{module}.parts:Worker", attention={{"plain": "{module}.parts:Attention"}},
-    graphs={{}}, kernels={{"own": "{module}.parts:kernels"}}, bring_up="{module}.parts:BRING_UP", pci_vendors=frozenset({vendors}),
+    graphs={{}}, kernels={{"own": "{module}.parts:kernels"}}, bring_up="{module}.parts:BRING_UP", pci=frozenset(map(PciClaim, {vendors})),
 )
 """
 
@@ -110,6 +111,7 @@ class Site:
 
     def run(self, *words: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run a Python process in this folder, which sees these distributions besides the installed ones."""
+        path = os.pathsep.join(filter(None, (str(self.path), os.environ.get("PYTHONPATH"))))
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SGLCORE_")}
         return subprocess.run(
             (sys.executable, *words),
@@ -118,5 +120,5 @@ class Site:
             timeout=120,
             check=False,
             cwd=self.path,
-            env={**clean, "PYTHONPATH": str(self.path), "COLUMNS": "200", **(environ or {})},
+            env={**clean, "PYTHONPATH": path, "COLUMNS": "200", **(environ or {})},
         )

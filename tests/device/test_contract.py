@@ -11,7 +11,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from sglcore.device import batch, facts, package, probe, system, worker
+from sglcore.device import batch, facts, package, pci, probe, system, worker
 from sglcore.runtime.attention import contract
 from sglcore.runtime.graphs import backend, capture
 from sglcore.runtime.kernels import table
@@ -22,7 +22,9 @@ RECORDS = (
     facts.Facts,
     probe.Fact,
     probe.ProbeReport,
-    probe.PciDevice,
+    probe.DeviceInfo,
+    pci.PciDevice,
+    pci.PciClaim,
     worker.Limits,
     worker.Ticket,
     worker.TokenLogprobs,

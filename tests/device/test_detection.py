@@ -11,7 +11,7 @@ from sglcore.device.discovery import discover
 from sglcore.device.errors import DeviceError
 from sglcore.device.package import DevicePackage
 from sglcore.device.probe import ProbeReport
-from sglcore.device.selection import Choice, Requested, claimed_vendors, run_probe, select
+from sglcore.device.selection import Choice, Requested, claims_of, run_probe, select
 from sglcore.device.system import System
 from tests.device.machines import (
     AMD,
@@ -59,7 +59,7 @@ def report(system: System, name: str) -> ProbeReport:
 
 def test_the_packages_of_every_vendor_are_here() -> None:
     assert {"cuda", "hip", "musa", "npu"} <= set(ACCELERATORS)
-    assert {0x10DE, 0x1002, 0x1ED5, 0x19E5} <= claimed_vendors(INSTALLED)
+    assert {0x10DE, 0x1002, 0x1ED5, 0x19E5} <= {claim.vendor_id for claim in claims_of(INSTALLED)}
 
 
 def test_without_an_accelerator_the_processor_is_chosen_and_nobody_is_present(tmp_path: Path) -> None:

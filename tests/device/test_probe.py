@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from sglcore.device.discovery import discover
-from sglcore.device.probe import Fact, ProbeReport, installed_fact, unclaimed_devices
-from sglcore.device.selection import claimed_vendors
+from sglcore.device.pci import DISPLAY_CLASS, PciClaim, claimed_devices, pci_devices, unclaimed_devices
+from sglcore.device.probe import Fact, ProbeReport, installed_fact
+from sglcore.device.selection import claims_of
 from tests.device.site import Site
 
 YES, NO = Fact(True, "seen"), Fact(False, "not seen", "do something")
@@ -64,25 +65,41 @@ def test_accelerators_on_the_bus_that_nobody_claims_are_found(tmp_path: Path) ->
         screen=("0x1111", "0x0004", "0x030000"),
         disk=("0x1111", "0x0005", "0x010802"),
     )
-    assert [device.address for device in unclaimed_devices((), pci)] == ["a", "b", "c"]
-    (left,) = unclaimed_devices({0x1111, 0x3333}, pci)
+    assert [device.address for device in unclaimed_devices((), pci_devices(pci))] == ["a", "b", "c"]
+    (left,) = unclaimed_devices({PciClaim(0x1111), PciClaim(0x3333)}, pci_devices(pci))
     assert (left.vendor_id, left.device_id, left.pci_class) == (0x2222, 0x0002, 0x1200)
 
 
 def test_a_machine_without_the_bus_has_none(tmp_path: Path) -> None:
-    assert unclaimed_devices((), tmp_path / "nothing") == ()
+    assert pci_devices(tmp_path / "nothing") == ()
 
 
 def test_a_device_that_leaves_the_bus_during_the_scan_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
-    assert unclaimed_devices((), tmp_path) == ()
+    assert pci_devices(tmp_path) == ()
+
+
+def test_a_claim_is_of_a_vendor_and_of_classes(tmp_path: Path) -> None:
+    """One vendor's GPU, its graphics and its processor for networks: a package for one kind leaves the others."""
+    pci = pci_devices(
+        bus(
+            tmp_path,
+            card=("0x1111", "0x0001", "0x038000"),
+            graphics=("0x1111", "0x0002", "0x030000"),
+            network=("0x1111", "0x0003", "0x120000"),
+        )
+    )
+    cards, screens = PciClaim(0x1111, frozenset({0x0302, 0x0380})), PciClaim(0x1111, frozenset({DISPLAY_CLASS}))
+    assert [device.address for device in claimed_devices({cards, screens}, pci)] == ["card", "graphics"]
+    assert [device.address for device in unclaimed_devices({cards, screens}, pci)] == ["network"]
+    assert not any(device.address == "graphics" for device in claimed_devices({PciClaim(0x1111)}, pci))
 
 
 def test_packages_claim_vendors(site: Site) -> None:
     site.add("one", vendors=(0x1111,))
     site.add("two", vendors=(0x2222, 0x3333))
     site.add("broken", tag="[api-9]", vendors=(0x4444,))
-    assert claimed_vendors(site.discover()) == {0x1111, 0x2222, 0x3333}
+    assert {claim.vendor_id for claim in claims_of(site.discover())} == {0x1111, 0x2222, 0x3333}
 
 
 def test_the_installed_probes_import_no_tensor_library(site: Site) -> None:

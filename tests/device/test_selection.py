@@ -10,7 +10,7 @@ import pytest
 from sglcore.device.discovery import Installed
 from sglcore.device.errors import DeviceError, StrictError
 from sglcore.device.ledger import DecisionLedger
-from sglcore.device.probe import PciDevice
+from sglcore.device.pci import PciDevice
 from sglcore.device.selection import Choice, Requested, requested_device, select
 from tests.device.site import Site
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 
-from sglcore.device.probe import Fact, ProbeReport, installed_fact
+from sglcore.device.probe import DeviceInfo, Fact, ProbeReport, installed_fact
 from sglcore.device.system import System
 
 CPUINFO = "/proc/cpuinfo"
@@ -23,6 +24,7 @@ def probe(named: bool, system: System) -> ProbeReport:
         driver=Fact(True, f"{platform.system()} {platform.release()}; a processor needs no driver"),
         package=installed_fact("sglcore_cpu", "sglcore-cpu", "pip install sglcore-cpu"),
         runtime=installed_fact("torch", "torch", "pip install torch==2.13.0, or sglcore doctor"),
+        devices=(DeviceInfo(0, model, memory(system)),),
         details={"features": " ".join(features), "cores": str(usable_cores()), "machine": platform.machine()},
     )
 
@@ -33,6 +35,12 @@ def processor(cpuinfo: Path) -> tuple[str, tuple[str, ...]]:
     flags = frozenset((fields.get("flags") or fields.get("Features") or "").split())
     model = fields.get("model name") or fields.get("Model") or _brand() or f"{platform.machine()} processor"
     return model, tuple(feature for feature in FEATURES if feature in flags)
+
+
+def memory(system: System) -> int | None:
+    """Bytes of the machine's memory; None where Linux does not tell them."""
+    found = re.search(r"^MemTotal:\s*(\d+) kB", system.read("/proc/meminfo") or "", re.MULTILINE)
+    return int(found[1]) << 10 if found else None
 
 
 def usable_cores() -> int:

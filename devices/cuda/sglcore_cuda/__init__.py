@@ -1,6 +1,7 @@
 """NVIDIA GPUs as a device. Nothing is imported but the declaration."""
 
 from sglcore.device.package import DevicePackage
+from sglcore.device.pci import ACCELERATOR_CLASSES, DISPLAY_CLASS, PciClaim
 
 package = DevicePackage(
     name="cuda",
@@ -23,6 +24,6 @@ package = DevicePackage(
     },
     kernels={"triton": "sglcore_cuda.kernels:kernels"},
     bring_up="sglcore_cuda.bring_up:BRING_UP",
-    pci_vendors=frozenset({0x10DE}),
+    pci=frozenset({PciClaim(0x10DE, ACCELERATOR_CLASSES | {DISPLAY_CLASS})}),
 )
 """What `sglcore devices` and the core read."""

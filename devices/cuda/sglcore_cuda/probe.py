@@ -6,17 +6,20 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from sglcore.device.probe import Fact, ProbeReport, installed_fact
+from sglcore.device.probe import DeviceInfo, Fact, ProbeReport, installed_fact
 from sglcore.device.system import System
+from sglcore.device.visible import Visible, visible_devices
+from sglcore_cuda import package
 
-VENDOR = 0x10DE
-DISPLAY = 0x0300
 NODES = "/dev/nvidia[0-9]*"
 PARAVIRTUAL = "/dev/dxg"
 """The node by which a Linux guest of Windows reaches the host's GPU; PCI and /proc show nothing there."""
 DRIVER_VERSION = "/proc/driver/nvidia/version"
 GUEST_LIBRARIES = "/usr/lib/wsl/lib"
+INFORMATION = "/proc/driver/nvidia/gpus/*/information"
+"""The driver's text about each GPU, in a folder that its PCI address names."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+ORDER = "CUDA_DEVICE_ORDER"
 OLDEST_DRIVER: Mapping[int, int] = MappingProxyType({11: 450, 12: 525, 13: 580})
 """The oldest driver branch that runs a CUDA runtime of each major version ("CUDA Compatibility", minor versions)."""
 TORCH = (
@@ -27,33 +30,68 @@ TORCH = (
 def probe(named: bool, system: System) -> ProbeReport:
     """Answer from what is seen through `system`; being named changes nothing."""
     nodes = _nodes(system)
+    seen = _visible(system, nodes)
     return ProbeReport(
         hardware=_hardware(system, nodes),
         driver=_driver(system, nodes),
         package=installed_fact("sglcore_cuda", "sglcore-cuda", "pip install sglcore-cuda"),
-        runtime=_runtime(system),
-        details=_details(system, nodes),
+        runtime=seen.failure or _runtime(system),
+        devices=seen.devices,
+        hidden=seen.hidden,
     )
 
 
 def _nodes(system: System) -> tuple[str, ...]:
     guest = (PARAVIRTUAL,) if system.exists(PARAVIRTUAL) and system.library("libcuda.so.1", GUEST_LIBRARIES) else ()
-    return (*(node for node in system.glob(NODES) if node.removeprefix("/dev/nvidia").isdigit()), *guest)
+    nodes = sorted(system.glob(NODES), key=lambda node: (len(node), node))
+    return (*(node for node in nodes if node.removeprefix("/dev/nvidia").isdigit()), *guest)
+
+
+def _visible(system: System, nodes: tuple[str, ...]) -> Visible:
+    """The GPUs as CUDA numbers them for this process."""
+    value = system.environ.get(VISIBLE, "")
+    if nodes and value.startswith("MIG-"):
+        part = value.partition(",")[0]
+        return Visible((DeviceInfo(0, part),), f"{VISIBLE}={value!r} shows one part of a GPU")
+    if PARAVIRTUAL in nodes:
+        is_hidden = value.strip() in ("", "-1") and VISIBLE in system.environ
+        return Visible((), f"{VISIBLE}={value!r} shows no GPU" if is_hidden else "")
+    return visible_devices(_gpus(system, nodes), system.environ, VISIBLE)
+
+
+def _gpus(system: System, nodes: tuple[str, ...]) -> tuple[DeviceInfo, ...]:
+    """Every GPU whose node is here, by what the driver tells of it; by its node alone where that does not add up."""
+    told = {path.split("/")[-2]: _fields(system.read(path) or "") for path in system.glob(INFORMATION)}
+    minors = {node.removeprefix("/dev/nvidia") for node in nodes}
+    here = {address: gpu for address, gpu in told.items() if gpu.get("Device Minor") in (None, *minors)}
+    if len(here) != len(nodes):
+        return tuple(DeviceInfo(index, node) for index, node in enumerate(nodes))
+    models = sorted({gpu.get("Model", "unknown model") for gpu in here.values()})
+    by_uuid = system.environ.get(VISIBLE, "").startswith("GPU-")
+    if len(models) > 1 and system.environ.get(ORDER) != "PCI_BUS_ID" and not by_uuid:
+        # The fastest comes first, which no file tells.
+        return tuple(DeviceInfo(index, " or ".join(models)) for index in range(len(here)))
+    return tuple(
+        DeviceInfo(index, gpu.get("Model", "unknown model"), pci_address=address, uuid=gpu.get("GPU UUID"))
+        for index, (address, gpu) in enumerate(here.items())
+    )
+
+
+def _fields(text: str) -> dict[str, str]:
+    pairs = (line.partition(":") for line in text.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _hardware(system: System, nodes: tuple[str, ...]) -> Fact:
-    visible = system.environ.get(VISIBLE)
-    if visible is not None and visible.strip() in ("", "-1"):
-        return Fact(False, f"{VISIBLE}={visible!r} hides every GPU", f"unset {VISIBLE}")
     if nodes:
         return Fact(True, f"{', '.join(nodes)}")
-    found = [d for d in system.pci() if d.vendor_id == VENDOR and (d.is_accelerator or d.pci_class == DISPLAY)]
+    found = system.pci(package.pci)
     if found:
         return Fact(True, f"{found[0]} on the bus, without a node {NODES}")
     if _library(system):
         remedy = "start the container with its GPUs (docker run --gpus all)"
         return Fact(False, f"the driver's libcuda.so.1 is there, but neither {NODES} nor a GPU on the PCI bus", remedy)
-    return Fact(False, f"neither {NODES} nor a GPU of vendor {VENDOR:04x} on the PCI bus", "attach an NVIDIA GPU")
+    return Fact(False, f"neither {NODES} nor an NVIDIA GPU on the PCI bus", "attach an NVIDIA GPU")
 
 
 def _driver(system: System, nodes: tuple[str, ...]) -> Fact:
@@ -93,9 +131,3 @@ def _runtime(system: System) -> Fact:
         remedy = f"update the driver to {oldest} or newer, or install a torch built for an older CUDA"
         return Fact(False, f"{torch} with CUDA {cuda} wants driver {oldest}, found {version}", remedy)
     return Fact(True, f"{torch} with CUDA {cuda}")
-
-
-def _details(system: System, nodes: tuple[str, ...]) -> dict[str, str]:
-    texts = (system.read(path) or "" for path in system.glob("/proc/driver/nvidia/gpus/*/information"))
-    models = [line.partition(":")[2].strip() for text in texts for line in text.splitlines() if "Model:" in line]
-    return {"nodes": ", ".join(nodes), "models": ", ".join(models)}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sglcore.device.probe import DeviceInfo
 from sglcore_cuda.probe import driver_version, probe
 from tests.device.machines import (
     CPU_TORCH,
@@ -35,7 +36,7 @@ def test_a_server_with_driver_and_torch_is_usable_and_described(tmp_path: Path) 
     assert report.usable
     assert report.hardware.evidence == "/dev/nvidia0"
     assert "580.95.05" in report.driver.evidence
-    assert report.details["models"] == "NVIDIA H200"
+    assert report.devices == (DeviceInfo(0, "NVIDIA H200", pci_address="0000:01:00.0"),)
 
 
 def test_nothing_is_seen_on_a_machine_without_one(tmp_path: Path) -> None:
@@ -74,16 +75,57 @@ def test_a_gpu_that_only_drives_a_display_counts_and_its_sound_device_does_not(t
     assert not probe(False, machine(tmp_path / "b", pci("0000:01:00.1", 0x10DE, 0x22BA, 0x0403))).present
 
 
-@pytest.mark.parametrize("hidden", ["", "-1"])
-def test_gpus_hidden_by_the_environment_are_not_present(tmp_path: Path, hidden: str) -> None:
+@pytest.mark.parametrize("hidden", ["", "-1", "7", "none", "GPU-0"])
+def test_gpus_hidden_by_the_environment_are_present_and_not_usable(tmp_path: Path, hidden: str) -> None:
     report = probe(False, machine(tmp_path, NVIDIA, CUDA_TORCH, environ={"CUDA_VISIBLE_DEVICES": hidden}))
-    assert not report.present and "unset" in report.hardware.remedy
-    assert probe(False, machine(tmp_path, environ={"CUDA_VISIBLE_DEVICES": "0"})).present
+    assert report.present and report.first_failure == ("runtime", report.runtime) and not report.devices
+    assert report.hidden == f"CUDA_VISIBLE_DEVICES={hidden!r} shows 0 of 1" == report.runtime.evidence
+    assert "unset" in report.runtime.remedy
+    assert probe(False, machine(tmp_path, environ={"CUDA_VISIBLE_DEVICES": "0"})).usable
+
+
+def gpu(number: int, model: str = "NVIDIA L4") -> Files:
+    """One of several GPUs, as the driver tells of it."""
+    text = f"Model: \t\t {model}\nGPU UUID: \t GPU-{number}aaa\nDevice Minor: \t {number}\n"
+    return {f"/dev/nvidia{number}": "", f"/proc/driver/nvidia/gpus/0000:{number + 1:02x}:00.0/information": text}
+
+
+FOUR = {name: text for number in range(4) for name, text in gpu(number).items()}
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [("2,0", [2, 0]), ("GPU-3,GPU-1aaa", [3, 1]), ("1,9,2", [1]), ("1,1", []), (" 3 ,x", [3])]
+)
+def test_gpus_are_numbered_as_the_variable_lists_them(tmp_path: Path, value: str, shown: list[int]) -> None:
+    report = probe(False, machine(tmp_path, FOUR, NVIDIA_LIBRARY, environ={"CUDA_VISIBLE_DEVICES": value}))
+    assert [device.index for device in report.devices] == list(range(len(shown)))
+    assert [device.uuid for device in report.devices] == [f"GPU-{number}aaa" for number in shown]
+    assert [device.pci_address for device in report.devices] == [f"0000:{number + 1:02x}:00.0" for number in shown]
+    assert report.hidden == f"CUDA_VISIBLE_DEVICES={value!r} shows {len(shown)} of 4"
+
+
+def test_a_container_that_was_given_some_gpus_lists_those(tmp_path: Path) -> None:
+    files = {name: text for name, text in FOUR.items() if name not in ("/dev/nvidia0", "/dev/nvidia2")}
+    assert [device.uuid for device in probe(False, machine(tmp_path, files)).devices] == ["GPU-1aaa", "GPU-3aaa"]
+
+
+def test_which_of_two_models_comes_first_is_not_told_unless_the_bus_orders_them(tmp_path: Path) -> None:
+    system = machine(tmp_path, gpu(0), gpu(1, "NVIDIA H200"))
+    assert {device.name for device in probe(False, system).devices} == {"NVIDIA H200 or NVIDIA L4"}
+    ordered = machine(tmp_path, environ={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    assert [device.name for device in probe(False, ordered).devices] == ["NVIDIA L4", "NVIDIA H200"]
+
+
+def test_a_part_of_a_gpu_is_one_device(tmp_path: Path) -> None:
+    system = machine(tmp_path, NVIDIA, CUDA_TORCH, environ={"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"})
+    assert probe(False, system).usable and probe(False, system).devices == (DeviceInfo(0, "MIG-1"),)
 
 
 def test_a_guest_of_windows_has_neither_pci_nor_proc(tmp_path: Path) -> None:
     assert answers(tmp_path / "a", {"/dev/dxg": "", "/usr/lib/wsl/lib/libcuda.so.1": ""}, CUDA_TORCH) == (True,) * 3
     assert answers(tmp_path / "b", {"/dev/dxg": ""}, CUDA_TORCH) == (False, False, True)
+    hidden = probe(False, machine(tmp_path / "a", environ={"CUDA_VISIBLE_DEVICES": ""}))
+    assert hidden.present and not hidden.usable
 
 
 @pytest.mark.parametrize(("build", "made_for"), [(CPU_TORCH, "processors"), (HIP_TORCH, "AMD GPUs")])

@@ -1,6 +1,7 @@
 """AMD GPUs as a device. Nothing is imported but the declaration."""
 
 from sglcore.device.package import DevicePackage
+from sglcore.device.pci import PciClaim
 
 package = DevicePackage(
     name="hip",
@@ -22,6 +23,6 @@ package = DevicePackage(
     },
     kernels={"triton": "sglcore_hip.kernels:kernels"},
     bring_up="sglcore_hip.bring_up:BRING_UP",
-    pci_vendors=frozenset({0x1002}),
+    pci=frozenset({PciClaim(0x1002)}),
 )
 """What `sglcore devices` and the core read."""

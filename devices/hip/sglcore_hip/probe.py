@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from sglcore.device.probe import Fact, ProbeReport, installed_fact
+from sglcore.device.pci import PCI_DEVICES
+from sglcore.device.probe import DeviceInfo, Fact, ProbeReport, installed_fact
 from sglcore.device.system import System
+from sglcore.device.visible import visible_devices
+from sglcore_hip import package
 
-VENDOR = 0x1002
-DISPLAY = 0x0300
 COMPUTE_NODE = "/dev/kfd"
 RENDER_NODES = "/dev/dri/renderD*"
 TOPOLOGY = "/sys/class/kfd/kfd/topology/nodes"
@@ -20,7 +21,8 @@ LIBRARIES = ("libamdhip64.so*", "libhsa-runtime64.so*")
 FOLDERS = ("/opt/rocm/lib", "/opt/rocm/lib64", "/opt/rocm-*/lib")
 FEWEST_UNITS = 16
 """A GPU with fewer compute units is a processor's own graphics: it drives a display, and is taken only by name."""
-VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+BUSY = 1 << 30
+"""Bytes in use beyond which somebody works on a GPU; what an idle driver holds is less."""
 TORCH = "pip install torch==2.13.0 from the ROCm index that pytorch.org names (--index-url), with --force-reinstall"
 
 
@@ -32,6 +34,9 @@ class Gpu:
     target: str
     compute_units: int
     wave_size: int
+    pci_address: str | None = None
+    uuid: str | None = None
+    render_node: str | None = None
 
     def __str__(self) -> str:
         return f"{self.target} with {self.compute_units} compute units"
@@ -40,20 +45,29 @@ class Gpu:
 def probe(named: bool, system: System) -> ProbeReport:
     """Answer from what is seen through `system`. A processor's own graphics count only when `named`."""
     gpus = topology(system)
+    seen = visible_devices([_device(system, i, gpu) for i, gpu in enumerate(gpus)], system.environ, *_variables(system))
     return ProbeReport(
         hardware=_hardware(system, gpus, named),
         driver=_driver(system),
         package=installed_fact("sglcore_hip", "sglcore-hip", "pip install sglcore-hip"),
-        runtime=_runtime(system),
-        details={"gpus": ", ".join(map(str, gpus))},
+        runtime=seen.failure or _runtime(system),
+        devices=seen.devices,
+        hidden=seen.hidden,
     )
 
 
+def _variables(system: System) -> tuple[str, str]:
+    """Those that hide GPUs, in the order in which they do: the first from the whole runtime, the other, of two names, from HIP."""
+    own = "HIP_VISIBLE_DEVICES"
+    return "ROCR_VISIBLE_DEVICES", own if own in system.environ else "CUDA_VISIBLE_DEVICES"
+
+
 def topology(system: System) -> tuple[Gpu, ...]:
-    """Every GPU that the compute driver lists, by node; processors are nodes too, without SIMD units."""
+    """Every GPU that the compute driver lists and whose render node is here, by node; processors are nodes too, without SIMD
+    units."""
     nodes = sorted(system.glob(f"{TOPOLOGY}/*"), key=lambda path: (len(path), path))
     found = (_gpu(node, system.read(f"{node}/properties") or "") for node in nodes)
-    return tuple(gpu for gpu in found if gpu is not None)
+    return tuple(gpu for gpu in found if gpu and (gpu.render_node is None or system.exists(gpu.render_node)))
 
 
 def _gpu(node: str, text: str) -> Gpu | None:
@@ -65,17 +79,39 @@ def _gpu(node: str, text: str) -> Gpu | None:
     version = values.get("gfx_target_version", 0)
     target = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
     units = simds // max(values.get("simd_per_cu", 2), 1)
-    return Gpu(node.rpartition("/")[2], target, units, values.get("wave_front_size", 0))
+    place, number, minor = (values.get(name) for name in ("location_id", "unique_id", "drm_render_minor"))
+    return Gpu(
+        node.rpartition("/")[2],
+        target,
+        units,
+        values.get("wave_front_size", 0),
+        None if place is None else _address(values.get("domain", 0), place),
+        f"GPU-{number:016x}" if number else None,
+        f"/dev/dri/renderD{minor}" if minor else None,
+    )
+
+
+def _address(domain: int, location: int) -> str:
+    """The PCI address of a node: bus, device and function are parts of one number."""
+    return f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.{location & 7}"
+
+
+def _device(system: System, index: int, gpu: Gpu) -> DeviceInfo:
+    folder = f"{PCI_DEVICES}/{gpu.pci_address}"
+    product = (system.read(f"{folder}/product_name") or "").strip()
+    memory, used = (_number(system.read(f"{folder}/mem_info_vram_{what}")) for what in ("total", "used"))
+    name = f"{product} ({gpu})" if product else str(gpu)
+    return DeviceInfo(index, name, memory, None if used is None else used > BUSY, gpu.pci_address, gpu.uuid)
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.strip().isdigit() else None
 
 
 def _hardware(system: System, gpus: tuple[Gpu, ...], named: bool) -> Fact:
-    for name in VISIBLE:
-        visible = system.environ.get(name)
-        if visible is not None and visible.strip() in ("", "-1"):
-            return Fact(False, f"{name}={visible!r} hides every GPU", f"unset {name}")
     if gpus:
         return _listed(gpus, named)
-    found = [d for d in system.pci() if d.vendor_id == VENDOR and d.is_accelerator]
+    found = system.pci(package.pci)
     if found:
         return Fact(True, f"{found[0]} on the bus, which {TOPOLOGY} does not list")
     where = f"{TOPOLOGY} lists no GPU" if system.exists(TOPOLOGY) else f"there is no {TOPOLOGY}"

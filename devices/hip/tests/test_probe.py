@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sglcore.device.probe import DeviceInfo
 from sglcore_hip.probe import probe, topology
 from tests.device.machines import (
     AMD,
@@ -28,7 +29,7 @@ from tests.device.machines import (
 def test_a_server_with_driver_and_torch_is_usable_and_described(tmp_path: Path) -> None:
     report = probe(False, machine(tmp_path, AMD, HIP_TORCH))
     assert report.usable
-    assert report.details["gpus"] == "gfx942 with 304 compute units"
+    assert report.devices == (DeviceInfo(0, "gfx942 with 304 compute units"),)
     assert "/dev/kfd" in report.driver.evidence and "libamdhip64.so.7" in report.driver.evidence
 
 
@@ -98,10 +99,60 @@ def test_an_accelerator_on_the_bus_that_no_driver_took_is_present(tmp_path: Path
     assert "amdgpu" in report.driver.remedy
 
 
-@pytest.mark.parametrize("variable", ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])
-def test_gpus_hidden_by_the_environment_are_not_present(tmp_path: Path, variable: str) -> None:
-    assert not probe(False, machine(tmp_path, AMD, HIP_TORCH, environ={variable: ""})).present
-    assert probe(False, machine(tmp_path, environ={variable: "0"})).present
+VARIABLES = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_gpus_hidden_by_the_environment_are_present_and_not_usable(tmp_path: Path, variable: str) -> None:
+    report = probe(False, machine(tmp_path, AMD, HIP_TORCH, environ={variable: ""}))
+    assert report.present and report.first_failure == ("runtime", report.runtime) and "unset" in report.runtime.remedy
+    assert report.hidden == f"{variable}='' shows 0 of 1"
+    assert probe(False, machine(tmp_path, environ={variable: "0"})).usable
+
+
+def gpu(number: int) -> Files:
+    """One of several GPUs: node, place on the bus, memory."""
+    folder = f"/sys/bus/pci/devices/0001:{number + 1:02x}:00.0"
+    values = {"location_id": number + 1 << 8, "domain": 1, "unique_id": 0xA0 + number, "drm_render_minor": 128 + number}
+    return {
+        **kfd_node(number + 1, simd_count=1216, simd_per_cu=4, gfx_target_version=90402, **values),
+        f"/dev/dri/renderD{128 + number}": "",
+        f"{folder}/mem_info_vram_total": f"{192 << 30}\n",
+        f"{folder}/mem_info_vram_used": f"{number << 30}\n",
+        f"{folder}/product_name": "AMD Instinct MI300X\n",
+    }
+
+
+FOUR = {name: text for number in range(4) for name, text in gpu(number).items()}
+
+
+def test_a_gpu_is_listed_with_its_place_memory_and_use(tmp_path: Path) -> None:
+    devices = probe(False, machine(tmp_path, gpu(0), gpu(2))).devices
+    name, memory = "AMD Instinct MI300X (gfx942 with 304 compute units)", 192 << 30
+    assert devices[0] == DeviceInfo(0, name, memory, False, "0001:01:00.0", f"GPU-{0xA0:016x}")
+    assert (devices[1].is_busy, devices[1].pci_address) == (True, "0001:03:00.0")
+
+
+@pytest.mark.parametrize(
+    ("environ", "places"),
+    [
+        ({"HIP_VISIBLE_DEVICES": "2,0"}, [3, 1]),
+        ({"ROCR_VISIBLE_DEVICES": "3,1", "HIP_VISIBLE_DEVICES": "1"}, [2]),
+        ({"HIP_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "0"}, [2]),
+        ({"ROCR_VISIBLE_DEVICES": f"GPU-{0xA3:016x}"}, [4]),
+    ],
+)
+def test_gpus_are_numbered_as_the_variables_list_them(
+    tmp_path: Path, environ: dict[str, str], places: list[int]
+) -> None:
+    report = probe(False, machine(tmp_path, FOUR, environ=environ))
+    assert [device.pci_address for device in report.devices] == [f"0001:{place:02x}:00.0" for place in places]
+    assert [device.index for device in report.devices] == list(range(len(places)))
+
+
+def test_a_container_that_was_given_one_render_node_lists_its_gpu(tmp_path: Path) -> None:
+    files = {name: text for name, text in FOUR.items() if "renderD" not in name or name.endswith("129")}
+    assert [device.pci_address for device in probe(False, machine(tmp_path, files)).devices] == ["0001:02:00.0"]
 
 
 @pytest.mark.parametrize(("build", "made_for"), [(CPU_TORCH, "processors"), (CUDA_TORCH, "NVIDIA GPUs")])

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from xml.parsers.expat import ExpatError
 
-from sglcore.device.probe import Fact, ProbeReport, installed_fact
+from sglcore.device.probe import DeviceInfo, Fact, ProbeReport, installed_fact
 from sglcore.device.system import System
 from sglcore_mlx import sysctl
 
@@ -52,11 +52,13 @@ def probe(named: bool, system: System) -> ProbeReport:
         hardware, driver = _cuda(named, system)
     else:
         hardware, driver = _processor(named, system)
+    device = DeviceInfo(0, _name(system, build), sysctl.number(system, "hw.memsize"))
     return ProbeReport(
         hardware=hardware,
         driver=driver,
         package=installed_fact("sglcore_mlx", "sglcore-mlx", "pip install sglcore-mlx"),
         runtime=_runtime(system, build, macos is not None),
+        devices=(device,) if hardware.holds else (),
         details={
             "chip": sysctl.text(system, "machdep.cpu.brand_string") or "",
             "macos": macos or "",
@@ -141,6 +143,13 @@ def _processor(named: bool, system: System) -> tuple[Fact, Fact]:
         return Fact(False, f"neither macOS nor a processor that {CPUINFO} names", APPLE), Fact(False, "no Metal", APPLE)
     driver = Fact(True, "a processor needs no driver")
     return (Fact(True, f"{name}, asked for by name") if named else _not_named("no macOS, so no Metal")), driver
+
+
+def _name(system: System, build: Build | None) -> str:
+    """What MLX takes by itself: the Mac's chip, the first GPU of a build for CUDA, or the processor."""
+    nodes = system.glob(CUDA_NODES) if build is not None and build.is_cuda else ()
+    chip = sysctl.text(system, "machdep.cpu.brand_string")
+    return chip or next(iter(nodes), None) or processor_name(system) or "a processor"
 
 
 def _not_named(why: str) -> Fact:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sglcore.device.probe import DeviceInfo
 from sglcore.device.system import System
 from sglcore_mlx.facts import device_kind, facts
 from sglcore_mlx.probe import Build, mlx_build, probe
@@ -35,7 +36,9 @@ def mlx(version: str, backend: str = "", backend_version: str = "") -> Files:
     return {**files, f"/site-packages/{folder}/METADATA": ""} if backend else files
 
 
-M3 = sysctl(machdep__cpu__brand_string="Apple M3 Max", hw__optional__arm64=1, sysctl__proc_translated=0)
+M3 = sysctl(
+    machdep__cpu__brand_string="Apple M3 Max", hw__optional__arm64=1, hw__memsize=128 << 30, sysctl__proc_translated=0
+)
 MAC = {**M3, **macos("15.1"), **mlx("0.32.4", "mlx-metal")}
 LINUX = {"/proc/cpuinfo": "processor\t: 0\nmodel name\t: A Processor 9000\n"}
 
@@ -60,6 +63,7 @@ def test_a_mac_with_apple_silicon_is_usable_and_described(tmp_path: Path, named:
     assert report.usable
     assert "Apple M3 Max" in report.hardware.evidence and "macOS 15.1" in report.driver.evidence
     assert report.runtime.evidence == "mlx 0.32.4, mlx-metal 0.32.4"
+    assert report.devices == (DeviceInfo(0, "Apple M3 Max", 128 << 30),)
     assert report.details == {"chip": "Apple M3 Max", "macos": "15.1", "mlx": "0.32.4", "build": "mlx-metal"}
 
 

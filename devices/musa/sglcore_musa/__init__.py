@@ -1,6 +1,7 @@
 """Moore Threads GPUs as a device. Nothing is imported but the declaration."""
 
 from sglcore.device.package import DevicePackage
+from sglcore.device.pci import ACCELERATOR_CLASSES, DISPLAY_CLASS, PciClaim
 
 package = DevicePackage(
     name="musa",
@@ -22,6 +23,6 @@ package = DevicePackage(
     },
     kernels={"triton": "sglcore_musa.kernels:kernels"},
     bring_up="sglcore_musa.bring_up:BRING_UP",
-    pci_vendors=frozenset({0x1ED5}),
+    pci=frozenset({PciClaim(0x1ED5, ACCELERATOR_CLASSES | {DISPLAY_CLASS})}),
 )
 """What `sglcore devices` and the core read."""

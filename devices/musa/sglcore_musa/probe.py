@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from importlib.metadata import PackageNotFoundError, version
 
-from sglcore.device.probe import Fact, ProbeReport, installed_fact
+from sglcore.device.probe import DeviceInfo, Fact, ProbeReport, installed_fact
 from sglcore.device.system import System
+from sglcore.device.visible import visible_devices
+from sglcore_musa import package
 
-VENDOR = 0x1ED5
-DISPLAY = 0x0300
 NODES = "/dev/mtgpu*"
 VISIBLE = "MUSA_VISIBLE_DEVICES"
 MODULE = "/sys/module/mtgpu"
@@ -23,28 +23,34 @@ EXTENSION = "install the torch_musa wheel that the vendor publishes for this tor
 
 def probe(named: bool, system: System) -> ProbeReport:
     """Answer from what is seen through `system`; being named changes nothing."""
-    nodes = tuple(node for node in system.glob(NODES) if node.removeprefix("/dev/mtgpu").lstrip(".").isdigit())
+    nodes = _nodes(system)
+    found = [DeviceInfo(index, node) for index, node in enumerate(nodes)]
+    seen = visible_devices(found, system.environ, VISIBLE)
     return ProbeReport(
         hardware=_hardware(system, nodes),
         driver=_driver(system, nodes),
         package=installed_fact("sglcore_musa", "sglcore-musa", "pip install sglcore-musa"),
-        runtime=_runtime(system),
-        details={"nodes": ", ".join(nodes), "driver": _driver_version(system) or ""},
+        runtime=seen.failure or _runtime(system),
+        devices=seen.devices,
+        hidden=seen.hidden,
     )
 
 
+def _nodes(system: System) -> tuple[str, ...]:
+    """By number; the driver's control node has none."""
+    found = sorted(system.glob(NODES), key=lambda node: (len(node), node))
+    return tuple(node for node in found if node.removeprefix("/dev/mtgpu").lstrip(".").isdigit())
+
+
 def _hardware(system: System, nodes: tuple[str, ...]) -> Fact:
-    visible = system.environ.get(VISIBLE)
-    if visible is not None and visible.strip() in ("", "-1"):
-        return Fact(False, f"{VISIBLE}={visible!r} hides every GPU", f"unset {VISIBLE}")
     if nodes:
         return Fact(True, ", ".join(nodes))
-    found = [d for d in system.pci() if d.vendor_id == VENDOR and (d.is_accelerator or d.pci_class == DISPLAY)]
+    found = system.pci(package.pci)
     if found:
         return Fact(True, f"{found[0]} on the bus, without a node {NODES}")
     if _library(system):
         return Fact(False, f"the driver's libmusa.so is there, but neither {NODES} nor a GPU on the PCI bus", MOUNTS)
-    return Fact(False, f"neither {NODES} nor a GPU of vendor {VENDOR:04x} on the PCI bus", "attach a Moore Threads GPU")
+    return Fact(False, f"neither {NODES} nor such a GPU on the PCI bus", "attach a Moore Threads GPU")
 
 
 def _driver(system: System, nodes: tuple[str, ...]) -> Fact:

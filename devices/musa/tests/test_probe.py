@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sglcore.device.probe import DeviceInfo
 from sglcore_musa.probe import probe, same_release
 from tests.device.machines import CPU_TORCH, CUDA_TORCH, Files, machine, module, pci, torch_build
 
@@ -78,8 +79,11 @@ def test_a_container_with_the_driver_but_no_device_is_told_how_it_is_started(tmp
     assert "MTHREADS_VISIBLE_DEVICES" in report.hardware.remedy
 
 
-def test_hidden_gpus_are_no_hardware(tmp_path: Path) -> None:
-    assert answers(tmp_path, SERVER, MUSA_VISIBLE_DEVICES="") == (False, True, True)
+def test_gpus_are_listed_as_the_runtime_numbers_them_and_hidden_ones_are_not_usable(tmp_path: Path) -> None:
+    assert answers(tmp_path, SERVER, MUSA_VISIBLE_DEVICES="") == (True, True, False)
+    report = probe(False, machine(tmp_path, environ={"MUSA_VISIBLE_DEVICES": "1"}))
+    assert report.usable and report.devices == (DeviceInfo(0, "/dev/mtgpu.1"),)
+    assert report.hidden == "MUSA_VISIBLE_DEVICES='1' shows 1 of 2"
 
 
 def test_a_toolkit_is_found_by_its_variable(tmp_path: Path) -> None:

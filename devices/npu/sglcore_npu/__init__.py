@@ -1,6 +1,7 @@
 """Ascend NPUs as a device. Nothing is imported but the declaration."""
 
 from sglcore.device.package import DevicePackage
+from sglcore.device.pci import PciClaim
 
 package = DevicePackage(
     name="npu",
@@ -21,6 +22,6 @@ package = DevicePackage(
     },
     kernels={"torch_npu": "sglcore_npu.kernels:kernels"},
     bring_up="sglcore_npu.bring_up:BRING_UP",
-    pci_vendors=frozenset({0x19E5}),
+    pci=frozenset({PciClaim(0x19E5)}),
 )
 """What `sglcore devices` and the core read."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from importlib.metadata import PackageNotFoundError, version
 
-from sglcore.device.probe import Fact, ProbeReport, installed_fact
+from sglcore.device.probe import DeviceInfo, Fact, ProbeReport, installed_fact
 from sglcore.device.system import System
+from sglcore.device.visible import visible_devices
+from sglcore_npu import package
 
-VENDOR = 0x19E5
 NODES = "/dev/davinci[0-9]*"
 MANAGER = "/dev/davinci_manager"
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
@@ -25,29 +26,35 @@ MOUNTS = (
 
 def probe(named: bool, system: System) -> ProbeReport:
     """Answer from what is seen through `system`; being named changes nothing."""
-    nodes = tuple(node for node in system.glob(NODES) if node.removeprefix("/dev/davinci").isdigit())
+    nodes = _nodes(system)
+    found = [DeviceInfo(index, node) for index, node in enumerate(nodes)]
+    seen = visible_devices(found, system.environ, VISIBLE)
     return ProbeReport(
         hardware=_hardware(system, nodes),
         driver=_driver(system, nodes),
         package=installed_fact("sglcore_npu", "sglcore-npu", "pip install sglcore-npu"),
-        runtime=_runtime(system),
-        details={"nodes": ", ".join(nodes), "driver": driver_version(system) or "", "cann": toolkit(system) or ""},
+        runtime=seen.failure or _runtime(system),
+        devices=seen.devices,
+        hidden=seen.hidden,
     )
 
 
+def _nodes(system: System) -> tuple[str, ...]:
+    """By number; the runtime numbers those that are here from 0."""
+    found = sorted(system.glob(NODES), key=lambda node: (len(node), node))
+    return tuple(node for node in found if node.removeprefix("/dev/davinci").isdigit())
+
+
 def _hardware(system: System, nodes: tuple[str, ...]) -> Fact:
-    visible = system.environ.get(VISIBLE)
-    if visible is not None and visible.strip() in ("", "-1"):
-        return Fact(False, f"{VISIBLE}={visible!r} hides every NPU", f"unset {VISIBLE}")
     if nodes:
         return Fact(True, ", ".join(nodes))
     # The vendor's network cards and storage have the same number, so its class decides.
-    found = [device for device in system.pci() if device.vendor_id == VENDOR and device.is_accelerator]
+    found = system.pci(package.pci)
     if found:
         return Fact(True, f"{found[0]} on the bus, without a node {NODES}")
     if _library(system):
         return Fact(False, f"the driver's libascend_hal.so is there, but neither {NODES} nor an NPU on the bus", MOUNTS)
-    return Fact(False, f"neither {NODES} nor an accelerator of vendor {VENDOR:04x} on the PCI bus", "attach an NPU")
+    return Fact(False, f"neither {NODES} nor an NPU on the PCI bus", "attach an NPU")
 
 
 def _driver(system: System, nodes: tuple[str, ...]) -> Fact:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sglcore.device.probe import DeviceInfo
 from sglcore_npu.probe import probe, same_release
 from tests.device.machines import CPU_TORCH, CUDA_TORCH, Files, machine, module, pci
 
@@ -102,9 +103,13 @@ def test_a_driver_in_a_folder_of_its_own_is_found(tmp_path: Path) -> None:
     assert report.usable and "/opt/hw/driver" in report.driver.evidence
 
 
-def test_hidden_npus_are_no_hardware(tmp_path: Path) -> None:
-    assert answers(tmp_path, SERVER, ASCEND_RT_VISIBLE_DEVICES="") == (False, True, True)
+def test_npus_are_listed_as_the_runtime_numbers_them_and_hidden_ones_are_not_usable(tmp_path: Path) -> None:
+    assert answers(tmp_path, SERVER, ASCEND_RT_VISIBLE_DEVICES="") == (True, True, False)
     assert answers(tmp_path, SERVER, ASCEND_RT_VISIBLE_DEVICES="0,1") == (True, True, True)
+    more = {"/dev/davinci2": "", "/dev/davinci10": ""}
+    report = probe(False, machine(tmp_path, more, environ={"ASCEND_RT_VISIBLE_DEVICES": "1,2"}))
+    assert report.devices == (DeviceInfo(0, "/dev/davinci2"), DeviceInfo(1, "/dev/davinci10"))
+    assert report.hidden == "ASCEND_RT_VISIBLE_DEVICES='1,2' shows 2 of 3"
 
 
 def test_cann_is_found_by_its_variable(tmp_path: Path) -> None:

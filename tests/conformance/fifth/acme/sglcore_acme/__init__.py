@@ -1,6 +1,7 @@
 """acme as a device. Nothing is imported but the declaration."""
 
 from sglcore.device.package import DevicePackage
+from sglcore.device.pci import PciClaim
 
 package = DevicePackage(
     name="acme",
@@ -13,6 +14,6 @@ package = DevicePackage(
     graphs={"full": "sglcore_acme.graphs:full", "breakable": "sglcore_acme.graphs:breakable"},
     kernels={"acme": "sglcore_acme.kernels:kernels"},
     bring_up="sglcore_acme.bring_up:BRING_UP",
-    pci_vendors=frozenset({0xACE5}),
+    pci=frozenset({PciClaim(0xACE5)}),
 )
 """What `sglcore devices` and the core read."""
