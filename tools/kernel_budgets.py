@@ -37,6 +37,9 @@ LIMITS: Mapping[str, tuple[str, int | str, int, int]] = MappingProxyType(
 )
 """Backend, architecture, threads of a warp and bytes of shared memory that a program may have, by target."""
 
+OPTIONS: Mapping[str, Mapping[str, int]] = MappingProxyType({"cuda": {"maxnreg": 96}, "hip": {"waves_per_eu": 4}})
+"""Launch options of a backend's own, which must reach its compiler: each bounds the registers of a thread."""
+
 
 def differences(stored: Figures, found: Figures, targets: tuple[str, ...] = tuple(LIMITS)) -> list[str]:
     """One line for every figure that is not as stored: regressions, improvements, kernels that came or went."""
@@ -128,13 +131,16 @@ def compile_for(target: str) -> Figures:
     """Run every case against a device that is not there; figures of each kernel that a case compiled first."""
     from triton.runtime import driver
 
-    from tools.kernel_cases import KERNELS, cases
+    from sglcore.runtime.kernels.triton import Tuning
+    from tools.kernel_cases import KERNELS, bounded_cases, cases
 
     device = NoDevice(target)
     driver.set_active(device)  # pyright: ignore[reportArgumentType]
     seen: set[int] = set()
     found: Figures = {}
-    for name, case in cases(LIMITS[target][2]).items():
+    backend, _, lanes, _ = LIMITS[target]
+    tuning = Tuning(lanes=lanes)
+    for name, case in (cases(tuning) | bounded_cases(tuning, OPTIONS[backend])).items():
         case()
         for kernel, compiled in _compiled(KERNELS, device.get_current_device()):
             if id(compiled) not in seen:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 
@@ -21,7 +22,7 @@ from sglcore.runtime.kernels.triton import (
     routing,
     sampling,
 )
-from sglcore.runtime.kernels.triton.tuning import Tuning
+from sglcore.runtime.kernels.triton.tuning import Option, Tuning
 from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.race import make_race_tables
@@ -46,9 +47,8 @@ ATTENTION = (
 Cases = dict[str, Callable[[], object]]
 
 
-def cases(lanes: int) -> Cases:
-    """Every case by its name, for chips whose warps have so many threads."""
-    tuning = Tuning(lanes=lanes)
+def cases(tuning: Tuning) -> Cases:
+    """Every case by its name."""
     every: Cases = {}
     for dtype in (BF16, F16, F32):
         every |= {f"{name} {str(dtype)[6:]}": case for name, case in _elementwise(dtype, tuning).items()}
@@ -64,6 +64,12 @@ def cases(lanes: int) -> Cases:
         cut = SamplingParams(top_k=40, top_p=0.9, min_p=0.01)
         every[f"draw {str(dtype)[6:]} with cut-offs"] = partial(_draw, dtype, cut, tuning)
     return every
+
+
+def bounded_cases(tuning: Tuning, options: Mapping[str, Option]) -> Cases:
+    """Decode attention launched with options that only the vendor's compiler knows, which bound a thread's registers."""
+    bounded = replace(tuning, decode=replace(tuning.decode, options=options))
+    return {"decode bfloat16 heads of 128 with bounded registers": partial(_decode, BF16, 128, None, 16, bounded)}
 
 
 def _elementwise(dtype: torch.dtype, tuning: Tuning) -> Cases:

@@ -29,8 +29,8 @@ def attention_is_reference(trial: Trial) -> None:
     """One backend in one mode, over page sizes."""
     backend, mode, *window = trial.case.split("/")
     model = "window" if window else "dense"
-    if backend not in trial.target.importable_attention():
-        raise NotApplicable(f"the library of attention {backend!r} is not installed here")
+    if backend not in trial.target.usable_attention():
+        raise NotApplicable(f"attention {backend!r} has not its library or its hardware here")
     if mode == "mixed" and not trial.target.facts().allows_mixed_batches:
         raise NotApplicable("the device has no mixed batches")
     ran = [_check_page_size(trial, model, backend, mode, size) for size in _page_sizes(trial.target, backend)]
@@ -98,7 +98,7 @@ def _check_pool(harness: Harness, contents: Contents, found: Seen, text: str) ->
 
 
 def _page_sizes(target: Target, backend: str) -> tuple[int, ...]:
-    allowed = target.importable_attention()[backend].facts.page_sizes
+    allowed = target.usable_attention()[backend].facts.page_sizes
     own = target.facts().page_size
     sizes = (1, 4, 16, own) if allowed is None else (*allowed[:2], *(size for size in allowed if size == own))
     return tuple(dict.fromkeys(size for size in sizes if size <= CONTEXT))
@@ -109,7 +109,7 @@ def attention_cases(target: Target) -> tuple[str, ...]:
     if "torch_runtime" not in target.capabilities():
         return ()
     found: list[str] = []
-    classes = target.importable_attention()
+    classes = target.usable_attention()
     for name in target.package.attention:
         found += [f"{name}/{mode}" for mode in MODES]
         if name in classes and "sliding_window" in classes[name].facts.features:

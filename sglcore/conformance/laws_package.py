@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from sglcore.conformance import mutants_package as broken
+from sglcore.conformance import no_device
 from sglcore.conformance.law import Law, LawBroken, NotApplicable
 from sglcore.conformance.target import DTYPES, GIVEN, Target
 from sglcore.conformance.trial import Trial
@@ -20,6 +22,7 @@ from sglcore.device.facts import Facts
 from sglcore.device.package import API, resolve
 
 PROBE_SECONDS = 120
+IMPORT_SECONDS = 300
 INDEX_DTYPES = ("int32", "int64")
 
 _PROBE = """
@@ -89,6 +92,28 @@ def _run_probe(target: Target) -> Mapping[str, Any]:
     if ran.returncode:
         raise LawBroken(f"the probe raised:\n{ran.stderr.strip()}")
     return json.loads(ran.stdout.strip().splitlines()[-1])
+
+
+def imports_touch_no_device(trial: Trial) -> None:
+    """In a process of its own, whose torch sees no device."""
+    target, package = trial.target, trial.target.package
+    hides = "torch_runtime" in target.capabilities()
+    given = {"path": sys.path, "refs": package.refs(), "facts": package.facts, "hide": hides}
+    command = (sys.executable, no_device.__file__, json.dumps(given))
+    search = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=IMPORT_SECONDS,
+        check=False,
+        env=search,
+        cwd=tempfile.gettempdir(),
+    )
+    if ran.returncode:
+        raise LawBroken(f"without a device it can not be imported:\n{ran.stderr.strip()}")
+    if asked := json.loads(ran.stdout.strip().splitlines()[-1]):
+        raise LawBroken(f"while it is imported, or asked for its facts: {'; '.join(asked)}")
 
 
 def order_checks(trial: Trial) -> None:
@@ -258,6 +283,13 @@ LAWS: tuple[Law, ...] = (
         broken.RAISING_PROBE,
         broken.SILENT_PROBE,
         broken.LYING_PROBE,
+    ),
+    _c0(
+        "imports_touch_no_device",
+        "Everything that the declaration names imports where there is no device, and the facts are told there.",
+        imports_touch_no_device,
+        broken.ASKS_AT_IMPORT,
+        broken.ASKS_FOR_FACTS,
     ),
     _c0("order_checks", "Every need of the bring-up is met by an earlier step.", order_checks, broken.WRONG_ORDER),
     _c0(

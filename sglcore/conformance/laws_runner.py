@@ -172,7 +172,7 @@ def opens_and_closes(trial: Trial) -> None:
 
 def two_runners(trial: Trial) -> None:
     """Two models in one process, step by step in turn, with different attention backends where there are two."""
-    backends = tuple(trial.target.importable_attention())
+    backends = tuple(trial.target.usable_attention())
     with trial.opened("dense") as one, trial.opened("window", **_other_backend(trial, backends)) as other:
         sessions = [harness.session(chunk=6) for harness in (one, other)]
         for seed, session in enumerate(sessions):
@@ -190,7 +190,7 @@ def _other_backend(trial: Trial, backends: tuple[str, ...]) -> dict[str, str]:
         return {}
     first = trial.target.geometry()
     for name in backends[1:]:
-        facts = trial.target.importable_attention()[name].facts
+        facts = trial.target.usable_attention()[name].facts
         if trial.target.geometry(name) == first and "sliding_window" in facts.features:
             return {"attention_backend": name}
     return {}
@@ -264,7 +264,7 @@ def tiny_cases(target: Target) -> tuple[str, ...]:
 
 def page_cases(target: Target) -> tuple[str, ...]:
     """Page sizes that the preferred backend takes, up to four of them."""
-    classes = tuple(target.importable_attention().values())
+    classes = tuple(target.usable_attention().values())
     sizes = (classes[0].facts.page_sizes if classes else None) or (1, 3, 8, 16)
     return tuple(f"page={size}" for size in sizes[:4] if size <= CONTEXT)
 

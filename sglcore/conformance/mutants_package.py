@@ -8,6 +8,7 @@ from typing import Any
 
 from sglcore.conformance.mutant import Mutant
 from sglcore.device.bring_up import BringUp
+from sglcore.device.facts import Facts
 from sglcore.device.package import DevicePackage
 from sglcore.device.probe import Fact, ProbeReport
 from sglcore.device.system import System
@@ -54,6 +55,13 @@ def blind_probe(named: bool) -> ProbeReport:
     """Looks at the machine it runs on, whichever it is given."""
     fact = Fact(True, "here")
     return ProbeReport(fact, fact, fact, fact)
+
+
+def asking_facts(index: int = 0) -> Facts:
+    """Takes a device for granted."""
+    import torch
+
+    return Facts(tensor_device=f"{torch.accelerator.current_device_index()}")
 
 
 class HalfAttention:
@@ -125,6 +133,20 @@ WRONG_FACTS = (
     HOST_APART,
     NO_SUCH_GRAPH,
     NO_SEGMENTS,
+)
+ASKS_AT_IMPORT = Mutant(
+    name="asks at import",
+    says="A module that reads the device's properties while it is imported.",
+    package=lambda package: replace(
+        package, kernels={**package.kernels, "asking": "sglcore.conformance.asks_at_import:kernels"}
+    ),
+    needs=frozenset({"torch_runtime"}),
+)
+ASKS_FOR_FACTS = Mutant(
+    name="asks for facts",
+    says="Facts that only a machine with the device can tell.",
+    package=lambda package: replace(package, facts=f"{HERE}:asking_facts"),
+    needs=frozenset({"torch_runtime"}),
 )
 BLIND_PROBE = _probe("blind probe", "A probe that takes no system.", blind_probe)
 HALF_ATTENTION = Mutant(

@@ -110,7 +110,7 @@ class Target:
         dtype; nothing if another one is."""
         takes = [
             (name, any(TRITON_ATTENTION in item.__module__ for item in kind.__mro__))
-            for name, kind in self.importable_attention().items()
+            for name, kind in self.usable_attention().items()
             if kind.facts.dtypes is None or dtype in kind.facts.dtypes
         ]
         other = next((name for name, is_triton in takes if not is_triton), "")
@@ -126,11 +126,18 @@ class Target:
                 continue
         return MappingProxyType(found)
 
+    def usable_attention(self) -> Mapping[str, Any]:
+        """Those of them that the current device takes; all, where there is none to ask."""
+        found = self.importable_attention()
+        if "torch_runtime" not in self.capabilities():
+            return found
+        return MappingProxyType({name: kind for name, kind in found.items() if not _refuses(kind)})
+
     def geometry(self, backend: str | None = None) -> Geometry:
         """Sizes that a backend takes, in a type that the device computes in. Unless one is named: those of the preferred one
         that is importable, in float32 where some backend computes in it with these sizes, because there a law can be
         strict."""
-        classes, own = self.importable_attention(), self.facts()
+        classes, own = self.usable_attention(), self.facts()
         if not classes:
             return Geometry(HEAD_DIMS[0], own.page_size, _first(DTYPES, [own.dtypes]))
         chosen = [classes[backend] if backend is not None else next(iter(classes.values()))]
@@ -148,13 +155,13 @@ class Target:
 
     def computed_dtypes(self) -> tuple[str, ...]:
         """The types of the device's facts that some backend takes too; all of them where there is none."""
-        taken = [item.facts.dtypes for item in self.importable_attention().values()]
+        taken = [item.facts.dtypes for item in self.usable_attention().values()]
         served = (name for name in self.facts().dtypes if any(names is None or name in names for names in taken))
         return tuple(served) if taken else self.facts().dtypes
 
     def other_dtypes(self) -> tuple[str, ...]:
         """The dtype of the preferred backend, where it does not take that of `geometry`."""
-        first = next(iter(self.importable_attention().values()), None)
+        first = next(iter(self.usable_attention().values()), None)
         taken = first.facts.dtypes if first is not None else None
         own = _first(("bfloat16", "float16", "float32"), [self.facts().dtypes, taken])
         return () if taken is None or self.geometry().dtype in taken else (own,)
@@ -198,6 +205,13 @@ def package_folder(name: str) -> Path | None:
 def _module_folder(point: EntryPoint) -> Path | None:
     spec = find_spec(point.module.split(".")[0])
     return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+def _refuses(backend: Any) -> bool:
+    try:
+        return bool(backend.unavailable())
+    except Exception:  # There is no device to ask; the laws that need one do not run.
+        return False
 
 
 def _first(wanted: tuple[Any, ...], allowed: Sequence[tuple[Any, ...] | None]) -> Any:

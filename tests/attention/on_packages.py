@@ -50,6 +50,8 @@ class Placing:
             kind = resolve(self.package.attention[name], self.package.name)
         except Unavailable as error:
             pytest.skip(f"needs the library of {name}: {error}")
+        if reason := kind.unavailable():
+            pytest.skip(f"needs a device for {name}: {reason}")
         return place(rows, kind, heads, self.facts.tensor_device, **{"page_size": self.facts.page_size, **how})
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:

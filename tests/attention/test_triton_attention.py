@@ -35,7 +35,8 @@ SINGLES = [(9, 1), (0, 1), (3, 1), (46, 1)]
 class Small(TritonAttention):
     """Launched in small pieces."""
 
-    tuning = SMALL
+    def make_tuning(self) -> Tuning:
+        return SMALL
 
 
 def case_of(
@@ -127,7 +128,8 @@ def test_lengths_at_the_edges_of_blocks_and_windows(rows: Any, window: int | Non
 @pytest.mark.parametrize("programs", [1, 8, 1000])
 def test_any_number_of_splits_gives_the_same(programs: int) -> None:
     class Split(TritonAttention):
-        tuning = Tuning(programs=programs, decode_tokens=16)
+        def make_tuning(self) -> Tuning:
+            return Tuning(programs=programs, decode_tokens=16)
 
     case = case_of(SINGLES, Heads(window=40), decode=True, kind=Split)
     assert_equals_dense(case)
@@ -273,10 +275,14 @@ def test_a_defect_is_caught(
 
 def test_a_device_sets_the_launches() -> None:
     class Wide(TritonAttention):
-        tuning = Tuning(lanes=64, decode=LaunchConfig(256, 1))
+        def make_tuning(self) -> Tuning:
+            return Tuning(lanes=64, decode=LaunchConfig(256, 1))
 
-    assert Wide.tuning.options(Wide.tuning.decode) == {"num_warps": 4, "num_stages": 1}
-    assert_equals_dense(case_of(SINGLES, decode=True, kind=Wide))
+    case = case_of(SINGLES, decode=True, kind=Wide)
+    assert isinstance(case.backend, Wide)
+    tuning = case.backend.tuning
+    assert tuning.options(tuning.decode) == {"num_warps": 4, "num_stages": 1}
+    assert_equals_dense(case)
 
 
 MISSING = """

@@ -11,6 +11,7 @@ import copy
 import json
 import random
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -24,6 +25,9 @@ STORED: Figures = json.loads(BUDGETS.read_text(encoding="utf-8"))
 SOURCES = ("sglcore/runtime/kernels/triton/*.py", "sglcore/runtime/attention/triton_*.py")
 
 GROUP = "kernel-budgets"
+FORMS = ("in 16", "with bounded registers")
+REGISTERS = MappingProxyType({"cuda": 96, "hip": 128})
+"""What the options of `OPTIONS` leave a thread."""
 
 
 def test_every_kernel_compiles_for_every_chip_within_its_budget(selection: Selection) -> None:
@@ -62,6 +66,13 @@ def test_each_kernel_has_figures_for_each_chip() -> None:
         for target, figures in targets.items():
             assert figures.keys() >= {"registers", "shared", "stack"}, (label, target)
             assert figures["registers"] > 0 and figures["shared"] <= LIMITS[target][3]
+
+
+@pytest.mark.parametrize("target", LIMITS)
+def test_a_launch_option_of_the_vendor_reaches_its_compiler(target: str) -> None:
+    plain, bounded = (STORED[f"decode bfloat16 heads of 128 {how}: decode_kernel"] for how in FORMS)
+    bound = REGISTERS[LIMITS[target][0]]
+    assert bounded[target]["registers"] == bound != plain[target]["registers"]
 
 
 @pytest.mark.parametrize("target", LIMITS)

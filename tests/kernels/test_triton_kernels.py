@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="needs the library triton")
 
 from sglcore.runtime.kernels import reference
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.kernels.triton import Tuning, activation, cells, norm, rotation, triton_kernels
+from sglcore.runtime.kernels.triton import LaunchConfig, Tuning, activation, cells, norm, rotation, triton_kernels
 from tests.kernels.guards import Guards, mutated
 from tests.kernels.test_reference_kernels import cache, random
 
@@ -169,7 +169,8 @@ def test_the_table_replaces_what_has_a_kernel_and_says_so() -> None:
 @pytest.mark.parametrize("lanes", [32, 64])
 def test_a_program_has_as_many_threads_whatever_the_width_of_a_warp(lanes: int) -> None:
     tuning = Tuning(lanes=lanes)
-    assert tuning.options(tuning.norm)["num_warps"] * lanes == tuning.norm.threads
+    assert tuning.options(tuning.rms_norm)["num_warps"] * lanes == tuning.rms_norm.threads
+    assert tuning.options(LaunchConfig(256, lanes=16)) == {"num_warps": 16, "num_stages": 2}
 
 
 def test_a_compiler_sees_plain_operations() -> None:

@@ -13,8 +13,6 @@ from sglcore.runtime.attention.paged import window_left
 CAPABILITY = (9, 0)
 """Its kernels use instructions of this architecture alone."""
 
-if torch.cuda.get_device_capability() != CAPABILITY:
-    raise Unavailable(f"it is for GPUs of compute capability 9.0, this one has {torch.cuda.get_device_capability()}")
 try:
     import flash_attn_interface  # pyright: ignore[reportMissingImports]
 except (ImportError, OSError) as error:
@@ -30,6 +28,12 @@ class FlashAttention(PageRowsAttention):
         features=frozenset({"sliding_window", "mixed", "capture"}),
         takes_stored=True,
     )
+
+    @classmethod
+    def unavailable(cls) -> str:
+        """By the capability of the current GPU."""
+        found = torch.cuda.get_device_capability()
+        return "" if found == CAPABILITY else f"it is for GPUs of compute capability 9.0, this one has {found}"
 
     def attend_pages(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
         """One launch; how it is split follows from sizes that a captured plan keeps."""

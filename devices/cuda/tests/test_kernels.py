@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-from types import ModuleType
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ import torch
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError, DeviceError
 from sglcore.device.ledger import DecisionLedger
-from sglcore.runtime.attention.contract import Unavailable
 from sglcore.runtime.attention.selection import AttentionNeeds, select_attention
 from sglcore.runtime.bring_up import kernels as kernels_step
 from sglcore_cuda import package
@@ -21,12 +18,6 @@ from sglcore_cuda.kernels import kernels, tuning
 
 NEEDS = AttentionNeeds((64,), 16, "float16", frozenset({"capture"}))
 AMPERE, VOLTA = Capability("A100", (8, 0), 108), Capability("V100", (7, 0), 80)
-
-
-def reimport(name: str) -> ModuleType:
-    """A module of the package as if it were imported for the first time."""
-    sys.modules.pop(f"sglcore_cuda.{name}", None)
-    return importlib.import_module(f"sglcore_cuda.{name}")
 
 
 def test_programs_follow_the_multiprocessors_and_loads_in_flight_the_capability() -> None:
@@ -76,8 +67,8 @@ def test_a_library_that_is_missing_is_a_refused_candidate_with_its_remedy(
 
 def test_flash_attention_is_refused_by_the_capability_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    with pytest.raises(Unavailable, match=r"9\.0, this one has \(8, 0\)"):
-        reimport("attention_flash")
+    with pytest.raises(ConfigError, match=r"9\.0, this one has \(8, 0\)"):
+        select_attention(package.attention, NEEDS, "flash_attention", "cuda", DecisionLedger())
 
 
 def test_an_explicit_backend_that_does_not_fit_is_an_error_and_not_another_one() -> None:

@@ -25,8 +25,6 @@ from sglcore.runtime.attention.paged import (
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore_hip.capability import WIDE_WAVE, read_capability
 
-if read_capability().wave_size != WIDE_WAVE:
-    raise Unavailable(f"its kernels are for waves of {WIDE_WAVE}, this GPU has waves of {read_capability().wave_size}")
 try:
     import aiter  # pyright: ignore[reportMissingImports]
 except (ImportError, OSError) as error:
@@ -85,6 +83,12 @@ class AiterAttention(AttentionBackend[AiterPlan]):
         features=frozenset({"mixed", "capture"} | ({"sliding_window"} if DECODES_WINDOWS else set())),
         takes_stored=True,
     )
+
+    @classmethod
+    def unavailable(cls) -> str:
+        """By the waves of the current GPU."""
+        found = read_capability().wave_size
+        return "" if found == WIDE_WAVE else f"its kernels are for waves of {WIDE_WAVE}, this GPU has waves of {found}"
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)

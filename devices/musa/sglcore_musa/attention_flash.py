@@ -44,8 +44,6 @@ def find() -> Callable[..., Any]:
 
 
 call = find()
-if musa().get_device_capability() < CAPABILITY:
-    raise Unavailable(f"it is for GPUs of capability 3.1, this one has {musa().get_device_capability()}")
 
 
 class FlashAttention(PageRowsAttention):
@@ -58,6 +56,12 @@ class FlashAttention(PageRowsAttention):
         features=frozenset({"sliding_window", "mixed", "capture"}),
         takes_stored=True,
     )
+
+    @classmethod
+    def unavailable(cls) -> str:
+        """By the capability of the current GPU."""
+        found = musa().get_device_capability()
+        return f"it is for GPUs of capability 3.1, this one has {found}" if found < CAPABILITY else ""
 
     def attend_pages(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
         """One call of the library."""

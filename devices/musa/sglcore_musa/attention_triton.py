@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from sglcore.runtime.attention.contract import Unavailable
 from sglcore_musa.kernels import lanes, triton_gap
 
@@ -17,4 +15,6 @@ from sglcore.runtime.kernels.triton import Tuning
 class TritonAttention(triton.TritonAttention):
     """As the core's, launched for this GPU's warps."""
 
-    tuning: ClassVar[Tuning] = Tuning(lanes=lanes())
+    def make_tuning(self) -> Tuning:
+        """As the kernel table's."""
+        return Tuning(lanes=lanes())

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class Unavailable(ImportError):
-    """A backend's module raises it while it is imported where it can not run: its library is missing, or the device lacks
-    what it needs. The text says which, with the remedy."""
+    """A backend's module raises it while it is imported without the library that it needs. The text says which, with the
+    remedy. What it needs of the device, `AttentionBackend.unavailable` says: no import asks a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,12 @@ class AttentionBackend(ABC, Generic[Plan]):
         self.token_to_kv_pool = token_to_kv_pool
         self.kernels = kernels
         self.hisparse = hisparse
+
+    @classmethod
+    def unavailable(cls) -> str:
+        """Why it can not run on the device that is current, with the remedy; empty if it can. Selection asks, once; what only
+        needs a library that is missing says so by `Unavailable`, when its module is imported."""
+        return ""
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> Plan:

@@ -73,4 +73,4 @@ def _consider(ref: Ref, needs: AttentionNeeds, package: str) -> tuple[type[Atten
         return None, str(error)
     except ImportError as error:
         return None, f"{error}; install the library it needs"
-    return backend, refusal(backend.facts, needs)
+    return backend, backend.unavailable() or refusal(backend.facts, needs)

@@ -1,13 +1,13 @@
 """Attention in Triton: any page size, head size and window, on any device that Triton compiles for.
 
 `attend` takes every length and page from the device, so a captured plan stays right for any batch of its size. A device
-package subclasses `TritonAttention` to set `tuning`.
+package subclasses `TritonAttention` to give `make_tuning`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -44,7 +44,14 @@ class TritonAttention(AttentionBackend[TritonPlan]):
         features=frozenset({"sliding_window", "mixed", "capture"}),
         takes_stored=True,
     )
-    tuning: ClassVar[kernels.Tuning] = kernels.Tuning()
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.tuning = self.make_tuning()
+
+    def make_tuning(self) -> kernels.Tuning:
+        """How its kernels are launched; asked once, when it is made, so that this may read the device's properties."""
+        return kernels.Tuning()
 
     def plan(self, batch: ForwardBatch) -> TritonPlan:
         """Sizes only: nothing is copied to the device and nothing allocated."""

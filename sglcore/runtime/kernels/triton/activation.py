@@ -40,6 +40,6 @@ def silu_and_mul(x: Tensor, tuning: Tuning = Tuning()) -> Tensor:
     block = min(power_of_two(size), tuning.elements)
     held = tuning.rows(block, rows)
     silu_and_mul_kernel[(tiles(rows, held), tiles(size, block))](
-        x, out, rows, x.stride(0), SIZE=size, ROWS=held, BLOCK=block, **tuning.options(tuning.elementwise)
+        x, out, rows, x.stride(0), SIZE=size, ROWS=held, BLOCK=block, **tuning.options(tuning.silu_and_mul)
     )
     return out

@@ -78,7 +78,7 @@ def store_kv(
         WIDTH=width,
         ROWS=held,
         BLOCK=block,
-        **tuning.options(tuning.elementwise),
+        **tuning.options(tuning.store_kv),
     )
 
 
@@ -99,5 +99,5 @@ def cache_locations(
         page_table.stride(0),
         PAGE=page_size,
         BLOCK=block,
-        **tuning.options(tuning.elementwise),
+        **tuning.options(tuning.cache_locations),
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sglcore.runtime.kernels.triton.products import NARROWEST_DOT, wide_dot
 from sglcore.runtime.kernels.triton.rounding import narrow, rounded
-from sglcore.runtime.kernels.triton.tuning import LaunchConfig, MoeTile, Tuning, power_of_two, tiles
+from sglcore.runtime.kernels.triton.tuning import MoeTile, Tuning, power_of_two, read_launch, tiles
 
 SCANNED = 1024
 """Choices that one iteration of the sort looks at."""
@@ -174,31 +174,26 @@ def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, t
     """The table's `moe`; weights and ids lie side by side. To a compiler it is one operation."""
     average = ids.numel() // w13.shape[0]
     tile = next(tile for tile in tuning.moe if average <= tile.most_rows)
-    sizes = [
-        tile.rows,
-        tile.columns,
-        tile.depth_bytes,
-        tile.config.threads,
-        tile.config.stages,
-        tuning.lanes,
-        tuning.elements,
-    ]
     if torch.compiler.is_compiling():
-        return torch.ops.sglcore.triton_moe(hidden, weights, ids, w13, w2, sizes)
+        sizes = [tile.rows, tile.columns, tile.depth_bytes, tuning.lanes, tuning.elements]
+        launches = f"{tile.config.text}\n{tuning.moe_sort.text}\n{tuning.moe_sum.text}"
+        return torch.ops.sglcore.triton_moe(hidden, weights, ids, w13, w2, sizes, launches)
     return moe_in_tiles(hidden, weights, ids, w13, w2, tile, tuning)
 
 
 @torch.library.custom_op("sglcore::triton_moe", mutates_args=())
-def moe_op(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, sizes: list[int]) -> Tensor:
-    """`moe` as one operation; `sizes` are what it needs of the tuning."""
-    rows, columns, depth_bytes, threads, stages, lanes, elements = sizes
-    base = Tuning(lanes=lanes, elements=elements)
-    tile = MoeTile(0, rows, columns, depth_bytes, LaunchConfig(threads, stages))
-    return moe_in_tiles(hidden, weights, ids, w13, w2, tile, base)
+def moe_op(
+    hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, sizes: list[int], launches: str
+) -> Tensor:
+    """`moe` as one operation; `sizes` and `launches`, one a line, are what it needs of the tuning."""
+    rows, columns, depth_bytes, lanes, elements = sizes
+    products, sort, total = map(read_launch, launches.splitlines())
+    tuning = Tuning(lanes=lanes, elements=elements, moe_sort=sort, moe_sum=total)
+    return moe_in_tiles(hidden, weights, ids, w13, w2, MoeTile(0, rows, columns, depth_bytes, products), tuning)
 
 
 @moe_op.register_fake
-def _(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, sizes: list[int]) -> Tensor:
+def _(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, sizes: list[int], launches: str) -> Tensor:
     return hidden.new_empty(hidden.shape)
 
 
@@ -228,7 +223,7 @@ def moe_in_tiles(
         BINS=power_of_two(experts + 1),
         BLOCK=min(SCANNED, power_of_two(choices)),
         ROWS=rows,
-        **tuning.options(tuning.routing),
+        **tuning.options(tuning.moe_sort),
     )
     active = torch.empty(most * rows, size, dtype=hidden.dtype, device=hidden.device)
     shape = {"SIZE": size, "HIDDEN": width, "ROWS": rows, "COLUMNS": tile.columns, "DEPTH": depth}
@@ -251,6 +246,6 @@ def moe_in_tiles(
         HIDDEN=width,
         ROWS=held,
         BLOCK=block,
-        **tuning.options(tuning.elementwise),
+        **tuning.options(tuning.moe_sum),
     )
     return out

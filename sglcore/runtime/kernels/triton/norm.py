@@ -100,7 +100,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, tuning: Tuning = Tuning()) -
         SIZE=size,
         BLOCK=power_of_two(size),
         ROWS=held,
-        **tuning.options(tuning.norm),
+        **tuning.options(tuning.rms_norm),
     )
     return out
 
@@ -126,6 +126,6 @@ def add_rms_norm(
         SIZE=size,
         BLOCK=power_of_two(size),
         ROWS=held,
-        **tuning.options(tuning.norm),
+        **tuning.options(tuning.add_rms_norm),
     )
     return x, residual

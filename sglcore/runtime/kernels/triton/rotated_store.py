@@ -115,6 +115,6 @@ def rotary_and_store(
         REST=power_of_two(head_dim - 2 * half) if head_dim > 2 * half else 0,
         WHOLE=power_of_two(head_dim),
         ROWS=held,
-        **tuning.options(tuning.elementwise),
+        **tuning.options(tuning.rotary_and_store),
     )
     return q_out

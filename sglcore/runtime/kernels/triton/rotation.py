@@ -146,6 +146,6 @@ def rotary(
         DIM=head_dim,
         REST=power_of_two(head_dim - 2 * half) if head_dim > 2 * half else 0,
         ROWS=held,
-        **tuning.options(tuning.elementwise),
+        **tuning.options(tuning.rotary),
     )
     return q_out, k_out

@@ -82,6 +82,6 @@ def top_k_routing(logits: Tensor, k: int, normalize: bool, tuning: Tuning = Tuni
         CHOICES=k,
         NORMALIZE=normalize,
         ROWS=held,
-        **tuning.options(tuning.routing),
+        **tuning.options(tuning.top_k_routing),
     )
     return weights, ids

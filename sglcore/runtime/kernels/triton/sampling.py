@@ -27,7 +27,7 @@ from sglcore.runtime.kernels.triton.race import (
     row_key,
     weight_of,
 )
-from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
+from sglcore.runtime.kernels.triton.tuning import Option, Tuning, power_of_two, tiles
 from sglcore.sampling import cutoffs, noise
 from sglcore.sampling.race import RaceTables
 from sglcore.sampling.sampler import SamplingState
@@ -220,7 +220,7 @@ class DrawKernels:
     tables: RaceTables
     best: Tensor
     block: int
-    options: dict[str, int]
+    options: dict[str, Option]
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import triton
+
+Option = int | float | str | bool
+DECIDED = frozenset({"num_warps", "num_stages"})
+"""Launch options that follow from threads, lanes and stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """One kernel's program: how many threads work on it, and how many loads its loop keeps in flight."""
+    """One kernel's program: how many threads work on it, how many loads its loop keeps in flight, and how many threads its
+    warps have, where those are not the device's (None).
+
+    `options` go to the launch as they are: what only this vendor's compiler knows (`waves_per_eu`, `maxnreg`, `grf_mode`).
+    Raises ValueError for those that the other fields decide. `text` is all of it, which `read_launch` reads.
+    """
 
     threads: int = 128
     stages: int = 2
+    lanes: int | None = None
+    options: Mapping[str, Option] = field(default_factory=dict, hash=False)
+    text: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Freeze the options as a copy."""
+        if taken := sorted(DECIDED & self.options.keys()):
+            raise ValueError(f"{', '.join(taken)} of a launch follow from its threads, lanes and stages")
+        values = {"threads": self.threads, "stages": self.stages, "lanes": self.lanes, "options": dict(self.options)}
+        object.__setattr__(self, "options", MappingProxyType(dict(self.options)))
+        object.__setattr__(self, "text", json.dumps(values))
+
+
+def read_launch(text: str) -> LaunchConfig:
+    """The launch whose `text` this is."""
+    return LaunchConfig(**json.loads(text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +64,19 @@ MOE_TILES = (
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Launch configurations of every kernel. Results do not depend on them beyond the order of float additions."""
+    """The launch of every kernel, by the entry it serves. Results do not depend on them beyond the order of float additions."""
 
     lanes: int = 32
     """Threads of one warp."""
     elements: int = 2048
     """Elements that one program of an elementwise kernel or norm holds; a longer row is held whole."""
-    elementwise: LaunchConfig = LaunchConfig(128, 1)
-    norm: LaunchConfig = LaunchConfig(256, 1)
+    rms_norm: LaunchConfig = LaunchConfig(256, 1)
+    add_rms_norm: LaunchConfig = LaunchConfig(256, 1)
+    silu_and_mul: LaunchConfig = LaunchConfig(128, 1)
+    rotary: LaunchConfig = LaunchConfig(128, 1)
+    rotary_and_store: LaunchConfig = LaunchConfig(128, 1)
+    store_kv: LaunchConfig = LaunchConfig(128, 1)
+    cache_locations: LaunchConfig = LaunchConfig(128, 1)
     programs: int = 256
     """Programs that keep the device busy; attention over long requests is split until there are as many."""
     most_splits: int = 64
@@ -57,15 +90,18 @@ class Tuning:
     extend: LaunchConfig = LaunchConfig(128, 2)
     tile_bytes: int = 16 << 10
     """Keys of one iteration; several such tiles are in flight in memory that a few programs share."""
+    top_k_routing: LaunchConfig = LaunchConfig(128, 1)
     moe: tuple[MoeTile, ...] = field(default=MOE_TILES)
-    routing: LaunchConfig = LaunchConfig(128, 1)
+    moe_sort: LaunchConfig = LaunchConfig(128, 1)
+    moe_sum: LaunchConfig = LaunchConfig(128, 1)
     draw_tokens: int = 4096
     """Vocabulary entries of one program of the draw."""
     draw: LaunchConfig = LaunchConfig(256, 1)
 
-    def options(self, config: LaunchConfig) -> dict[str, int]:
+    def options(self, config: LaunchConfig) -> dict[str, Option]:
         """The launch options of a kernel."""
-        return {"num_warps": max(1, config.threads // self.lanes), "num_stages": config.stages}
+        lanes = config.lanes or self.lanes
+        return {"num_warps": max(1, config.threads // lanes), "num_stages": config.stages, **config.options}
 
     def rows(self, width: int, count: int) -> int:
         """How many of `count` rows of `width` elements one program holds: a power of two."""

@@ -1,0 +1,68 @@
+"""A process whose torch sees no device: what a package says of itself is imported there, and who asks a device is told of.
+
+Run as a program by the law `imports_touch_no_device`, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NoReturn
+
+from sglcore.device.package import resolve, split
+
+ASKS = (
+    *("_lazy_init", "init", "synchronize", "empty_cache", "mem_get_info", "get_memory_info", "memory_allocated"),
+    *("current_device", "current_device_index", "current_stream", "default_stream", "set_device", "set_device_index"),
+    *("set_stream", "get_device_name", "get_device_properties", "get_device_capability", "graph_pool_handle"),
+)
+"""Functions of torch's device modules that only a device can answer."""
+
+
+def hide_devices(told: Callable[[str], None], owners: frozenset[str]) -> None:
+    """Let every device module of torch say that there is none. Who asks more is told of, if it is code of `owners`
+    (top-level modules), and gets a RuntimeError."""
+    import torch
+
+    for name, module in vars(torch).items():
+        if not isinstance(module, ModuleType) or "device_count" not in vars(module) or module is torch.cpu:
+            continue
+        vars(module)["is_available"] = lambda *_, **__: False
+        vars(module)["device_count"] = lambda *_, **__: 0
+        for function in vars(module).keys() & set(ASKS):
+            vars(module)[function] = _asked(f"torch.{name}.{function}", told, owners)
+
+
+def _asked(function: str, told: Callable[[str], None], owners: frozenset[str]) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        asker = sys._getframe(1)
+        module = asker.f_globals["__name__"]
+        if module.partition(".")[0] in owners:
+            told(f"{module}, line {asker.f_lineno}, asks {function}")
+        raise RuntimeError(f"{function}: there is no device")
+
+    return refuse
+
+
+def main(given: dict[str, Any]) -> list[str]:
+    """Import what the references name and call `facts`; who asked a device. A library that is missing is not our matter."""
+    asked: list[str] = []
+    if given["hide"]:
+        owners = frozenset({"sglcore", *(split(ref)[0].partition(".")[0] for ref in given["refs"])})
+        hide_devices(asked.append, owners)
+    for ref in given["refs"]:
+        try:
+            import_module(split(ref)[0])
+        except ImportError:
+            continue
+    resolve(given["facts"])(0)
+    return asked
+
+
+if __name__ == "__main__":
+    arguments = json.loads(sys.argv[1])
+    sys.path[:] = arguments["path"]
+    print(json.dumps(main(arguments)))

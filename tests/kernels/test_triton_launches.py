@@ -1,0 +1,96 @@
+"""Every Triton kernel is launched as the field of its entry says: warps, stages, and what only the vendor's compiler knows."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs the library triton")
+
+from triton.runtime.interpreter import InterpretedFunction
+
+from sglcore.runtime.kernels.triton import LaunchConfig, Tuning, experts
+from sglcore.runtime.kernels.triton.tuning import MOE_TILES, read_launch
+from tools.kernel_cases import cases
+
+OTHERS = MappingProxyType(
+    {
+        **{"sort_kernel": "moe_sort", "gate_up_kernel": "moe", "down_kernel": "moe", "sum_kernel": "moe_sum"},
+        **dict.fromkeys(
+            ("best_kernel", "histogram_kernel", "search_kernel", "ties_kernel", "race_kernel", "pick_kernel"), "draw"
+        ),
+    }
+)
+"""Kernels that are not named after the field that launches them."""
+
+
+def marked() -> Tuning:
+    """Each launch with an option that says whose it is."""
+    tuning = Tuning(lanes=32)
+    names = [field.name for field in fields(tuning) if isinstance(getattr(tuning, field.name), LaunchConfig)]
+    own = {name: LaunchConfig(64, 5, lanes=16, options={"vendor": name}) for name in names}
+    tile = LaunchConfig(64, 5, lanes=16, options={"vendor": "moe"})
+    return replace(tuning, **own, moe=tuple(replace(each, config=tile) for each in MOE_TILES))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, Any]]]:
+    """What every launch was told, by kernel; nothing runs."""
+    found: dict[str, list[dict[str, Any]]] = {}
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        found.setdefault(kernel.fn.__name__, []).append(options)
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    return found
+
+
+def test_every_kernel_is_launched_as_its_own_field_says(launches: dict[str, list[dict[str, Any]]]) -> None:
+    for case in cases(marked()).values():
+        case()
+    for kernel, told in launches.items():
+        owner = OTHERS.get(kernel, kernel.removesuffix("_kernel"))
+        assert {(each["num_warps"], each["num_stages"], each["vendor"]) for each in told} == {(4, 5, owner)}, kernel
+    wanted = {field.name for field in fields(Tuning) if isinstance(getattr(marked(), field.name), LaunchConfig)}
+    assert {OTHERS.get(kernel, kernel.removesuffix("_kernel")) for kernel in launches} == wanted | {"moe"}
+
+
+def test_experts_that_a_compiler_sees_as_one_operation_are_launched_alike(
+    launches: dict[str, list[dict[str, Any]]],
+) -> None:
+    hidden, ids, tuning = torch.empty(4, 32), torch.empty(4, 2, dtype=torch.int64), marked()
+    w13, w2 = torch.empty(8, 64, 32), torch.empty(8, 32, 32)
+
+    def run() -> None:
+        experts.moe(hidden, hidden[:, :2].contiguous(), ids, w13, w2, tuning)
+
+    run()
+    plain = {kernel: told.copy() for kernel, told in launches.items()}
+    launches.clear()
+    torch.compile(run, backend="eager", fullgraph=True)()
+    assert launches.keys() == plain.keys() == {"sort_kernel", "gate_up_kernel", "down_kernel", "sum_kernel"}
+    for kernel, told in launches.items():
+        assert told == plain[kernel], kernel
+
+
+def test_a_launch_is_read_back_from_its_text() -> None:
+    launch = LaunchConfig(64, 3, lanes=16, options={"grf_mode": "large", "waves_per_eu": 2, "fast": True})
+    assert read_launch(launch.text) == launch and hash(launch) == hash(read_launch(launch.text))
+
+
+def test_what_the_fields_decide_is_no_option() -> None:
+    with pytest.raises(ValueError, match="num_warps of a launch"):
+        LaunchConfig(options={"num_warps": 4})
+
+
+def test_options_are_frozen_as_a_copy() -> None:
+    given = {"maxnreg": 64}
+    launch = LaunchConfig(options=given)
+    given["maxnreg"] = 32
+    assert launch.options == {"maxnreg": 64}
+    with pytest.raises(TypeError):
+        launch.options["maxnreg"] = 1  # pyright: ignore[reportIndexIssue]
