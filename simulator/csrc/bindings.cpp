@@ -4,6 +4,8 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/detail/XPUHooksInterface.h>
+#include <c10/core/TensorOptions.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -104,17 +106,28 @@ struct Hooks : public Interface {
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
 };
 
-bool hip = false;
+// What the hooks of torch's own device types ask besides, under the same names.
+template <typename Interface>
+struct InTreeHooks : public Hooks<Interface> {
+  c10::DeviceIndex current_device() const override { return this->getCurrentDevice(); }
+  std::string showConfig() const override { return "a simulated device"; }
+  void deviceSynchronize(c10::DeviceIndex device) const override { c10::impl::getDeviceGuardImpl(state().type)->synchronizeDevice(device); }
+};
 
-struct CudaHooks final : public Hooks<at::CUDAHooksInterface> {
+bool rocm = false;
+
+struct CudaHooks final : public InTreeHooks<at::CUDAHooksInterface> {
   bool hasCUDA() const override { return true; }
   bool hasCUDART() const override { return true; }
-  bool hasROCM() const override { return hip; }
-  c10::DeviceIndex current_device() const override { return getCurrentDevice(); }
+  bool hasROCM() const override { return rocm; }
   c10::Allocator* getCUDADeviceAllocator() const override { return c10::GetAllocator(state().type); }
-  std::string showConfig() const override { return "a simulated device"; }
   int getNumGPUs() const override { return deviceCount(); }
-  void deviceSynchronize(c10::DeviceIndex device) const override { c10::impl::getDeviceGuardImpl(state().type)->synchronizeDevice(device); }
+};
+
+struct XpuHooks final : public InTreeHooks<at::XPUHooksInterface> {
+  bool hasXPU() const override { return true; }
+  int32_t getGlobalIdxFromDevice(const at::Device& device) const override { return device.index(); }
+  c10::DeviceIndex getNumGPUs() const override { return deviceCount(); }
 };
 
 struct PrivateHooks final : public Hooks<at::PrivateUse1HooksInterface> {
@@ -128,12 +141,18 @@ struct PrivateHooks final : public Hooks<at::PrivateUse1HooksInterface> {
 };
 
 // The CPU library makes its default hooks once, at import, and keeps the reference: the object itself must change.
+template <typename Ours, typename Theirs>
+void overwrite(const Theirs& hooks) {
+  static_assert(sizeof(Ours) == sizeof(Theirs));
+  new (const_cast<Theirs*>(&hooks)) Ours();
+}
+
 void register_hooks() {
-  if (state().type == c10::DeviceType::CUDA) {
-    static_assert(sizeof(CudaHooks) == sizeof(at::CUDAHooksInterface));
-    new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) CudaHooks();
-  } else {
-    at::RegisterPrivateUse1HooksInterface(new PrivateHooks());
+  switch (state().type) {
+    case c10::DeviceType::PrivateUse1: return at::RegisterPrivateUse1HooksInterface(new PrivateHooks());
+    case c10::DeviceType::CUDA: return overwrite<CudaHooks>(at::detail::getCUDAHooks());
+    case c10::DeviceType::XPU: return overwrite<XpuHooks>(at::detail::getXPUHooks());
+    default: TORCH_CHECK(false, "found torch's own device type ", state().type, ", wanted cuda, xpu, or a name that torch does not know");
   }
 }
 
@@ -153,18 +172,16 @@ struct GraphImpl final : public at::GraphImplInterface {
 };
 
 void register_graphs() {
-  if (state().type != c10::DeviceType::PrivateUse1) return;  // real torch 2.13 has none for CUDA and HIP
   std::string key = c10::DeviceTypeName(state().type, false);
   at::GraphImplRegistry()->Register(key, [](const at::GraphImplArgs& args) -> std::unique_ptr<at::GraphImplInterface> { return std::make_unique<GraphImpl>(args); });
 }
 
-void install(bool cuda, bool is_hip, int devices, uint64_t memory, py::object fault, std::vector<std::string> folders) {
+void install(const std::string& type, bool offers_graph, int devices, uint64_t memory, py::object fault, std::vector<std::string> folders) {
   State& s = state();
   TORCH_CHECK(!s.installed, "a simulated device is already installed in this process");
   s.installed = true;
-  hip = is_hip;
-  s.type = cuda ? c10::DeviceType::CUDA : c10::DeviceType::PrivateUse1;
-  s.key = cuda ? c10::DispatchKey::CUDA : c10::DispatchKey::PrivateUse1;
+  s.type = c10::Device(type).type();
+  s.key = c10::computeDispatchKey(std::nullopt, c10::kStrided, c10::Device(s.type));
   s.devices.resize(devices);
   s.streams.resize(1 + devices);
   for (int d = 0; d < devices; ++d) {
@@ -173,10 +190,10 @@ void install(bool cuda, bool is_hip, int devices, uint64_t memory, py::object fa
   }
   python().fault = std::move(fault);
   python().skipped = std::move(folders);
+  register_hooks();
   register_guard();
   register_memory();
-  register_hooks();
-  register_graphs();
+  if (offers_graph) register_graphs();
   register_ops();
 }
 
@@ -328,6 +345,8 @@ void bind_streams(py::module_& m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace sim;
   m.def("install", &install);
+  m.def("run_whole", &run_whole);
+  m.def("claim_rocm", [] { rocm = true; });
   m.def("launch", &launch);
   m.def("call", &call_python);
   m.def("access", &note_access);

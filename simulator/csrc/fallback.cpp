@@ -563,6 +563,11 @@ void register_ops() {
   autocast->fallback(torch::CppFunction::makeFallthrough());
 }
 
+void run_whole(const std::string& name) {
+  static auto* aten = new torch::Library(torch::Library::IMPL, "aten", state().key, __FILE__, __LINE__);
+  aten->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
   KERNEL_PRIVATEUSEONE(bmm, lower_precision_fp)

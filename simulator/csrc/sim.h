@@ -332,6 +332,7 @@ void perform(const char* name, const std::vector<Touched>& touched, const std::f
 
 // fallback.cpp
 void register_ops();
+void run_whole(const std::string& name);  // an operation of aten that its CPU kernel serves in one piece, not by its parts
 using Function = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
 std::vector<at::Tensor> call(const std::string& name, const std::vector<at::Tensor>& inputs, const std::vector<bool>& written, const Function& fn);
 

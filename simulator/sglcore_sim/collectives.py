@@ -18,15 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-NAMES = {"npu": "hccl", "cuda": "nccl", "hip": "nccl", "musa": "mccl"}
-"""The vendor's library by kind; a made-up device has "simccl"."""
-OTHER = "simccl"
-
-
-def backend_of(kind: Any) -> str:
-    """What `init_process_group` takes for this kind."""
-    return NAMES.get(kind.name, OTHER)
-
 
 class Done(dist._Work):
     """A collective that has happened; `result` is what it gave."""
@@ -60,14 +51,14 @@ class Group(dist.ProcessGroup):
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("simulated", store), rank, size, timeout)
 
     def getBackendName(self) -> str:
-        return backend_of(self._sim.kind)
+        return self._sim.kind.collectives
 
     def _run(
         self, name: str, fn: Callable[[Any], Any], reads: Sequence[Any], writes: Sequence[Any], result: list[Any]
     ) -> Done:
-        if self._sim._core.is_capturing():
-            text = f"{name} at {self._sim._core.site()} in a capture: collectives of processes are not simulated there"
-            raise self._sim._log.make("wrong_capture", text)
+        if self._sim.core.is_capturing():
+            text = f"{name} at {self._sim.core.site()} in a capture: collectives of processes are not simulated there"
+            raise self._sim.log.make("wrong_capture", text)
         over = self._sim.host_view
         self._sim.launch(name, lambda: fn(over).wait(), reads=list(reads), writes=list(writes))
         return Done(result)
@@ -163,32 +154,31 @@ class Group(dist.ProcessGroup):
 
 
 def plant(sim: Any) -> None:
-    """Register the vendor's name for the device. "nccl" is one that torch makes itself, by a class that CPU builds lack."""
-    name, kind = backend_of(sim.kind), sim.kind.torch_name
-    if name == "nccl":
-        _plant_nccl(sim)
+    """Register the kind's name for its device. Those that torch has itself it makes by a class, which CPU builds lack."""
+    name = sim.kind.collectives
+    if name in dist.Backend.backend_list:
+        _plant_class(sim, name)
         return
 
     def create(store: Any, rank: int, size: int, timeout: Any) -> Group:
         return Group(sim, store, rank, size, timeout)
 
-    dist.Backend.register_backend(name, create, devices=[kind])
+    dist.Backend.register_backend(name, create, devices=[sim.kind.torch_name])
 
 
-def _plant_nccl(sim: Any) -> None:
+def _plant_class(sim: Any, name: str) -> None:
     class Options:
         _timeout: Any = None
         is_high_priority_stream = False
 
-    class ProcessGroupNCCL(Group):
+    class InTreeGroup(Group):
         def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
             super().__init__(sim, store, rank, size, options._timeout)
 
         def _set_sequence_number_for_group(self) -> None:
             """Gloo counts its own."""
 
-    ProcessGroupNCCL.Options = Options  # pyright: ignore[reportAttributeAccessIssue]
-    distributed_c10d.ProcessGroupNCCL = ProcessGroupNCCL  # foreign: the class that a build with NCCL has
-    torch._C._nccl_version = lambda: (2 << 32) | (28 << 16) | 9  # foreign: the binding that a build with NCCL has
-    torch._C._nccl_version_suffix = lambda: b""  # foreign: the binding that a build with NCCL has
-    distributed_c10d._NCCL_AVAILABLE = True  # foreign: set where that class is imported
+    InTreeGroup.Options = Options  # pyright: ignore[reportAttributeAccessIssue]
+    names = {f"ProcessGroup{name.upper()}": InTreeGroup, f"_{name.upper()}_AVAILABLE": True}
+    for attribute, value in names.items():
+        setattr(distributed_c10d, attribute, value)  # foreign: what torch's build with this library has

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+
+from sglcore_sim.faces import in_tree
 
 PropertyTable = dict[str, Any]
 
@@ -60,135 +59,45 @@ class EventBinding(torch.Event):
 def graph_binding(native: ModuleType) -> type:
     """`torch._C._CUDAGraph` over the native graph."""
 
-    class GraphBinding:
-        core: Any
-
-        def __new__(cls, keep_graph: bool = False) -> GraphBinding:
-            made = super().__new__(cls)
-            made.core = native.Graph()
-            return made
+    class Graph(in_tree.GraphBinding):
+        def __init__(self, keep_graph: bool = False) -> None:
+            self.core = native.Graph()
 
         def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
             if capture_error_mode not in ("global", "thread_local", "relaxed"):
                 wanted = "global, thread_local or relaxed"
                 raise RuntimeError(f"found capture error mode {capture_error_mode!r}, wanted {wanted}")
-            self.core.begin(tuple(pool) if pool else (0, 0))
-
-        def capture_end(self) -> None:
-            self.core.end()
-
-        def instantiate(self) -> None: ...
-
-        def register_generator_state(self, generator: torch.Generator) -> None: ...
-
-        def replay(self) -> None:
-            self.core.replay()
-
-        def reset(self) -> None:
-            self.core.reset()
-
-        def pool(self) -> tuple[int, int]:
-            return self.core.pool()
-
-        def enable_debug_mode(self) -> None: ...
-
-        def debug_dump(self, debug_path: str) -> None:
-            with open(debug_path, "w") as file:
-                file.write(self.core.describe())
+            self.begin(pool)
 
         def raw_cuda_graph(self) -> int:
             raise RuntimeError("raw graphs are not simulated")
 
         raw_cuda_graph_exec = raw_cuda_graph
 
-    return GraphBinding
+    return Graph
 
 
-def memory_stats(native: ModuleType, device: int) -> dict[str, Any]:
-    """The nested numbers of `torch._C._cuda_memoryStats` that the simulator knows."""
-    numbers = native.memory(device)
-
-    def stat(current: int, peak: int) -> dict[str, dict[str, int]]:
-        values = {"current": current, "peak": peak, "allocated": current, "freed": 0}
-        zero = dict.fromkeys(values, 0)
-        return {"all": values, "small_pool": zero, "large_pool": zero}
-
-    allocated = stat(numbers["allocated"], numbers["peak"])
-    unknown = ("allocation", "segment", "active", "inactive_split", "inactive_split_bytes")
-    return {
-        **{name: stat(0, 0) for name in unknown},
-        "oversize_allocations": stat(0, 0)["all"],
-        "oversize_segments": stat(0, 0)["all"],
-        "allocated_bytes": allocated,
-        "active_bytes": allocated,
-        "requested_bytes": allocated,
-        "reserved_bytes": stat(numbers["reserved"], numbers["reserved_peak"]),
-        "num_ooms": numbers["ooms"],
-        "num_alloc_retries": 0,
-    }
-
-
-def bindings(native: ModuleType, devices: int, arch_flags: str) -> dict[str, Any]:
+def bindings(sim: Any) -> dict[str, Any]:
     """Name to value of everything to add to `torch._C`."""
-    cuda_type = 1  # c10::DeviceType::CUDA
-
-    def exchange(device: int) -> int:
-        before = native.current_device()
-        if device >= 0:
-            native.set_device(device)
-        return before
-
-    def maybe_exchange(device: int) -> int:
-        return exchange(device)
-
-    def current_stream(device: int) -> tuple[int, int, int]:
-        index = native.current_device() if device < 0 else device
-        return (native.current_stream(index), index, cuda_type)
-
-    def default_stream(device: int) -> tuple[int, int, int]:
-        return (0, native.current_device() if device < 0 else device, cuda_type)
-
-    def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
-        native.set_device(device_index)
-        native.set_stream(device_index, stream_id)
-
     mode = SimpleNamespace(value=0)
     return {
-        "_has_cuda": True,
+        **in_tree.bindings(sim, "cuda"),
         "_CudaStreamBase": StreamBinding,
         "_CudaEventBase": EventBinding,
-        "_CUDAGraph": graph_binding(native),
-        "_graph_pool_handle": native.new_pool,
-        "_cuda_isCurrentStreamCapturing": native.is_capturing,
-        "_cuda_init": lambda: None,
-        "_cuda_getDeviceCount": lambda: devices,
-        "_cuda_getDevice": native.current_device,
-        "_cuda_setDevice": native.set_device,
-        "_cuda_exchangeDevice": exchange,
-        "_cuda_maybeExchangeDevice": maybe_exchange,
-        "_cuda_getCurrentStream": current_stream,
-        "_cuda_getDefaultStream": default_stream,
-        "_cuda_setStream": set_stream,
-        "_cuda_synchronize": lambda: native.synchronize(native.current_device()),
-        "_cuda_getArchFlags": lambda: arch_flags,
-        "_cuda_emptyCache": lambda: [native.empty_cache(index) for index in range(devices)] and None,
-        "_cuda_memoryStats": lambda device: memory_stats(native, device),
-        "_cuda_resetPeakMemoryStats": native.reset_peak,
-        "_cuda_resetAccumulatedMemoryStats": lambda device: None,
-        "_cuda_canDeviceAccessPeer": lambda one, other: True,
+        "_CUDAGraph": graph_binding(sim.core),
+        "_graph_pool_handle": sim.core.new_pool,
         "_cuda_ipc_collect": lambda: None,
         "_host_emptyCache": lambda: None,
-        "_cuda_isInBadFork": lambda: False,
         "_cuda_getAllocatorBackend": lambda: "native",
         "_cuda_get_sync_debug_mode": lambda: mode.value,
         "_cuda_set_sync_debug_mode": lambda value: setattr(mode, "value", value),
-        "_cuda_getMemoryFraction": lambda device: 1.0,
         "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),
         "_set_cached_tensors_enabled": lambda enabled: None,
         "_cuda_sleep": lambda cycles: None,
-        "_cuda_getCurrentRawStream": lambda device: native.current_stream(device),
         "_cuda_hasPrimaryContext": lambda device: True,
         "_cuda_getCompiledVersion": lambda: 0,
+        "_nccl_version": lambda: (2 << 32) | (28 << 16) | 9,
+        "_nccl_version_suffix": lambda: b"",
     }
 
 
@@ -235,45 +144,14 @@ def device_properties(table: PropertyTable) -> SimpleNamespace:
     return SimpleNamespace(**known)
 
 
-def storage_constructor() -> Callable[..., Any]:
-    """`torch.UntypedStorage(bytes, device=...)`, which a CPU build refuses for cuda."""
-    original = torch.UntypedStorage.__new__
-
-    def construct(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
-        if device is None or torch.device(device).type != "cuda":
-            return original(cls, *args, **kwargs) if device is None else original(cls, *args, device=device, **kwargs)  # type: ignore[call-arg]
-        return torch.empty(args[0] if args else 0, dtype=torch.uint8, device=device).untyped_storage()
-
-    return construct
-
-
-def plant(native: ModuleType, devices: int, properties: PropertyTable, hip: bool, arch_flags: str) -> None:
-    """Adds the bindings and runs torch's own streams, graphs and memory modules again over them."""
-    for name, value in bindings(native, devices, arch_flags).items():
-        setattr(torch._C, name, value)  # foreign: the names that a CUDA build has
-    torch.version.cuda = None if hip else "12.8"  # foreign: torch reads its build from here
-    torch.version.hip = "6.4.43482" if hip else None  # foreign: torch reads its build from here
-    cuda: Any = torch.cuda
-    for name in ("streams", "graphs"):
-        module = importlib.reload(sys.modules[f"torch.cuda.{name}"])
-        for public in (
-            "Stream",
-            "Event",
-            "ExternalStream",
-            "CUDAGraph",
-            "graph",
-            "graph_pool_handle",
-            "is_current_stream_capturing",
-            "make_graphed_callables",
-        ):
-            if public in vars(module):
-                setattr(cuda, public, getattr(module, public))  # foreign: names that torch.cuda re-exports
-    cuda._exchange_device = torch._C._cuda_exchangeDevice  # foreign: bound once, at import
-    cuda._maybe_exchange_device = torch._C._cuda_maybeExchangeDevice  # foreign: bound once, at import
-    cuda._cudart = runtime_library(native)  # foreign: the runtime library that a CPU build lacks
-    torch.UntypedStorage.__new__ = storage_constructor()  # foreign: its C code knows the devices of its build only
-    table = device_properties(properties)
-    cuda._get_device_properties = lambda device: table  # foreign: set by the C initialisation on hardware
-    cuda.default_generators = tuple(
-        torch.Generator() for _ in range(devices)
-    )  # foreign: set by the C initialisation on hardware
+def plant(sim: Any, hip: str | None = None, cuda: str | None = None) -> None:
+    """Adds the bindings and runs torch's own streams and graphs again over them. `hip`, `cuda`: the release that the build
+    is for."""
+    torch.version.cuda = cuda  # foreign: torch reads its build from here
+    torch.version.hip = hip  # foreign: torch reads its build from here
+    torch_cuda: Any = torch.cuda
+    in_tree.plant(torch_cuda, bindings(sim), "streams", "graphs")
+    in_tree.plant_storages("cuda")
+    torch_cuda._cudart = runtime_library(sim.core)  # foreign: the runtime library that a CPU build lacks
+    table = device_properties({**sim.kind.properties, "total_memory": sim.memory})
+    torch_cuda._get_device_properties = lambda device: table  # foreign: set by the C initialisation on hardware

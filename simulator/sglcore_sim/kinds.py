@@ -1,225 +1,83 @@
-"""The simulated devices: what each chip says of itself, and the files by which its machine shows.
+"""Kinds: what a simulated device is, as data, and how one is found by its name. Nothing here knows a device.
 
-Figures follow what vendors publish; memory is near what a driver reports, which is seldom a round number. They were
-written down without a machine to read them from, and give tests realistic shapes and budgets: nothing measures by them.
+A kind comes with the simulator (`OWN`), or from any installed distribution, by an entry point of the group
+`sglcore_sim.kinds`: its name is what `--sim` takes, its value a `Kind`, or a sequence of them for a family of chips.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any
 
-KIB, MIB = 1 << 10, 1 << 20
+GROUP = "sglcore_sim.kinds"
+OWN: Mapping[str, str] = MappingProxyType(
+    {name: f"sglcore_sim.chips:{name.upper()}" for name in ("cuda", "hip", "musa", "npu")}
+)
+"""The kinds that the simulator brings."""
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A simulated device.
+    """A simulated device. Every reference is a "module:function" that is called once, with the simulator.
 
-    `torch_name`: the device type of its tensors. Anything but "cuda" takes torch's private backend under that name.
-    `arch`: what compilers call the chip. `properties`: the fields of the vendor's device properties. `face`:
-    "module:function" that plants the vendor's Python modules, called with the simulator; None gives a plain module.
-    `files`: relative path to text of the machine's system tree; `{i}`, `{bus}` and `{render}` in a path make one file per
-    device, and both may use any of `machine.FIELDS`.
+    `torch_name`: the device type of its tensors: one of torch's own that the native core has hooks for (cuda, xpu), or a
+    name that torch does not know, under which its private backend then goes. `arch`: what compilers call the chip.
+    `properties`: the fields of the vendor's device properties. `face`: plants what the vendor's Python names need, such as
+    the bindings of a build for it; the default registers a plain module, which torch's own device types have already.
+    `libraries`: plant the vendor's libraries, before the face. `capabilities`: what tests may ask of it beyond what every
+    kind has (`plugin.capabilities`). `collectives`: what `init_process_group` takes for it. `files`: relative path to text
+    of the machine's system tree; `{i}`, `{bus}` and `{render}` in a path make one file per device, and both may use any of
+    `machine.FIELDS`. `chip`: what people call it, for `--sim=NAME:CHIP`.
     """
 
     name: str
     torch_name: str
     arch: str = ""
     properties: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
-    face: str | None = None
+    face: str = "sglcore_sim.faces.generic:plant"
+    libraries: tuple[str, ...] = ()
+    capabilities: frozenset[str] = frozenset({"neutral_graph"})
+    collectives: str = "simccl"
     files: Mapping[str, str] = field(default_factory=lambda: NOTHING)
     chip: str = ""
 
 
 def pci(vendor: int, device: int, pci_class: int) -> dict[str, str]:
-    """A device of the PCI bus, one per simulated device."""
+    """A device of the PCI bus, one per simulated device, for `Kind.files`."""
     folder = "sys/bus/pci/devices/0000:{bus}:00.0"
     ids = (f"0x{vendor:04x}", f"0x{device:04x}", f"0x{pci_class:06x}")
     return {f"{folder}/{name}": f"{value}\n" for name, value in zip(("vendor", "device", "class"), ids, strict=True)}
 
 
-def gpu(
-    name: str, capability: tuple[int, int], processors: int, mib: int, *, l2: int, shared: int, threads: int = 2048
-) -> dict[str, Any]:
-    """Properties under the names of `torch.cuda.get_device_properties`. `shared`: KiB per multiprocessor."""
-    return {
-        "name": name,
-        "major": capability[0],
-        "minor": capability[1],
-        "multi_processor_count": processors,
-        "total_memory": mib * MIB,
-        "warp_size": 32,
-        "L2_cache_size": l2 * MIB,
-        "max_threads_per_multi_processor": threads,
-        "regs_per_multiprocessor": 65536,
-        "shared_memory_per_block": 48 * KIB,
-        "shared_memory_per_block_optin": (shared - 1) * KIB,
-        "shared_memory_per_multiprocessor": shared * KIB,
-    }
+def resolve(ref: str) -> Any:
+    """What a "module:name" names."""
+    module, name = ref.split(":")
+    return getattr(import_module(module), name)
 
 
-def cuda(chip: str, device: int, pci_class: int, properties: dict[str, Any]) -> Kind:
-    """An NVIDIA GPU behind driver 570."""
-    driver = "570.86.15"
-    files = {
-        "dev/nvidia{i}": "",
-        "dev/nvidiactl": "",
-        "dev/nvidia-uvm": "",
-        "usr/lib/x86_64-linux-gnu/libcuda.so.1": "",
-        "proc/driver/nvidia/version": f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}\n",
-        "proc/driver/nvidia/gpus/0000:{bus}:00.0/information": f"Model: \t\t {properties['name']}\n",
-        "site-packages/torch/version.py": "__version__ = '{torch}+cu128'\ncuda: str | None = '12.8'\nhip: str | None = None\n",
-        **pci(0x10DE, device, pci_class),
-    }
-    arch = f"sm_{properties['major']}{properties['minor']}"
-    return _kind("cuda", "cuda", chip, arch, properties, files)
+def known() -> Mapping[str, str]:
+    """Reference by name of every kind that is installed; raises ValueError where two have one name."""
+    found = dict(OWN)
+    for point in entry_points(group=GROUP):
+        if found.setdefault(point.name, point.value) != point.value:
+            raise ValueError(
+                f"found two simulated kinds {point.name!r}, {found[point.name]} and {point.value}; remove one"
+            )
+    return MappingProxyType(found)
 
 
-def hip(chip: str, device: int, pci_class: int, target: str, properties: dict[str, Any], features: str = "") -> Kind:
-    """An AMD GPU behind ROCm 6.4. On MI parts of several dies a device is one of them."""
-    wide, units = target.startswith("gfx9"), properties["multi_processor_count"]
-    lanes, per_unit = (64, 4) if wide else (32, 2)
-    version = int(target[3:-2]) * 10000 + int(target[-2], 16) * 100 + int(target[-1], 16)
-    node = {
-        "simd_count": units * per_unit,
-        "simd_per_cu": per_unit,
-        "wave_front_size": lanes,
-        "gfx_target_version": version,
-        "vendor_id": 4098,
-    }
-    folder = "sys/class/kfd/kfd/topology/nodes"
-    files = {
-        "dev/kfd": "",
-        "dev/dri/renderD{render}": "",
-        f"{folder}/0/properties": "cpu_cores_count 64\nsimd_count 0\n",
-        f"{folder}/{{node}}/properties": "".join(f"{name} {value}\n" for name, value in node.items()),
-        "opt/rocm/lib/libamdhip64.so.6": "",
-        "opt/rocm/lib/libhsa-runtime64.so.1": "",
-        "site-packages/torch/version.py": "__version__ = '{torch}+rocm6.4'\ncuda: str | None = None\nhip: str | None = '6.4.43482'\n",
-        **pci(0x1002, device, pci_class),
-    }
-    known = {**properties, "warp_size": lanes, "gcnArchName": target + features}
-    return _kind("hip", "cuda", chip, target, known, files)
-
-
-def musa(chip: str, device: int, properties: dict[str, Any]) -> Kind:
-    """A Moore Threads GPU behind the vendor's driver, with a torch_musa of the same version as torch."""
-    files = {
-        "dev/mtgpu.{i}": "",
-        "sys/module/mtgpu/version": "3.3.1\n",
-        "usr/lib/x86_64-linux-gnu/musa/libmusa.so.1": "",
-        "usr/local/musa/lib/libmusart.so.4": "",
-        "site-packages/torch/version.py": "__version__ = '{torch}'\ncuda: str | None = None\nhip: str | None = None\n",
-        "site-packages/torch_musa/version.py": "__version__ = '{torch}'\n",
-        **pci(0x1ED5, device, 0x030000),
-    }
-    arch = f"mp_{properties['major']}{properties['minor']}"
-    return _kind("musa", "musa", chip, arch, properties, files)
-
-
-def npu(chip: str, device: int, properties: dict[str, Any]) -> Kind:
-    """An Ascend NPU behind CANN 8.5, with a torch_npu of the same version as torch. On dual parts a device is one die."""
-    home = "usr/local/Ascend"
-    files = {
-        "dev/davinci{i}": "",
-        "dev/davinci_manager": "",
-        "dev/devmm_svm": "",
-        "dev/hisi_hdc": "",
-        "etc/ascend_install.info": "Driver_Install_Path_Param=/usr/local/Ascend\n",
-        f"{home}/driver/version.info": "Version=25.5.0\n",
-        f"{home}/driver/lib64/driver/libascend_hal.so": "",
-        f"{home}/ascend-toolkit/latest/lib64/libascendcl.so": "",
-        f"{home}/ascend-toolkit/latest/version.cfg": "toolkit_running_version=[8.5.0:8.5.0]\n",
-        "site-packages/torch/version.py": "__version__ = '{torch}'\ncuda: str | None = None\nhip: str | None = None\n",
-        "site-packages/torch_npu/version.py": "__version__ = '{torch}'\n",
-        **pci(0x19E5, device, 0x120000),
-    }
-    return _kind("npu", "npu", chip, properties["name"], properties, files)
-
-
-def _kind(name: str, torch_name: str, chip: str, arch: str, properties: dict[str, Any], files: dict[str, str]) -> Kind:
-    face = f"sglcore_sim.faces.{name}:plant"
-    return Kind(name, torch_name, arch, MappingProxyType(properties), face, MappingProxyType(files), chip)
-
-
-def amd(name: str, capability: tuple[int, int], units: int, mib: int, l2: int) -> dict[str, Any]:
-    return {**gpu(name, capability, units, mib, l2=l2, shared=65), "shared_memory_per_block": 64 * KIB}
-
-
-def mthreads(name: str, capability: tuple[int, int], mib: int) -> dict[str, Any]:
-    """torch_musa tells these, and a count of multiprocessors, which the vendor has not published: absent here."""
-    return {"name": name, "major": capability[0], "minor": capability[1], "total_memory": mib * MIB}
-
-
-def ascend(name: str, cubes: int, vectors: int, mib: int, l2: int) -> dict[str, Any]:
-    return {
-        "name": name,
-        "cube_core_num": cubes,
-        "vector_core_num": vectors,
-        "total_memory": mib * MIB,
-        "L2_cache_size": l2 * MIB,
-    }
-
-
-CARD, DISPLAY, PROCESSING = 0x030200, 0x030000, 0x120000
-
-CHIPS: Mapping[str, Sequence[Kind]] = MappingProxyType(
-    {
-        "cuda": (
-            cuda("H100", 0x2330, CARD, gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 81559, l2=50, shared=228)),
-            cuda("H200", 0x2335, CARD, gpu("NVIDIA H200", (9, 0), 132, 143771, l2=60, shared=228)),
-            cuda("A100", 0x20B2, CARD, gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 81920, l2=40, shared=164)),
-            cuda("L4", 0x27B8, CARD, gpu("NVIDIA L4", (8, 9), 58, 23034, l2=48, shared=100, threads=1536)),
-            cuda(
-                "RTX4090",
-                0x2684,
-                DISPLAY,
-                gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 24564, l2=72, shared=100, threads=1536),
-            ),
-        ),
-        "hip": (
-            hip(
-                "MI300X",
-                0x74A1,
-                PROCESSING,
-                "gfx942",
-                amd("AMD Instinct MI300X", (9, 4), 304, 196592, 4),
-                ":sramecc+:xnack-",
-            ),
-            hip(
-                "MI355X",
-                0x75A3,
-                PROCESSING,
-                "gfx950",
-                amd("AMD Instinct MI355X", (9, 5), 256, 294896, 4),
-                ":sramecc+:xnack-",
-            ),
-            hip(
-                "MI250",
-                0x740C,
-                PROCESSING,
-                "gfx90a",
-                amd("AMD Instinct MI250X / MI250", (9, 0), 104, 65520, 8),
-                ":sramecc+:xnack-",
-            ),
-            hip("RX7900XTX", 0x744C, DISPLAY, "gfx1100", amd("AMD Radeon RX 7900 XTX", (11, 0), 48, 24560, 6)),
-        ),
-        "musa": (
-            musa("S5000", 0x0400, mthreads("MTT S5000", (3, 1), 81920)),
-            musa("S4000", 0x0323, mthreads("MTT S4000", (2, 2), 49152)),
-        ),
-        "npu": (
-            npu("910B3", 0xD802, ascend("Ascend910B3", 20, 40, 62432, 192)),
-            npu("910C", 0xD803, ascend("Ascend910_9382", 24, 48, 62740, 192)),
-            npu("310P", 0xD500, ascend("Ascend310P3", 8, 7, 21527, 16)),
-        ),
-    }
-)
-"""The chips of every kind; the first is the one that a kind's name alone means."""
+def chips(name: str) -> Sequence[Kind]:
+    """The chips of a kind; the first is the one that its name alone means. Raises ValueError with what there is."""
+    refs = known()
+    if name not in refs:
+        raise ValueError(f"found simulated kind {name!r}, wanted one of {', '.join(sorted(refs))}, or a Kind record")
+    found = resolve(refs[name])
+    return (found,) if isinstance(found, Kind) else tuple(found)
 
 
 def kind_of(kind: str | Kind, arch: str | None = None) -> Kind:
@@ -230,13 +88,11 @@ def kind_of(kind: str | Kind, arch: str | None = None) -> Kind:
     if isinstance(kind, Kind):
         return kind
     name, _, own = kind.partition(":")
-    chips, wanted = CHIPS.get(name), (arch or own).lower()
-    if chips is None:
-        raise ValueError(f"found simulated kind {name!r}, wanted one of {', '.join(CHIPS)}, or a Kind record")
+    there, wanted = chips(name), (arch or own).lower()
     if not wanted:
-        return chips[0]
-    found = next((chip for chip in chips if wanted in (chip.chip.lower(), chip.arch.lower())), None)
+        return there[0]
+    found = next((chip for chip in there if wanted in (chip.chip.lower(), chip.arch.lower())), None)
     if found is None:
-        known = ", ".join(f"{chip.chip} ({chip.arch})" for chip in chips)
-        raise ValueError(f"found {name} chip {arch or own!r}, wanted one of {known}")
+        named = ", ".join(f"{chip.chip} ({chip.arch})" for chip in there)
+        raise ValueError(f"found {name} chip {arch or own!r}, wanted one of {named}")
     return found

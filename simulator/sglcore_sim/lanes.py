@@ -232,7 +232,7 @@ def launch(interpreter: Any, run_kernel: Callable[..., Any], executor: Any, args
     on_device = {name: tensor for name, tensor in tensors.items() if tensor.device.type == kind}
     if not on_device and not HERE.checking:
         return run_kernel(*args, **kwargs)
-    make = sim._log.make if sim is not None and on_device else Fault
+    make = sim.log.make if sim is not None and on_device else Fault
 
     def run(over: Callable[[Any], Any], is_rehearsal: bool = False) -> Run:
         plain = {name: over(tensor) for name, tensor in tensors.items()}
@@ -257,7 +257,7 @@ def _on_device(sim: Any, name: str, tensors: list[torch.Tensor], run: Callable[.
         return sim.host_view(value) if isinstance(value, torch.Tensor) and value.device.type == kind else value
 
     views = [sim.host_view(tensor) for tensor in tensors]
-    capturing = sim._core.is_capturing()
+    capturing = sim.core.is_capturing()
     with sim.untracked():
         before = [_whole(view).clone() for view in views] if capturing else []
         try:

@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 
+from sglcore_sim.kinds import Kind
+
 FIELDS = ("i", "node", "render", "bus", "torch")
 """What texts of `Kind.files` may name: the device, its node of the topology, its render node, its bus, torch's release."""
 
 
-def lay_out(kind: Any, devices: int) -> Path:
+def lay_out(kind: Kind, devices: int) -> Path:
     """The root of a new folder tree with `devices` devices of this kind, removed when the process ends."""
     root = Path(tempfile.mkdtemp(prefix=f"sglcore-sim-{kind.name}-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
-    files = getattr(kind, "files", {})  # foreign: a caller's record of a made-up device may have none
-    for path, text in files.items():
+    for path, text in kind.files.items():
         for fields in _fields(devices):
             file = root / path.format_map(fields)
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -68,15 +68,13 @@ def size(text: str) -> int:
 
 def capabilities(sim: Simulator | None) -> frozenset[str]:
     """What a test may ask of the simulated device: "device", "streams", "graphs", "pinned_memory", "collectives",
-    "several_devices", "neutral_graph" (torch.accelerator.Graph), "graph_update" (captured calls that the host rewrites).
-    Nothing without a device."""
+    "several_devices", and what its kind says, such as "neutral_graph" (torch.accelerator.Graph) and "graph_update" (captured
+    calls that the host rewrites). Nothing without a device."""
     if sim is None:
         return frozenset()
     offered = {"device", "streams", "graphs", "pinned_memory", "collectives"}
     offered |= {"several_devices"} if sim.devices > 1 else set()
-    offered |= {"neutral_graph"} if sim.kind.torch_name != "cuda" else set()
-    offered |= {"graph_update"} if sim.kind.name == "npu" else set()
-    return frozenset(offered)
+    return sim.kind.capabilities | offered
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

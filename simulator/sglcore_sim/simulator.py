@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -13,9 +12,9 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from sglcore_sim import collectives, cuda_bindings, host, lanes
+from sglcore_sim import collectives, host, lanes
 from sglcore_sim.faults import Caught, Fault, FaultLog
-from sglcore_sim.kinds import kind_of
+from sglcore_sim.kinds import kind_of, resolve
 from sglcore_sim.machine import lay_out
 from sglcore_sim.native import native
 
@@ -27,14 +26,15 @@ def pair_of(touched: Touched) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 class Simulator:
-    """The simulated device of this process."""
+    """The simulated device of this process. `core`: the native module, for faces and libraries that are planted over it;
+    `log` makes and keeps faults."""
 
     def __init__(self, core: ModuleType, kind: Any, devices: int, memory: int, log: FaultLog) -> None:
         self.kind = kind
         self.devices = devices
         self.memory = memory
-        self._core = core
-        self._log = log
+        self.core = core
+        self.log = log
         self.watch(lambda: None, lambda: None)
 
     def watch(self, unfinished: Callable[[], None], forget: Callable[[], None]) -> None:
@@ -48,7 +48,7 @@ class Simulator:
     @property
     def faults(self) -> list[Fault]:
         """Faults raised so far that no `expect` block swallowed."""
-        return self._log.seen
+        return self.log.seen
 
     def device(self, index: int = 0) -> torch.device:
         """The torch device of one of the simulated ones."""
@@ -57,24 +57,24 @@ class Simulator:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A region of this thread in which a hidden host sync faults; waiting for an event stays allowed."""
-        self._core.no_sync(1)
+        self.core.no_sync(1)
         try:
             yield
         finally:
-            self._core.no_sync(-1)
+            self.core.no_sync(-1)
 
     def expect(self, kind: str) -> AbstractContextManager[Caught]:
         """Swallows one fault of `kind`, and raises AssertionError where none was raised."""
-        return self._log.expect(kind, torch.OutOfMemoryError)
+        return self.log.expect(kind, torch.OutOfMemoryError)
 
     @contextmanager
     def untracked(self) -> Iterator[None]:
         """A region of this thread whose operations are no device work: no accesses, no nodes, no syncs."""
-        self._core.untracked(1)
+        self.core.untracked(1)
         try:
             yield
         finally:
-            self._core.untracked(-1)
+            self.core.untracked(-1)
 
     def launch(
         self, name: str, fn: Callable[[], object], reads: Sequence[Touched] = (), writes: Sequence[Touched] = ()
@@ -86,7 +86,7 @@ class Simulator:
         must not keep state of its own; inside `fn` nothing is tracked.
         """
         touched = [(*pair_of(item), False) for item in reads] + [(*pair_of(item), True) for item in writes]
-        self._core.launch(name, fn, touched)
+        self.core.launch(name, fn, touched)
 
     def call(self, name: str, fn: Callable[..., Any], *args: Any, writes: Sequence[torch.Tensor] = ()) -> Any:
         """`fn(*args)` as one operation of the device: the CPU reference of a vendor's kernel.
@@ -107,14 +107,14 @@ class Simulator:
             return [result] if isinstance(result, torch.Tensor) else list(result or ())
 
         tensors = [args[place] for place in places]
-        results = self._core.call(name, over_tensors, tensors, [any(t is w for w in writes) for t in tensors])
+        results = self.core.call(name, over_tensors, tensors, [any(t is w for w in writes) for t in tensors])
         if not results:
             return None
         return results[0] if shape["one"] else tuple(results)
 
     def access(self, tensor: torch.Tensor, write: bool = False, op: str = "access") -> None:
         """Records one access of the current stream to the bytes of `tensor`."""
-        self._core.access(tensor, write, op)
+        self.core.access(tensor, write, op)
 
     def host_view(self, tensor: torch.Tensor) -> torch.Tensor:
         """A CPU tensor over the same bytes, without a wait: for references that declared their accesses.
@@ -122,42 +122,34 @@ class Simulator:
         On a pinned tensor with a copy still to arrive it faults (pinned_read_early).
         """
         if tensor.device.type == "cpu":
-            self._core.require_landed(tensor)
+            self.core.require_landed(tensor)
             return tensor
-        return self._core.host_alias(tensor)
+        return self.core.host_alias(tensor)
 
     def check_finite(self, tensor: torch.Tensor, name: str = "tensor") -> None:
         """Faults (uninitialised) where `tensor` holds poison or other values that are not finite."""
-        poisoned = self._core.poisoned_elements(tensor)
-        values = self._core.host_alias(tensor)
+        poisoned = self.core.poisoned_elements(tensor)
+        values = self.core.host_alias(tensor)
         bad = int((~torch.isfinite(values)).sum()) if values.is_floating_point() else 0
         if poisoned or bad:
             text = f"{name} of shape {tuple(tensor.shape)} holds {poisoned} elements that nothing has written and {bad} that are not finite"
-            raise self._log.make("uninitialised", text)
+            raise self.log.make("uninitialised", text)
 
     def declare_writes(self, op: str, *arguments: str) -> None:
         """Says that the operator writes arguments that its schema does not mark, before its first use."""
-        self._core.declare_writes(op, list(arguments))
+        self.core.declare_writes(op, list(arguments))
 
     def stats(self) -> Mapping[str, int]:
         """Counters since the last reset, and memory now."""
-        return MappingProxyType(self._core.stats())
+        return MappingProxyType(self.core.stats())
 
     def reset(self) -> None:
         """Forgets accesses, copies in flight, counters and faults, as after a device synchronize."""
         self._forget()
-        self._core.reset()
+        self.core.reset()
         for index in range(self.devices):
-            self._core.set_stream(index, 0)  # a capture that failed leaves its stream current, as on hardware
-        self._log.seen.clear()
-
-
-def plant_face(sim: Simulator) -> None:
-    """The vendor's Python module; a plain one over torch.accelerator where the kind has no face."""
-    face = sim.kind.face or ("" if sim.kind.torch_name == "cuda" else "sglcore_sim.faces.generic:plant")
-    if face:
-        module, function = face.split(":")
-        getattr(importlib.import_module(module), function)(sim)
+            self.core.set_stream(index, 0)  # a capture that failed leaves its stream current, as on hardware
+        self.log.seen.clear()
 
 
 _installed: list[Simulator] = []
@@ -166,7 +158,8 @@ _installed: list[Simulator] = []
 def install(kind: Any, devices: int = 1, memory: int = 8 << 30, arch: str | None = None) -> Simulator:
     """Gives this process a simulated accelerator. Once per process, before any use of a device; raises RuntimeError after that.
 
-    `kind` is cuda, hip, musa, npu, or a Kind record of a made-up device. `memory` is bytes per device, of any size.
+    `kind` is the name of an installed one (`kinds.known`), with a chip after a colon, or a Kind record of a made-up device.
+    `memory` is bytes per device, of any size.
     """
     if _installed:
         raise RuntimeError(
@@ -175,9 +168,7 @@ def install(kind: Any, devices: int = 1, memory: int = 8 << 30, arch: str | None
     os.environ["TRITON_INTERPRET"] = "1"
     record = kind_of(kind, arch)
     core, log = native(), FaultLog()
-    cuda = record.torch_name == "cuda"
-    hip = record.name == "hip"
-    if not cuda:
+    if not _is_torchs_own(record.torch_name):
         backend_registration.rename_privateuse1_backend(record.torch_name)
     here = Path(__file__).resolve().parent
     folders = [
@@ -185,18 +176,23 @@ def install(kind: Any, devices: int = 1, memory: int = 8 << 30, arch: str | None
         str(here) + "/",
         os.path.dirname(os.__file__) + "/contextlib.py",
     ]
-    core.install(cuda, hip, devices, memory, log.make, folders)
+    core.install(record.torch_name, "neutral_graph" in record.capabilities, devices, memory, log.make, folders)
     sim = Simulator(core, record, devices, memory, log)
     _installed.append(sim)
-    if cuda:
-        table = {**record.properties, "total_memory": memory}
-        cuda_bindings.plant(core, devices, table, hip, record.arch or "")
+    for plant in (*record.libraries, record.face):
+        resolve(plant)(sim)
     host.plant(core, record.torch_name, log)
     lanes.patch()
     collectives.plant(sim)
-    plant_face(sim)
     os.environ["SGLCORE_SYSTEM_ROOT"] = str(lay_out(record, devices))
     return sim
+
+
+def _is_torchs_own(device_type: str) -> bool:
+    try:
+        return bool(torch.device(device_type))
+    except RuntimeError:
+        return False
 
 
 def current() -> Simulator | None:

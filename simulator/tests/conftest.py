@@ -53,16 +53,16 @@ class Recorded:
     """A captured graph under one set of names for every kind."""
 
     def __init__(self, sim: Simulator) -> None:
-        self.cuda = sim.kind.torch_name == "cuda"
+        self.neutral = "neutral_graph" in sim.kind.capabilities
         self.made: Any = None
 
     def capture(self, step: Callable[[], object], stream: torch.Stream, pool: tuple[int, int] | None = None) -> object:
         """Records `step` on `stream`, after everything queued so far; returns what it returned."""
         stream.wait_stream(torch.accelerator.current_stream())
         accelerator: Any = torch.accelerator
-        graph: Any = torch.cuda.CUDAGraph() if self.cuda else accelerator.Graph(pool=pool)
+        graph: Any = accelerator.Graph(pool=pool) if self.neutral else torch.cuda.CUDAGraph()
         with stream:
-            graph.capture_begin(pool=pool) if self.cuda else graph.capture_begin()
+            graph.capture_begin() if self.neutral else graph.capture_begin(pool=pool)
             self.made = graph
             try:
                 result = step()

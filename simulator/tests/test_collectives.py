@@ -16,9 +16,8 @@ kind, rank, file = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 sim = sglcore_sim.install(kind, memory=256 << 20)
 import torch
 import torch.distributed as dist
-from sglcore_sim.collectives import backend_of
-dist.init_process_group(backend_of(sim.kind), init_method="file://" + file, rank=rank, world_size=2)
-assert dist.get_backend() == backend_of(sim.kind)
+dist.init_process_group(sim.kind.collectives, init_method="file://" + file, rank=rank, world_size=2)
+assert dist.get_backend() == sim.kind.collectives
 dev, side = sim.device(), torch.Stream(sim.device())
 x = torch.full((4,), float(rank + 1), device=dev)
 dist.all_reduce(x)
@@ -80,6 +79,4 @@ def test_two_processes_agree_and_a_collective_on_an_unordered_stream_is_a_race(s
 
 def test_the_vendor_s_name_is_registered_for_the_device(sim) -> None:
     dist = pytest.importorskip("torch.distributed")
-    from sglcore_sim.collectives import backend_of
-
-    assert dist.Backend.default_device_backend_map[sim.kind.torch_name] == backend_of(sim.kind)
+    assert dist.Backend.default_device_backend_map[sim.kind.torch_name] == sim.kind.collectives

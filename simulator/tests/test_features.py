@@ -337,9 +337,8 @@ def test_torch_cuda_graph_captures_on_a_stream_of_its_own(sim, dev):
         x.sum().item()
 
 
+@pytest.mark.sim("neutral_graph")
 def test_the_accelerator_graph_is_a_context(sim, dev):
-    if sim.kind.torch_name == "cuda":
-        pytest.skip("needs torch.accelerator.Graph")
     x, side = torch.ones(3, device=dev), torch.Stream(dev)
     graph = torch.accelerator.Graph()
     torch.accelerator.synchronize()

@@ -394,10 +394,8 @@ def test_a_runner_inside_the_scope_of_another_uses_its_own_backend(
 @pytest.fixture
 def group(sim: Any, tmp_path: Path) -> Iterator[None]:
     """A process group of this process alone, of the device's own kind."""
-    from sglcore_sim.collectives import backend_of
-
     torch.distributed.init_process_group(
-        backend_of(sim.kind), init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+        sim.kind.collectives, init_method=f"file://{tmp_path}/store", rank=0, world_size=1
     )
     yield
     torch.distributed.destroy_process_group()

@@ -1,12 +1,12 @@
-"""CUDA needs no face: the shipped code of torch.cuda runs. What is planted are the libraries of the chip."""
+"""CUDA needs no face: the shipped code of torch.cuda runs, over the bindings that a CPU build lacks."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sglcore_sim import vendors
+from sglcore_sim import cuda_bindings
 
 
 def plant(sim: Any) -> None:
-    """Make the libraries of this chip importable."""
-    vendors.plant(sim)
+    """A torch that was built for CUDA."""
+    cuda_bindings.plant(sim, cuda="12.8")

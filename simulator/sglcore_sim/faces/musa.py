@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from sglcore_sim import vendors
 from sglcore_sim.faces import module
 
 MODES = ("global", "thread_local", "relaxed")
@@ -251,7 +250,7 @@ def plant(sim: Any) -> None:
     names = {
         **module.torch_names(sim),
         **made,
-        **graphs(sim._core, made["Stream"]),
+        **graphs(sim.core, made["Stream"]),
         **devices(sim),
         **memory(),
         **seeds(),
@@ -263,4 +262,3 @@ def plant(sim: Any) -> None:
     torch._register_device_module("musa", package)
     sys.modules["torch.musa"] = package
     backend_registration.generate_methods_for_privateuse1_backend(for_module=False, for_storage=False)
-    vendors.plant(sim)

@@ -139,7 +139,7 @@ def streams(face: Face) -> dict[str, Any]:
 
 def graphs(face: Face) -> dict[str, Any]:
     """Graphs, and groups of captured calls that the host rewrites."""
-    core, tasks = face.sim._core, face.tasks
+    core, tasks = face.sim.core, face.tasks
 
     class NPUGraph:
         def __new__(cls):
@@ -352,7 +352,6 @@ def plant(sim: Any) -> None:
     torch._register_device_module("npu", npu)
     sys.modules["torch.npu"] = npu
     backend_registration.generate_methods_for_privateuse1_backend(for_module=False, for_storage=False)
-    vendors.plant(sim)
     operators = {name: getattr(torch.ops.npu, name) for name in vendors.operators("npu")}
     vars(package).update(operators)
     sim.watch(lambda: face.tasks.refuse("the work ends"), face.tasks.forget)

@@ -105,7 +105,7 @@ class Tasks:
 
     def begin_group(self, stream: torch.Stream) -> None:
         """Calls from here on are one group; the stream must be capturing."""
-        if not self._sim._core.is_capturing():
+        if not self._sim.core.is_capturing():
             raise RuntimeError("graph_task_group_begin wants a stream that is being captured")
         # Beside the captured stream, so that the marker is no memory of the pool, which other graphs write too.
         with torch.Stream(stream.device):
@@ -178,8 +178,8 @@ class Tasks:
             raise self._stuck(what)
 
     def _stuck(self, what: str) -> Exception:
-        text = f"{what} at {self._sim._core.site()}, while a graph still waits for an ExternalEvent that the host has not recorded"
-        return self._sim._log.make("stuck_graph", text)
+        text = f"{what} at {self._sim.core.site()}, while a graph still waits for an ExternalEvent that the host has not recorded"
+        return self._sim.log.make("stuck_graph", text)
 
     def _count(self) -> int:
         return int(self._sim.stats()["ops"])

@@ -1,0 +1,160 @@
+"""What stands under torch's own Python of a device type that this build lacks: the bindings of `torch._C`, by the names that
+torch gives them for every such type. A kind's face adds what is its vendor's alone, then runs torch's modules again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+
+class GraphBinding:
+    """A graph over the native one; `begin` is for the vendor's own `capture_begin`."""
+
+    core: Any
+
+    def __new__(cls, keep_graph: bool = False) -> Any:
+        return super().__new__(cls)
+
+    def begin(self, pool: tuple[int, int] | None) -> None:
+        """Record the current stream from now on, into a pool or one of its own."""
+        self.core.begin(tuple(pool) if pool else (0, 0))
+
+    def capture_end(self) -> None:
+        self.core.end()
+
+    def instantiate(self) -> None: ...
+
+    def register_generator_state(self, generator: torch.Generator) -> None: ...
+
+    def replay(self) -> None:
+        self.core.replay()
+
+    def reset(self) -> None:
+        self.core.reset()
+
+    def pool(self) -> tuple[int, int]:
+        return self.core.pool()
+
+    def enable_debug_mode(self) -> None: ...
+
+    def debug_dump(self, debug_path: str) -> None:
+        with open(debug_path, "w") as file:
+            file.write(self.core.describe())
+
+
+def memory_stats(native: ModuleType, device: int) -> dict[str, Any]:
+    """The nested numbers of an allocator that the simulator knows."""
+    numbers = native.memory(device)
+
+    def stat(current: int, peak: int) -> dict[str, dict[str, int]]:
+        values = {"current": current, "peak": peak, "allocated": current, "freed": 0}
+        zero = dict.fromkeys(values, 0)
+        return {"all": values, "small_pool": zero, "large_pool": zero}
+
+    allocated = stat(numbers["allocated"], numbers["peak"])
+    unknown = ("allocation", "segment", "active", "inactive_split", "inactive_split_bytes")
+    return {
+        **{name: stat(0, 0) for name in unknown},
+        "oversize_allocations": stat(0, 0)["all"],
+        "oversize_segments": stat(0, 0)["all"],
+        "allocated_bytes": allocated,
+        "active_bytes": allocated,
+        "requested_bytes": allocated,
+        "reserved_bytes": stat(numbers["reserved"], numbers["reserved_peak"]),
+        "num_ooms": numbers["ooms"],
+        "num_alloc_retries": 0,
+    }
+
+
+def bindings(sim: Any, prefix: str) -> dict[str, Any]:
+    """Name to value of what `torch._C` has for every device type of torch's own; `prefix` is that type's, such as "cuda"."""
+    native, devices = sim.core, range(sim.devices)
+
+    @cache
+    def device_type() -> int:
+        return torch.accelerator.current_stream().device_type
+
+    def exchange(device: int) -> int:
+        before = native.current_device()
+        if device >= 0:
+            native.set_device(device)
+        return before
+
+    def maybe_exchange(device: int) -> int:
+        return exchange(device)  # a function of its own: torch's compiler keeps one handler for each
+
+    def index_of(device: int) -> int:
+        return native.current_device() if device < 0 else device
+
+    def current_stream(device: int) -> tuple[int, int, int]:
+        return (native.current_stream(index_of(device)), index_of(device), device_type())
+
+    def default_stream(device: int) -> tuple[int, int, int]:
+        return (0, index_of(device), device_type())
+
+    def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+        native.set_device(device_index)
+        native.set_stream(device_index, stream_id)
+
+    named = {
+        "init": lambda: None,
+        "isInBadFork": lambda: False,
+        "getDeviceCount": lambda: len(devices),
+        "getDevice": native.current_device,
+        "setDevice": native.set_device,
+        "exchangeDevice": exchange,
+        "maybeExchangeDevice": maybe_exchange,
+        "getCurrentStream": current_stream,
+        "getDefaultStream": default_stream,
+        "getCurrentRawStream": native.current_stream,
+        "setStream": set_stream,
+        "isCurrentStreamCapturing": native.is_capturing,
+        "synchronize": lambda device=-1: native.synchronize(index_of(device)),
+        "getArchFlags": lambda: sim.kind.arch,
+        "emptyCache": lambda: [native.empty_cache(index) for index in devices] and None,
+        "memoryStats": lambda device: memory_stats(native, device),
+        "resetPeakMemoryStats": native.reset_peak,
+        "resetAccumulatedMemoryStats": lambda device: None,
+        "getMemoryFraction": lambda device: 1.0,
+        "canDeviceAccessPeer": lambda one, other: True,
+    }
+    return {f"_{prefix}_{name}": value for name, value in named.items()} | {f"_has_{prefix}": True}
+
+
+def plant(package: Any, values: dict[str, Any], *modules: str) -> None:
+    """Add the values to `torch._C`, run these modules of torch's package again over them, and give the package anew what it
+    imported of them, its ways to change the device and its generators."""
+    for name, value in values.items():
+        setattr(torch._C, name, value)  # foreign: the names that a build for the device has
+    for name in modules:
+        module = sys.modules[f"{package.__name__}.{name}"]
+        before = dict(vars(module))
+        after = vars(importlib.reload(module))
+        for public, value in tuple(vars(package).items()):
+            if public in before and before[public] is value:
+                setattr(package, public, after[public])  # foreign: names that the package re-exports
+    prefix = package.__name__.rpartition(".")[2]
+    package._exchange_device = values[f"_{prefix}_exchangeDevice"]  # foreign: bound once, at import
+    package._maybe_exchange_device = values[f"_{prefix}_maybeExchangeDevice"]  # foreign: bound once, at import
+    count = range(values[f"_{prefix}_getDeviceCount"]())
+    package.default_generators = tuple(
+        torch.Generator() for _ in count
+    )  # foreign: set by the C initialisation on hardware
+
+
+def plant_storages(device_type: str) -> None:
+    """`torch.UntypedStorage(bytes, device=...)` for a device type of torch's own that its build does not know."""
+    original = torch.UntypedStorage.__new__
+
+    def construct(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        if device is None or torch.device(device).type != device_type:
+            return original(cls, *args, **kwargs) if device is None else original(cls, *args, device=device, **kwargs)  # type: ignore[call-arg]
+        return torch.empty(args[0] if args else 0, dtype=torch.uint8, device=device).untyped_storage()
+
+    torch.UntypedStorage.__new__ = construct  # foreign: its C code knows the devices of its build only
