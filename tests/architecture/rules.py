@@ -36,6 +36,9 @@ DEVICE_ARROWS = frozenset({"device", "checkpoint", "models", "sampling", "step",
 TORCH_PARTS = frozenset({"runtime", "layers"})
 """What a device package may import only if it runs on torch; of the other parts, files that load torch are not for it."""
 
+SIMULATOR, SIMULATED = "sglcore_sim", "simulated"
+"""The simulator, and the folder of a device package in which its simulated kind is: nothing else of it may import that."""
+
 ANYWHERE = ("cuda", "rocm", "nvidia")
 WHOLE = ("hip", "musa", "npu", "ascend", "mlx", "xpu", "amd")
 _DEVICE_WORD = re.compile(f"({'|'.join(ANYWHERE)})|(?<![a-z])({'|'.join(WHOLE)})(?![a-z])")
@@ -100,6 +103,8 @@ def _forbidden(importer: tuple[str, ...], imported: tuple[str, ...]) -> str:
     if imported[0] == "relative":
         return "relative imports hide the direction"
     if importer[0] == "devices":
+        if imported[0] == SIMULATOR:
+            return "" if SIMULATED in importer else f"only a package's {SIMULATED} imports the simulator"
         if imported[0].startswith("sglcore_") and imported[0] != importer[2]:
             return "device packages never import each other"
         is_core_part = imported[0] == "sglcore" and len(imported) > 1 and imported[1] in ARROWS

@@ -35,24 +35,27 @@ class GraphSegment:
 
 
 class TorchCapture:
-    """Captures what is queued on a stream; other threads may go on using the device."""
+    """Captures what is queued on a stream; other threads may go on using the device. `error_mode`: what `capture_begin` takes
+    for that; None: these graphs take none."""
 
     def __init__(
         self,
         make_graph: Callable[[], Any],
         make_pool: Callable[[], object],
         make_segment: Callable[[Any], Segment] = GraphSegment,
+        error_mode: str | None = ERRORS,
     ) -> None:
         self._make_graph = make_graph
         self.make_pool = make_pool
         self._make_segment = make_segment
+        self._options = {} if error_mode is None else {"capture_error_mode": error_mode}
 
     @contextmanager
     def capture(self, stream: torch.Stream, pool: Any) -> Iterator[Segment]:
         """Record the work that the block queues; raises what the block or the driver raised."""
         graph = self._make_graph()
         with entered(stream):
-            graph.capture_begin(pool=pool, capture_error_mode=ERRORS)
+            graph.capture_begin(pool=pool, **self._options)
             with _begun(graph):
                 yield self._make_segment(graph)
 
