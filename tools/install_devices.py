@@ -84,8 +84,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def examine(folder: Path) -> Found:
     """Load the declaration of one package from its folder and call its probe; what raises is kept."""
+    from sglcore.device.candidate import run_probe
     from sglcore.device.discovery import GROUP, discover
-    from sglcore.device.selection import run_probe
 
     try:
         declared = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]

@@ -15,7 +15,7 @@ def show_banner(started: Started) -> None:
     """Print the version, the device with its evidence, and the ledger."""
     chosen = started.choice.chosen
     brought_by = f"{chosen.distribution} {chosen.version}"
-    show_start(chosen.name, brought_by, started.choice.report.hardware.evidence, started.ledger.rows, started.seconds)
+    show_start(str(chosen), brought_by, started.choice.report.hardware.evidence, started.ledger.rows, started.seconds)
 
 
 def show_start(device: str, brought_by: str, evidence: str, rows: Sequence[Row], seconds: Mapping[str, float]) -> None:

@@ -125,7 +125,7 @@ def offline(
         limits = llm.engine.worker.limits
         jobs = workload.make_jobs(load, limits.vocab_size, limits.max_model_len)
         records = _with_bar(lambda done: run_offline(llm, jobs, done, temperature=temperature), jobs, quiet=quiet)
-        about = {"kind": "offline", "model": str(llm.started.model_path), "device": llm.started.choice.chosen.name}
+        about = {"kind": "offline", "model": str(llm.started.model_path), "device": str(llm.started.choice.chosen)}
     _report(about, load, records, goals, json_file, plot)
 
 

@@ -8,37 +8,21 @@ from dataclasses import asdict, dataclass, replace
 
 import typer
 
+from sglcore.device.candidate import Candidate, claims_of, try_package
+from sglcore.device.choice import Requested, requested_device
 from sglcore.device.discovery import Installed, discover
 from sglcore.device.errors import DeviceError
-from sglcore.device.package import DevicePackage, resolve
+from sglcore.device.package import resolve
 from sglcore.device.pci import PciDevice, unclaimed_devices
-from sglcore.device.probe import ProbeReport
-from sglcore.device.selection import (
-    Choice,
-    Requested,
-    claims_of,
-    find_installed,
-    requested_device,
-    run_probe,
-    select,
-)
+from sglcore.device.selection import Choice, decide, find_installed
 from sglcore.device.system import host_system
-
-
-@dataclass(frozen=True, slots=True)
-class Surveyed:
-    """An installed package with what its probe said, or what loading or probing it raised."""
-
-    installed: Installed
-    report: ProbeReport | None = None
-    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
     """All that `sglcore devices` shows: the packages, the choice or why there is none, and unclaimed accelerators."""
 
-    devices: tuple[Surveyed, ...]
+    devices: tuple[Candidate, ...]
     choice: Choice | None
     refusal: Exception | None
     unclaimed: tuple[PciDevice, ...]
@@ -61,7 +45,7 @@ def devices(
         find_installed(found, requested)
     seen = survey(found, requested_device(None), requested)
     if name:
-        seen = replace(seen, devices=tuple(item for item in seen.devices if item.installed.name == name))
+        seen = replace(seen, devices=tuple(item for item in seen.devices if item.name == name))
     if as_json:
         typer.echo(render.json_text(survey_values(seen)))
     else:
@@ -80,30 +64,18 @@ def bring_up_text(found: tuple[Installed, ...], requested: Requested) -> str:
 
 
 def survey(found: tuple[Installed, ...], requested: Requested, shown: Requested = Requested()) -> Survey:
-    """Probe every package once and choose. What raises is kept, so that one broken package hides no other."""
-    seen = {item.name: _probed(item, named=item.name == requested.name) for item in found}
-
-    def probe(package: DevicePackage, _named: bool) -> ProbeReport:
-        item = seen[package.name]
-        if item.report is None:
-            raise item.error or DeviceError(f"device {package.name!r} was not probed")
-        return item.report
-
-    unclaimed = unclaimed_devices(claims_of(found), host_system().pci())
+    """Probe every package once and choose. What raises is kept, so that one broken package hides no other. The one that is
+    `shown` by name is probed as such, which does not change the choice."""
+    system = host_system()
+    bus = system.pci()
+    seen = tuple(try_package(item, item.name == requested.name, system) for item in found)
     choice, refusal = None, None
     try:
-        choice = select(found, requested, unclaimed, probe)
+        choice = decide(seen, requested, bus)
     except Exception as error:
         refusal = error
-    named = (_probed(item, named=True) if item.name == shown.name else seen[item.name] for item in found)
-    return Survey(tuple(named), choice, refusal, unclaimed)
-
-
-def _probed(item: Installed, *, named: bool) -> Surveyed:
-    try:
-        return Surveyed(item, report=run_probe(item.loaded(), named))
-    except Exception as error:
-        return Surveyed(item, error=error)
+    named = (try_package(item.installed, True, system) if item.name == shown.name else item for item in seen)
+    return Survey(tuple(named), choice, refusal, unclaimed_devices(claims_of(found), bus))
 
 
 def survey_values(seen: Survey) -> Mapping[str, object]:
@@ -117,10 +89,10 @@ def survey_values(seen: Survey) -> Mapping[str, object]:
     }
 
 
-def _device_values(item: Surveyed, seen: Survey) -> Mapping[str, object]:
+def _device_values(item: Candidate, seen: Survey) -> Mapping[str, object]:
     package, report, error = item.installed.package, item.report, item.error
     return {
-        "name": item.installed.name,
+        "name": item.name,
         "distribution": item.installed.distribution,
         "version": item.installed.version,
         "api": package.api if package else None,
@@ -135,6 +107,6 @@ def _device_values(item: Surveyed, seen: Survey) -> Mapping[str, object]:
     }
 
 
-def is_chosen(item: Surveyed, seen: Survey) -> bool:
+def is_chosen(item: Candidate, seen: Survey) -> bool:
     """Whether this package is the one that would run."""
-    return seen.choice is not None and seen.choice.chosen.name == item.installed.name
+    return seen.choice is not None and seen.choice.chosen.name == item.name

@@ -20,10 +20,12 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from types import MappingProxyType
 
+from sglcore.device.candidate import Candidate, claims_of, try_package
+from sglcore.device.choice import requested_device
 from sglcore.device.discovery import Installed, discover
 from sglcore.device.errors import SglcoreError
 from sglcore.device.pci import unclaimed_devices
-from sglcore.device.selection import claims_of, requested_device, run_probe, select
+from sglcore.device.selection import decide
 from sglcore.device.system import host_system
 
 REQUIRED = ("numpy", "tokenizers", "safetensors", "typer", "rich", "jinja2")
@@ -109,29 +111,28 @@ def check_devices() -> Iterable[Check]:
     found, requested = discover(), requested_device(None)
     if not found:
         yield Check("devices", "bad", "no device package is installed", "pip install sglcore-cpu")
-    for item in found:
-        yield from _check_device(item, named=item.name == requested.name)
-    unclaimed = unclaimed_devices(claims_of(found), host_system().pci())
-    for device in unclaimed:
+    system = host_system()
+    bus = system.pci()
+    candidates = tuple(try_package(item, item.name == requested.name, system) for item in found)
+    for candidate in candidates:
+        yield from _check_device(candidate)
+    for device in unclaimed_devices(claims_of(found), bus):
         yield Check("accelerator", "note", f"no installed package answers for {device}", "install its vendor's package")
     try:
-        chosen = select(found, requested, unclaimed).chosen
-        yield Check("choice", "ok", f"{chosen.name}, because {chosen.reason}")
+        chosen = decide(candidates, requested, bus).chosen
+        yield Check("choice", "ok", f"{chosen}, because {chosen.reason}")
     except SglcoreError as error:
         yield Check("choice", "bad", str(error), error.remedy)
     except Exception as error:
         yield _raised("choice", error)
 
 
-def _check_device(item: Installed, named: bool) -> Iterable[Check]:
-    topic = f"device {item.name}"
-    try:
-        report = run_probe(item.loaded(), named)
-    except SglcoreError as error:
-        yield Check(topic, "bad", str(error), error.remedy)
-        return
-    except Exception as error:
-        yield _raised(topic, error)
+def _check_device(candidate: Candidate) -> Iterable[Check]:
+    topic, report = f"device {candidate.name}", candidate.report
+    if report is None:
+        line, remedy = candidate.trouble()
+        text = line if isinstance(candidate.error, SglcoreError) else f"{line}\n{_traceback(candidate.error)}"
+        yield Check(topic, "bad", text, f"{remedy}; --device NAME of another starts without it")
         return
     for name, fact in report.facts.items():
         failing = "bad" if report.present else "note"
@@ -139,7 +140,7 @@ def _check_device(item: Installed, named: bool) -> Iterable[Check]:
             f"{topic}: {name}", "ok" if fact.holds else failing, fact.evidence, "" if fact.holds else fact.remedy
         )
     for device in report.devices:
-        yield Check(f"device {item.name}:{device.index}", "ok", str(device))
+        yield Check(f"{topic}:{device.index}", "ok", str(device))
     if report.hidden:
         yield Check(f"{topic}: hidden", "note", report.hidden)
 
@@ -243,9 +244,11 @@ def _gib(count: int) -> str:
 
 
 def _raised(topic: str, error: Exception) -> Check:
-    return Check(
-        topic, "bad", "".join(traceback.format_exception(error)).strip(), "report it to whoever made this part"
-    )
+    return Check(topic, "bad", _traceback(error), "report it to whoever made this part")
+
+
+def _traceback(error: Exception | None) -> str:
+    return "".join(traceback.format_exception(error)).strip()
 
 
 def _print(checks: Sequence[Check]) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from sglcore.device.errors import SglcoreError
 
 if TYPE_CHECKING:
-    from sglcore.cli.devices import Survey, Surveyed
+    from sglcore.cli.devices import Survey
+    from sglcore.device.candidate import Candidate
 
 
 def json_text(values: Mapping[str, object]) -> str:
@@ -43,19 +44,21 @@ def show_survey(seen: Survey) -> None:
 _STYLES = MappingProxyType({"yes": "green", "no": "red"})
 
 
-def _survey_rows(item: Surveyed, seen: Survey) -> tuple[tuple[str, str, str, str], ...]:
-    is_chosen = seen.choice is not None and seen.choice.chosen.name == item.installed.name
+def _survey_rows(item: Candidate, seen: Survey) -> tuple[tuple[str, str, str, str], ...]:
+    is_chosen = seen.choice is not None and seen.choice.chosen.name == item.name
     heads = (
-        f"{item.installed.name} (chosen)" if is_chosen else item.installed.name,
+        f"{item.name} (chosen)" if is_chosen else item.name,
         f"{item.installed.distribution} {item.installed.version}",
     )
     if item.report is None:
-        return ((heads[0], "package", "no", str(item.error)), (heads[1], "", "", ""))
+        line, remedy = item.trouble()
+        without = f"; --device {seen.choice.chosen.name} starts without it" if seen.choice else ""
+        return ((heads[0], "package", "no", f"{line}; {remedy}{without}"), (heads[1], "", "", ""))
     rows = [
         (name, "yes" if fact.holds else "no", fact.evidence if fact.holds else f"{fact.evidence}; {fact.remedy}")
         for name, fact in item.report.facts.items()
     ]
-    rows += [(f"  {item.installed.name}:{device.index}", "", str(device)) for device in item.report.devices]
+    rows += [(f"  {item.name}:{device.index}", "", str(device)) for device in item.report.devices]
     rows += [("  hidden", "", item.report.hidden)] if item.report.hidden else []
     rows += [(f"  {name}", "", value) for name, value in item.report.details.items() if value]
     return tuple((heads[place] if place < len(heads) else "", *row) for place, row in enumerate(rows))
@@ -65,7 +68,7 @@ def _survey_lines(seen: Survey) -> tuple[str, ...]:
     if seen.choice is None:
         head = f"no device is chosen: {seen.refusal}"
     else:
-        head = f"chosen: {seen.choice.chosen.name}, because {seen.choice.chosen.reason}"
+        head = f"chosen: {seen.choice.chosen}, because {seen.choice.chosen.reason}"
     others = tuple(f"unclaimed accelerator: {device}; no installed package answers for it" for device in seen.unclaimed)
     return (head, *others)
 

@@ -12,12 +12,14 @@ from typing import Any
 
 from sglcore.conformance.mutant import Mutant, wrap_steps
 from sglcore.device.bring_up import BringUp
+from sglcore.device.candidate import run_probe
+from sglcore.device.choice import Requested
 from sglcore.device.config import EngineConfig
 from sglcore.device.discovery import GROUP, discover
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.device.package import DevicePackage, resolve
-from sglcore.device.selection import Requested, find_installed, run_probe
+from sglcore.device.selection import find_installed
 from sglcore.device.worker import ModelWorker
 
 GIVEN = ("config", "package", "facts", "ledger", "progress", "model_path")

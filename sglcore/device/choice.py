@@ -1,14 +1,48 @@
-"""The chosen device as a value: a parent hands it to its children, which verify it and refuse anything else."""
+"""The device that was asked for, and the one that was chosen, as values: a parent hands the choice to its children, which
+verify it and refuse anything else."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from sglcore.device.discovery import Installed
 from sglcore.device.errors import DeviceError
 from sglcore.device.package import DevicePackage
+
+VARIABLE = "SGLCORE_DEVICE"
+
+
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """The device that was asked for by name, and where, and which of several; no name means that the choice is automatic."""
+
+    name: str | None = None
+    source: str = ""
+    index: int | None = None
+
+    def __str__(self) -> str:
+        """The request as a ledger row shows it."""
+        number = "" if self.index is None else f":{self.index}"
+        return f"{self.name}{number} (from {self.source})" if self.name else "automatic"
+
+    @staticmethod
+    def parse(text: str, source: str) -> Requested:
+        """`NAME` or `NAME:INDEX`; raises DeviceError for anything else."""
+        name, colon, number = text.partition(":")
+        if not name or (colon and not number.isdecimal()):
+            raise DeviceError(f"the device is {text!r}, from {source}", wanted="NAME, or NAME:INDEX")
+        return Requested(name, source, int(number) if colon else None)
+
+
+def requested_device(option: str | None, environ: Mapping[str, str] = os.environ) -> Requested:
+    """What was given as `--device`, or else as `SGLCORE_DEVICE`; an empty value asks for nothing."""
+    for text, source in ((option, "--device"), (environ.get(VARIABLE), VARIABLE)):
+        if text:
+            return Requested.parse(text, source)
+    return Requested()
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +56,10 @@ class ChosenDevice:
     api: int
     reason: str
     index: int = 0
+
+    def __str__(self) -> str:
+        """As `--device` takes it."""
+        return f"{self.name}:{self.index}" if self.index else self.name
 
     def encode(self) -> str:
         """One line of text for a child process."""
@@ -49,10 +87,12 @@ def adopt(encoded: str, requested: str | None, installed: Sequence[Installed]) -
     version or API; raises what the package raised when it can not be loaded.
     """
     chosen = ChosenDevice.decode(encoded)
-    if requested and requested != chosen.name:
-        raise _refusal(
-            "the name", chosen.name, requested, f"unset SGLCORE_DEVICE in the child, or set it to {chosen.name}"
-        )
+    asked = Requested.parse(requested, VARIABLE) if requested else Requested(chosen.name)
+    remedy = f"unset {VARIABLE} in the child, or set it to {chosen}"
+    if asked.name != chosen.name:
+        raise _refusal("the name", chosen.name, asked.name, remedy)
+    if asked.index not in (None, chosen.index):
+        raise _refusal(f"the number of {chosen.name!r}", chosen.index, asked.index, remedy)
     item = next((item for item in installed if item.name == chosen.name), None)
     if item is None:
         here = ", ".join(item.name for item in installed) or "no device package"
@@ -66,6 +106,13 @@ def adopt(encoded: str, requested: str | None, installed: Sequence[Installed]) -
                 f"the {what} of {chosen.name!r}", wanted, value, "restart the parent and its children together"
             )
     return package
+
+
+def check_same(found: ChosenDevice, parent: ChosenDevice) -> None:
+    """In a child process: raise `DeviceError`, naming both, when what it chose is not what its parent chose."""
+    if (found.name, found.index) != (parent.name, parent.index):
+        remedy = "start the child with the parent's environment; sglcore devices says what is found"
+        raise _refusal("the device", f"{parent.name}:{parent.index}", f"{found.name}:{found.index}", remedy)
 
 
 def _refusal(what: str, parent: object, child: object, remedy: str) -> DeviceError:

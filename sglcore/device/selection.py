@@ -1,50 +1,26 @@
 """Which device runs: the one that was named, or the only accelerator that is usable, or the host when none is present.
 
-A device that is present but not usable ends the start; so does a probe or a package that raises, with its own traceback.
+A device that is present but not usable ends the start. A package that raises, or whose probe does, is a row of the ledger,
+and ends the start only where the PCI bus shows what is probably its hardware, with its own traceback.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeAlias
+from typing import NoReturn
 
-from sglcore.device.choice import ChosenDevice
+from sglcore.device.candidate import Candidate, claims_of, likely_devices, try_package
+from sglcore.device.choice import VARIABLE, ChosenDevice, Requested
 from sglcore.device.discovery import Installed
-from sglcore.device.errors import DeviceError
+from sglcore.device.errors import DeviceError, SglcoreError
 from sglcore.device.ledger import Row
-from sglcore.device.package import DevicePackage, resolve
-from sglcore.device.pci import PciClaim, PciDevice, unclaimed_devices
+from sglcore.device.package import DevicePackage
+from sglcore.device.pci import PciDevice, unclaimed_devices
 from sglcore.device.probe import ProbeReport
 from sglcore.device.system import System, host_system
 
-Probe: TypeAlias = Callable[[DevicePackage, bool], ProbeReport]
-
-VARIABLE = "SGLCORE_DEVICE"
 _SETTING = f"--device NAME or {VARIABLE}"
-
-
-@dataclass(frozen=True, slots=True)
-class Requested:
-    """The device that was asked for by name, and where; no name means that the choice is automatic."""
-
-    name: str | None = None
-    source: str = ""
-
-    def __str__(self) -> str:
-        """The request as a ledger row shows it."""
-        return f"{self.name} (from {self.source})" if self.name else "automatic"
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """An installed package that loaded, and what its probe said."""
-
-    installed: Installed
-    package: DevicePackage
-    report: ProbeReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,60 +33,45 @@ class Choice:
     rows: tuple[Row, ...]
 
 
-def requested_device(option: str | None, environ: Mapping[str, str] = os.environ) -> Requested:
-    """The name given as `--device`, or else as `SGLCORE_DEVICE`; an empty value is no name."""
-    if option:
-        return Requested(option, "--device")
-    name = environ.get(VARIABLE, "")
-    return Requested(name, VARIABLE) if name else Requested()
-
-
-def run_probe(package: DevicePackage, named: bool, system: System | None = None) -> ProbeReport:
-    """Call a package's probe on `system` (None: `host_system()`). What it raises keeps its own traceback and gets a note
-    that names the package."""
-    try:
-        report = resolve(package.probe, package.name)(named, system or host_system())
-    except Exception as error:
-        error.add_note(f"in the probe {package.probe!r} of device {package.name!r}")
-        raise
-    if not isinstance(report, ProbeReport):
-        raise DeviceError(f"the probe of {package.name!r} gave a {type(report).__name__}", wanted="a ProbeReport")
-    return report
-
-
 def select(
     installed: Sequence[Installed],
     requested: Requested,
-    unclaimed: Sequence[PciDevice] | None = None,
-    probe: Probe | None = None,
+    bus: Sequence[PciDevice] | None = None,
     system: System | None = None,
 ) -> Choice:
-    """Choose by the rules at the top of this file; raises `DeviceError`, or whatever a package or its probe raised.
-
-    `unclaimed` are accelerators that no package answers for; by default the PCI bus of `system` is read (None:
-    `host_system()`). `probe` is called as `probe(package, named)`; a caller that has probed already gives its own.
-    """
+    """Probe what may run on `system` (None: `host_system()`) and decide; `bus` (None: the system's) has every PCI device. A
+    device that was named is the only one probed, and what its package or probe raises is raised."""
     system = system or host_system()
-    probe = probe or partial(run_probe, system=system)
+    wanted = (find_installed(installed, requested),) if requested.name else installed
+    candidates = tuple(try_package(item, bool(requested.name), system) for item in wanted)
+    return decide(candidates, requested, system.pci() if bus is None else bus)
+
+
+def decide(candidates: Sequence[Candidate], requested: Requested, bus: Sequence[PciDevice]) -> Choice:
+    """Choose by the rules at the top of this file; `bus` has every device on it. Raises `DeviceError`, or whatever a package
+    or its probe raised."""
     if requested.name:
-        return _named(installed, requested, probe)
-    candidates = tuple(_candidate(item, probe, named=False) for item in installed)
-    accelerators = tuple(c for c in candidates if not c.package.is_host and c.report.present)
-    usable = tuple(c for c in accelerators if c.report.usable)
+        return _named(candidates, requested)
+    accelerators = tuple(c for c in candidates if not c.is_host and c.is_present)
+    usable = tuple(c for c in accelerators if c.is_usable)
     if len(usable) > 1:
         raise DeviceError(
             f"found {len(usable)} usable accelerators: {_names(usable)}",
             wanted="one",
             remedy=f"set {VARIABLE} to one of {_names(usable)}, or give --device",
         )
+    raised = tuple(c for c in candidates if c.error is not None)
     if usable:
-        broken = tuple(_broken_row(c) for c in accelerators if not c.report.usable)
-        return _choice(usable[0], requested, "it is the only usable accelerator", broken)
+        rows = [_unusable_row(c) for c in accelerators if not c.is_usable]
+        rows += [_raised_row(c, usable[0].name, is_downgrade=False) for c in raised]
+        return _choice(usable[0], requested, "it is the only usable accelerator", rows)
     if accelerators:
         raise _unusable(accelerators[0], f"{_SETTING} chooses another device")
-    if unclaimed is None:
-        unclaimed = unclaimed_devices(claims_of(installed), system.pci())
-    return _host(candidates, requested, unclaimed)
+    known = claims_of([c.installed for c in candidates])
+    for candidate in raised:
+        if likely := likely_devices(candidate, known, bus):
+            _end(candidate, likely[0], candidates)
+    return _host(candidates, raised, requested, unclaimed_devices(known, bus))
 
 
 def find_installed(installed: Sequence[Installed], requested: Requested) -> Installed:
@@ -125,21 +86,24 @@ def find_installed(installed: Sequence[Installed], requested: Requested) -> Inst
     )
 
 
-def claims_of(installed: Sequence[Installed]) -> frozenset[PciClaim]:
-    """What the packages that loaded claim of the PCI bus."""
-    return frozenset().union(*(item.package.pci for item in installed if item.package is not None))
-
-
-def _named(installed: Sequence[Installed], requested: Requested, probe: Probe) -> Choice:
-    candidate = _candidate(find_installed(installed, requested), probe, named=True)
-    if not candidate.report.usable:
+def _named(candidates: Sequence[Candidate], requested: Requested) -> Choice:
+    item = find_installed([c.installed for c in candidates], requested)
+    candidate = next(c for c in candidates if c.installed is item)
+    if not candidate.probed().usable:
         raise _unusable(candidate, f"it was asked for by {requested.source}")
     return _choice(candidate, requested, f"it was named by {requested.source}")
 
 
-def _host(candidates: Sequence[Candidate], requested: Requested, unclaimed: Sequence[PciDevice]) -> Choice:
-    hosts = tuple(c for c in candidates if c.package.is_host)
+def _host(
+    candidates: Sequence[Candidate],
+    raised: Sequence[Candidate],
+    requested: Requested,
+    unclaimed: Sequence[PciDevice],
+) -> Choice:
+    hosts = tuple(c for c in candidates if c.is_host and c.report is not None)
     if not hosts:
+        for candidate in raised:
+            candidate.probed()
         raise DeviceError(
             f"found no accelerator among {_names(candidates) or 'no installed device packages'}, and no host device",
             remedy=f"pip install sglcore-cpu, or name a device: {_SETTING}",
@@ -147,28 +111,63 @@ def _host(candidates: Sequence[Candidate], requested: Requested, unclaimed: Sequ
     host, *others = hosts
     if others:
         raise DeviceError(f"found {len(hosts)} host devices: {_names(hosts)}", remedy=f"choose with {_SETTING}")
-    if not host.report.usable:
+    if not host.is_usable:
         raise _unusable(host, "no accelerator is present either")
-    rows = tuple(_unclaimed_row(device, host.package.name) for device in unclaimed)
+    rows = [_raised_row(c, host.name, is_downgrade=True) for c in raised]
+    rows += [_unclaimed_row(device, host.name) for device in unclaimed]
     return _choice(host, requested, "no accelerator of an installed package is present", rows)
 
 
-def _candidate(item: Installed, probe: Probe, *, named: bool) -> Candidate:
-    package = item.loaded()
-    return Candidate(item, package, probe(package, named))
+def _choice(candidate: Candidate, requested: Requested, reason: str, others: Sequence[Row] = ()) -> Choice:
+    item, package, report = candidate.installed, candidate.installed.loaded(), candidate.probed()
+    index, count = _index(candidate, requested), len(report.devices)
+    if requested.index is None and count > 1:
+        reason = f"{reason}; the first of its {count} devices"
+    chosen = ChosenDevice(package.name, item.distribution, item.version, package.api, reason, index)
+    what = package.name if count <= 1 and requested.index is None else f"{package.name}:{index}"
+    rows = [Row("device", str(requested), what, reason, remedy=f"choose another with {_SETTING}")]
+    if report.hidden:
+        remedy = "unset it, or name there which devices to show"
+        rows.append(Row("visible devices", "all", str(count or "unknown"), report.hidden, remedy))
+    return Choice(chosen, package, report, (*rows, *others))
 
 
-def _choice(candidate: Candidate, requested: Requested, reason: str, rows: tuple[Row, ...] = ()) -> Choice:
-    item, package = candidate.installed, candidate.package
-    chosen = ChosenDevice(package.name, item.distribution, item.version, package.api, reason)
-    row = Row("device", str(requested), package.name, reason, remedy=f"choose another with {_SETTING}")
-    return Choice(chosen, package, candidate.report, (row, *rows))
+def _index(candidate: Candidate, requested: Requested) -> int:
+    """The number that was asked for; 0 where none was. Where the probe does not tell how many there are, the runtime will."""
+    report, name = candidate.probed(), candidate.name
+    index = requested.index or 0
+    if report.devices and index not in {device.index for device in report.devices}:
+        there = ", ".join(f"{name}:{device.index} ({device})" for device in report.devices)
+        hidden = f" ({report.hidden})" if report.hidden else ""
+        raise DeviceError(
+            f"there is no device {name}:{index}, from {requested.source}{hidden}", wanted=f"one of {there}"
+        )
+    return index
 
 
-def _broken_row(candidate: Candidate) -> Row:
-    name, fact = candidate.report.first_failure or ("", candidate.report.hardware)
+def _end(candidate: Candidate, likely: PciDevice, candidates: Sequence[Candidate]) -> NoReturn:
+    """Raise what a package raised whose hardware seems to be here, with the way to start without it."""
+    host = next((c.name for c in candidates if c.is_host and c.is_usable), "NAME")
+    text, remedy = f"{likely} is probably a device of {candidate.name!r}", f"--device {host} starts without it"
+    error = candidate.error
+    if isinstance(error, SglcoreError):
+        remedies = f"{error.remedy}, or {remedy}" if error.remedy else remedy
+        raise DeviceError(f"{error.found}, and {text}", wanted=error.wanted, remedy=remedies) from error
+    assert error is not None
+    error.add_note(f"{text}; {remedy}")
+    raise error
+
+
+def _unusable_row(candidate: Candidate) -> Row:
+    name, fact = candidate.probed().first_failure or ("", candidate.probed().hardware)
     reason = f"it is present, but its {name} is not usable: {fact.evidence}"
-    return Row(f"accelerator {candidate.package.name}", "usable", "not used", reason, fact.remedy)
+    return Row(f"accelerator {candidate.name}", "usable", "not used", reason, fact.remedy)
+
+
+def _raised_row(candidate: Candidate, chosen: str, *, is_downgrade: bool) -> Row:
+    line, remedy = candidate.trouble()
+    remedy = f"{remedy}; --device {chosen} starts without it"
+    return Row(f"device {candidate.name}", "usable", "not used", line, remedy, is_downgrade)
 
 
 def _unclaimed_row(device: PciDevice, host: str) -> Row:
@@ -183,11 +182,12 @@ def _unclaimed_row(device: PciDevice, host: str) -> Row:
 
 
 def _unusable(candidate: Candidate, after: str) -> DeviceError:
-    name, fact = candidate.report.first_failure or ("", candidate.report.hardware)
-    state = "is present but not usable" if candidate.report.present else "is not present"
+    report = candidate.probed()
+    name, fact = report.first_failure or ("", report.hardware)
+    state = "is present but not usable" if report.present else "is not present"
     remedy = f"{fact.remedy or 'see sglcore doctor'} ({after})"
-    return DeviceError(f"device {candidate.package.name!r} {state}: {name}: {fact.evidence}", remedy=remedy)
+    return DeviceError(f"device {candidate.name!r} {state}: {name}: {fact.evidence}", remedy=remedy)
 
 
 def _names(candidates: Sequence[Candidate]) -> str:
-    return ", ".join(c.package.name for c in candidates)
+    return ", ".join(c.name for c in candidates)

@@ -11,6 +11,7 @@ from typing import Any
 
 from sglcore.checkpoint.gguf import is_gguf
 from sglcore.device.bring_up import BringUp
+from sglcore.device.choice import ChosenDevice, Requested, check_same
 from sglcore.device.collection import no_collection
 from sglcore.device.config import EngineConfig
 from sglcore.device.discovery import discover
@@ -18,7 +19,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import resolve
-from sglcore.device.selection import Choice, Requested, select
+from sglcore.device.selection import Choice, select
 from sglcore.device.system import host_system
 from sglcore.device.worker import Limits, ModelWorker
 
@@ -62,21 +63,22 @@ def model_folder(config: EngineConfig) -> Path:
 def choose(config: EngineConfig, ledger: DecisionLedger) -> Choice:
     """Discover and select the device; the decision goes to the ledger."""
     source = config.sources.get("device", "argument")
-    requested = (
-        Requested(config.device, "--device" if source == "argument" else source) if config.device else Requested()
-    )
+    source = "--device" if source == "argument" else source
+    requested = Requested.parse(config.device, source) if config.device else Requested()
     choice = select(discover(), requested, system=host_system(root=config.system_root))
     ledger.record(*choice.rows)
     return choice
 
 
 @no_collection()
-def start(config: EngineConfig, progress: Progress = no_progress) -> Started:
-    """Choose the device and run its bring-up; waits until the worker is ready. Raises SglcoreError for what a person
-    can mend; what a package raises keeps its own traceback."""
+def start(config: EngineConfig, progress: Progress = no_progress, parent: ChosenDevice | None = None) -> Started:
+    """Choose the device, which must be that of the `parent` process, and run its bring-up; waits until the worker is ready.
+    Raises SglcoreError for what a person can mend; what a package raises keeps its own traceback."""
     ledger = DecisionLedger(strict=config.strict)
     folder = model_folder(config)
     choice = choose(config, ledger)
+    if parent is not None:
+        check_same(choice.chosen, parent)
     package = choice.package
     facts = resolve(package.facts, package.name)(choice.chosen.index)
     order: BringUp = resolve(package.bring_up, package.name)

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from sglcore.device.choice import adopt
+from sglcore.device.choice import ChosenDevice, adopt
 from sglcore.device.config import EngineConfig
 from sglcore.device.discovery import discover
 from sglcore.device.errors import SglcoreError
@@ -80,7 +80,7 @@ def _start(spec: EngineSpec, channel: EngineChannel) -> EngineService:
     config = engine_config(spec.config)
     if spec.chosen:
         adopt(spec.chosen, config.device, discover())
-    started = start(config, PhaseReplies(channel))
+    started = start(config, PhaseReplies(channel), ChosenDevice.decode(spec.chosen) if spec.chosen else None)
     meter = Meter(started.worker)
     eos_ids = eos_token_ids(started.model_path)
     grammars = _grammars(config, started, eos_ids)
@@ -141,7 +141,7 @@ def model_info(started: Started, engine: TokenEngine, seconds: dict[str, float])
     """What was started, as plain values."""
     chosen, ledger = started.choice.chosen, started.ledger.as_json()
     return ModelInfo(
-        device=chosen.name,
+        device=str(chosen),
         device_evidence=started.choice.report.hardware.evidence,
         distribution=chosen.distribution,
         version=chosen.version,

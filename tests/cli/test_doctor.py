@@ -82,8 +82,10 @@ def test_a_package_that_raises_is_a_finding_with_its_traceback(site: Site) -> No
     ran = with_torch(site)
     checks = checks_of(ran)
     assert ran.returncode == 1
-    for topic in ("device one", "choice"):
-        assert "planted_one" in checks[topic]["found"] and "the driver is too old" in checks[topic]["found"]
+    found = checks["device one"]
+    assert "planted_one" in found["found"] and "RuntimeError: the driver is too old" in found["found"]
+    assert "--device NAME of another starts without it" in found["remedy"]
+    assert checks["choice"]["verdict"] == "ok" and checks["choice"]["found"].startswith("cpu")
 
 
 def test_an_absent_accelerator_is_a_note_and_an_unusable_one_is_bad(site: Site) -> None:

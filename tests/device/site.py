@@ -26,7 +26,7 @@ package = DevicePackage(
 """
 
 _PROBE = """
-from sglcore.device.probe import Fact, ProbeReport
+from sglcore.device.probe import DeviceInfo, Fact, ProbeReport
 def probe(named, system):
     {body}
     return ProbeReport(
@@ -34,6 +34,8 @@ def probe(named, system):
         driver=Fact(True, "planted driver"),
         package=Fact(True, "planted package"),
         runtime=Fact({runtime}, "planted runtime", "mend the runtime"),
+        devices=tuple(DeviceInfo(index, f"planted {{index}}") for index in range({devices})),
+        hidden={hidden!r},
     )
 """
 
@@ -52,6 +54,8 @@ class Planted:
     name: str
     is_host: bool = False
     hardware: bool = True
+    devices: int = 1
+    hidden: str = ""
     offered: bool = False
     runtime: bool = True
     api: int = 3

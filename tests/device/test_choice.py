@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from sglcore.device.choice import ChosenDevice, adopt
+from sglcore.device.choice import ChosenDevice, Requested, adopt, check_same
 from sglcore.device.errors import DeviceError
-from sglcore.device.selection import Requested, select
+from sglcore.device.selection import select
 from tests.device.site import Site
 
 CHOSEN = ChosenDevice("one", "sglcore-one", "1.0", 3, "it is the only usable accelerator")
@@ -76,13 +76,23 @@ def test_a_child_refuses_when_it_was_asked_for_another_device(site: Site) -> Non
     site.add("two")
     ran = child(site, CHOSEN, {"SGLCORE_DEVICE": "two"})
     assert "this child process found two as the name; wanted one, as its parent" in ran.stderr
-    assert child(site, CHOSEN, {"SGLCORE_DEVICE": "one"}).returncode == 0
+    for same in ("one", "one:0"):
+        assert child(site, CHOSEN, {"SGLCORE_DEVICE": same}).returncode == 0
+    ran = child(site, CHOSEN, {"SGLCORE_DEVICE": "one:1"})
+    assert "this child process found 1 as the number of 'one'; wanted 0, as its parent" in ran.stderr
 
 
 def test_a_package_that_raises_in_the_child_raises_there_with_its_own_traceback(site: Site) -> None:
     site.add("one", body="raise RuntimeError('the driver is too old')")
     ran = child(site, CHOSEN)
     assert "planted_one" in ran.stderr and "RuntimeError: the driver is too old" in ran.stderr
+
+
+@pytest.mark.parametrize(("field", "value"), [("name", "two"), ("index", 1)])
+def test_a_child_that_chose_another_device_than_its_parent_refuses_to_start(field: str, value: object) -> None:
+    check_same(replace(CHOSEN, reason="it was named by --device"), CHOSEN)
+    with pytest.raises(DeviceError, match="found (two:0|one:1) as the device; wanted one:0, as its parent"):
+        check_same(replace(CHOSEN, **{field: value}), CHOSEN)
 
 
 def test_adopting_without_any_installed_package_names_the_one_that_is_missing() -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglcore.device.candidate import claims_of, run_probe
+from sglcore.device.choice import Requested
 from sglcore.device.discovery import discover
 from sglcore.device.errors import DeviceError
-from sglcore.device.package import DevicePackage
 from sglcore.device.probe import ProbeReport
-from sglcore.device.selection import Choice, Requested, claims_of, run_probe, select
+from sglcore.device.selection import Choice, select
 from sglcore.device.system import System
 from tests.device.machines import (
     AMD,
@@ -43,12 +44,8 @@ ACCELERATORS = tuple(item.name for item in INSTALLED if item.package is not None
 
 def choose(system: System, name: str | None = None) -> Choice:
     """What an engine on this machine would take."""
-
-    def seen(package: DevicePackage, named: bool) -> ProbeReport:
-        return run_probe(package, named, system)
-
-    requested = Requested(name, "--device") if name else Requested()
-    return select(INSTALLED, requested, unclaimed=(), probe=seen)
+    requested = Requested.parse(name, "--device") if name else Requested()
+    return select(INSTALLED, requested, system=system)
 
 
 def report(system: System, name: str) -> ProbeReport:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from sglcore.device.candidate import claims_of
 from sglcore.device.discovery import discover
 from sglcore.device.pci import DISPLAY_CLASS, PciClaim, claimed_devices, pci_devices, unclaimed_devices
 from sglcore.device.probe import Fact, ProbeReport, installed_fact
-from sglcore.device.selection import claims_of
 from tests.device.site import Site
 
 YES, NO = Fact(True, "seen"), Fact(False, "not seen", "do something")
@@ -104,7 +104,7 @@ def test_packages_claim_vendors(site: Site) -> None:
 
 def test_the_installed_probes_import_no_tensor_library(site: Site) -> None:
     code = (
-        "import sys; from sglcore.device.discovery import discover; from sglcore.device.selection import run_probe\n"
+        "import sys; from sglcore.device.discovery import discover; from sglcore.device.candidate import run_probe\n"
         "[run_probe(item.loaded(), True) for item in discover()]\n"
         "assert not {'torch', 'mlx', 'numpy'} & set(sys.modules)"
     )

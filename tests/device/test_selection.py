@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from sglcore.device.candidate import try_package
+from sglcore.device.choice import ChosenDevice, Requested, requested_device
 from sglcore.device.discovery import Installed
 from sglcore.device.errors import DeviceError, StrictError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.device.pci import PciDevice
-from sglcore.device.selection import Choice, Requested, requested_device, select
+from sglcore.device.selection import Choice, select
 from tests.device.site import Site
 
 AUTOMATIC = Requested()
@@ -99,6 +101,56 @@ def test_a_name_that_is_not_installed_lists_what_is_and_the_pip_command(site: Si
     )
 
 
+def test_a_device_of_several_is_named_with_its_number(site: Site) -> None:
+    site.add("one", devices=2)
+    choice = choose(site, "one:1")
+    assert (choice.chosen.name, choice.chosen.index, str(choice.chosen)) == ("one", 1, "one:1")
+    assert (choice.rows[0].requested, choice.rows[0].effective) == ("one:1 (from --device)", "one:1")
+    assert ChosenDevice.decode(choice.chosen.encode()).index == 1
+
+
+@pytest.mark.parametrize("name", [None, "one"])
+def test_without_a_number_the_first_of_several_runs_and_the_ledger_says_so(site: Site, name: str | None) -> None:
+    site.add("one", devices=2)
+    row = choose(site, name).rows[0]
+    assert row.effective == "one:0" and row.reason.endswith("; the first of its 2 devices")
+    site.add("host", is_host=True)
+    assert "first" not in choose(site, "host").rows[0].reason
+
+
+@pytest.mark.parametrize("number", [2, 10])
+def test_a_number_that_does_not_exist_is_refused_with_the_list_of_what_is_there(site: Site, number: int) -> None:
+    site.add("one", devices=2, hidden="ONES='1,3' shows 2 of 4")
+    with pytest.raises(DeviceError) as caught:
+        choose(site, f"one:{number}")
+    assert str(caught.value) == (
+        f"there is no device one:{number}, from --device (ONES='1,3' shows 2 of 4); wanted one of "
+        "one:0 (planted 0, memory unknown, use unknown), one:1 (planted 1, memory unknown, use unknown)"
+    )
+
+
+def test_where_the_system_does_not_tell_how_many_there_are_every_number_goes_to_the_runtime(site: Site) -> None:
+    site.add("one", devices=0)
+    assert choose(site, "one:3").chosen.index == 3 and choose(site).rows[0].effective == "one"
+
+
+@pytest.mark.parametrize("text", ["one:", "one:x", "one:-1", ":1", "one:1:2"])
+def test_a_device_that_is_not_a_name_and_a_number_is_refused(site: Site, text: str) -> None:
+    with pytest.raises(DeviceError, match="from --device; wanted NAME, or NAME:INDEX"):
+        choose(site, text)
+
+
+def test_what_a_variable_hides_is_a_row(site: Site) -> None:
+    site.add("one", devices=1, hidden="ONES='3' shows 1 of 4")
+    row = choose(site).rows[1]
+    assert (row.topic, row.requested, row.effective, row.reason) == (
+        "visible devices",
+        "all",
+        "1",
+        "ONES='3' shows 1 of 4",
+    )
+
+
 def test_some_devices_are_offered_only_by_name(site: Site) -> None:
     site.add("host", is_host=True)
     site.add("one", hardware=False, offered=True)
@@ -116,36 +168,106 @@ def test_the_option_wins_over_the_variable_and_the_row_says_where_the_name_came_
     assert requested_device(None, {"SGLCORE_DEVICE": ""}) == AUTOMATIC
 
 
-def test_a_package_that_raises_ends_the_start_with_its_own_error(site: Site) -> None:
+TROUBLES = (
+    {"body": "raise RuntimeError('the driver is too old')"},
+    {"probe_body": "raise RuntimeError('the driver is too old')"},
+    {"probe_body": "return True"},
+    {"tag": "[api-9]"},
+    {"declared": "three"},
+)
+"""What keeps a package from loading or its probe from answering."""
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_a_package_that_raises_is_a_row_and_the_host_runs(site: Site, trouble: dict[str, object]) -> None:
+    site.add("host", is_host=True)
+    site.add("one", **trouble)
+    choice = choose(site)
+    assert choice.chosen.name == "host"
+    (row,) = choice.rows[1:]
+    assert (row.topic, row.effective, row.downgrade) == ("device one", "not used", True)
+    assert row.reason.startswith("sglcore-one 1.0 can not be ") and row.remedy.endswith(
+        "; --device host starts without it"
+    )
+    with pytest.raises(StrictError, match="device one: found not used"):
+        DecisionLedger(strict=True).record(*choice.rows)
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_a_package_that_raises_is_a_row_beside_a_usable_accelerator(site: Site, trouble: dict[str, object]) -> None:
+    site.add("two")
+    site.add("one", vendors=(0x1EAF,), **trouble)
+    choice = choose(site, None, UNCLAIMED)
+    assert choice.chosen.name == "two"
+    assert [(row.topic, row.downgrade) for row in choice.rows[1:]] == [("device one", False)]
+    assert "--device two starts without it" in choice.rows[1].remedy
+
+
+def test_two_packages_of_one_name_stop_nobody_else(site: Site) -> None:
+    site.add("host", is_host=True)
+    site.add("one")
+    site.add("one", distribution="acme-one")
+    assert [row.topic for row in choose(site).rows] == ["device", "device one", "device one"]
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+@pytest.mark.parametrize("claims", [(), (0x1EAF,)])
+def test_where_its_hardware_is_on_the_bus_what_it_raised_ends_the_start(
+    site: Site, trouble: dict[str, object], claims: tuple[int, ...]
+) -> None:
+    site.add("host", is_host=True)
+    site.add("one", vendors=claims, **trouble)
+    with pytest.raises((DeviceError, RuntimeError)) as caught:
+        choose(site, None, UNCLAIMED)
+    said = " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert "0000:01:00.0 [1eaf:0001] of PCI class 0302 is probably a device of 'one'" in said
+    assert said.endswith("--device host starts without it")
+    assert choose(site, "host", UNCLAIMED).chosen.name == "host"
+
+
+def test_a_device_on_the_bus_that_another_package_answers_for_is_not_taken_for_the_broken_ones(site: Site) -> None:
     site.add("host", is_host=True)
     site.add("one", body="raise RuntimeError('the driver is too old')")
-    with pytest.raises(RuntimeError, match="the driver is too old"):
-        choose(site)
-    with pytest.raises(RuntimeError, match="the driver is too old"):
-        choose(site, "one")
-    assert choose(site, "host").chosen.name == "host"
+    site.add("two", hardware=False, vendors=(0x1EAF,))
+    assert choose(site, None, UNCLAIMED).chosen.name == "host"
 
 
-def test_a_probe_that_raises_is_never_taken_for_absent(site: Site) -> None:
+def test_a_probe_that_raises_answers_for_its_own_claims_alone(site: Site) -> None:
     site.add("host", is_host=True)
-    site.add("one", probe_body="raise OSError('the node is locked')")
-    with pytest.raises(OSError, match="the node is locked") as caught:
+    site.add("one", probe_body="raise RuntimeError", vendors=(0x1111,))
+    assert [row.topic for row in choose(site, None, UNCLAIMED).rows] == [
+        "device",
+        "device one",
+        "accelerator 0000:01:00.0",
+    ]
+
+
+@pytest.mark.parametrize("bus", [(), (UNCLAIMED,)])
+def test_a_named_package_that_raises_ends_the_start_with_its_own_traceback(
+    site: Site, bus: tuple[PciDevice, ...]
+) -> None:
+    site.add("host", is_host=True)
+    site.add("one", body="raise RuntimeError('the driver is too old')")
+    site.add("two", probe_body="raise OSError('the node is locked')", vendors=(0x1EAF,))
+    with pytest.raises(RuntimeError, match="the driver is too old") as caught:
+        choose(site, "one", *bus)
+    assert "planted_one" in str(caught.traceback[-1].path)
+    with pytest.raises(OSError, match="the node is locked") as probed:
+        choose(site, "two", *bus)
+    assert probed.value.__notes__[0] == "in the probe 'planted_two.probe:probe' of device 'two'"
+    assert probed.traceback[-1].name == "probe"
+
+
+def test_a_host_that_raises_ends_the_start_with_its_own_error(site: Site) -> None:
+    site.add("host", is_host=True, probe_body="raise RuntimeError('no memory')")
+    with pytest.raises(RuntimeError, match="no memory"):
         choose(site)
-    assert caught.value.__notes__ == ["in the probe 'planted_one.probe:probe' of device 'one'"]
-    assert caught.traceback[-1].name == "probe"
 
 
 def test_a_probe_that_answers_something_else_is_refused(site: Site) -> None:
     site.add("one", probe_body="return True")
     with pytest.raises(DeviceError, match="the probe of 'one' gave a bool; wanted a ProbeReport"):
-        choose(site)
-
-
-def test_a_package_for_another_api_ends_an_automatic_start(site: Site) -> None:
-    site.add("host", is_host=True)
-    site.add("one", tag="[api-9]")
-    with pytest.raises(DeviceError, match="API 9"):
-        choose(site)
+        choose(site, "one")
 
 
 def test_without_a_host_package_the_remedy_is_to_install_it(site: Site) -> None:
@@ -211,14 +333,15 @@ def never_a_quiet_host(choose_one: Callable[[Sequence[Installed]], str], site: S
         return True
 
 
-@pytest.mark.parametrize(
-    "trouble", [{"runtime": False}, {"probe_body": "raise OSError()"}, {"body": "raise OSError()"}, {"tag": "[api-9]"}]
-)
+PRESENT = ({"runtime": False}, *TROUBLES)
+
+
+@pytest.mark.parametrize("trouble", PRESENT)
 def test_the_law_of_the_quiet_host_holds_and_catches_a_choice_that_breaks_it(
     site: Site, trouble: dict[str, object]
 ) -> None:
     def ours(installed: Sequence[Installed]) -> str:
-        return select(installed, AUTOMATIC, ()).chosen.name
+        return select(installed, AUTOMATIC, (UNCLAIMED,)).chosen.name
 
     def mutant(installed: Sequence[Installed]) -> str:
         try:
@@ -227,6 +350,41 @@ def test_the_law_of_the_quiet_host_holds_and_catches_a_choice_that_breaks_it(
             return "host"
 
     site.add("host", is_host=True)
-    site.add("one", **trouble)
+    site.add("one", vendors=(0x1EAF,), **trouble)
     assert never_a_quiet_host(ours, site)
     assert not never_a_quiet_host(mutant, site)
+
+
+def one_stops_nobody(choose_one: Callable[[Sequence[Installed]], Choice], site: Site) -> bool:
+    """The law: a package that raises, and whose hardware nothing shows, leaves the choice as it was, and a row."""
+    without = [item for item in site.discover() if item.name != "one"]
+    try:
+        found = choose_one(site.discover())
+    except Exception:
+        return False
+    named = any(row.topic == "device one" for row in found.rows)
+    return named and found.chosen.name == select(without, AUTOMATIC, ()).chosen.name
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+@pytest.mark.parametrize("others", [("host",), ("host", "two")])
+def test_the_law_of_one_broken_package_holds_and_catches_choices_that_break_it(
+    site: Site, trouble: dict[str, object], others: tuple[str, ...]
+) -> None:
+    def ours(installed: Sequence[Installed]) -> Choice:
+        return select(installed, AUTOMATIC, ())
+
+    def strict(installed: Sequence[Installed]) -> Choice:
+        for item in installed:
+            try_package(item, False).probed()
+        return ours(installed)
+
+    def silent(installed: Sequence[Installed]) -> Choice:
+        return ours([item for item in installed if try_package(item, False).error is None])
+
+    for name in others:
+        site.add(name, is_host=name == "host")
+    site.add("one", **trouble)
+    assert one_stops_nobody(ours, site)
+    assert not one_stops_nobody(strict, site)
+    assert not one_stops_nobody(silent, site)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from sglcore.device.candidate import run_probe
 from sglcore.device.package import DevicePackage
 from sglcore.device.probe import Fact, ProbeReport
-from sglcore.device.selection import run_probe
 from sglcore.device.system import VARIABLE, System, host_system
 
 
