@@ -72,7 +72,8 @@ class Free:
     """Kernels and attention that return constants; with `calls`, they put their calls there first."""
 
     def __init__(self, calls: list[Call] | None = None) -> None:
-        self.facts = SimpleNamespace(takes_stored=True)
+        self.facts = SimpleNamespace(takes_stored=True)  # where commits before pools had layouts look
+        self.takes_stored = True
         self.token_to_kv_pool = SimpleNamespace(kv=lambda layer: (None, None))
         self.qkv = torch.zeros(1, sum(WIDTHS))
         self._calls = calls

@@ -151,7 +151,7 @@ def pools(facts: Facts, model: LoadedModel, sizes: MemorySizes, pool_kind: PoolK
     device, pages = facts.tensor_device, 1 if model.config.is_encoder else sizes.num_pages
     return Pools(
         ReqToTokenPool(sizes.max_requests, sizes.max_model_len, sizes.page_size, device),
-        pool_kind.make_pool(pages, sizes.page_size, layer_shapes(model), model.dtype, device),
+        pool_kind.make_pool(pages, sizes.page_size, layer_shapes(model), model.dtype, device, model.kernels),
         TokenTable(sizes.max_requests, sizes.max_model_len, device),
     )
 
@@ -182,6 +182,7 @@ def attention(
         _features(shape, captured),
         facts.index_dtype,
         int(spec_of(ForwardBatch, "seq_lens").padding.value),
+        pools.token_to_kv.layout,
     )
     select = partial(select_attention, package.attention)
     try:

@@ -142,7 +142,7 @@ def test_a_replay_reads_lengths_slots_and_pages_as_they_are_then() -> None:
 class BakingLengths(GatheredAttention):
     """Mutant: gathers no further than the longest row at capture."""
 
-    def _attend(self, q: Any, caches: Any, rows: Any, layer: Any, batch: ForwardBatch) -> Tensor:
+    def _attend(self, q: Any, rows: Any, layer: Any, batch: ForwardBatch) -> Tensor:
         assert batch.seq_lens_cpu is not None
         places = rows.places[: int(batch.seq_lens_cpu.max())]
         pages = -(-len(places) // self.req_to_token_pool.page_size)
@@ -150,29 +150,29 @@ class BakingLengths(GatheredAttention):
             places, (0, pages * self.req_to_token_pool.page_size - len(places)), value=10**6
         )
         places = torch.cat([places, places.new_full((len(rows.places) - len(places),), 10**6)])
-        return super()._attend(q, caches, replace(rows, places=places), layer, batch)
+        return super()._attend(q, replace(rows, places=places), layer, batch)
 
 
 class CopyingLengths(GatheredAttention):
     """Mutant: reads the lengths that it saw at capture."""
 
-    def _attend(self, q: Any, caches: Any, rows: Any, layer: Any, batch: ForwardBatch) -> Tensor:
+    def _attend(self, q: Any, rows: Any, layer: Any, batch: ForwardBatch) -> Tensor:
         old = ForwardBatch(req_pool_indices=batch.req_pool_indices, seq_lens=torch.tensor(batch.seq_lens_cpu))
-        return super()._attend(q, caches, rows, layer, old)
+        return super()._attend(q, rows, layer, old)
 
 
 class OneTooFar(GatheredAttention):
     """Mutant: every query also sees the token after it."""
 
-    def _attend(self, q: Any, caches: Any, rows: Any, layer: Any, batch: ForwardBatch) -> Tensor:
-        return super()._attend(q, caches, replace(rows, offsets=rows.offsets + 1), layer, batch)
+    def _attend(self, q: Any, rows: Any, layer: Any, batch: ForwardBatch) -> Tensor:
+        return super()._attend(q, replace(rows, offsets=rows.offsets + 1), layer, batch)
 
 
 class LosingScale(GatheredAttention):
     """Mutant: queries are scaled twice."""
 
-    def _attend(self, q: Any, caches: Any, rows: Any, layer: Any, batch: ForwardBatch) -> Tensor:
-        return super()._attend(q * layer.scaling, caches, rows, layer, batch)
+    def _attend(self, q: Any, rows: Any, layer: Any, batch: ForwardBatch) -> Tensor:
+        return super()._attend(q * layer.scaling, rows, layer, batch)
 
 
 @pytest.mark.parametrize("kind", [BakingLengths, CopyingLengths, OneTooFar, LosingScale])

@@ -220,8 +220,8 @@ def test_new_keys_go_through_the_tables_store() -> None:
     case = case_of(SINGLES, decode=True)
     stored: list[Tensor] = []
     kernels = case.backend.kernels
-    case.backend.kernels = kernels.replace(
-        store_kv=lambda key, *rest: (stored.append(key), kernels.store_kv(key, *rest))[1]
+    case.backend.token_to_kv_pool._store_kv = (  # pyright: ignore[reportAttributeAccessIssue]
+        lambda key, *rest: (stored.append(key), kernels.store_kv(key, *rest))[1]
     )
     case.run()
     assert torch.equal(stored[0], torch.cat([keys[-1:] for keys in case.keys]))

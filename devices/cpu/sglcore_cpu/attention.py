@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, AttentionShape, Bucket
+from sglcore.runtime.memory.pools import CELL_MAJOR
+from sglcore_cpu.kv_pool import INT8
 from sglcore_cpu.native import TYPES, BoundKernel, Engine
 from sglcore_cpu.table import engine_of
 
@@ -39,7 +41,10 @@ class PagedAttention(AttentionBackend[PagedPlan]):
     """Serves every page size, head size and window in float32 and bfloat16, over cells of either or of 8 bits."""
 
     facts = AttentionFacts(
-        dtypes=("bfloat16", "float32"), features=frozenset({"sliding_window", "mixed"}), takes_stored=True
+        dtypes=("bfloat16", "float32"),
+        features=frozenset({"sliding_window", "mixed"}),
+        takes_stored=True,
+        layouts=(CELL_MAJOR, INT8),
     )
 
     def __init__(

@@ -97,11 +97,10 @@ def pool_kind(config: EngineConfig, model: LoadedModel, kernels: KernelTable, le
         return PoolKind(partial(MHATokenToKVPool, zeros=huge_zeros), cell_bytes)
     if config.kv_cache_dtype != INT8_POOL.kv_cache_dtype:
         raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype!r}", wanted=f"auto or {INT8_POOL.kv_cache_dtype}")
-    is_served = is_native(kernels) and model.dtype in SERVED
-    if not is_served or model.config.is_encoder or config.attention_backend not in (None, PAGED):
+    if not is_native(kernels) or model.dtype not in SERVED or model.config.is_encoder:
         raise ConfigError(
-            "keys and values of 8 bits need the paged attention of the native kernels, in bfloat16 or float32, on a model "
-            f"that has a cache; found {model.dtype} and the kernels {kernels.origin['linear']}",
+            "keys and values of 8 bits need the native kernels, in bfloat16 or float32, on a model that has a cache; "
+            f"found {model.dtype} and the kernels {kernels.origin['linear']}",
             remedy="leave --kv-cache-dtype out; sglcore explain without it says why other kernels serve",
         )
     told = "a scale for each cell and head; half the memory and half of what a step reads of it"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, MethodType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from sglcore.runtime.kernels.table import KernelTable
 from sglcore_cpu.draw import NativeDraw
 from sglcore_cpu.kernels import linear as torch_linear
 from sglcore_cpu.kernels import torch_kernels
-from sglcore_cpu.kv_pool import Int8Store
 from sglcore_cpu.native import Engine, recorder
 from sglcore_cpu.operations import Operations
 from sglcore_cpu.packed import PackedWeight
@@ -107,43 +105,10 @@ class NativeExperts:
         return (self._torch if is_large else self._native)(hidden, weights, ids, w13, w2)
 
 
-class NativeCells:
-    """Stores into cells of the model's own type, or of 8 bits."""
-
-    def __init__(self, engine: Engine, operations: Operations) -> None:
-        self._operations = operations
-        self.store = Int8Store(engine, operations.store_kv)
-
-    def rotary_and_store(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, head_dim: int, *cells: Tensor
-    ) -> Tensor:
-        """As the table's entry; in two passes where cells have 8 bits."""
-        if cells[0].dtype is not torch.uint8:
-            return self._operations.rotary_and_store(q, k, v, positions, cos_sin, head_dim, *cells)
-        q, k = self._operations.rotary(q, k, positions, cos_sin, head_dim)
-        heads = (k.shape[0], k.shape[1] // head_dim, head_dim)
-        self.store(k.view(heads), v.unflatten(1, heads[1:]), *cells)
-        return q
-
-    def norm_rotary_and_store(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, head_dim: int, *rest: Any
-    ) -> Tensor:
-        """As the table's entry; in as many passes as there are parts where cells have 8 bits."""
-        cells, (q_weight, k_weight, eps) = rest[:3], rest[3:]
-        if cells[0].dtype is not torch.uint8:
-            return self._operations.norm_rotary_and_store(q, k, v, positions, cos_sin, head_dim, *rest)
-        q, k = self._normed(q, q_weight, eps), self._normed(k, k_weight, eps)
-        return self.rotary_and_store(q, k, v, positions, cos_sin, head_dim, *cells)
-
-    def _normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        heads = x.unflatten(1, (x.shape[1] // weight.shape[0], weight.shape[0]))
-        return self._operations.rms_norm(heads, weight, eps).view(x.shape)
-
-
 def native_table(engine: Engine) -> KernelTable:
     """Every entry that the engine serves; the others are torch's."""
     operations = Operations(engine)
-    linear, cells, draw = NativeLinear(engine, operations), NativeCells(engine, operations), NativeDraw(engine)
+    linear, draw = NativeLinear(engine, operations), NativeDraw(engine)
     return torch_kernels().replace(
         linear=linear.linear,
         gated_linear=linear.gated_linear,
@@ -160,9 +125,9 @@ def native_table(engine: Engine) -> KernelTable:
         silu_and_mul=operations.silu_and_mul,
         gelu=operations.gelu,
         rotary=operations.rotary,
-        rotary_and_store=cells.rotary_and_store,
-        norm_rotary_and_store=cells.norm_rotary_and_store,
-        store_kv=cells.store,
+        rotary_and_store=operations.rotary_and_store,
+        norm_rotary_and_store=operations.norm_rotary_and_store,
+        store_kv=operations.store_kv,
         cache_locations=operations.cache_locations,
         top_k_routing=operations.top_k_routing,
         draw=draw,

@@ -16,6 +16,7 @@ from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime import bring_up
 from sglcore.runtime.bring_up import STANDARD
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
 from sglcore.step.sizing import MemorySizes
 from sglcore_cpu import package
@@ -44,6 +45,7 @@ def model(is_encoder: bool = False) -> Any:
         config=SimpleNamespace(is_encoder=is_encoder, context_length=32),
         dtype=torch.float32,
         attention_layers=(SimpleNamespace(num_kv_heads=2, head_dim=8),),
+        kernels=KernelTable(),
     )
 
 

@@ -15,13 +15,15 @@ from ci.selection import Selection
 from devices.cpu.tests.native.libraries import every_set
 from sglcore.runtime.attention.contract import Bucket, Unavailable
 from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.attention.selection import AttentionNeeds, refusal
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import LayerShapes, MHATokenToKVPool
 from sglcore_cpu.attention import PagedAttention
-from sglcore_cpu.kv_pool import INT8_POOL, Int8Store
+from sglcore_cpu.kv_pool import INT8_POOL, Int8TokenToKVPool
 from sglcore_cpu.native import Engine
 from sglcore_cpu.recording import Recording, StepArena
+from sglcore_cpu.table import native_table
 from tests.attention.rows import Case, Heads, make_case
 
 ROWS = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=5)
@@ -38,6 +40,7 @@ PAGES = st.sampled_from((1, 3, 4, 16))
 LAW = settings(deadline=None, max_examples=40, derandomize=True)
 INT8_BOUND = 0.03
 """Absolute error of attention over cells of 8 bits, where keys and values are normal and 127 codes span 3 deviations."""
+KINDS = (PagedAttention, ReferenceAttention)
 
 
 @pytest.fixture(scope="module")
@@ -208,23 +211,25 @@ def test_a_bucket_of_several_tokens_a_row_is_refused(engine: Engine) -> None:
 # -- cells of 8 bits ---------------------------------------------------------------------------------------------------
 
 
-def int8_pool(num_pages: int, page_size: int, layers: LayerShapes) -> MHATokenToKVPool:
+def int8_pool(
+    engine: Engine, num_pages: int, page_size: int, layers: LayerShapes, dtype: torch.dtype = torch.float32
+) -> Int8TokenToKVPool:
     """Cells of 8 bits for a model in float32."""
-    pool = INT8_POOL.make_pool(num_pages, page_size, layers, torch.float32, "cpu")
-    assert isinstance(pool, MHATokenToKVPool)
-    return pool
+    return Int8TokenToKVPool(num_pages, page_size, layers, dtype, "cpu", native_table(engine))
 
 
-def int8_case(engine: Engine, rows: Any, heads: Heads, dtype: torch.dtype, **how: Any) -> Case:
+def int8_case(
+    engine: Engine, rows: Any, heads: Heads, dtype: torch.dtype, kind: Any = PagedAttention, **how: Any
+) -> Case:
     """A case over a pool of 8 bits, what was in its cells stored there."""
     case = make_case(rows, heads, 16, **how)
     old = case.backend.token_to_kv_pool
-    pool = int8_pool(old.num_cells // old.page_size - 1, old.page_size, case.backend.shape.layers)
-    kernels = KernelTable()
-    kernels = kernels.replace(store_kv=Int8Store(engine, kernels.store_kv))
-    key, value = (cells.to(dtype) for cells in old.kv(0))
-    kernels.store_kv(key, value, *pool.kv(0), torch.arange(len(key)))
-    case.backend = backend_of(case, engine, pool, kernels)  # pyright: ignore[reportAttributeAccessIssue]
+    pool = int8_pool(engine, old.num_cells // old.page_size - 1, old.page_size, case.backend.shape.layers, dtype)
+    cells = torch.arange(old.num_cells)
+    pool.write_cells(0, cells, *(part.to(dtype) for part in old.read_cells(0, cells)))
+    given = case.backend
+    named = {"engine": engine} if kind is PagedAttention else {}
+    case.backend = kind(given.shape, given.req_to_token_pool, pool, given.kernels, **named)
     return case
 
 
@@ -237,26 +242,23 @@ def test_cells_of_8_bits_are_close_to_the_truth(engine: Engine, rows: Any, dtype
     assert 0 < error < INT8_BOUND
 
 
-def test_other_cells_are_stored_by_the_table(engine: Engine) -> None:
-    kernels = KernelTable()
-    table = kernels.replace(store_kv=Int8Store(engine, kernels.store_kv))
-    cells = torch.zeros(2, 4, 1, 8)
-    key = torch.randn(2, 1, 8)
-    table.store_kv(key, -key, cells[0], cells[1], torch.tensor([3, 1]))
-    assert torch.equal(cells[0][[3, 1]], key) and torch.equal(cells[1][[3, 1]], -key)
-    assert table.rotary_and_store is None
+def test_attention_that_knows_no_layout_reads_cells_of_8_bits_too(engine: Engine) -> None:
+    rows = [(20, 1), (0, 9), (30, 17)]
+    native, plain = (int8_case(engine, rows, Heads(8, 4, 64), torch.float32, kind) for kind in KINDS)
+    torch.testing.assert_close(plain.run(), native.run(), rtol=1e-5, atol=1e-5)
+    assert not native.backend.takes_stored, "the entries that store beside a rotation know plain cells only"
 
 
 @pytest.mark.parametrize("change", [{"key": torch.float16}, {"where": torch.int32}], ids=str)
 def test_what_the_store_does_not_take_is_named(engine: Engine, change: dict[str, torch.dtype]) -> None:
     x = torch.zeros(1, 1, 8, dtype=change.get("key", torch.float32))
-    cells = int8_pool(1, 4, ((1, 8),)).kv(0)
+    pool = int8_pool(engine, 1, 4, ((1, 8),))
     with pytest.raises(TypeError, match="wanted float32 or bfloat16 at int64 cells"):
-        Int8Store(engine, KernelTable().store_kv)(x, x, *cells, torch.zeros(1, dtype=change.get("where", torch.int64)))
+        pool.store(0, x, x, torch.zeros(1, dtype=change.get("where", torch.int64)))
 
 
-def test_a_pool_has_the_cells_that_it_says() -> None:
-    pool = int8_pool(3, 4, ((2, 8), (1, 16)))
+def test_a_pool_has_the_cells_that_it_says(engine: Engine) -> None:
+    pool = int8_pool(engine, 3, 4, ((2, 8), (1, 16)))
     assert (pool.page_size, pool.num_cells, pool.num_layers, pool.generation) == (4, 16, 2, 0)
     assert [cells.shape for cells in pool.kv(0)] == [(16, 2, 12)] * 2
     assert [cells.shape for cells in pool.kv(1)] == [(16, 1, 20)] * 2
@@ -266,9 +268,9 @@ def test_a_pool_has_the_cells_that_it_says() -> None:
     assert pool.generation == 1 and not pool.kv(0)[0].any()
 
 
-def test_a_cell_of_8_bits_takes_what_is_counted() -> None:
+def test_a_cell_of_8_bits_takes_what_is_counted(engine: Engine) -> None:
     layers = ((2, 8), (1, 16))
-    pool = int8_pool(3, 4, layers)
+    pool = int8_pool(engine, 3, 4, layers)
     held = sum(cells.numel() for layer in range(2) for cells in pool.kv(layer))
     assert held == pool.num_cells * INT8_POOL.cell_bytes(layers, torch.float32)
 

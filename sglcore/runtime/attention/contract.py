@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast, final
 
 from torch import Tensor
 
+from sglcore.device.errors import ConfigError
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
+from sglcore.runtime.memory.pools import CELL_MAJOR
 
 if TYPE_CHECKING:
     from sglcore.runtime.attention.layer import Attention
@@ -30,6 +32,7 @@ class AttentionFacts:
     sequence length that a padding row must show; `features` name what it serves beyond causal attention over pages.
 
     `takes_stored`: it reads new keys and values from their cells alone, so attention works where k and v are None.
+    `layouts` are those of pools whose storage it reads; None where it reads by `read_cells` alone.
     """
 
     index_dtype: str | None = None
@@ -39,6 +42,11 @@ class AttentionFacts:
     padding_len: int = 1
     features: frozenset[str] = frozenset()
     takes_stored: bool = False
+    layouts: tuple[str, ...] | None = (CELL_MAJOR,)
+
+    def takes_layout(self, layout: str) -> bool:
+        """Whether it reads a pool of this layout."""
+        return self.layouts is None or layout in self.layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +93,16 @@ class AttentionBackend(ABC, Generic[Plan]):
         kernels: KernelTable,
         hisparse: object | None = None,
     ) -> None:
+        """Raises ConfigError for a pool of a layout that the facts do not name."""
+        layout = token_to_kv_pool.layout
+        if not self.facts.takes_layout(layout):
+            raise ConfigError(
+                f"{type(self).__name__} was given keys and values laid out {layout}",
+                wanted=f"one of {', '.join(self.facts.layouts or ())}",
+                remedy="name the layout in its facts, or choose another --attention-backend",
+            )
+        # The table's entries that store beside a rotation take this layout alone.
+        self.takes_stored = self.facts.takes_stored and layout == CELL_MAJOR
         self.shape = shape
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool = token_to_kv_pool
@@ -134,12 +152,11 @@ class AttentionBackend(ABC, Generic[Plan]):
             raise StalePlanError(f"attention of {batch.plan_drift(record, self)}; plan again before the forward")
         plan = cast("Plan", record.plan)
         if k is None or v is None:
-            assert k is v and self.facts.takes_stored
+            assert k is v and self.takes_stored
         elif layer.cached:
             assert batch.out_cache_loc is not None
             shape = (k.shape[0], layer.num_kv_heads, layer.head_dim)
-            caches = self.token_to_kv_pool.kv(layer.layer_id)
-            self.kernels.store_kv(k.view(shape), v.view(shape), *caches, batch.out_cache_loc)
+            self.token_to_kv_pool.store(layer.layer_id, k.view(shape), v.view(shape), batch.out_cache_loc)
         else:
             return self.encode(q, k, v, layer, plan)
         return self.attend(q, layer, batch, plan)

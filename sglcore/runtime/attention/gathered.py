@@ -6,12 +6,14 @@ time. Batches outside graphs are planned as the reference plans them, by their l
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sglcore.runtime.attention.contract import AttentionFacts, Bucket
+from sglcore.runtime.attention.contract import Bucket
 from sglcore.runtime.attention.reference import CapturedRows, ReferenceAttention, ReferencePlan
 
 if TYPE_CHECKING:
@@ -23,9 +25,9 @@ BLOCK_ELEMENTS = 1 << 24
 
 
 class GatheredAttention(ReferenceAttention):
-    """Serves every shape, page size and window, in graphs of every stream device."""
+    """Serves every shape, page size, window and pool, in graphs of every stream device."""
 
-    facts = AttentionFacts(features=frozenset({"sliding_window", "encoder", "mixed", "capture"}), takes_stored=True)
+    facts = replace(ReferenceAttention.facts, features=ReferenceAttention.facts.features | {"capture"})
 
     def capture_plan(self, bucket: Bucket) -> ReferencePlan:
         """Only sizes, and what follows from them: everything else is read on the device when the graph runs."""
@@ -49,12 +51,9 @@ class GatheredAttention(ReferenceAttention):
             return super().attend(q, layer, batch, plan)
         groups = layer.num_heads // layer.num_kv_heads
         queries = q.view(rows.batch_size, len(rows.offsets), layer.num_kv_heads, groups, layer.head_dim)
-        caches = self.token_to_kv_pool.kv(layer.layer_id)
-        return self._attend(queries.float() * layer.scaling, caches, rows, layer, batch).to(q.dtype).view(q.shape)
+        return self._attend(queries.float() * layer.scaling, rows, layer, batch).to(q.dtype).view(q.shape)
 
-    def _attend(
-        self, q: Tensor, caches: tuple[Tensor, Tensor], rows: CapturedRows, layer: Attention, batch: ForwardBatch
-    ) -> Tensor:
+    def _attend(self, q: Tensor, rows: CapturedRows, layer: Attention, batch: ForwardBatch) -> Tensor:
         """q float32 [B, n, kv_heads, group, dim], scaled; softmax over blocks of pages, each rescaled to the largest so far."""
         slots, seq_lens = batch.req_pool_indices, batch.seq_lens
         pool = self.req_to_token_pool
@@ -65,8 +64,7 @@ class GatheredAttention(ReferenceAttention):
         best = torch.full(q.shape[:-1], -torch.inf, device=q.device)
         total, out = torch.zeros_like(best), torch.zeros_like(q)
         for first in range(0, pool.max_pages, step):
-            pages = table[:, first : first + step]
-            keys, values = (self._gathered(cache, pages) for cache in caches)
+            keys, values = self._gathered(table[:, first : first + step], rows, layer)
             places = rows.places[first * pool.page_size :][: keys.shape[1]]
             mask = _visible(last, places, layer.sliding_window)
             scores = torch.einsum("bnhgd,blhd->bnhgl", q, keys).masked_fill(~mask[:, :, None, None], -torch.inf)
@@ -78,11 +76,12 @@ class GatheredAttention(ReferenceAttention):
             total, best = total * scale + weights.sum(dim=-1), higher
         return out / total[..., None]
 
-    def _gathered(self, cache: Tensor, pages: Tensor) -> Tensor:
-        """Cells of pages int32 [B, P] as float32 [B, P * page_size, kv_heads, dim]."""
-        by_page = cache.view(-1, self.req_to_token_pool.page_size, *cache.shape[1:])
-        found = by_page.index_select(0, pages.reshape(-1))
-        return found.view(pages.shape[0], -1, *cache.shape[1:]).float()
+    def _gathered(self, pages: Tensor, rows: CapturedRows, layer: Attention) -> Iterator[Tensor]:
+        """Keys and values of pages int32 [B, P], each float32 [B, P * page_size, kv_heads, dim]."""
+        size = self.req_to_token_pool.page_size
+        cells = (pages[:, :, None] * size + rows.places[:size]).view(-1)
+        for found in self.token_to_kv_pool.read_cells(layer.layer_id, cells):
+            yield found.view(pages.shape[0], -1, *found.shape[1:]).float()
 
 
 def _visible(last: Tensor, places: Tensor, window: int | None) -> Tensor:

@@ -39,13 +39,14 @@ class Attention:
 
     def cells(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """The caches [cells, kv_heads, head_dim] of keys and values and the cells int[T] of this forward's tokens, if the
-        caller may store there and then call with k and v None. Not where a compiler traces or the backend wants k and v.
+        caller may store there and then call with k and v None. Not where a compiler traces, the backend wants k and v, or
+        the pool has another layout.
         """
         if torch.compiler.is_compiling() or not self.cached:
             return None
         context = get_forward_context()
         backend, batch = context.attn_backend, context.batch
-        if not backend.facts.takes_stored or batch is None or batch.out_cache_loc is None:
+        if not backend.takes_stored or batch is None or batch.out_cache_loc is None:
             return None
         return *backend.token_to_kv_pool.kv(self.layer_id), batch.out_cache_loc
 

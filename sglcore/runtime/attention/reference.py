@@ -1,4 +1,4 @@
-"""The reference backend: torch's scaled dot-product attention over gathered pages. Slow, obvious, defines correct.
+"""The reference backend: torch's scaled dot-product attention over gathered cells of any pool. Slow, obvious, defines correct.
 
 Rows that bring one token are attended together; longer rows one by one. Only cells of the row itself are ever read:
 columns beyond a row's length repeat its last cell and are masked, so garbage elsewhere in the pool cannot leak in.
@@ -70,7 +70,7 @@ class ReferencePlan(AttentionPlan):
 class ReferenceAttention(AttentionBackend[ReferencePlan]):
     """Serves every shape, page size and window; encoder attention too."""
 
-    facts = AttentionFacts(features=frozenset({"sliding_window", "encoder", "mixed"}), takes_stored=True)
+    facts = AttentionFacts(features=frozenset({"sliding_window", "encoder", "mixed"}), takes_stored=True, layouts=None)
 
     def plan(self, batch: ForwardBatch) -> ReferencePlan:
         """Gather indices for every row of the batch."""
@@ -158,16 +158,15 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: ReferencePlan) -> Tensor:
         """Rows beyond the real ones come out as zero."""
         grouped = _grouped(q, layer)
-        k_cache, v_cache = self.token_to_kv_pool.kv(layer.layer_id)
         singles = plan.singles
         if singles is not None and singles.count == q.shape[0]:
-            return self._attend_singles(grouped, k_cache, v_cache, singles, layer).reshape(q.shape)
+            return self._attend_singles(grouped, singles, layer).reshape(q.shape)
         out = torch.zeros_like(grouped)
         if singles is not None:
             rows = slice(0, singles.count)
-            out[rows] = self._attend_singles(grouped[rows], k_cache, v_cache, singles, layer)
+            out[rows] = self._attend_singles(grouped[rows], singles, layer)
         for row in plan.rows:
-            keys, values = k_cache[row.cells], v_cache[row.cells]
+            keys, values = self.token_to_kv_pool.read_cells(layer.layer_id, row.cells)
             mask = row.masks[layer.sliding_window]
             out[row.start : row.end] = _attend_row(
                 grouped[row.start : row.end], keys, values, mask, layer, mask is None
@@ -184,14 +183,12 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
             out[rows] = _attend_row(queries[rows], keys[rows], values[rows], None, layer, layer.causal)
         return out.view(q.shape)
 
-    def _attend_singles(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, part: SingleRows, layer: Attention
-    ) -> Tensor:
+    def _attend_singles(self, q: Tensor, part: SingleRows, layer: Attention) -> Tensor:
         """q [R, kv_heads, group, dim]: the heads of a group are the queries of one attention over its keys."""
         cells, mask = self._gather(part, layer.sliding_window)
         shape = (part.count, cells.shape[0] // part.count, layer.num_kv_heads, layer.head_dim)
-        keys = k_cache.index_select(0, cells).view(shape).transpose(1, 2)
-        values = v_cache.index_select(0, cells).view(shape).transpose(1, 2)
+        keys, values = self.token_to_kv_pool.read_cells(layer.layer_id, cells)
+        keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
         return sdpa(q, keys, values, attn_mask=mask, scale=layer.scaling)
 
 

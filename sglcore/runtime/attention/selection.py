@@ -9,6 +9,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import Ref, resolve
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, Unavailable
+from sglcore.runtime.memory.pools import CELL_MAJOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class AttentionNeeds:
     features: frozenset[str]
     index_dtype: str = "int64"
     padding_len: int = 1
+    layout: str = CELL_MAJOR
 
 
 def refusal(facts: AttentionFacts, needs: AttentionNeeds) -> str:
@@ -36,6 +38,8 @@ def refusal(facts: AttentionFacts, needs: AttentionNeeds) -> str:
         return f"cell indices of {needs.index_dtype}; it takes {facts.index_dtype}"
     if facts.padding_len != needs.padding_len:
         return f"padding rows of length {needs.padding_len}; it wants {facts.padding_len}"
+    if not facts.takes_layout(needs.layout):
+        return f"keys and values laid out {needs.layout}; it takes {', '.join(facts.layouts or ())}"
     missing = sorted(needs.features - facts.features)
     return f"it lacks {', '.join(missing)}" if missing else ""
 

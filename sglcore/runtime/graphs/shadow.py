@@ -60,12 +60,10 @@ def leaving_cells(context: ForwardContext, cells: Tensor | None, forward: Step) 
     """What `forward` returns, with the KV cells [T] that it writes put back: its last bits differ from the replay's."""
     if cells is None:
         return forward()
-    where = cells.long()
     pool = context.attn_backend.token_to_kv_pool
-    stored = [pool.kv(layer.layer_id) for layer in context.layers if layer.cached]
-    kept = [(keys, keys[where], values, values[where]) for keys, values in stored]
+    layers = [layer.layer_id for layer in context.layers if layer.cached]
+    kept = [(layer_id, *pool.read_cells(layer_id, cells)) for layer_id in layers]
     hidden = forward()
-    for keys, old_keys, values, old_values in kept:
-        keys.index_copy_(0, where, old_keys)
-        values.index_copy_(0, where, old_values)
+    for layer_id, keys, values in kept:
+        pool.write_cells(layer_id, cells, keys, values)
     return hidden

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -16,7 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.device.batch import ScheduleBatch
+from sglcore.runtime.kernels import reference
 from sglcore.step.tables import new_pages
+
+if TYPE_CHECKING:
+    from sglcore.runtime.kernels.table import KernelTable
+
+CELL_MAJOR = "cell_major"
+"""Keys and values apart, each [cells, kv_heads, head_dim]: what every entry of the kernel table that stores takes."""
+PAGE_MAJOR = "page_major"
+"""Keys and values apart, each [pages, kv_heads, page_size, head_dim]."""
 
 LayerShapes: TypeAlias = tuple[tuple[int, int], ...]
 """(kv_heads, head_dim) of each layer."""
@@ -50,20 +59,41 @@ class ReqToTokenPool:
 
 
 class TokenToKVPool(Protocol):
-    """The cells of `num_layers` layers. `generation` changes whenever an address does."""
+    """The cells of `num_layers` layers. `generation` changes whenever an address does.
+
+    How they lie is the pool's own: `layout` names it, backends name those that they take, and whoever knows none works
+    through `read_cells` and `write_cells`. A forward calls `store` and `kv` for each layer.
+    """
 
     generation: int
     page_size: int
     num_cells: int
     num_layers: int
+    layout: ClassVar[str]
 
-    def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """The layer's key and value cells, each [cells, kv_heads, head_dim]."""
+    def kv(self, layer_id: int) -> Any:
+        """The layer's storage as this layout has it, for who knows the layout."""
+        ...
+
+    def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
+        """Row t of key and value [T, kv_heads, head_dim] into cell out_cache_loc[t]. Cells are distinct, but for padding
+        rows, which name cell 0. Runs inside graphs; reads nothing on the host."""
+        ...
+
+    def read_cells(self, layer_id: int, cells: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of cells int [N], each a new [N, kv_heads, head_dim] in the type that attention computes in. Runs
+        inside graphs."""
+        ...
+
+    def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
+        """The inverse, by plain torch: keys and values [N, kv_heads, head_dim] into distinct cells, and no other."""
         ...
 
 
 class MHATokenToKVPool:
     """Keys and values of multi-head or grouped-query attention, one pair of tensors a layer, cell-major."""
+
+    layout: ClassVar[str] = CELL_MAJOR
 
     def __init__(
         self,
@@ -72,30 +102,79 @@ class MHATokenToKVPool:
         layers: LayerShapes,
         dtype: torch.dtype,
         device: str,
+        kernels: KernelTable | None = None,
         zeros: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
     ) -> None:
-        """`layers` holds (kv_heads, head_dim) of each layer; page 0 is added to `num_pages`. `zeros(shape, dtype)`: where
-        the cells come from, if not from torch, which writes all of them at once."""
+        """`layers` holds (kv_heads, head_dim) of each layer; page 0 is added to `num_pages`. `kernels`: whose `store_kv`
+        stores; the reference's without. `zeros(shape, dtype)`: where the cells come from, if not from torch, which writes
+        all of them at once."""
         self.generation = 0
         self.page_size = page_size
         self.num_cells = (num_pages + 1) * page_size
         self.num_layers = len(layers)
         self.dtype = dtype
+        self._store_kv = reference.store_kv if kernels is None else kernels.store_kv
         self._zeros = zeros or partial(_torch_zeros, device)
-        self._shapes = [(self.num_cells, heads, head_dim) for heads, head_dim in layers]
+        self._shapes = [self._shape(heads, head_dim) for heads, head_dim in layers]
         self._kv = self._allocate()
 
     def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """The layer's key and value cells, each [cells, kv_heads, head_dim]."""
+        """The layer's keys and values, each [cells, kv_heads, head_dim]."""
         return self._kv[layer_id]
+
+    def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
+        """By the table's `store_kv`."""
+        self._store_kv(key, value, *self._kv[layer_id], out_cache_loc)
+
+    def read_cells(self, layer_id: int, cells: Tensor) -> tuple[Tensor, Tensor]:
+        """Two gathers."""
+        keys, values = self._kv[layer_id]
+        return keys.index_select(0, cells), values.index_select(0, cells)
+
+    def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
+        """By the reference's `store_kv`."""
+        reference.store_kv(keys, values, *self._kv[layer_id], cells)
 
     def replace_storage(self) -> None:
         """Move to new, zeroed memory: every address changes, so plans and graphs made before are refused."""
         self._kv = self._allocate()
         self.generation += 1
 
+    def _shape(self, heads: int, head_dim: int) -> tuple[int, ...]:
+        return self.num_cells, heads, head_dim
+
     def _allocate(self) -> list[tuple[Tensor, Tensor]]:
         return [(self._zeros(shape, self.dtype), self._zeros(shape, self.dtype)) for shape in self._shapes]
+
+
+class PageMajorTokenToKVPool(MHATokenToKVPool):
+    """The same, page-major: each head's tokens of a page lie together. It stores by plain torch; a package that has a kernel
+    for this layout overrides `store`."""
+
+    layout: ClassVar[str] = PAGE_MAJOR
+
+    def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values, each [pages, kv_heads, page_size, head_dim]."""
+        return self._kv[layer_id]
+
+    def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
+        """Two indexed writes."""
+        self.write_cells(layer_id, out_cache_loc, key, value)
+
+    def read_cells(self, layer_id: int, cells: Tensor) -> tuple[Tensor, Tensor]:
+        """Two indexed reads."""
+        pages, places = cells // self.page_size, cells % self.page_size
+        keys, values = self._kv[layer_id]
+        return keys.transpose(1, 2)[pages, places], values.transpose(1, 2)[pages, places]
+
+    def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Two indexed writes."""
+        where = cells // self.page_size, cells % self.page_size
+        for held, new in zip(self._kv[layer_id], (keys, values), strict=True):
+            held.transpose(1, 2)[where] = new.to(held.dtype)
+
+    def _shape(self, heads: int, head_dim: int) -> tuple[int, ...]:
+        return self.num_cells // self.page_size, heads, self.page_size, head_dim
 
 
 def _torch_zeros(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -109,14 +188,16 @@ def cell_bytes(layers: LayerShapes, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PoolKind:
-    """How a device keeps keys and values. `make_pool(num_pages, page_size, layers, dtype, device)` allocates them for a model
-    that is computed in `dtype`; `cell_bytes(layers, dtype)` are those of one token over all layers; `kv_cache_dtype` is what
-    a configuration asks for to have them."""
+    """How a device keeps keys and values. `make_pool(num_pages, page_size, layers, dtype, device, kernels)` allocates them for
+    a model that is computed in `dtype`; `cell_bytes(layers, dtype)` are those of one token over all layers;
+    `kv_cache_dtype` is what a configuration asks for to have them."""
 
-    make_pool: Callable[[int, int, LayerShapes, torch.dtype, str], TokenToKVPool]
+    make_pool: Callable[[int, int, LayerShapes, torch.dtype, str, KernelTable], TokenToKVPool]
     cell_bytes: Callable[[LayerShapes, torch.dtype], int]
     kv_cache_dtype: str = "auto"
 
 
 PER_HEAD = PoolKind(MHATokenToKVPool, cell_bytes)
-"""In the model's type, by head."""
+"""In the model's type, by head, cell-major."""
+PER_HEAD_BY_PAGE = PoolKind(PageMajorTokenToKVPool, cell_bytes)
+"""The same, page-major."""
