@@ -1,4 +1,7 @@
-"""Batches for attention: requests over random pages, in a pool that holds the rows' own cells and no number anywhere else."""
+"""Batches for attention: requests over random pages, in a pool that holds the rows' own cells and no number anywhere else.
+
+However the pool lies: its cells are read and written by its own `read_cells` and `write_cells`.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from sglcore.conformance.harness import Harness
 from sglcore.device.batch import ForwardMode, ScheduleBatch, offsets_of
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.memory.pools import TokenToKVPool
 
 Rows = tuple[tuple[int, int], ...]
 """(tokens before this step, tokens of this step) of each request."""
@@ -106,28 +110,30 @@ def attend(
     """Run one step of attention on a harness. `again(backend, probe)` may run it another way, within the same step."""
     runner = copy(harness.started.built["runner"])
     layer: Attention = runner.model.attention_layers[0]
-    keys, values = runner.attn_backend.token_to_kv_pool.kv(0)
-    probe = Probe(layer, contents, harness.facts.tensor_device, keys.dtype)
+    pool: TokenToKVPool = runner.attn_backend.token_to_kv_pool
+    device, dtype = harness.facts.tensor_device, getattr(torch, harness.geometry.dtype)
+    probe = Probe(layer, contents, device, dtype)
     runner.model = probe
     with torch.inference_mode():
-        fill_pool(harness, contents, keys, values)
+        cells = every_cell(harness, pool)
+        earlier = [before for before, _ in contents.rows]
+        held = [
+            expected_cells(contents, parts, earlier, pool).to(dtype).to(device)
+            for parts in (contents.keys, contents.values)
+        ]
+        pool.write_cells(0, cells, *held)
         harness.settle()
         staged = runner.init_batch(schedule_batch(contents, mode, harness.limits.page_size))
         out = runner.run_eager(staged).to("cpu", copy=True)
-        after = (keys.to("cpu", copy=True), values.to("cpu", copy=True))
+        keys, values = (part.to("cpu", copy=True) for part in pool.read_cells(0, cells))
         refreshed = again(runner.attn_backend, probe) if again is not None else None
-        return Seen(out, *after, None if refreshed is None else refreshed.to("cpu", copy=True))
+        return Seen(out, keys, values, None if refreshed is None else refreshed.to("cpu", copy=True))
 
 
-def fill_pool(harness: Harness, contents: Contents, keys: Tensor, values: Tensor) -> None:
-    """Earlier tokens in their cells, and no number in every other cell of the pool."""
-    for cells, parts in ((keys, contents.keys), (values, contents.values)):
-        host = torch.full(cells.shape, float("nan"), dtype=cells.dtype, device="cpu")
-        for where, part, (before, _) in zip(
-            cells_of(contents, harness.limits.page_size), parts, contents.rows, strict=True
-        ):
-            host[where[:before]] = part[:before].to(cells.dtype)
-        cells.copy_(host)
+def every_cell(harness: Harness, pool: TokenToKVPool) -> Tensor:
+    """The indices of all cells of a pool, as its device has indices."""
+    facts = harness.facts
+    return torch.arange(pool.num_cells, dtype=getattr(torch, facts.index_dtype), device=facts.tensor_device)
 
 
 def cells_of(contents: Contents, page_size: int) -> list[Tensor]:
@@ -139,11 +145,11 @@ def cells_of(contents: Contents, page_size: int) -> list[Tensor]:
     return found
 
 
-def expected_pool(harness: Harness, contents: Contents, parts: list[Tensor], like: Tensor) -> Tensor:
-    """What the pool must hold afterwards: the rows' own tokens, and what it held everywhere else."""
-    host = torch.full(like.shape, float("nan"), dtype=like.dtype, device="cpu")
-    for where, part in zip(cells_of(contents, harness.limits.page_size), parts, strict=True):
-        host[where] = part.to(like.dtype)
+def expected_cells(contents: Contents, parts: list[Tensor], lengths: list[int], pool: TokenToKVPool) -> Tensor:
+    """Keys or values of a whole pool in float32: the first tokens of each row in their cells, no number anywhere else."""
+    host = torch.full((pool.num_cells, *parts[0].shape[1:]), float("nan"), device="cpu")
+    for where, part, length in zip(cells_of(contents, pool.page_size), parts, lengths, strict=True):
+        host[where[:length]] = part[:length]
     return host
 
 

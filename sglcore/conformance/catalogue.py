@@ -10,6 +10,7 @@ from sglcore.conformance import (
     laws_kernels,
     laws_masks,
     laws_package,
+    laws_pool,
     laws_runner,
     laws_serving,
 )
@@ -24,6 +25,7 @@ LAWS: tuple[Law, ...] = tuple(
             *laws_graphs.LAWS,
             *laws_masks.LAWS,
             *laws_kernels.LAWS,
+            *laws_pool.LAWS,
             *laws_attention.LAWS,
             *laws_serving.LAWS,
         ),

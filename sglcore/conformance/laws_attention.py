@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sglcore.conformance import mutants_attention as broken
-from sglcore.conformance.attention_cases import MODES, Contents, Probe, Seen, attend, draw_contents, expected_pool
+from sglcore.conformance.attention_cases import MODES, Contents, Probe, Seen, attend, draw_contents, expected_cells
 from sglcore.conformance.checkpoint import CONTEXT
 from sglcore.conformance.harness import Harness
 from sglcore.conformance.law import Law, LawBroken, NotApplicable
@@ -20,6 +20,7 @@ from sglcore.conformance.trial import Trial
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.attention.contract import Bucket
 from sglcore.runtime.forward_context import ForwardContext, forward_context
+from sglcore.runtime.memory.pools import TokenToKVPool
 
 TOLERANCE: Mapping[str, float] = MappingProxyType({"float32": 5e-5, "bfloat16": 3e-2, "float16": 5e-3})
 """Of outputs that are means of values around 1."""
@@ -85,9 +86,10 @@ def _check_output(trial: Trial, harness: Harness, found: Tensor, wanted: Tensor,
 
 def _check_pool(harness: Harness, contents: Contents, found: Seen, text: str) -> None:
     """This step's keys and values stand in their cells; every other cell is as it was."""
+    pool: TokenToKVPool = harness.started.built["pools"].token_to_kv
+    size, lengths = pool.page_size, [before + new for before, new in contents.rows]
     for what, parts, after in (("key", contents.keys, found.keys), ("value", contents.values, found.values)):
-        wanted = expected_pool(harness, contents, parts, after)
-        size = harness.limits.page_size
+        wanted = expected_cells(contents, parts, lengths, pool).to(after.dtype)
         wrong = ~(torch.eq(after, wanted) | (after.isnan() & wanted.isnan())).flatten(1).all(1)
         wrong[:size] = False
         if wrong.any():

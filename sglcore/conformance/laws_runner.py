@@ -9,6 +9,7 @@ import torch
 
 from sglcore.conformance import mutants_runtime as runtime
 from sglcore.conformance import mutants_worker as worker
+from sglcore.conformance.attention_cases import every_cell
 from sglcore.conformance.checkpoint import CONTEXT
 from sglcore.conformance.harness import Harness, Result, random_prompts
 from sglcore.conformance.held import counter
@@ -16,6 +17,7 @@ from sglcore.conformance.law import LOGPROBS, Law, LawBroken, NotApplicable
 from sglcore.conformance.mutants_attention import FORGETS_LENGTHS
 from sglcore.conformance.target import Target
 from sglcore.conformance.trial import Trial
+from sglcore.runtime.memory.pools import TokenToKVPool
 from sglcore.schedule.scheduler import Scheduler
 
 LENGTHS = (1, 5, 30, 17, 9)
@@ -81,11 +83,13 @@ def padding_is_inert(trial: Trial) -> None:
 
 
 def _spoil_page_zero(harness: Harness) -> None:
-    pools = harness.started.built["pools"]
+    pool: TokenToKVPool = harness.started.built["pools"].token_to_kv
+    cells = every_cell(harness, pool)[: pool.page_size]
     with torch.inference_mode():
-        for layer in range(2):
-            for cells in pools.token_to_kv.kv(layer):
-                cells[: harness.geometry.page_size] = float("nan")
+        for layer in range(pool.num_layers):
+            pool.write_cells(
+                layer, cells, *(torch.full_like(part, torch.nan) for part in pool.read_cells(layer, cells))
+            )
     harness.settle()
 
 

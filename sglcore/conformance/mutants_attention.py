@@ -58,9 +58,9 @@ def values_of_the_row_before(base: Any) -> type:
         __slots__ = ()
 
         def attend(self, q: Tensor, layer: Any, batch: Any, plan: Any) -> Tensor:
-            _, values = self.token_to_kv_pool.kv(layer.layer_id)
-            cells = batch.out_cache_loc.long()
-            values.index_copy_(0, cells, values.index_select(0, cells).roll(1, 0))
+            pool, cells = self.token_to_kv_pool, batch.out_cache_loc
+            keys, values = pool.read_cells(layer.layer_id, cells)
+            pool.write_cells(layer.layer_id, cells, keys, values.roll(1, 0))
             return super().attend(q, layer, batch, plan)
 
     return ValuesOfTheRowBefore
@@ -74,10 +74,9 @@ def writes_another_page(base: Any) -> type:
 
         def attend(self, q: Tensor, layer: Any, batch: Any, plan: Any) -> Tensor:
             out = super().attend(q, layer, batch, plan)
-            keys, _ = self.token_to_kv_pool.kv(layer.layer_id)
-            cell = batch.out_cache_loc[-1:].long()
-            beside = (cell + self.token_to_kv_pool.page_size) % keys.shape[0]
-            keys.index_copy_(0, beside, keys.index_select(0, cell))
+            pool, cell = self.token_to_kv_pool, batch.out_cache_loc[-1:]
+            beside = (cell + pool.page_size) % pool.num_cells
+            pool.write_cells(layer.layer_id, beside, *pool.read_cells(layer.layer_id, cell))
             return out
 
     return WritesAnotherPage
@@ -90,8 +89,8 @@ def reads_page_zero(base: Any) -> type:
         __slots__ = ()
 
         def attend(self, q: Tensor, layer: Any, batch: Any, plan: Any) -> Tensor:
-            keys, _ = self.token_to_kv_pool.kv(layer.layer_id)
-            return super().attend(q, layer, batch, plan) + 0 * keys[0].to(q.dtype).mean()
+            keys, _ = self.token_to_kv_pool.read_cells(layer.layer_id, batch.out_cache_loc.new_zeros(1))
+            return super().attend(q, layer, batch, plan) + 0 * keys.to(q.dtype).mean()
 
     return ReadsPageZero
 

@@ -12,6 +12,7 @@ from sglcore.runtime.attention.contract import AttentionBackend, AttentionPlan, 
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.paged import as_pages, device_offsets, page_rows, with_padding
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.memory.pools import CELL_MAJOR
 
 
 @dataclass(slots=True)
@@ -31,7 +32,8 @@ class PageRowsAttention(AttentionBackend[RowsPlan]):
 
     @abstractmethod
     def attend_pages(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Attention) -> Tensor:
-        """q [num_tokens, heads, dim] over pages [pages, page_size, kv_heads, dim]; a new tensor of q's shape."""
+        """q [num_tokens, heads, dim] over pages [pages, page_size, kv_heads, dim], or [pages, kv_heads, page_size, dim] of a
+        page-major pool; a new tensor of q's shape."""
 
     def plan(self, batch: ForwardBatch) -> RowsPlan:
         """Page rows of the batch, as they are now."""
@@ -64,9 +66,10 @@ class PageRowsAttention(AttentionBackend[RowsPlan]):
         """Rows beyond the real ones come out as zero."""
         if not plan.num_tokens:
             return torch.zeros_like(q)
-        k_pages, v_pages = (
-            as_pages(c, self.token_to_kv_pool.page_size) for c in self.token_to_kv_pool.kv(layer.layer_id)
-        )
+        pool = self.token_to_kv_pool
+        k_pages, v_pages = pool.kv(layer.layer_id)
+        if pool.layout == CELL_MAJOR:
+            k_pages, v_pages = as_pages(k_pages, pool.page_size), as_pages(v_pages, pool.page_size)
         queries = q.view(-1, layer.num_heads, layer.head_dim)
         out = self.attend_pages(queries[: plan.num_tokens], k_pages, v_pages, plan, layer)
         return with_padding(out, q)

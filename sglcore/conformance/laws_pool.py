@@ -1,0 +1,78 @@
+"""C3: the device's pool of keys and values, however it lies: every cell is one place, and what is stored is read there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglcore.conformance import mutants_pool
+from sglcore.conformance.attention_cases import every_cell
+from sglcore.conformance.law import Law, LawBroken
+from sglcore.conformance.laws_kernels import relative_error
+from sglcore.conformance.target import Target
+from sglcore.conformance.trial import Trial
+from sglcore.runtime.memory.pools import TokenToKVPool
+
+SAME = {"float32": 0.0, "bfloat16": 0.0, "float16": 0.0}
+"""A pool that rounds what it keeps says so by a tolerance of its package."""
+STORED = 33
+"""Cells of one store: some kernels are interpreted."""
+
+
+@torch.inference_mode()
+def pool_keeps_cells(trial: Trial) -> None:
+    """Written, then read in another order; stored, then read, with every other cell as it was; and layers apart."""
+    harness = trial.kit.harness("dense")
+    pool: TokenToKVPool = harness.started.built["pools"].token_to_kv
+    cells, generator = every_cell(harness, pool), torch.Generator(device="cpu").manual_seed(3)
+    if pool.num_cells != (harness.limits.num_pages + 1) * harness.limits.page_size:
+        raise LawBroken(f"{pool.num_cells} cells; the limits tell of {harness.limits.num_pages} pages beside page 0")
+    order = torch.randperm(pool.num_cells, generator=generator, device="cpu")
+    wanted: list[tuple[Tensor, Tensor]] = []
+    for layer in range(pool.num_layers):
+        like, _ = pool.read_cells(layer, cells[:1])
+        drawn = torch.randn((2, pool.num_cells, *like.shape[1:]), generator=generator, device="cpu").to(like.dtype)
+        pool.write_cells(layer, cells[order.to(cells.device)], *drawn[:, order].to(cells.device))
+        wanted.append((drawn[0], drawn[1]))
+    for layer, parts in enumerate(wanted):
+        _check(trial, pool, layer, cells, parts, f"layer {layer}, written")
+    chosen = order[:STORED]
+    for layer, (keys, values) in enumerate(wanted):
+        values[chosen], keys[chosen] = -keys[chosen], values[chosen]
+        new = (part[chosen].to(cells.device) for part in (keys, values))
+        pool.store(layer, *new, cells[chosen.to(cells.device)])
+        _check(trial, pool, layer, cells, (keys, values), f"layer {layer}, stored")
+
+
+def _check(
+    trial: Trial, pool: TokenToKVPool, layer: int, cells: Tensor, wanted: tuple[Tensor, Tensor], text: str
+) -> None:
+    bound = trial.tolerance(trial.kit.harness("dense").geometry.dtype)
+    for what, found, held in zip(("key", "value"), pool.read_cells(layer, cells), wanted, strict=True):
+        if found.shape != held.shape:
+            raise LawBroken(f"{text}: read_cells gives {tuple(found.shape)}, wanted {tuple(held.shape)}")
+        host = found.cpu()
+        error = relative_error(host, held)
+        trial.note(error)
+        if not error <= bound:
+            cell = next(i for i in range(len(held)) if not relative_error(host[i], held[i]) <= bound)
+            raise LawBroken(f"{text}: the {what} of cell {cell} differs by {error:.3g}, {bound:g} is allowed")
+
+
+def pool_cases(target: Target) -> tuple[str, ...]:
+    """One, of a device on the torch runtime."""
+    return ("",) if "torch_runtime" in target.capabilities() else ()
+
+
+LAWS: tuple[Law, ...] = (
+    Law(
+        name="pool_keeps_cells",
+        level="C3",
+        says="What is written or stored to a cell is read from it, in its layer, and no other cell changes.",
+        check=pool_keeps_cells,
+        mutants=mutants_pool.MUTANTS,
+        needs=frozenset({"torch_runtime"}),
+        tolerance=SAME,
+        cases=pool_cases,
+    ),
+)

@@ -1,0 +1,77 @@
+"""Broken pools, however they lie: each defect is in where something is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from sglcore.conformance.mutant import Mutant, become
+
+
+def writes_the_next_page(base: Any) -> type:
+    """`write_cells` goes one page too far, and only it."""
+
+    class WritesTheNextPage(base):
+        def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
+            super().write_cells(layer_id, (cells + self.page_size) % self.num_cells, keys, values)
+
+    return WritesTheNextPage
+
+
+def stores_in_another_layout(base: Any) -> type:
+    """Keys and values are stored as if the heads of a cell lay in another order."""
+
+    class StoresInAnotherLayout(base):
+        def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
+            moved = (part.flatten(1).roll(1, 1).view_as(part) for part in (key, value))
+            super().store(layer_id, *moved, out_cache_loc)
+
+    return StoresInAnotherLayout
+
+
+def stores_beside(base: Any) -> type:
+    """The cell after the last is stored to as well."""
+
+    class StoresBeside(base):
+        def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
+            super().store(layer_id, key[-1:], value[-1:], (out_cache_loc[-1:] + 1) % self.num_cells)
+            super().store(layer_id, key, value, out_cache_loc)
+
+    return StoresBeside
+
+
+def one_layer_for_all(base: Any) -> type:
+    """Every layer is kept in the first one's cells."""
+
+    class OneLayerForAll(base):
+        def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
+            super().store(0, key, value, out_cache_loc)
+
+        def write_cells(self, layer_id: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
+            super().write_cells(0, cells, keys, values)
+
+        def read_cells(self, layer_id: int, cells: Tensor) -> tuple[Tensor, Tensor]:
+            return super().read_cells(0, cells)
+
+    return OneLayerForAll
+
+
+def _mutant(subclass: Callable[[Any], type]) -> Mutant:
+    def change(pools: Any) -> Any:
+        become(pools.token_to_kv, subclass)
+        return pools
+
+    words = getattr(subclass, "__name__").replace("_", " ")  # noqa: B009
+    return Mutant(name=words, says=(subclass.__doc__ or "").strip(), steps=MappingProxyType({"pools": change}))
+
+
+STORES_IN_ANOTHER_LAYOUT = _mutant(stores_in_another_layout)
+MUTANTS: tuple[Mutant, ...] = (
+    _mutant(writes_the_next_page),
+    STORES_IN_ANOTHER_LAYOUT,
+    _mutant(stores_beside),
+    _mutant(one_layer_for_all),
+)
