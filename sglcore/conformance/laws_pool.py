@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from sglcore.conformance.target import Target
 from sglcore.conformance.trial import Trial
 from sglcore.runtime.memory.pools import TokenToKVPool
 
-SAME = {"float32": 0.0, "bfloat16": 0.0, "float16": 0.0}
+SAME = MappingProxyType({"float32": 0.0, "bfloat16": 0.0, "float16": 0.0})
 """A pool that rounds what it keeps says so by a tolerance of its package."""
 STORED = 33
 """Cells of one store: some kernels are interpreted."""
@@ -39,8 +41,8 @@ def pool_keeps_cells(trial: Trial) -> None:
     chosen = order[:STORED]
     for layer, (keys, values) in enumerate(wanted):
         values[chosen], keys[chosen] = -keys[chosen], values[chosen]
-        new = (part[chosen].to(cells.device) for part in (keys, values))
-        pool.store(layer, *new, cells[chosen.to(cells.device)])
+        new_keys, new_values = (part[chosen].to(cells.device) for part in (keys, values))
+        pool.store(layer, new_keys, new_values, cells[chosen.to(cells.device)])
         _check(trial, pool, layer, cells, (keys, values), f"layer {layer}, stored")
 
 

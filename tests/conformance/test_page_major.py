@@ -68,7 +68,7 @@ DEVICE = Target(
             **REFERENCE.package.attention,
         },
         bring_up=f"{__name__}:ORDER",
-        kernels=f"{__name__}:kernels",
+        kernels={"own": f"{__name__}:kernels"},
     ),
     "sglcore",
 )
@@ -137,8 +137,8 @@ def stores_cells_into_pages(base: Any) -> type:
 
     class StoresCellsIntoPages(base):
         def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
-            caches = (part.view(self.num_cells, *key.shape[1:]) for part in self.kv(layer_id))
-            reference.store_kv(key, value, *caches, out_cache_loc)
+            keys, values = (part.view(self.num_cells, *key.shape[1:]) for part in self.kv(layer_id))
+            reference.store_kv(key, value, keys, values, out_cache_loc)
 
     return StoresCellsIntoPages
 

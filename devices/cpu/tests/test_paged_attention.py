@@ -229,7 +229,8 @@ def int8_case(
     pool.write_cells(0, cells, *(part.to(dtype) for part in old.read_cells(0, cells)))
     given = case.backend
     named = {"engine": engine} if kind is PagedAttention else {}
-    case.backend = kind(given.shape, given.req_to_token_pool, pool, given.kernels, **named)
+    made: Any = kind(given.shape, given.req_to_token_pool, pool, given.kernels, **named)
+    case.backend = made
     return case
 
 
