@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from sglcore.runtime.kernels.reference import rotary as reference_rotary
+from sglcore.runtime.kernels.reference import store_kv as reference_store_kv
 from sglcore.runtime.kernels.table import KernelTable
 
 FRACTAL_NZ = 29
 """The layout of blocks in which the matrix units read a weight without rearranging it."""
 BLOCK = 16
 """Elements of 16 bits along both sides of a block."""
+STORED = (torch.float16, torch.bfloat16)
+"""Types of cells that the operator stores on an A2 or A3."""
 LARGE = 1 << 20
 """Elements from which a weight is streamed rather than kept close: there the layout pays."""
 
@@ -36,8 +39,12 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
-    """One operator for both caches; it takes pages, and a page of one cell makes its slots the cells."""
+    """One operator for both caches; it takes pages, and a page of one cell makes its slots the cells. Cells of other types
+    go to the reference."""
     if not key.shape[0]:
+        return
+    if k_cache.dtype not in STORED:
+        reference_store_kv(key, value, k_cache, v_cache, out_cache_loc)
         return
     torch.ops.npu.npu_scatter_pa_kv_cache(
         key.to(k_cache.dtype).contiguous(),

@@ -54,17 +54,21 @@ def test_rotary_of_whole_and_partial_heads_in_strided_rows(tokens: int, dtype: t
     compare("rotary", q, k, positions, cache, 16)
 
 
-@pytest.mark.parametrize("cells", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("cells", "dtype"), [(torch.int32, torch.float16), (torch.int64, torch.float16), (torch.int32, torch.float32)]
+)
 @TOKENS
-def test_keys_and_values_lie_in_their_cells_and_nothing_else_changes(tokens: int, cells: torch.dtype) -> None:
+def test_keys_and_values_lie_in_their_cells_and_nothing_else_changes(
+    tokens: int, cells: torch.dtype, dtype: torch.dtype
+) -> None:
     rows = values(tokens, 2, 16, dtype=torch.float32)
     where = torch.randperm(24, generator=torch.Generator().manual_seed(1))[:tokens]
-    keys, kept = torch.full((24, 2, 16), 7.0, dtype=torch.float16, device=DEVICE), torch.full((24, 2, 16), 7.0)
+    keys, kept = torch.full((24, 2, 16), 7.0, dtype=dtype, device=DEVICE), torch.full((24, 2, 16), 7.0)
     found = keys.clone()
     kernels().store_kv(rows.to(DEVICE), -rows.to(DEVICE), keys, found, where.to(cells).to(DEVICE))
     for cache, sign in ((keys, 1), (found, -1)):
-        wanted = kept.clone().half()
-        wanted[where] = (sign * rows).half()
+        wanted = kept.clone().to(dtype)
+        wanted[where] = (sign * rows).to(dtype)
         assert torch.equal(cache.cpu(), wanted)
 
 

@@ -1,16 +1,24 @@
-"""AITER: paged decode and batched prefill as CPU references under their true signatures."""
+"""AITER: paged decode and batched prefill as CPU references under their true signatures.
+
+Decode takes raw pointers (csrc/cpp_itfs/pa/pa_v1.py and pa_v1.cpp.jinja, ROCm/aiter): where its kernel would read or write
+elsewhere, this one refuses. Prefill refuses what csrc/py_itfs_ck/mha_batch_prefill_kernels.cu checks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sglcore_sim.vendors.paged import attend, cells_of, flat, plant_module
+from sglcore_sim.vendors.paged import attend, cells_of, flat, ints, plant_module, require
 
+DECODE, PREFILL = "aiter.paged_attention_v1", "aiter.mha_batch_prefill_func"
 HALF = (torch.float16, torch.bfloat16)
 PAGE_SIZES = (16, 32)
+PARTITION = 256
+"""Tokens of a partition that the kernel is compiled for."""
 
 
 def plant(sim: Any) -> None:
@@ -38,9 +46,13 @@ def plant(sim: Any) -> None:
         mtp: int = 1,
         sliding_window: int = 0,
     ) -> Tensor:
-        _check_decode(query, key_cache, workspace_buffer, block_tables, context_lens, kv_cache_dtype, kv_cache_layout)
+        _check_decode(
+            {"out": out, "workspace": workspace_buffer, "query": query, "keys": key_cache, "values": value_cache},
+            {"tables": block_tables, "lens": context_lens, "starts": cu_query_lens, "scales": (k_scale, v_scale)},
+            (kv_cache_dtype, kv_cache_layout, partition_size, mtp),
+        )
         size, partitions = key_cache.shape[1], -(-max_context_len // partition_size)
-        _check_workspace(workspace_buffer, query, partitions)
+        require(DECODE, {"a workspace for every partition": _fits(workspace_buffer, query, partitions)}, ValueError)
 
         def kernel() -> None:
             pages, lens = sim.host_view(block_tables), sim.host_view(context_lens).tolist()
@@ -52,7 +64,7 @@ def plant(sim: Any) -> None:
             attend(sim.host_view(out), sim.host_view(query), rows, *caches, scale, True, sliding_window - 1)
 
         reads = [query, key_cache, value_cache, block_tables, context_lens, k_scale, v_scale]
-        sim.launch("aiter.paged_attention_v1", kernel, reads=reads, writes=[out, workspace_buffer])
+        sim.launch(DECODE, kernel, reads=reads, writes=[out, workspace_buffer])
         return out
 
     def mha_batch_prefill_func(
@@ -75,10 +87,7 @@ def plant(sim: Any) -> None:
         return_attn_probs: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        if q.dtype not in HALF or k.dim() != 3:
-            raise RuntimeError(
-                f"takes half precision and cells [cells, heads, dim], not {q.dtype} and {tuple(k.shape)}"
-            )
+        _check_prefill(q, k, v, cu_seqlens_q, kv_indptr, kv_page_indices)
         made = torch.empty_like(q) if out is None else out
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
 
@@ -90,25 +99,61 @@ def plant(sim: Any) -> None:
             attend(sim.host_view(made), sim.host_view(q), rows, *views, scale, causal, window_size[0])
 
         reads = [q, k, v, cu_seqlens_q, kv_indptr, kv_page_indices]
-        sim.launch("aiter.mha_batch_prefill_func", kernel, reads=reads, writes=[made])
+        sim.launch(PREFILL, kernel, reads=reads, writes=[made])
         return made
 
     plant_module("aiter", paged_attention_v1=paged_attention_v1, mha_batch_prefill_func=mha_batch_prefill_func)
 
 
-def _check_decode(
-    query: Tensor, key_cache: Tensor, workspace: Tensor, tables: Tensor, lengths: Tensor, dtype: str, layout: str
-) -> None:
-    if query.dtype not in HALF or dtype != "auto" or layout != "NHD":
-        raise ValueError(f"this reference takes half precision, 'auto' and 'NHD', not {query.dtype}, {dtype}, {layout}")
-    if key_cache.shape[1] not in PAGE_SIZES or query.shape[-1] not in (64, 128):
-        raise ValueError(f"no kernel for pages of {key_cache.shape[1]} and heads of {query.shape[-1]}")
-    if tables.dtype != torch.int32 or lengths.dtype != torch.int32 or workspace.dtype != torch.uint8:
-        raise ValueError("block_tables and context_lens must be int32, the workspace uint8")
-
-
-def _check_workspace(workspace: Tensor, query: Tensor, partitions: int) -> None:
+def _check_decode(data: Mapping[str, Tensor], where: Mapping[str, Any], kinds: tuple[str, str, int, int]) -> None:
+    query, keys, out = data["query"], data["keys"], data["out"]
     rows, heads, dim = query.shape
-    wanted = rows * heads * partitions * (dim * query.element_size() + 2 * 4)
-    if workspace.numel() < wanted:
-        raise ValueError(f"the workspace has {workspace.numel()} bytes, {partitions} partitions want {wanted}")
+    scales, given = where["scales"], [*data.values(), where["tables"], where["lens"], *where["scales"]]
+    wanted = {
+        "half precision, 'auto', 'NHD', partitions of 256 and one query a row": kinds == ("auto", "NHD", PARTITION, 1),
+        "one half precision for all": query.dtype in HALF and query.dtype == keys.dtype == data["values"].dtype,
+        "an output of the queries' shape and type, contiguous": out.shape == query.shape
+        and out.dtype == query.dtype
+        and out.is_contiguous(),
+        "everything on one device": len({part.device for part in given}) == 1 and not query.is_cpu,
+        "queries whose heads lie side by side": query.stride()[1:] == (dim, 1),
+        "keys and values of one shape and stride, heads contiguous": keys.stride() == data["values"].stride()
+        and keys.shape == data["values"].shape
+        and keys.stride(-1) == 1,
+        f"pages of {PAGE_SIZES} and heads of 64 or 128": keys.shape[1] in PAGE_SIZES and dim in (64, 128),
+        "as many query heads for each head of keys": heads % keys.shape[2] == 0,
+        "block_tables int32[rows, pages], contiguous": ints(where["tables"], rows, where["tables"].shape[-1]),
+        "context_lens int32[rows], contiguous": ints(where["lens"], rows),
+        "cu_query_lens int32[rows + 1], contiguous": where["starts"] is None or ints(where["starts"], rows + 1),
+        "scales of float32": all(scale.dtype == torch.float32 for scale in scales),
+        "a workspace of bytes, contiguous": data["workspace"].dtype == torch.uint8
+        and data["workspace"].is_contiguous(),
+    }
+    require(DECODE, wanted, ValueError)
+
+
+def _fits(workspace: Tensor, query: Tensor, partitions: int) -> bool:
+    """A sum and a maximum in float32 and a partial result for every row, head and partition."""
+    rows, heads, dim = query.shape
+    return workspace.numel() >= rows * heads * partitions * (dim * query.element_size() + 2 * 4)
+
+
+def _check_prefill(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, cell_starts: Tensor, cells: Tensor) -> None:
+    rows, dim = len(starts) - 1, q.shape[-1]
+    wanted = {
+        "one half precision for all": q.dtype in HALF and q.dtype == k.dtype == v.dtype,
+        "everything on one device": len({x.device for x in (q, k, v, starts, cell_starts, cells)}) == 1
+        and not q.is_cpu,
+        "tensors whose last dimension is contiguous": all(x.stride(-1) == 1 for x in (q, k, v, cells)),
+        "cells [cells, heads, dim] of keys and of values": k.dim() == 3 and k.shape == v.shape and k.shape[-1] == dim,
+        "heads that begin every 16 bytes": all(
+            s * k.element_size() % 16 == 0 for s in (*k.stride()[:2], *v.stride()[:2])
+        ),
+        "heads of whole 8ths up to 256": dim % 8 == 0 and dim <= 256,
+        "as many query heads for each head of keys": q.shape[1] % k.shape[1] == 0,
+        "at least one row": rows > 0,
+        "cu_seqlens_q int32[rows + 1], contiguous": ints(starts, rows + 1),
+        "kv_indptr int32[rows + 1], contiguous": ints(cell_starts, rows + 1),
+        "kv_page_indices of int32": cells.dtype == torch.int32,
+    }
+    require(PREFILL, wanted)

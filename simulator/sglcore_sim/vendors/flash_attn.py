@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglcore_sim.vendors.paged import attend, cells_of, flat, plant_module
+from sglcore_sim.vendors.paged import attend, cells_of, flat, plant_module, require_flash_attention
 
-HALF = (torch.float16, torch.bfloat16)
+CALL = "flash_attn_with_kvcache"
 
 
 def plant(sim: Any) -> None:
@@ -81,17 +81,7 @@ def _run(
     causal: bool,
     window: tuple[int, int],
 ) -> Tensor:
-    dtypes = {part.dtype for part in (q, k_cache, v_cache)}
-    if len(dtypes) > 1 or q.dtype not in HALF:
-        raise RuntimeError(f"FlashAttention takes one half precision for all, not {', '.join(map(str, dtypes))}")
-    if any(part.stride(-1) != 1 for part in (q, k_cache, v_cache, page_table)):
-        raise RuntimeError("FlashAttention takes tensors whose last dimension is contiguous")
-    if q.shape[-1] % 8 or q.shape[-1] > 256 or q.shape[1] % k_cache.shape[2] or v_cache.shape != k_cache.shape:
-        raise RuntimeError(
-            f"FlashAttention does not take queries {q.shape} over cells {k_cache.shape}, {v_cache.shape}"
-        )
-    if any(t.dtype != torch.int32 for t in (page_table, lengths, starts)):
-        raise RuntimeError("page_table, cache_seqlens and cu_seqlens_q must be int32")
+    require_flash_attention(CALL, q, k_cache, v_cache, page_table, lengths, starts)
     out, page_size = torch.empty_like(q), k_cache.shape[1]
     factor = q.shape[-1] ** -0.5 if scale is None else scale
 
@@ -107,5 +97,5 @@ def _run(
         attend(sim.host_view(out), sim.host_view(q), rows, *caches, factor, causal, window[0])
 
     reads = [q, k_cache, v_cache, page_table, lengths, starts]
-    sim.launch("flash_attn_with_kvcache", kernel, reads=reads, writes=[out])
+    sim.launch(CALL, kernel, reads=reads, writes=[out])
     return out

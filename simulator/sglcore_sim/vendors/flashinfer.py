@@ -2,6 +2,9 @@
 
 As in the library, a plan is written into pinned memory of the wrapper and copied from there without a wait; the kernel
 reads lengths from that copy, and pages from the wrapper's buffers. In graph mode the buffers are the caller's.
+
+Preconditions: flashinfer/decode.py, prefill.py and utils.py, and the checks and dispatches of csrc/batch_decode.cu and
+batch_prefill.cu (flashinfer-ai/flashinfer). Workspaces are held to the least that a plan of split rows takes.
 """
 
 from __future__ import annotations
@@ -12,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglcore_sim.vendors.paged import attend, cells_of, flat, plant_module
+from sglcore_sim.vendors.paged import attend, cells_of, flat, plant_module, require
 
 VERSION = "0.7.2.post1"
 INT_WORKSPACE = 8 << 20
 HEAD_DIMS = (64, 128, 256)
+GROUPS = (1, 2, 3, 4, 8)
+"""Query heads of one head of keys for which decode is compiled without tensor cores."""
+ALIGNMENT = 16
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -43,18 +49,33 @@ class PagedWrapper:
 
     _sim: Any
 
-    def _make(self, workspace: Tensor, kv_layout: str, graph: bool, buffers: tuple[Tensor | None, ...]) -> None:
+    def _make(
+        self, workspace: Tensor, kv_layout: str, graph: bool, buffers: tuple[Tensor | None, ...], any_group: bool
+    ) -> None:
         if kv_layout != "NHD":
             raise NotImplementedError("this reference takes the layout NHD only")
         if graph and not all(torch.is_tensor(buffer) for buffer in buffers):
             raise ValueError("the page buffers should be torch.Tensors in cudagraph mode")
+        if graph:
+            starts, _, last = buffers
+            require(
+                "flashinfer", {"indptr buffers of batch_size + 1": _length(starts) == _length(last) + 1}, ValueError
+            )
         self._graph = graph
+        self._any_group = any_group
         self._planned = False
         self._buffers: list[Any] = list(buffers)
         self.reset_workspace_buffer(workspace, torch.empty(INT_WORKSPACE, dtype=torch.uint8, device=workspace.device))
         self.device = workspace.device
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        buffers = (float_workspace_buffer, int_workspace_buffer)
+        wanted = {
+            f"workspaces aligned to {ALIGNMENT} bytes": all(x.data_ptr() % ALIGNMENT == 0 for x in buffers),
+            "contiguous workspaces of bytes": all(x.is_contiguous() and x.dtype == torch.uint8 for x in buffers),
+            "workspaces on one device": len({x.device for x in buffers}) == 1 and not int_workspace_buffer.is_cpu,
+        }
+        require("flashinfer", wanted, ValueError)
         self._float_workspace_buffer = float_workspace_buffer
         self._int_workspace_buffer = int_workspace_buffer
         self._pinned = torch.empty(int_workspace_buffer.shape, dtype=torch.uint8, pin_memory=True)
@@ -76,6 +97,7 @@ class PagedWrapper:
     ) -> None:
         self._check(heads, dtypes)
         batch = len(last_page_len)
+        _check_lists(query_starts, indptr, indices, last_page_len, page_size)
         if self._graph and batch != len(self._buffers[2]):
             raise ValueError(f"The batch size should be fixed in cudagraph mode, {len(self._buffers[2])}, not {batch}")
         if self._graph and len(indices) > len(self._buffers[1]):
@@ -94,6 +116,7 @@ class PagedWrapper:
         lengths = torch.clamp(starts[1:] - starts[:-1] - 1, min=0) * page_size + last
         work = torch.cat((query_starts.to("cpu"), lengths)).to(torch.int32)
         size = work.numel() * 4
+        require("flashinfer", {"an int workspace that holds the plan": size <= self._int_workspace_buffer.numel()})
         self._pinned[:size].view(torch.int32).copy_(work)
         self._int_workspace_buffer[:size].copy_(self._pinned[:size], non_blocking=True)
 
@@ -104,6 +127,10 @@ class PagedWrapper:
             raise ValueError(f"num_qo_heads {heads[0]} is no multiple of num_kv_heads {heads[1]}")
         if any(dtype not in HALF for dtype in dtypes):
             raise ValueError(f"unsupported data types {dtypes}")
+        group = heads[0] // heads[1]
+        require(
+            "flashinfer", {f"groups of {GROUPS} heads, or tensor cores": self._any_group or group in GROUPS}, ValueError
+        )
 
     def _run(self, q: Tensor, kv: Any, causal: bool, left: int, scale: float, out: Tensor | None) -> Tensor:
         if not self._planned:
@@ -114,6 +141,17 @@ class PagedWrapper:
             raise ValueError(f"planned for heads {self._heads}, run with q {shape} and pages {tuple(keys.shape)}")
         if (q.dtype, keys.dtype) != self._dtypes:
             raise ValueError(f"planned for {self._dtypes}, run with {q.dtype} and {keys.dtype}")
+        given = (q, keys, values, *(() if out is None else (out,)))
+        wanted = {
+            "everything on the device of the plan": all(x.device == self.device for x in given),
+            "keys and values of one shape, stride and type": keys.stride() == values.stride()
+            and (keys.shape, keys.dtype) == (values.shape, values.dtype),
+            "tensors whose last dimension is contiguous": all(x.stride(-1) == 1 for x in given),
+            "an output of the queries' shape and type": out is None or (out.shape, out.dtype) == (q.shape, q.dtype),
+            "a float workspace for a partial result of each head": self._float_workspace_buffer.numel()
+            >= 4 * q.shape[0] * q.shape[1] * (q.shape[2] + 1),
+        }
+        require("flashinfer", wanted, ValueError)
         out = torch.empty_like(q) if out is None else out
         sim, batch, page_size = self._sim, self._batch, self._page_size
         plan = self._int_workspace_buffer[: (2 * batch + 1) * 4]
@@ -135,6 +173,22 @@ class PagedWrapper:
         return out
 
 
+def _length(buffer: Tensor | None) -> int:
+    return -1 if buffer is None else len(buffer)
+
+
+def _check_lists(query_starts: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, page_size: int) -> None:
+    """What a plan is given. Values are read where they are on the host."""
+    lists = (query_starts, indptr, indices, last)
+    wanted = {
+        "lists of int32": all(x.dtype == torch.int32 and x.dim() == 1 for x in lists),
+        "offsets of batch_size + 1": len(query_starts) == len(indptr) == len(last) + 1,
+        f"last pages of 1 to {page_size} tokens": not last.is_cpu or ((last >= 1) & (last <= page_size)).all(),
+        "as many pages as indptr says": not indptr.is_cpu or len(indices) >= int(indptr[-1]),
+    }
+    require("flashinfer", wanted, ValueError)
+
+
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     """One query a row."""
 
@@ -151,7 +205,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         jit_args: list[Any] | None = None,
     ) -> None:
         buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
-        self._make(float_workspace_buffer, kv_layout, use_cuda_graph, buffers)
+        self._make(float_workspace_buffer, kv_layout, use_cuda_graph, buffers, use_tensor_cores)
 
     def plan(
         self,
@@ -260,6 +314,8 @@ def fast_decode_plan(
     elif batch != len(self._buffers[2]):
         raise ValueError(f"The batch size should be fixed in cudagraph mode, {len(self._buffers[2])}, not {batch}")
     starts = indptr.cpu() if global_override_indptr_cpu is None else global_override_indptr_cpu
+    require("flashinfer", {"an override of indptr on the host": starts.is_cpu}, ValueError)
+    _check_lists(starts, starts, indices, last_page_len, page_size)
     self._write_plan(torch.arange(batch + 1, dtype=torch.int32), starts, last_page_len.cpu(), page_size)
     self._window_left, self._sm_scale = window_left, sm_scale
 
@@ -284,7 +340,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         variant_owns_mask: bool = False,
     ) -> None:
         buffers = (paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
-        self._make(float_workspace_buffer, kv_layout, use_cuda_graph, buffers)
+        self._make(float_workspace_buffer, kv_layout, use_cuda_graph, buffers, True)
 
     def plan(
         self,

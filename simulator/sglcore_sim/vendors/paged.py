@@ -1,9 +1,10 @@
-"""Attention over pages, row by row in float32: the arithmetic under every vendor's paged attention call."""
+"""Attention over pages, row by row in float32: the arithmetic under every vendor's paged attention call, and the refusal
+of a call whose preconditions do not hold."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,40 @@ def plant_module(name: str, **names: Any) -> ModuleType:
     vars(module).update(names)
     sys.modules[name] = module
     return module
+
+
+def require(call: str, wanted: Mapping[str, object], error: type[Exception] = RuntimeError) -> None:
+    """Raise `error`, naming the first of the preconditions `wanted` (a text, and whether it holds) that does not hold."""
+    for what, holds in wanted.items():
+        if not holds:
+            raise error(f"{call} wants {what}")
+
+
+def ints(part: Tensor, *shape: int) -> bool:
+    """Contiguous int32 of this shape."""
+    return part.dtype == torch.int32 and tuple(part.shape) == shape and part.is_contiguous()
+
+
+def require_flash_attention(
+    call: str, q: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: Tensor, starts: Tensor
+) -> None:
+    """FlashAttention 3 over pages: what `mha_fwd` of hopper/flash_api.cpp (Dao-AILab/flash-attention) checks."""
+    rows, dim = len(starts) - 1, q.shape[-1]
+    require(
+        call,
+        {
+            "one half precision for all": {q.dtype, k.dtype, v.dtype} in ({torch.float16}, {torch.bfloat16}),
+            "everything on one device": len({x.device for x in (q, k, v, table, lens, starts)}) == 1 and not q.is_cpu,
+            "tensors whose last dimension is contiguous": all(x.stride(-1) == 1 for x in (q, k, v, table)),
+            "queries [tokens, heads, dim] and pages [pages, size, heads, dim]": q.dim() == 3 and k.dim() == 4,
+            "values of the shape of keys": v.shape == k.shape and k.shape[-1] == dim,
+            "heads of whole 8ths up to 256": dim % 8 == 0 and dim <= 256,
+            "as many query heads for each head of keys": q.shape[1] % k.shape[-2] == 0,
+            "page_table int32[rows, pages]": table.dtype == torch.int32 and table.dim() == 2 and len(table) == rows,
+            "cache_seqlens int32[rows], contiguous": ints(lens, rows),
+            "cu_seqlens_q int32[rows + 1], contiguous": ints(starts, rows + 1),
+        },
+    )
 
 
 def attend(

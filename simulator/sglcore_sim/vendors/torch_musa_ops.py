@@ -1,4 +1,8 @@
-"""MATE's FlashAttention (the modules `mate` and `flash_attn_interface`) as a CPU reference under its true signature."""
+"""MATE's FlashAttention (the modules `mate` and `flash_attn_interface`) as a CPU reference under its true signature.
+
+Its preconditions are those of FlashAttention 3, whose interface it has (mate/mha_interface.py, MooreThreads/mate), over
+pages of the sizes that it has kernels for.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglcore_sim.vendors.paged import attend, cells_of, flat, plant_module
+from sglcore_sim.vendors.paged import attend, cells_of, flat, plant_module, require, require_flash_attention
 
-HALF = (torch.float16, torch.bfloat16)
+CALL = "flash_attn_with_kvcache"
 PAGES = (1, 16, 64)
 
 
@@ -57,8 +61,8 @@ def plant(sim: Any) -> None:
         parts = tuple(part for part in needed if isinstance(part, Tensor))
         if k is not None or len(parts) < len(needed) or not max_seqlen_q:
             raise NotImplementedError("this reference takes paged caches with lengths and query offsets only")
-        if k_cache.shape[1] not in PAGES or q.dtype not in HALF:
-            raise RuntimeError(f"MATE takes pages of {PAGES} in half precision, not {k_cache.shape[1]} in {q.dtype}")
+        require_flash_attention(CALL, *parts)
+        require(CALL, {f"pages of {PAGES}": k_cache.shape[1] in PAGES})
         window = tuple(-1 if side is None else side for side in window_size)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         return _run(sim, parts, max_seqlen_q, scale, causal, window[0])
@@ -70,8 +74,6 @@ def plant(sim: Any) -> None:
 def _run(sim: Any, parts: tuple[Tensor, ...], longest: int, scale: float, causal: bool, left: int) -> Tensor:
     """One launch; `parts` are queries, both caches, the page table, the lengths and the queries' offsets."""
     q, k_cache, v_cache, table, lengths, starts = parts
-    if any(part.dtype != torch.int32 for part in (table, lengths, starts)):
-        raise RuntimeError("page_table, cache_seqlens and cu_seqlens_q must be int32")
     out, page_size = torch.empty_like(q), k_cache.shape[1]
 
     def kernel() -> None:
@@ -87,5 +89,5 @@ def _run(sim: Any, parts: tuple[Tensor, ...], longest: int, scale: float, causal
         caches = flat(sim.host_view(k_cache)), flat(sim.host_view(v_cache))
         attend(sim.host_view(out), sim.host_view(q), rows, *caches, scale, causal, left)
 
-    sim.launch("flash_attn_with_kvcache", kernel, reads=list(parts), writes=[out])
+    sim.launch(CALL, kernel, reads=list(parts), writes=[out])
     return out

@@ -1,6 +1,8 @@
 """torch_npu's operators as CPU references under their true schemas, with the limits that the vendor documents.
 
 What the real operator refuses is refused here too, by RuntimeError; alignment and layouts are checked, speed is not.
+Limits: docs/context of the repository Ascend/op-plugin, and the documents of the operators below it, aclnnXxx in
+cann/ops-transformer. Where versions differ, what all of them take.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sglcore_sim.vendors.paged import attend, cells_of
+from sglcore_sim.vendors.paged import attend, cells_of, require
 
 HALF = (torch.float16, torch.bfloat16)
 MASK = (2048, 2048)
 ATTENTION = "npu_fused_infer_attention_score"
 FRACTAL_NZ = 29
+WIDEST = 65535
+FLOATS = (*HALF, torch.float32)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
@@ -57,9 +61,10 @@ def attention_out(
     _check(query, key, value, block_table, actual_seq_lengths_kv, num_heads, num_key_value_heads, block_size, packed)
     if packed and sparse_mode != 3:
         raise NotImplementedError("this reference takes packed rows with the causal mask only (sparse_mode 3)")
+    require(ATTENTION, {"an output of the queries' shape, contiguous": _is_like(out[0], query)})
     if packed:
         _check_mask(atten_mask)
-        ends = [0, *_queries(actual_seq_lengths, len(query))]
+        ends = [0, *_queries(actual_seq_lengths, actual_seq_lengths_kv, len(query))]
     else:
         ends = list(range(len(query) + 1))
     heads, dim = query.shape[-2:]
@@ -73,10 +78,17 @@ def attention_out(
     return out[0], out[1]
 
 
-def _queries(ends: list[int] | None, tokens: int) -> list[int]:
-    """Where packed rows end, which must be given and not exceed the tokens."""
+def _is_like(out: Tensor, query: Tensor) -> bool:
+    return (out.shape, out.dtype, out.device) == (query.shape, query.dtype, query.device) and out.is_contiguous()
+
+
+def _queries(ends: list[int] | None, lengths: list[int], tokens: int) -> list[int]:
+    """Where packed rows end, which must be given, not exceed the tokens, and leave no row more queries than keys."""
     if not ends or sorted(ends) != list(ends) or ends[-1] != tokens:
         raise RuntimeError(f"{ATTENTION}: actual_seq_lengths {ends} must rise to the {tokens} packed tokens")
+    counts = (end - start for start, end in pairwise([0, *ends]))
+    fits = len(ends) <= min(len(lengths), 4096) and all(n <= keys for n, keys in zip(counts, lengths, strict=False))
+    require(ATTENTION, {"no more queries than keys in a row, and at most 4096 rows": fits})
     return list(ends)
 
 
@@ -98,25 +110,28 @@ def _check(
     page: int,
     packed: bool,
 ) -> None:
-    """The limits of paged attention that the vendor documents for half precision."""
+    """The limits of paged attention that the vendor documents for half precision: pages in whole 16ths for one query a row,
+    of 128 for packed rows; packed heads of 64 or 128, or up to 256 where heads of keys are shared (aclnnFusedInferAttentionScoreV3)."""
     rows, dim, kv_heads = table.shape[0], query.shape[-1], kv_heads or heads
-    smallest = 128 if packed or query.shape[1] > 1 else 16
-    wrong = {
+    takes_dim = dim in (64, 128) or (heads != kv_heads and dim % 16 == 0 and dim <= 256)
+    takes_page = page == 128 if packed else page % 16 == 0 and 16 <= page <= 512
+    wanted = {
         "half precision of one kind": query.dtype in HALF and query.dtype == key.dtype,
-        f"a head size in whole 16ths up to 512, not {dim}": dim % 16 == 0 and dim <= 512,
-        f"pages in whole {smallest}ths up to 512, not {page}": page % smallest == 0 and smallest <= page <= 512,
+        f"another head size than {dim}": takes_dim if packed else dim % 16 == 0 and dim <= 512,
+        f"pages of another size than {page}": takes_page,
         "a block table of int32": table.dtype == torch.int32 and table.dim() == 2,
         "pages of shape [pages, size, heads * dim]": key.dim() == 3 and key.shape[1:] == (page, kv_heads * dim),
+        f"at most {WIDEST} elements of a token's keys": kv_heads * dim <= WIDEST,
         "values of the shape and type of keys": value.shape == key.shape and value.dtype == key.dtype,
-        "one query a row": packed or (query.dim() == 4 and query.shape[1] == 1 and len(query) == rows),
+        "queries of num_heads heads": query.shape[-2] == heads,
         f"{rows} lengths that the table holds, not {lengths}": len(lengths) >= rows
         and all(0 <= length <= table.shape[1] * page for length in lengths),
         "at most 64 queries' heads to one of keys": heads % kv_heads == 0 and heads // kv_heads <= 64,
         "contiguous tensors": all(part.is_contiguous() for part in (query, key, value, table)),
     }
-    for wanted, holds in wrong.items():
-        if not holds:
-            raise RuntimeError(f"{ATTENTION} wants {wanted}")
+    if not packed:
+        wanted["one query a row"] = query.dim() == 4 and query.shape[1] == 1 and len(query) == rows
+    require(ATTENTION, wanted)
 
 
 def attention_workspace(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
@@ -126,8 +141,11 @@ def attention_workspace(query: Tensor, key: Tensor, value: Tensor, **given: Any)
 
 def rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
     """The norm in float32, cast once, and the reciprocal of the root mean square."""
-    if input.dtype != gamma.dtype:
-        raise RuntimeError(f"npu_rms_norm wants one dtype, not {input.dtype} and {gamma.dtype}")
+    wanted = {
+        "one dtype of floats": input.dtype == gamma.dtype and input.dtype in FLOATS,
+        "a gamma of the last dimensions": input.shape[input.dim() - gamma.dim() :] == gamma.shape,
+    }
+    require("npu_rms_norm", wanted)
     wide = input.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return (wide * scale * gamma.float()).to(input.dtype), scale
@@ -135,6 +153,7 @@ def rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tenso
 
 def add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
     """The norm of the sum, the reciprocal of the root mean square, the sum."""
+    require("npu_add_rms_norm", {"two tensors of one shape and dtype": (x1.shape, x1.dtype) == (x2.shape, x2.dtype)})
     total = x1 + x2
     normed, scale = rms_norm(total, gamma, epsilon)
     return normed, scale, total
@@ -142,6 +161,8 @@ def add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -
 
 def swiglu(input: Tensor, dim: int = -1) -> Tensor:
     """silu of the first half times the second."""
+    wanted = {"floats": input.dtype in FLOATS, "two halves of one size": input.shape[dim] % 2 == 0}
+    require("npu_swiglu", wanted)
     gate, up = input.float().chunk(2, dim)
     return (F.silu(gate) * up).to(input.dtype)
 
@@ -150,10 +171,17 @@ def rotary_mul(
     input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
     """input * r1 + swapped(input) * r2, over a layout of four dimensions."""
-    if any(x.dim() != 4 for x in (input, r1, r2)) or rotary_mode != "half" or input.shape[-1] >= 896:
-        raise RuntimeError("npu_rotary_mul wants four dimensions of a head below 896 elements, in the mode 'half'")
-    if input.shape[-1] != r1.shape[-1] or not input.dtype == r1.dtype == r2.dtype or input.shape[2] >= 1000:
-        raise RuntimeError("npu_rotary_mul wants one dtype, r1 and r2 as wide as a head, and fewer than 1000 heads")
+    four = all(x.dim() == 4 for x in (input, r1, r2))
+    wanted = {
+        "four dimensions in the mode 'half'": four and rotary_mode == "half",
+        "one dtype of floats": input.dtype == r1.dtype == r2.dtype and input.dtype in FLOATS,
+        "an even head below 896 elements": input.shape[-1] % 2 == 0 and input.shape[-1] < 896,
+        "fewer than 1000 rows and heads": four and input.shape[0] < 1000 and input.shape[2] < 1000,
+        "r1 and r2 of every token, as wide as a head": r1.shape == r2.shape
+        and r1.shape[1:] in ((input.shape[1], 1, input.shape[3]), input.shape[1:])
+        and r1.shape[0] in (1, input.shape[0]),
+    }
+    require("npu_rotary_mul", wanted)
     first, second = input.chunk(2, -1)
     return input * r1 + torch.cat((-second, first), -1) * r2
 
@@ -170,15 +198,21 @@ def scatter_pa_kv_cache(
     seq_lens: Tensor | None = None,
     cache_mode: str | None = "PA_NZ",
 ) -> None:
-    """Rows of key and value into the slots of pages in the plain layout."""
+    """Rows of key and value into the slots of pages in the plain layout, in the types that an A2 or A3 stores."""
     if cache_mode not in (None, "Norm"):
         raise NotImplementedError("this reference stores pages in the plain layout only (cache_mode 'Norm')")
-    if not key.dtype == value.dtype == key_cache.dtype == value_cache.dtype:
-        raise RuntimeError("npu_scatter_pa_kv_cache wants one dtype")
-    if slot_mapping.dtype not in (torch.int32, torch.int64) or key.dim() != 3 or key_cache.dim() != 4:
-        raise RuntimeError("npu_scatter_pa_kv_cache wants integer slots, rows of 3 dimensions, pages of 4")
-    if not all(x.is_contiguous() for x in (key, value, key_cache, value_cache)):
-        raise RuntimeError("npu_scatter_pa_kv_cache wants contiguous tensors")
+    parts = (key, value, key_cache, value_cache)
+    wanted = {
+        "one dtype, of half precision or int8": len({x.dtype for x in parts}) == 1 and key.dtype in (*HALF, torch.int8),
+        "integer slots, one for each row": slot_mapping.dtype in (torch.int32, torch.int64)
+        and slot_mapping.shape == key.shape[:1],
+        "values of the rows and heads of keys": key.shape[:2] == value.shape[:2],
+        "pages of 4 dimensions, of the heads of rows of 3": key.dim() == 3
+        and key_cache.shape[2:] == key.shape[1:]
+        and value_cache.shape[2:] == value.shape[1:],
+        "contiguous tensors": all(x.is_contiguous() for x in (*parts, slot_mapping)),
+    }
+    require("npu_scatter_pa_kv_cache", wanted)
     slots = slot_mapping.long()
     key_cache.view(-1, *key.shape[1:])[slots] = key
     value_cache.view(-1, *value.shape[1:])[slots] = value
