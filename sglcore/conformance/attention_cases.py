@@ -110,12 +110,12 @@ def attend(
     """Run one step of attention on a harness. `again(backend, probe)` may run it another way, within the same step."""
     runner = copy(harness.started.built["runner"])
     layer: Attention = runner.model.attention_layers[0]
-    pool: TokenToKVPool = runner.attn_backend.token_to_kv_pool
+    pool = harness.pool
     device, dtype = harness.facts.tensor_device, getattr(torch, harness.geometry.dtype)
     probe = Probe(layer, contents, device, dtype)
     runner.model = probe
     with torch.inference_mode():
-        cells = every_cell(harness, pool)
+        cells = every_cell(harness)
         earlier = [before for before, _ in contents.rows]
         held = [
             expected_cells(contents, parts, earlier, pool).to(dtype).to(device)
@@ -130,10 +130,10 @@ def attend(
         return Seen(out, keys, values, None if refreshed is None else refreshed.to("cpu", copy=True))
 
 
-def every_cell(harness: Harness, pool: TokenToKVPool) -> Tensor:
-    """The indices of all cells of a pool, as its device has indices."""
-    facts = harness.facts
-    return torch.arange(pool.num_cells, dtype=getattr(torch, facts.index_dtype), device=facts.tensor_device)
+def every_cell(harness: Harness) -> Tensor:
+    """The indices of all cells of a device, as it has indices."""
+    dtype = getattr(torch, harness.facts.index_dtype)
+    return torch.arange(harness.pool.num_cells, dtype=dtype, device=harness.cell_device)
 
 
 def cells_of(contents: Contents, page_size: int) -> list[Tensor]:

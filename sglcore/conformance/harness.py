@@ -16,6 +16,7 @@ from sglcore.conformance.recording_worker import RecordingWorker
 from sglcore.conformance.target import Geometry, StartedDevice
 from sglcore.device.facts import Facts
 from sglcore.device.worker import Limits, TokenLogprobs
+from sglcore.runtime.memory.pools import TokenToKVPool
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
@@ -132,7 +133,18 @@ class Session:
 class Harness:
     """A started device and the recorder on its worker."""
 
-    def __init__(self, model: str, started: StartedDevice, geometry: Geometry, facts: Facts) -> None:
+    def __init__(
+        self,
+        model: str,
+        started: StartedDevice,
+        geometry: Geometry,
+        facts: Facts,
+        pool: TokenToKVPool | None,
+        cell_device: str,
+    ) -> None:
+        """`pool`: its keys and values, None where the kit can not reach them; `cell_device`: where it gives and takes them."""
+        self._pool = pool
+        self.cell_device = cell_device
         self.model = model
         self.started = started
         self.geometry = geometry
@@ -143,6 +155,12 @@ class Harness:
     def limits(self) -> Limits:
         """What the worker can hold."""
         return self.recorder.limits
+
+    @property
+    def pool(self) -> TokenToKVPool:
+        """Its keys and values; of devices with the capability "cells"."""
+        assert self._pool is not None
+        return self._pool
 
     def settle(self) -> None:
         """Wait for the device, so that what the kit itself wrote there is ordered before any stream of the runtime."""

@@ -20,7 +20,6 @@ from sglcore.conformance.trial import Trial
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.attention.contract import Bucket
 from sglcore.runtime.forward_context import ForwardContext, forward_context
-from sglcore.runtime.memory.pools import TokenToKVPool
 
 TOLERANCE: Mapping[str, float] = MappingProxyType({"float32": 5e-5, "bfloat16": 3e-2, "float16": 5e-3})
 """Of outputs that are means of values around 1."""
@@ -77,8 +76,9 @@ def _refreshed(backend: Any, probe: Probe) -> Tensor | None:
 
 def _check_output(trial: Trial, harness: Harness, found: Tensor, wanted: Tensor, text: str) -> None:
     error = relative_error(found, wanted)
-    trial.note(error)
-    bound = trial.tolerance(harness.geometry.dtype)
+    dtype = harness.geometry.dtype
+    trial.note(error, dtype)
+    bound = trial.tolerance(dtype)
     if not error <= bound:
         row = next(i for i in range(len(wanted)) if not relative_error(found[i], wanted[i]) <= bound)
         raise LawBroken(f"{text}: token {row} of the batch differs first, by {error:.3g} where {bound:g} is allowed")
@@ -86,7 +86,7 @@ def _check_output(trial: Trial, harness: Harness, found: Tensor, wanted: Tensor,
 
 def _check_pool(harness: Harness, contents: Contents, found: Seen, text: str) -> None:
     """This step's keys and values stand in their cells; every other cell is as it was."""
-    pool: TokenToKVPool = harness.started.built["pools"].token_to_kv
+    pool = harness.pool
     size, lengths = pool.page_size, [before + new for before, new in contents.rows]
     for what, parts, after in (("key", contents.keys, found.keys), ("value", contents.values, found.values)):
         wanted = expected_cells(contents, parts, lengths, pool).to(after.dtype)

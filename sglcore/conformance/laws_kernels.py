@@ -173,8 +173,9 @@ def _compare(trial: Trial, case: KernelCase, found: tuple[Tensor, ...], wanted: 
                 raise LawBroken(f"{entry}, {case.text}: result {number} differs from the reference's integers")
             continue
         error = relative_error(host, other)
-        trial.note(error)
-        bound = trial.tolerance(_computed_in(case.args, other))
+        dtype = _computed_in(case.args, other)
+        trial.note(error, dtype)
+        bound = trial.tolerance(dtype)
         if not error <= bound:
             raise LawBroken(f"{entry}, {case.text}: result {number} differs by {error:.3g}, {bound:g} is allowed")
 

@@ -11,7 +11,6 @@ from sglcore.conformance import mutants_pool
 from sglcore.conformance.attention_cases import every_cell
 from sglcore.conformance.law import Law, LawBroken
 from sglcore.conformance.laws_kernels import relative_error
-from sglcore.conformance.target import Target
 from sglcore.conformance.trial import Trial
 from sglcore.runtime.memory.pools import TokenToKVPool
 
@@ -25,8 +24,8 @@ STORED = 33
 def pool_keeps_cells(trial: Trial) -> None:
     """Written, then read in another order; stored, then read, with every other cell as it was; and layers apart."""
     harness = trial.kit.harness("dense")
-    pool: TokenToKVPool = harness.started.built["pools"].token_to_kv
-    cells, generator = every_cell(harness, pool), torch.Generator(device="cpu").manual_seed(3)
+    pool = harness.pool
+    cells, generator = every_cell(harness), torch.Generator(device="cpu").manual_seed(3)
     if pool.num_cells != (harness.limits.num_pages + 1) * harness.limits.page_size:
         raise LawBroken(f"{pool.num_cells} cells; the limits tell of {harness.limits.num_pages} pages beside page 0")
     order = torch.randperm(pool.num_cells, generator=generator, device="cpu")
@@ -49,21 +48,17 @@ def pool_keeps_cells(trial: Trial) -> None:
 def _check(
     trial: Trial, pool: TokenToKVPool, layer: int, cells: Tensor, wanted: tuple[Tensor, Tensor], text: str
 ) -> None:
-    bound = trial.tolerance(trial.kit.harness("dense").geometry.dtype)
+    dtype = trial.kit.harness("dense").geometry.dtype
+    bound = trial.tolerance(dtype)
     for what, found, held in zip(("key", "value"), pool.read_cells(layer, cells), wanted, strict=True):
         if found.shape != held.shape:
             raise LawBroken(f"{text}: read_cells gives {tuple(found.shape)}, wanted {tuple(held.shape)}")
         host = found.cpu()
         error = relative_error(host, held)
-        trial.note(error)
+        trial.note(error, dtype)
         if not error <= bound:
             cell = next(i for i in range(len(held)) if not relative_error(host[i], held[i]) <= bound)
             raise LawBroken(f"{text}: the {what} of cell {cell} differs by {error:.3g}, {bound:g} is allowed")
-
-
-def pool_cases(target: Target) -> tuple[str, ...]:
-    """One, of a device on the torch runtime."""
-    return ("",) if "torch_runtime" in target.capabilities() else ()
 
 
 LAWS: tuple[Law, ...] = (
@@ -73,8 +68,7 @@ LAWS: tuple[Law, ...] = (
         says="What is written or stored to a cell is read from it, in its layer, and no other cell changes.",
         check=pool_keeps_cells,
         mutants=mutants_pool.MUTANTS,
-        needs=frozenset({"torch_runtime"}),
+        needs=frozenset({"cells"}),
         tolerance=SAME,
-        cases=pool_cases,
     ),
 )

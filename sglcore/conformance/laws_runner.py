@@ -17,7 +17,6 @@ from sglcore.conformance.law import LOGPROBS, Law, LawBroken, NotApplicable
 from sglcore.conformance.mutants_attention import FORGETS_LENGTHS
 from sglcore.conformance.target import Target
 from sglcore.conformance.trial import Trial
-from sglcore.runtime.memory.pools import TokenToKVPool
 from sglcore.schedule.scheduler import Scheduler
 
 LENGTHS = (1, 5, 30, 17, 9)
@@ -76,15 +75,15 @@ def padding_is_inert(trial: Trial) -> None:
     where the kit can reach it."""
     never_token_0 = {"logit_bias": {0: -FLAT}, "temperature": 0.8, "seed": 5}
     with trial.opened("spoiled", poison=True, graph=trial.case, graph_buckets=(4, 6)) as harness:
-        if "torch_runtime" in trial.target.capabilities():
+        if "cells" in trial.target.capabilities():
             _spoil_page_zero(harness)
         for lengths in ((1, 5, 9), (4, 2), (7,), (3, 8, 2, 6, 1, 4), (2, 3, 9)):
             trial.compare(harness, harness.run(random_prompts(len(lengths), lengths), 5, sampling=never_token_0))
 
 
 def _spoil_page_zero(harness: Harness) -> None:
-    pool: TokenToKVPool = harness.started.built["pools"].token_to_kv
-    cells = every_cell(harness, pool)[: pool.page_size]
+    pool = harness.pool
+    cells = every_cell(harness)[: pool.page_size]
     with torch.inference_mode():
         for layer in range(pool.num_layers):
             pool.write_cells(

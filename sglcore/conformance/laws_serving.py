@@ -58,7 +58,8 @@ def text_streams(trial: Trial) -> None:
 
 def compare_completions(trial: Trial, harness: Harness, found: Completion, wanted: Completion) -> None:
     """Equal tokens with equal log-probabilities, up to where two nearly equal tokens may part them."""
-    bound = trial.tolerance(harness.geometry.dtype)
+    dtype = harness.geometry.dtype
+    bound = trial.tolerance(dtype)
     assert found.logprobs is not None and wanted.logprobs is not None
     if len(found.logprobs) != len(wanted.logprobs):
         raise LawBroken(f"{len(found.logprobs)} tokens, wanted {len(wanted.logprobs)}")
@@ -66,7 +67,7 @@ def compare_completions(trial: Trial, harness: Harness, found: Completion, wante
         error = abs(one.logprob - other.logprob)
         if one.token_id != other.token_id and _nearly_equal(one, other, 2 * bound):
             return
-        trial.note(error)
+        trial.note(error, dtype)
         if one.token_id != other.token_id or not error <= bound:
             raise LawBroken(
                 f"token {place} is {one.token_id} ({one.logprob:.5f}), wanted {other.token_id} ({other.logprob:.5f})"

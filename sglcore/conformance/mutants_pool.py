@@ -65,7 +65,8 @@ def _mutant(subclass: Callable[[Any], type]) -> Mutant:
         return pools
 
     words = getattr(subclass, "__name__").replace("_", " ")  # noqa: B009
-    return Mutant(name=words, says=(subclass.__doc__ or "").strip(), steps=MappingProxyType({"pools": change}))
+    says, steps = (subclass.__doc__ or "").strip(), MappingProxyType({"pools": change})
+    return Mutant(name=words, says=says, steps=steps, needs=frozenset({"torch_runtime"}))
 
 
 STORES_IN_ANOTHER_LAYOUT = _mutant(stores_in_another_layout)

@@ -225,6 +225,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     ran = [run for run in config.stash[RUNS].values() if run.outcomes]
     if not ran:
         return
+    from sglcore.conformance.catalogue import LAWS
+    from sglcore.conformance.fixture import tolerance_text, tolerance_values
     from sglcore.conformance.result import make_result, verdict, write_result
 
     file: Path | None = _option(config, "--conform-result")
@@ -236,6 +238,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(
             f"{run.target.name}: {verdict(run.outcomes, run.gaps, run.problems, run.not_run)} ({what})"
         )
+        errors = [(outcome.law, outcome.errors) for outcome in run.outcomes]
+        for item in tolerance_values(run.target.fixture(), LAWS, errors):
+            terminalreporter.write_line(f"wider than the law: {tolerance_text(item)}")
         if file is not None:
             values = make_result(
                 run.target,

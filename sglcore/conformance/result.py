@@ -13,11 +13,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from sglcore.conformance.catalogue import LAWS
+from sglcore.conformance.fixture import tolerance_values
 from sglcore.conformance.gaps import Gap, gap_for
 from sglcore.conformance.target import Target
 from sglcore.conformance.trial import Outcome
 
-SIMULATED = "simulated"
 DIGITS = 6
 
 
@@ -31,7 +32,7 @@ def make_result(
     problems: Sequence[str],
     not_run: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The record of one run. `hardware`: what it ran on, SIMULATED where that was no hardware. `problems`: of the gaps.
+    """The record of one run. `hardware`: what it ran on, "simulated" where that was no hardware. `problems`: of the gaps.
     `not_run`: cases that were asked for and have no outcome."""
     values: dict[str, Any] = {
         "device": target.name,
@@ -46,6 +47,7 @@ def make_result(
         "machine": {"system": platform.platform(), "machine": platform.machine(), "python": platform.python_version()},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "gaps": [{**asdict(gap), "expiry": gap.expiry.isoformat()} for gap in gaps],
+        "tolerances": tolerance_values(target.fixture(), LAWS, [(item.law, item.errors) for item in outcomes]),
         "problems": list(problems),
         **({"not_run": list(not_run)} if not_run else {}),
         "laws": [_law_values(outcome, gaps) for outcome in outcomes],

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from sglcore.conformance.fixture import stale_tolerances
 from sglcore.conformance.gaps import closed_gap, gap_for, stale_gaps
 from sglcore.conformance.law import LEVELS, run_name
 from sglcore.conformance.record import read_record, write_record
@@ -29,11 +30,12 @@ Kits = Callable[["Run"], Kit]
 
 
 def test_gaps_are_known_laws_and_have_not_expired(gap_run: Run) -> None:
-    """The gaps themselves, before anything runs."""
+    """The gaps themselves, and the tolerances, before anything runs."""
     from sglcore.conformance.catalogue import LAWS
 
     known = [run_name(law, case) for law in LAWS for case in law.cases(gap_run.target)]
     wrong = stale_gaps(gap_run.gaps, known, datetime.date.today())
+    wrong += stale_tolerances(gap_run.target.fixture(), LAWS)
     gap_run.problems.extend(wrong)
     if wrong:
         pytest.fail("\n".join(wrong), pytrace=False)

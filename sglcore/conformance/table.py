@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglcore.conformance.fixture import tolerance_text
 from sglcore.conformance.law import LEVELS
-from sglcore.conformance.result import SIMULATED, read_result
+from sglcore.conformance.result import read_result
 
 BEGIN = "<!-- begin: made by `sglcore conform --table`, do not edit -->"
 END = "<!-- end -->"
@@ -16,10 +17,12 @@ MISSING = "not run"
 
 
 def support_table(folder: Path) -> str:
-    """Markdown: a row for each result file of a folder. Raises ValueError for one that was changed by hand."""
+    """Markdown: a row for each result file of a folder, then a line for each tolerance that is wider than the law's. Raises
+    ValueError for a file that was changed by hand."""
     results = sorted((read_result(file) for file in folder.glob("*.json")), key=_order)
     rows = [HEAD, tuple("---" for _ in HEAD), *(_row(values) for values in results)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    wider = [f"- {values['device']}, {_ran_on(values)}: {told}\n" for values in results for told in _wider(values)]
+    return "".join((*(f"| {' | '.join(row)} |\n" for row in rows), *(("\n", *wider) if wider else ())))
 
 
 def with_table(text: str, table: str) -> str:
@@ -40,12 +43,19 @@ def _row(values: Mapping[str, Any]) -> tuple[str, ...]:
     levels = (_level([law for law in laws if law["level"] == level]) for level in LEVELS)
     gaps = sum(law["verdict"] == "gap" for law in laws)
     versions = values["versions"]
-    hardware = values["hardware"] or "not said"
-    where = SIMULATED if hardware == SIMULATED else hardware
     short = values["digest"][:12]
     return (
-        values["device"], where, *levels, str(gaps), versions["sglcore"], versions["torch"], values["date"], f"`{short}`",
+        values["device"], _ran_on(values), *levels, str(gaps), versions["sglcore"], versions["torch"], values["date"], f"`{short}`",
     )  # fmt: skip
+
+
+def _ran_on(values: Mapping[str, Any]) -> str:
+    return values["hardware"] or "not said"
+
+
+def _wider(values: Mapping[str, Any]) -> list[str]:
+    """Results from before there were tolerances of packages have none."""
+    return [tolerance_text(item) for item in values.get("tolerances", [])]
 
 
 def _level(laws: Sequence[Mapping[str, Any]]) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from sglcore.conformance.fixture import FILE, Fixture, read_fixture
+from sglcore.conformance.host_cells import HostPool
 from sglcore.conformance.mutant import Mutant, wrap_steps
 from sglcore.device.bring_up import BringUp
 from sglcore.device.candidate import run_probe
@@ -21,6 +23,7 @@ from sglcore.device.ledger import DecisionLedger
 from sglcore.device.package import DevicePackage, resolve
 from sglcore.device.selection import find_installed
 from sglcore.device.worker import ModelWorker
+from sglcore.runtime.memory.pools import TokenToKVPool
 
 GIVEN = ("config", "package", "facts", "ledger", "progress", "model_path")
 """What an engine gives to a bring-up."""
@@ -56,7 +59,7 @@ class StartedDevice:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`folder` holds the package's `gaps.toml` and `bring_up.txt`; None: nowhere. `mutant`: a defect that is planted."""
+    """`folder` holds the package's `gaps.toml`, `conformance.toml` and `bring_up.txt`; None: nowhere. `mutant`: a defect that is planted."""
 
     package: DevicePackage
     distribution: str = ""
@@ -86,12 +89,23 @@ class Target:
         changed = self.mutant.order(order) if self.mutant.order is not None else order
         return wrap_steps(changed, self.mutant.steps)
 
+    def fixture(self) -> Fixture:
+        """What its package gives the kit."""
+        return read_fixture(self.folder)
+
+    def pool(self, started: StartedDevice) -> TokenToKVPool | None:
+        """The keys and values of a started device, as a `TokenToKVPool`; None where nobody says how to reach them."""
+        if (cells := self.fixture().cells) is not None:
+            return HostPool(resolve(cells, self.name)(started.built))
+        return started.built["pools"].token_to_kv if "torch_runtime" in self.capabilities() else None
+
     def capabilities(self) -> frozenset[str]:
-        """What laws may need: "torch_runtime", "attention", "graphs", "streams"."""
+        """What laws may need: "torch_runtime", "cells", "attention", "graphs", "streams"."""
         facts = self.facts()
-        steps = {step.provides for step in self.order().steps}
+        is_torch = {step.provides for step in self.order().steps} >= TORCH_STEPS
         offered = {
-            "torch_runtime": steps >= TORCH_STEPS,
+            "torch_runtime": is_torch,
+            "cells": is_torch or self.fixture().cells is not None,
             "attention": bool(self.package.attention),
             "graphs": bool(self.package.graphs),
             "streams": facts.has_streams,
@@ -199,7 +213,7 @@ def package_folder(name: str) -> Path | None:
     for point in entry_points(group=GROUP, name=name):
         module = _module_folder(point)
         for folder in (module, module.parent) if module is not None else ():
-            if (folder / "gaps.toml").is_file() or (folder / "bring_up.txt").is_file():
+            if any((folder / name).is_file() for name in ("gaps.toml", "bring_up.txt", FILE)):
                 return folder
     return None
 

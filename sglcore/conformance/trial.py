@@ -32,7 +32,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one case. `text`: why it failed or was skipped. `max_error`: the largest difference seen."""
+    """What came of one case. `text`: why it failed or was skipped. `errors`: the largest difference seen, by dtype."""
 
     law: str
     level: str
@@ -40,12 +40,17 @@ class Outcome:
     verdict: Verdict
     text: str
     seconds: float
-    max_error: float | None
+    errors: Mapping[str, float]
 
     @property
     def name(self) -> str:
         """As gaps name it."""
         return f"{self.law}[{self.case}]" if self.case else self.law
+
+    @property
+    def max_error(self) -> float | None:
+        """The largest of all; None where no numbers were compared."""
+        return max(self.errors.values(), default=None)
 
 
 class Kit:
@@ -53,6 +58,7 @@ class Kit:
 
     def __init__(self, target: Target, folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.target = target
+        self.fixture = target.fixture()
         self.folder = folder
         self.settings = MappingProxyType({**DEFAULTS, **settings})
         self._for_case: Mapping[str, Any] = MappingProxyType({})
@@ -139,7 +145,9 @@ class Kit:
         config = resolve_config({**settings, "model": str(folder)}, {})
         dtype = settings.get("dtype", geometry.dtype)
         actual = Geometry(head_dim, int(settings["page_size"]), str(dtype))
-        return Harness(model, target.start(config, folder), actual, target.facts())
+        started, facts = target.start(config, folder), target.facts()
+        cell_device = facts.tensor_device if target.fixture().cells is None else "cpu"
+        return Harness(model, started, actual, facts, target.pool(started), cell_device)
 
 
 class Trial:
@@ -150,7 +158,7 @@ class Trial:
         self.target = kit.target
         self.law = law
         self.case = case
-        self.max_error: float | None = None
+        self.errors: dict[str, float] = {}
         self.remarks: list[str] = []
 
     @property
@@ -162,18 +170,19 @@ class Trial:
         """Keep what a skip should tell."""
         self.remarks.append(remark)
 
-    def note(self, error: float) -> None:
-        """Remember an error that was seen."""
-        self.max_error = max(self.max_error or 0.0, error)
+    def note(self, error: float, dtype: str) -> None:
+        """Remember an error that was seen in a dtype."""
+        self.errors[dtype] = max(self.errors.get(dtype, 0.0), error)
 
     def tolerance(self, dtype: str) -> float:
-        """What this law allows in a dtype."""
-        return self.law.tolerance[dtype]
+        """What this law allows this package in a dtype."""
+        return self.kit.fixture.bound(self.law, dtype)
 
     def compare(self, harness: Harness, results: Sequence[Result]) -> None:
         """Hold results against the reference."""
         oracle = self.kit.oracle(harness.model, harness.geometry.head_dim)
-        self.note(check_results(results, oracle, self.tolerance(harness.geometry.dtype)))
+        dtype = harness.geometry.dtype
+        self.note(check_results(results, oracle, self.tolerance(dtype)), dtype)
 
     @contextmanager
     def opened(self, model: str, **settings: Any) -> Iterator[Harness]:
@@ -193,7 +202,7 @@ def run_case(kit: Kit, law: Law, case: str) -> Outcome:
     verdict, text = _verdict(trial)
     if verdict == "failed":
         kit.forget()
-    return Outcome(law.name, law.level, case, verdict, text, time.perf_counter() - begin, trial.max_error)
+    return Outcome(law.name, law.level, case, verdict, text, time.perf_counter() - begin, trial.errors)
 
 
 def _verdict(trial: Trial) -> tuple[Verdict, str]:

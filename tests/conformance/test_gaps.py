@@ -26,7 +26,7 @@ expiry = 2030-06-01
 
 def outcome(name: str, verdict: Verdict) -> Outcome:
     law, _, case = name.rstrip("]").partition("[")
-    return Outcome(law, "C2", case, verdict, "why", 0.1, None)
+    return Outcome(law, "C2", case, verdict, "why", 0.1, {})
 
 
 def written(folder: Path, text: str) -> Path:

@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "conformance"
 GAP = Gap("tiny[moe]", "experts", "https://example.org/1", datetime.date(2030, 1, 1))
 OUTCOMES = (
-    Outcome("tiny", "C1", "dense", "passed", "", 0.5, 1.2345678e-6),
-    Outcome("tiny", "C1", "moe", "failed", "differs", 0.5, 0.5),
-    Outcome("retraction", "C2", "", "skipped", "pages are too large", 0.0, None),
+    Outcome("tiny", "C1", "dense", "passed", "", 0.5, {"float32": 1.2345678e-6}),
+    Outcome("tiny", "C1", "moe", "failed", "differs", 0.5, {"float32": 0.5}),
+    Outcome("retraction", "C2", "", "skipped", "pages are too large", 0.0, {}),
 )
 
 

@@ -1,0 +1,127 @@
+"""What a package gives the kit beside its gaps, as data: wider tolerances, each with its reason, and access to its cells.
+
+Whatever is widened stands in every result. A tolerance that no law needs, or that is none, is an error.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglcore.device.errors import ConfigError
+from sglcore.device.package import Ref, split
+
+if TYPE_CHECKING:
+    from sglcore.conformance.law import Law
+
+FILE = "conformance.toml"
+WIDE = 10.0
+"""A tolerance so many times the largest error seen is wider than needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """What a law allows this package in one dtype, for this reason."""
+
+    law: str
+    dtype: str
+    bound: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fixture:
+    """`cells`: `cells(built) -> HostCells` (`host_cells.py`) of what a bring-up built, for devices that do not run on the
+    torch runtime, whose pool the kit knows."""
+
+    tolerances: tuple[Tolerance, ...] = ()
+    cells: Ref | None = None
+
+    def bound(self, law: Law, dtype: str) -> float:
+        """What a law allows in a dtype: this package, or everyone. Raises KeyError for a dtype that the law does not know."""
+        own = law.tolerance[dtype]
+        return next((item.bound for item in self.tolerances if (item.law, item.dtype) == (law.name, dtype)), own)
+
+
+def read_fixture(folder: Path | None) -> Fixture:
+    """That of a package's folder; an empty one without a folder or a file. Raises ConfigError for what is none."""
+    file = folder / FILE if folder is not None else None
+    if file is None or not file.is_file():
+        return Fixture()
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} can not be read: {error}", wanted="TOML with [[tolerance]] tables") from None
+    cells, given = values.pop("cells", None), values.pop("tolerance", [])
+    if values or not isinstance(given, list) or not isinstance(cells, str | None):
+        raise ConfigError(
+            f"{file} has {', '.join(values) or 'other types'}", wanted="[[tolerance]] tables, and cells as a text"
+        )
+    if cells is not None:
+        split(cells, package=str(file))
+    return Fixture(tuple(_tolerance(file, entry) for entry in given), cells)
+
+
+def _tolerance(file: Path, entry: Any) -> Tolerance:
+    names = [field.name for field in fields(Tolerance)]
+    found = list(entry) if isinstance(entry, dict) else []
+    texts = [name for name in names if name in found and isinstance(entry[name], str) and entry[name].strip()]
+    if sorted(found) != sorted(names) or len(texts) < len(names) - 1 or type(entry["bound"]) is not float:
+        raise ConfigError(
+            f"{file} has a tolerance with {', '.join(found) or repr(entry)}",
+            wanted="law, dtype and reason as texts, and bound as a number such as 0.05",
+        )
+    return Tolerance(**entry)
+
+
+def stale_tolerances(fixture: Fixture, laws: Sequence[Law]) -> list[str]:
+    """What is wrong with the tolerances themselves: twice, of no law, of a dtype it does not compare, or not wider."""
+    wrong: list[str] = []
+    known = {law.name: law.tolerance for law in laws}
+    for item in fixture.tolerances:
+        own = known.get(item.law, {}).get(item.dtype)
+        if own is None:
+            wrong.append(f"the tolerance of {item.law!r} in {item.dtype} matches no law that compares in this dtype")
+        elif not own < item.bound < float("inf"):
+            wrong.append(f"the tolerance of {item.law!r} in {item.dtype} is {item.bound:g}; the law's own is {own:g}")
+    pairs = [(item.law, item.dtype) for item in fixture.tolerances]
+    return wrong + [
+        f"there are two tolerances of {law!r} in {dtype}"
+        for law, dtype in sorted({p for p in pairs if pairs.count(p) > 1})
+    ]
+
+
+def tolerance_values(
+    fixture: Fixture, laws: Sequence[Law], errors: Sequence[tuple[str, Mapping[str, float]]]
+) -> list[dict[str, Any]]:
+    """Each tolerance as results have it. `errors`: law and its largest errors by dtype, of each case that ran.
+
+    `largest` is None where nothing ran in this dtype. That a tolerance `is_wide` is told and is no failure: the hardware
+    may need what its stand-in does not.
+    """
+    known = {law.name: law.tolerance for law in laws}
+    found: list[dict[str, Any]] = []
+    for item in fixture.tolerances:
+        seen = [by_dtype[item.dtype] for law, by_dtype in errors if law == item.law and item.dtype in by_dtype]
+        largest = max(seen) if seen else None
+        found.append(
+            {
+                **{field.name: getattr(item, field.name) for field in fields(item)},
+                "own": known.get(item.law, {}).get(item.dtype),
+                "largest": largest,
+                "is_wide": largest is not None and largest * WIDE < item.bound,
+            }
+        )
+    return found
+
+
+def tolerance_text(values: Mapping[str, Any]) -> str:
+    """One line for people."""
+    own = "nothing" if values["own"] is None else f"{values['own']:g}"
+    seen = "nothing ran in it" if values["largest"] is None else f"the largest error was {values['largest']:.3g}"
+    wide = f", {WIDE:g} times less than is allowed: narrow it" if values["is_wide"] else ""
+    told = f"{values['law']} in {values['dtype']} allows {values['bound']:g} where the law allows {own}"
+    return f"{told} ({values['reason']}); {seen}{wide}"
