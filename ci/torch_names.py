@@ -1,5 +1,6 @@
-"""The oldest torch that the runtime must also run on has no build here: its public names are kept, and what the code uses
-is held against them. `python -m ci.torch_names WHEEL` writes the list from a wheel of that version, for any platform.
+"""The oldest torch that the runtime must also run on, and the newest, have no build here: their public names are kept, and
+what the code uses is held against them. `python -m ci.torch_names WHEEL` writes the list of a version from its wheel, for any
+platform.
 """
 
 from __future__ import annotations
@@ -13,11 +14,18 @@ from pathlib import Path
 
 from ci.lanes import ROOT
 
-STORED = Path(__file__).parent / "data" / "torch_names.json"
+FOLDER = Path(__file__).parent / "data"
 CODE = ("sglcore/**/*.py", "devices/*/sglcore_*/**/*.py")
 STUBS = ("torch/_C/__init__.pyi", "torch/_C/_VariableFunctions.pyi", "torch/_C/_acc/__init__.pyi")
 CLASSES = ("Tensor", "Stream", "Event")
 """Classes whose members are kept too."""
+
+
+def stored_versions() -> dict[str, dict[str, list[str]]]:
+    """What `names_of_wheel` gave, by torch's version, the oldest first."""
+    texts = [json.loads(file.read_text()) for file in FOLDER.glob("torch_names_*.json")]
+    found = {names["version"][0]: names for names in texts}
+    return dict(sorted(found.items(), key=lambda item: [int(part) for part in item[0].split(".")]))
 
 
 def names_of_wheel(wheel: Path) -> dict[str, list[str]]:
@@ -78,18 +86,19 @@ def _members(tree: ast.AST, kind: str) -> Iterator[str]:
 def unknown_names(stored: Mapping[str, list[str]], root: Path = ROOT) -> list[str]:
     """`file:line: name` of each torch name in the code that the stored version does not have."""
     modules = {module: frozenset(names) for module, names in stored.items() if module != "version"}
-    newer = _newer_members(modules)
+    missing = _missing_members(modules)
     found = []
     for pattern in CODE:
         for path in sorted(root.glob(pattern)):
-            for line, name in _uses(ast.parse(path.read_text()), newer):
+            for line, name in _uses(ast.parse(path.read_text()), missing):
                 if _is_unknown(name, modules):
                     found.append(f"{path.relative_to(root)}:{line}: {name}")
     return found
 
 
-def _newer_members(modules: Mapping[str, frozenset[str]]) -> frozenset[str]:
-    """Methods of the installed torch's classes that the stored version lacks; no object of ours has such a name."""
+def _missing_members(modules: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    """Methods of the installed torch's classes that the stored version lacks, as not yet or no more there; no object of ours
+    has such a name."""
     import torch
 
     kinds = (torch.Tensor, torch.Stream, torch.Event)
@@ -98,8 +107,8 @@ def _newer_members(modules: Mapping[str, frozenset[str]]) -> frozenset[str]:
     return frozenset(name for kind, name in members if callable(getattr(kind, name))) - known
 
 
-def _uses(tree: ast.AST, newer: frozenset[str]) -> Iterator[tuple[int, str]]:
-    """Dotted names that start at torch, in expressions and imports, and members that only a newer torch has."""
+def _uses(tree: ast.AST, missing: frozenset[str]) -> Iterator[tuple[int, str]]:
+    """Dotted names that start at torch, in expressions and imports, and members that another torch lacks."""
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     imported = (alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names)
     start = "torch." if any(name.split(".")[0] == "torch" for name in imported) else "no name of torch is bound here"
@@ -112,7 +121,7 @@ def _uses(tree: ast.AST, newer: frozenset[str]) -> Iterator[tuple[int, str]]:
             dotted = _dotted(node)
             if dotted.startswith(start) and id(node) not in inner:
                 yield node.lineno, dotted
-            elif node.attr in newer and not dotted.startswith("torch."):
+            elif node.attr in missing and not dotted.startswith("torch."):
                 yield node.lineno, f"torch.Tensor.{node.attr}"
 
 
@@ -137,5 +146,6 @@ def _is_unknown(name: str, modules: Mapping[str, frozenset[str]]) -> bool:
 
 if __name__ == "__main__":
     made = names_of_wheel(Path(sys.argv[1]))
-    STORED.write_text(json.dumps(made, indent=0).replace('",\n"', '", "') + "\n")
-    print(f"{STORED.name}: torch {made['version'][0]}, {sum(map(len, made.values()))} names")
+    file = FOLDER / f"torch_names_{made['version'][0]}.json"
+    file.write_text(json.dumps(made, indent=0).replace('",\n"', '", "') + "\n")
+    print(f"{file.name}: {sum(map(len, made.values()))} names")

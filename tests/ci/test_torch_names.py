@@ -1,20 +1,21 @@
-"""The oldest torch that must do has every torch name that the runtime and the packages use."""
+"""The oldest torch that must do, and the newest, have every torch name that the runtime and the packages use."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from ci.torch_names import STORED, unknown_names
+from ci.torch_names import stored_versions, unknown_names
 
-NAMES = json.loads(STORED.read_text())
+VERSIONS = stored_versions()
+OLDEST, NEWEST = VERSIONS.values()
 
 
-def test_every_torch_name_in_use_is_in_the_oldest_torch() -> None:
-    assert NAMES["version"] == ["2.11.0"]
-    assert unknown_names(NAMES) == []
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_torch_name_in_use_is_in_the_oldest_torch_and_in_the_newest(version: str) -> None:
+    assert list(VERSIONS) == ["2.11.0", "2.15.0"]
+    assert unknown_names(VERSIONS[version]) == []
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,19 @@ def test_every_torch_name_in_use_is_in_the_oldest_torch() -> None:
     ],
 )
 def test_a_newer_name_would_be_seen(tmp_path: Path, line: str, is_known: bool) -> None:
-    (tmp_path / "sglcore").mkdir()
-    (tmp_path / "sglcore" / "planted.py").write_text(f"import torch\n{line}\n")
-    assert (unknown_names(NAMES, tmp_path) == []) == is_known
+    assert is_in(OLDEST, line, tmp_path) == is_known
+
+
+@pytest.mark.parametrize(
+    ("line", "is_known"),
+    [("torch.accelerator.Graph()", True), ("torch.align_tensors(x)", False), ("x.refine_names('T')", False)],
+)
+def test_a_name_that_is_gone_would_be_seen(tmp_path: Path, line: str, is_known: bool) -> None:
+    assert is_in(NEWEST, line, tmp_path) == is_known
+
+
+def is_in(names: dict[str, list[str]], line: str, root: Path) -> bool:
+    """A torch of these names has what a line uses."""
+    (root / "sglcore").mkdir()
+    (root / "sglcore" / "planted.py").write_text(f"import torch\n{line}\n")
+    return unknown_names(names, root) == []
