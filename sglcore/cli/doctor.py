@@ -139,6 +139,9 @@ def _check_device(candidate: Candidate) -> Iterable[Check]:
         yield Check(
             f"{topic}: {name}", "ok" if fact.holds else failing, fact.evidence, "" if fact.holds else fact.remedy
         )
+    for name, text in report.details.items() if report.present else ():
+        if text:
+            yield Check(f"{topic}: {name}", "note", text)
     for device in report.devices:
         yield Check(f"{topic}:{device.index}", "ok", str(device))
     if report.hidden:

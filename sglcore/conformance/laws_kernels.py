@@ -73,12 +73,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 def kernel_is_reference(trial: Trial) -> None:
     """One entry, over all its cases, in the table that serves or in one that has to be asked for."""
     name, _, entry = trial.case.rpartition("/")
-    try:
-        harness = trial.kit.harness("dense", **({"kernels": name} if name else {}))
-    except ConfigError as error:
-        if not name:
-            raise
-        raise NotApplicable(str(error)) from error
+    harness = trial.kit.harness("dense", **({"kernels": name} if name else {}))
     table: KernelTable = harness.started.built["kernels"]
     if getattr(table, entry) is None:
         raise NotApplicable(f"the kernel table has no {entry}")
@@ -199,25 +194,26 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 
 def entries(target: Target) -> tuple[str, ...]:
     """Every entry that the device's preferred table has, and those that its other tables replace, as `table/entry`; all
-    where it can not be made, where a defect may bring one, or where the device has a table of another kind."""
+    where it can not be made, where a defect may bring one, or where the device has a table of another kind. A table that
+    says why it can not serve here has none."""
     declared = tuple(KernelTable.declared())
     if target.mutant is not None or "torch_runtime" not in target.capabilities():
         return declared
     first, *others = target.package.kernels
-    table = _made(target, first)
-    cases = list(declared if table is None else table.origin)
-    for name in others:
-        table = _made(target, name)
-        cases += [f"{name}/{entry}" for entry in (declared[:1] if table is None else table.replaced)]
-    return tuple(cases)
-
-
-def _made(target: Target, name: str) -> KernelTable | None:
-    """A table of the device; None where it can not be made. The law makes it too, and says why."""
     try:
-        return target.make_kernels(name)
+        cases = list(target.make_kernels(first).origin)
+    except Exception:  # The law makes the table too, and says why it can not.
+        cases = list(declared)
+    return (*cases, *(f"{name}/{entry}" for name in others for entry in _replaced(target, name)))
+
+
+def _replaced(target: Target, name: str) -> Sequence[str]:
+    try:
+        return tuple(target.make_kernels(name).replaced)
+    except ConfigError:
+        return ()
     except Exception:
-        return None
+        return tuple(KernelTable.declared())
 
 
 LAWS: tuple[Law, ...] = (

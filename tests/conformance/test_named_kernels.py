@@ -36,15 +36,21 @@ def elsewhere() -> KernelTable:
     raise ConfigError("its library is 1.0", wanted="2.0")
 
 
+def damaged() -> KernelTable:
+    """Mutant: a table that breaks when it is made."""
+    raise RuntimeError("half a library")
+
+
 def test_tables_that_must_be_asked_for_are_held_against_the_reference_too(tmp_path: Path) -> None:
     kernels = {**REFERENCE.package.kernels}
-    kernels |= {name: f"{__name__}:{name}" for name in ("fused", "forgetful", "elsewhere")}
+    kernels |= {name: f"{__name__}:{name}" for name in ("fused", "forgetful", "elsewhere", "damaged")}
     target = replace(REFERENCE, package=replace(REFERENCE.package, kernels=kernels))
     cases = [case for case in entries(target) if "/" in case]
-    assert cases == ["fused/rms_norm", "forgetful/rms_norm", "elsewhere/linear"]
+    assert cases[:2] == ["fused/rms_norm", "forgetful/rms_norm"]
+    assert cases[2:] == [f"damaged/{entry}" for entry in KernelTable.declared()]
     kit = Kit(target, tmp_path)
-    right, wrong, absent = (run_case(kit, LAW, case) for case in cases)
+    right, wrong, damaged = (run_case(kit, LAW, case) for case in cases[:3])
     kit.close()
     assert right.verdict == "passed"
     assert wrong.verdict == "failed" and "forgetful/rms_norm, " in wrong.text
-    assert (absent.verdict, absent.text) == ("skipped", "its library is 1.0; wanted 2.0")
+    assert damaged.verdict == "failed" and "half a library" in damaged.text

@@ -15,7 +15,11 @@ package = DevicePackage(
         "reference": "sglcore.runtime.attention.reference:ReferenceAttention",
     },
     graphs={"native": "sglcore_cpu.native_graphs:native", "compiled": "sglcore_cpu.graphs:compiled"},
-    kernels={"native": "sglcore_cpu.choice:kernels", "torch": "sglcore_cpu.kernels:torch_kernels"},
+    kernels={
+        "native": "sglcore_cpu.choice:kernels",
+        "torch": "sglcore_cpu.kernels:torch_kernels",
+        "ipex": "sglcore_cpu.ipex:ipex_kernels",
+    },
     bring_up="sglcore_cpu.bring_up:BRING_UP",
 )
 """What `sglcore devices` and the core read."""

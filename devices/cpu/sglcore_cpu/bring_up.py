@@ -23,6 +23,7 @@ from sglcore.step.sizing import MemoryBudget, MemorySizes
 from sglcore_cpu.arena import huge_zeros
 from sglcore_cpu.attention import PagedAttention
 from sglcore_cpu.choice import NAMES, NATIVE, TORCH, choose_kernels
+from sglcore_cpu.extension import extension_row, find_extension
 from sglcore_cpu.kernels import torch_kernels
 from sglcore_cpu.kv_pool import INT8_POOL
 from sglcore_cpu.memory import available_memory, total_memory, weight_bytes
@@ -70,6 +71,9 @@ def processor_kernels(
 ) -> KernelTable:
     """The native table, or another of the package's; a compiler traces torch's only, and reads plain weights."""
     asked = package.kernels_for(config.kernels, "reference", *NAMES)
+    extension = find_extension(torch.__version__)
+    if extension is not None:
+        ledger.record(extension_row(extension, asked == "ipex"))
     if asked != "reference" and facts.graph_kind(config.graph) == "compiled":
         is_other = config.kernels not in ("auto", TORCH)
         reason = "a compiler traces torch's own"

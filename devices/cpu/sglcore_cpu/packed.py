@@ -1,15 +1,15 @@
-"""A linear layer's weight in a form of the native kernels: a tensor to whom only moves it, closed to any other operation."""
+"""A linear layer's weight in a form of some kernels' own: a tensor to whom only moves it, closed to any other operation."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 
-class Form(Protocol):
-    """How a weight [out, in] lies in memory, and what reads it there."""
+class Held(Protocol):
+    """How a weight [out, in] lies in memory."""
 
     @property
     def num_bytes(self) -> int:
@@ -20,6 +20,10 @@ class Form(Protocol):
     def name(self) -> str:
         """What the ledger calls it, such as "bf16 panels" or "int4 panels of groups of 32"."""
         ...
+
+
+class Form(Held, Protocol):
+    """One of the native kernels, and what reads it."""
 
     def multiply(self, x: Tensor, bias: Tensor | None, wide: bool = False) -> Tensor:
         """x [T, in] times the weight's transpose, plus bias [out]: [T, out] in x's dtype; `wide`: the same values as
@@ -36,13 +40,12 @@ class Form(Protocol):
         ...
 
 
-class PackedWeight(Tensor):
+class ClosedWeight(Tensor):
     """A weight that shows the shape and dtype it had, and holds its `form`. Any operation of torch on it raises TypeError."""
 
-    form: Form
+    form: Held
 
-    @staticmethod
-    def __new__(cls, form: Form, shape: torch.Size, dtype: torch.dtype) -> PackedWeight:
+    def __new__(cls, form: Held, shape: torch.Size, dtype: torch.dtype) -> Self:
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)  # pyright: ignore
         made.form = form
         return made
@@ -54,9 +57,13 @@ class PackedWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise TypeError(
-            f"{func} on a packed weight; found a weight in the form of the native kernels, wanted a plain one"
-        )
+        raise TypeError(f"{func} on a packed weight; found a weight in a form of its kernels, wanted a plain one")
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return f"PackedWeight({list(self.shape)}, {self.dtype}, {self.form.name})"
+        return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {self.form.name})"
+
+
+class PackedWeight(ClosedWeight):
+    """A weight of the native kernels."""
+
+    form: Form  # pyright: ignore[reportIncompatibleVariableOverride]

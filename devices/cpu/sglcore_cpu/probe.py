@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sglcore.device.probe import DeviceInfo, Fact, ProbeReport, installed_fact
 from sglcore.device.system import System
+from sglcore_cpu.extension import DISTRIBUTION, find_extension
 
 CPUINFO = "/proc/cpuinfo"
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
@@ -19,13 +20,15 @@ FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_in
 def probe(named: bool, system: System) -> ProbeReport:
     """Answer for the processor; it is always there, so being named changes nothing."""
     model, features = processor(system.path(CPUINFO))
+    extension = find_extension(system.torch_build().get("version", ""))
+    details = {"features": " ".join(features), "cores": str(usable_cores()), "machine": platform.machine()}
     return ProbeReport(
         hardware=Fact(True, model),
         driver=Fact(True, f"{platform.system()} {platform.release()}; a processor needs no driver"),
         package=installed_fact("sglcore_cpu", "sglcore-cpu", "pip install sglcore-cpu"),
         runtime=installed_fact("torch", "torch", "pip install torch==2.13.0, or sglcore doctor"),
         devices=(DeviceInfo(0, model, memory(system)),),
-        details={"features": " ".join(features), "cores": str(usable_cores()), "machine": platform.machine()},
+        details=details if extension is None else {**details, DISTRIBUTION: str(extension)},
     )
 
 

@@ -12,7 +12,7 @@ from sglcore.device.ledger import Row
 from sglcore.runtime.bring_up import LoadedModel
 from sglcore_cpu.arena import huge_pages
 from sglcore_cpu.kernels import takes_grouped
-from sglcore_cpu.packed import PackedWeight
+from sglcore_cpu.packed import ClosedWeight
 from sglcore_cpu.table import SERVED, is_native
 
 PLAIN = "plain"
@@ -48,7 +48,7 @@ def linear_row(model: LoadedModel, graph: str) -> Row:
 
 
 def _form(weight: torch.Tensor) -> str:
-    if isinstance(weight, PackedWeight):
+    if isinstance(weight, ClosedWeight):
         return weight.form.name
     return "bf16 blocks of torch's library" if weight.is_mkldnn else PLAIN
 

@@ -1,0 +1,54 @@
+"""Intel's extension for PyTorch: whether it is installed and fits the torch that runs, read from their files. Importing one
+that does not fit fails, so nothing here imports it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from sglcore.device.ledger import Row
+
+DISTRIBUTION = "intel-extension-for-pytorch"
+ENDED = "it ended in March 2026, and 2.8.0 is its last on PyPI"
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """An installed extension beside the `torch` of this version; empty where there is none."""
+
+    version: str
+    torch: str
+
+    @property
+    def gap(self) -> str:
+        """Why it can not serve; empty if it can. It is built for the torch whose first two numbers are its own."""
+        if _release(self.version) == _release(self.torch):
+            return ""
+        here = f"torch here is {self.torch}" if self.torch else "torch is not installed"
+        return f"it is built for torch {_release(self.version)}, and {here}"
+
+    def __str__(self) -> str:
+        """What it is, and whether it can serve."""
+        return f"{self.version}; " + (f"not used: {self.gap}; {ENDED}" if self.gap else "--kernels ipex takes it")
+
+
+def find_extension(torch: str) -> Extension | None:
+    """The installed extension, beside the torch of this version; None where there is none."""
+    try:
+        return Extension(version(DISTRIBUTION), torch)
+    except PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def extension_row(found: Extension, asked: bool) -> Row:
+    """What the ledger says of it, `asked` for or not."""
+    name = f"{DISTRIBUTION} {found.version}"
+    if found.gap:
+        return Row("extension", "auto", "not used", f"{name}: {found.gap}; {ENDED}", f"pip uninstall {DISTRIBUTION}")
+    if not asked:
+        return Row("extension", "auto", "not used", f"{name} fits torch {found.torch}", "--kernels ipex")
+    return Row("extension", "ipex", name, f"it fits torch {found.torch}", "--kernels auto")

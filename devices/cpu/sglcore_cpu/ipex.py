@@ -1,0 +1,115 @@
+"""The kernels of Intel's extension for PyTorch, by the operators that it registers: norms, rotary embedding and linear
+layers, over torch's. Nothing of it is imported before the table is made."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglcore.device.errors import ConfigError, DeviceError
+from sglcore.runtime.kernels.reference import rotary as reference_rotary
+from sglcore.runtime.kernels.table import KernelTable
+from sglcore_cpu.extension import DISTRIBUTION, ENDED, find_extension
+from sglcore_cpu.kernels import torch_kernels
+from sglcore_cpu.packed import ClosedWeight
+
+PACKED = (torch.float32, torch.bfloat16)
+"""Element types whose weights the extension packs on every processor that it serves; float16 wants newer ones."""
+
+
+def ipex_kernels() -> KernelTable:
+    """The table; raises ConfigError where the extension is not installed or was built for another torch, DeviceError where
+    it can not be imported."""
+    check_installed()
+    try:
+        import_module("intel_extension_for_pytorch")
+    except Exception as error:
+        raise DeviceError(f"{DISTRIBUTION} can not be imported: {error}", remedy="--kernels auto") from error
+    return torch_kernels().replace(
+        linear=linear, pack_linear=pack_linear, rms_norm=rms_norm, add_rms_norm=add_rms_norm, rotary=rotary
+    )
+
+
+def check_installed() -> None:
+    """Raise ConfigError unless an extension is installed that fits this torch."""
+    found = find_extension(torch.__version__)
+    reason = "it is not installed" if found is None else found.gap
+    if reason:
+        what = DISTRIBUTION if found is None else f"{DISTRIBUTION} {found.version}"
+        wanted = f"one that is built for torch {torch.__version__}"
+        raise ConfigError(f"kernels is 'ipex', and {what}: {reason}", wanted=wanted, remedy=f"{ENDED}; --kernels auto")
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """One operator."""
+    return torch.ops.torch_ipex.rmsnorm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """One operator, which leaves the sum in the residual; it writes that as if its rows lay together."""
+    total = residual.contiguous()
+    return torch.ops.torch_ipex.add_rmsnorm(x, total, weight, eps, True), total
+
+
+def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """The operator reads rows of [sin, cos] in order. It takes whole heads, and a row at least: others go to the
+    reference."""
+    if cos_sin_cache.shape[1] != head_dim or not q.shape[0]:
+        return reference_rotary(q, k, positions, cos_sin_cache, head_dim)
+    cos, sin = cos_sin_cache.index_select(0, positions).chunk(2, dim=-1)
+    sin_cos, first = torch.cat((sin, cos), dim=-1), torch.zeros((), dtype=torch.int64)
+    return _rotated(q, sin_cos, first, head_dim), _rotated(k, sin_cos, first, head_dim)
+
+
+def _rotated(x: Tensor, sin_cos: Tensor, first: Tensor, head_dim: int) -> Tensor:
+    tokens, width = x.shape
+    heads = width // head_dim
+    rows = x.unflatten(1, (heads, head_dim)).unsqueeze(0)
+    rotate = torch.ops.torch_ipex.rotary_position_embedding
+    found, _, _ = rotate(rows, sin_cos, first, heads, head_dim, head_dim // 2, head_dim)
+    return found.view(tokens, width)
+
+
+class Blocks:
+    """A weight in the blocks that the extension chose for this processor, with the `context` that reads them."""
+
+    name = "blocks of ipex"
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._blocks: Tensor = context.get_weight()
+        self._handle: Tensor = context.get_data_handle()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        return self._blocks.nbytes
+
+    def multiply(self, x: Tensor, out_features: int) -> Tensor:
+        """x [T, in] times the weight's transpose: [T, out]."""
+        return torch.ops.torch_ipex.ipex_linear(x, self._blocks, None, self._handle, out_features)
+
+
+class BlockedWeight(ClosedWeight):
+    """A weight of which the extension holds the blocks."""
+
+    form: Blocks  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+def pack_linear(weight: Tensor) -> Tensor:
+    """Blocked by the extension, for any number of rows."""
+    if weight.dtype not in PACKED:
+        return weight
+    context = torch.ops.ipex_prepack.linear_prepack(weight.detach(), None, None)
+    return BlockedWeight(Blocks(context), weight.shape, weight.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The operator adds the bias that was packed, whichever it is given: there is none, and it is added here."""
+    if not isinstance(weight, BlockedWeight):
+        return torch.nn.functional.linear(x, weight, bias)
+    found = weight.form.multiply(x, weight.shape[0])
+    return found if bias is None else found.add_(bias)
