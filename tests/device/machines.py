@@ -81,6 +81,29 @@ ROCM = {"/opt/rocm/lib/libamdhip64.so.7": "", "/opt/rocm/lib/libhsa-runtime64.so
 AMD = {**AMD_NODES, **AMD_PROCESSOR, **AMD_MI300X, **AMD_PCI, **ROCM}
 """A server with one GPU, its driver and ROCm."""
 
+XPU_TORCH = torch_build("2.13.0+xpu", xpu="20250302")
+
+
+def drm_node(number: int, driver: str, pci_id: str, address: str) -> Files:
+    """A render node, with what the kernel tells of the device behind it."""
+    text = f"DRIVER={driver}\nPCI_ID={pci_id}\nPCI_SLOT_NAME={address}\n"
+    return {f"/dev/dri/renderD{number}": "", f"/sys/class/drm/renderD{number}/device/uevent": text}
+
+
+INTEL_PCI = pci("0000:03:00.0", 0x8086, 0xE20B, 0x0300)
+INTEL_LIBRARIES = {
+    "/usr/lib/x86_64-linux-gnu/libze_loader.so.1": "",
+    "/usr/lib/x86_64-linux-gnu/libze_intel_gpu.so.1": "",
+}
+INTEL = {**drm_node(128, "xe", "8086:E20B", "0000:03:00.0"), **INTEL_PCI, **INTEL_LIBRARIES}
+"""A workstation with one Intel card, its driver and Level Zero."""
+INTEL_GRAPHICS = {
+    **drm_node(130, "i915", "8086:4680", "0000:00:02.0"),
+    **pci("0000:00:02.0", 0x8086, 0x4680, 0x0300),
+}
+"""The graphics of a desktop processor."""
+INTEL_NPU = pci("0000:00:0b.0", 0x8086, 0x7D1D, 0x1200)
+
 MUSA_TORCH = {
     **torch_build("2.11.0"),
     **module("torch_musa"),

@@ -23,6 +23,9 @@ from tests.device.machines import (
     CPU_TORCH,
     CUDA_TORCH,
     HIP_TORCH,
+    INTEL,
+    INTEL_GRAPHICS,
+    INTEL_LIBRARIES,
     MUSA,
     MUSA_TORCH,
     NPU,
@@ -33,6 +36,7 @@ from tests.device.machines import (
     NVIDIA_PCI,
     NVIDIA_VERSION,
     ROCM,
+    XPU_TORCH,
     machine,
     module,
     torch_build,
@@ -55,8 +59,8 @@ def report(system: System, name: str) -> ProbeReport:
 
 
 def test_the_packages_of_every_vendor_are_here() -> None:
-    assert {"cuda", "hip", "musa", "npu"} <= set(ACCELERATORS)
-    assert {0x10DE, 0x1002, 0x1ED5, 0x19E5} <= {claim.vendor_id for claim in claims_of(INSTALLED)}
+    assert {"cuda", "hip", "musa", "npu", "xpu"} <= set(ACCELERATORS)
+    assert {0x10DE, 0x1002, 0x1ED5, 0x19E5, 0x8086} <= {claim.vendor_id for claim in claims_of(INSTALLED)}
 
 
 def test_without_an_accelerator_the_processor_is_chosen_and_nobody_is_present(tmp_path: Path) -> None:
@@ -65,7 +69,13 @@ def test_without_an_accelerator_the_processor_is_chosen_and_nobody_is_present(tm
     assert not any(report(system, name).present for name in ACCELERATORS)
 
 
-MACHINES = ((NVIDIA, CUDA_TORCH, "cuda"), (AMD, HIP_TORCH, "hip"), (MUSA, MUSA_TORCH, "musa"), (NPU, NPU_TORCH, "npu"))
+MACHINES = (
+    (NVIDIA, CUDA_TORCH, "cuda"),
+    (AMD, HIP_TORCH, "hip"),
+    (MUSA, MUSA_TORCH, "musa"),
+    (NPU, NPU_TORCH, "npu"),
+    (INTEL, XPU_TORCH, "xpu"),
+)
 
 
 @pytest.mark.parametrize(("files", "build", "name"), MACHINES)
@@ -99,6 +109,12 @@ def test_an_nvidia_box_with_the_graphics_of_an_amd_processor_runs_on_nvidia_and_
     system = machine(tmp_path, NVIDIA, *graphics, CUDA_TORCH)
     assert choose(system).chosen.name == "cuda"
     assert "gfx1036" in report(system, "hip").hardware.evidence
+
+
+def test_the_graphics_of_an_intel_processor_stand_in_nobodys_way(tmp_path: Path) -> None:
+    graphics = (INTEL_GRAPHICS, INTEL_LIBRARIES)
+    assert choose(machine(tmp_path / "a", NVIDIA, *graphics, CUDA_TORCH)).chosen.name == "cuda"
+    assert choose(machine(tmp_path / "b", *graphics, CPU_TORCH)).package.is_host
 
 
 def test_two_usable_vendors_are_an_error_that_names_both_and_the_setting(tmp_path: Path) -> None:

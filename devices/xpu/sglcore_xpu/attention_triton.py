@@ -1,0 +1,22 @@
+"""The core's Triton attention, launched as the capability of an Intel GPU wants."""
+
+from __future__ import annotations
+
+from sglcore.runtime.attention.triton import TritonAttention as PortableAttention
+from sglcore.runtime.kernels.triton import Tuning
+from sglcore_xpu.capability import read_capability
+from sglcore_xpu.kernels import TRITON, triton_gap, tuning
+
+
+class TritonAttention(PortableAttention):
+    """Decoder attention of every page size, head size and window."""
+
+    @classmethod
+    def unavailable(cls) -> str:
+        """By what the installed Triton compiles for."""
+        missing = triton_gap()
+        return f"{missing}; {TRITON}" if missing else ""
+
+    def make_tuning(self) -> Tuning:
+        """As the kernel table's."""
+        return tuning(read_capability())

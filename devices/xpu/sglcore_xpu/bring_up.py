@@ -1,0 +1,34 @@
+"""The bring-up of an Intel GPU: the standard order, with what the GPU can do said in the ledger, and its memory asked."""
+
+from __future__ import annotations
+
+import torch
+
+from sglcore.device.bring_up import BringUp
+from sglcore.device.facts import Facts
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.runtime.bring_up import STANDARD
+from sglcore.runtime.memory import accelerator
+from sglcore.step.sizing import MemoryBudget, size_text
+from sglcore_xpu.capability import Capability, read_capability
+
+
+def capability(ledger: DecisionLedger) -> Capability:
+    """What the current GPU is, for the ledger."""
+    found = read_capability()
+    ledger.record(Row("GPU", "auto", str(found), found.evidence, "ZE_AFFINITY_MASK chooses another"))
+    return found
+
+
+def device_memory(facts: Facts, model: object) -> MemoryBudget:
+    """As any accelerator's. Not every driver tells what is free: then all counts as free that this process has not taken."""
+    try:
+        return accelerator.device_memory(facts, model)
+    except RuntimeError:
+        total = torch.xpu.get_device_properties(facts.tensor_device).total_memory
+        free = total - torch.accelerator.memory_reserved(torch.device(facts.tensor_device))
+        evidence = f"{size_text(free)} of {size_text(total)} on {facts.tensor_device}; its driver does not tell what others use"
+        return MemoryBudget(total, free, evidence, accelerator.DEFAULT_SHARE)
+
+
+BRING_UP: BringUp = STANDARD.insert(capability, before="kernels").insert(device_memory, before="sizes")

@@ -1,0 +1,61 @@
+"""The kernel table of an Intel GPU: the core's Triton kernels, launched in sub-groups of the sizes that this GPU has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from sglcore.device.errors import DeviceError
+from sglcore.runtime.kernels.table import KernelTable
+from sglcore_xpu.capability import Capability, read_capability
+
+if TYPE_CHECKING:
+    from sglcore.runtime.kernels.triton import LaunchConfig, Tuning
+
+TRITON = "install the Triton of this torch: pip install --force-reinstall torch from its xpu index, which brings it"
+WIDEST = 32
+"""Threads of a sub-group in kernels without products, as the compiler takes by itself."""
+
+
+def kernels() -> KernelTable:
+    """The table for the current GPU; raises `DeviceError` if no Triton that compiles for it is installed."""
+    missing = triton_gap()
+    if missing:
+        raise DeviceError(f"the kernels of this device can not be used: {missing}", remedy=TRITON)
+    from sglcore.runtime.kernels.triton import triton_kernels
+
+    return triton_kernels(tuning(read_capability()))
+
+
+def triton_gap() -> str:
+    """Why the core's Triton kernels can not run here; empty if they can."""
+    try:
+        from sglcore.runtime.kernels.triton.rounding import INTERPRETED
+    except ImportError as error:
+        return str(error)
+    backends = import_module("triton.backends").backends
+    if INTERPRETED.value or "intel" in backends:
+        return ""
+    return f"the Triton that is installed compiles for {', '.join(sorted(backends))}"
+
+
+def tuning(capability: Capability) -> Tuning:
+    """How kernels are launched: as many programs as fill the GPU twice; products in the sub-groups of its matrix engines and,
+    where they hold many sums, with twice the registers for each thread; tiles of keys that two fit into a core's memory."""
+    from sglcore.runtime.kernels.triton import Tuning
+
+    usual = Tuning(lanes=min(WIDEST, capability.lanes[-1]), programs=2 * capability.cores)
+    lanes = capability.lanes[0] if capability.has_matrix else usual.lanes
+
+    def product(config: LaunchConfig, **options: str) -> LaunchConfig:
+        threads = min(config.threads, capability.most_threads)
+        return replace(config, threads=threads, lanes=lanes, options=options)
+
+    return replace(
+        usual,
+        tile_bytes=min(usual.tile_bytes, capability.local_bytes // 4),
+        decode=product(usual.decode),
+        extend=product(usual.extend, grf_mode="large"),
+        moe=tuple(replace(tile, config=product(tile.config, grf_mode="large")) for tile in usual.moe),
+    )
