@@ -115,6 +115,14 @@ def test_waiting_for_a_graph_whose_event_is_never_recorded_is_a_fault(sim) -> No
         case.stream.synchronize()
 
 
+def test_an_event_that_is_recorded_before_the_update_as_well_as_after_it_is_a_race(sim) -> None:
+    case = Attention(sim)
+    with case.npu.stream(case.updates):
+        case.event.record(case.updates)
+    with sim.expect("race"):
+        case.update([3])
+
+
 def test_another_operator_in_an_update_is_refused(sim) -> None:
     case = Attention(sim)
     with case.npu.stream(case.updates):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sglcore.device.batch import ForwardMode
 from sglcore.device.facts import Facts
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.staging import RING, HostBlock
+from sglcore.runtime.staging import RING, HostBlock, PinnedRing, StagedArrays
 from tests.runtime.tiny import SHARED, STAGED, Desk, Site, assert_close, ints, make_site, random_tokens
 
 COPY = torch.ops.aten.copy_.default
@@ -92,6 +92,43 @@ def test_staging_the_next_step_does_not_touch_a_copy_still_under_way() -> None:
 
 def test_a_block_with_one_mirror_is_caught() -> None:
     assert two_late_commits(OneMirror) == [[2] * 3, [2] * 3]
+
+
+class Overwritten(StagedArrays):
+    """Mutant: what later steps read stays in the words that the next step sends."""
+
+    def arrive(self, block: HostBlock) -> None:
+        """As if it were for this step alone."""
+        self._lasting = False
+        super().arrive(block)
+
+
+def carried(kind: type[StagedArrays] = StagedArrays) -> tuple[list[int], list[int], list[int]]:
+    """What is left of a lasting array after the next step brought its own; the spare words of three commits, the last
+    without arrays."""
+    block, ring = (
+        HostBlock(3, "cpu", shares_memory=False, pinned=False, spare=64),
+        PinnedRing(torch.device("cpu"), False),
+    )
+    steps = [kind({"values": ints([step] * 4)}, lasting=not step) for step in (0, 1)]
+    with Copies() as copies:
+        for arrays in steps:
+            arrays.pack(block, ring)
+            block.commit()
+            arrays.arrive(block)
+        block.commit()
+    sizes = [target.numel() for target, _ in copies.made if target.data_ptr() == block._device.data_ptr()]
+    return steps[0].arrived["values"].tolist(), steps[1].arrived["values"].tolist(), [size - 3 for size in sizes]
+
+
+def test_what_lasts_is_not_overwritten_by_the_next_step_and_a_step_sends_only_its_own() -> None:
+    first, second, sizes = carried()
+    assert (first, second) == ([0] * 4, [1] * 4)
+    assert sizes[0] == sizes[1] >= 4 and sizes[2] == 0
+
+
+def test_what_lasts_and_is_overwritten_is_caught() -> None:
+    assert carried(Overwritten)[0] == [1] * 4
 
 
 def step_copies(facts: Facts, mode: ForwardMode) -> int:

@@ -23,7 +23,7 @@ from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.readback import Readback, ReadbackQueue
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
-from sglcore.runtime.staging import HostBlock, PinnedRing
+from sglcore.runtime.staging import RING, HostBlock, PinnedRing, StagedArrays
 from sglcore.runtime.streams import Streams, make_streams
 from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import Pending, TpModelWorker
@@ -429,6 +429,50 @@ def test_a_pinned_buffer_that_is_refilled_under_a_copy_is_caught(sim: Any) -> No
         tickets = [site.worker.submit(site.desk.decode(*PROMPTS, composition=1)) for _ in range(2)]
         for ticket in tickets:
             site.worker.collect(ticket)
+
+
+def staged_arrays(sim: Any, kind: type[StagedArrays] = StagedArrays, ring: type[PinnedRing] = PinnedRing) -> None:
+    """More arrays than there are buffers, each too large to ride in the block; nobody waits for the device in between."""
+    block, made = HostBlock(4, str(sim.device()), shares_memory=False, pinned=True), ring(sim.device(), True)
+    arrived = []
+    for step in range(RING + 2):
+        arrays = kind({"values": np.full(9, step, np.int32)})
+        arrays.pack(block, made)
+        arrays.arrive(block)
+        arrived.append(arrays.arrived["values"])
+        del arrays
+    assert [tensor.tolist() for tensor in arrived] == [[step] * 9 for step in range(RING + 2)]
+
+
+class RecordsFirst(StagedArrays):
+    """The event of a copy is recorded before the copy."""
+
+    def arrive(self, block: HostBlock) -> None:
+        assert self._lease is not None
+        buffer = self._lease.buffer
+        buffer.copied()
+        event, buffer._event = buffer._event, None
+        super().arrive(block)
+        buffer._event = event
+
+
+class LendsAtOnce(PinnedRing):
+    """A buffer is lent again though its last copy has not passed."""
+
+    def lease(self, size: int) -> Any:
+        for buffer, _ in self._lent:
+            buffer._copied = False
+        return super().lease(size)
+
+
+def test_arrays_of_many_steps_arrive_whole_though_their_buffers_are_lent_again(sim: Any) -> None:
+    staged_arrays(sim)
+
+
+@pytest.mark.parametrize("broken", [{"kind": RecordsFirst}, {"ring": LendsAtOnce}])
+def test_a_buffer_that_is_lent_again_under_its_copy_is_caught(sim: Any, broken: dict[str, Any]) -> None:
+    with sim.expect("pinned_source_changed"):
+        staged_arrays(sim, **broken)
 
 
 def test_results_of_two_steps_in_one_buffer_are_caught(sim: Any) -> None:

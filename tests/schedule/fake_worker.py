@@ -231,7 +231,7 @@ class FakeWorker:
         offsets = np.zeros(batch.batch_size + 1, dtype=np.int32)
         np.cumsum(batch.emits, out=offsets[1:])
         bad = np.array([request.rid in self.bad_requests for request in requests], dtype=bool)
-        scores = {} if batch.prompt_logprobs is None else self._prompt_scores(batch)
+        scores = {} if batch.prompt_logprobs is None else self._prompt_scores(batch, requests)
         wants = [request.params.logprobs for request in requests if request.params.logprobs is not None]
         logprobs = make_scores(tokens, max(wants)) if wants else None
         return BatchResult(batch.step, offsets, np.array(tokens, dtype=np.int32), bad, logprobs, scores)
@@ -286,7 +286,7 @@ class FakeWorker:
                 _want(len(known) == request.num_tokens, f"history {slot.history} is not complete")
 
     def _check_cells(self, slot: Slot, request: Request, prefix: int) -> None:
-        if not prefix:
+        if not prefix or request.rid in self.bad_requests:
             return
         ahead = self.limits.lookahead
         truth = np.array(self.truth.tokens(request, prefix + ahead))
@@ -314,6 +314,8 @@ class FakeWorker:
             first = max(start - ahead, 0)
             tokens = self.truth.tokens(request, end)[first + ahead : end]
             self._set(batch, row, np.arange(first, first + len(tokens)), ahead, tokens)
+        if request.rid in self.bad_requests:
+            self.cells[self._places(slot, np.arange(start, end))] = NOTHING
         slot.length = end
 
     def _set(self, batch: ScheduleBatch, row: int, positions: np.ndarray, column: int, values: list[int]) -> None:
@@ -339,10 +341,11 @@ class FakeWorker:
         pages = np.array(slot.pages, dtype=np.int64)
         return pages[positions // self.limits.page_size] * self.limits.page_size + positions % self.limits.page_size
 
-    def _prompt_scores(self, batch: ScheduleBatch) -> dict[int, TokenLogprobs]:
+    def _prompt_scores(self, batch: ScheduleBatch, requests: list[Request]) -> dict[int, TokenLogprobs]:
         assert batch.prompt_logprobs is not None and batch.next_ids is not None
         scores = {}
         for row in np.flatnonzero(batch.prompt_logprobs >= 0).tolist():
+            _want(requests[row].scores_prompt, f"{requests[row].rid} asks again for the scores that it has")
             ids = batch.input_ids[batch.token_offsets[row] + 1 : batch.token_offsets[row + 1]].tolist()
             scores[row] = make_scores([*ids, int(batch.next_ids[row])], int(batch.prompt_logprobs.max()))
         return scores

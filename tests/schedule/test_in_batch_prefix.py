@@ -81,6 +81,29 @@ def test_who_waits_waits_for_every_common_page_and_for_none_besides(common: int,
     assert second.cached_tokens == 4 * pages
 
 
+@pytest.mark.parametrize(("lookahead", "own", "pages"), [(0, 9, 17), (0, 0, 16), (1, 9, 16), (1, 0, 16)])
+def test_who_waits_does_not_wait_for_a_page_that_would_not_be_taken(lookahead: int, own: int, pages: int) -> None:
+    """Its last token is computed by itself, and a page's key has the tokens after it."""
+    drive = wide(lookahead=lookahead)
+    first = drive.add("a", COMMON[:68] + [6] * 30, 9)
+    second = drive.add("b", COMMON[:68] + [0] * own, 2)
+    drive.step()
+    assert second.awaited == Awaited(first, pages)
+    drive.run()
+    assert second.cached_tokens == 4 * pages
+
+
+def test_of_several_who_compute_the_same_the_first_is_waited_for() -> None:
+    drive = wide(max_batch_tokens=240)
+    first = drive.add("a", [*COMMON, 0, 0], 9)
+    drive.add("scores", [*COMMON, 1, 1], 9, prompt_logprobs=0)
+    third = drive.add("b", [*COMMON, 2, 2], 2)
+    drive.step()
+    assert drive.worker.rids[0] == ["a", "scores"]
+    assert third.awaited == Awaited(first, 24)
+    drive.run()
+
+
 def test_a_request_of_one_token_is_waited_for_until_its_step_is_collected() -> None:
     drive = wide()
     requests = [drive.add(f"r{index}", [*COMMON, index, 1, 1], 1) for index in range(4)]

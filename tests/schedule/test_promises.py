@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from sglcore.schedule.batch_builder import BatchBuilder
+from sglcore.schedule.decode_rows import DecodeRows
 from sglcore.schedule.request import Request
 from sglcore.schedule.results import take_prompt_logprobs
+from sglcore.schedule.running_requests import RunningRequests
 from tests.schedule.drive import Drive
-from tests.schedule.fake_worker import make_scores
+from tests.schedule.fake_worker import compose, make_scores
 
 PROMPT = list(range(14))
 
@@ -29,6 +32,23 @@ def test_a_newcomer_that_leaves_a_page_for_who_runs_is_admitted() -> None:
     drive.add("new", 52, 1)
     drive.run()
     assert drive.worker.rids[0] == ["old", "new"]
+
+
+class Impatient(RunningRequests):
+    """Mutant: pages that come back with a step in flight do not count."""
+
+    def _pages_leaving(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(("kind", "retractions"), [(RunningRequests, 0), (Impatient, 1)])
+def test_nobody_is_retracted_for_pages_that_are_on_their_way_back(kind: type, retractions: int) -> None:
+    drive = Drive(num_pages=5, page_size=4, max_model_len=20, prefix_cache=False)
+    drive.scheduler._running.__class__ = kind
+    for rid, prompt, most in (("a", 4, 6), ("b", 2, 5), ("c", 2, 8)):
+        drive.add(rid, prompt, most)
+    drive.run()
+    assert drive.scheduler.stats().retractions == retractions
 
 
 def repeated(drive: Drive, prompt: list[int]) -> Request:
@@ -97,3 +117,12 @@ def test_scores_of_a_chunk_that_were_taken_are_not_taken_again() -> None:
     for start, end in ((0, 4), (0, 4), (4, 9), (2, 9)):
         take_prompt_logprobs(request, make_scores(list(range(start + 1, end + 1)), 0), start, end)
     assert np.concatenate([-part.chosen for part in request.prompt_logprobs]).tolist() == list(range(1, 9))
+
+
+def test_a_step_s_tokens_are_those_of_the_slots_whose_rows_emit() -> None:
+    """A chunk that got too few pages stands before one that is whole."""
+    builder, requests = BatchBuilder(4, 4, 50, compose), [Drive().make("a", 9), Drive().make("b", 4)]
+    for slot, request in enumerate(requests, start=2):
+        request.slot, request.target, request.pages = slot, len(request.prompt_ids), [slot]
+    batch = builder.build(1, DecodeRows(4), np.zeros(0, np.intp), [(request, 4) for request in requests], 0)
+    assert batch.emits.tolist() == [False, True] and builder.slots.tolist() == [3]

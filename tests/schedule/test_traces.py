@@ -119,6 +119,35 @@ class NeverRetracts(RunningRequests):
         return self.memory.grow(request, count)
 
 
+class ForgetsPromises(RunningRequests):
+    def _promised(self) -> int:
+        return 0
+
+
+class PublishesWhatFailed(RunningRequests):
+    def _release(self, request: Request) -> None:
+        reason, request.finish_reason, request.is_broken = request.finish_reason, "stop", False
+        super()._release(request)
+        request.finish_reason = reason
+
+
+class KeepsScoresOfBefore(RunningRequests):
+    def _start(self, request: Request) -> None:
+        scores = list(request.prompt_logprobs)
+        super()._start(request)
+        if request.scores_prompt:
+            request.prompt_logprobs[:0] = scores
+
+
+class AsksForScoresAgain(BatchBuilder):
+    def build(self, step: int, rows, chosen, chunks, collected: int) -> ScheduleBatch:
+        batch = super().build(step, rows, chosen, chunks, collected)
+        for row, (request, _) in enumerate(chunks, start=len(chosen)):
+            if batch.prompt_logprobs is not None and request.params.prompt_logprobs is not None:
+                batch.prompt_logprobs[row] = request.params.prompt_logprobs
+        return batch
+
+
 class DropsPageDifferences(BatchBuilder):
     def build_decode(self, *args) -> ScheduleBatch:
         batch = super().build_decode(*args)
@@ -261,6 +290,10 @@ MUTANTS = (
     (ForgetsOutputsOnRetraction, RUNNING, "outputs and results differ"),
     (RecomputesOnlyThePrompt, RUNNING, ""),
     (NeverRetracts, RUNNING, "nothing can run"),
+    (ForgetsPromises, RUNNING, "pages are promised"),
+    (PublishesWhatFailed, RUNNING, "another request's tokens"),
+    (KeepsScoresOfBefore, RUNNING, ""),
+    (AsksForScoresAgain, BUILDER, "asks again"),
     (DropsPageDifferences, BUILDER, "beyond the page table"),
     (CountsPagesAfterTheStep, BUILDER, "the device has"),
     (TakesOneTokenForDecode, BUILDER, "a row decodes that has sampled nothing"),

@@ -157,6 +157,26 @@ def _happen(outcome: Outcome, tick: int) -> None:
 
 def _step(outcome: Outcome, loop: Loop) -> None:
     outcome.ticks += 1
+    before = _computing(outcome)
+    _loop_step(outcome, loop)
+    if _computing(outcome) - before:
+        _check_promises(outcome)
+
+
+def _computing(outcome: Outcome) -> set[Request]:
+    running = outcome.scheduler._running
+    return {*running.extending, *running.rows.requests}
+
+
+def _check_promises(outcome: Outcome) -> None:
+    """Who joined left everybody who ran the pages of what is known of it, and one more."""
+    memory, running = outcome.scheduler._running.memory, outcome.scheduler._running
+    owed = sum(memory.pages_for(request.num_tokens) - len(request.pages) for request in running.extending)
+    promised = owed + len(_computing(outcome)) - 1
+    assert promised <= memory.available, f"{promised} pages are promised, {memory.available} are there"
+
+
+def _loop_step(outcome: Outcome, loop: Loop) -> None:
     try:
         outcome.take(loop.step())
     except RuntimeError as error:

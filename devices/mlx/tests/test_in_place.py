@@ -60,7 +60,7 @@ def test_cells_that_something_else_holds_are_seen_to_be_copied() -> None:
         assert bytes_beside(built, prompts=1) > layer
 
 
-def order_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def order_of_calls(monkeypatch: pytest.MonkeyPatch, kind: type[Stepper] = Stepper) -> list[str]:
     """What a stepper calls, in order, while a prompt runs to its end with overlap."""
     calls: list[str] = []
 
@@ -71,6 +71,7 @@ def order_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     with running(kv_cache_memory=CELLS, graph="off", dtype="float32") as built:
         for owner, name in ((Stepper, "_generate"), (mx, "synchronize"), (mx, "async_eval")):
             record(owner, name)
+        built["worker"]._stepper.__class__ = kind
         bytes_beside(built, prompts=1)
         return calls[:]
 
@@ -79,5 +80,23 @@ def test_a_step_is_built_while_the_one_before_runs_and_started_when_that_has_end
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a processor MLX queues few operations ahead, so that what a start too early costs shows on a GPU only."""
-    calls = order_of_calls(monkeypatch)
-    assert calls == ["_generate", "synchronize", "async_eval"] * (len(calls) // 3) and len(calls) > 60
+    assert is_in_turn(order_of_calls(monkeypatch))
+
+
+def is_in_turn(calls: list[str]) -> bool:
+    """Each step is built, then the one before is waited for, then it starts."""
+    return calls == ["_generate", "synchronize", "async_eval"] * (len(calls) // 3) and len(calls) > 60
+
+
+class _StartsEarly(Stepper):
+    """Starts each step at once, and waits then."""
+
+    def launch(self, batch: Any) -> Any:
+        output = self._generate(batch)
+        mx.async_eval(output.arrays(), self._state.arrays())
+        mx.synchronize()
+        return output
+
+
+def test_a_step_that_starts_while_one_runs_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_in_turn(order_of_calls(monkeypatch, _StartsEarly))

@@ -95,6 +95,8 @@ def streams(face: Face) -> dict[str, Any]:
             return made
 
         def record(self, stream=None):
+            if self.is_set:
+                raise tasks.recorded_twice()
             super().record(current_stream() if stream is None else stream)
             self.is_set = True
             tasks.recorded()

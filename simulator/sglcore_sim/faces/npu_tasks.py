@@ -171,6 +171,12 @@ class Tasks:
             with waiting.stream:
                 waiting.graph.run()
 
+    def recorded_twice(self) -> Exception:
+        """A fault: a graph passes on the first record, before what comes between the two, and the second lets one pass
+        that should wait."""
+        text = f"an ExternalEvent is recorded at {self._sim.core.site()}, and no graph has waited for its last record"
+        return self._sim.log.make("race", text)
+
     def refuse(self, what: str) -> None:
         """A fault if a replay still waits for the host."""
         if self.waiting:
