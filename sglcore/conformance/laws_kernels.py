@@ -146,7 +146,8 @@ def _through_packing(table: KernelTable, entry: str, args: Sequence[Any]) -> tup
     if entry == "pack_parts":
         takes = (weight.split([16, weight.shape[0] - 16]), lambda place: None)
     made = getattr(table, entry)(*takes)
-    packed: Tensor = table.pack_linear(weight) if made is None and entry == "pack_parts" else made
+    packed = table.pack_linear(weight) if made is None and entry == "pack_parts" else made
+    assert packed is not None
     wanted = weight.codes.shape if entry == "pack_quantized" else weight.shape
     if packed.shape != wanted:
         raise LawBroken(f"{entry} made {tuple(packed.shape)} of {tuple(wanted)}")
