@@ -226,6 +226,7 @@ def runner(
         poison=config.poison,
         eager_input_no_copy=config.eager_input_no_copy,
         streams=streams,
+        is_narrow=facts.index_dtype == "int32",
     )
     if backend is not None:
         told = partial(progress, "capturing graphs")

@@ -53,7 +53,9 @@ class ModelRunner:
         poison: bool = False,
         eager_input_no_copy: bool = False,
         streams: Streams = Streams(),
+        is_narrow: bool = False,
     ) -> None:
+        """`is_narrow`: no tensor on the device may hold integers of 64 bits."""
         self.model = model
         self.attn_backend = attn_backend
         self.decode_registry = decode_registry
@@ -61,6 +63,7 @@ class ModelRunner:
         self.token_table = token_table
         self.graphs = graphs
         self.streams = streams
+        self.is_narrow = is_narrow
         block = prefill_registry.block
         self.staging_ring = PinnedRing(block.device, block.pinned and not block.shares_memory)
         self._poison = poison
@@ -140,7 +143,7 @@ class ModelRunner:
         return registry.extract_buffer(batch, batch.batch_size, batch.num_tokens)
 
     def logits(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
-        """float32 [N, vocab] of the tokens `rows` int64[N] (None: all)."""
+        """float32 [N, vocab] of the tokens `rows` int32[N] (None: all)."""
         return self.model.logits(hidden if rows is None else hidden.index_select(0, rows))
 
     def close(self) -> None:

@@ -23,8 +23,8 @@ from sglcore.step.sampling import NO_SAMPLING, BatchSampling, SamplingInputs, sa
 
 @dataclass(frozen=True, slots=True)
 class DeviceSampling:
-    """A `BatchSampling` on the device: `slots` int64[N] of the emitting rows, the state at the last draw, and the rows with
-    penalties, int64[R], with their parameters and slots."""
+    """A `BatchSampling` on the device: `slots` int32[N] of the emitting rows, the state at the last draw, and the rows with
+    penalties, int32[R], with their parameters and slots."""
 
     host: BatchSampling
     slots: Tensor
@@ -40,7 +40,9 @@ class SampleStep:
         self._table = token_table
         self._vocab_size = vocab_size
         kernels = runner.attn_backend.kernels
-        self._sampler = Sampler(vocab_size, token_table.last.device, draw=kernels.draw, greedy=kernels.greedy)
+        self._sampler = Sampler(
+            vocab_size, token_table.last.device, draw=kernels.draw, greedy=kernels.greedy, is_narrow=runner.is_narrow
+        )
         self._known = _nothing(token_table.last.device)
 
     def inputs(self, batch: ScheduleBatch, rows: RowPlan) -> SamplingInputs:
@@ -63,11 +65,11 @@ class SampleStep:
             prompt = score_prompts(inputs, arrived, hidden, self._vocab_size, self._score, torch.cat)
         positions, last = staged.seq_lens, None
         if rows.emitting is not None:
-            positions, last = arrived["positions"], arrived["last"].long()
+            positions, last = arrived["positions"], arrived["last"]
         logits = self._runner.logits(hidden, last)
         state = self._state_for(batch, rows, inputs, arrived, positions)
         if "masks" in arrived:
-            state = replace(state, masks=Masks(arrived["mask_rows"].long(), arrived["masks"]))
+            state = replace(state, masks=Masks(arrived["mask_rows"], arrived["masks"]))
         sampled = self._sampler.sample(logits, state)
         slots = self._known.slots
         self._table.publish(slots, sampled.token_ids)
@@ -103,14 +105,14 @@ class SampleStep:
         return count_penalties(constant, history, positions.index_select(0, own), self._vocab_size)
 
     def _score(self, hidden: Tensor, targets: Tensor, top_n: int) -> Logprobs[Tensor]:
-        return logprobs_of(self._runner.logits(hidden, None), targets, top_n)
+        return logprobs_of(self._runner.logits(hidden, None), targets, top_n, is_narrow=self._runner.is_narrow)
 
 
 def _placed(host: BatchSampling, arrived: Mapping[str, Tensor], positions: Tensor) -> DeviceSampling:
-    slots, state = arrived["slots"].long(), place_state(host.needs, positions, arrived)
+    slots, state = arrived["slots"], place_state(host.needs, positions, arrived)
     if not host.needs.any_penalty:
         return DeviceSampling(host, slots, state)
-    own = arrived["penalty_rows"].long()
+    own = arrived["penalty_rows"]
     return DeviceSampling(host, slots, state, (own, place_penalties(arrived, own), slots.index_select(0, own)))
 
 

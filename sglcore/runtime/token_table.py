@@ -35,10 +35,10 @@ class TokenTable:
         torch.index_select(self.last, 0, slots, out=input_ids)
 
     def publish(self, slots: Tensor, tokens: Tensor) -> None:
-        """Remember tokens int32[N] as the last of slots int64[N]."""
-        self.last.index_copy_(0, slots, tokens)
+        """Remember tokens int32[N] as the last of slots int32[N]."""
+        self.last.scatter_(0, slots, tokens)
 
     def admit_history(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """Store tokens int32[N] at positions int[N] of slots int[N]: what `new_history` gave, once it is on the device, and
         what was just sampled. Does not wait."""
-        self.history[slots.long(), positions.long()] = tokens
+        self.history[slots, positions] = tokens

@@ -126,4 +126,4 @@ def mean_pool(hidden: Tensor, owners: Tensor, rows: int) -> Tensor:
     """float32 [B, H] of hidden [T, H], whose tokens belong to `owners` int[T] of the rows: each row's mean, scaled to length
     1, which is its sum, scaled to length 1."""
     sums = torch.zeros(rows, hidden.shape[1], dtype=torch.float32, device=hidden.device)
-    return torch.nn.functional.normalize(sums.index_add_(0, owners.long(), hidden.float()), dim=-1)
+    return torch.nn.functional.normalize(sums.index_add_(0, owners, hidden.float()), dim=-1)

@@ -1,11 +1,13 @@
 """Top-k, top-p and min-p on integer gaps, without sorting: a two-level histogram finds where the kept prefix ends.
 
-The order is (gap ascending, id ascending). Sums are int64, so the order of addition cannot matter. No host reads.
+The order is (gap ascending, id ascending). Sums are integers, of 64 bits where weights are added and the device has them,
+so the order of addition cannot matter. No host reads.
 """
 
 import torch
 from torch import Tensor
 
+from sglcore.sampling import narrow_sums
 from sglcore.sampling.noise import LIMIT, TOP_P_BITS, WEIGHT_STEP_BITS
 
 BIN_BITS = 11
@@ -23,14 +25,20 @@ def token_weights(gaps: Tensor, table: Tensor) -> Tensor:
 
 def keep_top_k_(gaps: Tensor, top_k: Tensor) -> Tensor:
     """Leave exactly top_k int32[B] candidates per row of gaps int32[B, V], in place."""
-    ones = torch.ones((), dtype=torch.int64, device=gaps.device).expand(gaps.shape)
-    last, before = _prefix_end(gaps, ones, top_k.long())
+    ones = torch.ones((), dtype=torch.int32, device=gaps.device).expand(gaps.shape)
+    last, before = _prefix_end(gaps, ones, top_k)
     return _drop_after_(gaps, last, top_k - before)
 
 
-def keep_top_p_(gaps: Tensor, top_p: Tensor, table: Tensor) -> Tensor:
-    """Leave the smallest prefix whose weight reaches top_p int32[B] / 2**24 of the row's candidates, in place."""
-    weights = token_weights(gaps, table).long()
+def keep_top_p_(gaps: Tensor, top_p: Tensor, table: Tensor, is_narrow: bool = False) -> Tensor:
+    """Leave the smallest prefix whose weight reaches top_p int32[B] / 2**24 of the row's candidates, in place. `is_narrow`:
+    without integers of 64 bits, which takes more operations."""
+    weights = token_weights(gaps, table)
+    if is_narrow:
+        last, rest = narrow_sums.prefix_end(gaps, weights, top_p, BIN_BITS, LIMIT)
+        each = token_weights(last, table).clamp_(min=1)
+        return _drop_after_(gaps, last, narrow_sums.ties(rest, each))
+    weights = weights.long()
     wanted = _share(weights.sum(-1), top_p.long())
     last, before = _prefix_end(gaps, weights, wanted)
     each = token_weights(last, table).long().clamp_(min=1)
@@ -51,7 +59,7 @@ def _share(total: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _prefix_end(gaps: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The gap int32[B] at which the running weight reaches `wanted` int64[B], and the weight int64[B] before that gap.
+    """The gap int32[B] at which the running weight reaches `wanted` [B] of the weights' type, and the weight before it.
 
     If it never does, the gap is LIMIT, after every candidate.
     """
@@ -65,16 +73,16 @@ def _prefix_end(gaps: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, 
 
 
 def _histogram(index: Tensor, weights: Tensor, size: int) -> Tensor:
-    sums = torch.zeros(index.shape[0], size, dtype=torch.int64, device=index.device)
-    return sums.scatter_add_(1, index.long(), weights)
+    sums = torch.zeros(index.shape[0], size, dtype=weights.dtype, device=index.device)
+    return sums.scatter_add_(1, index, weights)
 
 
 def _first_reaching(sums: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """The first column whose running sum reaches `wanted`, else the last one (int32[B]), and the sum before it."""
-    running = sums.cumsum(-1)
-    column = (running < wanted[:, None]).sum(-1).clamp_(max=sums.shape[1] - 1)[:, None]
+    running = sums.cumsum(-1, dtype=sums.dtype)
+    column = (running < wanted[:, None]).sum(-1, dtype=torch.int32).clamp_(max=sums.shape[1] - 1)[:, None]
     before = running.gather(1, column) - sums.gather(1, column)
-    return column[:, 0].to(torch.int32), before[:, 0]
+    return column[:, 0], before[:, 0]
 
 
 def _drop_after_(gaps: Tensor, last: Tensor, ties: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Log-probabilities of raw logits: the chosen token's, its rank, and the best alternatives. fp32, bounded memory."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -8,9 +10,12 @@ from sglcore.sampling.state import Logprobs
 ID_BITS = 22
 
 
-def logprobs_of(logits: Tensor, target_ids: Tensor, top_n: int, block_elements: int = 1 << 21) -> Logprobs[Tensor]:
+def logprobs_of(
+    logits: Tensor, target_ids: Tensor, top_n: int, block_elements: int = 1 << 21, is_narrow: bool = False
+) -> Logprobs[Tensor]:
     """Of target_ids int[T] under logits float[T, V], with the top_n best; working memory is about 20 bytes per element
-    of a block. Targets outside the vocabulary are read as its nearest end. No host reads; zero rows are allowed."""
+    of a block. Targets outside the vocabulary are read as its nearest end. `is_narrow`: without integers of 64 bits. No host
+    reads; zero rows are allowed."""
     count, vocab_size = logits.shape
     top_n = min(top_n, vocab_size)
     result = Logprobs(
@@ -20,30 +25,47 @@ def logprobs_of(logits: Tensor, target_ids: Tensor, top_n: int, block_elements: 
         torch.empty(count, top_n, dtype=torch.float32, device=logits.device),
     )
     step = max(1, block_elements // vocab_size)
-    targets = target_ids.long().clamp(0, vocab_size - 1)
+    targets = target_ids.to(torch.int32).clamp(0, vocab_size - 1)
+    best = _narrow_top_ids if is_narrow else _top_ids
     for start in range(0, count, step):
         rows = slice(start, start + step)
-        _fill(result, rows, logits[rows].float(), targets[rows], top_n)
+        _fill(result, rows, logits[rows].float(), targets[rows], top_n, best)
     return result
 
 
-def _fill(result: Logprobs[Tensor], rows: slice, logits: Tensor, targets: Tensor, top_n: int) -> None:
+def _fill(
+    result: Logprobs[Tensor],
+    rows: slice,
+    logits: Tensor,
+    targets: Tensor,
+    top_n: int,
+    best: Callable[[Tensor, Tensor, int], Tensor],
+) -> None:
     norm = logits.logsumexp(-1, keepdim=True)
     chosen = logits.gather(1, targets[:, None])
     result.chosen[rows] = (chosen - norm)[:, 0]
-    ids = torch.arange(logits.shape[1], device=logits.device)
+    ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     ahead = (logits > chosen) | ((logits == chosen) & (ids < targets[:, None]))
     result.ranks[rows] = ahead.sum(-1, dtype=torch.int32) + 1
     if top_n:
-        order = _top_ids(logits, ids, top_n)
-        result.top_ids[rows] = order.to(torch.int32)
+        order = best(logits, ids, top_n)
+        result.top_ids[rows] = order
         result.top[rows] = logits.gather(1, order) - norm
 
 
 def _top_ids(logits: Tensor, ids: Tensor, top_n: int) -> Tensor:
     """int64[T, N]. Value and inverted id form one integer key without ties, because topk alone is not stable."""
-    bits = (logits + 0.0).view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     last = (1 << ID_BITS) - 1
-    keys = (ordered.long() << ID_BITS) | (last - ids)
+    keys = (_ordered(logits).long() << ID_BITS) | (last - ids)
     return last - (keys.topk(top_n, dim=-1).values & last)
+
+
+def _narrow_top_ids(logits: Tensor, ids: Tensor, top_n: int) -> Tensor:
+    """int32[T, N]: the same by a stable sort, which is slower."""
+    return _ordered(logits).sort(dim=-1, descending=True, stable=True).indices.to(torch.int32)[:, :top_n]
+
+
+def _ordered(logits: Tensor) -> Tensor:
+    """int32 that orders as float32 does; zeros of both signs are equal."""
+    bits = (logits + 0.0).view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

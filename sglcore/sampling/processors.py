@@ -17,7 +17,7 @@ class PenaltyState:
     """Penalties of R rows of the batch; every float tensor is float32[R]. Neutral rows are left bit for bit as they are."""
 
     rows: Tensor | None
-    """int64[R], distinct rows of the batch; None = all of them, in order (the form for captured graphs)."""
+    """int32[R], distinct rows of the batch; None = all of them, in order (the form for captured graphs)."""
     seen: Tensor
     """bool[R, V]: the token occurs in prompt or output."""
     output_counts: Tensor
@@ -29,7 +29,7 @@ class PenaltyState:
 
 @dataclass(frozen=True, slots=True)
 class PenaltyRows:
-    """The constant part of penalties of R rows: int64[R] `rows` as in PenaltyState, int32[R] `starts` (where each output
+    """The constant part of penalties of R rows: int32[R] `rows` as in PenaltyState, int32[R] `starts` (where each output
     begins), and the float32[R] parameters."""
 
     rows: Tensor | None
@@ -48,11 +48,11 @@ def token_counts(history: Tensor, lengths: Tensor, starts: Tensor, vocab_size: i
     inside = (positions >= starts[:, None]) & (positions < lengths[:, None])
     inside &= (history >= 0) & (history < vocab_size)
     counts = torch.zeros(history.shape[0], vocab_size, dtype=torch.int32, device=history.device)
-    return counts.scatter_add_(1, history.clamp(0, vocab_size - 1).long(), inside.to(torch.int32))
+    return counts.scatter_add_(1, history.clamp(0, vocab_size - 1), inside.to(torch.int32))
 
 
 def place_penalties(parts: Mapping[str, Tensor], rows: Tensor | None) -> PenaltyRows:
-    """From the device's views of `penalty_arrays`, of rows int64[R]; None = all of them."""
+    """From the device's views of `penalty_arrays`, of rows int32[R]; None = all of them."""
     return PenaltyRows(rows, *(parts[name] for name in ("prompt_len", "repetition", "presence", "frequency")))
 
 
@@ -83,21 +83,20 @@ def apply_penalties_(logits: Tensor, state: PenaltyState) -> Tensor:
     """Penalise the state's rows of logits float32[B, V] in place."""
     if state.rows is None:
         return logits.copy_(penalise(logits, state))
-    return logits.index_copy_(0, state.rows, penalise(logits.index_select(0, state.rows), state))
+    return logits.index_put_((state.rows,), penalise(logits.index_select(0, state.rows), state))
 
 
 def apply_bias_(logits: Tensor, state: Bias[Tensor], positions: Tensor) -> Tensor:
     """Add the entries that count at positions int32[B] to contiguous logits float32[B, V], in place."""
     active = positions.index_select(0, state.rows) < state.until
     values = torch.where(active, state.values, torch.zeros_like(state.values))
-    logits.view(-1).scatter_add_(0, state.rows * logits.shape[1] + state.ids, values)
-    return logits
+    return logits.index_put_((state.rows, state.ids), values, accumulate=True)
 
 
 def apply_masks_(logits: Tensor, state: Masks[Tensor]) -> Tensor:
     """Set logits float[B, V] of the state's rows to -inf where a token is not allowed, in place."""
     banned = ~unpack_bitmask(state.words, logits.shape[1])
-    return logits.index_copy_(0, state.rows, logits.index_select(0, state.rows).masked_fill_(banned, -torch.inf))
+    return logits.index_put_((state.rows,), logits.index_select(0, state.rows).masked_fill_(banned, -torch.inf))
 
 
 def unpack_bitmask(words: Tensor, vocab_size: int) -> Tensor:

@@ -21,15 +21,17 @@ def _signed(word: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RaceTables:
-    """Device constants of one vocabulary: `gumbel` int32[2, 16384], `weight` int32[2, 8193], `ids` and `hashed_ids` int32[V]."""
+    """Device constants of one vocabulary: `gumbel` int32[2, 16384], `weight` int32[2, 8193], `ids` and `hashed_ids` int32[V].
+    `is_narrow`: the device has no integers of 64 bits."""
 
     gumbel: Tensor
     weight: Tensor
     ids: Tensor
     hashed_ids: Tensor
+    is_narrow: bool = False
 
 
-def make_race_tables(vocab_size: int, device: torch.device | str) -> RaceTables:
+def make_race_tables(vocab_size: int, device: torch.device | str, is_narrow: bool = False) -> RaceTables:
     """Allocate the tables of a vocabulary on a device. Raises ValueError beyond 2**22 tokens."""
     if not 0 < vocab_size <= MAX_VOCAB:
         raise ValueError(f"found a vocabulary of {vocab_size} tokens, wanted 1..{MAX_VOCAB}; check vocab_size")
@@ -39,6 +41,7 @@ def make_race_tables(vocab_size: int, device: torch.device | str) -> RaceTables:
         torch.tensor(tables.weight, device=device),
         torch.arange(vocab_size, dtype=torch.int32, device=device),
         torch.tensor(noise.hashed_ids(vocab_size), device=device),
+        is_narrow,
     )
 
 

@@ -34,8 +34,7 @@ def place_state(needs: SamplingNeeds, positions: Tensor, parts: Mapping[str, Ten
     """From the device's views of `state_arrays`; flags may have come as int32."""
     bias = None
     if needs.any_bias:
-        rows, ids = parts["bias_rows"].long(), parts["bias_ids"].long()
-        bias = Bias(rows, ids, parts["bias_values"], parts["bias_until"])
+        bias = Bias(*(parts[f"bias_{name}"] for name in ("rows", "ids", "values", "until")))
     return SamplingState(
         needs,
         positions,
@@ -69,9 +68,11 @@ class Sampler:
         block_elements: int = BLOCK_ELEMENTS,
         draw: Draw | None = None,
         greedy: Greedy | None = None,
+        is_narrow: bool = False,
     ) -> None:
-        """`draw` and `greedy` are the device's own; without them, torch's by `block_elements`. None ever changes a token."""
-        self.tables = make_race_tables(vocab_size, device)
+        """`draw` and `greedy` are the device's own; without them, torch's by `block_elements`. `is_narrow`: the device has no
+        integers of 64 bits. None ever changes a token."""
+        self.tables = make_race_tables(vocab_size, device, is_narrow)
         self.vocab_size = vocab_size
         self._draw = partial(draw_rows, block_elements=block_elements) if draw is None else draw
         self._greedy = draw_greedy if greedy is None else greedy
@@ -84,7 +85,9 @@ class Sampler:
         else:
             tokens, bad = self._draw(processed, state, self.tables)
         top_n = state.needs.top_logprobs
-        return SampledTokens(tokens, bad, None if top_n is None else logprobs_of(logits, tokens, top_n))
+        narrow = self.tables.is_narrow
+        logprobs = None if top_n is None else logprobs_of(logits, tokens, top_n, is_narrow=narrow)
+        return SampledTokens(tokens, bad, logprobs)
 
     def process(self, logits: Tensor, state: SamplingState) -> Tensor:
         """Logits after penalties, then bias and early bans, then masks: a new float32[B, V], or `logits` itself."""
@@ -106,7 +109,7 @@ def candidate_gaps(logits: Tensor, best: Tensor, state: SamplingState, tables: R
     if state.top_k is not None:
         keep_top_k_(gaps, state.top_k)
     if state.top_p is not None:
-        keep_top_p_(gaps, state.top_p, tables.weight)
+        keep_top_p_(gaps, state.top_p, tables.weight, tables.is_narrow)
     if state.min_p is not None:
         keep_min_p_(gaps, state.min_p)
     return gaps
@@ -145,9 +148,9 @@ def _blocks(logits: Tensor, needs: SamplingNeeds, block_elements: int) -> Iterat
 
 def draw_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Each row's first largest logit: tokens int32[B] and bad rows bool[B], as a draw of greedy rows gives them."""
-    tokens = logits.argmax(-1, keepdim=True)
+    tokens = logits.argmax(-1, keepdim=True).to(torch.int32)
     bad = ~logits.gather(1, tokens)[:, 0].isfinite()
-    return tokens[:, 0].to(torch.int32).masked_fill_(bad, 0), bad
+    return tokens[:, 0].masked_fill_(bad, 0), bad
 
 
 def _row_parts(state: SamplingState) -> list[tuple[str, Tensor]]:

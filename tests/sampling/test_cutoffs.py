@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -9,18 +10,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglcore.sampling import reference
-from sglcore.sampling.noise import LIMIT, ONE, noise_tables
+from sglcore.sampling import narrow_sums, reference
+from sglcore.sampling.cutoffs import keep_top_p_
+from sglcore.sampling.noise import LIMIT, ONE, TOP_P_BITS, noise_tables
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.sampler import Sampler, candidate_gaps
 from tests.sampling.rows import staged
 
+WHOLE = 1 << TOP_P_BITS
+
 
 def candidate_sets(logits, params_list):
-    """Sorted candidate ids of every row, from torch."""
+    """Sorted candidate ids of every row, from torch; without integers of 64 bits they are the same."""
     logits = torch.as_tensor(logits, dtype=torch.float32)
     state = staged([(params, 0) for params in params_list], [0] * len(params_list))
-    gaps = candidate_gaps(logits, logits.amax(-1), state, Sampler(logits.shape[1], "cpu").tables)
+    tables = Sampler(logits.shape[1], "cpu").tables
+    gaps = candidate_gaps(logits, logits.amax(-1), state, tables)
+    assert torch.equal(gaps, candidate_gaps(logits, logits.amax(-1), state, replace(tables, is_narrow=True)))
     return [torch.nonzero(row < LIMIT)[:, 0].tolist() for row in gaps]
 
 
@@ -146,3 +152,21 @@ def test_the_rational_law_catches_a_prefix_that_stops_one_short():
 
 def test_limit_and_one_fit_the_table():
     assert noise_tables().weight.shape == (2, (LIMIT >> 8) + 1) and LIMIT == 32 * ONE
+
+
+@pytest.mark.parametrize("share", [1, WHOLE // 3, WHOLE - 7, WHOLE])
+def test_sums_in_two_words_reach_as_far_as_those_of_64_bits(share):
+    generator = torch.Generator().manual_seed(share)
+    table = torch.tensor(noise_tables().weight)
+    for most in (1, 3, 400_000, LIMIT + 1):
+        gaps = torch.randint(0, most, (2, 1 << 17), generator=generator, dtype=torch.int32)
+        top_p = torch.tensor([share, WHOLE // 2], dtype=torch.int32)
+        assert torch.equal(keep_top_p_(gaps.clone(), top_p, table), keep_top_p_(gaps.clone(), top_p, table, True))
+
+
+def test_a_product_in_two_words_is_exact():
+    one = torch.randint(0, (1 << 30) + 1, (1000,), dtype=torch.int32)
+    other = torch.randint(0, (1 << 24) + 1, (1000,), dtype=torch.int32)
+    one[0], other[0] = 1 << 30, 1 << 24
+    found = narrow_sums.product(one, other)
+    assert torch.equal((found.high.long() << 24) + found.low, one.long() * other)

@@ -10,12 +10,13 @@ from sglcore.sampling.params import SamplingParams
 from tests.sampling.rows import drawn
 
 
+@pytest.mark.parametrize("is_narrow", [False, True])
 @pytest.mark.parametrize("block_elements", [1, 700, 1 << 21])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_logprobs_equal_log_softmax(block_elements, dtype):
+def test_logprobs_equal_log_softmax(block_elements, dtype, is_narrow):
     torch.manual_seed(1)
     logits, targets = (torch.randn(9, 300) * 5).to(dtype), torch.randint(0, 300, (9,))
-    found = logprobs_of(logits, targets, 6, block_elements)
+    found = logprobs_of(logits, targets, 6, block_elements, is_narrow)
     exact = logits.double().log_softmax(-1)
     torch.testing.assert_close(found.chosen.double(), exact.gather(1, targets[:, None])[:, 0], atol=1e-5, rtol=1e-5)
     order = exact.sort(dim=-1, descending=True, stable=True)
@@ -24,9 +25,10 @@ def test_logprobs_equal_log_softmax(block_elements, dtype):
     assert torch.equal(found.ranks.long() - 1, (order.indices == targets[:, None]).int().argmax(-1))
 
 
-def test_ties_are_listed_by_id_and_ranked_alike():
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_ties_are_listed_by_id_and_ranked_alike(is_narrow):
     logits = torch.tensor([[0.0, 2.0, -0.0, 2.0, 0.0, -math.inf]]).expand(6, -1)
-    found = logprobs_of(logits, torch.arange(6), 6)
+    found = logprobs_of(logits, torch.arange(6), 6, is_narrow=is_narrow)
     assert found.top_ids[0].tolist() == [1, 3, 0, 2, 4, 5]
     assert found.ranks.tolist() == [3, 1, 4, 2, 5, 6]
     assert found.chosen[5] == -math.inf

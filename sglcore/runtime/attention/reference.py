@@ -26,7 +26,7 @@ Window = int | None
 @dataclass(slots=True)
 class SingleRows:
     """R rows of one token, the first of the batch: `slots` and `seq_lens` int32[R] on the device, and whether all have
-    the `longest` length. `gathers`: cells int64[R * L] and mask bool[R, 1, 1, L] (None: nothing to mask) for each
+    the `longest` length. `gathers`: cells int32[R * L] and mask bool[R, 1, 1, L] (None: nothing to mask) for each
     window, made by the first layer that needs them."""
 
     count: int
@@ -39,7 +39,7 @@ class SingleRows:
 
 @dataclass(frozen=True, slots=True)
 class LongRow:
-    """One row of several tokens [start, end): `cells` int64[S] of the whole request, mask bool[n, S] for each window
+    """One row of several tokens [start, end): `cells` int32[S] of the whole request, mask bool[n, S] for each window
     (None: plain causal from the first token)."""
 
     start: int
@@ -150,9 +150,9 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         return LongRow(start, end, self._cells(slots, positions[None]).view(-1), masks)
 
     def _cells(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Cells int64[R, L] of positions int32[R, L] in slots int32[R]."""
+        """Cells int32[R, L] of positions int32[R, L] in slots int32[R]."""
         pool = self.req_to_token_pool
-        pages = pool.page_table[slots[:, None], positions // pool.page_size].to(torch.int64)
+        pages = pool.page_table[slots[:, None], positions // pool.page_size]
         return pages * pool.page_size + positions % pool.page_size
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: ReferencePlan) -> Tensor:

@@ -23,9 +23,10 @@ def grouped_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: T
     # Rows without an expert sort behind the last group; what the products leave there is undefined until masked.
     chosen = torch.where(ids < 0, experts, ids).view(rows)
     by_expert, order = torch.sort(chosen, stable=True)
-    ends = torch.searchsorted(by_expert, torch.arange(experts, device=ids.device), right=True).to(torch.int32)
+    order, groups = order.to(ids.dtype), torch.arange(experts, dtype=ids.dtype, device=ids.device)
+    ends = torch.searchsorted(by_expert, groups, right=True, out_int32=True)
     part = grouped_mm(hidden[order // choices], w13.transpose(1, 2), offs=ends)
     part = grouped_mm(silu_and_mul(part), w2.transpose(1, 2), offs=ends)
     part = (part * weights.view(rows, 1)[order]).masked_fill((by_expert == experts).unsqueeze(1), 0)
-    back = torch.empty_like(part).index_copy_(0, order, part)
+    back = torch.empty_like(part).index_put_((order,), part)
     return back.view(tokens, choices, hidden.shape[1]).sum(dim=1)

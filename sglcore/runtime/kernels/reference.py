@@ -116,7 +116,7 @@ def top_k_routing(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tens
     weights, ids = torch.topk(torch.softmax(logits, dim=-1, dtype=torch.float32), k, dim=-1)
     if normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights.to(logits.dtype), ids
+    return weights.to(logits.dtype), ids.to(torch.int32)
 
 
 def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:

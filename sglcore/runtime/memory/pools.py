@@ -55,7 +55,7 @@ class ReqToTokenPool:
 
     def write(self, entries: Tensor, pages: Tensor) -> None:
         """Write what `changes` gave, once it is on the device. Does not wait."""
-        self.page_table.view(-1).index_copy_(0, entries.long(), pages)
+        self.page_table.view(-1).scatter_(0, entries, pages)
 
 
 class TokenToKVPool(Protocol):
