@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from sglcore.conformance import (
     laws_attention,
+    laws_facts,
     laws_graphs,
     laws_kernels,
     laws_masks,
@@ -21,6 +22,7 @@ LAWS: tuple[Law, ...] = tuple(
     sorted(
         (
             *laws_package.LAWS,
+            *laws_facts.LAWS,
             *laws_runner.LAWS,
             *laws_graphs.LAWS,
             *laws_masks.LAWS,

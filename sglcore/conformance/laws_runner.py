@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from sglcore.conformance import mutants_facts as facts
 from sglcore.conformance import mutants_runtime as runtime
 from sglcore.conformance import mutants_worker as worker
 from sglcore.conformance.attention_cases import every_cell
@@ -32,12 +33,6 @@ def tiny(trial: Trial) -> None:
     """One prompt in one step, then four decodes."""
     harness = _open_case(trial)
     trial.compare(harness, harness.run(random_prompts(1, (7,)), 5, score_prompts=True))
-
-
-def computes_in(trial: Trial) -> None:
-    """One prompt and two decodes in one of the types that the facts name."""
-    harness = trial.kit.harness("dense", dtype=trial.case)
-    trial.compare(harness, harness.run(random_prompts(1, (7,)), 3, score_prompts=True))
 
 
 def chunks_are_whole(trial: Trial) -> None:
@@ -298,16 +293,6 @@ LAWS: tuple[Law, ...] = (
         tolerance=LOGPROBS,
         cases=tiny_cases,
     ),
-    Law(
-        name="computes_in",
-        level="C1",
-        says="In each type that the facts name, log-probabilities are the reference's to its precision.",
-        check=computes_in,
-        mutants=(runtime.COARSE,),
-        tolerance=LOGPROBS,
-        cases=Target.computed_dtypes,
-        interpreted=frozenset(),
-    ),
     _c2(
         "chunks_are_whole",
         "A prompt in chunks of any size gives what it gives whole.",
@@ -335,6 +320,7 @@ LAWS: tuple[Law, ...] = (
         "Requests that join, leave and change rows do not disturb each other.",
         joins_and_leaves,
         worker.KEEPS_ROW_ORDER,
+        facts.REFUSES_MIXED,
         cases=_models("dense", "window"),
     ),
     _c2(

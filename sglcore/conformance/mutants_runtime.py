@@ -58,26 +58,6 @@ def rows_mix(table: KernelTable) -> KernelTable:
     return table.replace(rms_norm=rms_norm, add_rms_norm=add_rms_norm)
 
 
-def coarse(table: KernelTable) -> KernelTable:
-    """A norm that keeps three bits of every 16-bit number, as of a chip that has no such type."""
-
-    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return _coarse(table.rms_norm(x, weight, eps))
-
-    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        normed, total = table.add_rms_norm(x, residual, weight, eps)
-        return _coarse(normed), total
-
-    return table.replace(rms_norm=rms_norm, add_rms_norm=add_rms_norm)
-
-
-def _coarse(x: Tensor) -> Tensor:
-    if x.itemsize > 2:
-        return x
-    fraction, exponent = x.float().frexp()
-    return ((fraction * 8).round() / 8).ldexp(exponent).to(x.dtype)
-
-
 def sharing() -> Callable[[Any], Any]:
     """A change after which every backend reads the pools of the one that was made last."""
     latest: list[Any] = []
@@ -126,12 +106,6 @@ STAGES_ONCE = Mutant(
     name="inputs staged once",
     says="A field of the first batch is taken for that of every batch.",
     steps=_steps(runner=broken_registries(stages_once)),
-    needs=TORCH,
-)
-COARSE = Mutant(
-    name="coarse",
-    says="It says that it computes in 16-bit types, and keeps three bits of them.",
-    steps=_steps(kernels=coarse),
     needs=TORCH,
 )
 ROWS_MIX = Mutant(

@@ -100,7 +100,7 @@ class Target:
         return started.built["pools"].token_to_kv if "torch_runtime" in self.capabilities() else None
 
     def capabilities(self) -> frozenset[str]:
-        """What laws may need: "torch_runtime", "cells", "attention", "graphs", "streams"."""
+        """What laws may need: "torch_runtime", "cells", "attention", "graphs", "streams", "mixed_batches"."""
         facts = self.facts()
         is_torch = {step.provides for step in self.order().steps} >= TORCH_STEPS
         offered = {
@@ -109,6 +109,7 @@ class Target:
             "attention": bool(self.package.attention),
             "graphs": bool(self.package.graphs),
             "streams": facts.has_streams,
+            "mixed_batches": facts.allows_mixed_batches,
         }
         return frozenset(name for name, holds in offered.items() if holds)
 

@@ -227,6 +227,7 @@ def runner(
         eager_input_no_copy=config.eager_input_no_copy,
         streams=streams,
         is_narrow=facts.index_dtype == "int32",
+        needs_host_lengths=facts.needs_host_lengths,
     )
     if backend is not None:
         told = partial(progress, "capturing graphs")

@@ -54,8 +54,10 @@ class ModelRunner:
         eager_input_no_copy: bool = False,
         streams: Streams = Streams(),
         is_narrow: bool = False,
+        needs_host_lengths: bool = False,
     ) -> None:
-        """`is_narrow`: no tensor on the device may hold integers of 64 bits."""
+        """`is_narrow`: no tensor on the device may hold integers of 64 bits. `needs_host_lengths`: no forward runs without the
+        host's mirrors of its lengths."""
         self.model = model
         self.attn_backend = attn_backend
         self.decode_registry = decode_registry
@@ -64,6 +66,7 @@ class ModelRunner:
         self.graphs = graphs
         self.streams = streams
         self.is_narrow = is_narrow
+        self._needs_host_lengths = needs_host_lengths
         block = prefill_registry.block
         self.staging_ring = PinnedRing(block.device, block.pinned and not block.shares_memory)
         self._poison = poison
@@ -123,7 +126,10 @@ class ModelRunner:
         return self.run_eager(batch), "eager"
 
     def run_eager(self, batch: ForwardBatch) -> Tensor:
-        """One forward of the batch as it is. The runner publishes its own context and never inherits an outer one."""
+        """One forward of the batch as it is. The runner publishes its own context and never inherits an outer one. Raises
+        ValueError for a batch whose lengths only the device knows, where that is not enough."""
+        if self._needs_host_lengths and batch.seq_lens_cpu is None:
+            raise ValueError("found a batch without seq_lens_cpu; wanted its lengths on the host too, as the facts say")
         view = self._eager_view(batch)
         if view.needs_forward_metadata_init(self.attn_backend):
             view.mark_forward_metadata_ready(self.attn_backend.plan(view))

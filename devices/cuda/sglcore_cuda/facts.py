@@ -11,7 +11,8 @@ BFLOAT16: tuple[int, int] = (8, 0)
 
 
 def facts(index: int = 0) -> Facts:
-    """Streams, graphs and pinned memory; number formats by the compute capability of the GPU, if it is there."""
+    """Streams, graphs and pinned memory; number formats by the compute capability of the GPU, if it is there. FlashInfer plans
+    each replay on the host."""
     capability = torch.cuda.get_device_capability(index) if torch.cuda.device_count() > index else BFLOAT16
     has_bfloat16 = capability >= BFLOAT16
     return Facts(
@@ -20,6 +21,7 @@ def facts(index: int = 0) -> Facts:
         dtypes=("float32", "bfloat16", "float16") if has_bfloat16 else ("float32", "float16"),
         preferred_dtype=None if has_bfloat16 else "float16",
         page_size=16,
+        needs_host_lengths=True,
         has_streams=True,
         has_pinned_memory=True,
         default_graph="full",

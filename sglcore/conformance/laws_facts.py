@@ -1,0 +1,175 @@
+"""C1 and C2: the facts are true. What they may say at all is a law of C0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sglcore.conformance import mutants_facts as broken
+from sglcore.conformance.attention_cases import Rows, draw_contents, schedule_batch
+from sglcore.conformance.harness import Harness, random_prompts
+from sglcore.conformance.law import LOGPROBS, Law, LawBroken, NotApplicable
+from sglcore.conformance.target import Target
+from sglcore.conformance.trial import Trial
+from sglcore.device.batch import ForwardMode
+from sglcore.runtime.readback import ReadbackQueue
+from sglcore.runtime.staging import RING
+from sglcore.step.host_values import host_arrays
+
+WIDE = (torch.int64, torch.uint64)
+GIVES_WIDE = frozenset({"argmax", "max", "topk", "sort"})
+"""Operations of torch that give indices in no other type. What they give is converted at once."""
+CONVERTS = frozenset({"to", "_to_copy"})
+DRAWS: tuple[dict[str, Any], ...] = (
+    {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.1, "min_tokens": 2},
+    {"temperature": 0.8, "seed": 5, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logit_bias": {7: 1.0}},
+    {"temperature": 1.0, "seed": 6, "grammars": (3, None, 4)},
+)
+BUSY, ROUNDS = 512, 6
+"""Rows of the matrices whose products keep the device busy, and how many copies are sent behind them."""
+
+
+def computes_in(trial: Trial) -> None:
+    """One prompt and two decodes in one of the types that the facts name."""
+    harness = trial.kit.harness("dense", dtype=trial.case)
+    trial.compare(harness, harness.run(random_prompts(1, (7,)), 3, score_prompts=True))
+
+
+class Watch(TorchDispatchMode):
+    """Refuses integers of 64 bits on a type of device: as inputs of operations, and as what they give."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._type = torch.device(device).type
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation. Raises LawBroken."""
+        name = func.overloadpacket.__name__
+        if name not in CONVERTS:
+            self._check(f"{name} is given", (*args, *(kwargs or {}).values()))
+        found = func(*args, **(kwargs or {}))
+        if name not in GIVES_WIDE:
+            self._check(f"{name} gives", (found,))
+        return found
+
+    def _check(self, text: str, values: Sequence[Any]) -> None:
+        for tensor in _tensors(values):
+            if tensor.dtype in WIDE and tensor.device.type == self._type:
+                shape = list(tensor.shape)
+                raise LawBroken(f"{text} {tensor.dtype} {shape} on {tensor.device}, where index_dtype is 'int32'")
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
+
+
+def integers_are_narrow(trial: Trial) -> None:
+    """Prompts, decodes, scores, penalties, cut-offs, bias and masks, with every operation of torch watched."""
+    harness = trial.kit.harness("moe")
+    if harness.facts.index_dtype != "int32":
+        raise NotApplicable("this device has integers of 64 bits")
+    prompts = random_prompts(3, (9, 4, 6))
+    with Watch(harness.facts.tensor_device):
+        for draw in DRAWS:
+            harness.run(prompts, 3, chunk=8, score_prompts=True, sampling=draw)
+
+
+def copies_are_ordered(trial: Trial) -> None:
+    """Values are sent, worked on and sent back behind work that takes long, while the host writes the next ones."""
+    harness = trial.kit.harness("dense")
+    runner = harness.started.built["runner"]
+    buffer, block = runner.decode_registry.input_buffer("seq_lens"), runner.decode_registry.block
+    readbacks = ReadbackQueue(runner.streams, torch.device(harness.facts.tensor_device), runner.staging_ring.pinned)
+    waiting: list[tuple[int, Any]] = []
+    with torch.inference_mode(), runner.streams.running():
+        busy = torch.ones(BUSY, BUSY, device=harness.facts.tensor_device)
+        for number in range(1, ROUNDS + 1):
+            busy = busy @ busy / BUSY
+            buffer.host[:] = number
+            block.commit()
+            waiting.append((number, readbacks.post([buffer.tensor + 1])))
+            if len(waiting) == RING:
+                _check_arrived(*waiting.pop(0))
+        for sent in waiting:
+            _check_arrived(*sent)
+
+
+def _check_arrived(sent: int, readback: Any) -> None:
+    found = np.unique(readback.read()[0]).tolist()
+    if found != [sent + 1]:
+        raise LawBroken(f"of {sent} everywhere, one more came back as {found}: a copy was not ordered with its stream")
+
+
+def lengths_are_on_the_host(trial: Trial) -> None:
+    """Of decode steps and of prompts; a batch without them is refused before anything runs."""
+    harness = trial.kit.harness("dense")
+    if not harness.facts.needs_host_lengths:
+        raise NotApplicable("no forward of this device needs lengths on the host; C3 tries its replays without")
+    for mode, rows in ((ForwardMode.DECODE, ((5, 1), (3, 1))), (ForwardMode.EXTEND, ((0, 4), (2, 3)))):
+        _check_mirrors(harness, mode, rows)
+
+
+def _check_mirrors(harness: Harness, mode: ForwardMode, rows: Rows) -> None:
+    runner = copy(harness.started.built["runner"])
+    contents = draw_contents(1, rows, harness, runner.model.attention_layers[0])
+    with torch.inference_mode():
+        staged = runner.init_batch(schedule_batch(contents, mode, harness.limits.page_size))
+        for spec in host_arrays(type(staged)):
+            mirror, tensor = getattr(staged, spec.name), getattr(staged, spec.mirror)
+            if tensor is not None and (mirror is None or mirror.tolist() != tensor.tolist()):
+                raise LawBroken(f"{spec.name} of {mode.name} rows {rows} is {mirror}, on the device {tensor.tolist()}")
+        staged.seq_lens_cpu = None
+        try:
+            runner.forward(staged)
+        except ValueError:
+            return
+    raise LawBroken(f"{mode.name} rows {rows} ran without lengths on the host")
+
+
+def _torch_law(name: str, says: str, check: Any, *mutants: Any) -> Law:
+    return Law(
+        name=name, level="C2", says=says, check=check, mutants=mutants, needs=broken.TORCH, interpreted=frozenset()
+    )
+
+
+LAWS: tuple[Law, ...] = (
+    Law(
+        name="computes_in",
+        level="C1",
+        says="In each type that the facts name, log-probabilities are the reference's to its precision.",
+        check=computes_in,
+        mutants=(broken.COARSE,),
+        tolerance=LOGPROBS,
+        cases=Target.computed_dtypes,
+        interpreted=frozenset(),
+    ),
+    _torch_law(
+        "integers_are_narrow",
+        "Where indices have 32 bits, no operation on the device sees an integer of 64.",
+        integers_are_narrow,
+        broken.WIDENS_IDS,
+        broken.SUMS_WIDE,
+    ),
+    _torch_law(
+        "copies_are_ordered",
+        "What the host writes arrives before the work that reads it, and what the device makes comes back whole.",
+        copies_are_ordered,
+        broken.LATE_COPIES,
+    ),
+    _torch_law(
+        "lengths_are_on_the_host",
+        "Where a forward must know its lengths on the host, every batch has them there.",
+        lengths_are_on_the_host,
+        broken.LOSES_LENGTHS,
+    ),
+)

@@ -1,0 +1,166 @@
+"""Devices whose facts lie: they say one thing and do another. What no device may say at all is in `mutants_package.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sglcore.conformance.mutant import Mutant, become
+from sglcore.conformance.mutants_worker import Changed
+from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.device.facts import Facts
+from sglcore.runtime.kernels.table import KernelTable
+
+TORCH = frozenset({"torch_runtime"})
+
+
+def coarse(table: KernelTable) -> KernelTable:
+    """A norm that keeps three bits of every 16-bit number, as of a chip that has no such type."""
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _coarse(table.rms_norm(x, weight, eps))
+
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed, total = table.add_rms_norm(x, residual, weight, eps)
+        return _coarse(normed), total
+
+    return table.replace(rms_norm=rms_norm, add_rms_norm=add_rms_norm)
+
+
+def _coarse(x: Tensor) -> Tensor:
+    if x.itemsize > 2:
+        return x
+    fraction, exponent = x.float().frexp()
+    return ((fraction * 8).round() / 8).ldexp(exponent).to(x.dtype)
+
+
+def widens_ids(table: KernelTable) -> KernelTable:
+    """An embedding that reads ids of 64 bits."""
+    return table.replace(embedding=lambda ids, weight: table.embedding(ids.long(), weight))
+
+
+def sums_wide(runner: Any) -> Any:
+    """A runner whose draws add in 64 bits."""
+    runner.is_narrow = False
+    return runner
+
+
+def says_narrow(facts: Facts) -> Facts:
+    """Indices have 32 bits."""
+    return replace(facts, index_dtype="int32")
+
+
+def late_copies(runner: Any) -> Any:
+    """What is copied to the device is what the host held at the copy before."""
+    before: list[NDArray[Any]] = []
+
+    def subclass(base: Any) -> type:
+        class LateCopies(base):
+            __slots__ = ()
+
+            def commit(self) -> None:
+                now = self._host.copy()
+                before.append(now)
+                self._host[:] = before[max(len(before) - 2, 0)]
+                super().commit()
+                if not self.shares_memory:
+                    self._host[:] = now
+
+        return LateCopies
+
+    become(runner.decode_registry.block, subclass)
+    return runner
+
+
+def loses_lengths(runner: Any) -> Any:
+    """A runner whose batches come without lengths on the host."""
+
+    def subclass(base: Any) -> type:
+        class LosesLengths(base):
+            __slots__ = ()
+
+            def init_batch(self, *given: Any) -> Any:
+                staged = super().init_batch(*given)
+                staged.seq_lens_cpu = None
+                return staged
+
+        return LosesLengths
+
+    return become(runner, subclass)
+
+
+def reads_lengths(backend: Any) -> Any:
+    """Attention whose replays look at lengths on the host."""
+
+    def subclass(base: Any) -> type:
+        class ReadsLengths(base):
+            __slots__ = ()
+
+            def refresh(self, plan: Any, batch: Any) -> Any:
+                assert batch.seq_lens_cpu.min() > 0
+                return super().refresh(plan, batch)
+
+        return ReadsLengths
+
+    return become(backend, subclass)
+
+
+class RefusesMixed(Changed):
+    """A worker that serves no step of prompts beside decoding rows."""
+
+    def change(self, batch: ScheduleBatch) -> None:
+        """Raise for such a step."""
+        if batch.forward_mode is ForwardMode.MIXED:
+            raise RuntimeError("this device runs prompts alone")
+
+
+COARSE = Mutant(
+    name="coarse",
+    says="It says that it computes in 16-bit types, and keeps three bits of them.",
+    steps=MappingProxyType({"kernels": coarse}),
+    needs=TORCH,
+)
+WIDENS_IDS = Mutant(
+    name="wide ids",
+    says="Its indices have 32 bits, and a kernel is given 64.",
+    facts=says_narrow,
+    steps=MappingProxyType({"kernels": widens_ids}),
+    needs=TORCH,
+)
+SUMS_WIDE = Mutant(
+    name="wide sums",
+    says="Its integers have 32 bits, and top-p adds in 64.",
+    facts=says_narrow,
+    steps=MappingProxyType({"runner": sums_wide}),
+    needs=TORCH,
+)
+LATE_COPIES = Mutant(
+    name="late copies",
+    says="Copies are said to be ordered with the work of a stream, and come late.",
+    steps=MappingProxyType({"runner": late_copies}),
+    needs=TORCH,
+)
+LOSES_LENGTHS = Mutant(
+    name="loses lengths",
+    says="Lengths must be on the host, and batches come without.",
+    facts=lambda facts: replace(facts, needs_host_lengths=True),
+    steps=MappingProxyType({"runner": loses_lengths}),
+    needs=TORCH,
+)
+READS_LENGTHS = Mutant(
+    name="reads lengths",
+    says="Lengths need not be on the host, and its attention looks for them there.",
+    facts=lambda facts: replace(facts, needs_host_lengths=False),
+    steps=MappingProxyType({"attention": reads_lengths}),
+    needs=TORCH,
+)
+REFUSES_MIXED = Mutant(
+    name="refuses mixed",
+    says="Mixed batches are allowed, and not served.",
+    steps=MappingProxyType({"worker": RefusesMixed}),
+    needs=frozenset({"mixed_batches"}),
+)

@@ -1,0 +1,101 @@
+"""Where top-p ends, as `cutoffs.py` finds it, on devices without integers of 64 bits. The same integers come out.
+
+A sum of weights has up to 52 bits and is kept as two int32: `high * 2**24 + low`. Histograms hold it as the sums of the
+weights' four bytes, none of which reaches 2**31 for any vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BITS = 24
+HALF = 12
+NEAR = 3
+"""By how much a quotient in float32 may be wrong here, and some more: operands round to 2**-24, and it is below 2**22."""
+MOST_TIES = 1 << 22
+
+
+class Wide(NamedTuple):
+    """`high * 2**24 + low`, not negative; both int32 of one shape, low below 2**24."""
+
+    high: Tensor
+    low: Tensor
+
+    def at(self, column: Tensor) -> "Wide":
+        """The entries of rows at int32[B, 1]."""
+        return Wide(self.high.gather(1, column), self.low.gather(1, column))
+
+    def below(self, other: "Wide") -> Tensor:
+        """bool: less than another."""
+        return (self.high < other.high) | ((self.high == other.high) & (self.low < other.low))
+
+    def plus(self, other: "Wide") -> "Wide":
+        """The sum."""
+        low = self.low + other.low
+        return Wide(self.high + other.high + (low >> BITS), low & ((1 << BITS) - 1))
+
+    def minus(self, other: "Wide") -> "Wide":
+        """The difference, which is not negative."""
+        low = self.low - other.low
+        return Wide(self.high - other.high + (low >> BITS), low & ((1 << BITS) - 1))
+
+
+def product(one: Tensor, other: Tensor) -> Wide:
+    """Of int32 up to 2**30 and int32 up to 2**24, by halves of 12 bits."""
+    mask = (1 << HALF) - 1
+    a, b, c = one & mask, (one >> HALF) & mask, one >> BITS
+    x, y = other & mask, other >> HALF
+    first = a * x
+    second = a * y + b * x + (first >> HALF)
+    third = b * y + c * x + (second >> HALF)
+    return Wide(third + ((c * y) << HALF), (first & mask) | ((second & mask) << HALF))
+
+
+def prefix_end(gaps: Tensor, weights: Tensor, top_p: Tensor, bin_bits: int, limit: int) -> tuple[Tensor, Tensor]:
+    """The gap int32[B] at which the running weight of gaps int32[B, V] reaches top_p / 2**24 of its total, and the weight
+    that is still wanted there, as the running sums before that gap leave it: `Wide` of [B]."""
+    bins, steps = gaps >> bin_bits, 1 << bin_bits
+    running = _running(bins, weights, (limit >> bin_bits) + 1)
+    wanted = _share(running.at(torch.full_like(bins[:, :1], running.low.shape[1] - 1)), top_p[:, None])
+    reached, rest = _first_reaching(running, wanted)
+    inside = bins.bitwise_xor_(reached).clamp_(max=1).bitwise_xor_(1)
+    step, rest = _first_reaching(_running(gaps & (steps - 1), weights * inside, steps), rest)
+    return ((reached << bin_bits) + step).clamp_(max=limit)[:, 0], rest
+
+
+def ties(rest: Wide, each: Tensor) -> Tensor:
+    """int32[B]: how many weights int32[B], at least 1 each, reach `rest` [B, 1]; no more than there are tokens count."""
+    guess = (rest.high.float() * (1 << BITS) + rest.low) / each[:, None]
+    first = (guess.clamp(max=MOST_TIES).to(torch.int32) - NEAR).clamp_(min=0)
+    counts = first + torch.arange(2 * NEAR + 1, dtype=torch.int32, device=each.device)
+    return first[:, 0] + product(each[:, None].expand_as(counts), counts).below(rest).sum(-1, dtype=torch.int32)
+
+
+def _running(index: Tensor, weights: Tensor, size: int) -> Wide:
+    """Running sums [B, size] of weights int32[B, V], each below 2**31, by the bins int32[B, V] that they belong to."""
+    parts = []
+    for shift in (0, 8, 16, 24):
+        sums = torch.zeros(index.shape[0], size, dtype=torch.int32, device=index.device)
+        part = sums.scatter_add_(1, index, (weights >> shift).bitwise_and_(255))
+        parts.append(part.cumsum(-1, dtype=torch.int32))
+    low, second, third, high = parts
+    second += low >> 8
+    third += second >> 8
+    return Wide(high.add_(third >> 8), (low & 255) | ((second & 255) << 8) | ((third & 255) << 16))
+
+
+def _share(total: Wide, top_p: Tensor) -> Wide:
+    """ceil(total * top_p / 2**24)."""
+    rest = product(total.low, top_p)
+    up = rest.high + (rest.low > 0)
+    return product(total.high, top_p).plus(Wide(up >> BITS, up & ((1 << BITS) - 1)))
+
+
+def _first_reaching(running: Wide, wanted: Wide) -> tuple[Tensor, Wide]:
+    """The first column int32[B, 1] that reaches `wanted` [B, 1], else the last one, and what is wanted beyond the one before."""
+    size = running.low.shape[1]
+    column = running.below(wanted).sum(-1, keepdim=True, dtype=torch.int32).clamp_(max=size - 1)
+    before = running.at((column - 1).clamp_(min=0))
+    is_first = column == 0
+    return column, wanted.minus(Wide(*(part.masked_fill(is_first, 0) for part in before)))
