@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -15,14 +17,23 @@ from sglcore.conformance.checkpoint import CONTEXT
 from sglcore.conformance.harness import Harness
 from sglcore.conformance.law import Law, LawBroken, NotApplicable
 from sglcore.conformance.laws_kernels import relative_error
+from sglcore.conformance.mutants_facts import READS_LENGTHS
 from sglcore.conformance.target import Target
 from sglcore.conformance.trial import Trial
+from sglcore.device.batch import ForwardMode
 from sglcore.device.errors import ConfigError
-from sglcore.runtime.attention.contract import Bucket
+from sglcore.device.facts import Facts
+from sglcore.runtime.attention.contract import AttentionFacts, Bucket
 from sglcore.runtime.forward_context import ForwardContext, forward_context
+from sglcore.step.host_values import host_arrays
 
 TOLERANCE: Mapping[str, float] = MappingProxyType({"float32": 5e-5, "bfloat16": 3e-2, "float16": 5e-3})
 """Of outputs that are means of values around 1."""
+
+ANY_HEADS = (16, 80)
+"""Head sizes that are tried of a backend that takes any; the second is no power of two."""
+CLAIMED = ((9, 1), (0, 12), (7, 5))
+"""What runs in each size that a backend says it takes."""
 
 
 def attention_is_reference(trial: Trial) -> None:
@@ -50,7 +61,8 @@ def _check_page_size(trial: Trial, model: str, backend: str, mode: str, size: in
     layer = harness.started.built["runner"].model.attention_layers[0]
     for seed, rows in enumerate(batches):
         contents = draw_contents(seed, rows, min((harness, reference), key=lambda item: item.limits.num_pages), layer)
-        found = attend(harness, forward_mode, contents, _refreshed if mode == "decode" else None)
+        again = partial(_refreshed, harness.facts.needs_host_lengths) if mode == "decode" else None
+        found = attend(harness, forward_mode, contents, again)
         wanted = attend(reference, forward_mode, contents)
         text = f"{trial.case}, pages of {size}, rows {rows}"
         _check_output(trial, harness, found.out, wanted.out, text)
@@ -60,18 +72,49 @@ def _check_page_size(trial: Trial, model: str, backend: str, mode: str, size: in
     return True
 
 
-def _refreshed(backend: Any, probe: Probe) -> Tensor | None:
-    """The same step by a plan for capture, refreshed. None where only the vendor's own graph could do that."""
+def _refreshed(needs_host_lengths: bool, backend: Any, probe: Probe) -> Tensor | None:
+    """The same step by a plan for capture, refreshed; without lengths on the host where that must do. None where only the
+    vendor's own graph could do that."""
     view = probe.view
     if "capture" not in backend.facts.features or view is None:
         return None
     plan = backend.capture_plan(Bucket(view.batch_size, view.num_tokens))
+    if not needs_host_lengths:
+        view = replace(view, **{spec.name: None for spec in host_arrays(type(view))})
     if backend.refresh(plan, view) is not None:
         return None
     view.plan_record = None
     view.mark_forward_metadata_ready(plan)
     with forward_context(ForwardContext(backend, view, probe.attention_layers)):
         return probe(view)
+
+
+def attention_takes_what_it_says(trial: Trial) -> None:
+    """Each head size, type and page size of a backend's facts at least once, in as few starts as that takes."""
+    backends, own = trial.target.usable_attention(), trial.target.facts()
+    if trial.case not in backends:
+        raise NotApplicable(f"attention {trial.case!r} has not its library or its hardware here")
+    for head_dim, dtype, size in claims(backends[trial.case].facts, own):
+        given = {"attention_backend": trial.case, "page_size": size, "dtype": dtype}
+        try:
+            with trial.opened("dense", head_dim=head_dim, **given) as harness:
+                reference = trial.kit.reference("dense", head_dim, page_size=size)
+                layer = harness.started.built["runner"].model.attention_layers[0]
+                contents = draw_contents(0, CLAIMED, min((harness, reference), key=lambda h: h.limits.num_pages), layer)
+                found, wanted = (attend(item, ForwardMode.EXTEND, contents) for item in (harness, reference))
+                text = f"{trial.case}, heads of {head_dim}, {dtype}, pages of {size}"
+                _check_output(trial, harness, found.out, wanted.out, text)
+        except ConfigError as refusal:
+            raise LawBroken(f"{trial.case} says that it takes heads of {head_dim}, {dtype}: {refusal}") from refusal
+
+
+def claims(facts: AttentionFacts, own: Facts) -> Sequence[tuple[int, str, int]]:
+    """Head size, dtype and page size of each start. Where any serves, some are taken; of types, those of the device."""
+    heads = facts.head_dims or ANY_HEADS
+    dtypes = [name for name in own.dtypes if facts.dtypes is None or name in facts.dtypes]
+    pages = [size for size in facts.page_sizes or (own.page_size,) if size <= CONTEXT]
+    count = max(map(len, (heads, dtypes, pages))) if dtypes and pages else 0
+    return [tuple(values[place % len(values)] for values in (heads, dtypes, pages)) for place in range(count)]  # pyright: ignore[reportReturnType]
 
 
 def _check_output(trial: Trial, harness: Harness, found: Tensor, wanted: Tensor, text: str) -> None:
@@ -97,6 +140,11 @@ def _check_pool(harness: Harness, contents: Contents, found: Seen, text: str) ->
             raise LawBroken(
                 f"{text}: the {what} in cell {cell} (page {cell // size}) is wrong, or not this step's to write"
             )
+
+
+def backends(target: Target) -> tuple[str, ...]:
+    """Each backend of the runtime."""
+    return tuple(target.package.attention) if "torch_runtime" in target.capabilities() else ()
 
 
 def _page_sizes(target: Target, backend: str) -> tuple[int, ...]:
@@ -125,9 +173,20 @@ LAWS: tuple[Law, ...] = (
         level="C3",
         says="Attention gives what the reference gives, reads and writes no cell but its own, planned or refreshed.",
         check=attention_is_reference,
-        mutants=broken.MUTANTS,
+        mutants=(*broken.MUTANTS, READS_LENGTHS),
         needs=frozenset({"torch_runtime", "attention"}),
         tolerance=TOLERANCE,
         cases=attention_cases,
+    ),
+    Law(
+        name="attention_takes_what_it_says",
+        level="C3",
+        says="Attention gives what the reference gives in every head size, type and page size that its facts name.",
+        check=attention_takes_what_it_says,
+        mutants=(broken.POWERS_OF_TWO,),
+        needs=frozenset({"torch_runtime", "attention"}),
+        tolerance=TOLERANCE,
+        cases=backends,
+        interpreted=frozenset(),
     ),
 )

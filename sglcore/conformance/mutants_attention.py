@@ -102,12 +102,25 @@ def forgets_lengths(base: Any) -> type:
         __slots__ = ()
 
         def refresh(self, plan: AttentionPlan, batch: ForwardBatch) -> HostUpdate | None:
-            assert batch.seq_lens_cpu is not None
             batch.seq_lens.fill_(1)
-            batch.seq_lens_cpu = np.ones_like(batch.seq_lens_cpu)
+            if batch.seq_lens_cpu is not None:
+                batch.seq_lens_cpu = np.ones_like(batch.seq_lens_cpu)
             return super().refresh(plan, batch)
 
     return ForgetsLengths
+
+
+def powers_of_two(base: Any) -> type:
+    """It says that it takes heads of any size, and computes those of powers of two."""
+
+    class PowersOfTwo(base):
+        __slots__ = ()
+
+        def attend(self, q: Tensor, layer: Any, batch: Any, plan: Any) -> Tensor:
+            out = super().attend(q, layer, batch, plan)
+            return out if layer.head_dim & (layer.head_dim - 1) == 0 else out.roll(1, -1)
+
+    return PowersOfTwo
 
 
 def _mutant(subclass: Callable[[Any], type]) -> Mutant:
@@ -119,6 +132,7 @@ def _mutant(subclass: Callable[[Any], type]) -> Mutant:
 
 
 FORGETS_LENGTHS = _mutant(forgets_lengths)
+POWERS_OF_TWO = _mutant(powers_of_two)
 MUTANTS: tuple[Mutant, ...] = (
     _mutant(one_key_too_few),
     _mutant(another_scale),

@@ -101,8 +101,9 @@ class Kit:
             self._oracles[key] = Oracle(self.reference(model, head_dim))
         return self._oracles[key]
 
-    def open(self, model: str, **settings: Any) -> Harness:
-        """Start the device on a model; the caller closes it. Settings are those of EngineConfig."""
+    def open(self, model: str, head_dim: int | None = None, **settings: Any) -> Harness:
+        """Start the device on a model, with heads of the geometry's size unless another is given; the caller closes it.
+        Settings are those of EngineConfig."""
         geometry = self.target.geometry(settings.get("attention_backend"))
         given = {
             "page_size": geometry.page_size,
@@ -114,7 +115,7 @@ class Kit:
         if self._for_case and "attention_backend" not in given:
             given |= self.target.attention_without_triton(str(given["dtype"]))
         model = model if given["dtype"] == "float32" else SMOOTH.get(model, model)
-        return self._start(self.target, model, geometry, geometry.head_dim, given)
+        return self._start(self.target, model, geometry, head_dim or geometry.head_dim, given)
 
     def harness(self, model: str, **settings: Any) -> Harness:
         """A started device that laws share: whoever asks for the same gets the same."""
