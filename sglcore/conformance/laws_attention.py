@@ -19,7 +19,7 @@ from sglcore.conformance.law import Law, LawBroken, NotApplicable
 from sglcore.conformance.laws_kernels import relative_error
 from sglcore.conformance.mutants_facts import READS_LENGTHS
 from sglcore.conformance.target import Target
-from sglcore.conformance.trial import Trial
+from sglcore.conformance.trial import LARGE, Trial
 from sglcore.device.batch import ForwardMode
 from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
@@ -95,7 +95,7 @@ def attention_takes_what_it_says(trial: Trial) -> None:
     if trial.case not in backends:
         raise NotApplicable(f"attention {trial.case!r} has not its library or its hardware here")
     for head_dim, dtype, size in claims(backends[trial.case].facts, own):
-        given = {"attention_backend": trial.case, "page_size": size, "dtype": dtype}
+        given = {"attention_backend": trial.case, "page_size": size, "dtype": dtype, "kv_cache_memory": LARGE}
         try:
             with trial.opened("dense", head_dim=head_dim, **given) as harness:
                 reference = trial.kit.reference("dense", head_dim, page_size=size)

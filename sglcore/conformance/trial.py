@@ -29,6 +29,9 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 )
 """How the kit starts a device unless a law or the caller says otherwise."""
 
+LARGE = 32 << 20
+"""KV memory for the largest heads and pages that backends take."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -90,7 +93,8 @@ class Kit:
         """The reference on a model, started; shared."""
         key = (model, head_dim, page_size)
         if key not in self._references:
-            settings = {**DEFAULTS, "page_size": page_size, "dtype": "float32", "max_batch_tokens": 256}
+            own = {"page_size": page_size, "dtype": "float32", "max_batch_tokens": 256, "kv_cache_memory": LARGE}
+            settings = {**DEFAULTS, **own}
             self._references[key] = self._start(REFERENCE, model, REFERENCE.geometry(), head_dim, settings)
         return self._references[key]
 

@@ -52,9 +52,9 @@ def product(one: Tensor, other: Tensor) -> Wide:
     return Wide(third + ((c * y) << HALF), (first & mask) | ((second & mask) << HALF))
 
 
-def prefix_end(gaps: Tensor, weights: Tensor, top_p: Tensor, bin_bits: int, limit: int) -> tuple[Tensor, Tensor]:
+def prefix_end(gaps: Tensor, weights: Tensor, top_p: Tensor, bin_bits: int, limit: int) -> tuple[Tensor, Wide]:
     """The gap int32[B] at which the running weight of gaps int32[B, V] reaches top_p / 2**24 of its total, and the weight
-    that is still wanted there, as the running sums before that gap leave it: `Wide` of [B]."""
+    that is still wanted there, [B, 1]."""
     bins, steps = gaps >> bin_bits, 1 << bin_bits
     running = _running(bins, weights, (limit >> bin_bits) + 1)
     wanted = _share(running.at(torch.full_like(bins[:, :1], running.low.shape[1] - 1)), top_p[:, None])

@@ -53,18 +53,14 @@ class Engines:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Attention backends and graph kinds of the package. Where the host tells a replay its lengths, graphs run with the next
-    step planned ahead and without."""
+    """Attention backends and graph kinds of the package; eager forwards, and replays beside them, with the next step planned
+    ahead and without."""
     package: DevicePackage = vars(metafunc.module)["package"]
     names = [name for name in package.attention if name != "reference"]
-    ahead = [True, False] if metafunc.function is test_eager or _needs_host_lengths(package) else [True]
+    ahead = [True] if metafunc.function is test_graphs else [True, False]
     for name, values in (("attention", names), ("graph", list(package.graphs)), ("overlap", ahead)):
         if name in metafunc.fixturenames:
             metafunc.parametrize(name, values)
-
-
-def _needs_host_lengths(package: DevicePackage) -> bool:
-    return resolve(package.facts, package.name)(0).needs_host_lengths
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +96,6 @@ def test_a_model_with_windows_is_served_by_decode_and_prefill_graphs_or_refused_
         assert {"full", "breakable"} <= engines.run(windowed, attention, "breakable")
 
 
-def test_replays_equal_eager_forwards_of_the_same_inputs(engines: Engines, model: Oracle) -> None:
+def test_replays_equal_eager_forwards_of_the_same_inputs(engines: Engines, model: Oracle, overlap: bool) -> None:
     preferred = next(iter(engines.package.attention))
-    assert {"full", "breakable"} <= engines.run(model, preferred, "breakable", shadow=1)
+    assert {"full", "breakable"} <= engines.run(model, preferred, "breakable", shadow=1, overlap=overlap)

@@ -1,0 +1,41 @@
+"""Of each fact of a device: the module of the core that reads it, the law that finds a false one, and a device that lies.
+
+A fact without a line here, or a line without its reader, law or mutant, fails a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from sglcore.conformance import mutants_facts as lies
+from sglcore.conformance import mutants_package as wrong
+from sglcore.conformance.mutant import Mutant
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """`reader`: a module of the core; `law` by name, which has the `mutant`."""
+
+    reader: str
+    law: str
+    mutant: Mutant
+
+
+PROOFS: Mapping[str, Proof] = MappingProxyType(
+    {
+        "tensor_device": Proof("sglcore.runtime.bring_up", "facts_agree", wrong.UNKNOWN_DEVICE),
+        "index_dtype": Proof("sglcore.runtime.registry_builders", "integers_are_narrow", lies.WIDENS_IDS),
+        "dtypes": Proof("sglcore.checkpoint.dtype", "computes_in", lies.COARSE),
+        "preferred_dtype": Proof("sglcore.checkpoint.dtype", "facts_agree", wrong.PREFERS_OTHER),
+        "page_size": Proof("sglcore.runtime.bring_up", "facts_agree", wrong.NO_PAGES),
+        "needs_host_lengths": Proof("sglcore.runtime.graphs.build", "attention_is_reference", lies.READS_LENGTHS),
+        "allows_mixed_batches": Proof("sglcore.runtime.bring_up", "joins_and_leaves", lies.REFUSES_MIXED),
+        "has_streams": Proof("sglcore.runtime.streams", "facts_agree", wrong.HOST_STREAMS),
+        "has_pinned_memory": Proof("sglcore.runtime.registry_builders", "copies_are_ordered", lies.LATE_COPIES),
+        "shares_host_memory": Proof("sglcore.runtime.registry_builders", "facts_agree", wrong.HOST_APART),
+        "default_graph": Proof("sglcore.runtime.bring_up", "facts_agree", wrong.NO_SUCH_GRAPH),
+        "most_graph_segments": Proof("sglcore.runtime.graphs.build", "facts_agree", wrong.NO_SEGMENTS),
+    }
+)

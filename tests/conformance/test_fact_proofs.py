@@ -1,0 +1,41 @@
+"""Every fact of a device has a reader in the core, a law that holds it, and a device that lies and is caught."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from sglcore.conformance.catalogue import LAWS
+from sglcore.conformance.fact_proofs import PROOFS
+from sglcore.device.facts import Facts
+
+NAMES = [item.name for item in fields(Facts)]
+GUIDE = Path(__file__).parents[2] / "docs" / "add-a-device.md"
+
+
+def test_each_fact_has_a_proof_and_no_other_name_has_one() -> None:
+    assert list(PROOFS) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fact_is_read_held_and_lied_about(name: str) -> None:
+    proof = PROOFS[name]
+    spec = find_spec(proof.reader)
+    assert spec is not None and spec.origin is not None
+    read = {node.attr for node in ast.walk(ast.parse(Path(spec.origin).read_text())) if isinstance(node, ast.Attribute)}
+    assert name in read or (name == "default_graph" and "graph_kind" in read), f"{proof.reader} does not read {name}"
+    law = next(law for law in LAWS if law.name == proof.law)
+    assert proof.mutant in law.mutants
+
+
+def test_the_guide_explains_each_fact_in_one_row() -> None:
+    rows = [line for line in GUIDE.read_text().splitlines() if line.startswith("| `")]
+    told = {line.split("`")[1]: line for line in rows}
+    assert [name for name in told if name in NAMES] == NAMES
+    for name in NAMES:
+        assert f"`{PROOFS[name].law}`" in told[name]
+        assert f"`{PROOFS[name].reader.removeprefix('sglcore.').replace('.', '/')}.py`" in told[name]
