@@ -86,12 +86,21 @@ def groups(world: None) -> None:
     """No collectives on one rank."""
 
 
-def streams(facts: Facts) -> Streams:
+def device(facts: Facts) -> torch.device:
+    """The device of the facts. It is this thread's current one from here on, so that what torch, a compiler or a vendor's
+    library makes without naming a device is there too."""
+    found = torch.device(facts.tensor_device)
+    if found.index is not None:
+        torch.accelerator.set_device_index(found.index)
+    return found
+
+
+def streams(facts: Facts, device: torch.device) -> Streams:
     """The stream that is current now and the one that steps will run on, or none."""
     return make_streams(facts)
 
 
-def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger) -> KernelTable:
+def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger, device: torch.device) -> KernelTable:
     """The functions that models and attention run on this device: the preferred table, or one by name; the reference's
     where that was asked for."""
     name = package.kernels_for(config.kernels, "reference")
@@ -282,5 +291,5 @@ def _features(shape: AttentionShape, captured: bool) -> frozenset[str]:
     return frozenset(wanted)
 
 
-STANDARD = BringUp((world, groups, streams, kernels, model, sizes, pools, hisparse, attention, runner, worker))
+STANDARD = BringUp((world, groups, device, streams, kernels, model, sizes, pools, hisparse, attention, runner, worker))
 """Every torch device starts from this order; `device_memory` is what a package must insert before `sizes`."""

@@ -12,14 +12,18 @@ from sglcore.device.facts import Facts
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """`schedule` is the stream that was current when this was made; `forward` runs every step. None: no streams."""
+    """`schedule` is the stream that was current when this was made; `forward` runs every step. None: no streams. `index` is
+    the number of a device without streams; None: it has none."""
 
     schedule: torch.Stream | None = None
     forward: torch.Stream | None = None
+    index: int | None = None
 
     def running(self) -> AbstractContextManager[object]:
-        """A context in which the forward stream is current."""
-        return nullcontext() if self.forward is None else self.forward
+        """A context in which the forward stream is current, and its device, whichever another engine of this thread left so."""
+        if self.forward is not None:
+            return self.forward
+        return nullcontext() if self.index is None else torch.accelerator.device_index(self.index)
 
 
 def entered(stream: torch.Stream) -> AbstractContextManager[object]:
@@ -30,7 +34,7 @@ def entered(stream: torch.Stream) -> AbstractContextManager[object]:
 
 def make_streams(facts: Facts) -> Streams:
     """The streams of the facts' device, or none."""
-    if not facts.has_streams:
-        return Streams()
     device = torch.device(facts.tensor_device)
+    if not facts.has_streams:
+        return Streams(index=device.index)
     return Streams(torch.accelerator.current_stream(device), torch.Stream(device))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError, StrictError
@@ -187,7 +188,7 @@ def attend(tmp_path: Path, graph: str, explicit: str | None = None, facts: Facts
     if only:
         object.__setattr__(made, "attention", {only: made.attention[only]})
     config = EngineConfig(graph=graph, attention_backend=explicit)
-    kernels = bring_up.kernels(config, made, ledger)
+    kernels = bring_up.kernels(config, made, ledger, torch.device("cpu"))
     return bring_up.attention(config, made, facts, model, pools, kernels, None, ledger), ledger.rows
 
 
@@ -218,8 +219,8 @@ def test_a_device_with_reference_attention_only_starts_eagerly_by_itself(tmp_pat
 
 def test_kernels_may_be_the_reference_and_nothing_unknown() -> None:
     ledger = DecisionLedger()
-    table = bring_up.kernels(EngineConfig(kernels="reference"), package(), ledger)
+    table = bring_up.kernels(EngineConfig(kernels="reference"), package(), ledger, torch.device("cpu"))
     assert set(table.origin.values()) and all("reference" in origin for origin in table.origin.values())
     assert ledger.rows[0].requested == "reference"
     with pytest.raises(ConfigError, match="'fast'; wanted one of auto, plain, reference"):
-        bring_up.kernels(EngineConfig(kernels="fast"), package(), ledger)
+        bring_up.kernels(EngineConfig(kernels="fast"), package(), ledger, torch.device("cpu"))

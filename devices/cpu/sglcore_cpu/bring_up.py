@@ -67,7 +67,12 @@ def room(config: EngineConfig, model_path: Path) -> int:
 
 
 def processor_kernels(
-    config: EngineConfig, package: DevicePackage, facts: Facts, threads: Placement, ledger: DecisionLedger
+    config: EngineConfig,
+    package: DevicePackage,
+    facts: Facts,
+    threads: Placement,
+    ledger: DecisionLedger,
+    device: torch.device,
 ) -> KernelTable:
     """The native table, or another of the package's; a compiler traces torch's only, and reads plain weights."""
     asked = package.kernels_for(config.kernels, "reference", *NAMES)
@@ -80,7 +85,7 @@ def processor_kernels(
         ledger.record(Row("kernels", config.kernels, TORCH, reason, "--graph native", downgrade=is_other))
         return torch_kernels().replace(pack_linear=KernelTable().pack_linear)
     if asked not in (NATIVE, *NAMES):
-        return kernels(config, package, ledger)
+        return kernels(config, package, ledger, device)
     table, row = choose_kernels(config.kernels, threads.threads, threads.of_threads)
     ledger.record(row)
     if is_native(table):

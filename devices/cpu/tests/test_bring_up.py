@@ -57,7 +57,7 @@ def test_the_kernels_that_were_asked_for_serve_unless_a_compiler_wants_others(
     asked: str, graph: str, taken: str
 ) -> None:
     ledger, none = DecisionLedger(), cast("Any", None)
-    processor_kernels(EngineConfig(kernels=asked, graph=graph), package, facts(0), none, ledger)
+    processor_kernels(EngineConfig(kernels=asked, graph=graph), package, facts(0), none, ledger, none)
     (row,) = ledger.rows
     assert (row.requested, row.effective, row.downgrade) == (asked, taken, graph == "compiled")
 
@@ -65,7 +65,7 @@ def test_the_kernels_that_were_asked_for_serve_unless_a_compiler_wants_others(
 def test_kernels_that_are_none_list_those_that_are() -> None:
     none = cast("Any", None)
     with pytest.raises(ConfigError, match="kernels is 'sse'; wanted one of auto, native, torch, .*reference, avx2"):
-        processor_kernels(EngineConfig(kernels="sse"), package, facts(0), none, none)
+        processor_kernels(EngineConfig(kernels="sse"), package, facts(0), none, none, none)
 
 
 @pytest.mark.parametrize(("kind", "size"), [(PER_HEAD, 2 * 2 * 8 * 4), (INT8_POOL, 2 * 2 * (8 + 4))])

@@ -24,8 +24,8 @@ class Capability:
         return f"{self.multiprocessors} multiprocessors"
 
 
-def read_capability() -> Capability:
-    """Of the current GPU; raises what torch raises if there is none."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+def read_capability(device: torch.device | None = None) -> Capability:
+    """Of a GPU, or the current one; raises what torch raises if there is none."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device)
     version = (properties.major, properties.minor)
     return Capability(properties.name, version, properties.multi_processor_count)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from sglcore.device.bring_up import BringUp
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.runtime.bring_up import STANDARD
@@ -9,10 +11,10 @@ from sglcore.runtime.memory.accelerator import device_memory
 from sglcore_hip.capability import Capability, read_capability
 
 
-def capability(ledger: DecisionLedger) -> Capability:
-    """What the current GPU is, for the ledger."""
-    found = read_capability()
-    ledger.record(Row("GPU", "auto", str(found), found.evidence, "HIP_VISIBLE_DEVICES chooses another"))
+def capability(device: torch.device, ledger: DecisionLedger) -> Capability:
+    """What the GPU is, for the ledger."""
+    found = read_capability(device)
+    ledger.record(Row("GPU", "auto", str(found), found.evidence, "--device hip:INDEX chooses another"))
     return found
 
 

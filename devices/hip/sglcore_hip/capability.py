@@ -28,8 +28,8 @@ class Capability:
         return f"{self.compute_units} compute units, waves of {self.wave_size}"
 
 
-def read_capability() -> Capability:
-    """Of the current GPU; raises what torch raises if there is none."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+def read_capability(device: torch.device | None = None) -> Capability:
+    """Of a GPU, or the current one; raises what torch raises if there is none."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device)
     target = properties.gcnArchName.partition(":")[0]
     return Capability(properties.name, target, properties.warp_size, properties.multi_processor_count)

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError, DeviceError
@@ -43,7 +44,7 @@ def test_the_current_gpu_is_described_for_the_ledger() -> None:
 
 def test_the_ledger_says_which_entries_are_replaced() -> None:
     ledger = DecisionLedger()
-    table = kernels_step(EngineConfig(), package, ledger)
+    table = kernels_step(EngineConfig(), package, ledger, torch.device("cuda:0"))
     assert "triton" in table.origin["rms_norm"] and "rms_norm" in ledger.rows[-1].reason
 
 

@@ -46,13 +46,13 @@ def kernel_choices(kernels: object, ledger: DecisionLedger) -> str:
     return gap
 
 
-def device_memory(model: object) -> MemoryBudget:
+def device_memory(device: torch.device, model: object) -> MemoryBudget:
     """What the GPU has left once the weights are in, by the extension's own call: those of torch's neutral interface
     fail in its releases before 2.11.0.post2. Waits for work in flight."""
-    musa().synchronize()
+    musa().synchronize(device)
     musa().empty_cache()
-    free, total = musa().mem_get_info()
-    return MemoryBudget(total, free, f"{size_text(free)} of {size_text(total)} free on musa:0", default_share=0.85)
+    free, total = musa().mem_get_info(device)
+    return MemoryBudget(total, free, f"{size_text(free)} of {size_text(total)} free on {device}", default_share=0.85)
 
 
 BRING_UP: BringUp = (

@@ -1,0 +1,129 @@
+"""An engine on the second of two devices: the same tokens as on the first, which it leaves alone; and defects that use it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglcore.runtime.memory.pools import MHATokenToKVPool
+from sglcore.runtime.token_table import TokenTable
+from tests.laws import half
+from tests.laws.engine import Result, TokenEngine, random_prompts
+
+pytestmark = [pytest.mark.needs("streams", "simulator", "graphs.full"), pytest.mark.sim("several_devices")]
+
+PROMPTS = random_prompts(3, (5, 17))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield half.checkpoint(tmp_path_factory.mktemp("second"))[1]
+
+
+@pytest.fixture(autouse=True)
+def first_is_current() -> Iterator[None]:
+    yield
+    torch.accelerator.set_device_index(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What an engine gave, the bytes that it took of the other device at any time, and the devices that were current for
+    what it made and for its steps."""
+
+    results: list[Result]
+    elsewhere: int
+    current: set[int]
+
+
+def run(folder: Path, index: int, **settings: Any) -> Ran:
+    """An engine on one of the two devices, with graphs; the other is current before its start."""
+    other = 1 - index
+    torch.accelerator.set_device_index(other)
+    torch.accelerator.synchronize(other)
+    torch.accelerator.reset_peak_memory_stats(other)
+    before = torch.accelerator.memory_allocated(other)
+    made = TokenEngine(folder, device=f"{os.environ['LANE_DEVICE']}:{index}", graph="full", **settings)
+    forward, current = made.worker.runner.forward, {torch.accelerator.current_device_index()}
+
+    def watched(batch: Any) -> Any:
+        current.add(torch.accelerator.current_device_index())
+        return forward(batch)
+
+    made.worker.runner.forward = watched
+    results = made.run(PROMPTS, 6, stagger=2)
+    made.worker.close()
+    return Ran(results, torch.accelerator.max_memory_allocated(other) - before, current)
+
+
+OWN = {"attention_backend": None, "page_size": None, "dtype": "float16"}
+"""The attention that the device prefers, with its vendor's library."""
+
+
+@pytest.mark.parametrize("settings", [{}, OWN], ids=["reference", "own"])
+def test_an_engine_on_the_second_device_leaves_the_first_alone_and_gives_the_same_tokens(
+    checkpoint: Path, settings: dict[str, Any]
+) -> None:
+    first, second = run(checkpoint, 0, **settings), run(checkpoint, 1, **settings)
+    assert [result.tokens for result in second.results] == [result.tokens for result in first.results]
+    assert (first.elsewhere, second.elsewhere) == (0, 0)
+    assert (first.current, second.current) == ({0}, {1})
+
+
+def test_two_engines_of_one_thread_run_each_on_its_own_device(checkpoint: Path) -> None:
+    name = os.environ["LANE_DEVICE"]
+    engines = [TokenEngine(checkpoint, device=f"{name}:{index}") for index in (0, 1)]
+    tokens = [[result.tokens for result in engine.run(PROMPTS, 4)] for engine in (*engines, engines[0])]
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+def cells_on_the_first(patch: pytest.MonkeyPatch) -> None:
+    """A pool that is told its device's kind, and not which one."""
+    real = MHATokenToKVPool.__init__
+
+    def make(self: Any, *given: Any, **named: Any) -> None:
+        with torch.accelerator.device_index(0):
+            real(self, *(_unnumbered(value) for value in given), **{n: _unnumbered(v) for n, v in named.items()})
+
+    patch.setattr(MHATokenToKVPool, "__init__", make)
+
+
+def table_on_the_first(patch: pytest.MonkeyPatch) -> None:
+    """A table that is made on the first device and moved."""
+    real = TokenTable.__init__
+
+    def make(self: Any, *given: Any) -> None:
+        real(self, *given)
+        self.last = self.last.to(torch.device(self.last.device.type, 0)).to(self.last.device)
+
+    patch.setattr(TokenTable, "__init__", make)
+
+
+def first_stays_current(patch: pytest.MonkeyPatch) -> None:
+    """The bring-up makes no device current."""
+    real = torch.accelerator.set_device_index
+    patch.setattr(torch.accelerator, "set_device_index", lambda index: None if index else real(index))
+
+
+def _unnumbered(value: Any) -> Any:
+    return torch.device(value).type if isinstance(value, (str, torch.device)) else value
+
+
+@pytest.mark.sim_faults("device_mismatch")
+@pytest.mark.parametrize("defect", [cells_on_the_first, table_on_the_first, first_stays_current])
+def test_what_is_made_on_the_first_device_is_caught(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, defect: Any
+) -> None:
+    defect(monkeypatch)
+    try:
+        found = run(checkpoint, 1)
+    except RuntimeError as error:
+        assert "device" in str(error)  # tensors of two devices met
+    else:
+        assert found.elsewhere > 0 or found.current != {1}
