@@ -13,10 +13,10 @@ from sglcore.step.sizing import MemoryBudget, size_text
 from sglcore_xpu.capability import Capability, read_capability
 
 
-def capability(ledger: DecisionLedger) -> Capability:
-    """What the current GPU is, for the ledger."""
-    found = read_capability()
-    ledger.record(Row("GPU", "auto", str(found), found.evidence, "ZE_AFFINITY_MASK chooses another"))
+def capability(device: torch.device, ledger: DecisionLedger) -> Capability:
+    """What the GPU is, for the ledger."""
+    found = read_capability(device)
+    ledger.record(Row("GPU", "auto", str(found), found.evidence, "--device xpu:INDEX chooses another"))
     return found
 
 

@@ -31,9 +31,9 @@ class Capability:
         return f"{self.engines} vector engines, sub-groups of {' or '.join(map(str, self.lanes))}, {matrix}"
 
 
-def read_capability() -> Capability:
-    """Of the current GPU; raises what torch raises if there is none."""
-    found = torch.xpu.get_device_properties(torch.xpu.current_device())
+def read_capability(device: torch.device | None = None) -> Capability:
+    """Of a GPU, or the current one; raises what torch raises if there is none."""
+    found = torch.xpu.get_device_properties(torch.xpu.current_device() if device is None else device)
     return Capability(
         found.name,
         found.gpu_subslice_count,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 import triton.backends
 
 from sglcore.device.config import EngineConfig
@@ -53,7 +54,7 @@ def test_the_current_gpu_is_described_for_the_ledger() -> None:
 
 def test_the_ledger_says_which_entries_are_replaced() -> None:
     ledger = DecisionLedger()
-    table = kernels_step(EngineConfig(), package, ledger)
+    table = kernels_step(EngineConfig(), package, ledger, torch.device("xpu:0"))
     assert "triton" in table.origin["rms_norm"] and "rms_norm" in ledger.rows[-1].reason
 
 
