@@ -122,6 +122,15 @@ def test_nobody_waits_for_who_publishes_nothing_more() -> None:
     drive.run()
 
 
+def test_who_starts_anew_is_no_duplicate_any_more() -> None:
+    drive = wide()
+    first, second = add_alike(drive, 2)
+    first.is_duplicate = True
+    drive.step()
+    assert not first.is_duplicate and second.awaited == Awaited(first, 24)
+    drive.run()
+
+
 def test_who_is_passed_over_keeps_its_slot() -> None:
     drive = wide(max_requests=3)
     add_alike(drive, 2)

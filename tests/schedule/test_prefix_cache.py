@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 from random import Random
 
 import numpy as np
 import pytest
 
-from sglcore.schedule.prefix_cache import Node, PrefixCache
+from sglcore.schedule.prefix_cache import SLACK, Node, PrefixCache
 
 
 def tokens(*ids: int) -> np.ndarray:
@@ -88,6 +89,28 @@ def test_many_uses_do_not_grow_the_eviction_order_without_bound() -> None:
         cache.leave(path[-1])
     assert len(cache._leaves) < 200
     assert cache.evict(2) == [2, 1]
+
+
+class KeepsStaleEntries(PrefixCache):
+    """Mutant: where the order is made anew, any entry of a page may stand for it."""
+
+    def _offer(self, node: Node) -> None:
+        if self._evictable(node):
+            self._serial += 1
+            heapq.heappush(self._leaves, (node.tick, self._serial, node))
+            if len(self._leaves) > 2 * self.num_pages + SLACK:
+                self._leaves = sorted({id(entry[2]): entry for entry in self._leaves}.values())
+
+
+@pytest.mark.parametrize(("kind", "evicted"), [(PrefixCache, [1, 2]), (KeepsStaleEntries, [2])])
+def test_an_order_that_is_made_anew_has_each_page_where_it_was_used_last(kind: type, evicted: list[int]) -> None:
+    cache = kind(page_size=1, lookahead=0)
+    for page in (1, 1, 2):
+        node = publish(cache, tokens(page), [page])
+    stale, live, other = cache._leaves
+    cache._leaves = [live, other, *[stale] * (2 * cache.num_pages + SLACK)]
+    cache._offer(node)
+    assert cache.evict(2) == evicted
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -7,6 +7,7 @@ import pytest
 
 from sglcore.schedule.batch_builder import BatchBuilder
 from sglcore.schedule.decode_rows import DecodeRows
+from sglcore.schedule.memory import Memory
 from sglcore.schedule.request import Request
 from sglcore.schedule.results import take_prompt_logprobs
 from sglcore.schedule.running_requests import RunningRequests
@@ -34,6 +35,25 @@ def test_a_newcomer_that_leaves_a_page_for_who_runs_is_admitted() -> None:
     assert drive.worker.rids[0] == ["old", "new"]
 
 
+class NeverAsksAgain(Memory):
+    """Mutant: what is published changes nothing for who was refused."""
+
+    def publish(self, request: Request, cells: int) -> None:
+        version = self.version
+        super().publish(request, cells)
+        self.version = version
+
+
+@pytest.mark.parametrize(("kind", "is_early"), [(Memory, True), (NeverAsksAgain, False)])
+def test_who_was_refused_is_asked_again_when_pages_that_it_shares_are_there(kind: type, is_early: bool) -> None:
+    drive = Drive(num_pages=16, page_size=4, max_batch_tokens=64)
+    drive.scheduler._running.memory.__class__ = kind
+    drive.add("old", [*range(40)], 20)
+    drive.add("new", [*range(36), 1, 1], 2)
+    drive.run()
+    assert (drive.finishes()[0] == "new") is is_early
+
+
 class Impatient(RunningRequests):
     """Mutant: pages that come back with a step in flight do not count."""
 
@@ -49,6 +69,25 @@ def test_nobody_is_retracted_for_pages_that_are_on_their_way_back(kind: type, re
         drive.add(rid, prompt, most)
     drive.run()
     assert drive.scheduler.stats().retractions == retractions
+
+
+class CountsAnew(RunningRequests):
+    """Mutant: what the cache had is counted at each start."""
+
+    def _start(self, request: Request) -> None:
+        request.cached_tokens = -1
+        super()._start(request)
+
+
+@pytest.mark.parametrize(("kind", "is_first"), [(RunningRequests, True), (CountsAnew, False)])
+def test_cached_tokens_are_those_of_the_first_start_though_the_request_is_retracted(kind: type, is_first: bool) -> None:
+    drive = Drive(num_pages=16, page_size=4, max_batch_tokens=64)
+    drive.scheduler._running.__class__ = kind
+    drive.add("old", 7, 50)
+    young = drive.add("young", 40, 20)
+    drive.run()
+    assert drive.scheduler.stats().retractions > 0
+    assert (young.cached_tokens == 0) is is_first
 
 
 def repeated(drive: Drive, prompt: list[int]) -> Request:
