@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from sglcore.schedule import in_batch_prefix
+from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Awaited, Request
-from sglcore.schedule.running_requests import MOST_PASSED_OVER
+from sglcore.schedule.running_requests import MOST_PASSED_OVER, RunningRequests
+from sglcore.schedule.scheduler import Scheduler
 from tests.schedule.drive import Drive
 from tests.schedule.trace import draw_trace, play
 
@@ -119,6 +121,40 @@ def test_nobody_waits_for_who_publishes_nothing_more() -> None:
         drive.add(rid, page + rest, most)
     drive.step(12)
     assert any({"duplicate", "third"} <= set(rids) for rids in drive.worker.rids)
+    drive.run()
+
+
+class KeepsAwaitedAtStart(RunningRequests):
+    """Mutant: who runs still names whom it waited for."""
+
+    def _start(self, request: Request) -> None:
+        awaited = request.awaited
+        super()._start(request)
+        request.awaited = awaited
+
+
+class KeepsAwaitedAtEnd(Scheduler):
+    """Mutant: who ended does."""
+
+    def abort(self, rid: str) -> EngineOutput | None:
+        request = self._requests[rid]
+        awaited, output = request.awaited, super().abort(rid)
+        request.awaited = awaited
+        return output
+
+
+@pytest.mark.parametrize("mutant", [None, KeepsAwaitedAtStart, KeepsAwaitedAtEnd])
+def test_who_runs_or_has_ended_waits_for_nobody(mutant: type | None) -> None:
+    drive = wide()
+    if mutant is not None:
+        part: Any = drive.scheduler if issubclass(mutant, Scheduler) else drive.scheduler._running
+        part.__class__ = mutant
+    _, starts, ends = add_alike(drive, 3)
+    drive.step()
+    assert starts.awaited and ends.awaited
+    drive.scheduler.abort(ends.rid)
+    drive.step(2)
+    assert (starts.awaited is ends.awaited is None) is (mutant is None)
     drive.run()
 
 
