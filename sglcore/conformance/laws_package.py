@@ -248,19 +248,27 @@ def _implements_attention(name: str, backend: Any) -> None:
         raise LawBroken(f"attention {name!r} has a `forward` of its own; wanted `attend`, which it calls")
     if not isinstance(backend.facts, AttentionFacts):
         raise LawBroken(f"attention {name!r} has no AttentionFacts as `facts`")
+    if backend.facts.index_dtype not in (None, *INDEX_DTYPES):
+        raise LawBroken(
+            f"attention {name!r} takes cells of {backend.facts.index_dtype!r}; wanted None or {INDEX_DTYPES}"
+        )
+    _states_sizes(name, backend)
     for method in (*AttentionBackend.__abstractmethods__, "__init__"):
         wanted = len(inspect.signature(getattr(AttentionBackend, method)).parameters)
         _binds(f"{name}.{method}", getattr(backend, method), wanted)
 
 
 def _states_sizes(name: str, backend: Any) -> None:
-    """A backend of a device with a runtime of its own says what it takes, so that the kit can choose sizes."""
+    """A backend says what it takes, so that the kit can choose sizes: each is there, and could be had."""
     try:
         sizes = (backend.facts.head_dims, backend.facts.page_sizes, backend.facts.dtypes)
     except AttributeError as error:
         raise LawBroken(f"attention {name!r} does not say what it takes: {error}") from error
     if not all(values is None or isinstance(values, tuple) for values in sizes):
         raise LawBroken(f"attention {name!r} says that it takes {sizes}; wanted tuples, or None for any")
+    heads, pages, dtypes = (() if values is None else values for values in sizes)
+    if not set(dtypes) <= set(DTYPES) or not all(isinstance(size, int) and size > 0 for size in (*heads, *pages)):
+        raise LawBroken(f"attention {name!r} says that it takes {sizes}; wanted sizes above 0 and types of {DTYPES}")
 
 
 def _c0(name: str, says: str, check: Callable[[Trial], None], *mutants: object) -> Law:
@@ -305,5 +313,6 @@ LAWS: tuple[Law, ...] = (
         api_holds,
         broken.BLIND_PROBE,
         broken.HALF_ATTENTION,
+        broken.BOASTS,
     ),
 )

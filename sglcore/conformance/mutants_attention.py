@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sglcore.conformance.mutant import Mutant, become
 from sglcore.runtime.attention.contract import AttentionPlan, HostUpdate
+from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.forward_batch import ForwardBatch
 
 
@@ -108,6 +109,12 @@ def forgets_lengths(base: Any) -> type:
             return super().refresh(plan, batch)
 
     return ForgetsLengths
+
+
+class Boasts(ReferenceAttention):
+    """Says that it takes a type that is none."""
+
+    facts = replace(ReferenceAttention.facts, dtypes=("float32", "banana"))
 
 
 def powers_of_two(base: Any) -> type:

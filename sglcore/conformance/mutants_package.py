@@ -118,7 +118,11 @@ PINNED_AND_SHARED = _facts(
     "pinned and shared", "Pinned memory for copies that are none.", has_pinned_memory=True, shares_host_memory=True
 )
 HOST_APART = _facts(
-    "host apart", "The host's tensors are not in its memory.", tensor_device="cpu", shares_host_memory=False
+    "host apart",
+    "The host's tensors are not in its memory.",
+    tensor_device="cpu",
+    has_streams=False,
+    shares_host_memory=False,
 )
 NO_SUCH_GRAPH = _facts("no such graph", "A default graph that is not offered.", default_graph="none such")
 NO_SEGMENTS = _facts("no segments", "No captured piece may exist.", most_graph_segments=0)
@@ -149,6 +153,14 @@ ASKS_FOR_FACTS = Mutant(
     needs=frozenset({"torch_runtime"}),
 )
 BLIND_PROBE = _probe("blind probe", "A probe that takes no system.", blind_probe)
+BOASTS = Mutant(
+    name="boasts",
+    says="A backend that takes a type that is none.",
+    package=lambda package: replace(
+        package, attention={**package.attention, "boasts": "sglcore.conformance.mutants_attention:Boasts"}
+    ),
+    needs=frozenset({"torch_runtime"}),
+)
 HALF_ATTENTION = Mutant(
     name="half attention", says="A backend without the contract's methods.", package=_half_attention
 )

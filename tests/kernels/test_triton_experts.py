@@ -101,7 +101,7 @@ def top_k(module: ModuleType, guards: Guards, dtype: torch.dtype) -> None:
     for normalize in (True, False):
         weights, ids = module.top_k_routing(logits, 4, normalize, SMALL)
         wanted, wanted_ids = reference.top_k_routing(logits, 4, normalize)
-        assert torch.equal(ids, wanted_ids) and ids.dtype == torch.int64
+        assert torch.equal(ids, wanted_ids) and ids.dtype == torch.int32
         torch.testing.assert_close(weights, wanted, rtol=2**-8 if dtype != torch.float32 else 1e-5, atol=1e-6)
 
 

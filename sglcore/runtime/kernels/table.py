@@ -112,7 +112,7 @@ class KernelTable:
     gelu = entry(reference.gelu, shapes=(("T I",),))
     """`gelu(x [T, I]) -> [T, I]`: x * Phi(x), with the exact error function."""
     top_k_routing = entry(reference.top_k_routing)
-    """`top_k_routing(logits [T, E], K, normalize) -> (weights [T, K] of logits' dtype, ids int [T, K])`.
+    """`top_k_routing(logits [T, E], K, normalize) -> (weights [T, K] of logits' dtype, ids int32 or int64 [T, K])`.
 
     The K largest of softmax(logits) in float32, largest first; `normalize` divides them by their sum.
     """

@@ -66,7 +66,7 @@ def top_k_routing(logits: Tensor, k: int, normalize: bool, tuning: Tuning = Tuni
         return reference_top_k_routing(logits, k, normalize)
     rows, experts = logits.shape
     weights = torch.empty(rows, k, dtype=logits.dtype, device=logits.device)
-    ids = torch.empty(rows, k, dtype=torch.int64, device=logits.device)
+    ids = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
     if not rows:
         return weights, ids
     block = power_of_two(experts)
