@@ -23,7 +23,7 @@ from sglcore.step.sampling import NO_SAMPLING, BatchSampling, SamplingInputs, sa
 
 @dataclass(frozen=True, slots=True)
 class DeviceSampling:
-    """A `BatchSampling` on the device: `slots` int32[N] of the emitting rows, the state at the last draw, and the rows with
+    """A `BatchSampling` on the device: `slots` int[N] of the emitting rows, the state at the last draw, and the rows with
     penalties, int32[R], with their parameters and slots."""
 
     host: BatchSampling
@@ -85,7 +85,7 @@ class SampleStep:
         arrived: Mapping[str, Tensor],
         positions: Tensor,
     ) -> SamplingState:
-        known = self._known if inputs.new is None else _placed(inputs.new, arrived, positions)
+        known = self._known if inputs.new is None else self._placed(inputs.new, arrived, positions)
         state = known.state
         if state.positions is not positions or known.penalties is not None:
             penalties = self._penalties(known, batch, rows, positions)
@@ -93,6 +93,15 @@ class SampleStep:
             known = replace(known, state=state)
         self._known = known
         return state
+
+    def _placed(self, host: BatchSampling, arrived: Mapping[str, Tensor], positions: Tensor) -> DeviceSampling:
+        # A scatter by int32 is converted at each step, so slots are once, where they may be.
+        slots = arrived["slots"] if self._runner.is_narrow else arrived["slots"].long()
+        state = place_state(host.needs, positions, arrived)
+        if not host.needs.any_penalty:
+            return DeviceSampling(host, slots, state)
+        own = arrived["penalty_rows"]
+        return DeviceSampling(host, slots, state, (own, place_penalties(arrived, own), slots.index_select(0, own)))
 
     def _penalties(
         self, known: DeviceSampling, batch: ScheduleBatch, rows: RowPlan, positions: Tensor
@@ -106,14 +115,6 @@ class SampleStep:
 
     def _score(self, hidden: Tensor, targets: Tensor, top_n: int) -> Logprobs[Tensor]:
         return logprobs_of(self._runner.logits(hidden, None), targets, top_n, is_narrow=self._runner.is_narrow)
-
-
-def _placed(host: BatchSampling, arrived: Mapping[str, Tensor], positions: Tensor) -> DeviceSampling:
-    slots, state = arrived["slots"], place_state(host.needs, positions, arrived)
-    if not host.needs.any_penalty:
-        return DeviceSampling(host, slots, state)
-    own = arrived["penalty_rows"]
-    return DeviceSampling(host, slots, state, (own, place_penalties(arrived, own), slots.index_select(0, own)))
 
 
 def _nothing(device: torch.device) -> DeviceSampling:

@@ -35,7 +35,7 @@ class TokenTable:
         torch.index_select(self.last, 0, slots, out=input_ids)
 
     def publish(self, slots: Tensor, tokens: Tensor) -> None:
-        """Remember tokens int32[N] as the last of slots int32[N]."""
+        """Remember tokens int32[N] as the last of slots int[N]."""
         self.last.scatter_(0, slots, tokens)
 
     def admit_history(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
