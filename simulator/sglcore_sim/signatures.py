@@ -1,6 +1,7 @@
 """Signatures of a vendor's Python sources, read without importing them, and those of a face, in one form.
 
-`python -m sglcore_sim.signatures WHEEL` writes what is stored of torch_npu.
+`python -m sglcore_sim.signatures WHEEL...` writes what is stored of torch_npu: the signatures of its module, which all these
+releases share, and of the last the schemas of the operators that are called.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -77,11 +79,36 @@ def of_wheel(wheel: Path) -> dict[str, Any]:
     return {"version": wheel.name.split("-")[1], "signatures": dict(sorted(public.items()))}
 
 
+def schemas_of_wheel(wheel: Path, names: Iterable[str]) -> list[str]:
+    """Schemas of operators of the namespace `npu`, as the libraries in a wheel of torch_npu spell them: one line each."""
+    with zipfile.ZipFile(wheel) as archive:
+        libraries = b"".join(archive.read(name) for name in archive.namelist() if name.endswith(".so"))
+    texts = (text.decode() for text in re.findall(rb"[ -~]{16,}", libraries) if b") -> " in text)
+    found = {text.partition("(")[0]: f"npu::{text}" for text in texts}
+    return [found[name] for name in sorted(names)]
+
+
 def stored(name: str) -> dict[str, Any]:
-    """What is stored of a vendor's module: its "version" and "signatures"."""
+    """What is stored of a vendor's module: the "versions" that were read, and the "signatures" that they share."""
     return json.loads((STORED / f"{name}_signatures.json").read_text())
 
 
-if __name__ == "__main__":
-    text = json.dumps(of_wheel(Path(sys.argv[1])), separators=(",", ":"))
+def write(wheels: Sequence[Path]) -> None:
+    """Store what these wheels of torch_npu say, the newest last. Raises ValueError where their signatures differ."""
+    from sglcore_sim.vendors.torch_npu import REFERENCES
+
+    read = [of_wheel(wheel) for wheel in wheels]
+    first = read[0]["signatures"]
+    for other in read[1:]:
+        if differing := sorted(
+            str(row) for row in {*map(str, first.items())} ^ {*map(str, other["signatures"].items())}
+        ):
+            raise ValueError(f"{read[0]['version']} and {other['version']} differ: {', '.join(differing)}")
+    text = json.dumps({"versions": [one["version"] for one in read], "signatures": first}, separators=(",", ":"))
     (STORED / "torch_npu_signatures.json").write_text(text.replace('],"', '],\n"') + "\n")
+    lines = schemas_of_wheel(wheels[-1], REFERENCES)
+    (STORED / f"npu_called_{read[-1]['version']}.txt").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    write([Path(wheel) for wheel in sys.argv[1:]])

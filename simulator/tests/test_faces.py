@@ -57,7 +57,8 @@ def test_what_is_stored_is_what_the_wheel_says() -> None:
     wheel = os.environ.get("TORCH_NPU_WHEEL") or next(iter(sorted(Path("build/wheels").glob("torch_npu-*.whl"))), None)
     if wheel is None:
         pytest.skip("needs the wheel of torch_npu: set TORCH_NPU_WHEEL")
-    assert signatures.of_wheel(Path(wheel)) == signatures.stored("torch_npu")
+    found, kept = signatures.of_wheel(Path(wheel)), signatures.stored("torch_npu")
+    assert found["version"] in kept["versions"] and found["signatures"] == kept["signatures"]
 
 
 def test_a_vendor_s_stream_equals_itself_and_no_plain_one(sim) -> None:

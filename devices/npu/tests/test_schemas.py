@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
+from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import sglcore_npu
 from sglcore_npu import kernels
 from sglcore_npu.attention_fused import OPERATOR
+from sglcore_sim import signatures
 from sglcore_sim.vendors import torch_npu as references
 
 SOURCES = sorted(Path(sglcore_npu.__file__).parent.glob("*.py"))
@@ -42,6 +44,14 @@ def called() -> set[str]:
 def test_every_called_operator_is_one_of_the_vendor_and_has_a_reference() -> None:
     assert called() == set(references.REFERENCES)
     assert called() <= set(references.stored_schemas())
+
+
+def test_the_newest_release_takes_the_same_calls() -> None:
+    newest = files("sglcore_sim").joinpath("data", "npu_called_2.14.0.txt").read_text().splitlines()
+    found = {line.removeprefix("npu::").partition("(")[0]: str(torch._C.parse_schema(line)) for line in newest}
+    kept = references.stored_schemas()
+    assert found == {name: str(torch._C.parse_schema(f"npu::{kept[name]}")) for name in called()}
+    assert "2.14.0" in signatures.stored("torch_npu")["versions"]
 
 
 def test_what_the_table_asks_for_is_what_it_calls() -> None:
