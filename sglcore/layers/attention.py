@@ -8,6 +8,7 @@ from sglcore.layers.norm import RMSNorm
 from sglcore.layers.scope import Scope
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.kernels.table import KernelTable
 
 Rows = tuple[Tensor, Tensor | None, Tensor | None]
 """Queries, keys and values, each [T, heads * head_dim]; keys and values are None if they are stored."""
@@ -33,21 +34,36 @@ class AttentionLayer:
         self, build: Scope, layer_id: int, rotary: Tensor | None, *, qk_norm: bool = False, is_encoder: bool = False
     ) -> None:
         """`rotary` is what `cos_sin_cache` gives."""
-        config, kernels = build.config, build.kernels
+        config = build.config
         size, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
         window, is_cached = config.sliding_windows[layer_id], not is_encoder
-        self.q_norm = RMSNorm(build.at("q_norm"), size, config.rms_norm_eps) if qk_norm else None
-        self.k_norm = RMSNorm(build.at("k_norm"), size, config.rms_norm_eps) if qk_norm else None
+        self.q_norm = RMSNorm(build.at("q_norm"), size, config.rms_norm_eps, heads) if qk_norm else None
+        self.k_norm = RMSNorm(build.at("k_norm"), size, config.rms_norm_eps, kv_heads) if qk_norm else None
         self.layer = Attention(
             layer_id, heads, kv_heads, size, sliding_window=window, causal=is_cached, cached=is_cached
         )
         self._sizes = [heads * size, kv_heads * size, kv_heads * size]
         self._head_dim = size
         self._cos_sin = rotary
-        self._rotary = kernels.rotary
-        self._rotary_and_store = kernels.rotary_and_store
-        self._norm_rotary_and_store = kernels.norm_rotary_and_store if qk_norm else None
+        self._choose(build)
         self._stores = self._rotary_and_store is not None or self._norm_rotary_and_store is not None
+
+    def _choose(self, build: Scope) -> None:
+        """The kernels for these heads. Cells are asked for in the model's dtype."""
+        self._rotary, self._rotary_and_store, self._norm_rotary_and_store = build.kernels.rotary, None, None
+        if self._cos_sin is None:
+            return
+        q, k, v = (build.rows(size) for size in self._sizes)
+        turned = q, k, build.indices(), self._cos_sin, self._head_dim
+        self._rotary = build.kernel(KernelTable.rotary, *turned)
+        if not self.layer.cached:
+            return
+        cell = build.rows(self.layer.num_kv_heads, self._head_dim)
+        stored = q, k, v, *turned[2:], cell, cell, build.indices(dtype=build.index_dtype)
+        self._rotary_and_store = build.kernel(KernelTable.rotary_and_store, *stored)
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+            self._norm_rotary_and_store = build.kernel(KernelTable.norm_rotary_and_store, *stored, *norms)
 
     def __call__(self, qkv: Tensor, batch: ForwardBatch) -> Tensor:
         """[T, (heads + 2 kv_heads) * head_dim] to [T, heads * head_dim]."""

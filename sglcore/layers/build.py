@@ -17,6 +17,7 @@ from sglcore.layers.moe import SparseMoe
 from sglcore.layers.norm import LayerNorm, RMSNorm
 from sglcore.layers.rotary import cos_sin_cache
 from sglcore.layers.scope import Scope
+from sglcore.runtime.kernels.table import KernelTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Build(Scope):
         """An elementwise function. Raises `ConfigError` for one that there is no kernel of."""
         if name != "gelu":
             raise ConfigError(f"torch's layers have no activation {name!r}", wanted="'gelu'")
-        return self.kernels.gelu
+        return self.kernel(KernelTable.gelu, self.rows(self.config.intermediate_size))
 
     if not TYPE_CHECKING:
 

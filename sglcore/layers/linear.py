@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sglcore.layers.scope import Scope
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.kernels.table import KernelTable
 
 
 class Linear:
@@ -29,7 +30,7 @@ class Linear:
         self.names = tuple(f"{build.prefix}{name}.weight" for name, _ in parts)
         self.weight = build.stacked([(f"{name}.weight", size) for name, size in parts], in_features)
         self.bias = build.stacked([(f"{name}.bias", size) for name, size in parts]) if bias else None
-        self._linear = build.kernels.linear
+        self._linear = build.kernel(KernelTable.linear, build.rows(in_features), self.weight, self.bias)
         build.weights.linears.append(self)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -46,7 +47,7 @@ class Embedding:
         self.may_round = True
         self.names = (f"{build.prefix}weight",)
         self.weight = build.parameter("weight", rows, size)
-        self._embedding = build.kernels.embedding
+        self._embedding = build.kernel(KernelTable.embedding, build.indices(), self.weight)
 
     def __call__(self, ids: Tensor) -> Tensor:
         """int [T] to [T, size]."""
@@ -70,8 +71,8 @@ class Head:
 
     def __init__(self, build: Scope, rows: int, size: int, tied: Embedding | None) -> None:
         self._owner = Embedding(build, rows, size) if tied is None else tied
-        self._linear = build.kernels.linear
-        self._head = build.kernels.head
+        self._linear = build.kernel(KernelTable.linear, build.rows(size), self._owner.weight, None)
+        self._head = build.kernel(KernelTable.head, build.rows(size), self._owner.weight)
         build.weights.head, build.weights.is_head_tied = self._owner, tied is not None
 
     def __call__(self, hidden: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from sglcore.layers.linear import Linear
 from sglcore.layers.scope import Scope
+from sglcore.runtime.kernels.table import KernelTable
 
 
 class GatedMlp:
@@ -18,8 +19,9 @@ class GatedMlp:
         parts = (("gate_proj", intermediate_size), ("up_proj", intermediate_size))
         self.gate_up_proj = Linear(build, parts, hidden_size, bias)
         self.down_proj = Linear(build, (("down_proj", hidden_size),), intermediate_size, bias)
-        self._activate = build.kernels.silu_and_mul
-        self._gated_linear = None if bias else build.kernels.gated_linear
+        self._activate = build.kernel(KernelTable.silu_and_mul, build.rows(2 * intermediate_size))
+        given = build.rows(hidden_size), self.gate_up_proj.weight
+        self._gated_linear = None if bias else build.kernel(KernelTable.gated_linear, *given)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, H] to [T, H]."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sglcore.checkpoint.config import MoeConfig
 from sglcore.layers.linear import Linear
 from sglcore.layers.scope import Scope
+from sglcore.runtime.kernels.table import KernelTable
 
 
 class SparseMoe:
@@ -22,8 +24,10 @@ class SparseMoe:
         self.w2 = experts.expert_stacked(moe.num_experts, (("down_proj.weight", hidden),), size)
         self._top_k = moe.experts_per_token
         self._normalize = moe.normalize
-        self._route = build.kernels.top_k_routing
-        self._moe = build.kernels.moe
+        logits, k = build.rows(moe.num_experts), moe.experts_per_token
+        self._route = build.kernel(KernelTable.top_k_routing, logits, k, moe.normalize)
+        choices = build.rows(k), build.indices(k, dtype=torch.int64)
+        self._moe = build.kernel(KernelTable.moe, build.rows(hidden), *choices, self.w13, self.w2)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, H] to the weighted sum [T, H] of the chosen experts' outputs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sglcore.layers.scope import Scope
+from sglcore.runtime.kernels.table import KernelTable
 
 
 class RMSNorm:
@@ -12,11 +13,13 @@ class RMSNorm:
 
     __slots__ = ("_add_norm", "_norm", "eps", "weight")
 
-    def __init__(self, build: Scope, size: int, eps: float) -> None:
+    def __init__(self, build: Scope, size: int, eps: float, heads: int | None = None) -> None:
+        """`heads`: it is called with rows of so many heads, each of which it norms, and never adds."""
         self.weight = build.parameter("weight", size)
         self.eps = eps
-        self._norm = build.kernels.rms_norm
-        self._add_norm = build.kernels.add_rms_norm
+        x = build.rows(size) if heads is None else build.rows(heads, size)
+        self._norm = build.kernel(KernelTable.rms_norm, x, self.weight, eps)
+        self._add_norm = None if heads else build.kernel(KernelTable.add_rms_norm, x, x, self.weight, eps)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Over the last dimension of [..., size]."""
@@ -26,6 +29,7 @@ class RMSNorm:
         """The norm of residual + x, and that sum, which begins with x if there is no residual; uses up both arguments."""
         if residual is None:
             return self(x), x
+        assert self._add_norm is not None
         return self._add_norm(x, residual, self.weight, self.eps)
 
 
@@ -38,7 +42,7 @@ class LayerNorm:
         self.weight = build.parameter("weight", size)
         self.bias = build.parameter("bias", size)
         self.eps = eps
-        self._norm = build.kernels.layer_norm
+        self._norm = build.kernel(KernelTable.layer_norm, build.rows(size), self.weight, self.bias, eps)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Over the last dimension of [T, size]."""

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from sglcore.checkpoint.config import ModelConfig
-from sglcore.runtime.kernels.table import KernelTable
+from sglcore.device.ledger import DecisionLedger
+from sglcore.runtime.kernels.choice import choose
+from sglcore.runtime.kernels.table import Entry, KernelTable
+
+K = TypeVar("K")
 
 
 class Packable(Protocol):
@@ -65,13 +69,16 @@ class Weights:
 class Scope:
     """The scope in which a layer is built; `prefix` is its name in the checkpoint, with a trailing dot unless empty.
 
-    `max_positions` bounds the positions that will occur.
+    `max_positions` bounds the positions that will occur, `index_dtype` is that of cells, and `ledger` is told of kernels that
+    do not take what a layer calls them with.
     """
 
     config: ModelConfig
     kernels: KernelTable
     weights: Weights
     max_positions: int
+    index_dtype: torch.dtype = torch.int64
+    ledger: DecisionLedger | None = None
     prefix: str = field(default="")
 
     def at(self, *names: str | int) -> Self:
@@ -82,6 +89,18 @@ class Scope:
     def dtype(self) -> torch.dtype:
         """What the model is computed in."""
         return self.weights.dtype
+
+    def kernel(self, entry: Entry[K], *call: object) -> K:
+        """The function of the kernel table for calls like this one, by dtypes and sizes; see `choose`."""
+        return choose(self.kernels, entry, call, ledger=self.ledger)
+
+    def rows(self, *sizes: int) -> Tensor:
+        """What a layer's row looks like in a call: [1, *sizes] in the model's dtype, without content."""
+        return torch.empty(1, *sizes, dtype=self.dtype, device="meta")
+
+    def indices(self, *sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """The same of indices."""
+        return torch.empty(1, *sizes, dtype=dtype, device="meta")
 
     def parameter(self, name: str, *shape: int) -> Tensor:
         """Declare one weight, `prefix.name` in the checkpoint."""

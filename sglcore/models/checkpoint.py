@@ -43,5 +43,6 @@ def load_checkpoint(
         max_positions=config.max_model_len,
         progress=lambda done, total: progress("loading weights", done, total),
         quantize=config.quantize,
+        index_dtype=getattr(torch, facts.index_dtype),
         ledger=ledger,
     )

@@ -43,19 +43,21 @@ def load_model(
     architectures: Mapping[str, str] = EMPTY,
     progress: Progress | None = None,
     quantize: str = "auto",
+    index_dtype: torch.dtype = torch.int64,
     ledger: DecisionLedger | None = None,
 ) -> Architecture:
     """Build the model on `device` in `dtype` and fill it from the checkpoint folder, or the GGUF file.
 
     `max_positions` sizes position tables (default: the model's context length); `architectures` adds to the registry;
-    `quantize` is EngineConfig's. Where weights are quantised, a row of the ledger says in which form they are kept.
+    `quantize` is EngineConfig's, `index_dtype` that of cells. Kernels that do not take this model are rows of the ledger. Where weights are quantised, a row of the ledger says in which form they are kept.
     Raises `CheckpointError` for files that are missing, damaged, or not this model's, `ConfigError` for a model that is
     not supported. Host memory beyond the weights stays under one layer's, as stored and as packed.
     """
     model_type = model_class(config.architecture, architectures)
     weights = Weights(dtype, torch.device(device))
     packer = Packer(weights, kernels, quantize)
-    model = model_type(Build(config, kernels, weights, max_positions or config.context_length))
+    build = Build(config, kernels, weights, max_positions or config.context_length, index_dtype, ledger)
+    model = model_type(build)
     with ExitStack() as stack, torch.no_grad():
         sources = _sources(Path(path), config, model_type, weights, stack)
         packer.load(sources, _counted(sources, progress))

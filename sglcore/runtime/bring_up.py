@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,10 +24,11 @@ from sglcore.runtime.attention.selection import AttentionNeeds, select_attention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.graphs.backend import PromptBackend
 from sglcore.runtime.graphs.build import capture, make_backend
+from sglcore.runtime.kernels.choice import Call, choose, fitted
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import PER_HEAD, LayerShapes, PoolKind, ReqToTokenPool, TokenToKVPool
 from sglcore.runtime.model_runner import Model, ModelRunner
-from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
+from sglcore.runtime.registry_builders import Compute, build_decode_registry, build_prefill_registry
 from sglcore.runtime.streams import Streams, make_streams
 from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import TpModelWorker
@@ -202,7 +203,19 @@ def attention(
         # Nobody asked for graphs: a backend that can not be captured is better than none.
         needs = replace(needs, features=_features(shape, captured=False))
         backend = select(needs, config.attention_backend, package.name, ledger)
+    if not shape.is_encoder:
+        kernels = fitted(kernels, _calls(model, pools, getattr(torch, facts.index_dtype)), ledger)
     return backend(shape, pools.req_to_token, pools.token_to_kv, kernels, hisparse)
+
+
+def _calls(model: LoadedModel, pools: Pools, index_dtype: torch.dtype) -> Mapping[str, Sequence[Call]]:
+    """What the entries that no layer calls will be called with, by their names: stores into each kind of cell, and draws."""
+    cells = torch.empty(1, dtype=index_dtype, device="meta")
+    first = {shape: layer for layer, shape in reversed(tuple(enumerate(layer_shapes(model))))}
+    new = {shape: torch.empty(1, *shape, dtype=model.dtype, device="meta") for shape in first}
+    stores = [(new[shape], new[shape], *pools.token_to_kv.kv(layer), cells) for shape, layer in first.items()]
+    logits = torch.empty(1, model.config.vocab_size, device="meta")
+    return {"store_kv": stores, "draw": [(logits, None, None)], "greedy": [(logits,)]}
 
 
 def runner(
@@ -220,12 +233,11 @@ def runner(
 ) -> ModelRunner:
     """The runner with its registries, and the graphs that were asked for or that the device takes by itself."""
     backend = make_backend(config, package, facts, streams, attention, ledger)
+    cells = kernels.cache_locations if model.config.is_encoder else _cache_locations(kernels, pools, facts, ledger)
     pool = None if model.config.is_encoder else pools.req_to_token
-    decode = build_decode_registry(facts, pool, max_bs=sizes.max_requests, cells=kernels.cache_locations)
+    decode = build_decode_registry(facts, pool, max_bs=sizes.max_requests, cells=cells)
     max_bs, max_num_tokens = _prompt_sizes(config, sizes, captured=isinstance(backend, PromptBackend))
-    prefill = build_prefill_registry(
-        facts, pool, max_bs=max_bs, cells=kernels.cache_locations, max_num_tokens=max_num_tokens
-    )
+    prefill = build_prefill_registry(facts, pool, max_bs=max_bs, cells=cells, max_num_tokens=max_num_tokens)
     made = ModelRunner(
         model,
         attention,
@@ -242,6 +254,14 @@ def runner(
         told = partial(progress, "capturing graphs")
         made.graphs = capture(config, facts, backend, made, ledger, told)
     return made
+
+
+def _cache_locations(kernels: KernelTable, pools: Pools, facts: Facts, ledger: DecisionLedger) -> Compute:
+    """The entry of that name for this page table."""
+    table, index_dtype = pools.req_to_token, getattr(torch, facts.index_dtype)
+    tokens, out = (torch.empty(1, dtype=dtype, device="meta") for dtype in (torch.int32, index_dtype))
+    call = table.page_table, tokens, tokens, table.page_size, out
+    return choose(kernels, KernelTable.cache_locations, call, ledger=ledger)
 
 
 def _prompt_sizes(config: EngineConfig, sizes: MemorySizes, captured: bool) -> tuple[int, int]:

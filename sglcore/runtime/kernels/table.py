@@ -1,7 +1,8 @@
 """The kernel table: every numerical operation a model may use, each declared once.
 
 A declaration names the function of `reference.py` that says what the entry means; what a table holds, what the ledger
-says, and what the kit compares follow from it. A device replaces entries with `KernelTable.replace`.
+says, and what the kit compares follow from it. A device replaces entries with `KernelTable.replace`; a function that does
+not take every dtype or size says so (`Limited`), and what it replaces stays behind it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,28 @@ def origin_of(kernel: Kernel) -> str:
     function = kernel.func if isinstance(kernel, functools.partial) else kernel
     named = function if isinstance(function, _FUNCTIONS) else type(function)
     return f"{named.__module__}:{named.__qualname__}"
+
+
+def takes_all(*call: object) -> str:
+    """Of a function that takes whatever its entry may be called with."""
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Limited:
+    """A function that takes only some of what its entry may be called with.
+
+    `takes(*call)` has the parameters of the entry and gives the reason why such a call is not for this function, or "". It
+    looks at dtypes and sizes, but not at the number of rows or at strides: tensors come without content (torch's device
+    `meta`), what is neither a tensor, a number nor text as None. It is asked before anything runs, never by a call.
+    """
+
+    function: Kernel
+    takes: Callable[..., str] = takes_all
+
+
+Given: TypeAlias = Kernel | Limited | tuple[Limited, ...] | None
+"""What a table's entry is made of: a function, one that takes some calls, candidates in order, or nothing."""
 
 
 @dataclass(eq=False)
@@ -193,17 +216,24 @@ class KernelTable:
 
     origin: Mapping[str, str]
     """Which implementation each entry that is there is, as `module:name`."""
+    candidates: Mapping[str, tuple[Limited, ...]]
+    """What may serve each entry, the preferred first; the attribute of the entry's name is the function of that one. The last
+    of a required entry takes everything."""
 
-    def __init__(self, **entries: Kernel | None) -> None:
+    def __init__(self, **entries: Given) -> None:
         """The reference, but for these entries. Raises ConfigError for a name that is not an entry."""
         declared = self.declared()
         if unknown := sorted(entries.keys() - declared.keys()):
             raise ConfigError(
                 f"the kernel table has no entry {', '.join(unknown)}", wanted=f"one of {', '.join(declared)}"
             )
-        held = {name: None if one.is_optional else one.reference for name, one in declared.items()} | entries
+        candidates = {name: _candidates(() if one.is_optional else one.reference) for name, one in declared.items()}
+        for name, given in entries.items():
+            behind = candidates[name] if isinstance(given, Limited) else ()
+            candidates[name] = (*_candidates(given), *behind)
+        held = {name: found[0].function if found else None for name, found in candidates.items()}
         origin = {name: origin_of(function) for name, function in held.items() if function is not None}
-        self.__dict__.update(held, origin=MappingProxyType(origin))
+        self.__dict__.update(held, origin=MappingProxyType(origin), candidates=MappingProxyType(candidates))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name} of a kernel table can not be set: `replace` gives another table")
@@ -228,11 +258,19 @@ class KernelTable:
             name: origin for name, origin in self.origin.items() if vars(self)[name] is not declared[name].reference
         }
 
-    def replace(self, **entries: Kernel | None) -> Self:
+    def replace(self, **entries: Kernel | Limited | None) -> Self:
         """A new table with some entries replaced; raises `ConfigError` for a name that is not an entry.
 
-        An optional entry that rests on a replaced one goes, unless it is replaced too.
+        What a `Limited` function replaces serves what it does not take. An optional entry that rests on a replaced one goes,
+        unless it is replaced too.
         """
-        declared = self.declared()
-        gone = {name: None for name, one in declared.items() if not entries.keys().isdisjoint(one.rests_on)}
-        return type(self)(**{name: vars(self)[name] for name in declared} | gone | entries)
+        gone = {name: () for name, one in self.declared().items() if not entries.keys().isdisjoint(one.rests_on)}
+        behind = {**self.candidates, **gone}
+        new = {name: (one, *behind.get(name, ())) if isinstance(one, Limited) else one for name, one in entries.items()}
+        return type(self)(**{**behind, **new})
+
+
+def _candidates(given: Given) -> tuple[Limited, ...]:
+    if given is None or isinstance(given, tuple):
+        return given or ()
+    return (given if isinstance(given, Limited) else Limited(given),)

@@ -1,0 +1,73 @@
+"""Which function of a kernel table a model gets: the first candidate of an entry that takes what the model calls it with.
+
+Asked once, where sizes are known: as a layer is built, and when the pools are there. Nothing is asked when a kernel runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.runtime.kernels.table import Entry, Kernel, KernelTable, origin_of
+
+K = TypeVar("K")
+Call = Sequence[object]
+"""The arguments of one call of an entry."""
+
+REMEDY = "another --dtype or model; --kernels reference asks for what is slow and takes everything"
+
+
+def choose(table: KernelTable, entry: Entry[K], *calls: Call, ledger: DecisionLedger | None = None) -> K:
+    """The function of `entry` for calls like these; None where the entry is optional and none takes them. Each refusal is a
+    row of the ledger, once for a reason; raises `StrictError` for it where the ledger is strict."""
+    described = [[described_as(arg) for arg in call] for call in calls]
+    candidates = table.candidates[entry.name]
+    for place, candidate in enumerate(candidates, 1):
+        refused = next(((reason, call) for call in described if (reason := candidate.takes(*call))), None)
+        if refused is None:
+            return cast("K", candidate.function)
+        if ledger is not None:
+            after = candidates[place].function if place < len(candidates) else None
+            _record(ledger, entry, candidate.function, after, *refused)
+    return cast("K", None)
+
+
+def fitted(table: KernelTable, calls: Mapping[str, Sequence[Call]], ledger: DecisionLedger) -> KernelTable:
+    """The table whose entries of these names are what `choose` gives for all calls of each."""
+    declared = table.declared()
+    chosen = {name: choose(table, declared[name], *each, ledger=ledger) for name, each in calls.items()}
+    other = {name: function for name, function in chosen.items() if function is not vars(table)[name]}
+    return table.replace(**other) if other else table
+
+
+def described_as(arg: object) -> Any:
+    """What `takes` sees of an argument: a tensor without content, of its dtype, shape and strides; a number, text or None as
+    it is; None for anything else."""
+    if isinstance(arg, Tensor):
+        return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="meta")
+    return arg if isinstance(arg, (int, float, str)) else None
+
+
+def _record(
+    ledger: DecisionLedger, entry: Entry[Any], refuses: Kernel, after: Kernel | None, reason: str, call: Call
+) -> None:
+    instead = "the parts it stands for" if after is None else origin_of(after)
+    topic, wanted = f"kernel {entry.name}", origin_of(refuses)
+    if any(
+        (row.topic, row.requested) == (topic, wanted) and row.reason.startswith(f"{reason}; ") for row in ledger.rows
+    ):
+        return
+    ledger.record(Row(topic, wanted, instead, f"{reason}; found {_text(entry, call)}", REMEDY, downgrade=True))
+
+
+def _text(entry: Entry[Any], call: Call) -> str:
+    told = zip(entry.parameters, call, strict=True)
+    return ", ".join(f"{name} {_argument(arg)}" for name, arg in told if arg is not None)
+
+
+def _argument(arg: object) -> str:
+    return f"{str(arg.dtype).removeprefix('torch.')}{list(arg.shape)}" if isinstance(arg, Tensor) else str(arg)
