@@ -26,10 +26,13 @@ WEIGHT = 0.15
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """One call: its arguments on the host."""
+    """One call: its arguments on the host, and how many rows they have. Cases of one `kind` differ in rows and strides
+    alone."""
 
     text: str
     args: tuple[Any, ...]
+    rows: int
+    kind: tuple[str, int]
 
 
 def kernel_cases(entry: Entry[Any], dtypes: Sequence[str]) -> Iterator[KernelCase]:
@@ -41,8 +44,9 @@ def kernel_cases(entry: Entry[Any], dtypes: Sequence[str]) -> Iterator[KernelCas
             for strided in (False, True):
                 text = f"{tokens} rows of {name}{', strided' if strided else ''}"
                 drawn = Draw(seed, getattr(torch, name))
-                for args in make(drawn, tokens, strided) if make else _of_shapes(entry, drawn, tokens, strided):
-                    yield KernelCase(text, args)
+                made = make(drawn, tokens, strided) if make else _of_shapes(entry, drawn, tokens, strided)
+                for number, args in enumerate(made):
+                    yield KernelCase(text, args, tokens, (name, number))
 
 
 def _of_shapes(entry: Entry[Any], drawn: Draw, tokens: int, strided: bool) -> Inputs:

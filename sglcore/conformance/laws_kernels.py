@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from sglcore.conformance import mutants_kernels
 from sglcore.conformance.kernel_cases import KernelCase, kernel_cases
 from sglcore.conformance.kernel_inputs import Built
+from sglcore.conformance.kernel_taking import PACKS, Taking
 from sglcore.conformance.law import Law, LawBroken, NotApplicable
 from sglcore.conformance.target import Target
 from sglcore.conformance.trial import Trial
@@ -29,9 +31,6 @@ sums is free."""
 
 CELLS = "out_cache_loc"
 """The argument that holds indices of cells, in the dtype that the device's facts name."""
-
-PACKS = frozenset({"pack_linear", "pack_quantized", "quantize_linear", "pack_head", "pack_parts", "head"})
-"""Entries that make, or take, packed weights."""
 
 
 class Guarded:
@@ -81,20 +80,22 @@ def kernel_is_reference(trial: Trial) -> None:
 
 
 def compare(trial: Trial, table: KernelTable, facts: Facts) -> None:
-    """The entry that the trial's case names, on a device with these facts, in the types that it computes in. A case that it
-    refuses by a ConfigError counts for nothing."""
+    """The entry that the trial's case names, on a device with these facts, in the types that it computes in: of its
+    candidates the one that a model would get. What a candidate says it takes must work; a case that it refuses by a
+    ConfigError counts for nothing."""
     entry = table.declared()[trial.case.rpartition("/")[2]]
     device, cells = facts.tensor_device, getattr(torch, facts.index_dtype)
-    refused: list[str] = []
-    count = 0
-    for count, case in enumerate(kernel_cases(entry, facts.dtypes), 1):  # noqa: B007
+    taking = Taking(table, entry)
+    for case in kernel_cases(entry, facts.dtypes):
         args = [arg.to(cells) if name == CELLS else arg for name, arg in _named(entry, case.args)]
+        one = taking.table_for(case, args)
+        if one is None:
+            continue
         try:
-            _check_call(trial, table, entry, args, case, device)
+            _check_call(trial, one, entry, args, case, device, taking.watched(case, one))
         except ConfigError as refusal:
-            refused.append(str(refusal))
-    if len(refused) == count:
-        raise LawBroken(f"{trial.case} takes nothing: {refused[:1]}")
+            taking.refused(str(refusal))
+    taking.check()
 
 
 def _named(entry: Entry[Any], args: Sequence[Any]) -> Iterator[tuple[str | None, Any]]:
@@ -105,13 +106,20 @@ def _named(entry: Entry[Any], args: Sequence[Any]) -> Iterator[tuple[str | None,
 
 @torch.inference_mode()
 def _check_call(
-    trial: Trial, table: KernelTable, entry: Entry[Any], args: Sequence[Any], case: KernelCase, device: str
+    trial: Trial,
+    table: KernelTable,
+    entry: Entry[Any],
+    args: Sequence[Any],
+    case: KernelCase,
+    device: str,
+    watched: AbstractContextManager[None],
 ) -> None:
     wanted_args = [arg.clone() if isinstance(arg, Tensor) else _built(arg, "cpu") for arg in args]
     wanted = _call(table.complete(), entry, wanted_args)
     guarded = {place: Guarded(arg, device, -3) for place, arg in enumerate(args) if isinstance(arg, Tensor)}
     given = [guarded[place].tensor if place in guarded else _built(arg, device) for place, arg in enumerate(args)]
-    found = _call(table, entry, given)
+    with watched:
+        found = _call(table, entry, given)
     names = [name for name, _ in _named(entry, args)]
     for place, guard in guarded.items():
         if names[place] not in entry.writes + entry.spoils and not guard.is_unchanged():

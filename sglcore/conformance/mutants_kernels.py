@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from sglcore.conformance.mutant import Mutant
-from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.kernels.reference import rms_norm
+from sglcore.runtime.kernels.table import KernelTable, Limited
 
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -130,10 +131,45 @@ def sums_every_expert(real: Callable[..., Any]) -> Callable[..., Any]:
     return broken
 
 
-def _mutant(entry: str, how: Change) -> Mutant:
+def whole_blocks(real: Callable[..., Any]) -> Limited:
+    """The last elements of a row that are no block of 32 are left out, and nobody is told."""
+
+    def broken(x: Tensor) -> Tensor:
+        result = real(x)
+        result[:, result.shape[1] // 32 * 32 :] = 0
+        return result
+
+    return Limited(broken)
+
+
+def hands_on(real: Callable[..., Any]) -> Limited:
+    """Heads go to the reference, though it says that it takes them."""
+
+    def broken(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps) if x.dim() == 3 else real(x, weight, eps)
+
+    return Limited(broken)
+
+
+def takes_nothing(real: Callable[..., Any]) -> Limited:
+    """Every size is another one's business."""
+    return Limited(real, lambda *call: "not in this size")
+
+
+def takes_even_rows(real: Callable[..., Any]) -> Limited:
+    """What it takes depends on the step."""
+    return Limited(lambda x: real(x), lambda x: "an odd number of rows" if x.shape[0] % 2 else "")
+
+
+def _mutant(entry: str, how: Callable[[Callable[..., Any]], Callable[..., Any] | Limited]) -> Mutant:
+    """The broken function takes what the real one says that it takes, unless it says so itself."""
+
     def change(table: KernelTable) -> KernelTable:
-        real = getattr(table, entry)
-        return table.replace(**{entry: how(getattr(table.complete(), entry) if real is None else real)})
+        real, held = getattr(table, entry), table.candidates[entry]
+        broken = how(getattr(table.complete(), entry) if real is None else real)
+        if not isinstance(broken, Limited) and held:
+            broken = Limited(broken, held[0].takes)
+        return table.replace(**{entry: broken})
 
     words = getattr(how, "__name__").replace("_", " ")  # noqa: B009
     return Mutant(
@@ -161,4 +197,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("gelu", writes_input),
     _mutant("gelu", writes_past_end),
     _mutant("moe", sums_every_expert),
+    _mutant("silu_and_mul", whole_blocks),
+    _mutant("rms_norm", hands_on),
+    _mutant("gelu", takes_nothing),
+    _mutant("gelu", takes_even_rows),
 )

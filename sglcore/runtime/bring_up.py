@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from sglcore.runtime.attention.selection import AttentionNeeds, select_attention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.graphs.backend import PromptBackend
 from sglcore.runtime.graphs.build import capture, make_backend
-from sglcore.runtime.kernels.choice import Call, choose, fitted
+from sglcore.runtime.kernels.choice import choose, fitted
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import PER_HEAD, LayerShapes, PoolKind, ReqToTokenPool, TokenToKVPool
 from sglcore.runtime.model_runner import Model, ModelRunner
@@ -203,19 +203,10 @@ def attention(
         # Nobody asked for graphs: a backend that can not be captured is better than none.
         needs = replace(needs, features=_features(shape, captured=False))
         backend = select(needs, config.attention_backend, package.name, ledger)
-    if not shape.is_encoder:
-        kernels = fitted(kernels, _calls(model, pools, getattr(torch, facts.index_dtype)), ledger)
-    return backend(shape, pools.req_to_token, pools.token_to_kv, kernels, hisparse)
-
-
-def _calls(model: LoadedModel, pools: Pools, index_dtype: torch.dtype) -> Mapping[str, Sequence[Call]]:
-    """What the entries that no layer calls will be called with, by their names: stores into each kind of cell, and draws."""
-    cells = torch.empty(1, dtype=index_dtype, device="meta")
-    first = {shape: layer for layer, shape in reversed(tuple(enumerate(layer_shapes(model))))}
-    new = {shape: torch.empty(1, *shape, dtype=model.dtype, device="meta") for shape in first}
-    stores = [(new[shape], new[shape], *pools.token_to_kv.kv(layer), cells) for shape, layer in first.items()]
     logits = torch.empty(1, model.config.vocab_size, device="meta")
-    return {"store_kv": stores, "draw": [(logits, None, None)], "greedy": [(logits,)]}
+    kernels = fitted(kernels, KernelTable.draw, (logits, None, None), ledger=ledger)
+    kernels = fitted(kernels, KernelTable.greedy, (logits,), ledger=ledger)
+    return backend(shape, pools.req_to_token, pools.token_to_kv, kernels, hisparse)
 
 
 def runner(

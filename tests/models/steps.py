@@ -42,7 +42,7 @@ class Steps:
         encoder = model.config.is_encoder
         shape = AttentionShape(model.config.num_attention_heads, layers, windows, encoder)
         table = ReqToTokenPool(SLOTS, CONTEXT, PAGE, "cpu")
-        cells = MHATokenToKVPool(SLOTS * CONTEXT // PAGE, PAGE, layers, model.dtype, "cpu")
+        cells = MHATokenToKVPool(SLOTS * CONTEXT // PAGE, PAGE, layers, model.dtype, "cpu", model.kernels)
         self.model = model
         self.runner = ModelRunner(
             model,

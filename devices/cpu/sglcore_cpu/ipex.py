@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from sglcore.device.errors import ConfigError, DeviceError
-from sglcore.runtime.kernels.reference import rotary as reference_rotary
-from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.kernels.table import KernelTable, Limited
 from sglcore_cpu.extension import DISTRIBUTION, ENDED, find_extension
-from sglcore_cpu.kernels import torch_kernels
+from sglcore_cpu.kernels import takes_whole_heads, torch_kernels
 from sglcore_cpu.packed import ClosedWeight
 
 PACKED = (torch.float32, torch.bfloat16)
@@ -29,7 +28,11 @@ def ipex_kernels() -> KernelTable:
     except Exception as error:
         raise DeviceError(f"{DISTRIBUTION} can not be imported: {error}", remedy="--kernels auto") from error
     return torch_kernels().replace(
-        linear=linear, pack_linear=pack_linear, rms_norm=rms_norm, add_rms_norm=add_rms_norm, rotary=rotary
+        linear=linear,
+        pack_linear=pack_linear,
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        rotary=Limited(rotary, takes_whole_heads),
     )
 
 
@@ -55,10 +58,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """The operator reads rows of [sin, cos] in order. It takes whole heads, and a row at least: others go to the
-    reference."""
-    if cos_sin_cache.shape[1] != head_dim or not q.shape[0]:
-        return reference_rotary(q, k, positions, cos_sin_cache, head_dim)
+    """The operator reads rows of [sin, cos] in order. It wants a row at least."""
+    if not q.shape[0]:
+        return torch.empty_like(q), torch.empty_like(k)
     cos, sin = cos_sin_cache.index_select(0, positions).chunk(2, dim=-1)
     sin_cos, first = torch.cat((sin, cos), dim=-1), torch.zeros((), dtype=torch.int64)
     return _rotated(q, sin_cos, first, head_dim), _rotated(k, sin_cos, first, head_dim)

@@ -14,7 +14,7 @@ from torch import Tensor
 from sglcore.runtime.kernels.grouped import grouped_moe
 from sglcore.runtime.kernels.reference import moe as reference_moe
 from sglcore.runtime.kernels.reference import rotary as reference_rotary
-from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.kernels.table import KernelTable, Limited
 
 REMEMBERED = 1024
 """Arrays of recent buffers that are kept at hand."""
@@ -54,16 +54,18 @@ def pack_linear(weight: Tensor) -> Tensor:
 
 
 def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """Only the chosen experts, where torch's grouped product takes their shapes; the reference elsewhere."""
-    is_wide = hidden.dtype is not torch.bfloat16
-    if not takes_grouped(hidden.shape[1], w2.shape[2], hidden.dtype) or (torch.compiler.is_compiling() and is_wide):
+    """Only the chosen experts. A compiler takes grouped products of bfloat16 alone, and gets the reference for others."""
+    if torch.compiler.is_compiling() and hidden.dtype is not torch.bfloat16:
         return reference_moe(hidden, weights, ids, w13, w2)
     return grouped_moe(hidden, weights, ids, w13, w2)
 
 
-def takes_grouped(hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> bool:
+def takes_grouped(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> str:
     """Torch's grouped product wants rows of a multiple of 16 bytes."""
-    return all(size * dtype.itemsize % 16 == 0 for size in (hidden_size, intermediate_size))
+    sizes = hidden.shape[1], w2.shape[2]
+    if all(size * hidden.dtype.itemsize % 16 == 0 for size in sizes):
+        return ""
+    return f"rows of {sizes[0]} and {sizes[1]} elements are not multiples of 16 bytes"
 
 
 class CacheLocations:
@@ -91,11 +93,16 @@ class CacheLocations:
         return found[1]
 
 
+def takes_whole_heads(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> str:
+    """Heads that are rotated whole."""
+    rotated = cos_sin_cache.shape[1]
+    return "" if rotated == head_dim else f"{rotated} of {head_dim} elements of a head are rotated"
+
+
 class Rotary:
     """Rotary embedding as x * cos + swapped(x) * sin over q and k at once where they are neighbours in memory.
 
-    A compiler fuses the reference better than this, so it gets that; so do heads that are rotated in part. Keeps, for
-    each cos/sin cache and dtype, a table with both halves written out: rows of [cos, cos, -sin, sin].
+    Of heads that are rotated whole. A compiler fuses the reference better than this, so it gets that. Keeps, for each cos/sin cache and dtype, a table with both halves written out: rows of [cos, cos, -sin, sin].
     """
 
     def __init__(self) -> None:
@@ -105,7 +112,7 @@ class Rotary:
         self, q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int
     ) -> tuple[Tensor, Tensor]:
         """As the table's entry `rotary` says."""
-        if cos_sin_cache.shape[1] != head_dim or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return reference_rotary(q, k, positions, cos_sin_cache, head_dim)
         rows = self._table(cos_sin_cache, q.dtype).index_select(0, positions).unsqueeze(1)
         cos, sin = rows.split(head_dim, dim=-1)
@@ -149,8 +156,8 @@ def torch_kernels() -> KernelTable:
         pack_linear=pack_linear,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
-        moe=moe,
-        rotary=Rotary(),
+        moe=Limited(moe, takes_grouped),
+        rotary=Limited(Rotary(), takes_whole_heads),
         store_kv=store_kv,
         cache_locations=CacheLocations(),
     )

@@ -1,6 +1,7 @@
 """The small operations of the kernel table by the native kernels: norms, activations, rotation, cells, routing.
 
-Float32 and bfloat16 whose last dimension is contiguous are served; everything else goes to the table in plain torch.
+Models get them in float32 and bfloat16 (`table.takes`); what else may reach them, such as rows whose last dimension is not
+contiguous, goes to the reference.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from sglcore.runtime.kernels.reference import norm_rotary_and_store as torch_norm_rotary_and_store
-from sglcore.runtime.kernels.reference import rotary_and_store as torch_rotary_and_store
-from sglcore_cpu.kernels import torch_kernels
+from sglcore.runtime.kernels.reference import norm_rotary_and_store as reference_norm_rotary_and_store
+from sglcore.runtime.kernels.reference import rotary_and_store as reference_rotary_and_store
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore_cpu.native import TYPES, Engine
 
 INDEX_BYTES: Mapping[torch.dtype, int] = MappingProxyType({torch.int32: 4, torch.int64: 8})
@@ -27,7 +28,7 @@ class Operations:
 
     def __init__(self, engine: Engine) -> None:
         self._empty = engine.empty
-        self._torch = torch_kernels()
+        self._reference = KernelTable()
         self._rms_norm, self._add_rms_norm, self._layer_norm, self._silu_and_mul, self._gelu = (
             engine.kernel(name).bind() for name in ("rms_norm", "add_rms_norm", "layer_norm", "silu_and_mul", "gelu")
         )
@@ -40,7 +41,7 @@ class Operations:
         """Rows of a plain weight of any type."""
         ids_bytes, strides = INDEX_BYTES.get(ids.dtype), weight.stride()
         if ids_bytes is None or ids.dim() != 1 or strides[1] != 1 or ids.stride() != (1,):
-            return self._torch.embedding(ids, weight)
+            return self._reference.embedding(ids, weight)
         rows, width, size = ids.numel(), weight.shape[1], weight.element_size()
         out = self._empty(rows, width, dtype=weight.dtype)
         self._embedding(
@@ -58,7 +59,7 @@ class Operations:
         """Of the last dimension, over any others."""
         element, rows = TYPES.get(x.dtype), _rows(x)
         if element is None or rows is None or weight.dtype is not x.dtype or weight.stride() != (1,):
-            return self._torch.rms_norm(x, weight, eps)
+            return self._reference.rms_norm(x, weight, eps)
         count, outer_stride, inner, inner_stride, width = rows
         out = self._empty(*x.shape, dtype=x.dtype)
         self._rms_norm(
@@ -79,9 +80,9 @@ class Operations:
         """Writes both results over the arguments."""
         element, x_stride, residual_stride = TYPES.get(x.dtype), x.stride(), residual.stride()
         if element is None or residual.dtype is not x.dtype or weight.dtype is not x.dtype or x.dim() != 2:
-            return self._torch.add_rms_norm(x, residual, weight, eps)
+            return self._reference.add_rms_norm(x, residual, weight, eps)
         if x_stride[1] != 1 or residual_stride[1] != 1 or weight.stride() != (1,):
-            return self._torch.add_rms_norm(x, residual, weight, eps)
+            return self._reference.add_rms_norm(x, residual, weight, eps)
         rows, width = x.shape
         self._add_rms_norm(
             x=x.data_ptr(),
@@ -100,9 +101,9 @@ class Operations:
         """Mean and variance in two passes, so that a large mean costs no digits."""
         element, strides = TYPES.get(x.dtype), x.stride()
         if element is None or len(strides) != 2 or strides[1] != 1 or weight.stride() != (1,) or bias.stride() != (1,):
-            return self._torch.layer_norm(x, weight, bias, eps)
+            return self._reference.layer_norm(x, weight, bias, eps)
         if weight.dtype is not x.dtype or bias.dtype is not x.dtype:
-            return self._torch.layer_norm(x, weight, bias, eps)
+            return self._reference.layer_norm(x, weight, bias, eps)
         rows, width = x.shape
         out = self._empty(rows, width, dtype=x.dtype)
         self._layer_norm(
@@ -122,7 +123,7 @@ class Operations:
         """Gate first."""
         element, strides = TYPES.get(x.dtype), x.stride()
         if element is None or len(strides) != 2 or strides[1] != 1:
-            return self._torch.silu_and_mul(x)
+            return self._reference.silu_and_mul(x)
         rows, width = x.shape
         out = self._empty(rows, width // 2, dtype=x.dtype)
         self._silu_and_mul(
@@ -134,7 +135,7 @@ class Operations:
         """With the error function within 3e-7."""
         element, strides = TYPES.get(x.dtype), x.stride()
         if element is None or len(strides) != 2 or strides[1] != 1:
-            return self._torch.gelu(x)
+            return self._reference.gelu(x)
         rows, width = x.shape
         out = self._empty(rows, width, dtype=x.dtype)
         self._gelu(x=x.data_ptr(), x_stride=strides[0], out=out.data_ptr(), rows=rows, width=width, type=element)
@@ -145,7 +146,7 @@ class Operations:
     ) -> tuple[Tensor, Tensor]:
         """Into new tensors."""
         if not _can_rotate(q, k, positions, cos_sin_cache):
-            return self._torch.rotary(q, k, positions, cos_sin_cache, head_dim)
+            return self._reference.rotary(q, k, positions, cos_sin_cache, head_dim)
         out = self._empty(*k.shape, dtype=k.dtype)
         return self._rotated(q, k, None, positions, cos_sin_cache, head_dim, (out, None, None), (None, None, 0.0)), out
 
@@ -164,7 +165,7 @@ class Operations:
         """Keys go from their projection to their cells."""
         cells = k_cache, v_cache, out_cache_loc
         if not _can_rotate(q, k, positions, cos_sin_cache) or not _can_store(q, v, *cells):
-            return torch_rotary_and_store(q, k, v, positions, cos_sin_cache, head_dim, *cells)
+            return reference_rotary_and_store(q, k, v, positions, cos_sin_cache, head_dim, *cells)
         return self._rotated(q, k, v, positions, cos_sin_cache, head_dim, cells, (None, None, 0.0))
 
     def norm_rotary_and_store(
@@ -186,7 +187,7 @@ class Operations:
         cells, norms = (k_cache, v_cache, out_cache_loc), (q_weight, k_weight, eps)
         weights_fit = q_weight.dtype is q.dtype is k_weight.dtype and q_weight.stride() == k_weight.stride() == (1,)
         if not weights_fit or not _can_rotate(q, k, positions, cos_sin_cache) or not _can_store(q, v, *cells):
-            return torch_norm_rotary_and_store(q, k, v, positions, cos_sin_cache, head_dim, *cells, *norms)
+            return reference_norm_rotary_and_store(q, k, v, positions, cos_sin_cache, head_dim, *cells, *norms)
         return self._rotated(q, k, v, positions, cos_sin_cache, head_dim, cells, norms)
 
     def _rotated(
@@ -237,7 +238,7 @@ class Operations:
     def store_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
         """One pass over both."""
         if value.stride()[1:] != key.stride()[1:] or not _can_store(key, value, k_cache, v_cache, out_cache_loc):
-            return self._torch.store_kv(key, value, k_cache, v_cache, out_cache_loc)
+            return self._reference.store_kv(key, value, k_cache, v_cache, out_cache_loc)
         rows, heads, head_dim = key.shape
         self._copy_rows(
             x=key.data_ptr(),
@@ -288,7 +289,7 @@ class Operations:
         is_plain = slots.stride() == positions.stride() == out.stride() == (1,) and table_stride[1] == 1
         are_int32 = page_table.dtype is slots.dtype is positions.dtype is torch.int32
         if out_bytes is None or not is_plain or not are_int32:
-            return self._torch.cache_locations(page_table, slots, positions, page_size, out)
+            return self._reference.cache_locations(page_table, slots, positions, page_size, out)
         self._cache_locations(
             page_table=page_table.data_ptr(),
             table_stride=table_stride[0],
@@ -305,7 +306,7 @@ class Operations:
         """Of equal logits the first expert is chosen first."""
         element, strides = TYPES.get(logits.dtype), logits.stride()
         if element is None or strides[1] != 1:
-            return self._torch.top_k_routing(logits, k, normalize)
+            return self._reference.top_k_routing(logits, k, normalize)
         tokens, experts = logits.shape
         weights = self._empty(tokens, k, dtype=logits.dtype)
         ids = self._empty(tokens, k, dtype=torch.int64)
@@ -328,7 +329,7 @@ class Operations:
         parts = weights, ids, w13, w2
         is_plain = hidden.stride()[1] == 1 and all(part.is_contiguous() for part in parts)
         if element is None or ids_bytes is None or not is_plain or not _same_dtype(hidden, weights, w13, w2):
-            return self._torch.moe(hidden, *parts)
+            return self._reference.moe(hidden, *parts)
         tokens, hidden_size = hidden.shape
         out = self._empty(tokens, hidden_size, dtype=hidden.dtype)
         self._moe(

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import torch
 
-from sglcore.checkpoint.rotary import rotary_dim
 from sglcore.device.ledger import Row
 from sglcore.runtime.bring_up import LoadedModel
 from sglcore_cpu.arena import huge_pages
-from sglcore_cpu.kernels import takes_grouped
 from sglcore_cpu.packed import ClosedWeight
 from sglcore_cpu.table import SERVED, is_native
 
@@ -24,12 +22,8 @@ def kernel_rows(model: LoadedModel, graph: str) -> list[Row]:
     rows = [linear_row(model, graph)]
     config = model.config
     if config.moe is not None:
-        sizes = config.hidden_size, config.moe.intermediate_size
         by_torch = not is_native(model.kernels) or model.dtype not in SERVED
-        rows.append(experts_row(*sizes, model.dtype, graph) if by_torch else NATIVE_EXPERTS)
-    if not config.is_encoder and not is_native(model.kernels) and rotary_dim(config) != config.head_dim:
-        reason = f"{rotary_dim(config)} of {config.head_dim} elements of a head are rotated"
-        rows.append(Row("rotary", "auto", "reference", reason, "none on this device"))
+        rows.append(experts_row(model.dtype, graph) if by_torch else NATIVE_EXPERTS)
     return rows
 
 
@@ -60,12 +54,9 @@ def pages_row(root: Path = Path("/")) -> Row:
     return Row("pages", "auto", "huge" if granted else "4 KiB", why, remedy)
 
 
-def experts_row(hidden_size: int, intermediate_size: int, dtype: torch.dtype, graph: str) -> Row:
-    """Which product serves the experts."""
+def experts_row(dtype: torch.dtype, graph: str) -> Row:
+    """Which of torch's products serves the experts, where it takes their sizes."""
     if graph == "compiled" and dtype is not torch.bfloat16:
         reason = f"a compiler takes grouped products of bfloat16 only, not {dtype}"
         return Row("experts", "auto", "reference in graphs", reason, "--graph off, or --dtype bfloat16")
-    if takes_grouped(hidden_size, intermediate_size, dtype):
-        return Row("experts", "auto", "grouped", "only the chosen experts are computed", "--graph compiled in float32")
-    reason = f"rows of {hidden_size} and {intermediate_size} elements are not multiples of 16 bytes"
-    return Row("experts", "auto", "reference", reason, "a dtype or model whose rows are")
+    return Row("experts", "auto", "grouped", "only the chosen experts are computed", "--graph compiled in float32")

@@ -11,10 +11,10 @@ from torch import Tensor
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.attention.contract import Unavailable
 from sglcore.runtime.kernels.reference import QuantizedCodes
-from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.kernels.table import KernelTable, Limited
 from sglcore_cpu.draw import NativeDraw
 from sglcore_cpu.kernels import linear as torch_linear
-from sglcore_cpu.kernels import torch_kernels
+from sglcore_cpu.kernels import takes_grouped, torch_kernels
 from sglcore_cpu.native import Engine, recorder
 from sglcore_cpu.operations import Operations
 from sglcore_cpu.packed import PackedWeight
@@ -81,6 +81,12 @@ class NativeLinear:
         return quantize(self.engine, weight, BITS[kind])
 
 
+def takes(*call: object) -> str:
+    """Of a kernel that computes in these types alone."""
+    dtype = next(arg.dtype for arg in call if isinstance(arg, Tensor) and arg.is_floating_point())
+    return "" if dtype in SERVED else f"it computes in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
+
+
 def check_served(dtype: torch.dtype) -> None:
     """Raise ConfigError for a type in which weights of 8 or 4 bits can not be multiplied."""
     if dtype not in SERVED:
@@ -102,6 +108,7 @@ class NativeExperts:
     def __call__(self, hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
         """As the table's entry `moe`."""
         is_large = ids.numel() >= MANY_ROWS * w13.shape[0] and recorder.get() is None
+        is_large = is_large and not takes_grouped(hidden, weights, ids, w13, w2)
         return (self._torch if is_large else self._native)(hidden, weights, ids, w13, w2)
 
 
@@ -109,9 +116,10 @@ def native_table(engine: Engine) -> KernelTable:
     """Every entry that the engine serves; the others are torch's."""
     operations = Operations(engine)
     linear, draw = NativeLinear(engine, operations), NativeDraw(engine)
+    moe = NativeExperts(operations) if engine.instruction_set in TILED else operations.moe
     return torch_kernels().replace(
         linear=linear.linear,
-        gated_linear=linear.gated_linear,
+        gated_linear=Limited(linear.gated_linear, takes),
         pack_linear=linear.pack,
         pack_head=linear.pack,
         pack_parts=linear.pack_parts,
@@ -119,20 +127,20 @@ def native_table(engine: Engine) -> KernelTable:
         quantize_linear=linear.quantize,
         head=linear.head,
         embedding=linear.embedding,
-        rms_norm=operations.rms_norm,
-        add_rms_norm=operations.add_rms_norm,
-        layer_norm=operations.layer_norm,
-        silu_and_mul=operations.silu_and_mul,
-        gelu=operations.gelu,
-        rotary=operations.rotary,
-        rotary_and_store=operations.rotary_and_store,
-        norm_rotary_and_store=operations.norm_rotary_and_store,
-        store_kv=operations.store_kv,
+        rms_norm=Limited(operations.rms_norm, takes),
+        add_rms_norm=Limited(operations.add_rms_norm, takes),
+        layer_norm=Limited(operations.layer_norm, takes),
+        silu_and_mul=Limited(operations.silu_and_mul, takes),
+        gelu=Limited(operations.gelu, takes),
+        rotary=Limited(operations.rotary, takes),
+        rotary_and_store=Limited(operations.rotary_and_store, takes),
+        norm_rotary_and_store=Limited(operations.norm_rotary_and_store, takes),
+        store_kv=Limited(operations.store_kv, takes),
         cache_locations=operations.cache_locations,
-        top_k_routing=operations.top_k_routing,
+        top_k_routing=Limited(operations.top_k_routing, takes),
         draw=draw,
         greedy=draw.greedy,
-        moe=NativeExperts(operations) if engine.instruction_set in TILED else operations.moe,
+        moe=Limited(moe, takes),
     )
 
 

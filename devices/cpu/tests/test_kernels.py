@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sglcore.runtime.kernels.choice import choose
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore_cpu.kernels import torch_kernels as kernels
 
@@ -68,13 +69,15 @@ def test_rotary_is_the_reference_on_neighbours_and_apart(tokens: int, dtype: tor
     assert torch.equal(qkv, before)
 
 
-def test_rotary_over_a_part_of_the_head_and_over_two_caches() -> None:
+def test_rotary_over_two_caches_and_not_of_a_part_of_the_head() -> None:
     table = kernels()
     q, k, positions = random(3, 16), random(3, 8, seed=1), torch.tensor([4, 0, 9], dtype=torch.int32)
     for seed, width in ((5, 4), (6, 8), (7, 8)):
         angles = random(16, width // 2, seed=seed)
         cache = torch.cat([angles.cos(), angles.sin()], dim=-1)
-        found, expected = (t.rotary(q, k, positions, cache, 8) for t in (table, REFERENCE))
+        rotary = choose(table, KernelTable.rotary, (q, k, positions, cache, 8))
+        assert (rotary is REFERENCE.rotary) == (width == 4)
+        found, expected = (kernel(q, k, positions, cache, 8) for kernel in (rotary, REFERENCE.rotary))
         for mine, reference in zip(found, expected, strict=True):
             check(mine, reference)
 
@@ -117,5 +120,8 @@ def test_moe_is_the_reference_for_every_shape(tokens: int, dtype: torch.dtype, s
     w13 = random(5, 2 * inner, hidden_size, seed=1, dtype=dtype) * 0.2
     w2 = random(5, hidden_size, inner, seed=2, dtype=dtype) * 0.2
     weights, ids = REFERENCE.top_k_routing(random(tokens, 5, seed=3, dtype=dtype), 2, True)
-    found, expected = (table.moe(hidden, weights, ids, w13, w2) for table in (kernels(), REFERENCE))
+    call = hidden, weights, ids, w13, w2
+    moe = choose(kernels(), KernelTable.moe, call)
+    assert (moe is REFERENCE.moe) == any(size * dtype.itemsize % 16 for size in sizes)
+    found, expected = moe(*call), REFERENCE.moe(*call)
     torch.testing.assert_close(found, expected)

@@ -6,7 +6,6 @@ from importlib import import_module
 
 import torch
 
-from sglcore.checkpoint.rotary import rotary_dim
 from sglcore.device.bring_up import BringUp
 from sglcore.device.errors import DeviceError
 from sglcore.device.ledger import DecisionLedger, Row
@@ -49,9 +48,6 @@ def kernel_choices(model: LoadedModel, ledger: DecisionLedger) -> tuple[Row, ...
     if model.config.moe is not None:
         reason = "every expert runs on every token: the vendor's routed product takes no token without an expert"
         rows.append(Row("experts", "auto", "reference", reason, "none on this device"))
-    if not model.config.is_encoder and rotary_dim(model.config) != model.config.head_dim:
-        reason = f"{rotary_dim(model.config)} of {model.config.head_dim} elements of a head are rotated"
-        rows.append(Row("rotary", "auto", "reference", reason, "none on this device"))
     ledger.record(*rows)
     return tuple(rows)
 

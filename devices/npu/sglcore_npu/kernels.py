@@ -8,9 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from sglcore.runtime.kernels.reference import rotary as reference_rotary
-from sglcore.runtime.kernels.reference import store_kv as reference_store_kv
-from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.kernels.table import KernelTable, Limited, takes_all
 
 FRACTAL_NZ = 29
 """The layout of blocks in which the matrix units read a weight without rearranging it."""
@@ -20,6 +18,9 @@ STORED = (torch.float16, torch.bfloat16)
 """Types of cells that the operator stores on an A2 or A3."""
 LARGE = 1 << 20
 """Elements from which a weight is streamed rather than kept close: there the layout pays."""
+
+WIDEST_HEAD, MOST_HEADS = 896, 1000
+"""Bounds of the rotary operator, which it does not reach."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -39,12 +40,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
-    """One operator for both caches; it takes pages, and a page of one cell makes its slots the cells. Cells of other types
-    go to the reference."""
+    """One operator for both caches; it takes pages, and a page of one cell makes its slots the cells."""
     if not key.shape[0]:
-        return
-    if k_cache.dtype not in STORED:
-        reference_store_kv(key, value, k_cache, v_cache, out_cache_loc)
         return
     torch.ops.npu.npu_scatter_pa_kv_cache(
         key.to(k_cache.dtype).contiguous(),
@@ -54,6 +51,13 @@ def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_c
         out_cache_loc,
         cache_mode="Norm",
     )
+
+
+def takes_store(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> str:
+    """Cells of 16 bits."""
+    if k_cache.dtype in STORED:
+        return ""
+    return f"it stores cells of float16 and bfloat16, not of {str(k_cache.dtype).removeprefix('torch.')}"
 
 
 def takes_nz(weight: Tensor) -> bool:
@@ -68,13 +72,24 @@ def pack_linear(weight: Tensor) -> Tensor:
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """The vendor's x * cos + swapped(x) * sin; heads that are rotated in part go to the reference."""
+    """The vendor's x * cos + swapped(x) * sin."""
     tokens = q.shape[0]
-    if cos_sin_cache.shape[1] != head_dim or not tokens:
-        return reference_rotary(q, k, positions, cos_sin_cache, head_dim)
+    if not tokens:
+        return torch.empty_like(q), torch.empty_like(k)
     rows = cos_sin_cache.index_select(0, positions).to(q.dtype).view(1, tokens, 1, head_dim)
     cos, sin = (torch.cat((half, half), dim=-1) for half in rows.chunk(2, dim=-1))
     return _rotated(q, cos, sin, head_dim), _rotated(k, cos, sin, head_dim)
+
+
+def takes_rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> str:
+    """The operator's limits, by the vendor's page on npu_rotary_mul: less than 896 elements a head and less than 1000 heads;
+    and it rotates heads whole."""
+    rotated, heads = cos_sin_cache.shape[1], max(q.shape[1], k.shape[1]) // head_dim
+    if rotated != head_dim:
+        return f"{rotated} of {head_dim} elements of a head are rotated"
+    if head_dim >= WIDEST_HEAD or heads >= MOST_HEADS:
+        return f"{heads} heads of {head_dim}; it takes less than {MOST_HEADS} of less than {WIDEST_HEAD}"
+    return ""
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tensor:
@@ -94,12 +109,16 @@ OPERATORS: Mapping[str, Callable[..., object]] = MappingProxyType(
     }
 )
 """The entry of the table that an operator serves."""
+TAKES: Mapping[str, Callable[..., str]] = MappingProxyType({"rotary": takes_rotary, "store_kv": takes_store})
+"""Entries whose operator does not take everything."""
 
 
 def kernels() -> KernelTable:
     """The table this device runs; an operator that this torch_npu does not register leaves its entry to the reference."""
-    entries = {kernel.__name__: kernel for operator, kernel in OPERATORS.items() if offers(operator)}
-    return KernelTable().replace(**entries)
+    offered = {kernel.__name__: kernel for operator, kernel in OPERATORS.items() if offers(operator)}
+    return KernelTable().replace(
+        **{name: Limited(kernel, TAKES.get(name, takes_all)) for name, kernel in offered.items()}
+    )
 
 
 def offers(operator: str) -> bool:

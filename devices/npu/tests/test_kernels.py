@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from sglcore.device.ledger import DecisionLedger
+from sglcore.runtime.kernels.choice import choose
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore_npu.kernels import LARGE, kernels, takes_nz
 
@@ -44,14 +46,30 @@ def test_norms_and_activation(tokens: int, dtype: torch.dtype) -> None:
 
 @DTYPES
 @TOKENS
-@pytest.mark.parametrize("rotated", [16, 8])
-def test_rotary_of_whole_and_partial_heads_in_strided_rows(tokens: int, dtype: torch.dtype, rotated: int) -> None:
+def test_rotary_of_whole_heads_in_strided_rows(tokens: int, dtype: torch.dtype) -> None:
     heads = values(tokens, 5 * 16, dtype=dtype)
     q, k = heads[:, : 3 * 16], heads[:, 3 * 16 :]
     positions = torch.arange(tokens, dtype=torch.int32) + 2
-    angles = torch.rand(32, rotated // 2, generator=torch.Generator().manual_seed(3)) * 6
+    angles = torch.rand(32, 8, generator=torch.Generator().manual_seed(3)) * 6
     cache = torch.cat((angles.cos(), angles.sin()), -1)
     compare("rotary", q, k, positions, cache, 16)
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "rotated", "reason"),
+    [
+        (32, 128, 128, ""),
+        (32, 128, 64, "64 of 128 elements of a head are rotated"),
+        (2, 896, 896, "2 heads of 896; it takes less than 1000 of less than 896"),
+        (1000, 16, 16, "1000 heads of 16; it takes less than 1000 of less than 896"),
+    ],
+)
+def test_rotary_says_which_heads_it_takes(heads: int, head_dim: int, rotated: int, reason: str) -> None:
+    q, positions = torch.empty(1, heads * head_dim, device="meta"), torch.empty(1, dtype=torch.int32, device="meta")
+    cache, ledger = torch.empty(8, rotated, device="meta"), DecisionLedger()
+    chosen = choose(kernels(), KernelTable.rotary, (q, q, positions, cache, head_dim), ledger=ledger)
+    assert (chosen is KernelTable().rotary) == bool(reason)
+    assert [row.reason.partition("; found")[0] for row in ledger.rows] == [reason] * bool(reason)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +83,10 @@ def test_keys_and_values_lie_in_their_cells_and_nothing_else_changes(
     where = torch.randperm(24, generator=torch.Generator().manual_seed(1))[:tokens]
     keys, kept = torch.full((24, 2, 16), 7.0, dtype=dtype, device=DEVICE), torch.full((24, 2, 16), 7.0)
     found = keys.clone()
-    kernels().store_kv(rows.to(DEVICE), -rows.to(DEVICE), keys, found, where.to(cells).to(DEVICE))
+    call = rows.to(DEVICE), -rows.to(DEVICE), keys, found, where.to(cells).to(DEVICE)
+    store = choose(kernels(), KernelTable.store_kv, call)
+    assert (store is KernelTable().store_kv) == (dtype is torch.float32)
+    store(*call)
     for cache, sign in ((keys, 1), (found, -1)):
         wanted = kept.clone().to(dtype)
         wanted[where] = (sign * rows).to(dtype)

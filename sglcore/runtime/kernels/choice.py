@@ -5,7 +5,8 @@ Asked once, where sizes are known: as a layer is built, and when the pools are t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import dropwhile
 from typing import Any, TypeVar, cast
 
 import torch
@@ -36,12 +37,11 @@ def choose(table: KernelTable, entry: Entry[K], *calls: Call, ledger: DecisionLe
     return cast("K", None)
 
 
-def fitted(table: KernelTable, calls: Mapping[str, Sequence[Call]], ledger: DecisionLedger) -> KernelTable:
-    """The table whose entries of these names are what `choose` gives for all calls of each."""
-    declared = table.declared()
-    chosen = {name: choose(table, declared[name], *each, ledger=ledger) for name, each in calls.items()}
-    other = {name: function for name, function in chosen.items() if function is not vars(table)[name]}
-    return table.replace(**other) if other else table
+def fitted(table: KernelTable, entry: Entry[Any], *calls: Call, ledger: DecisionLedger | None) -> KernelTable:
+    """The table without the candidates of `entry` that `choose` passes by: its function is for calls like these."""
+    chosen, held = choose(table, entry, *calls, ledger=ledger), table.candidates[entry.name]
+    left = tuple(dropwhile(lambda candidate: candidate.function is not chosen, held))
+    return table if left == held else type(table)(**{**table.candidates, entry.name: left})
 
 
 def described_as(arg: object) -> Any:

@@ -1,0 +1,107 @@
+"""What the candidates of a kernel entry say that they take, held against the kit's cases and against what they do."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import CodeType, FrameType, FunctionType, MethodType
+from typing import Any
+
+from sglcore.conformance.kernel_cases import KernelCase
+from sglcore.conformance.law import LawBroken
+from sglcore.runtime.kernels.choice import described_as
+from sglcore.runtime.kernels.table import Entry, KernelTable, origin_of
+
+PACKS = frozenset({"pack_linear", "pack_quantized", "quantize_linear", "pack_head", "pack_parts", "head"})
+"""Entries that make, or take, packed weights."""
+MAKES = PACKS - {"head"}
+"""Those of them that say by a ConfigError, or by what they return, that they do not take a weight."""
+HANDS_ON = PACKS | {"linear"}
+"""Entries that may hand plain weights to what stands behind them."""
+WATCHED = 3
+"""Rows of the cases during which it is watched who computes."""
+
+
+class Taking:
+    """The candidates of one entry over all its cases. Raises LawBroken."""
+
+    def __init__(self, table: KernelTable, entry: Entry[Any]) -> None:
+        self._table = table
+        self._entry = entry
+        self._held = table.candidates[entry.name]
+        self._says: dict[tuple[int, tuple[str, int]], tuple[str, str]] = {}
+        self._taken: Counter[int] = Counter()
+        self._reasons: dict[int, str] = {}
+        self._first = 0
+
+    def table_for(self, case: KernelCase, args: Sequence[Any]) -> KernelTable | None:
+        """The table whose entry is the first candidate that takes a case; None where there is none."""
+        call = None if self._entry.name in MAKES else [described_as(arg) for arg in args]
+        taking = [place for place in range(len(self._held)) if self._takes(place, case, call)]
+        if not taking:
+            return None
+        self._first = taking[0]
+        left = {self._entry.name: self._held[self._first :]}
+        return type(self._table)(**{**self._table.candidates, **left}) if self._first else self._table
+
+    def refused(self, reason: str) -> None:
+        """The case at hand was not taken after all, and its caller was told."""
+        self._taken[self._first] -= 1
+        self._reasons[self._first] = reason
+
+    @contextmanager
+    def watched(self, case: KernelCase, table: KernelTable) -> Iterator[None]:
+        """The candidate that runs does not hand the case to what stands behind it."""
+        own, *behind = table.candidates[self._entry.name]
+        others = {code_of(self._entry.reference), *(code_of(each.function) for each in behind)} - {
+            code_of(own.function)
+        }
+        if case.rows != WATCHED or self._entry.name in HANDS_ON:
+            yield
+            return
+        entered: list[str] = []
+
+        def note(frame: FrameType, event: str, _: object) -> None:
+            if event == "call" and frame.f_code in others:
+                entered.append(f"{frame.f_globals['__name__']}:{frame.f_code.co_name}")
+
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+        if entered:
+            raise LawBroken(f"{origin_of(own.function)} says that it takes {case.text}, and hands it to {entered[0]}")
+
+    def check(self) -> None:
+        """Nobody refuses everything."""
+        for place, reason in self._reasons.items():
+            if self._taken[place] <= 0:
+                raise LawBroken(f"{origin_of(self._held[place].function)} takes nothing: {reason}")
+
+    def _takes(self, place: int, case: KernelCase, call: Sequence[Any] | None) -> bool:
+        """Whether a candidate says that it takes a case, as it said of others of its kind."""
+        candidate = self._held[place]
+        reason = "" if call is None else candidate.takes(*call)
+        said, text = self._says.setdefault((place, case.kind), (reason, case.text))
+        if bool(said) != bool(reason):
+            raise LawBroken(
+                f"{origin_of(candidate.function)} refuses {case.text if reason else text} ({said or reason}), and takes"
+                f" {text if reason else case.text}; neither rows nor strides may decide"
+            )
+        self._taken[place] += not reason
+        if reason:
+            self._reasons[place] = reason
+        return not reason
+
+
+def code_of(kernel: Any) -> CodeType | None:
+    """The Python code that a kernel begins with; None where it has none."""
+    kernel = kernel.func if isinstance(kernel, partial) else kernel
+    kernel = kernel.__func__ if isinstance(kernel, MethodType) else kernel
+    function = kernel if isinstance(kernel, FunctionType) else vars(type(kernel)).get("__call__")
+    return function.__code__ if isinstance(function, FunctionType) else None

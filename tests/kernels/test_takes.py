@@ -1,0 +1,210 @@
+"""What a kernel says that it takes: it runs where a model is built of such sizes, the next one elsewhere, and the ledger says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglcore.conformance import mutants_kernels as broken
+from sglcore.conformance.law import LawBroken
+from sglcore.conformance.laws_kernels import RELATIVE, compare
+from sglcore.device.errors import StrictError
+from sglcore.device.facts import Facts
+from sglcore.device.ledger import DecisionLedger
+from sglcore.runtime.kernels import reference
+from sglcore.runtime.kernels.choice import choose, fitted
+from sglcore.runtime.kernels.table import KernelTable, Limited
+from tests.checkpoints import bert, llama, qwen3, qwen3_moe, save
+from tests.models.steps import Steps, load
+
+HEADS = torch.empty(1, 4 * 16, device="meta")
+CACHE = torch.empty(8, 8, device="meta")
+PARTLY = (HEADS, HEADS, torch.empty(1, dtype=torch.int32, device="meta"), CACHE, 16)
+
+
+def whole(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> str:
+    """Heads that are rotated whole."""
+    rotated = cos_sin_cache.shape[1]
+    return "" if rotated == head_dim else f"{rotated} of {head_dim} elements of a head are rotated"
+
+
+def quick_rotary(*call: Any) -> Any:
+    """A device's function."""
+    return reference.rotary(*call)
+
+
+def vendor_rotary(*call: Any) -> Any:
+    """Another of a device's functions."""
+    return reference.rotary(*call)
+
+
+def test_the_first_candidate_that_takes_a_call_is_chosen_and_the_table_keeps_all() -> None:
+    table = KernelTable().replace(rotary=quick_rotary).replace(rotary=Limited(vendor_rotary, whole))
+    assert table.rotary is vendor_rotary and table.origin["rotary"] == f"{__name__}:vendor_rotary"
+    assert choose(table, KernelTable.rotary, PARTLY) is quick_rotary
+    assert choose(table, KernelTable.rotary, (*PARTLY[:3], CACHE, 8)) is vendor_rotary
+    assert choose(table, KernelTable.rotary, (*PARTLY[:3], CACHE, 8), PARTLY) is quick_rotary
+    assert choose(KernelTable(rotary=Limited(vendor_rotary, whole)), KernelTable.rotary, PARTLY) is reference.rotary
+
+
+def test_a_refusal_is_a_row_that_names_what_was_wanted_the_reason_and_the_remedy_once() -> None:
+    table, ledger = KernelTable().replace(rotary=Limited(vendor_rotary, whole)), DecisionLedger()
+    for _ in range(3):
+        choose(table, KernelTable.rotary, PARTLY, ledger=ledger)
+    (row,) = ledger.rows
+    assert (row.topic, row.requested) == ("kernel rotary", f"{__name__}:vendor_rotary")
+    assert row.effective == "sglcore.runtime.kernels.reference:rotary" and row.downgrade
+    assert row.reason.startswith("8 of 16 elements of a head are rotated; found q float32[1, 64], k float32[1, 64], ")
+    assert "head_dim 16" in row.reason and "--kernels reference" in row.remedy
+
+
+def test_a_strict_ledger_makes_it_an_error() -> None:
+    table = KernelTable().replace(rotary=Limited(vendor_rotary, whole))
+    with pytest.raises(StrictError, match="8 of 16 elements .* wanted .*vendor_rotary"):
+        choose(table, KernelTable.rotary, PARTLY, ledger=DecisionLedger(strict=True))
+
+
+def test_an_optional_entry_that_refuses_goes_and_its_parts_are_called() -> None:
+    table, ledger = KernelTable().replace(greedy=Limited(reference.greedy, lambda logits: "no")), DecisionLedger()
+    assert table.greedy is reference.greedy
+    assert choose(table, KernelTable.greedy, (HEADS,), ledger=ledger) is None
+    assert ledger.rows[0].effective == "the parts it stands for"
+    assert choose(KernelTable(), KernelTable.greedy, (HEADS,), ledger=ledger) is None and len(ledger.rows) == 1
+
+
+def test_a_fitted_table_has_what_takes_the_calls_and_all_else_as_it_was() -> None:
+    table = KernelTable().replace(
+        rotary=Limited(vendor_rotary, whole), rotary_and_store=reference.rotary_and_store, gelu=quick_rotary
+    )
+    left = fitted(table, KernelTable.rotary, PARTLY, ledger=None)
+    assert left.rotary is reference.rotary and left.origin["rotary"].startswith("sglcore.runtime.kernels.reference:")
+    assert left.rotary_and_store is reference.rotary_and_store and left.gelu is quick_rotary
+    assert fitted(table, KernelTable.gelu, (HEADS,), ledger=None) is table
+
+
+def test_nothing_that_is_asked_can_read_a_value() -> None:
+    def reads(x: Tensor) -> str:
+        return "negative" if float(x.sum()) < 0 else ""
+
+    with pytest.raises(RuntimeError, match="meta"):
+        choose(KernelTable().replace(gelu=Limited(reference.gelu, reads)), KernelTable.gelu, (torch.ones(1, 4),))
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def as_described(*call: Any) -> tuple[Any, ...]:
+    """The dtypes and sizes of a call, without its rows: those of the first dimension of what is no weight."""
+    return tuple((str(arg.dtype), tuple(arg.shape[1:])) if isinstance(arg, Tensor) else arg for arg in call)
+
+
+def recording(entries: tuple[str, ...]) -> tuple[KernelTable, dict[str, set[Any]], dict[str, set[Any]]]:
+    """A table that writes down what it was asked to take, and what it was called with."""
+    asked: dict[str, set[Any]] = {name: set() for name in entries}
+    called: dict[str, set[Any]] = {name: set() for name in entries}
+
+    def record(name: str, real: Callable[..., Any]) -> Limited:
+        def takes(*call: Any) -> str:
+            asked[name].add(as_described(*call))
+            return ""
+
+        def run(*call: Any) -> Any:
+            called[name].add(as_described(*call))
+            return real(*call)
+
+        return Limited(run, takes)
+
+    full = KernelTable.complete()
+    return KernelTable().replace(**{name: record(name, getattr(full, name)) for name in entries}), asked, called
+
+
+PLAIN = ("linear", "embedding", "rms_norm", "add_rms_norm", "layer_norm", "rotary", "silu_and_mul", "gelu")
+ROUTED = ("top_k_routing", "moe", "store_kv", "head")
+FUSED = ("rotary_and_store", "norm_rotary_and_store", "gated_linear")
+
+
+@pytest.mark.parametrize("entries", [(*PLAIN, *ROUTED), (*PLAIN, *ROUTED, *FUSED)], ids=["parts", "fused"])
+@pytest.mark.parametrize("model", [llama, qwen3, qwen3_moe, bert])
+def test_layers_are_asked_for_what_they_call(
+    model: Callable[..., Any], entries: tuple[str, ...], tmp_path: Path
+) -> None:
+    table, asked, called = recording(entries)
+    steps = Steps(load(save(model(), tmp_path), kernels=table))
+    steps.runner.attn_backend.takes_stored = True
+    steps.hidden({1: [3, 4, 5], 2: [7]})
+    if not steps.model.config.is_encoder:
+        steps.logprobs({1: [9]})
+        assert called["rotary_and_store" if "rotary_and_store" in entries else "store_kv"] or called[FUSED[1]]
+    for name in entries:
+        assert called[name] <= asked[name], f"{name} was not asked for {called[name] - asked[name]}"
+    assert sum(map(len, called.values())) > 4
+
+
+def test_a_model_runs_on_what_takes_it_and_the_ledger_has_the_rest(tmp_path: Path) -> None:
+    def only_wide(x: Tensor, weight: Tensor, eps: float) -> str:
+        return "" if x.dim() == 2 else f"{x.shape[1]} heads of {x.shape[2]}"
+
+    def wide_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        assert x.dim() == 2
+        return reference.rms_norm(x, weight, eps)
+
+    folder, ids, ledger = save(qwen3(), tmp_path), [5, 6, 7, 8], DecisionLedger()
+    table = KernelTable().replace(rms_norm=Limited(wide_norm, only_wide))
+    found = Steps(load(folder, kernels=table, ledger=ledger)).logprobs({1: ids})
+    assert torch.equal(found, Steps(load(folder)).logprobs({1: ids}))
+    assert {row.topic for row in ledger.rows} == {"kernel rms_norm"}
+
+
+# -- the kit -----------------------------------------------------------------------------------------------------------
+
+
+def hold(table: KernelTable, case: str) -> None:
+    """The kit's law, as a device runs it."""
+    trial: Any = SimpleNamespace(case=case, note=lambda error: None, tolerance=RELATIVE.__getitem__)
+    compare(trial, table, Facts(tensor_device="cpu"))
+
+
+def fails(*call: Any) -> Any:
+    """What is not asked must not run."""
+    raise AssertionError("it said that it does not take this")
+
+
+def test_the_kit_runs_a_candidate_over_what_it_says_it_takes_and_the_next_over_the_rest() -> None:
+    def vendor(*call: Any) -> Any:
+        return fails() if whole(*call) else turned(*call)
+
+    def turned(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int) -> Any:
+        cos, sin = cos_sin_cache[positions].to(q.dtype).unsqueeze(1).chunk(2, dim=-1)
+        return tuple(reference._rotate(x, cos, sin, head_dim) for x in (q, k))
+
+    hold(KernelTable().replace(rotary=Limited(vendor, whole)), "rotary")
+    with pytest.raises(LawBroken, match="rotary, "):
+        hold(
+            KernelTable().replace(rotary=lambda *call: (call[0], call[1])).replace(rotary=Limited(vendor, whole)),
+            "rotary",
+        )
+
+
+@pytest.mark.parametrize(
+    ("entry", "defect", "text"),
+    [
+        ("silu_and_mul", broken.whole_blocks, "silu_and_mul, .*: result 0 differs by"),
+        ("rms_norm", broken.hands_on, "says that it takes 3 rows of float32, and hands it to .*reference:rms_norm"),
+        ("gelu", broken.takes_nothing, "takes nothing: not in this size"),
+        ("gelu", broken.takes_even_rows, "refuses .*an odd number of rows.*neither rows nor strides may decide"),
+    ],
+)
+def test_a_kernel_that_does_not_keep_to_what_it_says_is_caught(entry: str, defect: Any, text: str) -> None:
+    real = getattr(KernelTable(), entry)
+
+    def own(*call: Any) -> Any:
+        return real(*call) if entry != "rms_norm" else torch.rms_norm(call[0], call[1].shape, *call[1:])
+
+    with pytest.raises(LawBroken, match=text):
+        hold(KernelTable().replace(**{entry: defect(own)}), entry)
