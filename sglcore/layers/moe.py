@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from sglcore.checkpoint.config import MoeConfig
@@ -26,7 +25,7 @@ class SparseMoe:
         self._normalize = moe.normalize
         logits, k = build.rows(moe.num_experts), moe.experts_per_token
         self._route = build.kernel(KernelTable.top_k_routing, logits, k, moe.normalize)
-        choices = build.rows(k), build.indices(k, dtype=torch.int64)
+        choices = build.rows(k), build.indices(k)
         self._moe = build.kernel(KernelTable.moe, build.rows(hidden), *choices, self.w13, self.w2)
 
     def __call__(self, hidden: Tensor) -> Tensor:

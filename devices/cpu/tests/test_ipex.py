@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,11 +27,12 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError, DeviceError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.system import host_system
-from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.kernels.table import KernelTable, Limited, takes_all
 from sglcore_cpu import ipex, package
 from sglcore_cpu.bring_up import processor_kernels
 from sglcore_cpu.extension import DISTRIBUTION
 from sglcore_cpu.facts import facts
+from sglcore_cpu.kernels import takes_whole_heads
 from sglcore_cpu.placement import Placement
 from sglcore_cpu.probe import probe
 
@@ -135,10 +136,13 @@ def cosines_first(q: Tensor, k: Tensor, positions: Tensor, cache: Tensor, head_d
 
 
 def no_row(q: Tensor, k: Tensor, positions: Tensor, cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Mutant: nothing goes to the reference."""
+    """Mutant: no rows go to the operator too."""
     rows = cache.index_select(0, positions).roll(cache.shape[1] // 2, dims=1)
     first = torch.zeros((), dtype=torch.int64)
     return ipex._rotated(q, rows, first, head_dim), ipex._rotated(k, rows, first, head_dim)
+
+
+TAKES = MappingProxyType({"rotary": takes_whole_heads})
 
 
 @pytest.mark.usefixtures("installed")
@@ -153,10 +157,12 @@ def no_row(q: Tensor, k: Tensor, positions: Tensor, cache: Tensor, head_dim: int
     ],
 )
 def test_the_law_of_kernels_catches(entry: str, defect: Callable[..., Any], told: str) -> None:
-    trial: Any = SimpleNamespace(case=entry, note=lambda error: None, tolerance=RELATIVE.__getitem__)
+    trial: Any = SimpleNamespace(case=entry, note=lambda *seen: None, tolerance=RELATIVE.__getitem__)
     replaced = "linear" if defect is bias_to_the_operator else entry
     with pytest.raises((LawBroken, RuntimeError), match=told):
-        compare(trial, ipex.ipex_kernels().replace(**{replaced: defect}), facts(0))
+        compare(
+            trial, ipex.ipex_kernels().replace(**{replaced: Limited(defect, TAKES.get(entry, takes_all))}), facts(0)
+        )
 
 
 # -- whether it serves -------------------------------------------------------------------------------------------------
