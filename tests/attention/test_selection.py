@@ -14,6 +14,7 @@ from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.attention.contract import AttentionFacts
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.attention.selection import AttentionNeeds, refusal, select_attention
+from sglcore.runtime.memory.pools import CELL_MAJOR, PAGE_MAJOR
 
 NEEDS = AttentionNeeds(head_dims=(64, 128), page_size=16, dtype="bfloat16", features=frozenset({"sliding_window"}))
 
@@ -136,6 +137,12 @@ def test_a_reference_to_nothing_is_the_packages_error_not_a_refusal(ref: str) ->
         (AttentionFacts(head_dims=(64, 256), features=NEEDS.features), "heads of 128; it takes 64, 256"),
         (AttentionFacts(dtypes=("float16",), features=NEEDS.features), "dtype bfloat16; it takes float16"),
         (AttentionFacts(features=frozenset({"encoder"})), "it lacks sliding_window"),
+        (AttentionFacts(layouts=(PAGE_MAJOR, CELL_MAJOR), features=NEEDS.features), ""),
+        (AttentionFacts(layouts=None, features=NEEDS.features), ""),
+        (
+            AttentionFacts(layouts=(PAGE_MAJOR, "other"), features=NEEDS.features),
+            "keys and values laid out cell_major; it takes page_major, other",
+        ),
     ],
 )
 def test_a_refusal_names_what_is_missing_and_what_there_is(facts: AttentionFacts, reason: str) -> None:
