@@ -25,6 +25,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.runtime.attention.contract import AttentionFacts, Bucket
 from sglcore.runtime.forward_context import ForwardContext, forward_context
+from sglcore.runtime.memory.pools import POOL_KINDS
 from sglcore.step.host_values import host_arrays
 
 TOLERANCE: Mapping[str, float] = MappingProxyType({"float32": 5e-5, "bfloat16": 3e-2, "float16": 5e-3})
@@ -90,31 +91,42 @@ def _refreshed(needs_host_lengths: bool, backend: Any, probe: Probe) -> Tensor |
 
 
 def attention_takes_what_it_says(trial: Trial) -> None:
-    """Each head size, type and page size of a backend's facts at least once, in as few starts as that takes."""
+    """Each head size, type, page size and layout of a backend's facts at least once, in as few starts as that takes."""
     backends, own = trial.target.usable_attention(), trial.target.facts()
     if trial.case not in backends:
         raise NotApplicable(f"attention {trial.case!r} has not its library or its hardware here")
-    for head_dim, dtype, size in claims(backends[trial.case].facts, own):
-        given = {"attention_backend": trial.case, "page_size": size, "dtype": dtype, "kv_cache_memory": LARGE}
+    facts, layout = backends[trial.case].facts, trial.kit.harness("dense").pool.layout
+    kinds = {layout: None, **{name: kind for name, kind in POOL_KINDS.items() if name != layout}}
+    layouts = [name for name in kinds if facts.takes_layout(name)]
+    for head_dim, dtype, size, name in claims(facts, own, layouts):
+        given = {
+            "pool_kind": kinds[name],
+            "attention_backend": trial.case,
+            "page_size": size,
+            "dtype": dtype,
+            "kv_cache_memory": LARGE,
+        }
         try:
             with trial.opened("dense", head_dim=head_dim, **given) as harness:
                 reference = trial.kit.reference("dense", head_dim, page_size=size)
                 layer = harness.started.built["runner"].model.attention_layers[0]
                 contents = draw_contents(0, CLAIMED, min((harness, reference), key=lambda h: h.limits.num_pages), layer)
                 found, wanted = (attend(item, ForwardMode.EXTEND, contents) for item in (harness, reference))
-                text = f"{trial.case}, heads of {head_dim}, {dtype}, pages of {size}"
+                text = f"{trial.case}, heads of {head_dim}, {dtype}, pages of {size}, {name}"
                 _check_output(trial, harness, found.out, wanted.out, text)
         except ConfigError as refusal:
             raise LawBroken(f"{trial.case} says that it takes heads of {head_dim}, {dtype}: {refusal}") from refusal
 
 
-def claims(facts: AttentionFacts, own: Facts) -> Sequence[tuple[int, str, int]]:
-    """Head size, dtype and page size of each start. Where any serves, some are taken; of types, those of the device."""
+def claims(facts: AttentionFacts, own: Facts, layouts: Sequence[str]) -> Sequence[tuple[int, str, int, str]]:
+    """Head size, dtype, page size and layout of each start. Where any serves, some are taken; of types, those of the device;
+    `layouts`: those that it takes and that the kit can make."""
     heads = facts.head_dims or ANY_HEADS
     dtypes = [name for name in own.dtypes if facts.dtypes is None or name in facts.dtypes]
     pages = [size for size in facts.page_sizes or (own.page_size,) if size <= CONTEXT]
-    count = max(map(len, (heads, dtypes, pages))) if dtypes and pages else 0
-    return [tuple(values[place % len(values)] for values in (heads, dtypes, pages)) for place in range(count)]  # pyright: ignore[reportReturnType]
+    every = heads, dtypes, pages, layouts
+    count = max(map(len, every)) if all(every) else 0
+    return [tuple(values[place % len(values)] for values in every) for place in range(count)]  # pyright: ignore[reportReturnType]
 
 
 def _check_output(trial: Trial, harness: Harness, found: Tensor, wanted: Tensor, text: str) -> None:
@@ -181,9 +193,9 @@ LAWS: tuple[Law, ...] = (
     Law(
         name="attention_takes_what_it_says",
         level="C3",
-        says="Attention gives what the reference gives in every head size, type and page size that its facts name.",
+        says="Attention gives what the reference gives in every head size, type, page size and layout that its facts name.",
         check=attention_takes_what_it_says,
-        mutants=(broken.POWERS_OF_TWO,),
+        mutants=(broken.POWERS_OF_TWO, broken.TAKES_ALL_FOR_CELLS),
         needs=frozenset({"torch_runtime", "attention"}),
         tolerance=TOLERANCE,
         cases=backends,

@@ -130,6 +130,28 @@ def powers_of_two(base: Any) -> type:
     return PowersOfTwo
 
 
+def taken_for_cells(base: Any) -> type:
+    """A pool whose storage is read as cells, however it lies."""
+
+    class TakenForCells(base):
+        def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
+            keys, values = super().kv(layer_id)
+            shape = self.num_cells, keys.shape[1], keys.shape[-1]
+            return keys.view(shape), values.view(shape)
+
+        def read_cells(self, layer_id: int, cells: Tensor) -> tuple[Tensor, Tensor]:
+            keys, values = self.kv(layer_id)
+            return keys.index_select(0, cells), values.index_select(0, cells)
+
+    return TakenForCells
+
+
+def takes_all_for_cells(backend: Any) -> Any:
+    """It says that it takes any layout, and reads cells."""
+    backend.token_to_kv_pool = become(copy(backend.token_to_kv_pool), taken_for_cells)
+    return backend
+
+
 def _mutant(subclass: Callable[[Any], type]) -> Mutant:
     def change(backend: Any) -> Any:
         return become(backend, subclass)
@@ -140,6 +162,11 @@ def _mutant(subclass: Callable[[Any], type]) -> Mutant:
 
 FORGETS_LENGTHS = _mutant(forgets_lengths)
 POWERS_OF_TWO = _mutant(powers_of_two)
+TAKES_ALL_FOR_CELLS = Mutant(
+    name="takes all for cells",
+    says="It says that it takes any layout, and reads cells.",
+    steps=MappingProxyType({"attention": takes_all_for_cells}),
+)
 MUTANTS: tuple[Mutant, ...] = (
     _mutant(one_key_too_few),
     _mutant(another_scale),

@@ -23,7 +23,7 @@ from sglcore.device.ledger import DecisionLedger
 from sglcore.device.package import DevicePackage, resolve
 from sglcore.device.selection import find_installed
 from sglcore.device.worker import ModelWorker
-from sglcore.runtime.memory.pools import TokenToKVPool
+from sglcore.runtime.memory.pools import PoolKind, TokenToKVPool
 
 GIVEN = ("config", "package", "facts", "ledger", "progress", "model_path")
 """What an engine gives to a bring-up."""
@@ -188,8 +188,9 @@ class Target:
         failure = run_probe(self.package, named=True).first_failure
         return f"{self.name} is not usable here: {failure[0]}: {failure[1].evidence}" if failure else ""
 
-    def start(self, config: EngineConfig, model: Path) -> StartedDevice:
-        """Run the bring-up over a checkpoint; waits. Raises what a step raises."""
+    def start(self, config: EngineConfig, model: Path, kind: PoolKind | None = None) -> StartedDevice:
+        """Run the bring-up over a checkpoint, with pools of a kind that is not the device's own where one is given; waits.
+        Raises what a step raises."""
         ledger = DecisionLedger(strict=config.strict)
         given = {
             "config": config,
@@ -199,8 +200,16 @@ class Target:
             "progress": _no_progress,
             "model_path": model,
         }
-        built = self.order().run(given)
+        built = (self.order() if kind is None else _with_pools(self.order(), kind)).run(given)
         return StartedDevice(built["worker"], built, ledger)
+
+
+def _with_pools(order: BringUp, kind: PoolKind) -> BringUp:
+    def pool_kind() -> PoolKind:
+        return kind
+
+    has_own = any(step.provides == "pool_kind" for step in order.steps)
+    return order.replace("pool_kind", pool_kind) if has_own else order.insert(pool_kind, before="sizes")
 
 
 def find_target(name: str) -> Target:

@@ -22,6 +22,7 @@ from sglcore.conformance.reference_parts import REFERENCE
 from sglcore.conformance.target import Geometry, Target
 from sglcore.device.config import resolve_config
 from sglcore.device.errors import ConfigError
+from sglcore.runtime.memory.pools import PoolKind
 
 Verdict = Literal["passed", "failed", "skipped"]
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -105,9 +106,11 @@ class Kit:
             self._oracles[key] = Oracle(self.reference(model, head_dim))
         return self._oracles[key]
 
-    def open(self, model: str, head_dim: int | None = None, **settings: Any) -> Harness:
-        """Start the device on a model, with heads of the geometry's size unless another is given; the caller closes it.
-        Settings are those of EngineConfig."""
+    def open(
+        self, model: str, head_dim: int | None = None, pool_kind: PoolKind | None = None, **settings: Any
+    ) -> Harness:
+        """Start the device on a model, with heads of the geometry's size and pools of its own kind unless others are given;
+        the caller closes it. Settings are those of EngineConfig."""
         geometry = self.target.geometry(settings.get("attention_backend"))
         given = {
             "page_size": geometry.page_size,
@@ -119,7 +122,7 @@ class Kit:
         if self._for_case and "attention_backend" not in given:
             given |= self.target.attention_without_triton(str(given["dtype"]))
         model = model if given["dtype"] == "float32" else SMOOTH.get(model, model)
-        return self._start(self.target, model, geometry, head_dim or geometry.head_dim, given)
+        return self._start(self.target, model, geometry, head_dim or geometry.head_dim, given, pool_kind)
 
     def harness(self, model: str, **settings: Any) -> Harness:
         """A started device that laws share: whoever asks for the same gets the same."""
@@ -144,13 +147,19 @@ class Kit:
         self._oracles.clear()
 
     def _start(
-        self, target: Target, model: str, geometry: Geometry, head_dim: int, settings: Mapping[str, Any]
+        self,
+        target: Target,
+        model: str,
+        geometry: Geometry,
+        head_dim: int,
+        settings: Mapping[str, Any],
+        kind: PoolKind | None = None,
     ) -> Harness:
         folder = self.checkpoint(model, head_dim)
         config = resolve_config({**settings, "model": str(folder)}, {})
         dtype = settings.get("dtype", geometry.dtype)
         actual = Geometry(head_dim, int(settings["page_size"]), str(dtype))
-        started, facts = target.start(config, folder), target.facts()
+        started, facts = target.start(config, folder, kind), target.facts()
         cell_device = facts.tensor_device if target.fixture().cells is None else "cpu"
         return Harness(model, started, actual, facts, target.pool(started), cell_device)
 

@@ -51,6 +51,10 @@ class ByCell(ByPage):
 
     facts = replace(ByPage.facts, layouts=AttentionFacts().layouts)
 
+    def attend_pages(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: RowsPlan, layer: Any) -> Tensor:
+        """Each token's heads lie together."""
+        return super().attend_pages(q, k_pages.transpose(1, 2), v_pages.transpose(1, 2), plan, layer)
+
 
 def pool_kind() -> PoolKind:
     """This device's."""
@@ -98,13 +102,14 @@ def named(name: str) -> Law:
     return next(law for law in LAWS if law.name == name)
 
 
-CASES = [(law, case) for law in LAWS for case in law.cases(DEVICE) if "and_store" not in case]
+CASES = [(law, case) for law in LAWS if law.level != "C0" for case in law.cases(DEVICE) if "and_store" not in case]
+"""But those of the declaration, which knows no pool."""
 
 
 @pytest.mark.parametrize(("law", "case"), CASES, ids=[f"{law.name}-{case}" for law, case in CASES])
 def test_it_holds_every_law(law: Law, case: str, kit: Kit) -> None:
     outcome = run_case(kit, law, case)
-    served = "by_cell" not in case and not (case.startswith("by_page") and case.endswith("window"))
+    served = not case.startswith("by_cell/") and not (case.startswith("by_page") and case.endswith("window"))
     assert outcome.verdict == ("passed" if served else "skipped"), outcome.text
 
 

@@ -5,9 +5,10 @@ Slot 0 and page 0 belong to nobody: padding rows point at them, so whatever they
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
@@ -201,3 +202,5 @@ PER_HEAD = PoolKind(MHATokenToKVPool, cell_bytes)
 """In the model's type, by head, cell-major."""
 PER_HEAD_BY_PAGE = PoolKind(PageMajorTokenToKVPool, cell_bytes)
 """The same, page-major."""
+POOL_KINDS: Mapping[str, PoolKind] = MappingProxyType({CELL_MAJOR: PER_HEAD, PAGE_MAJOR: PER_HEAD_BY_PAGE})
+"""By layout."""
