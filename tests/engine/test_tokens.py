@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import Ticket
+from sglcore.engine import tokens
 from sglcore.engine.grammar import CompiledGrammar, Grammars
 from sglcore.engine.tokens import TokenEngine
 from sglcore.sampling.grammar import Grammar, GrammarError
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput
-from sglcore.schedule.request import Matcher
+from sglcore.schedule.request import Matcher, Request
+from tests.engine.test_ended_requests import ConstantWorker
 from tests.schedule.fake_worker import FakeWorker, make_limits
 
 BOUND = SamplingParams(max_tokens=4, n=2, grammar=Grammar("regex", "a"))
@@ -37,6 +41,43 @@ class Failing:
 
     def start(self) -> Matcher:
         raise self.error
+
+
+class Slow:
+    """A backend that is busy until it is let go."""
+
+    name = "slow"
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        self.go.wait(30)
+        raise GrammarError("too late")
+
+
+class KeepsCompiling(TokenEngine):
+    """Mutant: who was aborted still waits for its grammar."""
+
+    def abort(self, request_id: str) -> list[EngineOutput]:
+        compiling = dict(self._compiling)
+        outputs = super().abort(request_id)
+        self._compiling.update(compiling)
+        return outputs
+
+
+@pytest.mark.parametrize(("kind", "is_over"), [(TokenEngine, True), (KeepsCompiling, False)])
+def test_a_request_that_is_aborted_while_its_grammar_is_compiled_never_runs(
+    kind: type[TokenEngine], is_over: bool
+) -> None:
+    backend = Slow()
+    engine = kind(FakeWorker(make_limits()), frozenset(), open_grammars=lambda: Grammars(backend))
+    engine.add("bound", [1, 2], BOUND, 0)
+    assert engine.num_compiling == 1
+    assert [(each.index, each.finish_reason) for each in engine.abort("bound")] == [(0, "abort"), (1, "abort")]
+    assert (engine.num_compiling == 0 and not engine.has_work) is is_over
+    backend.go.set()
+    engine.close()
 
 
 def make_engine(error: Exception) -> TokenEngine:
@@ -78,3 +119,50 @@ def test_a_grammar_that_can_not_be_begun_ends_its_request_and_is_not_the_callers
 def test_an_output_tells_of_progress_if_it_says_how_far_the_prompt_is_though_that_be_nowhere() -> None:
     assert EngineOutput("r", 0, processed=0).is_progress
     assert not EngineOutput("r", 0, token_ids=[1]).is_progress
+
+
+def test_an_end_that_the_vocabulary_does_not_have_ends_nothing() -> None:
+    """A checkpoint may name more; what keeps ends from being drawn indexes logits by them."""
+    engine = TokenEngine(FakeWorker(make_limits(vocab_size=50)), frozenset({49, 50, 51}))
+    assert engine.eos_ids == {49}
+    engine.close()
+
+
+class TellsAgain(TokenEngine):
+    """Mutant: how far a prompt is, told whenever it is asked."""
+
+    def _progress(self) -> list[EngineOutput]:
+        for group in self._watched.values():
+            group.reported = -1
+        return super()._progress()
+
+
+@pytest.mark.parametrize(("kind", "is_once"), [(TokenEngine, True), (TellsAgain, False)])
+def test_progress_is_told_once_for_each_chunk_and_not_after_the_first_token(
+    kind: type[TokenEngine], is_once: bool
+) -> None:
+    """Decode steps of another request come between the chunks."""
+    engine = kind(ConstantWorker(make_limits(allows_mixed_batches=False)), frozenset())
+    engine.add("other", [1, 2], SamplingParams(max_tokens=20), 0)
+    engine.step()
+    engine.add("long", [3] * 40, SamplingParams(max_tokens=3), 0, progress=True)
+    told, emitted = [], []
+    while engine.has_work:
+        for output in (each for each in engine.step() if each.request_id == "long"):
+            told += [output.processed] if output.is_progress else []
+            emitted += output.token_ids
+            assert not (output.is_progress and emitted)
+    assert (told == [16, 32, 40]) is is_once and len(emitted) == 3
+    engine.close()
+
+
+@pytest.mark.parametrize("is_led", [True, False])
+def test_samples_compute_their_prompt_once(is_led: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_led:
+        monkeypatch.setattr(tokens, "Request", lambda *given, leader, **named: Request(*given, **named))
+    engine = TokenEngine(ConstantWorker(make_limits(max_batch_tokens=120, num_pages=64)), frozenset())
+    engine.add("r", [3] * 40, SamplingParams(max_tokens=3, n=3), 0)
+    while engine.has_work:
+        engine.step()
+    assert (engine.scheduler.stats().computed_prompt_tokens == 40 + 2 * 4) is is_led
+    engine.close()

@@ -44,6 +44,7 @@ from sglcore.schedule.loop import Loop
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.stats import SchedulerStats
+from sglcore_mlx.stepper import Stepper
 
 CONTEXT = 48
 PAGE_SIZE = 4
@@ -273,6 +274,25 @@ def check_one_token_chunks(recorder: RecordingWorker, whole: TokenEngine) -> Non
         narrow = Life(Drive(chunk=chunk, prefix_cache=False), life.arrivals, ())
         for overlap in (False, True):
             check_same(play(recorder, narrow, overlap=overlap).results, wanted.results, TOLERANCE)
+
+
+def test_a_long_prompt_is_scored_in_pieces_as_it_is_whole_and_other_targets_are_caught(
+    engine: TokenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = random_prompts(8, (23, 6))
+    wanted = engine.session().run(prompts, 3, score_prompts=True)
+    monkeypatch.setattr("sglcore.step.sampling.PROMPT_LOGITS_ELEMENTS", 4 * VOCAB)
+    for chunk in (None, 7):
+        check_same(engine.session(chunk=chunk).run(prompts, 3, score_prompts=True), wanted, TOLERANCE)
+    score, first = Stepper._score, []
+
+    def of_the_first(self: Stepper, hidden: Any, targets: Any, top_n: int) -> Any:
+        first.append(targets)
+        return score(self, hidden, first[0][: hidden.shape[0]], top_n)
+
+    monkeypatch.setattr(Stepper, "_score", of_the_first)
+    with pytest.raises(AssertionError):
+        check_same(engine.session().run(prompts, 3, score_prompts=True), wanted, TOLERANCE)
 
 
 def _plain_arrival(tick: int, prompt: Sequence[int], **sampling: Any) -> Arrival:
