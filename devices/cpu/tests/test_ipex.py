@@ -172,7 +172,9 @@ def start(kernels: str) -> tuple[KernelTable, tuple[Row, ...]]:
     """The table that serves when these kernels are asked for, and the rows of the ledger that speak of the extension."""
     ledger = DecisionLedger()
     threads = Placement(1, (), "asked for")
-    table = processor_kernels(EngineConfig(kernels=kernels, graph="off"), package, facts(0), threads, ledger)
+    table = processor_kernels(
+        EngineConfig(kernels=kernels, graph="off"), package, facts(0), threads, ledger, torch.device("cpu")
+    )
     return table, tuple(row for row in ledger.rows if row.topic == "extension")
 
 
