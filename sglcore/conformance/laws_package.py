@@ -36,12 +36,14 @@ from pathlib import Path
 from dataclasses import asdict
 from sglcore.device.package import resolve
 from sglcore.device.system import System, host_system
-probe, reports = resolve(given["probe"]), {}
+probe, reports, devices = resolve(given["probe"]), {}, {}
 for place, system in {"here": host_system(), "empty": System(Path(given["empty"]))}.items():
     for named in (False, True):
         report = probe(named, system)
-        reports[f"{place}, named" if named else place] = {name: asdict(fact) for name, fact in report.facts.items()}
-print(json.dumps({"reports": reports, "modules": sorted({name.partition(".")[0] for name in set(sys.modules) - before}), "nodes": nodes}))
+        where = f"{place}, named" if named else place
+        reports[where] = {name: asdict(fact) for name, fact in report.facts.items()}
+        devices[where] = [asdict(device) for device in report.devices]
+print(json.dumps({"reports": reports, "devices": devices, "modules": sorted({name.partition(".")[0] for name in set(sys.modules) - before}), "nodes": nodes}))
 """
 
 
@@ -81,6 +83,32 @@ def four_facts(trial: Trial) -> None:
                 raise LawBroken(f"{where}: the fact {name!r} does not hold, and has no remedy")
     if seen["reports"]["empty"]["hardware"]["holds"] and not trial.target.package.is_host:
         raise LawBroken(f"on an empty machine: {seen['reports']['empty']['hardware']['evidence']}")
+
+
+def devices_are_listed(trial: Trial) -> None:
+    """On this machine, and on one where nothing is installed; named and not. A list may be empty."""
+    seen = _run_probe(trial.target)
+    for where, devices in seen["devices"].items():
+        if devices and not seen["reports"][where]["hardware"]["holds"]:
+            raise LawBroken(f"{where}: {len(devices)} devices are listed, and no hardware is seen")
+        numbers = [device["index"] for device in devices]
+        if numbers != list(range(len(devices))):
+            raise LawBroken(
+                f"{where}: the devices are numbered {numbers}; wanted 0 and up, as the process numbers them"
+            )
+        for device in devices:
+            if not device["name"] or device["memory"] == 0:
+                raise LawBroken(f"{where}: {device} has no name, or no memory; what is not known is None")
+
+
+def facts_of_the_number(trial: Trial) -> None:
+    """Where a tensor's device has a number, it is the one that was asked for."""
+    package = trial.target.package
+    for index in (0, 1):
+        name = resolve(package.facts, package.name)(index).tensor_device
+        number = name.partition(":")[2]
+        if number not in ("", str(index)):
+            raise LawBroken(f"the facts of device {index} say that its tensors are on {name!r}")
 
 
 def _run_probe(target: Target) -> Mapping[str, Any]:
@@ -291,6 +319,20 @@ LAWS: tuple[Law, ...] = (
         broken.RAISING_PROBE,
         broken.SILENT_PROBE,
         broken.LYING_PROBE,
+    ),
+    _c0(
+        "devices_are_listed",
+        "The probe numbers its devices from 0, with names and sizes that can be, and lists none where it sees no hardware.",
+        devices_are_listed,
+        broken.MISNUMBERED,
+        broken.LISTS_ABSENT,
+        broken.NO_MEMORY,
+    ),
+    _c0(
+        "facts_of_the_number",
+        "The facts of a number are those of the device of that number.",
+        facts_of_the_number,
+        broken.ALWAYS_THE_FIRST,
     ),
     _c0(
         "imports_touch_no_device",

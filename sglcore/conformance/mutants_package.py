@@ -10,7 +10,7 @@ from sglcore.conformance.mutant import Mutant
 from sglcore.device.bring_up import BringUp
 from sglcore.device.facts import Facts
 from sglcore.device.package import DevicePackage
-from sglcore.device.probe import Fact, ProbeReport
+from sglcore.device.probe import DeviceInfo, Fact, ProbeReport
 from sglcore.device.system import System
 
 HERE = "sglcore.conformance.mutants_package"
@@ -51,6 +51,24 @@ def lying_probe(named: bool, system: System) -> ProbeReport:
     return ProbeReport(fact, fact, fact, fact)
 
 
+def misnumbered_probe(named: bool, system: System) -> ProbeReport:
+    """Numbers its devices as the system does, of which the process may use one."""
+    fact = Fact(True, "here")
+    return ProbeReport(fact, fact, fact, fact, devices=(DeviceInfo(3, "the fourth"),))
+
+
+def listing_probe(named: bool, system: System) -> ProbeReport:
+    """Lists what may not be there."""
+    fact = Fact(False, "no node", "plug it in")
+    return ProbeReport(fact, fact, fact, fact, devices=(DeviceInfo(0, "perhaps"),))
+
+
+def unknown_as_nothing(named: bool, system: System) -> ProbeReport:
+    """Says 0 where it does not know."""
+    fact = Fact(True, "here")
+    return ProbeReport(fact, fact, fact, fact, devices=(DeviceInfo(0, "here", 0),))
+
+
 def blind_probe(named: bool) -> ProbeReport:
     """Looks at the machine it runs on, whichever it is given."""
     fact = Fact(True, "here")
@@ -62,6 +80,11 @@ def asking_facts(index: int = 0) -> Facts:
     import torch
 
     return Facts(tensor_device=f"{torch.accelerator.current_device_index()}")
+
+
+def first_facts(index: int = 0) -> Facts:
+    """Those of the first device, whichever is asked for."""
+    return Facts(tensor_device="meta:0")
 
 
 class HalfAttention:
@@ -104,6 +127,14 @@ OPENS_NODE = _probe("opens a node", "A probe that opens a device node.", opening
 RAISING_PROBE = _probe("raising probe", "A probe that takes a file for granted.", raising_probe)
 SILENT_PROBE = _probe("silent probe", "A fact without a remedy.", silent_probe)
 LYING_PROBE = _probe("lying probe", "Hardware is seen where there is none.", lying_probe, is_host=False)
+MISNUMBERED = _probe("misnumbered", "A device under the system's number.", misnumbered_probe, is_host=True)
+LISTS_ABSENT = _probe("lists what is absent", "Devices are listed where none is seen.", listing_probe)
+NO_MEMORY = _probe("no memory", "Memory that is not known is said to be none.", unknown_as_nothing, is_host=True)
+ALWAYS_THE_FIRST = Mutant(
+    name="always the first",
+    says="Facts of the first device for every number.",
+    package=lambda package: replace(package, facts=f"{HERE}:first_facts"),
+)
 WRONG_ORDER = Mutant(name="wrong order", says="The worker is made before what it needs.", order=worker_first)
 UNWRITTEN_STEP = Mutant(name="unwritten step", says="A step that the text lacks.", order=_unwritten)
 UNKNOWN_DEVICE = _facts("unknown device", "Tensors on a device that no tensor library knows.", tensor_device="banana")

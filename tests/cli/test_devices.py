@@ -38,6 +38,41 @@ def test_every_package_is_listed_with_facts_versions_and_the_choice(site: Site) 
     }
 
 
+def test_the_devices_of_a_package_are_listed_with_what_is_known_and_what_is_hidden(site: Site) -> None:
+    site.add("one", devices=2, hidden="ONES='0,2' shows 2 of 3")
+    (seen,) = as_json(site, "one")["devices"]
+    assert [device["index"] for device in seen["devices"]] == [0, 1]
+    assert seen["devices"][1] == {
+        "index": 1,
+        "name": "planted 1",
+        "memory": None,
+        "is_busy": None,
+        "pci_address": None,
+        "uuid": None,
+    }
+    assert seen["hidden"] == "ONES='0,2' shows 2 of 3"
+    ran = site.run("-m", "sglcore.cli", "devices", "one")
+    assert "one:1" in ran.stdout and "planted 1, memory unknown, use unknown" in ran.stdout
+    assert "ONES='0,2' shows 2 of 3" in ran.stdout
+
+
+def test_the_number_that_was_asked_for_is_chosen_or_refused_with_what_is_there(site: Site) -> None:
+    site.add("one", devices=2)
+    chosen = as_json(site, environ={"SGLCORE_DEVICE": "one:1"})["chosen"]
+    assert (chosen["name"], chosen["index"]) == ("one", 1)
+    refusal = as_json(site, environ={"SGLCORE_DEVICE": "one:2"})["refusal"]
+    assert refusal.startswith("there is no device one:2, from SGLCORE_DEVICE; wanted one of one:0 (planted 0")
+
+
+def test_a_broken_package_is_shown_with_the_way_to_start_without_it_and_the_rest_is_chosen(site: Site) -> None:
+    site.add("one", tag="[api-9]")
+    ran = site.run("-m", "sglcore.cli", "devices")
+    assert "written for API 9" in ran.stdout and "--device cpu starts without it" in ran.stdout
+    assert "chosen: cpu" in ran.stdout
+    rows = as_json(site)["rows"]
+    assert [row["topic"] for row in rows][:2] == ["device", "device one"] and rows[1]["downgrade"]
+
+
 def test_one_device_can_be_shown_alone(site: Site) -> None:
     site.add("one")
     assert [device["name"] for device in as_json(site, "cpu")["devices"]] == ["cpu"]

@@ -61,6 +61,20 @@ def test_the_device_is_looked_for_below_the_root_that_was_given(tmp_path: Path) 
         start(EngineConfig(max_requests=1, threads=1, system_root=str(tmp_path)))
 
 
+def test_a_child_process_starts_on_what_its_parent_chose_and_on_nothing_else() -> None:
+    config = EngineConfig(max_requests=1, threads=1)
+    started = start(config)
+    started.worker.close()
+    start(config, parent=started.choice.chosen).worker.close()
+    with pytest.raises(DeviceError, match="found cpu:0 as the device; wanted cpu:1, as its parent"):
+        start(config, parent=replace(started.choice.chosen, index=1))
+
+
+def test_a_device_of_a_number_that_is_not_there_is_refused() -> None:
+    with pytest.raises(DeviceError, match="there is no device cpu:1, from --device; wanted one of cpu:0 "):
+        start(EngineConfig(max_requests=1, threads=1, device="cpu:1"))
+
+
 def test_no_garbage_is_collected_during_a_start_and_afterwards_it_is_again() -> None:
     collects: list[bool] = []
     started = start(EngineConfig(max_requests=1, threads=1), lambda phase, done, total: collects.append(gc.isenabled()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglcore.device.probe import Fact, ProbeReport, installed_fact
+from sglcore.device.probe import DeviceInfo, Fact, ProbeReport, installed_fact
 from sglcore.device.system import System
 
 NODES = "/dev/acme*"
@@ -17,6 +17,7 @@ def probe(named: bool, system: System) -> ProbeReport:
         driver=_fact(driver or "", f"no {DRIVER}", "install the driver"),
         package=installed_fact("sglcore_acme", "sglcore-acme", "pip install sglcore-acme"),
         runtime=installed_fact("torch", "torch", "pip install torch==2.13.0"),
+        devices=tuple(DeviceInfo(index, node) for index, node in enumerate(nodes)),
     )
 
 
