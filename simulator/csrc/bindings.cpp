@@ -3,6 +3,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/HPUHooksInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/detail/XPUHooksInterface.h>
 #include <c10/core/TensorOptions.h>
@@ -130,6 +131,10 @@ struct XpuHooks final : public InTreeHooks<at::XPUHooksInterface> {
   c10::DeviceIndex getNumGPUs() const override { return deviceCount(); }
 };
 
+struct HpuHooks final : public Hooks<at::HPUHooksInterface> {
+  bool hasHPU() const override { return true; }
+};
+
 struct PrivateHooks final : public Hooks<at::PrivateUse1HooksInterface> {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
@@ -152,7 +157,8 @@ void register_hooks() {
     case c10::DeviceType::PrivateUse1: return at::RegisterPrivateUse1HooksInterface(new PrivateHooks());
     case c10::DeviceType::CUDA: return overwrite<CudaHooks>(at::detail::getCUDAHooks());
     case c10::DeviceType::XPU: return overwrite<XpuHooks>(at::detail::getXPUHooks());
-    default: TORCH_CHECK(false, "found torch's own device type ", state().type, ", wanted cuda, xpu, or a name that torch does not know");
+    case c10::DeviceType::HPU: return overwrite<HpuHooks>(at::detail::getHPUHooks());
+    default: TORCH_CHECK(false, "found torch's own device type ", state().type, ", wanted cuda, hpu, xpu, or a name that torch does not know");
   }
 }
 

@@ -25,10 +25,10 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 class Kind:
     """A simulated device. Every reference is a "module:function" that is called once, with the simulator.
 
-    `torch_name`: the device type of its tensors: one of torch's own that the native core has hooks for (cuda, xpu), or a
+    `torch_name`: the device type of its tensors: one of torch's own that the native core has hooks for (cuda, hpu, xpu), or a
     name that torch does not know, under which its private backend then goes. `arch`: what compilers call the chip.
     `properties`: the fields of the vendor's device properties. `face`: plants what the vendor's Python names need, such as
-    the bindings of a build for it; the default registers a plain module, which torch's own device types have already.
+    the bindings of a build for it; the default registers a plain module, for a type that torch brings none for.
     `libraries`: plant the vendor's libraries, before the face. `capabilities`: what tests may ask of it beyond what every
     kind has (`plugin.capabilities`). `collectives`: what `init_process_group` takes for it. `files`: relative path to text
     of the machine's system tree; `{i}`, `{bus}` and `{render}` in a path make one file per device, and both may use any of

@@ -1,4 +1,5 @@
-"""A kind from another distribution: found by its entry point, with its face, library, capability and machine, by no edit here."""
+"""A kind from another distribution: found by its entry point, with its face, library, capability and machine, by no edit here;
+on a device type of its own, and on one of torch's that nothing else here uses."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from sglcore_sim.faces import generic
 from sglcore_sim.kinds import Kind
 
 def chip(name, lanes):
-    return Kind("roadrunner", "roadrunner", f"rr{lanes}", {"lanes": lanes}, "sglcore_roadrunner.simulated:face",
+    return Kind("roadrunner", "TYPE", f"rr{lanes}", {"lanes": lanes}, "sglcore_roadrunner.simulated:face",
         ("sglcore_roadrunner.simulated:library",), frozenset({"beeps"}), "rrccl", {"dev/rr{i}": ""}, name)
 
 KINDS = (chip("Small", 4), chip("Big", 64))
@@ -33,7 +34,7 @@ def library(sim):
 def face(sim):
     assert "rrlib" in sys.modules
     generic.plant(sim)
-    torch.roadrunner.lanes = sim.kind.properties["lanes"]
+    torch.TYPE.lanes = sim.kind.properties["lanes"]
 """,
     "roadrunner-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: roadrunner\nVersion: 1\n",
     "roadrunner-1.dist-info/entry_points.txt": "[sglcore_sim.kinds]\nroadrunner = sglcore_roadrunner.simulated:KINDS\n",
@@ -44,12 +45,12 @@ import torch.distributed as dist
 
 @pytest.mark.sim("beeps")
 def test_it(sim):
-    x = torch.ones(3, device="roadrunner:1")
-    assert (x + 1).tolist() == [2.0] * 3 and torch.roadrunner.lanes == 64
+    x = torch.ones(3, device="TYPE:1")
+    assert (x + 1).tolist() == [2.0] * 3 and torch.TYPE.lanes == 64
     assert pathlib.Path(os.environ["SGLCORE_SYSTEM_ROOT"], "dev/rr1").exists()
-    assert dist.Backend.default_device_backend_map["roadrunner"] == "rrccl"
+    assert dist.Backend.default_device_backend_map["TYPE"] == "rrccl"
     x.add_(1)
-    with sim.expect("race"), torch.Stream("roadrunner:1"):
+    with sim.expect("race"), torch.Stream("TYPE:1"):
         x.add_(1)
 
 @pytest.mark.sim("neutral_graph")
@@ -59,17 +60,18 @@ def test_what_the_kind_does_not_offer():
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def installed(folder: Path, device_type: str = "roadrunner") -> Path:
     """The distribution as it would be installed, beside a test that uses it."""
     for name, text in PACKAGE.items():
-        file = tmp_path / name
+        file = folder / name
         file.parent.mkdir(exist_ok=True)
-        file.write_text(text)
-    return tmp_path
+        file.write_text(text.replace("TYPE", device_type))
+    return folder
 
 
-def test_pytest_finds_a_kind_that_this_package_has_never_heard_of(sim, folder: Path) -> None:
+@pytest.mark.parametrize("device_type", ["roadrunner", "hpu"])
+def test_pytest_finds_a_kind_that_this_package_has_never_heard_of(sim, tmp_path: Path, device_type: str) -> None:
+    folder = installed(tmp_path, device_type)
     options = ("-p", "no:cacheprovider", "-rs", "-n", "0", "-c", os.devnull, "--rootdir", str(folder))
     environ = {**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", *options, "--sim=roadrunner:big", str(folder / "test_it.py")]
@@ -79,9 +81,9 @@ def test_pytest_finds_a_kind_that_this_package_has_never_heard_of(sim, folder: P
 
 
 def test_names_are_found_by_chip_and_two_kinds_of_one_name_are_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.syspath_prepend(str(installed(tmp_path)))
     assert kinds.kind_of("roadrunner").arch == "rr4" and kinds.kind_of("roadrunner:rr64").chip == "Big"
     with pytest.raises(ValueError, match="roadrunner"):
         kinds.kind_of("coyote")
@@ -94,4 +96,4 @@ def test_names_are_found_by_chip_and_two_kinds_of_one_name_are_refused(
 def test_a_device_type_of_torch_without_hooks_here_is_refused_with_what_there_is(sim) -> None:
     command = "import sglcore_sim; from sglcore_sim.kinds import Kind; sglcore_sim.install(Kind('x', 'mtia'))"
     said = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=False, timeout=300)
-    assert said.returncode and "found torch's own device type mtia, wanted cuda, xpu" in said.stderr
+    assert said.returncode and "found torch's own device type mtia, wanted cuda, hpu, xpu" in said.stderr

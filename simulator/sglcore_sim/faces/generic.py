@@ -37,4 +37,5 @@ def plant(sim: Any) -> None:
     )
     torch._register_device_module(sim.kind.torch_name, made)
     sys.modules[made.__name__] = made
-    backend_registration.generate_methods_for_privateuse1_backend(for_module=False, for_storage=False)
+    if torch._C._get_privateuse1_backend_name() == sim.kind.torch_name:
+        backend_registration.generate_methods_for_privateuse1_backend(for_module=False, for_storage=False)
