@@ -59,7 +59,8 @@ class StartedDevice:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`folder` holds the package's `gaps.toml`, `conformance.toml` and `bring_up.txt`; None: nowhere. `mutant`: a defect that is planted."""
+    """`folder` holds the package's `gaps.toml`, `conformance.toml` and `bring_up.txt`; None: nowhere. `mutant`: a defect
+    that is planted."""
 
     package: DevicePackage
     distribution: str = ""

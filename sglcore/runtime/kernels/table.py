@@ -148,6 +148,7 @@ class KernelTable:
     store_kv = entry(reference.store_kv, writes=("k_cache", "v_cache"))
     """`store_kv(key, value [T, kv_heads, D], k_cache, v_cache [cells, kv_heads, D], out_cache_loc int [T])`.
 
+    Of cell-major pools, as the two below that store: another pool has a `store` of its own (`runtime/memory/pools.py`).
     Writes row t into cell out_cache_loc[t] of both caches, cast to their dtype. Cells are distinct, except that any
     number of padding rows may name cell 0, whose content is never read.
     """
