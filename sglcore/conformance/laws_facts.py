@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import Any
 
@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sglcore.conformance import mutants_facts as broken
 from sglcore.conformance.attention_cases import Rows, draw_contents, schedule_batch
 from sglcore.conformance.harness import Harness, random_prompts
-from sglcore.conformance.law import LOGPROBS, Law, LawBroken, NotApplicable
+from sglcore.conformance.law import LOGPROBS, Law, LawBroken, one_case
 from sglcore.conformance.target import Target
 from sglcore.conformance.trial import Trial
 from sglcore.device.batch import ForwardMode
+from sglcore.device.facts import Facts
 from sglcore.runtime.readback import ReadbackQueue
 from sglcore.runtime.staging import RING
 from sglcore.step.host_values import host_arrays
@@ -76,8 +77,6 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
 def integers_are_narrow(trial: Trial) -> None:
     """Prompts, decodes, scores, penalties, cut-offs, bias and masks, with every operation of torch watched."""
     harness = trial.kit.harness("moe")
-    if harness.facts.index_dtype != "int32":
-        raise NotApplicable("this device has integers of 64 bits")
     prompts = random_prompts(3, (9, 4, 6))
     with Watch(harness.facts.tensor_device):
         for draw in DRAWS:
@@ -113,8 +112,6 @@ def _check_arrived(sent: int, readback: Any) -> None:
 def lengths_are_on_the_host(trial: Trial) -> None:
     """Of decode steps and of prompts; a batch without them is refused before anything runs."""
     harness = trial.kit.harness("dense")
-    if not harness.facts.needs_host_lengths:
-        raise NotApplicable("no forward of this device needs lengths on the host; C3 tries its replays without")
     for mode, rows in ((ForwardMode.DECODE, ((5, 1), (3, 1))), (ForwardMode.EXTEND, ((0, 4), (2, 3)))):
         _check_mirrors(harness, mode, rows)
 
@@ -136,10 +133,14 @@ def _check_mirrors(harness: Harness, mode: ForwardMode, rows: Rows) -> None:
     raise LawBroken(f"{mode.name} rows {rows} ran without lengths on the host")
 
 
-def _torch_law(name: str, says: str, check: Any, *mutants: Any) -> Law:
-    return Law(
-        name=name, level="C2", says=says, check=check, mutants=mutants, needs=broken.TORCH, interpreted=frozenset()
-    )
+def _where(holds: Callable[[Facts], bool]) -> Callable[[Target], tuple[str, ...]]:
+    """The law's only case, on devices whose facts ask for it."""
+    return lambda target: one_case(target) if holds(target.facts()) else ()
+
+
+def _torch_law(name: str, says: str, check: Any, *mutants: Any, cases: Any = one_case) -> Law:
+    given = {"mutants": mutants, "needs": broken.TORCH, "interpreted": frozenset[str](), "cases": cases}
+    return Law(name=name, level="C2", says=says, check=check, **given)
 
 
 LAWS: tuple[Law, ...] = (
@@ -159,6 +160,7 @@ LAWS: tuple[Law, ...] = (
         integers_are_narrow,
         broken.WIDENS_IDS,
         broken.SUMS_WIDE,
+        cases=_where(lambda facts: facts.index_dtype == "int32"),
     ),
     _torch_law(
         "copies_are_ordered",
@@ -171,5 +173,6 @@ LAWS: tuple[Law, ...] = (
         "Where a forward must know its lengths on the host, every batch has them there.",
         lengths_are_on_the_host,
         broken.LOSES_LENGTHS,
+        cases=_where(lambda facts: facts.needs_host_lengths),
     ),
 )

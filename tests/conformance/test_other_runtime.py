@@ -24,7 +24,7 @@ from sglcore.device.package import DevicePackage
 from sglcore.device.worker import ModelWorker
 
 WITHOUT = "the device has no torch_runtime"
-SERVED = tuple(law for law in LAWS if law.level in ("C1", "C2", "C4") and "graphs" not in law.needs)
+SERVED = tuple(law for law in LAWS if law.level in ("C1", "C2", "C4") and "torch_runtime" not in law.needs)
 OPEN_TO_ALL = ("opens_and_closes", "two_runners", "stats_are_true")
 
 
