@@ -26,12 +26,12 @@ WEIGHT = 0.15
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """One call: its arguments on the host, and how many rows they have. Cases of one `kind` differ in rows and strides
-    alone."""
+    """One call: its arguments on the host. Cases of one `kind` differ in rows and strides alone; one of them is watched, for
+    who computes it, which takes time."""
 
     text: str
     args: tuple[Any, ...]
-    rows: int
+    is_watched: bool
     kind: tuple[str, int]
 
 
@@ -46,7 +46,7 @@ def kernel_cases(entry: Entry[Any], dtypes: Sequence[str]) -> Iterator[KernelCas
                 drawn = Draw(seed, getattr(torch, name))
                 made = make(drawn, tokens, strided) if make else _of_shapes(entry, drawn, tokens, strided)
                 for number, args in enumerate(made):
-                    yield KernelCase(text, args, tokens, (name, number))
+                    yield KernelCase(text, args, tokens in FEW and not strided, (name, number))
 
 
 def _of_shapes(entry: Entry[Any], drawn: Draw, tokens: int, strided: bool) -> Inputs:

@@ -21,8 +21,6 @@ MAKES = PACKS - {"head"}
 """Those of them that say by a ConfigError, or by what they return, that they do not take a weight."""
 HANDS_ON = PACKS | {"linear"}
 """Entries that may hand plain weights to what stands behind them."""
-WATCHED = 3
-"""Rows of the cases during which it is watched who computes."""
 
 
 class Taking:
@@ -59,7 +57,7 @@ class Taking:
         others = {code_of(self._entry.reference), *(code_of(each.function) for each in behind)} - {
             code_of(own.function)
         }
-        if case.rows != WATCHED or self._entry.name in HANDS_ON:
+        if not case.is_watched or self._entry.name in HANDS_ON:
             yield
             return
         entered: list[str] = []
