@@ -88,6 +88,16 @@ def test_a_package_that_raises_is_a_finding_with_its_traceback(site: Site) -> No
     assert checks["choice"]["verdict"] == "ok" and checks["choice"]["found"].startswith("cpu")
 
 
+def test_the_devices_of_a_package_and_what_hides_others_are_findings(site: Site) -> None:
+    site.add("one", devices=2, hidden="ONES='0,2' shows 2 of 3")
+    checks = checks_of(with_torch(site))
+    assert checks["device one:1"]["found"] == "planted 1, memory unknown, use unknown"
+    assert (checks["device one: hidden"]["verdict"], checks["device one: hidden"]["found"]) == (
+        "note",
+        "ONES='0,2' shows 2 of 3",
+    )
+
+
 def test_an_absent_accelerator_is_a_note_and_an_unusable_one_is_bad(site: Site) -> None:
     site.add("one", hardware=False)
     site.add("two", runtime=False)

@@ -9,7 +9,7 @@ import pytest
 
 from sglcore.device.candidate import claims_of
 from sglcore.device.discovery import discover
-from sglcore.device.pci import DISPLAY_CLASS, PciClaim, claimed_devices, pci_devices, unclaimed_devices
+from sglcore.device.pci import DISPLAY_CLASS, PciClaim, PciDevice, claimed_devices, pci_devices, unclaimed_devices
 from sglcore.device.probe import Fact, ProbeReport, installed_fact
 from tests.device.site import Site
 
@@ -79,7 +79,17 @@ def test_a_device_that_leaves_the_bus_during_the_scan_is_passed_over(tmp_path: P
     assert pci_devices(tmp_path) == ()
 
 
-def test_a_claim_is_of_a_vendor_and_of_classes(tmp_path: Path) -> None:
+class OfTheVendor(PciClaim):
+    """A claim that looks at the vendor alone."""
+
+    def covers(self, device: PciDevice) -> bool:
+        return device.vendor_id == self.vendor_id
+
+
+@pytest.mark.parametrize(("claim", "holds"), [(PciClaim, True), (OfTheVendor, False)])
+def test_a_claim_is_of_a_vendor_and_of_classes_and_one_of_the_vendor_alone_is_caught(
+    tmp_path: Path, claim: type[PciClaim], holds: bool
+) -> None:
     """One vendor's GPU, its graphics and its processor for networks: a package for one kind leaves the others."""
     pci = pci_devices(
         bus(
@@ -89,10 +99,11 @@ def test_a_claim_is_of_a_vendor_and_of_classes(tmp_path: Path) -> None:
             network=("0x1111", "0x0003", "0x120000"),
         )
     )
-    cards, screens = PciClaim(0x1111, frozenset({0x0302, 0x0380})), PciClaim(0x1111, frozenset({DISPLAY_CLASS}))
-    assert [device.address for device in claimed_devices({cards, screens}, pci)] == ["card", "graphics"]
-    assert [device.address for device in unclaimed_devices({cards, screens}, pci)] == ["network"]
-    assert not any(device.address == "graphics" for device in claimed_devices({PciClaim(0x1111)}, pci))
+    cards, screens = claim(0x1111, frozenset({0x0302, 0x0380})), claim(0x1111, frozenset({DISPLAY_CLASS}))
+    taken = [device.address for device in claimed_devices({cards, screens}, pci)]
+    left = [device.address for device in unclaimed_devices({cards, screens}, pci)]
+    by_default = [device.address for device in claimed_devices({claim(0x1111)}, pci)]
+    assert ((taken, left, by_default) == (["card", "graphics"], ["network"], ["card", "network"])) is holds
 
 
 def test_packages_claim_vendors(site: Site) -> None:
