@@ -169,3 +169,14 @@ def test_replacing_a_batch_makes_an_object_of_its_own() -> None:
     copied.capture_hidden_mode = copied.capture_hidden_mode.FULL
     assert copied.input_ids is staged.input_ids
     assert staged.capture_hidden_mode is staged.capture_hidden_mode.NONE
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_what_no_step_wrote_is_no_number_where_that_is_asked(poison: bool) -> None:
+    site = make_site(poison=poison)
+    registry = site.runner.prefill_registry
+    site.runner.init_batch(Desk().extend({1: FIRST}))
+    behind = registry.input_buffer("positions").tensor
+    behind.zero_()
+    site.runner.init_batch(Desk().extend({1: FIRST[:2]}))
+    assert bool(behind[2:].any()) is poison

@@ -14,9 +14,11 @@ import torch
 
 from sglcore.device.batch import CaptureHiddenMode, ForwardMode, ScheduleBatch
 from sglcore.device.worker import BatchResult, Ticket
+from sglcore.runtime.sample_step import SampleStep
 from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import Pending, TpModelWorker
 from sglcore.sampling.params import SamplingParams
+from sglcore.sampling.state import Masks
 from tests.runtime.tiny import (
     CONTEXT,
     GREEDY,
@@ -203,6 +205,32 @@ def test_a_step_in_which_no_row_emits_gives_no_token() -> None:
     assert result.token_offsets.tolist() == [0, 0, 0]
     assert len(result.token_ids) == 0
     assert result.bad_rows.tolist() == [False, False]
+
+
+class KeepsMasks(SampleStep):
+    """Mutant: a mask becomes part of what stays while a composition lasts."""
+
+    def run(self, *given: Any) -> Any:
+        """As the true one."""
+        found, arrived = super().run(*given), given[-1]
+        if "masks" in arrived:
+            masks = Masks(arrived["mask_rows"].long(), arrived["masks"])
+            self._known = replace(self._known, state=replace(self._known.state, masks=masks))
+        return found
+
+
+@pytest.mark.parametrize(("kind", "is_free"), [(SampleStep, True), (KeepsMasks, False)])
+def test_a_mask_holds_for_its_own_step_alone(kind: type[SampleStep], is_free: bool) -> None:
+    site, desk, tokens = make_site(), Desk(4), list(PROMPTS[2])
+    site.worker._sampling.__class__ = kind
+    tokens += tokens_of(collected(site, desk.extend({2: tokens}, composition=0)), 0)
+    allowed = (site.model.next_token(tokens) + 1) % VOCAB
+    masks = np.packbits(np.arange(-(-VOCAB // 32) * 32) == allowed, bitorder="little").view(np.int32)[None]
+    bound = desk.decode(2, composition=1, mask_rows=ints([0]), masks=masks)
+    tokens += tokens_of(collected(site, bound), 0)
+    assert tokens[-1] == allowed
+    free = tokens_of(collected(site, desk.decode(2, composition=1)), 0)
+    assert (free == [site.model.next_token(tokens)]) is is_free
 
 
 def bad_model() -> TinyModel:
