@@ -123,8 +123,8 @@ def shared(test: str) -> str:
 def gaps(root: Path) -> dict[str, tuple[str, ...]]:
     """The laws in each package's `gaps.toml`."""
     found = {}
-    for path in sorted(root.glob("devices/*/gaps.toml")):
-        found[path.parent.name] = tuple(row["law"] for row in tomllib.loads(path.read_text()).get("gap", ()))
+    for path in sorted(root.glob("devices/*/*/gaps.toml")):
+        found[path.parent.parent.name] = tuple(row["law"] for row in tomllib.loads(path.read_text()).get("gap", ()))
     return found
 
 

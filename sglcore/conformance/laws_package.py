@@ -161,7 +161,7 @@ def order_is_written_down(trial: Trial) -> None:
     if folder is None:
         raise NotApplicable("the package's own files are not installed here")
     file = folder / "bring_up.txt"
-    remedy = f"write it with: sglcore devices {trial.target.name} --bring-up > {file.name}"
+    remedy = f"write it with: sglcore devices {trial.target.name} --bring-up > {file}"
     if not file.is_file():
         raise LawBroken(f"there is no {file}; {remedy}")
     written = file.read_text(encoding="utf-8").splitlines()

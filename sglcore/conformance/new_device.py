@@ -36,7 +36,7 @@ def write_package(name: str, folder: Path) -> tuple[Path, ...]:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
         made.append(target)
-    order = folder / "bring_up.txt"
+    order = folder / f"sglcore_{name}" / "bring_up.txt"
     order.write_text(_order_text(), encoding="utf-8")
     return tuple(sorted((*made, order)))
 

@@ -220,12 +220,11 @@ def find_target(name: str) -> Target:
 
 
 def package_folder(name: str) -> Path | None:
-    """The folder with a package's data files: that of its module, or the one around it in a checkout."""
+    """The folder of a package's module, which holds its data files; None if there are none."""
     for point in entry_points(group=GROUP, name=name):
-        module = _module_folder(point)
-        for folder in (module, module.parent) if module is not None else ():
-            if any((folder / name).is_file() for name in ("gaps.toml", "bring_up.txt", FILE)):
-                return folder
+        folder = _module_folder(point)
+        if folder is not None and any((folder / name).is_file() for name in ("gaps.toml", "bring_up.txt", FILE)):
+            return folder
     return None
 
 

@@ -55,7 +55,7 @@ def record(folder: Path, lane: str, tests: dict, left_out: dict) -> Path:
 
 
 def test_the_table_shows_every_test_and_names_what_ran_nowhere(tmp_path: Path) -> None:
-    gaps = tmp_path / "devices" / "two" / "gaps.toml"
+    gaps = tmp_path / "devices" / "two" / "sglcore_two" / "gaps.toml"
     gaps.parent.mkdir(parents=True)
     gaps.write_text('[[gap]]\nlaw = "a_law"\nreason = "r"\nlink = "l"\nexpiry = 2030-01-01\n')
     passed = {"outcome": "passed", "seconds": 1.0}

@@ -70,7 +70,7 @@ def test_to_name_a_device_that_is_not_there_is_an_error(site: Site) -> None:
 def test_a_gap_that_passes_matches_nothing_or_has_expired_fails_the_run(
     site: Site, law: str, expiry: str, message: str
 ) -> None:
-    gaps = site.path / "acme" / "gaps.toml"
+    gaps = site.path / "acme" / "sglcore_acme" / "gaps.toml"
     gaps.write_text(GAP.format(law=law, expiry=expiry))
     try:
         ran = site.sglcore("conform", "acme", "--level", "C0", "--law", "order_checks", "--json")
@@ -82,7 +82,8 @@ def test_a_gap_that_passes_matches_nothing_or_has_expired_fails_the_run(
 
 
 def test_a_law_with_a_gap_may_fail(site: Site) -> None:
-    gaps, order = site.path / "acme" / "gaps.toml", site.path / "acme" / "bring_up.txt"
+    folder = site.path / "acme" / "sglcore_acme"
+    gaps, order = folder / "gaps.toml", folder / "bring_up.txt"
     text = order.read_text()
     gaps.write_text(GAP.format(law="order_is_written_down", expiry="2999-01-01"))
     order.write_text("another order\n")

@@ -6,4 +6,4 @@ from sglcore.runtime.bring_up import STANDARD
 from sglcore.runtime.memory.accelerator import device_memory
 
 BRING_UP = STANDARD.insert(device_memory, before="sizes")
-"""When this changes: sglcore devices acme --bring-up > bring_up.txt"""
+"""When this changes: sglcore devices acme --bring-up > sglcore_acme/bring_up.txt"""
