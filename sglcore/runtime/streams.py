@@ -19,6 +19,11 @@ class Streams:
     forward: torch.Stream | None = None
     index: int | None = None
 
+    @property
+    def is_host(self) -> bool:
+        """There is no stream and no number of a device: nothing need be current for a step."""
+        return self.forward is None and self.index is None
+
     def running(self) -> AbstractContextManager[object]:
         """A context in which the forward stream is current, and its device, whichever another engine of this thread left so."""
         if self.forward is not None:

@@ -74,7 +74,7 @@ class TpModelWorker:
         refuse_hidden_states(batch)
         embeds = batch.forward_mode is ForwardMode.EMBED
         start = self.forward_batch_embedding if embeds else self.forward_batch_generation
-        if self._streams.forward is None:
+        if self._streams.is_host:
             return start(batch)
         with self._streams.running():
             return start(batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sglcore.device.discovery import discover
+from sglcore.engine import start
 from sglcore.runtime.memory.pools import MHATokenToKVPool
 from sglcore.runtime.token_table import TokenTable
 from tests.laws import half
@@ -83,9 +84,40 @@ def test_an_engine_on_the_second_device_leaves_the_first_alone_and_gives_the_sam
     assert (first.current, second.current) == ({0}, {1})
 
 
-def test_two_engines_of_one_thread_run_each_on_its_own_device(checkpoint: Path) -> None:
+def on_its_own(engine: TokenEngine, index: int) -> None:
+    """Every forward of the engine finds its own device current."""
+    forward = engine.worker.runner.forward
+
+    def watched(batch: Any) -> Any:
+        assert torch.accelerator.current_device_index() == index
+        return forward(batch)
+
+    engine.worker.runner.forward = watched
+
+
+def without_streams(patch: pytest.MonkeyPatch) -> None:
+    """The device as one without streams, where nothing but its number says which one is current."""
+    real = start.resolve
+
+    def other(ref: str, package: str = "") -> Any:
+        found = real(ref, package)
+        if not ref.endswith(":facts"):
+            return found
+        return lambda index: replace(found(index), has_streams=False, default_graph="off")
+
+    patch.setattr(start, "resolve", other)
+
+
+@pytest.mark.parametrize("has_streams", [True, False])
+def test_two_engines_of_one_thread_run_each_on_its_own_device(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, has_streams: bool
+) -> None:
+    if not has_streams:
+        without_streams(monkeypatch)
     name = os.environ["LANE_DEVICE"]
     engines = [TokenEngine(checkpoint, device=f"{name}:{index}") for index in (0, 1)]
+    for index, engine in enumerate(engines):
+        on_its_own(engine, index)
     tokens = [[result.tokens for result in engine.run(PROMPTS, 4)] for engine in (*engines, engines[0])]
     assert tokens[0] == tokens[1] == tokens[2]
 
