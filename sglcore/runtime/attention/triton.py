@@ -90,9 +90,11 @@ class TritonAttention(AttentionBackend[TritonPlan]):
 
     def _singles(self, q: Tensor, out: Tensor, layer: Attention, batch: ForwardBatch, plan: TritonPlan) -> None:
         pool = self.req_to_token_pool
+        k_cache, v_cache = self.token_to_kv_pool.kv(layer.layer_id)
         attend_singles(
             q,
-            *self.token_to_kv_pool.kv(layer.layer_id),
+            k_cache,
+            v_cache,
             pool.page_table,
             pool.page_size,
             batch.req_pool_indices,
@@ -109,9 +111,11 @@ class TritonAttention(AttentionBackend[TritonPlan]):
     ) -> None:
         assert batch.extend_seq_lens is not None and batch.extend_start_loc is not None
         pool = self.req_to_token_pool
+        k_cache, v_cache = self.token_to_kv_pool.kv(layer.layer_id)
         attend_rows(
             q,
-            *self.token_to_kv_pool.kv(layer.layer_id),
+            k_cache,
+            v_cache,
             pool.page_table,
             pool.page_size,
             batch.req_pool_indices[rows],
