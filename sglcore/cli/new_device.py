@@ -11,11 +11,20 @@ import typer
 def new_device(
     name: Annotated[str, typer.Argument(help="What --device will call it: a lower-case word.")],
     path: Annotated[Path | None, typer.Option(help="Where to write the package; left out, ./NAME.")] = None,
+    module: Annotated[
+        str | None,
+        typer.Option(
+            "--torch",
+            metavar="MODULE",
+            help="Torch computes on it, and Triton compiles for it: torch.TYPE where torch itself is built for the device "
+            "(torch.xyz), torch_TYPE for an extension that registers the type (torch_acme).",
+        ),
+    ] = None,
 ) -> None:
     """Write a device package to begin with."""
-    from sglcore.conformance.new_device import NEXT_STEPS, write_package
+    from sglcore.conformance.new_device import next_steps, write_package
 
     folder = path if path is not None else Path(name)
-    for file in write_package(name, folder):
+    for file in write_package(name, folder, module):
         typer.echo(f"wrote {file}")
-    typer.echo(NEXT_STEPS.format(name=name, folder=folder))
+    typer.echo(next_steps(name, folder, module))

@@ -1,52 +1,101 @@
-"""A device package to begin with: files from `template/`, filled in with a name, that pass C0 as they are."""
+"""A device package to begin with: files from `template/`, filled in with a name, that pass C0 as they are.
+
+For a device on which torch computes and Triton compiles, `template_torch/` lies over it; over that `template_built_in/`,
+where torch itself was built for the device. What lies above replaces a file of its name.
+"""
 
 from __future__ import annotations
 
 import keyword
 import re
+import subprocess
+import sys
+from collections.abc import Mapping
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from types import MappingProxyType
 
 from sglcore.device.errors import ConfigError
 from sglcore.device.package import API
 
 SUFFIX = ".in"
 NAME = "NAME"
+MODULE = re.compile(r"torch[._]([a-z][a-z0-9_]*)")
 NEXT_STEPS = """
 The package passes C0 as it is, and says that there is no hardware. Next:
   1. pip install -e {folder} && sglcore devices {name}
   2. sglcore conform {name} --level C0
   3. {folder}/sglcore_{name}/probe.py: what shows that the hardware and its driver are here
-  4. {folder}/sglcore_{name}/facts.py: the device string of its tensors; then sglcore conform {name} --level C1
-  5. graphs.py and kernels.py, when C2 passes without them; docs/add-a-device.md goes on from here
+  4. {folder}/sglcore_{name}/facts.py: {facts}; then sglcore conform {name} --level C1
+  5. {rest}; docs/add-a-device.md goes on from here
 """
+PLAIN = MappingProxyType(
+    {
+        "facts": "the device string of its tensors",
+        "rest": "graphs.py and kernels.py, when C2 passes without them",
+    }
+)
+TORCH = MappingProxyType(
+    {
+        "facts": "what it can not do; capability.py: what {module} calls the properties of a chip",
+        "rest": "kernels.py: launches for your compiler, when C3 passes",
+    }
+)
+PRINT_ORDER = "from {package}.bring_up import BRING_UP; print(BRING_UP.text(), end='')"
 
 
-def write_package(name: str, folder: Path) -> tuple[Path, ...]:
-    """Write the files and give their paths. Raises ConfigError for a name that can not be a module's, or a folder that
-    has files already."""
+def next_steps(name: str, folder: Path, module: str | None = None) -> str:
+    """What to fill in, for the terminal."""
+    words = {key: text.format(module=module) for key, text in (TORCH if module else PLAIN).items()}
+    return NEXT_STEPS.format(name=name, folder=folder, **words)
+
+
+def write_package(name: str, folder: Path, module: str | None = None) -> tuple[Path, ...]:
+    """Write the files and give their paths. `module`: the device's module of torch, as `--torch` takes it. Raises ConfigError
+    for a name that can not be a module's, another module, or a folder that has files already."""
     if not re.fullmatch(r"[a-z][a-z0-9]*", name) or keyword.iskeyword(name):
         raise ConfigError(f"{name!r} can not name a device", wanted="a lower-case word, such as acme")
+    values = {"name": name, "api": str(API), **_torch_values(f"torch_{name}" if module is None else module)}
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty", remedy="give another --path")
-    made: list[Path] = []
-    for source, target in _sources(files("sglcore") / "conformance" / "template", folder, name):
-        text = source.read_text(encoding="utf-8").replace("{{name}}", name).replace("{{api}}", str(API))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
-        made.append(target)
+    made: dict[Path, None] = {}
+    for layer in _layers(module):
+        for source, target in _sources(files("sglcore") / "conformance" / layer, folder, name):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(_filled(source.read_text(encoding="utf-8"), values), encoding="utf-8")
+            made[target] = None
     order = folder / f"sglcore_{name}" / "bring_up.txt"
-    order.write_text(_order_text(), encoding="utf-8")
+    order.write_text(_order_text(f"sglcore_{name}", folder), encoding="utf-8")
     return tuple(sorted((*made, order)))
 
 
-def _order_text() -> str:
-    """The order that the template's bring-up has in this release."""
-    from sglcore.runtime.bring_up import STANDARD
-    from sglcore.runtime.memory.accelerator import device_memory
+def _torch_values(module: str) -> dict[str, str]:
+    found = MODULE.fullmatch(module)
+    if found is None:
+        raise ConfigError(
+            f"{module!r} is no module of a device of torch",
+            wanted="torch.TYPE, for a type that torch itself is built for, or torch_TYPE, an extension that registers one",
+        )
+    return {"module": module, "type": found[1], "TYPE": found[1].upper()}
 
-    return STANDARD.insert(device_memory, before="sizes").text()
+
+def _layers(module: str | None) -> tuple[str, ...]:
+    if module is None:
+        return ("template",)
+    return ("template", "template_torch", *(("template_built_in",) if "." in module else ()))
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    for key, value in values.items():
+        text = text.replace(f"{{{{{key}}}}}", value)
+    return text
+
+
+def _order_text(package: str, folder: Path) -> str:
+    """The order that the written bring-up has, in a process of its own: nothing of the package stays in this one."""
+    words = (sys.executable, "-B", "-c", PRINT_ORDER.format(package=package))
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
 def _sources(source: Traversable, target: Path, name: str) -> list[tuple[Traversable, Path]]:

@@ -98,6 +98,23 @@ def test_a_law_with_a_gap_may_fail(site: Site) -> None:
     assert [law["law"] for law in result["laws"] if law["verdict"] == "gap"] == ["order_is_written_down"]
 
 
+@pytest.mark.parametrize("module", ["torch_acme", "torch.acme"])
+def test_a_package_for_a_device_of_torch_passes_c0_without_it(module: str, tmp_path: Path) -> None:
+    write_package("acme", tmp_path / "acme", module)
+    torch_site = Site(tmp_path).with_package("acme", tmp_path / "acme")
+    ran = torch_site.run("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "acme/tests")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    own = len(laws_up_to("C0")) + 2  # beside the laws, a test of the gaps and one of the launches
+    assert f"{own} passed" in ran.stdout and "acme is not usable here: hardware: no /dev/acme*" in ran.stdout
+
+
+@pytest.mark.parametrize("module", ["numpy", "torch", "torch.", "torch.Acme", "torch_a.b", "", "torch-acme"])
+def test_a_module_that_is_no_device_of_torch_is_refused(module: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no module of a device of torch.*torch.TYPE.*torch_TYPE"):
+        write_package("acme", tmp_path / "new", module)
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("name", ["Acme", "a-b", "1st", "class", "", "a.b", "../up"])
 def test_a_name_that_can_not_be_a_modules_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="can not name a device"):
