@@ -2,6 +2,7 @@
 # make serve  install if needed, then serve the embedded model at http://127.0.0.1:8000
 # make test   lint, types, tests on every lane that needs no hardware; samples of the exhaustive ones (docs/testing.md)
 # make test-all  the same with everything, which renews the record of the exhaustive ones
+# make mutation  a sample of planted defects in the host's half of a step, and what no test caught (docs/testing.md)
 # make bench-cpu  this processor's speed beside other engines: installs those it can, and says why not the others
 PYTHON ?= python3
 VENV := .venv
@@ -13,10 +14,12 @@ LANES ?=
 TESTS ?=
 # Further options of bench-cpu, such as --quick or --engines sglcore,llama_cpp.
 BENCH ?=
+# Further options of mutation, such as --again or --file sglcore/step/rows.py.
+MUTATION ?=
 
 DECLARED := pyproject.toml constraints.txt $(wildcard devices/*/pyproject.toml simulator/pyproject.toml) tools/install_devices.py
 
-.PHONY: demo serve test test-all lint bench-cpu clean
+.PHONY: demo serve test test-all lint mutation bench-cpu clean
 
 demo: $(VENV)/installed
 	@$(BIN)/sglcore generate --prompt "$(PROMPT)"
@@ -35,6 +38,9 @@ lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
+mutation: build/mutation/tool/installed
+	$(BIN)/python tools/mutation.py $(MUTATION)
+
 bench-cpu: $(VENV)/installed-test
 	$(BIN)/python -m benchmarks.peers.install
 	$(BIN)/python benchmarks/cpu_peers.py --json build/bench/cpu_peers.json --png build/bench/cpu_peers.png $(BENCH)
@@ -43,6 +49,12 @@ clean:
 	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 	find . -name '*.egg-info' -prune -exec rm -rf {} +
+
+# Beside the tests' environment, not in it: nothing of the tool is there when tests run otherwise.
+build/mutation/tool/installed: $(VENV)/installed-test constraints.txt
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --target $(@D) -c constraints.txt cosmic-ray coverage
+	@touch $@
 
 $(VENV)/pyvenv.cfg:
 	$(PYTHON) -m venv $(VENV)

@@ -58,6 +58,17 @@ def test_who_would_save_little_does_not_wait(common: int, own: int, together: bo
     drive.run()
 
 
+def test_what_is_cached_already_is_no_part_of_what_waiting_must_save() -> None:
+    drive = wide(max_model_len=900, max_batch_tokens=2000, num_pages=800)
+    cached = [index % 3 for index in range(400)]
+    drive.add("before", cached, 1)
+    drive.run()
+    first, second = add_alike(drive, 2, [*cached, *COMMON[:64]], 180)
+    drive.step()
+    assert second.awaited == Awaited(first, 464 // 4)
+    drive.run()
+
+
 def test_who_waits_starts_when_the_common_part_is_there_not_the_rest() -> None:
     drive = wide(max_batch_tokens=100)
     drive.add("a", COMMON + [1] * 140, 2)

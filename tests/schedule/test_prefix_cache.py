@@ -83,12 +83,16 @@ def test_pages_in_use_and_all_before_them_are_kept() -> None:
 def test_many_uses_do_not_grow_the_eviction_order_without_bound() -> None:
     cache = PrefixCache(page_size=1, lookahead=0)
     publish(cache, tokens(1, 2), [1, 2])
+    beginning = cache.match(tokens(1, 9))
+    cache.use(beginning)
+    cache.leave(beginning[-1])
+    publish(cache, tokens(7), [7])
     for _ in range(5000):
         path = cache.match(tokens(1, 2, 3))
         cache.use(path)
         cache.leave(path[-1])
     assert len(cache._leaves) < 200
-    assert cache.evict(2) == [2, 1]
+    assert cache.evict(3) == [7, 2, 1]
 
 
 class KeepsStaleEntries(PrefixCache):

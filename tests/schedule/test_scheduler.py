@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from msgspec.structs import astuple
 
 from sglcore.device.batch import ForwardMode
 from sglcore.device.errors import ConfigError, SglcoreError
@@ -15,6 +16,7 @@ from sglcore.sampling.batch import SamplingBatch
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request, RequestError, State
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.stats import SchedulerStats
 from tests.schedule.drive import Drive
 from tests.schedule.fake_worker import make_limits, make_params
 
@@ -312,6 +314,24 @@ def test_prompt_logprobs_are_computed_and_not_cut_short_by_the_cache() -> None:
     assert [-int(value) for part in request.prompt_logprobs for value in part.chosen] == request.prompt_ids[1:].tolist()
 
 
+@pytest.mark.parametrize("wanted", [0, 3])
+def test_as_many_tokens_are_scored_at_each_place_of_a_prompt_as_were_asked_for(wanted: int) -> None:
+    drive = Drive(max_batch_tokens=4)
+    drive.add("a", 3, 2)
+    drive.add("b", 2, 1, prompt_logprobs=wanted)
+    drive.run()
+    rows = [batch.prompt_logprobs.tolist() for batch in drive.worker.seen if batch.prompt_logprobs is not None]
+    assert rows == [[-1, wanted], [-1, wanted]]
+
+
+def test_a_retracted_request_brings_its_history_again() -> None:
+    drive = Drive(max_model_len=32, page_size=4, num_pages=8, max_requests=3, prefix_cache=False)
+    requests = [drive.add(rid, 4, 20, needs_history=True) for rid in ("old", "young")]
+    drive.run()
+    assert drive.scheduler.stats().retractions > 0
+    assert [request.output_ids for request in requests] == [drive.alone(request) for request in requests]
+
+
 def test_the_youngest_gives_way_when_pages_run_out_and_loses_nothing() -> None:
     drive = Drive(max_model_len=32, page_size=4, num_pages=8, max_requests=3, prefix_cache=False)
     old, young = drive.add("old", 3, 20), drive.add("young", 5, 20)
@@ -380,6 +400,8 @@ def test_embeddings_take_neither_slots_nor_pages() -> None:
     drive.step()
     assert drive.worker.seen[0].slots.tolist() == [0]
     assert drive.scheduler.stats().free_pages == drive.limits.num_pages
+    drive.run()
+    assert [output.cached_tokens for output in drive.outputs] == [0]
 
 
 def test_no_more_rows_run_than_a_step_has_tokens() -> None:
@@ -399,6 +421,10 @@ def test_stats_count_requests_and_pages() -> None:
     counts = {name: getattr(stats, name) for name in ("waiting", "running", "decoding", "in_flight", "steps")}
     assert counts == {"waiting": 1, "running": 1, "decoding": 1, "in_flight": 1, "steps": 2}
     assert stats.free_pages == stats.num_pages - 2
+
+
+def test_what_was_not_reported_yet_was_not_counted() -> None:
+    assert set(astuple(SchedulerStats())) == {0}
 
 
 def test_a_result_for_another_step_is_refused() -> None:

@@ -1,0 +1,275 @@
+"""Mutation testing of the host's half of a step, by cosmic-ray: its mutants of a sample of places, each against the fastest
+tests that run its line. What is drawn depends on the code of a place alone: a change elsewhere draws no others.
+
+    python tools/mutation.py                 # the whole sample
+    python tools/mutation.py --again         # only what the last run has not killed
+    python tools/mutation.py --file sglcore/step/rows.py --all   # every mutant of a file
+
+Works in a copy of the tree below build/mutation. Leaves the tool's session there (`cr-report`, `cr-html` read it) and
+report.md. Fails if fewer of a folder are killed than mutation.toml demands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "mutation"
+TREE = BUILD / "tree"
+SESSION = BUILD / "session.sqlite"
+sys.path.append(str(BUILD / "tool"))
+
+import cosmic_ray.plugins  # noqa: E402  # pyright: ignore[reportMissingImports]
+from cosmic_ray.commands import init  # noqa: E402  # pyright: ignore[reportMissingImports]
+from cosmic_ray.mutating import mutate_code, use_mutation  # noqa: E402  # pyright: ignore[reportMissingImports]
+from cosmic_ray.work_db import WorkDB, use_db  # noqa: E402  # pyright: ignore[reportMissingImports]
+from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult  # noqa: E402  # pyright: ignore[reportMissingImports]
+from mutation_operator import Chosen  # noqa: E402
+from mutation_tests import Record, Tests  # noqa: E402
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One of the tool's mutants, `occurrence` of what its operator can do to the file: line `line` was `was`."""
+
+    job: str
+    file: str
+    definition: str
+    operator: str
+    occurrence: int
+    line: int
+    was: str
+    becomes: str
+
+    @property
+    def name(self) -> tuple[str, str, str, str]:
+        """What stays the same while the code around it changes."""
+        return self.file, self.definition, self.was, self.becomes
+
+
+def main() -> int:
+    """0 if enough is killed of every folder."""
+    asked = _arguments()
+    config = tomllib.loads((ROOT / "tools" / "mutation.toml").read_text())
+    providers = cosmic_ray.plugins.OPERATOR_PROVIDERS
+    providers["core"] = Chosen(providers["core"], "|".join(config["operators"]))
+    known = _killed() if asked.again else set()
+    _copy_tree()
+    os.chdir(TREE)
+    total, items = _sample(config, asked)
+    mutants = [_mutant(item) for item in items]
+    with use_db(SESSION, WorkDB.Mode.create) as session:
+        session.clear()
+        session.add_work_items(items)
+        tests = Tests(TREE, BUILD / "tests.log")
+        if asked.recorded:
+            record = tests.recorded(BUILD / "record.json")
+        else:
+            record = tests.record(config["tests"], config["folders"], BUILD / "record.json")
+        began = time.monotonic()
+        for mutant in mutants:
+            if mutant.name in known:
+                session.set_result(mutant.job, _result("failed", mutant))
+        tried = [mutant for mutant in mutants if mutant.name not in known]
+        for number, mutant in enumerate(tried, 1):
+            result = _tried(mutant, tests, record, config["seconds"])
+            session.set_result(mutant.job, result)
+            print(f"{number}/{len(tried)} {result.output} {mutant.file}:{mutant.line} {mutant.becomes}", flush=True)
+        report, is_good = _report(session, mutants, total, config, time.monotonic() - began)
+    (BUILD / "report.md").write_text(report)
+    print(report)
+    return 0 if is_good else 1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="mutation testing of the host's half of a step")
+    parser.add_argument("--again", action="store_true", help="leave out what the last run has killed")
+    parser.add_argument("--all", action="store_true", help="every mutant, no sample")
+    parser.add_argument(
+        "--recorded", action="store_true", help="take the last run's record of which tests run which lines"
+    )
+    parser.add_argument("--file", action="append", help="only this file")
+    return parser.parse_args()
+
+
+def _copy_tree() -> None:
+    """What git knows or would add, and what is built beside it, as it is now."""
+    shutil.rmtree(TREE, ignore_errors=True)
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split("\0")
+    built = [str(file.relative_to(ROOT)) for file in (ROOT / "devices").glob("*/*/*.so")]
+    for name in filter(None, {*names, *built}):
+        if (ROOT / name).is_file():
+            (TREE / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, TREE / name)
+
+
+def _files(config: dict[str, Any], only: list[str] | None) -> list[Path]:
+    files = (str(f.relative_to(TREE)) for folder in config["folders"] for f in (TREE / folder).rglob("*.py"))
+    left_out = config["leave_out"]
+    wanted = (name for name in sorted(files) if not any(fnmatchcase(name, pattern) for pattern in left_out))
+    return [Path(name) for name in wanted if only is None or name in only]
+
+
+def _sample(config: dict[str, Any], asked: argparse.Namespace) -> tuple[dict[str, int], list[Any]]:
+    """How many mutants each folder has, and those that are drawn: places by the digest of what they are, so that a change
+    elsewhere draws no others, and of each the mutant with the least digest."""
+    dull = re.compile("|".join(config["leave_out_lines"]))
+    counts: dict[str, int] = dict.fromkeys(config["folders"], 0)
+    places: dict[str, dict[Any, tuple[str, Any]]] = {folder: {} for folder in counts}
+    for item in _listed(_files(config, asked.file)):
+        spec = item.mutations[0]
+        file, (row, column) = str(spec.module_path), spec.start_pos
+        line = _lines(file)[row - 1].strip()
+        if dull.match(line) or _is_annotation(file, spec.start_pos):
+            continue
+        folder = next(folder for folder in counts if file.startswith(f"{folder}/"))
+        counts[folder] += 1
+        sign = spec.occurrence % 2 if spec.operator_name.endswith("NumberReplacer") else 0
+        named = (config["seed"], file, spec.definition_name, line, column, spec.operator_name, sign)
+        drawn = hashlib.sha256(repr(named).encode()).hexdigest()
+        place = item.job_id if asked.all else (file, row, column)
+        places[folder][place] = min(places[folder].get(place, (drawn, item)), (drawn, item), key=lambda pair: pair[0])
+    most = None if asked.all else config["sample"]
+    found = (sorted(of_folder.values(), key=lambda pair: pair[0])[:most] for of_folder in places.values())
+    return counts, [item for of_folder in found for _, item in of_folder]
+
+
+def _listed(files: list[Path]) -> tuple[Any, ...]:
+    """All of the tool's mutants of these files."""
+    with use_db(":memory:", WorkDB.Mode.create) as session:
+        init(files, session, {})
+        return session.work_items
+
+
+@cache
+def _lines(file: str) -> tuple[str, ...]:
+    return tuple(Path(file).read_text().splitlines())
+
+
+@cache
+def _parsed(file: str) -> ast.Module:
+    return ast.parse(Path(file).read_text())
+
+
+def _is_annotation(file: str, place: tuple[int, int]) -> bool:
+    """Annotations are text that nobody reads."""
+    return any(
+        (note.lineno, note.col_offset) <= place < (note.end_lineno or 0, note.end_col_offset or 0)
+        for note in _annotations(file)
+    )
+
+
+@cache
+def _annotations(file: str) -> tuple[ast.expr, ...]:
+    nodes = list(ast.walk(_parsed(file)))
+    found = [node.annotation for node in nodes if isinstance(node, ast.arg | ast.AnnAssign)]
+    return tuple(note for note in (*found, *(n.returns for n in nodes if isinstance(n, ast.FunctionDef))) if note)
+
+
+def _mutant(item: Any) -> Mutant:
+    spec = item.mutations[0]
+    file, operator = str(spec.module_path), cosmic_ray.plugins.get_operator(spec.operator_name)()
+    changed = (mutate_code(Path(file).read_text(), operator, spec.occurrence) or "").splitlines()
+    row = spec.start_pos[0] - 1
+    return Mutant(
+        item.job_id, file, spec.definition_name or "", spec.operator_name, spec.occurrence, row + 1,
+        _lines(file)[row].strip(), changed[row].strip(),
+    )  # fmt: skip
+
+
+def _statement(file: str, line: int) -> range:
+    """The lines of the innermost statement: of one with a body its head, of a function's head or decorator its body."""
+    found = range(line, line + 1)
+    for node in ast.walk(_parsed(file)):
+        if not isinstance(node, ast.stmt):
+            continue
+        first, last = node.lineno, node.end_lineno or node.lineno
+        body = getattr(node, "body", None)
+        if isinstance(node, ast.FunctionDef):
+            decorated = min((d.lineno for d in node.decorator_list), default=first)
+            if decorated <= line < node.body[0].lineno:
+                return range(node.body[0].lineno, last + 1)
+        elif first <= line <= last and body is None:
+            found = range(first, last + 1)
+        elif body and first <= line < body[0].lineno:
+            found = range(first, body[0].lineno)
+    return found
+
+
+def _tried(mutant: Mutant, tests: Tests, record: Record, seconds: float) -> WorkResult:
+    chosen = record.tests_of(mutant.file, _statement(mutant.file, mutant.line), seconds)
+    if not chosen:
+        return _result("untested", mutant)
+    path = Path(mutant.file)
+    stamps = path.stat()
+    estimate = sum(record.seconds[test] for test in chosen)
+    with use_mutation(path, cosmic_ray.plugins.get_operator(mutant.operator)(), mutant.occurrence):
+        outcome = tests.run(chosen, 2 * estimate + 8)
+    # The compiled file is that of these stamps.
+    os.utime(path, ns=(stamps.st_atime_ns, stamps.st_mtime_ns))
+    return _result(outcome, mutant)
+
+
+def _result(outcome: str, mutant: Mutant) -> WorkResult:
+    is_killed = outcome in ("failed", "timeout")
+    return WorkResult(
+        worker_outcome=WorkerOutcome.NORMAL,
+        output=outcome,
+        test_outcome=TestOutcome.KILLED if is_killed else TestOutcome.SURVIVED,
+        diff="\n".join((mutant.file, mutant.definition, mutant.was, mutant.becomes)),
+    )
+
+
+def _killed() -> set[tuple[str, ...]]:
+    """Names of what the last run has killed."""
+    if not SESSION.is_file():
+        return set()
+    with use_db(SESSION, WorkDB.Mode.open) as session:
+        return {
+            tuple(result.diff.split("\n")) for _, result in session.results if result.test_outcome == TestOutcome.KILLED
+        }
+
+
+def _report(
+    session: WorkDB, mutants: Iterable[Mutant], total: dict[str, int], config: dict[str, Any], seconds: float
+) -> tuple[str, bool]:
+    outcomes = {job: result.output for job, result in session.results}
+    answers = {(e["file"], e["in"], e["was"], e["becomes"]): e["why"] for e in config.get("equivalent", ())}
+    rows, is_good = [], True
+    for folder, count in total.items():
+        of_folder = [m for m in mutants if m.file.startswith(f"{folder}/")]
+        alive = [m for m in of_folder if outcomes[m.job] in ("passed", "untested")]
+        equivalent = [m for m in alive if m.name in answers]
+        timeouts = sum(outcomes[m.job] == "timeout" for m in of_folder)
+        score = 100 * (len(of_folder) - len(alive)) / max(1, len(of_folder) - len(equivalent))
+        is_good &= score >= config["floor"]
+        rows.append(
+            f"| `{folder}` | {count} | {len(of_folder)} | {len(of_folder) - len(alive)} | {timeouts} "
+            f"| {len(equivalent)} | {len(alive) - len(equivalent)} | {score:.0f} % |"
+        )
+    head = "| folder | mutants | sample | killed | of them by time | equivalent | survived | score |\n|---|---|---|---|---|---|---|---|"
+    open_ones = [m for m in mutants if outcomes[m.job] in ("passed", "untested") and m.name not in answers]
+    listed = [
+        f"{m.file}:{m.line} in {m.definition} ({outcomes[m.job]})\n  - {m.was}\n  + {m.becomes}" for m in open_ones
+    ]
+    return "\n".join([head, *rows, "", f"{seconds:.0f} s", "", *listed, ""]), is_good
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Runs tests in forks of this process, which has imported everything they need but the project, and records which of them
+run which lines."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+
+PROFILE = "mutation"
+WALL = 40
+"""How many times the processor's time that a run may take a run may last: others use the machine too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Which tests run a line, by file and line; their seconds of the processor; the modules that they import."""
+
+    seconds: dict[str, float]
+    lines: dict[str, dict[str, list[str]]]
+    modules: list[str]
+
+    def tests_of(self, file: str, lines: Iterable[int], seconds: float) -> list[str]:
+        """Tests of these lines; where they run only as they are imported, of the whole file, or of its folder: each
+        function's fastest case first, then each one's next, as many as fit into so many seconds, but one at least."""
+        of_file = self.lines.get(file, {})
+        of_lines = {test for line in lines for test in of_file.get(str(line), ())}
+        of_any = of_lines or {test for tests in of_file.values() for test in tests}
+        folder = f"tests/{Path(file).parts[1]}/"
+        chosen, total = [], 0.0
+        for test in self._by_case(of_any or {test for test in self.seconds if test.startswith(folder)}):
+            if not chosen or total + self.seconds[test] <= seconds:
+                total += self.seconds[test]
+                chosen.append(test)
+        return chosen
+
+    def _by_case(self, tests: set[str]) -> Iterator[str]:
+        cases: dict[str, int] = {}
+        ranked = []
+        for test in sorted(tests, key=lambda test: (self.seconds[test], test)):
+            function = test.partition("[")[0]
+            cases[function] = cases.get(function, -1) + 1
+            ranked.append((cases[function], self.seconds[test], test))
+        return (test for _, _, test in sorted(ranked))
+
+
+class Tests:
+    """The tests of a copy of the tree; `tree` is absolute."""
+
+    def __init__(self, tree: Path, log: Path) -> None:
+        self._tree = tree
+        self._log = log
+        os.environ.update(OMP_NUM_THREADS="1", TRITON_INTERPRET="1")
+        settings.register_profile(PROFILE, deadline=None, database=None, phases=(Phase.explicit, Phase.generate))
+
+    def record(self, folders: Sequence[str], sources: Sequence[str], file: Path) -> Record:
+        """Run all tests of these folders once, watched, and import what they import. Raises RuntimeError if one fails that
+        is not left out (`--deselect`)."""
+        process = _forked(self._watched, folders, sources, file)
+        process.join()
+        if process.exitcode:
+            raise RuntimeError(f"the tests do not pass without a mutation; see {self._log}")
+        return self.recorded(file)
+
+    def recorded(self, file: Path) -> Record:
+        """An earlier run's record, with the same imports."""
+        record = Record(**json.loads(file.read_text()))
+        for name in record.modules:
+            # Some were written for one run: compiled code.
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+        return record
+
+    def run(self, tests: Sequence[str], seconds: float) -> str:
+        """Run them until one fails: "passed", "failed" or "timeout", which is more than so many seconds of the processor."""
+        process = _forked(self._limited, tests, seconds)
+        process.join(WALL * seconds)
+        if process.is_alive():
+            os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join()
+        code = process.exitcode or 0
+        return "passed" if code == 0 else "timeout" if code in (-signal.SIGKILL, -signal.SIGXCPU) else "failed"
+
+    def _watched(self, folders: Sequence[str], sources: Sequence[str], file: Path) -> int:
+        import coverage  # pyright: ignore[reportMissingImports]
+
+        cover = coverage.Coverage(data_file=None, config_file=False, source=[str(self._tree / s) for s in sources])
+        cover.start()
+        watcher = _Watcher(cover)
+        code = self._pytest(folders, [watcher])
+        cover.stop()
+        data = cover.get_data()
+        lines = {
+            str(Path(name).relative_to(self._tree)): {
+                str(line): kept
+                for line, tests in data.contexts_by_lineno(name).items()
+                if (kept := [test for test in tests if test in watcher.seconds])
+            }
+            for name in data.measured_files()
+        }
+        file.write_text(json.dumps({"seconds": watcher.seconds, "lines": lines, "modules": self._modules()}))
+        return code
+
+    def _modules(self) -> list[str]:
+        """What is imported from elsewhere than the tree, in the order in which it was."""
+        places = ((name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items()))
+        return [name for name, file in places if file and not Path(file).is_relative_to(self._tree)]
+
+    def _limited(self, tests: Sequence[str], seconds: float) -> int:
+        sys.dont_write_bytecode = True
+        limit = int(time.process_time() + seconds) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
+        return self._pytest(["-x", *tests])
+
+    def _pytest(self, arguments: Sequence[str], plugins: Sequence[Any] = ()) -> int:
+        os.setsid()
+        with self._log.open("w") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        os.chdir(self._tree)
+        folders = (self._tree, self._tree / "simulator", *sorted((self._tree / "devices").iterdir()))
+        sys.path[:0] = [str(folder) for folder in folders]
+        fixed = (
+            "-n0",
+            "--tb=short",
+            "-p",
+            "no:cacheprovider",
+            f"--hypothesis-profile={PROFILE}",
+            "--hypothesis-seed=0",
+        )
+        return int(pytest.main([*fixed, *arguments], plugins=list(plugins)))
+
+
+class _Watcher:
+    """Tells coverage which test runs, and keeps how long each took."""
+
+    def __init__(self, cover: Any) -> None:
+        self._cover = cover
+        self.seconds: dict[str, float] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
+        self._cover.switch_context(item.nodeid)
+        started = time.process_time()
+        result = yield
+        self.seconds[item.nodeid] = time.process_time() - started
+        self._cover.switch_context("")
+        return result
+
+
+def _forked(call: Any, *arguments: Any) -> Any:
+    process = multiprocessing.get_context("fork").Process(target=_exit_with, args=(call, *arguments))
+    process.start()
+    return process
+
+
+def _exit_with(call: Any, *arguments: Any) -> None:
+    sys.exit(call(*arguments))
