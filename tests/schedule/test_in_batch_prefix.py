@@ -58,6 +58,15 @@ def test_who_would_save_little_does_not_wait(common: int, own: int, together: bo
     drive.run()
 
 
+def test_of_several_that_run_the_one_with_the_longest_common_beginning_is_waited_for() -> None:
+    drive = wide()
+    running = [drive.add(f"r{first}", [first, *COMMON], 3) for first in range(3)]
+    waiting = drive.add("w", [1, *COMMON, 1, 1], 3)
+    drive.step()
+    assert waiting.awaited is not None and waiting.awaited.request is running[1]
+    drive.run()
+
+
 def test_what_is_cached_already_is_no_part_of_what_waiting_must_save() -> None:
     drive = wide(max_model_len=900, max_batch_tokens=2000, num_pages=800)
     cached = [index % 3 for index in range(400)]

@@ -34,7 +34,7 @@ def test_a_refusal_is_a_value_error_and_one_of_ours() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([], "empty"), ([1, 50], "token id 50, wanted 0..49"), ([-1], "token id -1"), ([[1], [2]], "empty")],
+    [([], "empty"), ([0, 50], "token id 50, wanted 0..49"), ([-1], "token id -1"), ([[1], [2]], "empty")],
 )
 def test_a_prompt_that_can_not_run_is_refused(prompt: list[int], message: str) -> None:
     with pytest.raises(RequestError, match=message):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from sglcore.device.batch import CaptureHiddenMode, ScheduleBatch
 from sglcore.step.fields import Axis, Once, Split, When, batch_field, batch_record, spec_of, zero
-from sglcore.step.host_values import host_reader, padded
+from sglcore.step.host_values import host_arrays, host_reader, padded
 from tests.step.batches import ints, make_batch
 
 
@@ -46,3 +47,12 @@ def test_a_one_shot_value_and_its_mirror_are_one_value_which_is_taken_once() -> 
 
 def test_values_without_an_axis_are_not_padded() -> None:
     assert padded(spec_of(Inputs, "total"), np.array([4, 5]), 8).tolist() == [4, 5]
+
+
+def test_a_value_without_an_axis_keeps_all_of_its_last_dimension() -> None:
+    spec = replace(spec_of(Inputs, "total"), lead=(2,))
+    assert padded(spec, np.arange(6).reshape(2, 3), 8).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_what_stays_on_the_host_by_request_is_neither_staged_nor_one_value_for_all() -> None:
+    assert [spec.name for spec in host_arrays(Inputs)] == ["starts", "after"]

@@ -14,7 +14,7 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError, StrictError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool, cell_bytes
-from sglcore.step.sizing import GIB, MemoryBudget, MemorySizes, size_pools
+from sglcore.step.sizing import GIB, MemoryBudget, MemorySizes, size_pools, size_text
 from tests.runtime.tiny import Desk
 
 CELL, PAGE, CONTEXT = 1000, 16, 160
@@ -124,6 +124,22 @@ def test_no_more_requests_run_than_there_are_pages_and_the_ledger_says_so() -> N
     assert (row.requested, row.effective, row.downgrade) == ("50", "12", True)
     with pytest.raises(StrictError, match="requests: found 12"):
         sizes(12, max_requests=50, strict=True)
+
+
+def test_as_many_requests_as_pages_are_what_was_asked_for() -> None:
+    found, rows = sizes(4, max_model_len=4 * PAGE)
+    assert (found.num_pages, found.max_requests, list(rows)) == (4, 4, ["kv cache"])
+
+
+@pytest.mark.parametrize(("count", "text"), [(GIB, "1.00 GiB"), (GIB - (1 << 20), "1023.0 MiB"), (0, "0.0 MiB")])
+def test_sizes_are_said_in_the_unit_that_they_reach(count: int, text: str) -> None:
+    assert size_text(count) == text
+
+
+def test_a_cell_of_one_byte_costs_one_byte() -> None:
+    config = EngineConfig(max_requests=4, kv_cache_memory=20 * PAGE)
+    options = {"context_len": CONTEXT, "bytes_per_cell": 1, "page_size": PAGE}
+    assert size_pools(config, **options, budget=budget(10), ledger=DecisionLedger()).num_pages == 20
 
 
 def test_fewer_requests_than_the_default_are_no_downgrade() -> None:
