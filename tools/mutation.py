@@ -87,7 +87,7 @@ def main() -> int:
                 session.set_result(mutant.job, _result("failed", mutant))
         tried = [mutant for mutant in mutants if mutant.name not in known]
         for number, mutant in enumerate(tried, 1):
-            result = _tried(mutant, tests, record, config["seconds"])
+            result = _tried(mutant, tests, record, config)
             session.set_result(mutant.job, result)
             print(f"{number}/{len(tried)} {result.output} {mutant.file}:{mutant.line} {mutant.becomes}", flush=True)
         report, is_good = _report(session, mutants, total, config, time.monotonic() - began)
@@ -187,10 +187,11 @@ def _mutant(item: Any) -> Mutant:
     file, operator = str(spec.module_path), cosmic_ray.plugins.get_operator(spec.operator_name)()
     changed = (mutate_code(Path(file).read_text(), operator, spec.occurrence) or "").splitlines()
     row = spec.start_pos[0] - 1
+    becomes = changed[row].strip() if len(changed) == len(_lines(file)) else ""
+    was = _lines(file)[row].strip()
     return Mutant(
-        item.job_id, file, spec.definition_name or "", spec.operator_name, spec.occurrence, row + 1,
-        _lines(file)[row].strip(), changed[row].strip(),
-    )  # fmt: skip
+        item.job_id, file, spec.definition_name or "", spec.operator_name, spec.occurrence, row + 1, was, becomes
+    )
 
 
 def _statement(file: str, line: int) -> range:
@@ -212,8 +213,8 @@ def _statement(file: str, line: int) -> range:
     return found
 
 
-def _tried(mutant: Mutant, tests: Tests, record: Record, seconds: float) -> WorkResult:
-    chosen = record.tests_of(mutant.file, _statement(mutant.file, mutant.line), seconds)
+def _tried(mutant: Mutant, tests: Tests, record: Record, config: dict[str, Any]) -> WorkResult:
+    chosen = record.tests_of(mutant.file, _statement(mutant.file, mutant.line), config["seconds"])
     if not chosen:
         return _result("untested", mutant)
     path = Path(mutant.file)
@@ -221,6 +222,8 @@ def _tried(mutant: Mutant, tests: Tests, record: Record, seconds: float) -> Work
     estimate = sum(record.seconds[test] for test in chosen)
     with use_mutation(path, cosmic_ray.plugins.get_operator(mutant.operator)(), mutant.occurrence):
         outcome = tests.run(chosen, 2 * estimate + 8)
+        if outcome == "passed" and mutant.file.startswith(config["streams"]["folder"]):
+            outcome = tests.run(config["streams"]["arguments"], 40)
     # The compiled file is that of these stamps.
     os.utime(path, ns=(stamps.st_atime_ns, stamps.st_mtime_ns))
     return _result(outcome, mutant)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -67,15 +68,16 @@ def test_counts_and_embeddings_without_a_buffer_are_the_batchs_own() -> None:
     assert view.input_embeds is batch.input_embeds
 
 
-def test_a_registered_count_of_all_ranks_is_computed_and_replaces_the_batchs_own() -> None:
+@pytest.mark.parametrize(("ranks", "count"), [({}, 1), ({"num_ranks": 3}, 3)])
+def test_a_registered_count_of_all_ranks_is_computed_and_replaces_the_batchs_own(ranks: Any, count: int) -> None:
     table, *_ = make_attention(TinyModel())
-    registry = build_decode_registry(SHARED, table, max_bs=4, register_global_num_tokens=True, num_ranks=3)
+    registry = build_decode_registry(SHARED, table, max_bs=4, register_global_num_tokens=True, **ranks)
     batch = registry.view(2, 2, False)
     batch.global_num_tokens = torch.tensor([7, 7, 7])
     registry.fill_from(batch, FillContext(2, 4, 2, 4))
     found = registry.extract_buffer(batch, 4, 4).global_num_tokens
     assert found is not None
-    assert found.tolist() == [4, 4, 4]
+    assert found.tolist() == [4] * count
 
 
 def test_growth_forgets_the_views_of_the_old_buffers() -> None:

@@ -34,6 +34,10 @@ def test_what_is_no_grammar_is_refused_with_what_was_wanted(kind: str, text: str
     assert said in str(caught.value) and len(str(caught.value)) < 300
 
 
+def test_a_text_of_the_greatest_length_is_taken() -> None:
+    assert len(Grammar("regex", "a" * MAX_GRAMMAR_TEXT).text) == MAX_GRAMMAR_TEXT
+
+
 @pytest.mark.parametrize("schema", ["{}", "true", '{"type": "object"}'])
 def test_a_schema_is_an_object_or_a_flag(schema: str) -> None:
     assert Grammar("json_schema", schema).text == schema
