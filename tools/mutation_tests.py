@@ -34,14 +34,16 @@ class Record:
     modules: list[str]
 
     def tests_of(self, file: str, lines: Iterable[int], seconds: float) -> list[str]:
-        """Tests of these lines; where they run only as they are imported, of the whole file, or of its folder: each
+        """Tests of these lines; where they run only as they are imported, of the whole file and of its folder: each
         function's fastest case first, then each one's next, as many as fit into so many seconds, but one at least."""
         of_file = self.lines.get(file, {})
-        of_lines = {test for line in lines for test in of_file.get(str(line), ())}
-        of_any = of_lines or {test for tests in of_file.values() for test in tests}
-        folder = f"tests/{Path(file).parts[1]}/"
+        found = {test for line in lines for test in of_file.get(str(line), ())}
+        if not found:
+            folder = f"tests/{Path(file).parts[1]}/"
+            found = {test for tests in of_file.values() for test in tests}
+            found |= {test for test in self.seconds if test.startswith(folder)}
         chosen, total = [], 0.0
-        for test in self._by_case(of_any or {test for test in self.seconds if test.startswith(folder)}):
+        for test in self._by_case(found):
             if not chosen or total + self.seconds[test] <= seconds:
                 total += self.seconds[test]
                 chosen.append(test)

@@ -203,17 +203,6 @@ def test_the_buffers_of_a_registry_are_the_declared_ones() -> None:
     assert set(decode.names) == (declared | nested) - extend
 
 
-def test_a_row_of_padding_is_a_request_whose_only_token_is_its_first() -> None:
-    values = {spec.name: spec.padding.value for spec in specs(ForwardBatch)}
-    assert values["seq_lens"] == 1
-    assert values["extend_prefix_lens"] + values["extend_seq_lens"] == values["seq_lens"]
-
-
-def test_no_token_is_real_on_any_rank_before_a_step_says_so() -> None:
-    counts = [spec for spec in specs(ForwardBatch) if spec.axis is Axis.NONE and spec.is_buffered]
-    assert {spec.padding.value for spec in counts} == {0}
-
-
 def test_the_paddings_say_what_they_fill_and_when() -> None:
     assert [(p.fill, p.value) for p in (zero(), sentinel(9), fill_once(3))] == [
         (Fill.VALUE, 0),

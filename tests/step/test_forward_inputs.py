@@ -1,0 +1,17 @@
+"""What the declared inputs of a forward promise together."""
+
+from __future__ import annotations
+
+from sglcore.step.fields import Axis, specs
+from sglcore.step.forward_inputs import ForwardInputs
+
+
+def test_a_row_of_padding_is_a_request_whose_only_token_is_its_first() -> None:
+    values = {spec.name: spec.padding.value for spec in specs(ForwardInputs)}
+    assert values["seq_lens"] == 1
+    assert values["extend_prefix_lens"] + values["extend_seq_lens"] == values["seq_lens"]
+
+
+def test_no_token_is_real_on_any_rank_before_a_step_says_so() -> None:
+    counts = [spec for spec in specs(ForwardInputs) if spec.axis is Axis.NONE and spec.is_buffered]
+    assert {spec.padding.value for spec in counts} == {0}
