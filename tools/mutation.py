@@ -90,7 +90,8 @@ def main() -> int:
             result = _tried(mutant, tests, record, config)
             session.set_result(mutant.job, result)
             print(f"{number}/{len(tried)} {result.output} {mutant.file}:{mutant.line} {mutant.becomes}", flush=True)
-        report, is_good = _report(session, mutants, total, config, time.monotonic() - began)
+        report, is_good = _report(session, mutants, total, config, bool(asked.file))
+    report += f"{time.monotonic() - began:.0f} s\n"
     (BUILD / "report.md").write_text(report)
     print(report)
     return 0 if is_good else 1
@@ -250,8 +251,9 @@ def _killed() -> set[tuple[str, ...]]:
 
 
 def _report(
-    session: WorkDB, mutants: Iterable[Mutant], total: dict[str, int], config: dict[str, Any], seconds: float
+    session: WorkDB, mutants: Iterable[Mutant], total: dict[str, int], config: dict[str, Any], only: bool
 ) -> tuple[str, bool]:
+    """The table of the folders, then what lives without an answer; and whether enough is killed."""
     outcomes = {job: result.output for job, result in session.results}
     answers = {(e["file"], e["in"], e["was"], e["becomes"]): e["why"] for e in config.get("equivalent", ())}
     rows, is_good = [], True
@@ -267,11 +269,15 @@ def _report(
             f"| {len(equivalent)} | {len(alive) - len(equivalent)} | {score:.0f} % |"
         )
     head = "| folder | mutants | sample | killed | of them by time | equivalent | survived | score |\n|---|---|---|---|---|---|---|---|"
-    open_ones = [m for m in mutants if outcomes[m.job] in ("passed", "untested") and m.name not in answers]
+    lives = [m for m in mutants if outcomes[m.job] in ("passed", "untested")]
     listed = [
-        f"{m.file}:{m.line} in {m.definition} ({outcomes[m.job]})\n  - {m.was}\n  + {m.becomes}" for m in open_ones
+        f"{m.file}:{m.line} in {m.definition} ({outcomes[m.job]})\n  - {m.was}\n  + {m.becomes}"
+        for m in lives
+        if m.name not in answers
     ]
-    return "\n".join([head, *rows, "", f"{seconds:.0f} s", "", *listed, ""]), is_good
+    stale = answers.keys() - {m.name for m in lives}
+    listed += [f"no such survivor, answered in mutation.toml: {name}" for name in sorted(stale) if not only]
+    return "\n".join([head, *rows, "", *listed, ""]), is_good
 
 
 if __name__ == "__main__":
