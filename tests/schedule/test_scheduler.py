@@ -423,8 +423,18 @@ def test_stats_count_requests_and_pages() -> None:
     assert stats.free_pages == stats.num_pages - 2
 
 
-def test_what_was_not_reported_yet_was_not_counted() -> None:
+def test_what_did_not_happen_yet_was_not_counted() -> None:
     assert set(astuple(SchedulerStats())) == {0}
+    limits = make_limits()
+    pages = {"num_pages": limits.num_pages, "free_pages": limits.num_pages}
+    assert Scheduler(limits).stats() == SchedulerStats(**pages)
+
+
+def test_only_the_first_output_says_what_was_cached() -> None:
+    drive = Drive()
+    drive.add("a", 5, 3)
+    drive.run()
+    assert [output.cached_tokens for output in drive.outputs] == [0, -1, -1]
 
 
 def test_a_result_for_another_step_is_refused() -> None:
