@@ -85,6 +85,19 @@ def test_each_token_of_an_asking_row_predicts_the_next_however_it_is_cut(last: i
     assert set(found) == {1, 2}
 
 
+@pytest.mark.parametrize(("last", "sizes"), [(-1, [1]), (6, [1, 1])])
+def test_where_a_token_alone_fills_a_piece_each_is_scored_alone(last: int, sizes: list[int]) -> None:
+    batch, seen = make_batch({4: [3, 8]}, prompt_logprobs=ints([0]), next_ids=ints([last])), []
+
+    def score(hidden: Any, targets: Any, top_n: int) -> Logprobs[Any]:
+        seen.append(len(targets))
+        return Logprobs(hidden, targets, np.zeros((len(targets), top_n)), hidden)
+
+    inputs = sampling_inputs(batch, plan_rows(batch), 5)
+    score_prompts(inputs, inputs.arrays, batch.input_ids, sampling.PROMPT_LOGITS_ELEMENTS, score, np.concatenate)
+    assert seen == sizes
+
+
 def test_a_prompt_of_one_token_that_was_sampled_from_has_no_scores() -> None:
     batch = make_batch({4: [3]}, prompt_logprobs=ints([1]), next_ids=ints([-1]))
     inputs = sampling_inputs(batch, plan_rows(batch), 5)

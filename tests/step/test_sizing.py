@@ -142,6 +142,12 @@ def test_a_cell_of_one_byte_costs_one_byte() -> None:
     assert size_pools(config, **options, budget=budget(10), ledger=DecisionLedger()).num_pages == 20
 
 
+def test_memory_for_one_token_is_a_context_of_one_token() -> None:
+    config, free = EngineConfig(max_requests=4), MemoryBudget(GIB, CELL, "", 1.0)
+    options = {"context_len": CONTEXT, "bytes_per_cell": CELL, "page_size": 1}
+    assert size_pools(config, **options, budget=free, ledger=DecisionLedger()) == MemorySizes(1, 1, 1, 1)
+
+
 def test_fewer_requests_than_the_default_are_no_downgrade() -> None:
     ledger = DecisionLedger(strict=True)
     options = {"context_len": CONTEXT, "bytes_per_cell": CELL, "page_size": PAGE}
