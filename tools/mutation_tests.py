@@ -34,29 +34,29 @@ class Record:
     modules: list[str]
 
     def tests_of(self, file: str, lines: Iterable[int], seconds: float) -> list[str]:
-        """Tests of these lines; where they run only as they are imported, of the whole file and of its folder: each
-        function's fastest case first, then each one's next, as many as fit into so many seconds, but one at least."""
-        of_file = self.lines.get(file, {})
+        """Tests of these lines; where they run only as they are imported, of the whole file and of its folder. The folder's
+        own come first, of these each function's fastest case, then each one's next, as many as fit into so many seconds, but
+        one at least."""
+        of_file, folder = self.lines.get(file, {}), f"tests/{Path(file).parts[1]}/"
         found = {test for line in lines for test in of_file.get(str(line), ())}
         if not found:
-            folder = f"tests/{Path(file).parts[1]}/"
             found = {test for tests in of_file.values() for test in tests}
             found |= {test for test in self.seconds if test.startswith(folder)}
         chosen, total = [], 0.0
-        for test in self._by_case(found):
+        for test in self._by_case(found, folder):
             if not chosen or total + self.seconds[test] <= seconds:
                 total += self.seconds[test]
                 chosen.append(test)
         return chosen
 
-    def _by_case(self, tests: set[str]) -> Iterator[str]:
+    def _by_case(self, tests: set[str], folder: str) -> Iterator[str]:
         cases: dict[str, int] = {}
         ranked = []
         for test in sorted(tests, key=lambda test: (self.seconds[test], test)):
             function = test.partition("[")[0]
             cases[function] = cases.get(function, -1) + 1
-            ranked.append((cases[function], self.seconds[test], test))
-        return (test for _, _, test in sorted(ranked))
+            ranked.append((not test.startswith(folder), cases[function], self.seconds[test], test))
+        return (test for *_, test in sorted(ranked))
 
 
 class Tests:

@@ -11,7 +11,7 @@ import torch
 
 from sglcore.sampling import noise, reference
 from sglcore.sampling.noise import LIMIT, ONE, noise_tables
-from sglcore.sampling.race import gumbel_noise, make_race_tables, row_keys
+from sglcore.sampling.race import MAX_VOCAB, _signed, gumbel_noise, make_race_tables, row_keys
 from tests.sampling.golden import checksum
 
 
@@ -169,3 +169,14 @@ def test_tokens_whose_hashed_ids_differ_in_few_bits_are_independent():
 def test_the_independence_test_catches_noise_that_ignores_position():
     u = uniforms(device_noise([5] * 2000, [0] * 2000, 4))
     assert pair_statistic(u[:-1, 0], u[1:, 0]) > 6
+
+
+@pytest.mark.parametrize("word", [0, 1, 2**31 - 1, 2**31, 2**32 - 1])
+def test_a_signed_word_has_the_same_bits(word):
+    assert np.array(_signed(word), np.int32).view(np.uint32) == word
+
+
+def test_the_largest_vocabulary_has_tables_and_a_larger_one_is_refused():
+    assert len(make_race_tables(MAX_VOCAB, "cpu").ids) == MAX_VOCAB
+    with pytest.raises(ValueError, match=f"wanted 1..{MAX_VOCAB}"):
+        make_race_tables(MAX_VOCAB + 1, "cpu")

@@ -19,3 +19,12 @@ def test_what_runs_when_it_is_imported_meets_the_tests_of_its_file_and_folder() 
     assert set(RECORD.tests_of("sglcore/a/m.py", [1], 100)) == set(SECONDS)
     assert set(RECORD.tests_of("sglcore/a/other.py", [1], 100)) == set(SECONDS)
     assert RECORD.tests_of("sglcore/b/other.py", [1], 100) == []
+
+
+def test_the_tests_of_the_folder_come_before_faster_ones_of_others() -> None:
+    record = Record(
+        {"tests/b/x.py::f": 0.1, "tests/a/x.py::g": 1.0},
+        {"sglcore/a/m.py": {"3": ["tests/b/x.py::f", "tests/a/x.py::g"]}},
+        [],
+    )
+    assert record.tests_of("sglcore/a/m.py", [3], 9) == ["tests/a/x.py::g", "tests/b/x.py::f"]
