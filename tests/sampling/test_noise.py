@@ -180,3 +180,11 @@ def test_the_largest_vocabulary_has_tables_and_a_larger_one_is_refused():
     assert len(make_race_tables(MAX_VOCAB, "cpu").ids) == MAX_VOCAB
     with pytest.raises(ValueError, match=f"wanted 1..{MAX_VOCAB}"):
         make_race_tables(MAX_VOCAB + 1, "cpu")
+
+
+def test_the_key_of_a_draw_is_the_references_in_every_stream():
+    draws = [(2**64 - 1, 3, 70, stream) for stream in (0, 1, 5, 2**31)]
+    words = np.concatenate([noise.seed_words(np.array([s], np.uint64), np.array([i]), t) for s, i, _, t in draws])
+    keys = row_keys(torch.tensor(words), torch.full((len(draws),), 70, dtype=torch.int32))
+    assert keys.numpy().view(np.uint32).tolist() == [list(reference.row_key(*draw)) for draw in draws]
+    assert len({tuple(key) for key in keys.tolist()}) == len(draws)

@@ -74,6 +74,28 @@ def test_a_bad_value_is_refused_in_one_line_naming_found_wanted_and_remedy(name,
     assert "\n" not in message and len(message) < 300
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("max_tokens", (1, None)),
+        ("temperature", (0.0,)),
+        ("top_k", (-1, 0)),
+        ("top_p", (1e-9, 1.0)),
+        ("min_p", (0.0, 1.0)),
+        ("presence_penalty", (-2.0, 2.0)),
+        ("frequency_penalty", (-2.0, 2.0)),
+        ("repetition_penalty", (1e-30, 1e30)),
+        ("min_tokens", (0,)),
+        ("logprobs", (0, None)),
+        ("prompt_logprobs", (0, None)),
+        ("n", (1,)),
+        ("seed", (0, 2**64 - 1, None)),
+    ],
+)
+def test_the_ends_of_a_range_are_in_it(name, values):
+    assert [getattr(SamplingParams(**{name: value}), name) for value in values] == list(values)
+
+
 def test_a_huge_bad_value_does_not_flood_the_message():
     with pytest.raises(SamplingError) as refusal:
         SamplingParams(stop_token_ids=["x" * 10000])  # type: ignore[list-item]
