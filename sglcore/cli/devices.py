@@ -37,7 +37,7 @@ def devices(
     from sglcore.cli import render
 
     found = discover()
-    requested = Requested(name or None, "the argument")
+    requested = Requested.parse(name, "the argument") if name else Requested()
     if bring_up:
         typer.echo(bring_up_text(found, requested), nl=False)
         return
@@ -45,7 +45,7 @@ def devices(
         find_installed(found, requested)
     seen = survey(found, requested_device(None), requested)
     if name:
-        seen = replace(seen, devices=tuple(item for item in seen.devices if item.name == name))
+        seen = replace(seen, devices=tuple(item for item in seen.devices if item.name == requested.name))
     if as_json:
         typer.echo(render.json_text(survey_values(seen)))
     else:

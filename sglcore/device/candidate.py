@@ -68,6 +68,8 @@ def run_probe(package: DevicePackage, named: bool, system: System | None = None)
     that names the package."""
     try:
         report = resolve(package.probe, package.name)(named, system or host_system())
+    except SystemExit as error:
+        raise DeviceError(f"the probe of {package.name!r} ends the process", wanted="a ProbeReport") from error
     except Exception as error:
         error.add_note(f"in the probe {package.probe!r} of device {package.name!r}")
         raise

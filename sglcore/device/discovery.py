@@ -68,7 +68,10 @@ def _package(point: EntryPoint, distribution: str, same_name: list[EntryPoint]) 
         )
     number = _api_number(point, distribution)
     check_api(number, distribution, point.name)
-    package = point.load()
+    try:
+        package = point.load()
+    except SystemExit as error:
+        raise DeviceError(f"{point.value!r} of {distribution} ends the process that imports it") from error
     if not isinstance(package, DevicePackage):
         raise DeviceError(f"{point.value!r} of {distribution} is a {type(package).__name__}", wanted="a DevicePackage")
     if (package.name, package.api) != (point.name, number):
@@ -92,5 +95,6 @@ def _api_number(point: EntryPoint, distribution: str) -> int:
 
 
 def _home(point: EntryPoint) -> tuple[str, str]:
-    """The name and version of the distribution that an entry point came with."""
-    return (point.dist.name, point.dist.version) if point.dist is not None else ("an unknown distribution", "?")
+    """The name and version of the distribution that an entry point came with; what is left of one may have neither."""
+    name, version = (point.dist.name, point.dist.version) if point.dist is not None else (None, None)
+    return name or "an unknown distribution", version or "?"

@@ -56,6 +56,11 @@ def test_the_devices_of_a_package_are_listed_with_what_is_known_and_what_is_hidd
     assert "ONES='0,2' shows 2 of 3" in ran.stdout
 
 
+def test_one_of_several_devices_is_shown_by_its_package(site: Site) -> None:
+    site.add("one", devices=2)
+    assert [device["name"] for device in as_json(site, "one:1")["devices"]] == ["one"]
+
+
 def test_the_number_that_was_asked_for_is_chosen_or_refused_with_what_is_there(site: Site) -> None:
     site.add("one", devices=2)
     chosen = as_json(site, environ={"SGLCORE_DEVICE": "one:1"})["chosen"]

@@ -67,6 +67,22 @@ def test_a_module_that_raises_is_listed_with_the_error_it_raised(site: Site) -> 
     assert "planted_one" in str(caught.traceback[-1].path)
 
 
+def test_a_module_that_ends_the_process_ends_none(site: Site) -> None:
+    site.add("one", body="raise SystemExit(3)")
+    with pytest.raises(DeviceError, match="of sglcore-one ends the process that imports it"):
+        only(site).loaded()
+
+
+def test_what_is_left_of_a_distribution_does_not_stop_the_others(site: Site) -> None:
+    site.add("two")
+    left = site.path / "left-1.0.dist-info"
+    left.mkdir()
+    (left / "entry_points.txt").write_text("[sglcore.devices]\ntwo = nowhere:package [api-3]\n", encoding="utf-8")
+    for item in site.discover():
+        with pytest.raises(DeviceError, match="an unknown distribution and sglcore-two both offer a device 'two'"):
+            item.loaded()
+
+
 def test_something_else_than_a_package_is_refused(site: Site) -> None:
     site.add("one", body="DevicePackage = dict")
     with pytest.raises(DeviceError, match="is a dict; wanted a DevicePackage"):

@@ -172,6 +172,8 @@ TROUBLES = (
     {"body": "raise RuntimeError('the driver is too old')"},
     {"probe_body": "raise RuntimeError('the driver is too old')"},
     {"probe_body": "return True"},
+    {"body": "raise SystemExit(3)"},
+    {"probe_body": "raise SystemExit(3)"},
     {"tag": "[api-9]"},
     {"declared": "three"},
 )
