@@ -50,7 +50,8 @@ def load_model(
     """Build the model on `device` in `dtype` and fill it from the checkpoint folder, or the GGUF file.
 
     `max_positions` sizes position tables (default: the model's context length); `architectures` adds to the registry;
-    `quantize` is EngineConfig's, `index_dtype` that of cells. Kernels that do not take this model are rows of the ledger. Where weights are quantised, a row of the ledger says in which form they are kept.
+    `quantize` is EngineConfig's, `index_dtype` that of cells. Kernels that do not take this model are rows of the ledger, as is
+    the form in which quantised weights are kept.
     Raises `CheckpointError` for files that are missing, damaged, or not this model's, `ConfigError` for a model that is
     not supported. Host memory beyond the weights stays under one layer's, as stored and as packed.
     """

@@ -61,8 +61,8 @@ class ForwardInputs(Generic[Array]):
     """B requests and T tokens; a padded view has more rows than `num_token_non_padded` says are real.
 
     Negative input ids stand for tokens that only the device knows; on decode all are. Cells are indices into the KV pool.
-    `extend_*` are None when every row brings one token. `*_cpu` are host mirrors. They
-    are None only where the device alone knows the lengths, which never is on one whose facts say `needs_host_lengths`.
+    `extend_*` are None when every row brings one token. `*_cpu` are host mirrors, None
+    only where the device alone knows the lengths, which never is on one whose facts say `needs_host_lengths`.
     `global_num_tokens` int32[ranks] counts tokens on every data-parallel rank.
     """
 

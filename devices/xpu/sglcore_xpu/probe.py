@@ -14,6 +14,8 @@ from sglcore_xpu import package
 NODES = "/dev/dri/renderD*"
 VENDOR = "8086:"
 DRIVERS = ("i915", "xe")
+GRAPHICS = ":00:02.0"
+"""Where the vendor's processors have their own graphics. A virtual machine may have cards elsewhere on this bus."""
 LIBRARIES = ("libze_loader.so.1", "libze_intel_gpu.so.1")
 """Level Zero's loader, and the GPU driver that it loads; what torch's own wheels do not bring."""
 MASK, SELECTOR, HIERARCHY = "ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR", "ZE_FLAT_DEVICE_HIERARCHY"
@@ -33,8 +35,8 @@ class Gpu:
 
     @property
     def is_graphics(self) -> bool:
-        """A processor's own: it sits on the first bus, where no card can."""
-        return self.address.split(":")[1:2] == ["00"]
+        """A processor's own, by its place."""
+        return self.address.endswith(GRAPHICS)
 
 
 def probe(named: bool, system: System) -> ProbeReport:
@@ -98,7 +100,7 @@ def _hardware(system: System, gpus: tuple[Gpu, ...], named: bool) -> Fact:
     cards = tuple(gpu for gpu in gpus if not gpu.is_graphics)
     if cards or (gpus and named):
         return Fact(True, ", ".join(gpu.node for gpu in cards or gpus))
-    on_bus = [device for device in system.pci(package.pci) if named or device.address.split(":")[1:2] != ["00"]]
+    on_bus = [device for device in system.pci(package.pci) if named or not device.address.endswith(GRAPHICS)]
     if on_bus:
         return Fact(True, f"{on_bus[0]} on the bus, without a node {NODES}")
     if gpus or system.pci(package.pci):

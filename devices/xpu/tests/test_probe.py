@@ -21,6 +21,7 @@ from tests.device.machines import (
     Files,
     drm_node,
     machine,
+    pci,
 )
 
 
@@ -41,6 +42,12 @@ def test_the_graphics_of_a_processor_are_taken_only_by_name_and_hide_beside_a_ca
     assert seen(tmp_path / "a", named=True).usable
     both = seen(tmp_path / "b", INTEL_GRAPHICS, INTEL, XPU_TORCH)
     assert both.usable and [device.pci_address for device in both.devices] == ["0000:03:00.0"]
+
+
+def test_a_card_on_the_first_bus_of_a_virtual_machine_is_a_card(tmp_path: Path) -> None:
+    node, bus = drm_node(128, "xe", "8086:E20B", "0000:00:06.0"), pci("0000:00:06.0", 0x8086, 0xE20B, 0x0300)
+    assert seen(tmp_path / "a", node, bus, INTEL_LIBRARIES, XPU_TORCH).usable
+    assert seen(tmp_path / "b", bus, INTEL_LIBRARIES, XPU_TORCH).present
 
 
 def test_a_processing_accelerator_of_the_vendor_is_no_gpu(tmp_path: Path) -> None:
