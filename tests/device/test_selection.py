@@ -7,17 +7,19 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from sglcore.device.candidate import try_package
+from sglcore.device import selection
+from sglcore.device.candidate import Candidate, try_package
 from sglcore.device.choice import ChosenDevice, Requested, requested_device
 from sglcore.device.discovery import Installed
 from sglcore.device.errors import DeviceError, StrictError
 from sglcore.device.ledger import DecisionLedger
-from sglcore.device.pci import PciDevice
+from sglcore.device.pci import PciClaim, PciDevice
 from sglcore.device.selection import Choice, select
 from tests.device.site import Site
 
 AUTOMATIC = Requested()
 UNCLAIMED = PciDevice("0000:01:00.0", 0x1EAF, 0x0001, 0x0302)
+NETWORK_CARD = PciDevice("0000:02:00.0", 0x1EAF, 0x0002, 0x0200)
 
 
 def choose(site: Site, name: str | None = None, *unclaimed: PciDevice) -> Choice:
@@ -260,10 +262,63 @@ def test_a_named_package_that_raises_ends_the_start_with_its_own_traceback(
     assert probed.traceback[-1].name == "probe"
 
 
-def test_a_host_that_raises_ends_the_start_with_its_own_error(site: Site) -> None:
+def no_host_is_blamed(site: Site) -> bool:
+    """The law: a host that raises ends the start with its own error, and has no device on the bus."""
     site.add("host", is_host=True, probe_body="raise RuntimeError('no memory')")
-    with pytest.raises(RuntimeError, match="no memory"):
-        choose(site)
+    with pytest.raises(RuntimeError, match="no memory") as caught:
+        choose(site, None, UNCLAIMED)
+    return not any("is probably a device of" in note for note in caught.value.__notes__)
+
+
+def only_accelerators_are_blamed(site: Site) -> bool:
+    """The law: what a package raised does not end the start for a network card on the bus."""
+    site.add("host", is_host=True)
+    site.add("one", body="raise RuntimeError('the driver is too old')")
+    try:
+        return choose(site, None, NETWORK_CARD).chosen.name == "host"
+    except RuntimeError:
+        return False
+
+
+def whatever_is_there(
+    candidate: Candidate, known: frozenset[PciClaim], bus: Sequence[PciDevice]
+) -> Sequence[PciDevice]:
+    return bus
+
+
+@pytest.mark.parametrize("law", [no_host_is_blamed, only_accelerators_are_blamed])
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_what_raised_is_blamed_for_accelerators_alone_and_other_blame_is_caught(
+    site: Site, monkeypatch: pytest.MonkeyPatch, law: Callable[[Site], bool], is_broken: bool
+) -> None:
+    if is_broken:
+        monkeypatch.setattr(selection, "likely_devices", whatever_is_there)
+    assert law(site) != is_broken
+
+
+@pytest.mark.parametrize(
+    ("trouble", "what", "remedy"),
+    [
+        (
+            {"body": "raise RuntimeError"},
+            "loaded",
+            "pip install --upgrade sglcore-one (sglcore doctor shows the traceback)",
+        ),
+        ({"probe_body": "raise RuntimeError"}, "probed", "pip install --upgrade sglcore-one (sglcore doctor"),
+        ({"tag": "[api-9]"}, "loaded", "pip install --upgrade sglcore"),
+        ({"declared": "three"}, "loaded", "pip install --force-reinstall sglcore-one"),
+    ],
+)
+def test_who_is_told_of_a_package_that_raised_is_told_what_failed_and_its_own_remedy(
+    site: Site, trouble: dict[str, object], what: str, remedy: str
+) -> None:
+    site.add("host", is_host=True)
+    site.add("one", **trouble)
+    row = choose(site).rows[1]
+    assert row.reason.startswith(f"sglcore-one 1.0 can not be {what}: ") and row.remedy.startswith(remedy)
+    if "tag" in trouble:
+        with pytest.raises(DeviceError, match=f"{remedy}, or --device host starts without it"):
+            choose(site, None, UNCLAIMED)
 
 
 def test_a_probe_that_answers_something_else_is_refused(site: Site) -> None:
