@@ -95,6 +95,18 @@ def test_a_child_that_chose_another_device_than_its_parent_refuses_to_start(fiel
         check_same(replace(CHOSEN, **{field: value}), CHOSEN)
 
 
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("asked", [None, 0, 1])
+def test_a_child_that_is_asked_for_another_number_refuses(site: Site, index: int, asked: int | None) -> None:
+    site.add("one", devices=2)
+    chosen, number = replace(CHOSEN, index=index).encode(), "" if asked is None else f":{asked}"
+    if asked in (None, index):
+        assert adopt(chosen, f"one{number}", site.discover()).name == "one"
+        return
+    with pytest.raises(DeviceError, match=f"found {asked} as the number of 'one'; wanted {index}, as its parent"):
+        adopt(chosen, f"one{number}", site.discover())
+
+
 def test_adopting_without_any_installed_package_names_the_one_that_is_missing() -> None:
     with pytest.raises(DeviceError, match="found no device package as the package; wanted one, as its parent"):
         adopt(CHOSEN.encode(), None, ())

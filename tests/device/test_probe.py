@@ -76,6 +76,9 @@ def test_a_machine_without_the_bus_has_none(tmp_path: Path) -> None:
 
 def test_a_device_that_leaves_the_bus_during_the_scan_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
+    (tmp_path / "going").mkdir()
+    for name in ("vendor", "device", "class"):
+        (tmp_path / "going" / name).touch()
     assert pci_devices(tmp_path) == ()
 
 

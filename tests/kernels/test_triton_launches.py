@@ -94,3 +94,37 @@ def test_options_are_frozen_as_a_copy() -> None:
     assert launch.options == {"maxnreg": 64}
     with pytest.raises(TypeError):
         launch.options["maxnreg"] = 1  # pyright: ignore[reportIndexIssue]
+
+
+def programs_fit(tuning: type[Tuning]) -> bool:
+    """The law: a program holds no more elements than it may, unless a row has more, and no tile is beyond its memory, unless
+    the fewest tokens that a product takes are."""
+    made = tuning(elements=2048, tile_bytes=16 << 10)
+    return all(
+        made.rows(width, count) * width <= max(2048, width)
+        and made.rows(width, count) < 2 * count
+        and made.fitting(64, width) * width <= max(16 << 10, 16 * width)
+        and 16 <= made.fitting(64, width) <= 64
+        for width in (1, 33, 1000, 2048, 3000)
+        for count in (1, 3, 5000)
+    )
+
+
+class Wider(Tuning):
+    """Rounds rows up."""
+
+    def rows(self, width: int, count: int) -> int:
+        """Twice as many."""
+        return 2 * super().rows(width, count)
+
+
+class Thinner(Tuning):
+    """Has tiles that no product takes."""
+
+    def fitting(self, tokens: int, token_bytes: int) -> int:
+        """As many as fit."""
+        return min(tokens, max(1, self.tile_bytes // token_bytes))
+
+
+def test_programs_fit_and_those_that_do_not_are_caught() -> None:
+    assert programs_fit(Tuning) and not programs_fit(Wider) and not programs_fit(Thinner)

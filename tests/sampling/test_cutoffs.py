@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglcore.sampling import narrow_sums, reference
-from sglcore.sampling.cutoffs import keep_top_p_
+from sglcore.sampling.cutoffs import BIN_BITS, keep_top_p_, token_weights
 from sglcore.sampling.noise import LIMIT, ONE, TOP_P_BITS, noise_tables
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.sampler import Sampler, candidate_gaps
@@ -170,3 +170,51 @@ def test_a_product_in_two_words_is_exact():
     one[0], other[0] = 1 << 30, 1 << 24
     found = narrow_sums.product(one, other)
     assert torch.equal((found.high.long() << 24) + found.low, one.long() * other)
+
+
+def ties_are_exact() -> bool:
+    """The law: as many as reach what is wanted, however near to a multiple of one weight that is."""
+    generator = torch.Generator().manual_seed(2)
+    each = torch.randint(1, (1 << 30) + 1, (4000,), generator=generator, dtype=torch.int32)
+    counts = torch.randint(1, narrow_sums.MOST_TIES - 4, (4000,), generator=generator) >> torch.arange(4000) % 22
+    for over in (-1, 0, 1):
+        rest = (each.long() * counts + over).clamp(min=0)
+        wide = narrow_sums.Wide(*((part.int()[:, None]) for part in (rest >> 24, rest & ((1 << 24) - 1))))
+        if not torch.equal(narrow_sums.ties(wide, each).long(), (rest + each - 1) // each):
+            return False
+    return True
+
+
+def what_is_wanted_is_exact() -> bool:
+    """The law: what is wanted at the end of the prefix and what comes before it are the share, rounded up."""
+    generator, table = torch.Generator().manual_seed(3), torch.tensor(noise_tables().weight)
+    gaps = torch.randint(0, 400_000, (64, 50), generator=generator, dtype=torch.int32)
+    weights, top_p = token_weights(gaps, table), torch.randint(1, WHOLE, (64,), generator=generator, dtype=torch.int32)
+    last, rest = narrow_sums.prefix_end(gaps, weights, top_p, BIN_BITS, LIMIT)
+    before = (weights * (gaps < last[:, None])).sum(-1)
+    found = (before + (rest.high.long() << 24)[:, 0] + rest.low[:, 0]).tolist()
+    totals = weights.sum(-1).tolist()
+    return found == [-(-total * share // WHOLE) for total, share in zip(totals, top_p.tolist(), strict=True)]
+
+
+def share_rounded_down(total: narrow_sums.Wide, top_p: torch.Tensor) -> narrow_sums.Wide:
+    low = narrow_sums.product(total.low, top_p).high
+    return narrow_sums.product(total.high, top_p).plus(narrow_sums.Wide(low >> 24, low & ((1 << 24) - 1)))
+
+
+@pytest.mark.parametrize(
+    ("law", "name", "mutant"),
+    [
+        (ties_are_exact, "NEAR", 0),
+        (ties_are_exact, "MOST_TIES", 1 << 16),
+        (what_is_wanted_is_exact, "_share", share_rounded_down),
+    ],
+)
+def test_sums_in_two_words_are_exact_and_near_ones_are_caught(law, name, mutant, monkeypatch):
+    assert law()
+    if name == "MOST_TIES":
+        real = narrow_sums.ties
+        monkeypatch.setattr(narrow_sums, "ties", lambda *args: real(*args).clamp(max=mutant))
+    else:
+        monkeypatch.setattr(narrow_sums, name, mutant)
+    assert not law()
