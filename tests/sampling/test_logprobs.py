@@ -34,6 +34,21 @@ def test_ties_are_listed_by_id_and_ranked_alike(is_narrow):
     assert found.chosen[5] == -math.inf
 
 
+@pytest.mark.parametrize("forgets", [False, True])
+def test_ties_are_listed_by_id_where_sorting_keeps_no_order_unless_asked_to(forgets, monkeypatch):
+    real = torch.Tensor.sort
+
+    def sort(tensor, *, dim, descending, stable=False):
+        if stable and not forgets:
+            return real(tensor, dim=dim, descending=descending, stable=True)
+        found = real(tensor.flip(dim), dim=dim, descending=descending, stable=True)
+        return torch.return_types.sort((found.values, tensor.shape[dim] - 1 - found.indices))
+
+    monkeypatch.setattr(torch.Tensor, "sort", sort)
+    found = logprobs_of(torch.zeros(2, 40), torch.zeros(2, dtype=torch.int32), 3, is_narrow=True)
+    assert (found.top_ids.tolist() == [[0, 1, 2]] * 2) != forgets
+
+
 def test_no_alternatives_no_rows_and_more_than_the_vocabulary_are_fine():
     assert logprobs_of(torch.zeros(3, 4), torch.zeros(3, dtype=torch.int32), 0).top.shape == (3, 0)
     assert logprobs_of(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int32), 2).top_ids.shape == (0, 2)
