@@ -34,16 +34,16 @@ class Record:
     modules: list[str]
 
     def tests_of(self, file: str, lines: Iterable[int], seconds: float) -> list[str]:
-        """Tests of these lines; where they run only as they are imported, of the whole file and of its folder. The folder's
-        own come first, of these each function's fastest case, then each one's next, as many as fit into so many seconds, but
-        one at least."""
+        """As many as fit into so many seconds, but one at least: tests that run these lines, then those that run others of
+        the file, for what runs once in a process; where nobody runs the lines but who imports them, those of the folder too.
+        The folder's own come before others', each function's fastest case before any second one."""
         of_file, folder = self.lines.get(file, {}), f"tests/{Path(file).parts[1]}/"
-        found = {test for line in lines for test in of_file.get(str(line), ())}
-        if not found:
-            found = {test for tests in of_file.values() for test in tests}
-            found |= {test for test in self.seconds if test.startswith(folder)}
+        nearest = {test for line in lines for test in of_file.get(str(line), ())}
+        others = {test for tests in of_file.values() for test in tests}
+        if not nearest:
+            others |= {test for test in self.seconds if test.startswith(folder)}
         chosen, total = [], 0.0
-        for test in self._by_case(found, folder):
+        for test in (*self._by_case(nearest, folder), *self._by_case(others - nearest, folder)):
             if not chosen or total + self.seconds[test] <= seconds:
                 total += self.seconds[test]
                 chosen.append(test)

@@ -11,8 +11,9 @@ RECORD = Record(SECONDS, {"sglcore/a/m.py": {"3": [*SECONDS][:3], "7": ["tests/a
 def test_the_fastest_case_of_each_function_comes_before_any_second_one_as_far_as_the_time_goes() -> None:
     f0, f1, g, _ = SECONDS
     assert RECORD.tests_of("sglcore/a/m.py", [3], 10) == [f1, g, f0]
+    assert RECORD.tests_of("sglcore/a/m.py", [3], 20) == [f1, g, f0, "tests/a/y.py::h"], "it runs another line"
     assert RECORD.tests_of("sglcore/a/m.py", [3, 7], 3) == [f1, g]
-    assert RECORD.tests_of("sglcore/a/m.py", [7], 3) == ["tests/a/y.py::h"], "one is run however long it takes"
+    assert RECORD.tests_of("sglcore/a/m.py", [7], 0) == ["tests/a/y.py::h"], "one is run however long it takes"
 
 
 def test_what_runs_when_it_is_imported_meets_the_tests_of_its_file_and_folder() -> None:
