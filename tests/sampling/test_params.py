@@ -106,6 +106,7 @@ def test_min_tokens_above_max_tokens_is_refused():
     with pytest.raises(SamplingError, match="raise max_tokens"):
         SamplingParams(max_tokens=3, min_tokens=4)
     assert SamplingParams(max_tokens=None, min_tokens=4).max_tokens is None
+    assert SamplingParams(max_tokens=4, min_tokens=4).min_tokens == 4
 
 
 def test_lists_are_frozen_to_tuples_and_a_string_stop_is_one_stop():
