@@ -2,7 +2,7 @@
 tests that run its line. What is drawn depends on the code of a place alone: a change elsewhere draws no others.
 
     python tools/mutation.py                 # the whole sample
-    python tools/mutation.py --again         # only what the last run has not killed
+    python tools/mutation.py --again         # only what the last run has not killed, and nobody answered
     python tools/mutation.py --file sglcore/step/rows.py --all   # every mutant of a file
 
 Works in a copy of the tree below build/mutation. Leaves the tool's session there (`cr-report`, `cr-html` read it) and
@@ -42,6 +42,8 @@ from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult  # noqa:
 from mutation_operator import Chosen  # noqa: E402
 from mutation_tests import Record, Tests  # noqa: E402
 
+Name = tuple[str, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
@@ -57,7 +59,7 @@ class Mutant:
     becomes: str
 
     @property
-    def name(self) -> tuple[str, str, str, str]:
+    def name(self) -> Name:
         """What stays the same while the code around it changes."""
         return self.file, self.definition, self.was, self.becomes
 
@@ -68,7 +70,8 @@ def main() -> int:
     config = tomllib.loads((ROOT / "tools" / "mutation.toml").read_text())
     providers = cosmic_ray.plugins.OPERATOR_PROVIDERS
     providers["core"] = Chosen(providers["core"], "|".join(config["operators"]))
-    known = _killed() if asked.again else set()
+    answers = {(e["file"], e["in"], e["was"], e["becomes"]) for e in config["equivalent"]}
+    known = dict.fromkeys(answers, "passed") | _killed() if asked.again else {}
     _copy_tree()
     os.chdir(TREE)
     total, items = _sample(config, asked)
@@ -84,13 +87,13 @@ def main() -> int:
         began = time.monotonic()
         for mutant in mutants:
             if mutant.name in known:
-                session.set_result(mutant.job, _result("failed", mutant))
+                session.set_result(mutant.job, _result(known[mutant.name], mutant))
         tried = [mutant for mutant in mutants if mutant.name not in known]
         for number, mutant in enumerate(tried, 1):
             result = _tried(mutant, tests, record, config)
             session.set_result(mutant.job, result)
             print(f"{number}/{len(tried)} {result.output} {mutant.file}:{mutant.line} {mutant.becomes}", flush=True)
-        report, is_good = _report(session, mutants, total, config, bool(asked.file))
+        report, is_good = _report(session, mutants, total, config["floor"], answers, bool(asked.file))
     report += f"{time.monotonic() - began:.0f} s\n"
     (BUILD / "report.md").write_text(report)
     print(report)
@@ -99,7 +102,9 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="mutation testing of the host's half of a step")
-    parser.add_argument("--again", action="store_true", help="leave out what the last run has killed")
+    parser.add_argument(
+        "--again", action="store_true", help="leave out what the last run has killed, and what is answered"
+    )
     parser.add_argument("--all", action="store_true", help="every mutant, no sample")
     parser.add_argument(
         "--recorded", action="store_true", help="take the last run's record of which tests run which lines"
@@ -240,22 +245,20 @@ def _result(outcome: str, mutant: Mutant) -> WorkResult:
     )
 
 
-def _killed() -> set[tuple[str, ...]]:
-    """Names of what the last run has killed."""
+def _killed() -> dict[Name, str]:
+    """What the last run has killed, and how."""
     if not SESSION.is_file():
-        return set()
+        return {}
     with use_db(SESSION, WorkDB.Mode.open) as session:
-        return {
-            tuple(result.diff.split("\n")) for _, result in session.results if result.test_outcome == TestOutcome.KILLED
-        }
+        killed = [result for _, result in session.results if result.test_outcome == TestOutcome.KILLED]
+    return {tuple(result.diff.split("\n")): result.output for result in killed}
 
 
 def _report(
-    session: WorkDB, mutants: Iterable[Mutant], total: dict[str, int], config: dict[str, Any], only: bool
+    session: WorkDB, mutants: Iterable[Mutant], total: dict[str, int], floor: int, answers: set[Name], only: bool
 ) -> tuple[str, bool]:
     """The table of the folders, then what lives without an answer; and whether enough is killed."""
     outcomes = {job: result.output for job, result in session.results}
-    answers = {(e["file"], e["in"], e["was"], e["becomes"]): e["why"] for e in config.get("equivalent", ())}
     rows, is_good = [], True
     for folder, count in total.items():
         of_folder = [m for m in mutants if m.file.startswith(f"{folder}/")]
@@ -263,7 +266,7 @@ def _report(
         equivalent = [m for m in alive if m.name in answers]
         timeouts = sum(outcomes[m.job] == "timeout" for m in of_folder)
         score = 100 * (len(of_folder) - len(alive)) / max(1, len(of_folder) - len(equivalent))
-        is_good &= score >= config["floor"]
+        is_good &= score >= floor
         rows.append(
             f"| `{folder}` | {count} | {len(of_folder)} | {len(of_folder) - len(alive)} | {timeouts} "
             f"| {len(equivalent)} | {len(alive) - len(equivalent)} | {score:.0f} % |"
@@ -275,7 +278,7 @@ def _report(
         for m in lives
         if m.name not in answers
     ]
-    stale = answers.keys() - {m.name for m in lives}
+    stale = answers - {m.name for m in lives}
     listed += [f"no such survivor, answered in mutation.toml: {name}" for name in sorted(stale) if not only]
     return "\n".join([head, *rows, "", *listed, ""]), is_good
 
