@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError, StrictError
 from sglcore.device.ledger import DecisionLedger
-from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool, cell_bytes
+from sglcore.runtime.memory.pools import MHATokenToKVPool, PageMajorTokenToKVPool, ReqToTokenPool, cell_bytes
 from sglcore.step.sizing import GIB, MemoryBudget, MemorySizes, size_pools, size_text
 from tests.runtime.tiny import Desk
 
@@ -194,9 +194,10 @@ def test_one_request_of_the_whole_context_always_fits_into_what_was_allowed(
 # -- the pools that are made with these sizes --------------------------------------------------------------------------
 
 
-def test_a_cell_costs_keys_and_values_of_every_layer() -> None:
+@pytest.mark.parametrize("kind", [MHATokenToKVPool, PageMajorTokenToKVPool])
+def test_a_cell_costs_keys_and_values_of_every_layer(kind: type[MHATokenToKVPool]) -> None:
     assert cell_bytes(((2, 8), (1, 16)), torch.bfloat16) == 2 * (16 + 16) * 2
-    pool = MHATokenToKVPool(3, 4, ((2, 8), (1, 16)), torch.bfloat16, "cpu")
+    pool = kind(3, 4, ((2, 8), (1, 16)), torch.bfloat16, "cpu")
     stored = sum(part.nbytes for layer in (0, 1) for part in pool.kv(layer))
     assert stored == pool.num_cells * cell_bytes(((2, 8), (1, 16)), torch.bfloat16)
     assert pool.num_cells == (3 + 1) * 4
