@@ -83,6 +83,7 @@ def test_what_is_no_fixture_is_an_error_that_shows_one(text: str, tmp_path: Path
         ([replace(WIDER, law="none")], ["'none' in float32 matches no law"]),
         ([replace(WIDER, law="retraction", dtype="int8")], ["'retraction' in int8 matches no law that compares"]),
         ([replace(WIDER, law="tiny", bound=1e-4)], ["'tiny' in float32 is 0.0001; the law's own is 0.0002"]),
+        ([replace(WIDER, law="tiny", bound=2e-4)], ["'tiny' in float32 is 0.0002; the law's own is 0.0002"]),
         ([replace(WIDER, bound=float("inf"))], ["is inf; the law's own is 0"]),
         ([WIDER, WIDER], ["there are two tolerances of 'pool_keeps_cells' in float32"]),
     ],
@@ -151,6 +152,13 @@ def test_it_stands_in_the_result_and_in_the_table(largest: float, is_wide: bool,
         "- reference, board A: pool_keeps_cells in float32 allows 0.01 where the law allows 0 (cells are kept in bfloat16)"
     )
     assert line.endswith("10 times less than is allowed: narrow it") == is_wide
+
+
+def test_a_tolerance_is_wide_by_the_largest_error_of_all_cases() -> None:
+    errors = [(name, {"float32": error}) for name, error in (("pool_keeps_cells", 0.004), ("pool_keeps_cells", 1e-4))]
+    for seen in (errors, errors[::-1]):
+        (found,) = tolerance_values(Fixture((WIDER,)), LAWS, [*seen, ("tiny", {"float32": 0.5})])
+        assert found["largest"] == 0.004 and not found["is_wide"]
 
 
 def test_a_tolerance_in_whose_dtype_nothing_ran_says_so() -> None:

@@ -220,3 +220,28 @@ def test_page_table_differences_are_appended_row_by_row() -> None:
     for slot in range(9):
         pages = desk.pages.get(slot, [])
         assert table.page_table[slot].tolist() == pages + [0] * (table.max_pages - len(pages))
+
+
+def last_page_fits(kind: type[ReqToTokenPool]) -> bool:
+    """The law: a slot takes the pages of a whole context and of the token that is drawn after it, and no more."""
+    for pages in (4, 5):
+        table, desk = kind(2, 12, 4, "cpu"), Desk()
+        try:
+            found = table.changes(desk.extend({1: [1] * (4 * pages)}))
+        except ValueError:
+            return pages == 5
+        if found is None or found[0].tolist() != [table.max_pages + column for column in range(pages)]:
+            return False
+    return False
+
+
+class OnePageShort(ReqToTokenPool):
+    """Refuses the page of the last token."""
+
+    def __init__(self, max_requests: int, max_model_len: int, page_size: int, device: str) -> None:
+        super().__init__(max_requests, max_model_len, page_size, device)
+        self.max_pages -= 1
+
+
+def test_the_page_of_the_last_token_fits_and_a_table_without_it_is_caught() -> None:
+    assert last_page_fits(ReqToTokenPool) and not last_page_fits(OnePageShort)

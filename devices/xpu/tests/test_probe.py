@@ -40,8 +40,11 @@ def test_the_graphics_of_a_processor_are_taken_only_by_name_and_hide_beside_a_ca
     alone = seen(tmp_path / "a", INTEL_GRAPHICS, INTEL_LIBRARIES, XPU_TORCH)
     assert not alone.present and "--device xpu" in alone.hardware.remedy
     assert seen(tmp_path / "a", named=True).usable
-    both = seen(tmp_path / "b", INTEL_GRAPHICS, INTEL, XPU_TORCH)
-    assert both.usable and [device.pci_address for device in both.devices] == ["0000:03:00.0"]
+    before = drm_node(127, "i915", "8086:4680", "0000:00:02.0")
+    for name, graphics in (("b", INTEL_GRAPHICS), ("c", {**INTEL_GRAPHICS, **before})):
+        both = seen(tmp_path / name, graphics, INTEL, XPU_TORCH)
+        assert both.usable and [device.pci_address for device in both.devices] == ["0000:03:00.0"]
+        assert both.driver.evidence.startswith("/dev/dri/renderD128 by xe")
 
 
 def test_a_card_on_the_first_bus_of_a_virtual_machine_is_a_card(tmp_path: Path) -> None:
