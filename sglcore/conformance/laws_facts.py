@@ -173,6 +173,7 @@ LAWS: tuple[Law, ...] = (
         "Where a forward must know its lengths on the host, every batch has them there.",
         lengths_are_on_the_host,
         broken.LOSES_LENGTHS,
+        broken.OLD_LENGTHS,
         cases=_where(lambda facts: facts.needs_host_lengths),
     ),
 )

@@ -93,6 +93,23 @@ def loses_lengths(runner: Any) -> Any:
     return become(runner, subclass)
 
 
+def old_lengths(runner: Any) -> Any:
+    """A runner whose batches have the lengths of the step before on the host."""
+
+    def subclass(base: Any) -> type:
+        class OldLengths(base):
+            __slots__ = ()
+
+            def init_batch(self, *given: Any) -> Any:
+                staged = super().init_batch(*given)
+                staged.seq_lens_cpu = staged.seq_lens_cpu - 1
+                return staged
+
+        return OldLengths
+
+    return become(runner, subclass)
+
+
 def reads_lengths(backend: Any) -> Any:
     """Attention whose replays look at lengths on the host."""
 
@@ -149,6 +166,13 @@ LOSES_LENGTHS = Mutant(
     says="Lengths must be on the host, and batches come without.",
     facts=lambda facts: replace(facts, needs_host_lengths=True),
     steps=MappingProxyType({"runner": loses_lengths}),
+    needs=TORCH,
+)
+OLD_LENGTHS = Mutant(
+    name="old lengths",
+    says="Lengths must be on the host, and those of the step before are.",
+    facts=lambda facts: replace(facts, needs_host_lengths=True),
+    steps=MappingProxyType({"runner": old_lengths}),
     needs=TORCH,
 )
 READS_LENGTHS = Mutant(

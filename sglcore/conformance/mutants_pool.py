@@ -59,6 +59,16 @@ def one_layer_for_all(base: Any) -> type:
     return OneLayerForAll
 
 
+def loses_values(base: Any) -> type:
+    """Keys are kept, and values are not."""
+
+    class LosesValues(base):
+        def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
+            super().store(layer_id, key, key, out_cache_loc)
+
+    return LosesValues
+
+
 def _mutant(subclass: Callable[[Any], type]) -> Mutant:
     def change(pools: Any) -> Any:
         become(pools.token_to_kv, subclass)
@@ -75,4 +85,5 @@ MUTANTS: tuple[Mutant, ...] = (
     STORES_IN_ANOTHER_LAYOUT,
     _mutant(stores_beside),
     _mutant(one_layer_for_all),
+    _mutant(loses_values),
 )

@@ -8,9 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
+from sglcore.conformance import laws_facts
 from sglcore.conformance.catalogue import LAWS
 from sglcore.conformance.fact_proofs import PROOFS
+from sglcore.conformance.law import LawBroken
+from sglcore.conformance.laws_facts import Watch
 from sglcore.device.facts import Facts
 
 NAMES = [item.name for item in fields(Facts)]
@@ -39,3 +43,20 @@ def test_the_guide_explains_each_fact_in_one_row() -> None:
     for name in NAMES:
         assert f"`{PROOFS[name].law}`" in told[name]
         assert f"`{PROOFS[name].reader.removeprefix('sglcore.').replace('.', '/')}.py`" in told[name]
+
+
+def index_is_refused() -> bool:
+    """The law: indices of 64 bits are seen where an operation takes them in a list and gives none back."""
+    x, index = torch.zeros(4), torch.zeros(2, dtype=torch.int64)
+    try:
+        with Watch("cpu"):
+            x[index]
+    except LawBroken as error:
+        return "index is given torch.int64" in str(error)
+    return False
+
+
+def test_indices_in_a_list_are_seen_and_who_does_not_look_there_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert index_is_refused()
+    monkeypatch.setattr(laws_facts, "_tensors", lambda values: [v for v in values if isinstance(v, torch.Tensor)])
+    assert not index_is_refused()

@@ -104,6 +104,11 @@ def test_gpus_are_numbered_as_the_variable_lists_them(tmp_path: Path, value: str
     assert report.hidden == f"CUDA_VISIBLE_DEVICES={value!r} shows {len(shown)} of 4"
 
 
+def test_nodes_are_counted_by_number_and_not_as_texts(tmp_path: Path) -> None:
+    devices = probe(False, machine(tmp_path, {"/dev/nvidia10": "", "/dev/nvidia2": ""})).devices
+    assert [(device.index, device.name) for device in devices] == [(0, "/dev/nvidia2"), (1, "/dev/nvidia10")]
+
+
 def test_a_container_that_was_given_some_gpus_lists_those(tmp_path: Path) -> None:
     files = {name: text for name, text in FOUR.items() if name not in ("/dev/nvidia0", "/dev/nvidia2")}
     assert [device.uuid for device in probe(False, machine(tmp_path, files)).devices] == ["GPU-1aaa", "GPU-3aaa"]

@@ -53,6 +53,13 @@ def test_a_server_is_usable_and_described(tmp_path: Path) -> None:
     assert "3.3.0" in report.driver.evidence and "torch_musa 2.11.0.post2" in report.runtime.evidence
 
 
+@pytest.mark.parametrize("variable", ["MUSA_HOME", "MUSA_PATH"])
+def test_a_toolkit_in_another_folder_is_found_by_either_variable(tmp_path: Path, variable: str) -> None:
+    files = {**without(SERVER, "libmusart"), "/opt/musa/lib/libmusart.so.4": ""}
+    assert answers(tmp_path, files) == (True, True, False)
+    assert answers(tmp_path, files, **{variable: "/opt/musa"}) == (True, True, True)
+
+
 def test_nothing_is_seen_on_a_machine_without_one(tmp_path: Path) -> None:
     assert answers(tmp_path, CUDA_TORCH) == (False, False, False)
 
