@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,9 @@ from torch import Tensor
 from sglcore.conformance import mutants_kernels as broken
 from sglcore.conformance.law import LawBroken
 from sglcore.conformance.laws_kernels import RELATIVE, compare
+from sglcore.conformance.mutant import Mutant
+from sglcore.conformance.reference_parts import REFERENCE
+from sglcore.conformance.trial import Kit
 from sglcore.device.errors import StrictError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
@@ -159,6 +163,30 @@ def test_a_model_runs_on_what_takes_it_and_the_ledger_has_the_rest(tmp_path: Pat
     found = Steps(load(folder, kernels=table, ledger=ledger)).logprobs({1: ids})
     assert torch.equal(found, Steps(load(folder)).logprobs({1: ids}))
     assert {row.topic for row in ledger.rows} == {"kernel rms_norm"}
+
+
+def test_the_draw_and_the_cells_are_asked_for_as_an_engine_starts(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {}
+
+    def limited(table: KernelTable) -> KernelTable:
+        def refuses(name: str) -> Limited:
+            return Limited(fails, lambda *call: asked.setdefault(name, call) and "not of this size")
+
+        return table.replace(**{name: refuses(name) for name in ("draw", "greedy", "cache_locations")})
+
+    narrow = Mutant(
+        name="limited",
+        says="",
+        facts=lambda facts: replace(facts, index_dtype="int32"),
+        steps={"kernels": limited},
+    )
+    kit = Kit(REFERENCE.broken_by(narrow), tmp_path)
+    harness = kit.harness("dense")
+    harness.run([[3, 4, 5]], 2)
+    kit.close()
+    told = {row.topic for row in harness.started.ledger.rows if row.reason.startswith("not of this size")}
+    assert told == {"kernel draw", "kernel greedy", "kernel cache_locations"}
+    assert asked["cache_locations"][-1].dtype == torch.int32 and asked["draw"][0].dtype == torch.float32
 
 
 # -- the kit -----------------------------------------------------------------------------------------------------------
