@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-from sglcore.device.discovery import GROUP
-from sglcore.device.package import API
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +19,16 @@ class Site:
     folders: tuple[Path, ...] = ()
 
     def with_package(self, name: str, folder: Path) -> Site:
-        """Install the device package that lies in a folder."""
+        """Install the device package that lies in a folder, with all entry points that it declares."""
         info = self.path / f"sglcore_{name}-0.1.0.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglcore-{name}\nVersion: 0.1.0\n")
-        (info / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = sglcore_{name}:package [api-{API}]\n")
+        declared = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["entry-points"]
+        groups = (
+            f"[{group}]\n" + "".join(f"{point} = {value}\n" for point, value in points.items())
+            for group, points in declared.items()
+        )
+        (info / "entry_points.txt").write_text("".join(groups))
         return Site(self.path, (*self.folders, folder))
 
     def run(self, *words: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:

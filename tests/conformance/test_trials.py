@@ -1,0 +1,127 @@
+"""Two made-up devices, from what `sglcore new-device` writes and few lines of their own, each on a simulated machine that its
+package brings: one of torch with Triton, and one that is unusual wherever a device may be. No line of the core or the
+simulator knows them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from difflib import ndiff
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from ci.selection import Selection
+from tests.conformance.site import Site
+
+ROOT = Path(__file__).resolve().parents[2]
+TRIALS = Path(__file__).with_name("trials")
+COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType({"acme": ("--torch", "torch_acme"), "quirk": ()})
+MOST_LINES = 160
+QUICK = ("--level", "C2", "--set", "kernels=reference", "--set", "attention_backend=gathered")
+"""Without what takes minutes in Triton's interpreter, and runs on the lanes of the simulated devices; a whole run takes it."""
+GENERATE = """
+import sglcore_sim
+sglcore_sim.install("acme")
+from sglcore.cli.__main__ import main
+from sglcore import LLM, SamplingParams
+with LLM(device="acme", kv_cache_memory="8M", kernels="reference", attention_backend="gathered") as llm:
+    output, = llm.generate("Once upon a time", SamplingParams(max_tokens=8, temperature=0.0))
+    kind = llm.engine.worker.runner.attn_backend.token_to_kv_pool.kv(0)[0].device
+    print(kind, [row.effective for row in llm.ledger.rows if row.topic in ("device", "graph", "attention")])
+    print(repr(output.outputs[0].text))
+main(["devices", "acme", "--json"])
+"""
+
+
+def make(name: str, folder: Path) -> Site:
+    """The package of a trial: what the command writes, with the trial's own files over it."""
+    package = folder / name
+    ran = Site(folder).sglcore("new-device", name, "--path", str(package), *COMMANDS[name])
+    assert ran.returncode == 0, ran.stderr
+    shutil.copytree(package, folder / "written")
+    shutil.copytree(TRIALS / name, package, dirs_exist_ok=True)
+    site = Site(folder).with_package(name, package)
+    order = site.run("-c", f"from sglcore_{name}.bring_up import BRING_UP; print(BRING_UP.text(), end='')")
+    (package / f"sglcore_{name}" / "bring_up.txt").write_text(order.stdout)
+    return site
+
+
+@pytest.fixture(scope="module")
+def acme(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    return make("acme", tmp_path_factory.mktemp("acme"))
+
+
+@pytest.fixture(scope="module")
+def quirk(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    return make("quirk", tmp_path_factory.mktemp("quirk"))
+
+
+def conform(site: Site, name: str, *words: str) -> dict[str, Any]:
+    """The result of the kit on the simulated machine of a trial."""
+    ran = site.sglcore("conform", name, "--json", "--hardware", "simulated", *words, "--", f"--sim={name}")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return json.loads(ran.stdout)
+
+
+def test_a_device_of_torch_with_triton_holds_every_law(acme: Site, selection: Selection) -> None:
+    result = conform(acme, "acme", *(QUICK if selection.seed is not None else ()))
+    assert (result["verdict"], result["hardware"]) == ("passed", "simulated")
+    assert {law["verdict"] for law in result["laws"]} == {"passed"}
+    names = [law["law"] for law in result["laws"]]
+    assert {name.partition("[")[2].partition("/")[0] for name in names if name.startswith("replay_is_eager")} == {
+        "full",
+        "breakable",
+        "piecewise",
+    }
+    takes_c3 = any(name.startswith("attention_is_reference[triton") for name in names)
+    assert takes_c3 == (selection.seed is None)
+
+
+def test_an_unusual_device_holds_every_law(quirk: Site) -> None:
+    result = conform(quirk, "quirk")
+    assert (result["verdict"], result["hardware"]) == ("passed", "simulated")
+    passed = {law["law"] for law in result["laws"] if law["verdict"] == "passed"}
+    assert {"integers_are_narrow", "lengths_are_on_the_host"} <= passed
+
+
+def test_the_laws_catch_broken_kinds_of_it(acme: Site) -> None:
+    laws = ("replay_is_eager", "padding_is_inert", "overlap_is_sequential")
+    laws += ("replay_reads_buffers", "replays_keep_order", "errors_leave_graphs_usable")
+    words = [word for law in laws for word in ("--law", law)]
+    ran = acme.sglcore("conform", "acme", "--mutants", *words, "--", "--sim=acme")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "skipped" not in ran.stdout
+
+
+def test_it_generates_text_by_its_own_graphs_and_shows_its_four_facts(acme: Site) -> None:
+    ran = acme.run("-c", GENERATE)
+    assert ran.returncode == 0, ran.stderr
+    where, text, *listed = ran.stdout[ran.stdout.index("acme:0") :].splitlines()
+    assert where == "acme:0 ['acme', 'gathered', 'full']" and len(text) > 10
+    (device,) = json.loads("\n".join(listed))["devices"]
+    assert device["is_chosen"] and all(fact["holds"] for fact in device["facts"].values()), device
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_few_lines_of_it_are_its_own(name: str, request: pytest.FixtureRequest) -> None:
+    written = request.getfixturevalue(name).path / "written"
+    own: list[str] = []
+    for file in sorted(path for path in (TRIALS / name).rglob("*") if path.suffix in (".py", ".toml")):
+        before = written / file.relative_to(TRIALS / name)
+        old = before.read_text().splitlines() if before.is_file() else []
+        own += [line for line in ndiff(old, file.read_text().splitlines()) if line.startswith("+ ")]
+    assert 20 < len(own) <= MOST_LINES, len(own)
+
+
+def test_they_import_the_seam_and_the_runtime_only_and_the_core_does_not_know_them() -> None:
+    text = "".join(file.read_text() for file in TRIALS.rglob("*.py"))
+    assert set(re.findall(r"from sglcore\.(\w+)", text)) == {"device", "runtime"}
+    core = (
+        file.read_text(encoding="utf-8") for part in ("sglcore", "simulator") for file in (ROOT / part).rglob("*.py")
+    )
+    assert not [text for text in core if re.search(r"\bsglcore_(acme|quirk)\b|device == .(acme|quirk)", text)]

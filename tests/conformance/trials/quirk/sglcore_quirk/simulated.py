@@ -1,0 +1,10 @@
+"""The simulated quirk accelerator that `--sim=quirk` gives where sglcore-sim is installed; nothing of the device imports this."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from sglcore_sim.kinds import Kind
+
+FILES = {"dev/quirk{i}": "", "usr/lib/libquirk.so.1": "", "site-packages/torch_quirk/__init__.py": ""}
+KIND = Kind("quirk", "quirk", capabilities=frozenset(), files=MappingProxyType(FILES))
