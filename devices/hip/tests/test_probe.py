@@ -124,10 +124,10 @@ def gpu(number: int) -> Files:
 
 
 def test_a_place_on_the_bus_has_five_bits_of_device_and_three_of_function(tmp_path: Path) -> None:
-    place = gpu(0) | kfd_node(
+    place = kfd_node(
         1, simd_count=1216, simd_per_cu=4, gfx_target_version=90402, location_id=5 << 8 | 0x11 << 3 | 6, domain=2
     )
-    (device,) = probe(False, machine(tmp_path, place)).devices
+    (device,) = probe(False, machine(tmp_path, {**gpu(0), **place})).devices
     assert device.pci_address == "0002:05:11.6"
 
 

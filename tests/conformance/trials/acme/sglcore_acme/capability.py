@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglcore_acme.vendor import device_module
+from sglcore_acme.vendor import device_module  # pyright: ignore[reportMissingImports]
 
 
 @dataclass(frozen=True, slots=True)

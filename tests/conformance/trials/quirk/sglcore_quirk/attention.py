@@ -33,7 +33,7 @@ class QuirkAttention(PageRowsAttention):
         assert batch.seq_lens_cpu is not None
         lengths = batch.seq_lens_cpu.tolist()
         sizes = zip([1] * len(lengths) if queries is None else queries.tolist(), lengths, strict=True)
-        return HostPlan(*(getattr(made, field.name) for field in fields(made)), tuple(sizes))
+        return HostPlan(*(getattr(made, field.name) for field in fields(made)), tuple(sizes))  # pyright: ignore[reportCallIssue]
 
     def attend_pages(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Any, layer: Any) -> Tensor:
         """Row by row."""
