@@ -109,7 +109,7 @@ def measure_host(trees: Mapping[str, Path], rounds: int, folder: Path, found: Re
         for name, tree in sorted(trees.items(), reverse=bool(number % 2)):
             result = folder / "host.json"
             script = tree / "benchmarks" / "host_overhead.py"
-            told = {**os.environ, "PYTHONPATH": search_path(tree), "OMP_NUM_THREADS": "1"}
+            told = {**os.environ, "PYTHONPATH": search_path(tree), "OMP_NUM_THREADS": "1", "SGLCORE_DEVICE": "cpu"}
             subprocess.run(
                 [sys.executable, script, "--json", result], env=told, cwd=tree, check=True, capture_output=True
             )
