@@ -8,10 +8,9 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglcore.conformance.fixture import FILE, Fixture, read_fixture
-from sglcore.conformance.host_cells import HostPool
 from sglcore.conformance.mutant import Mutant, wrap_steps
 from sglcore.device.bring_up import BringUp
 from sglcore.device.candidate import run_probe
@@ -23,7 +22,9 @@ from sglcore.device.ledger import DecisionLedger
 from sglcore.device.package import DevicePackage, resolve
 from sglcore.device.selection import find_installed
 from sglcore.device.worker import ModelWorker
-from sglcore.runtime.memory.pools import PoolKind, TokenToKVPool
+
+if TYPE_CHECKING:
+    from sglcore.runtime.memory.pools import PoolKind, TokenToKVPool
 
 GIVEN = ("config", "package", "facts", "ledger", "progress", "model_path")
 """What an engine gives to a bring-up."""
@@ -97,6 +98,8 @@ class Target:
     def pool(self, started: StartedDevice) -> TokenToKVPool | None:
         """The keys and values of a started device, as a `TokenToKVPool`; None where nobody says how to reach them."""
         if (cells := self.fixture().cells) is not None:
+            from sglcore.conformance.host_cells import HostPool  # It needs torch, which not every device's tests have.
+
             return HostPool(resolve(cells, self.name)(started.built))
         return started.built["pools"].token_to_kv if "torch_runtime" in self.capabilities() else None
 
