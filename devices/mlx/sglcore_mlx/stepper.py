@@ -8,6 +8,7 @@ lazy array, is built and waits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import mlx.core as mx
 
@@ -71,22 +72,43 @@ class Stepper:
         decode = DecodeForward(model, attention, batch_type)
         self._decode: Callable[..., tuple[mx.array, list[mx.array]]] = mx.compile(decode) if compiles else decode
         self._compiles = compiles
+        self._running: Future[None] = Future()
+        self._running.set_result(None)
         self.health = Health()
 
-    def launch(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
-        """Build a step, wait until the one before has ended, and start it. Raises what building raises; other steps go on.
+    def launch(self, batch: ScheduleBatch) -> tuple[StepOutput[mx.array], Future[None]]:
+        """Build a step, `finish` the one before and start it; with its output, the future of its end.
 
-        Raises RuntimeError once starting a step has failed: what the cells hold is unknown then.
+        Raises what building raises; other steps go on. Raises RuntimeError once a step has failed on the device: what
+        the cells hold is unknown then.
         """
         self.health.check()
         output = self._embed(batch) if batch.forward_mode is ForwardMode.EMBED else self._generate(batch)
+        self.finish(self._running)
+        self.health.check()
         try:
-            mx.synchronize()
             mx.async_eval(output.arrays(), self._state.arrays())
         except BaseException as error:
             self.health.fail(error)
             raise
-        return output
+        self._running = Future()
+        return output, self._running
+
+    def finish(self, step: Future[None]) -> None:
+        """Wait for the end of this step, unless that was done, and settle its future.
+
+        An error that comes before MLX waits for it stays with the stream, and only synchronising raises it: the arrays
+        can be read then, and are wrong.
+        """
+        if step.done():
+            return
+        try:
+            mx.synchronize()
+        except BaseException as error:
+            self.health.fail(error)
+            step.set_exception(error)
+        else:
+            step.set_result(None)
 
     def _generate(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
         rows = plan_rows(batch)
@@ -135,5 +157,5 @@ class Stepper:
 
     def close(self) -> None:
         """Wait for what was started, and drop what was compiled: MLX keeps it by thread, and the thread ends next."""
-        mx.synchronize()
+        self.finish(self._running)
         del self._decode, self._sampling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import mlx.core as mx
@@ -93,8 +94,13 @@ def test_a_step_is_built_while_the_one_before_runs_and_started_when_that_has_end
 
 
 def is_in_turn(calls: list[str]) -> bool:
-    """Each step is built, then the one before is waited for, then it starts."""
-    return calls == ["_generate", "synchronize", "async_eval"] * (len(calls) // 3) and len(calls) > 60
+    """Each step is built, then the one before is waited for, then it starts; the last is waited for too."""
+    first, steps = ["_generate", "async_eval"], ["_generate", "synchronize", "async_eval"]
+    return calls == first + steps * (len(calls) // 3 - 1) + ["synchronize"] and len(calls) > 60
+
+
+ENDED: Future[None] = Future()
+ENDED.set_result(None)
 
 
 class _StartsEarly(Stepper):
@@ -104,7 +110,7 @@ class _StartsEarly(Stepper):
         output = self._generate(batch)
         mx.async_eval(output.arrays(), self._state.arrays())
         mx.synchronize()
-        return output
+        return output, ENDED
 
 
 class _StartsLess(Stepper):
@@ -114,7 +120,7 @@ class _StartsLess(Stepper):
         output = self._generate(batch)
         mx.synchronize()
         mx.async_eval(output.arrays())
-        return output
+        return output, ENDED
 
 
 @pytest.mark.parametrize("kind", [_StartsEarly, _StartsLess])

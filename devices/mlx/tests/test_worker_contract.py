@@ -178,7 +178,10 @@ def test_what_building_a_step_raises_comes_out_of_its_collect_and_others_go_on(w
 
 
 class Exploding:
-    """A model that divides by a singular matrix where it has three tokens: an error that only running it can raise."""
+    """A model that divides by a singular matrix where it has three tokens: an error that only running it can raise.
+    After `further` operations MLX has the error before it waits for the step, whose arrays can be read then."""
+
+    further = 0
 
     def __init__(self, model: Model) -> None:
         self.config, self.dtype, self.layers = model.config, model.dtype, model.layers
@@ -188,11 +191,21 @@ class Exploding:
     def __call__(self, batch: ForwardBatch) -> mx.array:
         """Hidden states, or none."""
         hidden = self._model(batch)
-        return hidden + mx.linalg.inv(mx.zeros((3, 3)), stream=mx.cpu).sum() if batch.num_tokens == 3 else hidden
+        if batch.num_tokens == 3:
+            hidden = hidden + mx.linalg.inv(mx.zeros((3, 3)), stream=mx.cpu).sum()
+            for _ in range(self.further):
+                hidden = hidden + 1e-3
+        return hidden
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Those of the model."""
         return self._model.logits(hidden)
+
+
+class ExplodingEarly(Exploding):
+    """With the error known before anything waits."""
+
+    further = 200
 
 
 def start_with(folder: Path, mutant: Mutant) -> StartedDevice:
@@ -201,9 +214,12 @@ def start_with(folder: Path, mutant: Mutant) -> StartedDevice:
     return Target(package).broken_by(mutant).start(config, folder)
 
 
-def test_a_step_that_fails_on_the_device_says_so_and_the_worker_does_afterwards(folder: Path) -> None:
-    steps = MappingProxyType({"model": Exploding})
-    worker = start_with(folder, Mutant(name="explodes", says="", steps=steps)).worker
+@pytest.mark.parametrize("model", [Exploding, ExplodingEarly])
+def test_a_step_that_fails_on_the_device_says_so_and_the_worker_does_afterwards(
+    folder: Path, model: type[Exploding]
+) -> None:
+    mx.eval(mx.ones(4) + 1)
+    worker = start_with(folder, Mutant(name="explodes", says="", steps=MappingProxyType({"model": model}))).worker
     assert two_tokens(worker)
     tickets = [worker.submit(step) for step in (prefill(3, ids=PROMPT[:3]), prefill(4))]
     with pytest.raises(RuntimeError, match="Inverse"):
@@ -211,6 +227,15 @@ def test_a_step_that_fails_on_the_device_says_so_and_the_worker_does_afterwards(
     for ticket in (tickets[1], worker.submit(prefill(5))):
         with pytest.raises(RuntimeError, match="earlier step failed.*start another worker"):
             worker.collect(ticket)
+    worker.close()
+
+
+@pytest.mark.parametrize("model", [Exploding, ExplodingEarly])
+def test_a_step_that_fails_and_that_no_other_follows_says_so(folder: Path, model: type[Exploding]) -> None:
+    mx.eval(mx.ones(4) + 1)
+    worker = start_with(folder, Mutant(name="explodes", says="", steps=MappingProxyType({"model": model}))).worker
+    with pytest.raises(RuntimeError, match="Inverse"):
+        worker.collect(worker.submit(prefill(1, ids=PROMPT[:3])))
     worker.close()
 
 
