@@ -5,9 +5,12 @@ never which device.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import sys
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,7 @@ class LaneRun:
         self._tests: dict[str, dict[str, Any]] = {}
         self._left_out: dict[str, list[str]] = {}
         self._not_taken: dict[str, str] = {}
+        self._modules = 0
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
@@ -51,6 +55,24 @@ class LaneRun:
             return None
         files = (collection_path, collection_path.with_name("conftest.py"))
         return None if any("needs(" in file.read_text() for file in files if file.is_file()) else True
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection(self) -> Generator[None, object, object]:
+        """No garbage is looked for while the tests are gathered."""
+        gc.disable()
+        try:
+            return (yield)
+        finally:
+            gc.enable()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        """What has been imported stays. No garbage is looked for in it, which would be most of what a capture of graphs costs
+        in a process that holds thousands of tests and all of torch."""
+        if len(sys.modules) != self._modules:
+            self._modules = len(sys.modules)
+            gc.collect()
+            gc.freeze()
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Leave out what the lane can not run, and what is not taken of the rest."""
@@ -90,6 +112,10 @@ class LaneRun:
             whole = dict(chosen.whole) if took_all(self.lane, session.config, exitstatus) else {}
             values |= {"not_taken": self._not_taken, "whole": whole, "sampled": chosen.sampled}
             self._record.write_text(json.dumps(values, indent=1, sort_keys=True))
+
+    def pytest_unconfigure(self) -> None:
+        """Python looks through everything when it ends, and some libraries report what it then misses."""
+        gc.unfreeze()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:

@@ -12,9 +12,10 @@ from sglcore.device.collection import no_collection
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
-    assert gc.isenabled() and gc.get_freeze_count() == 0
-    yield
     gc.unfreeze()
+    assert gc.isenabled()
+    yield
+    gc.freeze()
     gc.enable()
 
 
