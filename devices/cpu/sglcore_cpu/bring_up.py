@@ -76,13 +76,14 @@ def processor_kernels(
 ) -> KernelTable:
     """The native table, or another of the package's; a compiler traces torch's only, and reads plain weights."""
     asked = package.kernels_for(config.kernels, "reference", *NAMES)
+    is_traced = facts.graph_kind(config.graph) == "compiled"
     extension = find_extension(torch.__version__)
     if extension is not None:
-        ledger.record(extension_row(extension, asked == "ipex"))
-    if asked != "reference" and facts.graph_kind(config.graph) == "compiled":
+        ledger.record(extension_row(extension, asked == "ipex", is_traced))
+    if asked != "reference" and is_traced:
         is_other = config.kernels not in ("auto", TORCH)
-        reason = "a compiler traces torch's own"
-        ledger.record(Row("kernels", config.kernels, TORCH, reason, "--graph native", downgrade=is_other))
+        remedy = "--graph native" if asked in (NATIVE, *NAMES) else "--graph off"
+        ledger.record(Row("kernels", config.kernels, TORCH, "a compiler traces torch's own", remedy, is_other))
         return torch_kernels().replace(pack_linear=KernelTable().pack_linear)
     if asked not in (NATIVE, *NAMES):
         return kernels(config, package, ledger, device)

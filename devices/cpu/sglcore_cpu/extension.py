@@ -22,14 +22,14 @@ class Extension:
     @property
     def gap(self) -> str:
         """Why it can not serve; empty if it can. It is built for the torch whose first two numbers are its own."""
-        if _release(self.version) == _release(self.torch):
+        if release(self.version) == release(self.torch):
             return ""
         here = f"torch here is {self.torch}" if self.torch else "torch is not installed"
-        return f"it is built for torch {_release(self.version)}, and {here}"
+        return f"is built for torch {release(self.version)}, and {here}"
 
     def __str__(self) -> str:
         """What it is, and whether it can serve."""
-        return f"{self.version}; " + (f"not used: {self.gap}; {ENDED}" if self.gap else "--kernels ipex takes it")
+        return f"{self.version}; " + (f"not used: it {self.gap}; {ENDED}" if self.gap else "--kernels ipex takes it")
 
 
 def find_extension(torch: str) -> Extension | None:
@@ -40,15 +40,18 @@ def find_extension(torch: str) -> Extension | None:
         return None
 
 
-def _release(version: str) -> str:
+def release(version: str) -> str:
+    """The first two numbers of a version."""
     return ".".join(version.split(".")[:2])
 
 
-def extension_row(found: Extension, asked: bool) -> Row:
-    """What the ledger says of it, `asked` for or not."""
+def extension_row(found: Extension, asked: bool, traced: bool) -> Row:
+    """What the ledger says of it, `asked` for or not; `traced`: a compiler serves, which takes kernels of its own."""
     name = f"{DISTRIBUTION} {found.version}"
     if found.gap:
-        return Row("extension", "auto", "not used", f"{name}: {found.gap}; {ENDED}", f"pip uninstall {DISTRIBUTION}")
+        return Row("extension", "auto", "not used", f"{name} {found.gap}; {ENDED}", f"pip uninstall {DISTRIBUTION}")
     if not asked:
         return Row("extension", "auto", "not used", f"{name} fits torch {found.torch}", "--kernels ipex")
+    if traced:
+        return Row("extension", "ipex", "not used", f"{name} fits, but a compiler traces torch's own", "--graph off")
     return Row("extension", "ipex", name, f"it fits torch {found.torch}", "--kernels auto")

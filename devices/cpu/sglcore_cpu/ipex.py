@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sglcore.device.errors import ConfigError, DeviceError
 from sglcore.runtime.kernels.table import KernelTable, Limited
-from sglcore_cpu.extension import DISTRIBUTION, ENDED, find_extension
+from sglcore_cpu.extension import DISTRIBUTION, ENDED, find_extension, release
 from sglcore_cpu.kernels import takes_whole_heads, torch_kernels
 from sglcore_cpu.packed import ClosedWeight
 
@@ -39,11 +39,14 @@ def ipex_kernels() -> KernelTable:
 def check_installed() -> None:
     """Raise ConfigError unless an extension is installed that fits this torch."""
     found = find_extension(torch.__version__)
-    reason = "it is not installed" if found is None else found.gap
+    reason = "is not installed" if found is None else found.gap
     if reason:
         what = DISTRIBUTION if found is None else f"{DISTRIBUTION} {found.version}"
-        wanted = f"one that is built for torch {torch.__version__}"
-        raise ConfigError(f"kernels is 'ipex', and {what}: {reason}", wanted=wanted, remedy=f"{ENDED}; --kernels auto")
+        raise ConfigError(
+            f"kernels is 'ipex', and {what} {reason}",
+            wanted=f"one that is built for torch {release(torch.__version__)}",
+            remedy=f"--kernels auto, which needs no extension (no release of it is newer: {ENDED})",
+        )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

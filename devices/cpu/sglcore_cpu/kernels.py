@@ -102,7 +102,8 @@ def takes_whole_heads(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Te
 class Rotary:
     """Rotary embedding as x * cos + swapped(x) * sin over q and k at once where they are neighbours in memory.
 
-    Of heads that are rotated whole. A compiler fuses the reference better than this, so it gets that. Keeps, for each cos/sin cache and dtype, a table with both halves written out: rows of [cos, cos, -sin, sin].
+    Of heads that are rotated whole. A compiler fuses the reference better than this, so it gets that. Keeps, for each
+    cos/sin cache and dtype, a table with both halves written out: rows of [cos, cos, -sin, sin].
     """
 
     def __init__(self) -> None:

@@ -51,7 +51,12 @@ def model(is_encoder: bool = False) -> Any:
 
 @pytest.mark.parametrize(
     ("asked", "graph", "taken"),
-    [("torch", "off", "torch"), ("reference", "off", bring_up.REFERENCE), ("native", "compiled", "torch")],
+    [
+        ("torch", "off", "torch"),
+        ("reference", "off", bring_up.REFERENCE),
+        ("native", "compiled", "torch"),
+        ("ipex", "compiled", "torch"),
+    ],
 )
 def test_the_kernels_that_were_asked_for_serve_unless_a_compiler_wants_others(
     asked: str, graph: str, taken: str
@@ -60,6 +65,7 @@ def test_the_kernels_that_were_asked_for_serve_unless_a_compiler_wants_others(
     processor_kernels(EngineConfig(kernels=asked, graph=graph), package, facts(0), none, ledger, none)
     (row,) = ledger.rows
     assert (row.requested, row.effective, row.downgrade) == (asked, taken, graph == "compiled")
+    assert not row.downgrade or row.remedy == ("--graph native" if asked == "native" else "--graph off")
 
 
 def test_kernels_that_are_none_list_those_that_are() -> None:

@@ -168,12 +168,12 @@ def test_the_law_of_kernels_catches(entry: str, defect: Callable[..., Any], told
 # -- whether it serves -------------------------------------------------------------------------------------------------
 
 
-def start(kernels: str) -> tuple[KernelTable, tuple[Row, ...]]:
+def start(kernels: str, graph: str = "off") -> tuple[KernelTable, tuple[Row, ...]]:
     """The table that serves when these kernels are asked for, and the rows of the ledger that speak of the extension."""
     ledger = DecisionLedger()
     threads = Placement(1, (), "asked for")
     table = processor_kernels(
-        EngineConfig(kernels=kernels, graph="off"), package, facts(0), threads, ledger, torch.device("cpu")
+        EngineConfig(kernels=kernels, graph=graph), package, facts(0), threads, ledger, torch.device("cpu")
     )
     return table, tuple(row for row in ledger.rows if row.topic == "extension")
 
@@ -182,7 +182,8 @@ def test_where_it_is_not_installed_nothing_is_said_and_asking_for_it_is_refused(
     assert start("auto")[1] == ()
     assert DISTRIBUTION not in probe(True, host_system()).details
     with pytest.raises(
-        ConfigError, match=r"'ipex', and intel-.*: it is not installed; wanted one .*; it ended in March"
+        ConfigError,
+        match=r"'ipex', and intel-\S+ is not installed; wanted .* torch 2\.\d+; --kernels auto, .* ended in March",
     ):
         start("ipex")
 
@@ -191,16 +192,18 @@ def test_one_for_another_torch_is_told_everywhere_refused_by_name_and_never_impo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, "2.8.0+cpu", monkeypatch, source="raise RuntimeError('imported')")
-    why = f"it is built for torch 2.8, and torch here is {torch.__version__}"
+    why = f"is built for torch 2.8, and torch here is {torch.__version__}"
     table, (row,) = start("auto")
     assert (row.effective, row.downgrade) == ("not used", False) and why in row.reason and "2.8.0+cpu" in row.reason
     assert (
-        probe(False, host_system()).details[DISTRIBUTION].startswith(f"2.8.0+cpu; not used: {why}; it ended in March")
+        probe(False, host_system())
+        .details[DISTRIBUTION]
+        .startswith(f"2.8.0+cpu; not used: it {why}; it ended in March")
     )
     (note,) = (check for check in check_devices() if check.topic.endswith(DISTRIBUTION))
     assert note.verdict == "note" and why in note.found
     with pytest.raises(
-        ConfigError, match=f"'ipex', and {DISTRIBUTION} 2.8.0.*: {re.escape(why)}; wanted .*--kernels auto"
+        ConfigError, match=f"'ipex', and {DISTRIBUTION} 2.8.0.* {re.escape(why)}; wanted .*--kernels auto"
     ):
         start("ipex")
     assert MODULE not in sys.modules and table.origin["linear"] != "sglcore_cpu.ipex:linear"
@@ -222,6 +225,14 @@ def test_one_that_fits_and_is_broken_is_an_error_with_its_cause(
     install(tmp_path, FITS, monkeypatch, source="raise OSError('libiomp5.so: no such file')")
     with pytest.raises(DeviceError, match="can not be imported: libiomp5.so: no such file; --kernels auto"):
         start("ipex")
+
+
+@pytest.mark.usefixtures("installed")
+def test_where_a_compiler_traces_torchs_kernels_it_is_not_said_to_serve() -> None:
+    table, (row,) = start("ipex", graph="compiled")
+    assert table.origin["linear"] != "sglcore_cpu.ipex:linear"
+    assert (row.requested, row.effective, row.remedy) == ("ipex", "not used", "--graph off")
+    assert "a compiler traces" in row.reason
 
 
 @pytest.mark.usefixtures("installed")

@@ -65,8 +65,8 @@ def residency(hardware: Hardware, ledger: DecisionLedger) -> Residency:
 
 def kernels(config: EngineConfig, package: DevicePackage, ledger: DecisionLedger) -> KernelNames:
     """The names of what runs each operation. There is one implementation of each."""
-    package.kernels_for(config.kernels, "reference")
-    table: KernelNames = resolve(package.kernels["mlx"], package.name)()
+    name = package.kernels_for(config.kernels)
+    table: KernelNames = resolve(package.kernels[name], package.name)()
     for name, value in (("quantize", config.quantize), ("kv_cache_dtype", config.kv_cache_dtype)):
         if value != "auto":
             raise ConfigError(
