@@ -135,7 +135,7 @@ def _check_device(candidate: Candidate) -> Iterable[Check]:
         yield Check(topic, "bad", text, f"{remedy}; --device NAME of another starts without it")
         return
     for name, fact in report.facts.items():
-        failing = "bad" if report.present else "note"
+        failing = "bad" if report.present and report.hiding is None else "note"
         yield Check(
             f"{topic}: {name}", "ok" if fact.holds else failing, fact.evidence, "" if fact.holds else fact.remedy
         )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglcore.device.discovery import Installed
+from sglcore.device.discovery import Installed, pip
 from sglcore.device.errors import DeviceError, SglcoreError
 from sglcore.device.package import DevicePackage, resolve
-from sglcore.device.pci import PciClaim, PciDevice, claimed_devices
+from sglcore.device.pci import PciClaim, PciDevice
 from sglcore.device.probe import ProbeReport
 from sglcore.device.system import System, host_system
 
@@ -37,6 +37,11 @@ class Candidate:
         return self.report is not None and self.report.present
 
     @property
+    def is_hidden(self) -> bool:
+        """It is present, and somebody hides every device of it from this process."""
+        return self.is_present and self.probed().hiding is not None
+
+    @property
     def is_usable(self) -> bool:
         """Its probe found that all four facts hold."""
         return self.report is not None and self.report.usable
@@ -57,10 +62,7 @@ class Candidate:
         )
         remedy = self.error.remedy if isinstance(self.error, SglcoreError) else ""
         line = f"{self.installed.distribution} {self.installed.version} can not be {where}: {said.strip()}"
-        return (
-            line,
-            remedy or f"pip install --upgrade {self.installed.distribution} (sglcore doctor shows the traceback)",
-        )
+        return line, remedy or pip("install --upgrade", self.installed.distribution)
 
 
 def run_probe(package: DevicePackage, named: bool, system: System | None = None) -> ProbeReport:
@@ -92,10 +94,11 @@ def claims_of(installed: Sequence[Installed]) -> frozenset[PciClaim]:
 
 
 def likely_devices(candidate: Candidate, known: frozenset[PciClaim], bus: Sequence[PciDevice]) -> tuple[PciDevice, ...]:
-    """The devices on the bus that a package which raised would probably have found: those that it claims, or, where it can
-    not say, the accelerators of vendors of which nothing in `known`, the claims of all that loaded, is."""
+    """The devices on the bus that a package which raised would probably have found: those that it claims and that are
+    accelerators beyond doubt, or, where it can not say, the accelerators of vendors of which nothing in `known`, the claims
+    of all that loaded, is."""
     package = candidate.installed.package
     if package is not None and (package.pci or package.is_host):
-        return claimed_devices(package.pci, bus)
+        return tuple(device for device in bus if any(claim.is_sure_of(device) for claim in package.pci))
     vendors = {claim.vendor_id for claim in known}
     return tuple(device for device in bus if device.is_accelerator and device.vendor_id not in vendors)

@@ -14,6 +14,8 @@ from sglcore.device.errors import DeviceError
 from sglcore.device.package import API, DevicePackage
 
 GROUP = "sglcore.devices"
+UNKNOWN = "an unknown distribution"
+"""What is said instead of the name of a distribution that has lost it."""
 _API_TAG = re.compile(r"\[\s*api-(\d+)\s*\]\s*$")
 
 
@@ -40,13 +42,20 @@ def discover(found: Iterable[EntryPoint] | None = None) -> tuple[Installed, ...]
     return tuple(_load(point, [other for other in points if other.name == point.name]) for point in points)
 
 
+def pip(command: str, distribution: str) -> str:
+    """The remedy `pip COMMAND DISTRIBUTION`; where pip does not know what it would work on, what to do by hand."""
+    if distribution == UNKNOWN:
+        return f"delete the .dist-info folder without METADATA that has an entry point of {GROUP}"
+    return f"pip {command} {distribution}"
+
+
 def check_api(number: int, distribution: str, name: str) -> None:
     """Raise `DeviceError` unless this core understands the contract that a package was written for."""
     if number != API:
         raise DeviceError(
             f"device {name!r} of {distribution} was written for API {number}",
             wanted=f"API {API}, which this sglcore understands",
-            remedy=f"pip install --upgrade {distribution if number < API else 'sglcore'}",
+            remedy=pip("install --upgrade", distribution if number < API else "sglcore"),
         )
 
 
@@ -64,7 +73,7 @@ def _package(point: EntryPoint, distribution: str, same_name: list[EntryPoint]) 
         homes = [_home(other)[0] for other in same_name]
         raise DeviceError(
             f"{' and '.join(homes)} both offer a device {point.name!r}",
-            remedy=f"pip uninstall {homes[-1]}, or the other",
+            remedy=f"{pip('uninstall', homes[-1])}, or the other",
         )
     number = _api_number(point, distribution)
     check_api(number, distribution, point.name)
@@ -78,7 +87,7 @@ def _package(point: EntryPoint, distribution: str, same_name: list[EntryPoint]) 
         raise DeviceError(
             f"{distribution} declares device {package.name!r} with API {package.api}",
             wanted=f"{point.name!r} with API {number}, as its entry point says",
-            remedy=f"pip install --force-reinstall {distribution}",
+            remedy=pip("install --force-reinstall", distribution),
         )
     return package
 
@@ -89,7 +98,7 @@ def _api_number(point: EntryPoint, distribution: str) -> int:
         raise DeviceError(
             f"the entry point {point.name} = {point.value!r} of {distribution} does not say its API number",
             wanted=f"'module:name [api-{API}]'",
-            remedy=f"pip install --upgrade {distribution}",
+            remedy=pip("install --upgrade", distribution),
         )
     return int(tag.group(1))
 
@@ -97,4 +106,4 @@ def _api_number(point: EntryPoint, distribution: str) -> int:
 def _home(point: EntryPoint) -> tuple[str, str]:
     """The name and version of the distribution that an entry point came with; what is left of one may have neither."""
     name, version = (point.dist.name, point.dist.version) if point.dist is not None else (None, None)
-    return name or "an unknown distribution", version or "?"
+    return name or UNKNOWN, version or "?"

@@ -39,6 +39,13 @@ class PciClaim:
 
     vendor_id: int
     classes: frozenset[int] = ACCELERATOR_CLASSES
+    graphics: str = ""
+    """How the addresses end at which the vendor's processors have graphics of their own, such as ":00:02.0": the package
+    answers for those too, but need not mean to run there. Empty: every device that is covered is an accelerator."""
+
+    def is_sure_of(self, device: PciDevice) -> bool:
+        """Whether it is one of them, and an accelerator beyond doubt: one that a start must not pass by unseen."""
+        return self.covers(device) and not (self.graphics and device.address.endswith(self.graphics))
 
     def covers(self, device: PciDevice) -> bool:
         """Whether it is one of them."""

@@ -14,11 +14,13 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One thing that holds or not, how that was seen, and what to do about it."""
+    """One thing that holds or not, how that was seen, and what to do about it. `is_wanted`: it does not hold because
+    somebody said so, by a variable; a start that nobody gave a device passes this one by."""
 
     holds: bool
     evidence: str
     remedy: str = ""
+    is_wanted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,11 @@ class ProbeReport:
     def first_failure(self) -> tuple[str, Fact] | None:
         """The first fact that does not hold, with its name; None when all hold."""
         return next(((name, fact) for name, fact in self.facts.items() if not fact.holds), None)
+
+    @property
+    def hiding(self) -> Fact | None:
+        """The fact that does not hold because somebody hides every device from this process; None if nobody does."""
+        return next((fact for fact in self.facts.values() if fact.is_wanted), None)
 
 
 def installed_fact(module: str, distribution: str, remedy: str) -> Fact:

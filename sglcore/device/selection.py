@@ -1,7 +1,8 @@
 """Which device runs: the one that was named, or the only accelerator that is usable, or the host when none is present.
 
-A device that is present but not usable ends the start. A package that raises, or whose probe does, is a row of the ledger,
-and ends the start only where the PCI bus shows what is probably its hardware, with its own traceback.
+A device that is present but not usable ends the start, unless somebody hides it from this process: then it is a row of the
+ledger. So is a package that raises, or whose probe does; it ends the start only where the PCI bus shows what is probably its
+hardware, and an accelerator beyond doubt, with its own traceback.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def decide(candidates: Sequence[Candidate], requested: Requested, bus: Sequence[
     or its probe raised."""
     if requested.name:
         return _named(candidates, requested)
-    accelerators = tuple(c for c in candidates if not c.is_host and c.is_present)
+    present = tuple(c for c in candidates if not c.is_host and c.is_present)
+    accelerators = tuple(c for c in present if not c.is_hidden)
+    hidden = [_hidden_row(c) for c in present if c.is_hidden]
     usable = tuple(c for c in accelerators if c.is_usable)
     if len(usable) > 1:
         raise DeviceError(
@@ -64,6 +67,7 @@ def decide(candidates: Sequence[Candidate], requested: Requested, bus: Sequence[
     if usable:
         rows = [_unusable_row(c) for c in accelerators if not c.is_usable]
         rows += [_raised_row(c, usable[0].name, is_downgrade=False) for c in raised]
+        rows += hidden
         return _choice(usable[0], requested, "it is the only usable accelerator", rows)
     if accelerators:
         raise _unusable(accelerators[0], f"{_SETTING} chooses another device")
@@ -71,7 +75,7 @@ def decide(candidates: Sequence[Candidate], requested: Requested, bus: Sequence[
     for candidate in raised:
         if likely := likely_devices(candidate, known, bus):
             _end(candidate, likely[0], candidates)
-    return _host(candidates, raised, requested, unclaimed_devices(known, bus))
+    return _host(candidates, raised, hidden, requested, unclaimed_devices(known, bus))
 
 
 def find_installed(installed: Sequence[Installed], requested: Requested) -> Installed:
@@ -97,6 +101,7 @@ def _named(candidates: Sequence[Candidate], requested: Requested) -> Choice:
 def _host(
     candidates: Sequence[Candidate],
     raised: Sequence[Candidate],
+    hidden: Sequence[Row],
     requested: Requested,
     unclaimed: Sequence[PciDevice],
 ) -> Choice:
@@ -104,8 +109,9 @@ def _host(
     if not hosts:
         for candidate in raised:
             candidate.probed()
+        told = "".join(f" ({row.topic}: {row.reason})" for row in hidden)
         raise DeviceError(
-            f"found no accelerator among {_names(candidates) or 'no installed device packages'}, and no host device",
+            f"found no accelerator among {_names(candidates) or 'no installed device packages'}{told}, and no host device",
             remedy=f"pip install sglcore-cpu, or name a device: {_SETTING}",
         )
     host, *others = hosts
@@ -114,8 +120,11 @@ def _host(
     if not host.is_usable:
         raise _unusable(host, "no accelerator is present either")
     rows = [_raised_row(c, host.name, is_downgrade=True) for c in raised]
-    rows += [_unclaimed_row(device, host.name) for device in unclaimed]
-    return _choice(host, requested, "no accelerator of an installed package is present", rows)
+    rows += [*hidden, *(_unclaimed_row(device, host.name) for device in unclaimed)]
+    seen = (
+        "every accelerator that is present is hidden" if hidden else "no accelerator of an installed package is present"
+    )
+    return _choice(host, requested, seen, rows)
 
 
 def _choice(candidate: Candidate, requested: Requested, reason: str, others: Sequence[Row] = ()) -> Choice:
@@ -164,9 +173,16 @@ def _unusable_row(candidate: Candidate) -> Row:
     return Row(f"accelerator {candidate.name}", "usable", "not used", reason, fact.remedy)
 
 
+def _hidden_row(candidate: Candidate) -> Row:
+    fact = candidate.probed().hiding
+    assert fact is not None
+    return Row(f"accelerator {candidate.name}", "auto", "not used", f"it is hidden: {fact.evidence}", fact.remedy)
+
+
 def _raised_row(candidate: Candidate, chosen: str, *, is_downgrade: bool) -> Row:
     line, remedy = candidate.trouble()
-    remedy = f"{remedy}; --device {chosen} starts without it"
+    told = "" if isinstance(candidate.error, SglcoreError) else " (sglcore doctor shows the traceback)"
+    remedy = f"{remedy}{told}; --device {chosen} starts without it"
     return Row(f"device {candidate.name}", "usable", "not used", line, remedy, is_downgrade)
 
 
@@ -186,7 +202,8 @@ def _unusable(candidate: Candidate, after: str) -> DeviceError:
     name, fact = report.first_failure or ("", report.hardware)
     state = "is present but not usable" if report.present else "is not present"
     remedy = f"{fact.remedy or 'see sglcore doctor'} ({after})"
-    return DeviceError(f"device {candidate.name!r} {state}: {name}: {fact.evidence}", remedy=remedy)
+    hidden = "" if report.hiding in (None, fact) else f"; it is hidden, too: {report.hiding.evidence}"
+    return DeviceError(f"device {candidate.name!r} {state}: {name}: {fact.evidence}{hidden}", remedy=remedy)
 
 
 def _names(candidates: Sequence[Candidate]) -> str:

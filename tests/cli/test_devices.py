@@ -35,6 +35,7 @@ def test_every_package_is_listed_with_facts_versions_and_the_choice(site: Site) 
         "holds": True,
         "evidence": "planted hardware",
         "remedy": "plug it in",
+        "is_wanted": False,
     }
 
 

@@ -84,7 +84,7 @@ def test_a_package_that_raises_is_a_finding_with_its_traceback(site: Site) -> No
     assert ran.returncode == 1
     found = checks["device one"]
     assert "planted_one" in found["found"] and "RuntimeError: the driver is too old" in found["found"]
-    assert "--device NAME of another starts without it" in found["remedy"]
+    assert "--device NAME of another starts without it" in found["remedy"] and "doctor" not in found["remedy"]
     assert checks["choice"]["verdict"] == "ok" and checks["choice"]["found"].startswith("cpu")
 
 
@@ -101,8 +101,9 @@ def test_the_devices_of_a_package_and_what_hides_others_are_findings(site: Site)
 def test_an_absent_accelerator_is_a_note_and_an_unusable_one_is_bad(site: Site) -> None:
     site.add("one", hardware=False)
     site.add("two", runtime=False)
+    site.add("three", runtime=False, wanted=True, devices=0, hidden="ONES='' shows 0 of 2")
     checks = checks_of(with_torch(site))
-    assert checks["device one: hardware"]["verdict"] == "note"
+    assert checks["device one: hardware"]["verdict"] == checks["device three: runtime"]["verdict"] == "note"
     assert checks["device two: runtime"]["verdict"] == "bad"
     assert checks["choice"]["verdict"] == "bad"
 

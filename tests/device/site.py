@@ -31,9 +31,9 @@ def probe(named, system):
     {body}
     return ProbeReport(
         hardware=Fact({hardware} or (named and {offered}), "planted hardware", "plug it in"),
-        driver=Fact(True, "planted driver"),
+        driver=Fact({driver}, "planted driver", "mend the driver"),
         package=Fact(True, "planted package"),
-        runtime=Fact({runtime}, "planted runtime", "mend the runtime"),
+        runtime=Fact({runtime}, "planted runtime", "mend the runtime", is_wanted={wanted}),
         devices=tuple(DeviceInfo(index, f"planted {{index}}") for index in range({devices})),
         hidden={hidden!r},
     )
@@ -57,7 +57,9 @@ class Planted:
     devices: int = 1
     hidden: str = ""
     offered: bool = False
+    driver: bool = True
     runtime: bool = True
+    wanted: bool = False
     api: int = 3
     tag: str = "[api-3]"
     body: str = ""

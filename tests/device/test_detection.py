@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from sglcore.device.candidate import claims_of, run_probe
 from sglcore.device.choice import Requested
-from sglcore.device.discovery import discover
+from sglcore.device.discovery import Installed, discover
 from sglcore.device.errors import DeviceError
 from sglcore.device.probe import ProbeReport
 from sglcore.device.selection import Choice, select
@@ -115,6 +116,43 @@ def test_the_graphics_of_an_intel_processor_stand_in_nobodys_way(tmp_path: Path)
     graphics = (INTEL_GRAPHICS, INTEL_LIBRARIES)
     assert choose(machine(tmp_path / "a", NVIDIA, *graphics, CUDA_TORCH)).chosen.name == "cuda"
     assert choose(machine(tmp_path / "b", *graphics, CPU_TORCH)).package.is_host
+
+
+def test_a_broken_probe_ends_a_start_for_its_cards_and_not_for_the_graphics_of_a_processor(tmp_path: Path) -> None:
+    def broken(item: Installed) -> Installed:
+        return replace(item, package=replace(item.loaded(), probe="os:nothing")) if item.name == "xpu" else item
+
+    installed = [broken(item) for item in INSTALLED]
+    for name, parts, chosen in (("a", (CPU_TORCH,), "cpu"), ("b", (NVIDIA, CUDA_TORCH), "cuda")):
+        choice = select(installed, Requested(), system=machine(tmp_path / name, INTEL_GRAPHICS, *parts))
+        assert choice.chosen.name == chosen and "device xpu" in {row.topic for row in choice.rows}
+    with pytest.raises(DeviceError, match=r"0000:03:00.0 .* is probably a device of 'xpu'.*--device cpu"):
+        select(installed, Requested(), system=machine(tmp_path / "c", INTEL, CPU_TORCH))
+
+
+HIDES = (
+    (NVIDIA, CUDA_TORCH, "cuda", "CUDA_VISIBLE_DEVICES"),
+    (NVIDIA_PCI, CUDA_TORCH, "cuda", "CUDA_VISIBLE_DEVICES"),
+    (AMD, HIP_TORCH, "hip", "HIP_VISIBLE_DEVICES"),
+    (AMD, HIP_TORCH, "hip", "ROCR_VISIBLE_DEVICES"),
+    (MUSA, MUSA_TORCH, "musa", "MUSA_VISIBLE_DEVICES"),
+    (NPU, NPU_TORCH, "npu", "ASCEND_RT_VISIBLE_DEVICES"),
+    (INTEL, XPU_TORCH, "xpu", "ZE_AFFINITY_MASK"),
+)
+
+
+@pytest.mark.parametrize(("files", "build", "name", "variable"), HIDES)
+def test_who_hides_all_devices_of_a_kind_runs_on_the_next_and_who_names_one_that_is_not_there_does_not(
+    tmp_path: Path, files: dict[str, str], build: dict[str, str], name: str, variable: str
+) -> None:
+    hiding = machine(tmp_path, files, build, environ={variable: "-1"})
+    choice = choose(hiding)
+    row = next(row for row in choice.rows if row.topic == f"accelerator {name}")
+    assert choice.package.is_host and variable in row.reason and not row.downgrade
+    with pytest.raises(DeviceError, match=f"'{name}' is present but not usable: .*{variable}='-1'"):
+        choose(hiding, name)
+    with pytest.raises(DeviceError, match=f"'{name}' is present but not usable"):
+        choose(machine(tmp_path, environ={variable: "97"}))
 
 
 def test_two_usable_vendors_are_an_error_that_names_both_and_the_setting(tmp_path: Path) -> None:

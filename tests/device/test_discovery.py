@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sglcore.device.candidate import try_package
 from sglcore.device.discovery import Installed
 from sglcore.device.errors import DeviceError
 from tests.device.site import Site
@@ -81,6 +82,14 @@ def test_what_is_left_of_a_distribution_does_not_stop_the_others(site: Site) -> 
     for item in site.discover():
         with pytest.raises(DeviceError, match="an unknown distribution and sglcore-two both offer a device 'two'"):
             item.loaded()
+
+
+def test_pip_is_never_told_of_a_distribution_without_a_name(site: Site) -> None:
+    left = site.path / "left-1.0.dist-info"
+    left.mkdir()
+    (left / "entry_points.txt").write_text("[sglcore.devices]\none = nowhere:package\nsix = os:path [api-3]\n", "utf-8")
+    found = [try_package(item, False).trouble() for item in site.discover()]
+    assert len(found) == 2 and all(remedy.startswith("delete the .dist-info folder") for _, remedy in found)
 
 
 def test_something_else_than_a_package_is_refused(site: Site) -> None:

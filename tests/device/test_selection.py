@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -153,6 +154,40 @@ def test_what_a_variable_hides_is_a_row(site: Site) -> None:
     )
 
 
+HIDDEN = {"runtime": False, "wanted": True, "devices": 0, "hidden": "ONES='' shows 0 of 2"}
+"""A device that somebody hides."""
+
+
+@pytest.mark.parametrize("driver", [True, False])
+@pytest.mark.parametrize("other", ["host", "two"])
+def test_a_device_that_somebody_hides_is_passed_by_with_a_row(site: Site, other: str, driver: bool) -> None:
+    site.add("host", is_host=True)
+    site.add("one", driver=driver, **HIDDEN)
+    if other == "two":
+        site.add("two")
+    choice = choose(site)
+    (row,) = choice.rows[1:]
+    assert choice.chosen.name == other and ("hidden" in choice.rows[0].reason) is (other == "host")
+    assert (row.topic, row.effective, row.downgrade) == ("accelerator one", "not used", False)
+    assert (row.reason, row.remedy) == ("it is hidden: planted runtime", "mend the runtime")
+
+
+def test_a_device_that_somebody_hides_and_names_is_an_error_that_says_by_what(site: Site) -> None:
+    site.add("host", is_host=True)
+    site.add("one", **HIDDEN)
+    site.add("two", driver=False, **HIDDEN)
+    with pytest.raises(DeviceError, match="'one' is present but not usable: runtime: planted runtime; mend"):
+        choose(site, "one")
+    with pytest.raises(DeviceError, match="driver: planted driver; it is hidden, too: planted runtime; mend the dri"):
+        choose(site, "two")
+
+
+def test_where_all_are_hidden_and_no_host_is_installed_the_error_says_by_what(site: Site) -> None:
+    site.add("one", **HIDDEN)
+    with pytest.raises(DeviceError, match=r"among one \(accelerator one: it is hidden: planted runtime\), and no host"):
+        choose(site)
+
+
 def test_some_devices_are_offered_only_by_name(site: Site) -> None:
     site.add("host", is_host=True)
     site.add("one", hardware=False, offered=True)
@@ -227,6 +262,19 @@ def test_where_its_hardware_is_on_the_bus_what_it_raised_ends_the_start(
     assert "0000:01:00.0 [1eaf:0001] of PCI class 0302 is probably a device of 'one'" in said
     assert said.endswith("--device host starts without it")
     assert choose(site, "host", UNCLAIMED).chosen.name == "host"
+
+
+def test_graphics_of_a_processor_that_a_package_claims_end_no_start(site: Site) -> None:
+    site.add("host", is_host=True)
+    site.add("one", vendors=(0x1EAF,), probe_body="raise RuntimeError")
+    claim = PciClaim(0x1EAF, graphics=":01:00.0")
+    found = [
+        item if item.name == "host" else replace(item, package=replace(item.loaded(), pci={claim}))
+        for item in site.discover()
+    ]
+    assert [row.topic for row in select(found, AUTOMATIC, (UNCLAIMED,)).rows] == ["device", "device one"]
+    with pytest.raises(RuntimeError):
+        select(found, AUTOMATIC, (UNCLAIMED, replace(UNCLAIMED, address="0000:02:00.0")))
 
 
 def test_a_device_on_the_bus_that_another_package_answers_for_is_not_taken_for_the_broken_ones(site: Site) -> None:
@@ -306,7 +354,8 @@ def test_what_raised_is_blamed_for_accelerators_alone_and_other_blame_is_caught(
         ),
         ({"probe_body": "raise RuntimeError"}, "probed", "pip install --upgrade sglcore-one (sglcore doctor"),
         ({"tag": "[api-9]"}, "loaded", "pip install --upgrade sglcore"),
-        ({"declared": "three"}, "loaded", "pip install --force-reinstall sglcore-one"),
+        ({"declared": "three"}, "loaded", "pip install --force-reinstall sglcore-one; "),
+        ({"probe_body": "return True"}, "probed", "pip install --upgrade sglcore-one; "),
     ],
 )
 def test_who_is_told_of_a_package_that_raised_is_told_what_failed_and_its_own_remedy(

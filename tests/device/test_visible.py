@@ -106,5 +106,35 @@ def test_what_is_hidden_names_the_variable_its_value_and_how_many_it_shows() -> 
     assert seen.failure is not None and seen.failure.evidence == seen.hidden and "unset" in seen.failure.remedy
 
 
-def test_a_machine_without_devices_hides_none() -> None:
-    assert visible_devices((), {"FIRST": ""}, "FIRST") == Visible(())
+WANTED = ("", "-1", "-1,0", " none ", "void", "NoDevFiles")
+MISTAKEN = ("4", "7,0", "2,2", "GPU-", "all")
+
+
+def none_is_wanted_or_a_mistake(read: Reading) -> bool:
+    """The law: who writes that there is to be no device wants none; who names what is not there is mistaken."""
+    found = {value: read(FOUR, {"FIRST": value}, "FIRST").failure for value in (*WANTED, *MISTAKEN)}
+    after = read(FOUR, {"FIRST": "7", "SECOND": "0"}, "FIRST", "SECOND").failure
+    return all(
+        fact is not None and fact.is_wanted is (value in WANTED) for value, fact in {**found, "7;0": after}.items()
+    )
+
+
+def always_wanted(devices: Sequence[DeviceInfo], environ: Mapping[str, str], *names: str) -> Visible:
+    seen = visible_devices(devices, environ, *names)
+    return seen if seen.failure is None else replace(seen, failure=replace(seen.failure, is_wanted=True))
+
+
+def never_wanted(devices: Sequence[DeviceInfo], environ: Mapping[str, str], *names: str) -> Visible:
+    seen = visible_devices(devices, environ, *names)
+    return seen if seen.failure is None else replace(seen, failure=replace(seen.failure, is_wanted=False))
+
+
+def test_to_hide_all_is_a_wish_and_to_name_what_is_not_there_a_mistake() -> None:
+    assert none_is_wanted_or_a_mistake(visible_devices)
+    assert not any(map(none_is_wanted_or_a_mistake, (always_wanted, never_wanted, empty_is_unset)))
+
+
+def test_where_no_file_lists_devices_only_the_wish_for_none_hides_them() -> None:
+    assert visible_devices((), {"FIRST": "0"}, "FIRST") == Visible(())
+    seen = visible_devices((), {"FIRST": ""}, "FIRST")
+    assert seen.failure is not None and seen.failure.is_wanted and seen.hidden == "FIRST='' shows 0 of 0"

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from sglcore.device.probe import DeviceInfo, Fact, ProbeReport, installed_fact
 from sglcore.device.system import System
-from sglcore.device.visible import Visible, visible_devices
+from sglcore.device.visible import Visible, all_hidden, shows_none, visible_devices
 from sglcore_cuda import package
 
 NODES = "/dev/nvidia[0-9]*"
@@ -54,8 +54,8 @@ def _visible(system: System, nodes: tuple[str, ...]) -> Visible:
         part = value.partition(",")[0]
         return Visible((DeviceInfo(0, part),), f"{VISIBLE}={value!r} shows one part of a GPU")
     if PARAVIRTUAL in nodes:
-        is_hidden = value.strip() in ("", "-1") and VISIBLE in system.environ
-        return Visible((), f"{VISIBLE}={value!r} shows no GPU" if is_hidden else "")
+        hidden = f"{VISIBLE}={value!r} shows no GPU" if VISIBLE in system.environ and shows_none(value) else ""
+        return Visible((), hidden, all_hidden(hidden, is_wanted=True) if hidden else None)
     return visible_devices(_gpus(system, nodes), system.environ, VISIBLE)
 
 

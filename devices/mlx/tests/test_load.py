@@ -13,7 +13,11 @@ import pytest
 
 from devices.mlx.tests.model_cases import hidden_states, load, logprobs, split_parts
 from sglcore.checkpoint.safetensors_header import ELEMENT_BYTES
+from sglcore.device.config import EngineConfig
 from sglcore.device.errors import CheckpointError, ConfigError
+from sglcore.device.ledger import DecisionLedger
+from sglcore_mlx import package
+from sglcore_mlx.bring_up import kernels
 from sglcore_mlx.load import MAPPED
 from sglcore_mlx.models.contract import LayerShape
 
@@ -268,3 +272,9 @@ def test_a_sparse_model_needs_its_experts_sizes(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", random_tensors(), architectures=["Qwen3MoeForCausalLM"])
     with pytest.raises(ConfigError, match="has no num_experts and moe_intermediate_size; wanted both"):
         load(folder)
+
+
+@pytest.mark.parametrize("asked", ["reference", "triton"])
+def test_kernels_that_this_device_does_not_have_are_refused(asked: str) -> None:
+    with pytest.raises(ConfigError, match=f"kernels is '{asked}'; wanted one of auto, mlx"):
+        kernels(EngineConfig(kernels=asked), package, DecisionLedger())

@@ -3,6 +3,9 @@
 from sglcore.device.package import DevicePackage
 from sglcore.device.pci import PciClaim
 
+GRAPHICS = ":00:02.0"
+"""Where the vendor's processors have their own graphics. A virtual machine may have cards elsewhere on this bus."""
+
 package = DevicePackage(
     name="xpu",
     api=3,
@@ -22,6 +25,6 @@ package = DevicePackage(
     },
     kernels={"triton": "sglcore_xpu.kernels:kernels"},
     bring_up="sglcore_xpu.bring_up:BRING_UP",
-    pci=frozenset({PciClaim(0x8086, frozenset({0x0300, 0x0302, 0x0380}))}),
+    pci=frozenset({PciClaim(0x8086, frozenset({0x0300, 0x0302, 0x0380}), GRAPHICS)}),
 )
 """What `sglcore devices` and the core read. The vendor's processing accelerators (class 1200) are no GPUs."""

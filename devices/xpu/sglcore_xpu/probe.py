@@ -9,17 +9,16 @@ from sglcore.device.pci import PCI_DEVICES
 from sglcore.device.probe import DeviceInfo, Fact, ProbeReport, installed_fact
 from sglcore.device.system import System
 from sglcore.device.visible import Visible, visible_devices
-from sglcore_xpu import package
+from sglcore_xpu import GRAPHICS, package
 
 NODES = "/dev/dri/renderD*"
 VENDOR = "8086:"
 DRIVERS = ("i915", "xe")
-GRAPHICS = ":00:02.0"
-"""Where the vendor's processors have their own graphics. A virtual machine may have cards elsewhere on this bus."""
 LIBRARIES = ("libze_loader.so.1", "libze_intel_gpu.so.1")
 """Level Zero's loader, and the GPU driver that it loads; what torch's own wheels do not bring."""
 MASK, SELECTOR, HIERARCHY = "ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR", "ZE_FLAT_DEVICE_HIERARCHY"
 TORCH = "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/xpu, with --force-reinstall over another build"
+DESELECTED = f"unset {SELECTOR}, or say level_zero:gpu there"
 LEVEL_ZERO = "apt install libze1 libze-intel-gpu1 (level-zero intel-level-zero-gpu in older repositories of Intel's)"
 MOUNTS = "a container takes --device /dev/dri"
 
@@ -47,7 +46,7 @@ def probe(named: bool, system: System) -> ProbeReport:
         hardware=_hardware(system, gpus, named),
         driver=_driver(system, gpus),
         package=installed_fact("sglcore_xpu", "sglcore-xpu", "pip install sglcore-xpu"),
-        runtime=_deselected(system) or seen.failure or _runtime(system),
+        runtime=seen.failure or _runtime(system),
         devices=seen.devices,
         hidden=seen.hidden,
     )
@@ -74,26 +73,32 @@ def _gpu(system: System, node: str) -> Gpu | None:
 
 
 def _visible(system: System, gpus: tuple[Gpu, ...]) -> Visible:
-    """What torch counts: cards only, where there is one. Nothing where a variable says it in words that no file explains."""
-    if SELECTOR in system.environ or "." in system.environ.get(MASK, ""):
-        return Visible(())
+    """What torch counts: cards only, where there is one. None is listed where a variable chooses them by what no file tells."""
+    environ = {name: value for name in (SELECTOR, MASK) if (value := system.environ.get(name))}
+    if environ.get(MASK) == "default":
+        del environ[MASK]
+    said = " and ".join(f"{name}={value!r}" for name, value in environ.items())
+    if selects_none(environ.get(SELECTOR, "")):
+        return Visible((), said, Fact(False, f"{said} selects nothing of level_zero", DESELECTED, is_wanted=True))
+    if SELECTOR in environ or "." in environ.get(MASK, ""):
+        return Visible((), f"{said} chooses devices by the runtime's own numbers")
     cards = tuple(gpu for gpu in gpus if not gpu.is_graphics) or gpus
     names = [
         (f"{gpu.node} tile {i}" if gpu.tiles > 1 else gpu.node, gpu.address) for gpu in cards for i in range(gpu.tiles)
     ]
     devices = [DeviceInfo(index, name, pci_address=address) for index, (name, address) in enumerate(names)]
-    return visible_devices(devices, system.environ, MASK)
+    return visible_devices(devices, environ, MASK)
 
 
-def _deselected(system: System) -> Fact | None:
-    """torch takes devices of Level Zero alone."""
-    selector = system.environ.get(SELECTOR)
-    wanted = [] if selector is None else [term for term in selector.split(";") if not term.startswith("!")]
-    if not wanted or any(term.partition(":")[0] in ("*", "level_zero") for term in wanted):
-        return None
-    return Fact(
-        False, f"{SELECTOR}={selector!r} selects nothing of level_zero", "unset it, or say level_zero:gpu there"
-    )
+def selects_none(selector: str) -> bool:
+    """Whether a selector leaves torch nothing, which takes devices of Level Zero alone. Terms with a ! take devices away,
+    from all where no other term is there."""
+    terms = [term.strip().lower() for term in selector.split(";") if term.strip()]
+    taken = [term for term in terms if not term.startswith("!")]
+    away = {term[1:] for term in terms if term.startswith("!")}
+    if away & {f"{backend}:{devices}" for backend in ("*", "level_zero") for devices in ("*", "gpu")}:
+        return True
+    return bool(taken) and not any(term.partition(":")[0] in ("*", "level_zero") for term in taken)
 
 
 def _hardware(system: System, gpus: tuple[Gpu, ...], named: bool) -> Fact:

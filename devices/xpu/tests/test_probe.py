@@ -120,7 +120,14 @@ def test_a_part_of_two_tiles_is_two_devices_unless_the_runtime_is_told_otherwise
     report = seen(tmp_path, INTEL, tiles, XPU_TORCH)
     assert [device.name for device in report.devices] == ["/dev/dri/renderD128 tile 0", "/dev/dri/renderD128 tile 1"]
     assert len(seen(tmp_path, ZE_FLAT_DEVICE_HIERARCHY="COMPOSITE").devices) == 1
-    assert seen(tmp_path, ZE_AFFINITY_MASK="0.1").devices == ()
+    parts = seen(tmp_path, ZE_AFFINITY_MASK="0.1")
+    assert parts.usable and parts.devices == () and "ZE_AFFINITY_MASK='0.1' chooses" in parts.hidden
+
+
+@pytest.mark.parametrize("mask", ["", "default"])
+def test_a_mask_that_says_nothing_hides_nothing(tmp_path: Path, mask: str) -> None:
+    report = seen(tmp_path, INTEL, XPU_TORCH, ZE_AFFINITY_MASK=mask)
+    assert report.usable and len(report.devices) == 1 and not report.hidden
 
 
 @pytest.mark.parametrize(
@@ -129,6 +136,9 @@ def test_a_part_of_two_tiles_is_two_devices_unless_the_runtime_is_told_otherwise
         ("level_zero:0", True),
         ("*:gpu", True),
         ("!opencl:*", True),
+        ("!Level_Zero:*", False),
+        ("*:gpu;!*:gpu", False),
+        ("!level_zero:0", True),
         ("opencl:gpu", False),
         ("opencl:gpu;level_zero:1", True),
     ],
@@ -138,3 +148,5 @@ def test_a_selector_that_leaves_level_zero_out_leaves_nothing_to_torch(
 ) -> None:
     report = seen(tmp_path, INTEL, XPU_TORCH, ONEAPI_DEVICE_SELECTOR=selector)
     assert report.present and report.usable is is_usable and report.devices == ()
+    assert f"ONEAPI_DEVICE_SELECTOR={selector!r}" in report.hidden
+    assert is_usable or (report.runtime == report.hiding and selector in report.runtime.evidence)
