@@ -17,25 +17,25 @@ from sglcore.runtime.streams import Streams
 class Readback:
     """The results of one step. Holds their tensors until it is gone."""
 
-    __slots__ = ("_lease", "_packed", "_tensors")
+    __slots__ = ("_sent", "_tensors")
 
-    def __init__(self, tensors: Sequence[Tensor], packed: Tensor | None = None, lease: Lease | None = None) -> None:
-        self._tensors, self._packed, self._lease = tensors, packed, lease
+    def __init__(self, tensors: Sequence[Tensor], sent: tuple[Tensor, Lease] | None = None) -> None:
+        """`sent`: their words, and where these are copied to; None where each is read from the device."""
+        self._tensors, self._sent = tensors, sent
 
     @property
     def kept(self) -> list[Tensor]:
         """What the device writes and the copy reads."""
-        return [*self._tensors] if self._packed is None else [*self._tensors, self._packed]
+        return [*self._tensors] if self._sent is None else [*self._tensors, self._sent[0]]
 
     def read(self) -> list[NDArray]:
         """The host's own arrays, in the order posted. Waits for this step and nothing else."""
-        if self._lease is None:
+        if self._sent is None:
             # A tensor of the host costs `cpu` a microsecond to find out that it is one.
             return [t.numpy() if t.is_cpu else t.cpu().numpy() for t in self._tensors]
-        buffer = self._lease.buffer
-        buffer.wait()
-        count = 0 if self._packed is None else self._packed.numel()
-        return _unpack(buffer.words[:count].copy(), self._tensors)
+        packed, lease = self._sent
+        lease.buffer.wait()
+        return _unpack(lease.buffer.words[: packed.numel()].copy(), self._tensors)
 
 
 class ReadbackQueue:
@@ -59,7 +59,7 @@ class ReadbackQueue:
                 lease.buffer.memory[: packed.numel()].copy_(packed, non_blocking=self._pinned)
                 packed.record_stream(schedule)
             lease.buffer.copied()
-        return Readback(tensors, packed, lease)
+        return Readback(tensors, (packed, lease))
 
 
 def _words(tensor: Tensor) -> Tensor:

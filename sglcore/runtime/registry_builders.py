@@ -25,18 +25,16 @@ def build_decode_registry(
     *,
     max_bs: int,
     cells: Compute = reference_locations,
-    tokens_per_request: int = 1,
     register_global_num_tokens: bool = False,
     num_ranks: int = 1,
     extra_buffers: Iterable[InputBuffer] = (),
     batch_type: type[ForwardBatch] = ForwardBatch,
 ) -> BufferRegistry:
-    """Buffers for steps in which every request brings `tokens_per_request` tokens."""
-    max_num_tokens = max_bs * tokens_per_request
+    """Buffers for steps in which every request brings one token."""
     ranks = num_ranks if register_global_num_tokens else 0
     computed = _computed(facts, batch_type, req_to_token_pool, cells, ranks)
     staged = [buffer for buffer in _staged(batch_type) if buffer.spec.is_for_decode]
-    return _build(facts, batch_type, max_bs, max_num_tokens, [*staged, *computed, *extra_buffers])
+    return _build(facts, batch_type, max_bs, max_bs, [*staged, *computed, *extra_buffers])
 
 
 def build_prefill_registry(

@@ -89,7 +89,7 @@ def _drop_after_(gaps: Tensor, last: Tensor, ties: Tensor) -> Tensor:
     """Drop gaps beyond `last`, and of those equal to it all but the first `ties`."""
     side = (gaps - last[:, None]).clamp_(-1, 1)
     equal = side.abs().bitwise_xor_(1)
-    late = equal.cumsum(-1, dtype=torch.int32).sub_(ties[:, None].clamp(max=LIMIT << 1).to(torch.int32)).clamp_(0, 1)
+    late = equal.cumsum(-1, dtype=torch.int32).sub_(ties[:, None].clamp(max=LIMIT << 1).to(torch.int32)).clamp_(max=1)
     return _drop_(gaps, side.add_(late.mul_(equal)).clamp_(min=0))
 
 

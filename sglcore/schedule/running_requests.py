@@ -136,9 +136,9 @@ class RunningRequests:
         return max(1, self.memory.pages_for(request.num_tokens) - common)
 
     def _promised(self) -> int:
-        """Pages spoken for: what extending requests need for their known tokens, and one for each running request."""
-        owed = sum(self.memory.pages_for(request.target) - len(request.pages) for request in self.extending)
-        return owed + len(self)
+        """Pages spoken for: one for each running request. Extending requests need none beside: while one lacks pages for
+        its known tokens, the step has no tokens left, or there is no page."""
+        return len(self)
 
     def _start(self, request: Request) -> None:
         if request.scores_prompt:

@@ -168,14 +168,14 @@ class Scheduler:
         return self._advance(decodes, served, chunks)
 
     def _plan_chunks(self, decodes: int, may_admit: bool) -> list[Chunk]:
-        """Chunks for what the decode rows leave of the step's tokens: running prompts first, then new ones."""
+        """Chunks for what the decode rows leave of the step's tokens: running prompts first, then new ones. Where somebody gave
+        way nobody new comes: the pages are for whom they were taken."""
         running, chunks = self._running, []
         retractions = running.retractions
         budget = self.limits.max_batch_tokens - decodes
         for request in tuple(running.extending):
             if budget and request.state is State.EXTENDING:
                 count = running.take_chunk(request, budget)
-                may_admit = may_admit and count > 0
                 budget -= count
                 chunks += [(request, count)] if count else []
         may_admit = may_admit and retractions == running.retractions

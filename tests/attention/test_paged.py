@@ -81,6 +81,7 @@ def test_a_captured_plan_keeps_its_addresses_and_takes_other_rows() -> None:
     graph = Captured(first, 4, lambda step: step)
     assert isinstance(graph.plan, RowsPlan)
     addresses = [part.data_ptr() for part in (graph.plan.pages, graph.plan.seq_lens, graph.plan.starts)]
+    assert graph.plan.starts.tolist() == [0, 1, 2, 3, 4]
     first.check(graph.run(first))
     assert [part.data_ptr() for part in (graph.plan.pages, graph.plan.seq_lens, graph.plan.starts)] == addresses
 

@@ -15,6 +15,7 @@ from sglcore.runtime.attention.contract import AttentionFacts
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.attention.selection import AttentionNeeds, refusal, select_attention
 from sglcore.runtime.memory.pools import CELL_MAJOR, PAGE_MAJOR
+from tests.attention.rows import make_case
 
 NEEDS = AttentionNeeds(head_dims=(64, 128), page_size=16, dtype="bfloat16", features=frozenset({"sliding_window"}))
 
@@ -147,6 +148,17 @@ def test_a_reference_to_nothing_is_the_packages_error_not_a_refusal(ref: str) ->
 )
 def test_a_refusal_names_what_is_missing_and_what_there_is(facts: AttentionFacts, reason: str) -> None:
     assert refusal(facts, NEEDS) == reason
+
+
+class ByPage(ReferenceAttention):
+    """Reads pools of pages only."""
+
+    facts = AttentionFacts(layouts=(PAGE_MAJOR,))
+
+
+def test_a_backend_over_a_pool_that_its_facts_do_not_name_is_refused_when_it_is_made() -> None:
+    with pytest.raises(ConfigError, match=r"ByPage was given keys and values laid out cell_major.*one of page_major"):
+        make_case([(3, 1)], kind=ByPage)
 
 
 def select_by_name(candidates: Mapping[str, str], explicit: str | None) -> str:

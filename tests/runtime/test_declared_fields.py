@@ -67,6 +67,25 @@ def test_it_is_staged_with_every_kind_of_step(facts: Any, poison: bool) -> None:
     assert (decode.marks.dtype, decode.weights.dtype) == (torch.int32, torch.float32)
 
 
+@batch_record(ScheduleBatch)
+class PairedBatch(ForwardBatch):
+    """Two numbers for each token of every step."""
+
+    pairs: Tensor = batch_field(
+        axis=Axis.TOKENS,
+        dtype="int32",
+        padding=zero(),
+        lead=(2,),
+        read=lambda batch, _: np.tile(batch.input_ids, (2, 1)),
+    )
+
+
+@facts_of_both
+def test_one_of_two_dimensions_is_staged_with_every_step(facts: Any) -> None:
+    made = make_site(facts=facts, batch_type=PairedBatch).runner.init_batch(Desk().extend({1: [3, 4, 5]}))
+    assert isinstance(made, PairedBatch) and made.pairs.tolist() == [[3, 4, 5]] * 2
+
+
 @facts_of_both
 def test_it_is_padded_as_it_says(facts: Any) -> None:
     site, desk = wider_site(facts)

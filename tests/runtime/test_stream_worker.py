@@ -300,15 +300,16 @@ class NoWait(ReadbackQueue):
         with schedule:
             lease.buffer.memory[: tensors[0].numel()].copy_(tensors[0], non_blocking=True)
             lease.buffer.copied()
-        return Readback(tensors[:1], tensors[0], lease)
+        return Readback(tensors[:1], (tensors[0], lease))
 
 
 class ReadsEarly(Readback):
     """Results are read without waiting for their event."""
 
     def read(self) -> list[Any]:
-        assert self._lease is not None and self._packed is not None
-        return [self._lease.buffer.memory[: self._packed.numel()].tolist()]
+        assert self._sent is not None
+        packed, lease = self._sent
+        return [lease.buffer.memory[: packed.numel()].tolist()]
 
 
 class Early(ReadbackQueue):
@@ -316,7 +317,7 @@ class Early(ReadbackQueue):
 
     def post(self, tensors: Any) -> Readback:
         readback = super().post(tensors)
-        return ReadsEarly(readback._tensors, readback._packed, readback._lease)
+        return ReadsEarly(readback._tensors, readback._sent)
 
 
 class Unrecorded(ReadbackQueue):
@@ -332,7 +333,7 @@ class Unrecorded(ReadbackQueue):
             lease.buffer.memory[: results.numel()].copy_(results, non_blocking=True)
             lease.buffer.copied()
         del results
-        return Readback([torch.empty(0, device=tensors[0].device)], torch.zeros_like(tensors[0]), lease)
+        return Readback([torch.empty(0, device=tensors[0].device)], (torch.zeros_like(tensors[0]), lease))
 
 
 class OtherStream(Streams):

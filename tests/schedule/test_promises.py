@@ -35,6 +35,25 @@ def test_a_newcomer_that_leaves_a_page_for_who_runs_is_admitted() -> None:
     assert drive.worker.rids[0] == ["old", "new"]
 
 
+class GivesWay(RunningRequests):
+    """Somebody gives way to every chunk of the old one."""
+
+    def take_chunk(self, request: Request, budget: int) -> int:
+        self.retractions += request.rid == "old"
+        return super().take_chunk(request, budget)
+
+
+@pytest.mark.parametrize(("kind", "together"), [(RunningRequests, True), (GivesWay, False)])
+def test_nobody_is_admitted_in_a_step_in_which_somebody_gives_way(kind: type, together: bool) -> None:
+    drive = Drive(max_batch_tokens=8)
+    drive.scheduler._running.__class__ = kind
+    drive.add("old", 12, 2)
+    drive.add("new", 3, 2)
+    drive.run()
+    assert drive.worker.rids[0] == ["old"]
+    assert (drive.worker.rids[1] == ["old", "new"]) is together
+
+
 class NeverAsksAgain(Memory):
     """Mutant: what is published changes nothing for who was refused."""
 

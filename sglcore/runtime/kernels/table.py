@@ -272,6 +272,8 @@ class KernelTable:
 
 
 def _candidates(given: Given) -> tuple[Limited, ...]:
-    if given is None or isinstance(given, tuple):
-        return given or ()
+    if isinstance(given, tuple):
+        return given
+    if given is None:
+        return ()
     return (given if isinstance(given, Limited) else Limited(given),)
