@@ -2,6 +2,7 @@
 tests that run its line. What is drawn depends on the code of a place alone: a change elsewhere draws no others.
 
     python tools/mutation.py                 # the whole sample
+    python tools/mutation.py --sample 40             # a smaller one
     python tools/mutation.py --again         # only what the last run has not killed, and nobody answered
     python tools/mutation.py --file sglcore/step/rows.py --all   # every mutant of a file
 
@@ -93,7 +94,7 @@ def main() -> int:
             result = _tried(mutant, tests, record, config)
             session.set_result(mutant.job, result)
             print(f"{number}/{len(tried)} {result.output} {mutant.file}:{mutant.line} {mutant.becomes}", flush=True)
-        report, is_good = _report(session, mutants, total, config["floor"], answers, bool(asked.file))
+        report, is_good = _report(session, mutants, total, config["floor"], answers, bool(asked.file or asked.sample))
     report += f"{time.monotonic() - began:.0f} s\n"
     (BUILD / "report.md").write_text(report)
     print(report)
@@ -109,6 +110,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--recorded", action="store_true", help="take the last run's record of which tests run which lines"
     )
+    parser.add_argument("--sample", type=int, help="so many places of each folder, the first of the whole sample")
     parser.add_argument("--file", action="append", help="only this file")
     return parser.parse_args()
 
@@ -151,7 +153,7 @@ def _sample(config: dict[str, Any], asked: argparse.Namespace) -> tuple[dict[str
         drawn = hashlib.sha256(repr(named).encode()).hexdigest()
         place = item.job_id if asked.all else (file, row, column)
         places[folder][place] = min(places[folder].get(place, (drawn, item)), (drawn, item), key=lambda pair: pair[0])
-    most = None if asked.all else config["sample"]
+    most = None if asked.all else asked.sample or config["sample"]
     found = (sorted(of_folder.values(), key=lambda pair: pair[0])[:most] for of_folder in places.values())
     return counts, [item for of_folder in found for _, item in of_folder]
 
