@@ -2,7 +2,7 @@
 tests that run its line. What is drawn depends on the code of a place alone: a change elsewhere draws no others.
 
     python tools/mutation.py                 # the whole sample
-    python tools/mutation.py --sample 40             # a smaller one
+    python tools/mutation.py --minutes 20    # as many of it as that takes, of each folder alike
     python tools/mutation.py --again         # only what the last run has not killed, and nobody answered
     python tools/mutation.py --file sglcore/step/rows.py --all   # every mutant of a file
 
@@ -26,6 +26,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import zip_longest
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +93,13 @@ def main() -> int:
                 session.set_result(mutant.job, _result(known[mutant.name], mutant))
         tried = [mutant for mutant in mutants if mutant.name not in known]
         for number, mutant in enumerate(tried, 1):
+            if time.monotonic() - began > 60 * asked.minutes:
+                break
             result = _tried(mutant, tests, record, config)
             session.set_result(mutant.job, result)
             print(f"{number}/{len(tried)} {result.output} {mutant.file}:{mutant.line} {mutant.becomes}", flush=True)
-        report, is_good = _report(session, mutants, total, config["floor"], answers, bool(asked.file or asked.sample))
+        is_part = bool(asked.file) or asked.minutes < inf
+        report, is_good = _report(session, mutants, total, config["floor"], answers, is_part)
     report += f"{time.monotonic() - began:.0f} s\n"
     (BUILD / "report.md").write_text(report)
     print(report)
@@ -110,7 +115,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--recorded", action="store_true", help="take the last run's record of which tests run which lines"
     )
-    parser.add_argument("--sample", type=int, help="so many places of each folder, the first of the whole sample")
+    parser.add_argument("--minutes", type=float, default=inf, help="begin no mutant after so long")
     parser.add_argument("--file", action="append", help="only this file")
     return parser.parse_args()
 
@@ -136,7 +141,7 @@ def _files(config: dict[str, Any], only: list[str] | None) -> list[Path]:
 
 def _sample(config: dict[str, Any], asked: argparse.Namespace) -> tuple[dict[str, int], list[Any]]:
     """How many mutants each folder has, and those that are drawn: places by the digest of what they are, so that a change
-    elsewhere draws no others, and of each the mutant with the least digest."""
+    elsewhere draws no others, and of each the mutant with the least digest. The folders take turns."""
     dull = re.compile("|".join(config["leave_out_lines"]))
     counts: dict[str, int] = dict.fromkeys(config["folders"], 0)
     places: dict[str, dict[Any, tuple[str, Any]]] = {folder: {} for folder in counts}
@@ -153,9 +158,9 @@ def _sample(config: dict[str, Any], asked: argparse.Namespace) -> tuple[dict[str
         drawn = hashlib.sha256(repr(named).encode()).hexdigest()
         place = item.job_id if asked.all else (file, row, column)
         places[folder][place] = min(places[folder].get(place, (drawn, item)), (drawn, item), key=lambda pair: pair[0])
-    most = None if asked.all else asked.sample or config["sample"]
+    most = None if asked.all else config["sample"]
     found = (sorted(of_folder.values(), key=lambda pair: pair[0])[:most] for of_folder in places.values())
-    return counts, [item for of_folder in found for _, item in of_folder]
+    return counts, [pair[1] for of_all in zip_longest(*found) for pair in of_all if pair is not None]
 
 
 def _listed(files: list[Path]) -> tuple[Any, ...]:
@@ -257,10 +262,11 @@ def _killed() -> dict[Name, str]:
 
 
 def _report(
-    session: WorkDB, mutants: Iterable[Mutant], total: dict[str, int], floor: int, answers: set[Name], only: bool
+    session: WorkDB, mutants: Iterable[Mutant], total: dict[str, int], floor: int, answers: set[Name], is_part: bool
 ) -> tuple[str, bool]:
-    """The table of the folders, then what lives without an answer; and whether enough is killed."""
+    """Of those that were tried: the table of the folders, then what lives without an answer; and whether enough is killed."""
     outcomes = {job: result.output for job, result in session.results}
+    mutants = [mutant for mutant in mutants if mutant.job in outcomes]
     rows, is_good = [], True
     for folder, count in total.items():
         of_folder = [m for m in mutants if m.file.startswith(f"{folder}/")]
@@ -281,7 +287,7 @@ def _report(
         if m.name not in answers
     ]
     stale = answers - {m.name for m in lives}
-    listed += [f"no such survivor, answered in mutation.toml: {name}" for name in sorted(stale) if not only]
+    listed += [f"no such survivor, answered in mutation.toml: {name}" for name in sorted(stale) if not is_part]
     return "\n".join([head, *rows, "", *listed, ""]), is_good
 
 
