@@ -8,27 +8,20 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglcore.engine.start import embedded_model
+from tests import warm
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
 
 
-def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sglcore.cli", *words],
-        capture_output=True,
-        text=True,
-        env={**ENVIRONMENT, **environ},
-        timeout=120,
-        check=False,
-    )
+def run(*words: str, text: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+    """`sglcore WORDS` with a standard input."""
+    return warm.run(("-m", "sglcore.cli", *words), Path.cwd(), {**ENVIRONMENT, **environ}, text)
 
 
 def refused(found: subprocess.CompletedProcess[str], *parts: str) -> None:
@@ -54,8 +47,9 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def test_text_goes_to_the_output_and_decisions_to_the_error_stream() -> None:
-    found = run("generate", "--prompt", "Once upon a time", "--max-tokens", "12")
-    assert found.returncode == 0
+    words = ("generate", "--prompt", "Once upon a time", "--max-tokens", "12")
+    command = [sys.executable, "-m", "sglcore.cli", *words]
+    found = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=True)
     assert found.stdout.startswith("Once upon a time") and len(found.stdout) > len("Once upon a time") + 10
     for word in ("sglcore", "cpu", "attention", "paged", "kv cache", "12 tokens", "tokens/s", "seed"):
         assert word in found.stderr
@@ -73,14 +67,8 @@ def test_chat_answers_and_stops() -> None:
 
 
 def test_a_prompt_is_read_from_standard_input() -> None:
-    found = subprocess.run(
-        [sys.executable, "-m", "sglcore.cli", "generate", "-q", "--prompt", "-", "--max-tokens", "4"],
-        input="def add(a, b):",
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        check=True,
-    )
+    found = run("generate", "-q", "--prompt", "-", "--max-tokens", "4", text="def add(a, b):")
+    assert found.returncode == 0
     assert found.stdout.strip()
 
 

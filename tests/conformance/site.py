@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests import warm
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +37,8 @@ class Site:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SGLCORE_")}
         around = filter(None, (os.environ.get("PYTHONPATH"),))
         path = os.pathsep.join((*map(str, (self.path, *self.folders)), *around))
-        return subprocess.run(
-            (sys.executable, *words),
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-            cwd=self.path,
-            env={**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(environ or {})},
-        )
+        own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        return warm.run(words, self.path, {**clean, **own, **(environ or {})})
 
     def sglcore(self, *words: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """`sglcore WORDS` in this folder."""

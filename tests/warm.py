@@ -1,0 +1,56 @@
+"""`python WORDS` in a process of its own that need not import torch and pytest again: it is forked from one that has."""
+
+from __future__ import annotations
+
+import gc
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+PRELOADED = ("torch", "numpy", "pytest", "rich", "typer", "tokenizers", "safetensors", "regex", "jinja2")
+"""Nobody's but others' modules: ours are imported by each process, with all that this may do."""
+
+
+def run(
+    words: Sequence[str], cwd: Path, environ: Mapping[str, str], text: str = "", timeout: float = 600
+) -> subprocess.CompletedProcess[str]:
+    """What `python -m MODULE ...`, `python -c CODE ...` gives with this environment and standard input; waits.
+
+    For tests of what a process does. How one starts, and what it imports, is for a process that really starts.
+    """
+    with TemporaryDirectory() as folder:
+        streams = [Path(folder) / name for name in ("in", "out", "err")]
+        streams[0].write_text(text)
+        context = get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOADED))
+        process = context.Process(target=_become, args=(tuple(words), cwd, dict(environ), streams))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            raise subprocess.TimeoutExpired(list(words), timeout)
+        out, errors = (path.read_text() for path in streams[1:])
+        return subprocess.CompletedProcess(list(words), process.exitcode, out, errors)
+
+
+def _become(words: Sequence[str], cwd: Path, environ: Mapping[str, str], streams: Sequence[Path]) -> None:
+    """Be the process that the interpreter makes of these words."""
+    gc.freeze()
+    for number, path in enumerate(streams):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
+    sys.stdin = os.fdopen(0, encoding="utf-8")  # the fork's own reads nothing
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.path[:0] = [str(cwd), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
+    kind, what, *rest = words
+    sys.argv = [kind, *rest]
+    if kind == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
