@@ -83,10 +83,13 @@ class Run:
 
 
 class Here(threading.local):
-    """The run of this thread, and whether plain CPU tensors are checked too."""
+    """The run of this thread, whether plain CPU tensors are checked too, and for the functions of which modules the launch
+    of this thread has made Triton's language ready."""
 
-    run: Run | None = None
-    checking: int = 0
+    def __init__(self) -> None:
+        self.run: Run | None = None
+        self.checking = 0
+        self.ready: set[int] = set()
 
 
 HERE = Here()
@@ -153,6 +156,7 @@ def patch() -> bool:
         from triton.runtime import interpreter
     except ImportError:
         return False
+    prepare_once()
     builder = interpreter.InterpreterBuilder
     _guard_memory(builder)
     _guard_arithmetic(builder, interpreter)
@@ -164,6 +168,36 @@ def patch() -> bool:
 
     setattr(interpreter.GridExecutor, "__call__", call)  # noqa: B010  # foreign: the only way to run on the caller's memory
     return True
+
+
+@functools.cache
+def prepare_once() -> None:
+    """Let the interpreter make Triton's language ready once in a launch for the functions of a module, not at each of their
+    calls, which took a third of a kernel's time and changed nothing."""
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    run, call = interpreter.GridExecutor.__call__, interpreter.InterpretedFunction.__call__
+
+    @functools.wraps(run)
+    def launched(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        HERE.ready = set()
+        return run(executor, *args, **kwargs)
+
+    @functools.wraps(call)
+    def called(function: Any, *args: Any, **kwargs: Any) -> Any:
+        names = id(function.fn.__globals__)
+        if names not in HERE.ready:
+            HERE.ready.add(names)
+            return call(function, *args, **kwargs)
+        try:
+            return function.rewrite()(*args, **kwargs)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    setattr(interpreter.GridExecutor, "__call__", launched)  # noqa: B010  # foreign: where a launch begins
+    setattr(interpreter.InterpretedFunction, "__call__", called)  # noqa: B010  # foreign: what makes ready
 
 
 def _guard_memory(builder: Any) -> None:
