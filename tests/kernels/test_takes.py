@@ -24,6 +24,7 @@ from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.kernels import reference
 from sglcore.runtime.kernels.choice import choose, fitted
 from sglcore.runtime.kernels.table import KernelTable, Limited
+from sglcore.runtime.tp_worker import TpModelWorker
 from tests.checkpoints import bert, llama, qwen3, qwen3_moe, save
 from tests.models.steps import Steps, load
 
@@ -183,6 +184,8 @@ def test_the_draw_and_the_cells_are_asked_for_as_an_engine_starts(tmp_path: Path
     kit = Kit(REFERENCE.broken_by(narrow), tmp_path)
     harness = kit.harness("dense")
     harness.run([[3, 4, 5]], 2)
+    worker = harness.started.worker
+    assert isinstance(worker, TpModelWorker) and worker.runner.is_narrow
     kit.close()
     told = {row.topic for row in harness.started.ledger.rows if row.reason.startswith("not of this size")}
     assert told == {"kernel draw", "kernel greedy", "kernel cache_locations"}

@@ -257,7 +257,7 @@ def test_a_moved_pool_is_refused_until_everything_is_captured_again() -> None:
 def test_close_frees_every_graph_and_steps_are_eager_from_then_on() -> None:
     made = make_graph_site()
     made.site.runner.close()
-    assert all(segment.is_reset for segment in made.capture.segments)
+    assert all(segment.is_reset for segment in made.capture.segments) and not made.graphs.decode._captured
     assert [path for _, path in decode(made, (2,))] == ["eager"]
 
 

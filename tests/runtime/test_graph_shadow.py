@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglcore.runtime.graphs.shadow import Shadow, ShadowMismatch
+from sglcore.runtime.graphs.shadow import TOLERANCE, Shadow, ShadowMismatch
 from tests.runtime.recording import make_graph_site
 from tests.runtime.test_graph_full import StalePlan, decode
 from tests.runtime.test_graph_prompts import prompts, skips_calls
@@ -78,6 +78,14 @@ def test_a_tenth_of_the_largest_value_is_a_mismatch(dtype: torch.dtype) -> None:
     replayed[1, 0] = 1.1
     with pytest.raises(ShadowMismatch, match="row 1"):
         Shadow(1).compare("full:2", replayed, eager)
+
+
+def test_what_the_message_calls_allowed_is_allowed() -> None:
+    eager = torch.zeros(1, 2)
+    allowed = TOLERANCE[eager.dtype] * (eager + 1e-3)
+    Shadow(1).compare("full:1", allowed, eager)
+    with pytest.raises(ShadowMismatch):
+        Shadow(1).compare("full:1", allowed * 1.01, eager)
 
 
 def test_nan_equals_nan_and_nothing_else() -> None:
