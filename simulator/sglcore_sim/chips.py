@@ -195,6 +195,7 @@ HIP = (
 MUSA = (
     musa("S5000", 0x0400, mthreads("MTT S5000", (3, 1), 81920)),
     musa("S4000", 0x0323, mthreads("MTT S4000", (2, 2), 49152)),
+    musa("S80", 0x0201, mthreads("MTT S80", (2, 1), 16302)),
 )
 NPU = (
     npu("910B3", 0xD802, ascend("Ascend910B3", 20, 40, 62432, 192)),
