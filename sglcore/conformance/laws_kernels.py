@@ -19,7 +19,8 @@ from sglcore.conformance.target import Target
 from sglcore.conformance.trial import Trial
 from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
-from sglcore.runtime.kernels.table import Entry, KernelTable
+from sglcore.runtime.kernels.choice import choose
+from sglcore.runtime.kernels.table import Entry, KernelTable, origin_of
 
 GUARD = 8
 """Elements on both sides of a tensor that must stay as they are."""
@@ -159,9 +160,25 @@ def _through_packing(table: KernelTable, entry: str, args: Sequence[Any]) -> tup
     wanted = weight.codes.shape if entry == "pack_quantized" else weight.shape
     if packed.shape != wanted:
         raise LawBroken(f"{entry} made {tuple(packed.shape)} of {tuple(wanted)}")
-    if entry == "pack_head":
-        return table.linear(x, packed, None), table.embedding(rest[0], packed)
-    return (table.linear(x, packed, rest[0] if entry == "pack_linear" else None),)
+    bias = rest[0] if entry == "pack_linear" else None
+    product = _product(table, entry, x, packed, bias)
+    return (product, table.embedding(rest[0], packed)) if entry == "pack_head" else (product,)
+
+
+def _product(table: KernelTable, entry: str, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """What the `linear` of a model with this weight makes of it packed. Where the preferred one refuses the weight, another
+    reads it, which knows plain weights only: then it has to be one."""
+    plain = torch.empty(packed.shape, dtype=x.dtype, device="meta")
+    linear = choose(table, KernelTable.linear, (x, plain, bias))
+    try:
+        return linear(x, packed, bias)
+    except Exception as error:
+        if linear is table.linear:
+            raise
+        refuses = origin_of(table.linear)
+        raise LawBroken(
+            f"{entry} packs a weight that {refuses} refuses, and {origin_of(linear)} can not read it: {error}"
+        ) from error
 
 
 def _compare(trial: Trial, case: KernelCase, found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sglcore.conformance.mutant import Mutant
-from sglcore.runtime.kernels.reference import rms_norm
+from sglcore.runtime.kernels.reference import linear, rms_norm
 from sglcore.runtime.kernels.table import KernelTable, Limited
 
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -161,6 +161,20 @@ def takes_even_rows(real: Callable[..., Any]) -> Limited:
     return Limited(lambda x: real(x), lambda x: "an odd number of rows" if x.shape[0] % 2 else "")
 
 
+def packs_what_linear_refuses(table: KernelTable) -> KernelTable:
+    """Every weight is packed, upside down, for a product that takes whole blocks of 16 rows only."""
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return linear(x, weight.flip(0), bias)
+
+    def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+        return f"{weight.shape[0]} rows; it takes blocks of 16" if weight.shape[0] % 16 else ""
+
+    return table.replace(linear=linear).replace(
+        linear=Limited(product, takes), pack_linear=lambda weight: weight.flip(0)
+    )
+
+
 def _mutant(entry: str, how: Callable[[Callable[..., Any]], Callable[..., Any] | Limited]) -> Mutant:
     """The broken function takes what the real one says that it takes, unless it says so itself."""
 
@@ -201,4 +215,9 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("rms_norm", hands_on),
     _mutant("gelu", takes_nothing),
     _mutant("gelu", takes_even_rows),
+    Mutant(
+        name="pack_linear: packs what linear refuses",
+        says=(packs_what_linear_refuses.__doc__ or "").strip(),
+        steps=MappingProxyType({"kernels": packs_what_linear_refuses}),
+    ),
 )

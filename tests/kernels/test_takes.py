@@ -239,3 +239,25 @@ def test_a_kernel_that_does_not_keep_to_what_it_says_is_caught(entry: str, defec
 
     with pytest.raises(LawBroken, match=text):
         hold(KernelTable().replace(**{entry: defect(own)}), entry)
+
+
+def refuses_small(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+    """Blocks of 16 rows."""
+    return "not of whole blocks" if weight.shape[0] % 16 else ""
+
+
+def turned_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Reads what lies upside down."""
+    return reference.linear(x, weight.flip(0), bias)
+
+
+def test_a_weight_stays_plain_where_the_product_that_would_read_it_packed_refuses_it() -> None:
+    table = KernelTable().replace(linear=Limited(turned_product, refuses_small))
+    hold(table.replace(pack_linear=lambda weight: weight if weight.shape[0] % 16 else weight.flip(0)), "pack_linear")
+    with pytest.raises(LawBroken, match="pack_linear, .*: result 0 differs"):
+        hold(broken.packs_what_linear_refuses(KernelTable()), "pack_linear")
+    with pytest.raises(LawBroken, match="packs a weight that .*turned_product refuses, and .*:linear can not read it"):
+        hold(
+            table.replace(pack_linear=lambda weight: weight.double() if weight.shape[0] % 16 else weight.flip(0)),
+            "pack_linear",
+        )

@@ -111,7 +111,8 @@ class KernelTable:
     pack_linear = entry(reference.pack_linear)
     """`pack_linear(weight [out, in]) -> weight`: the form that `linear` reads fastest, made once after loading.
 
-    The result has the same shape; the plain weight is dropped. May return its argument.
+    The result has the same shape; the plain weight is dropped. May return its argument, and does where the preferred
+    `linear` refuses such a weight: what serves instead reads plain weights.
     """
     embedding = entry(reference.embedding)
     """`embedding(ids int [T], weight [vocab, H]) -> [T, H]`; every id is below vocab."""
