@@ -15,11 +15,17 @@ from typing import Any, NoReturn
 from sglcore.device.package import resolve, split
 
 ASKS = (
-    *("_lazy_init", "init", "synchronize", "empty_cache", "mem_get_info", "get_memory_info", "memory_allocated"),
-    *("current_device", "current_device_index", "current_stream", "default_stream", "set_device", "set_device_index"),
-    *("set_stream", "get_device_name", "get_device_properties", "get_device_capability", "graph_pool_handle"),
+    *("_lazy_init", "init", "cudart", "synchronize", "current_device", "current_device_index", "current_device_idx"),
+    *("set_device", "set_device_index", "set_device_idx", "can_device_access_peer", "get_device_name"),
+    *("get_device_properties", "get_device_capability", "current_stream", "default_stream", "set_stream"),
+    *("get_stream_from_external", "current_blas_handle", "current_solver_handle", "graph_pool_handle"),
+    *("is_current_stream_capturing", "empty_cache", "empty_host_cache", "ipc_collect", "caching_allocator_alloc"),
+    *("mem_get_info", "get_memory_info", "memory_allocated", "memory_reserved", "memory_stats"),
+    *("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats", "reset_accumulated_memory_stats"),
+    *("get_per_process_memory_fraction", "set_per_process_memory_fraction", "get_rng_state", "initial_seed"),
+    *("get_sync_debug_mode", "set_sync_debug_mode"),
 )
-"""Functions of torch's device modules that only a device can answer."""
+"""Functions of torch's device modules that only a device can answer: a test finds them by asking where there is none."""
 
 
 def hide_devices(told: Callable[[str], None], owners: frozenset[str]) -> None:

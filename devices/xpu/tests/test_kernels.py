@@ -48,8 +48,23 @@ def test_programs_tiles_and_registers_follow_the_figures_of_the_gpu() -> None:
 
 def test_the_current_gpu_is_described_for_the_ledger() -> None:
     found = read_capability()
-    assert found.cores > 0 and found.lanes == tuple(sorted(found.lanes))
+    assert found.engines > found.cores > 0 and found.lanes == tuple(sorted(found.lanes))
     assert f"{found.cores} Xe cores" in str(found) and "matrix engines" in found.evidence
+    assert f"{found.engines} vector engines" in found.evidence
+
+
+def test_each_figure_is_the_drivers_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = SimpleNamespace(
+        name="card",
+        gpu_subslice_count=3,
+        gpu_eu_count=5,
+        sub_group_sizes=[32, 16],
+        max_work_group_size=7,
+        local_mem_size=11,
+        has_subgroup_matrix_multiply_accumulate=False,
+    )
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: told)
+    assert read_capability() == Capability("card", 3, 5, (16, 32), 7, 11, False)
 
 
 def test_the_ledger_says_which_entries_are_replaced() -> None:
