@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from sglcore.device.package import resolve, split
 
 ASKS = (
-    *("_lazy_init", "init", "cudart", "synchronize", "current_device", "current_device_index", "current_device_idx"),
+    *("_lazy_init", "init", "synchronize", "current_device", "current_device_index", "current_device_idx"),
     *("set_device", "set_device_index", "set_device_idx", "can_device_access_peer", "get_device_name"),
     *("get_device_properties", "get_device_capability", "current_stream", "default_stream", "set_stream"),
     *("get_stream_from_external", "current_blas_handle", "current_solver_handle", "graph_pool_handle"),
