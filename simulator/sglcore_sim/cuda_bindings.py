@@ -7,32 +7,22 @@ from typing import Any
 
 import torch
 
-from sglcore_sim.faces import in_tree
+from sglcore_sim.faces import in_tree, module
 
 PropertyTable = dict[str, Any]
 
 
-class StreamBinding(torch.Stream):
+class StreamBinding(in_tree.StreamBinding):
     """`torch._C._CudaStreamBase`: a stream of this device type with CUDA's attribute names."""
 
     def __new__(
         cls, priority: int = 0, stream_id: int = 0, device_index: int = 0, device_type: int = 0, stream_ptr: int = 0
-    ) -> StreamBinding:
+    ) -> Any:
         if stream_ptr:
             raise RuntimeError("external streams are not simulated")
-        if stream_id or device_index or device_type:
-            return super().__new__(cls, stream_id=stream_id, device_index=device_index, device_type=device_type)
-        return super().__new__(cls, device=torch.device("cuda", torch.cuda.current_device()), priority=priority)
+        return super().__new__(cls, priority, stream_id, device_index, device_type)
 
-    @property
-    def cuda_stream(self) -> int:
-        """The address that a native launch would take; 0 for the default stream."""
-        return self.native_handle or 0  # type: ignore[attr-defined]
-
-    @property
-    def priority(self) -> int:
-        """All simulated streams have one priority."""
-        return 0
+    cuda_stream = in_tree.StreamBinding.address
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
@@ -40,41 +30,29 @@ class StreamBinding(torch.Stream):
         return (0, -5)
 
 
-class EventBinding(torch.Event):
+class EventBinding(module.EventBinding):
     """`torch._C._CudaEventBase`."""
 
     def __new__(
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
-    ) -> EventBinding:
-        if interprocess or external:
-            raise RuntimeError("interprocess and external events are not simulated")
-        return super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
+    ) -> Any:
+        if external:
+            raise RuntimeError("external events are not simulated")
+        return super().__new__(cls, enable_timing, blocking, interprocess)
 
-    @property
-    def cuda_event(self) -> int:
-        """The event's address; 0 until it is recorded."""
-        return self.event_id or 0
+    cuda_event = module.EventBinding.address
 
 
-def graph_binding(native: ModuleType) -> type:
-    """`torch._C._CUDAGraph` over the native graph."""
+class GraphBinding(in_tree.GraphBinding):
+    """`torch._C._CUDAGraph`."""
 
-    class Graph(in_tree.GraphBinding):
-        def __init__(self, keep_graph: bool = False) -> None:
-            self.core = native.Graph()
+    def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
+        self.begin(pool, capture_error_mode)
 
-        def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
-            if capture_error_mode not in ("global", "thread_local", "relaxed"):
-                wanted = "global, thread_local or relaxed"
-                raise RuntimeError(f"found capture error mode {capture_error_mode!r}, wanted {wanted}")
-            self.begin(pool)
+    def raw_cuda_graph(self) -> int:
+        raise RuntimeError("raw graphs are not simulated")
 
-        def raw_cuda_graph(self) -> int:
-            raise RuntimeError("raw graphs are not simulated")
-
-        raw_cuda_graph_exec = raw_cuda_graph
-
-    return Graph
+    raw_cuda_graph_exec = raw_cuda_graph
 
 
 def bindings(sim: Any) -> dict[str, Any]:
@@ -84,7 +62,7 @@ def bindings(sim: Any) -> dict[str, Any]:
         **in_tree.bindings(sim, "cuda"),
         "_CudaStreamBase": StreamBinding,
         "_CudaEventBase": EventBinding,
-        "_CUDAGraph": graph_binding(sim.core),
+        "_CUDAGraph": module.bound(GraphBinding, native=sim.core),
         "_graph_pool_handle": sim.core.new_pool,
         "_cuda_ipc_collect": lambda: None,
         "_host_emptyCache": lambda: None,

@@ -64,7 +64,8 @@ def of_face(names: Mapping[str, Any]) -> Iterator[tuple[str, Parameters]]:
         if not inspect.isclass(value):
             yield name, of_callable(value)
             continue
-        for method, function in vars(value).items():
+        ours = [vars(base) for base in value.__mro__ if base.__module__.startswith(__package__ or "")]
+        for method, function in {name: f for own in reversed(ours) for name, f in own.items()}.items():
             if inspect.isfunction(function) and (not method.startswith("_") or method in ("__new__", "__init__")):
                 yield f"{name}.{method}", of_callable(function)
 

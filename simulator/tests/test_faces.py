@@ -28,8 +28,8 @@ def face_of(sim) -> dict:
     return vars(torch.get_device_module(sim.kind.torch_name))
 
 
-OWN = {"StreamContext.__init__", "device.__init__", "NPUGraph.run"}
-"""Constructors that users reach through functions, and a method that only the simulator calls."""
+OWN = {"StreamContext.__init__", "device.__init__", "NPUGraph.run", "NPUGraph.begin"}
+"""Constructors that users reach through functions, and methods that only the simulator calls."""
 ASKED_BY_TORCH = {"get_amp_supported_dtype", "get_rng_state", "set_rng_state"}
 
 

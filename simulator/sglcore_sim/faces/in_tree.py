@@ -12,40 +12,32 @@ from typing import Any
 
 import torch
 
+from sglcore_sim.faces import module
 
-class GraphBinding:
-    """A graph over the native one; `begin` is for the vendor's own `capture_begin`."""
 
-    core: Any
+class StreamBinding(module.StreamBinding):
+    """The base of torch's own stream classes."""
+
+    @property
+    def priority(self) -> int:
+        """All simulated streams have one priority."""
+        return 0
+
+
+class GraphBinding(module.GraphBinding):
+    """The base of torch's own graph classes."""
 
     def __new__(cls, keep_graph: bool = False) -> Any:
         return super().__new__(cls)
 
-    def begin(self, pool: tuple[int, int] | None) -> None:
-        """Record the current stream from now on, into a pool or one of its own."""
-        self.core.begin(tuple(pool) if pool else (0, 0))
-
-    def capture_end(self) -> None:
-        self.core.end()
+    def __init__(self, keep_graph: bool = False) -> None:
+        super().__init__()
 
     def instantiate(self) -> None: ...
 
     def register_generator_state(self, generator: torch.Generator) -> None: ...
 
-    def replay(self) -> None:
-        self.core.replay()
-
-    def reset(self) -> None:
-        self.core.reset()
-
-    def pool(self) -> tuple[int, int]:
-        return self.core.pool()
-
     def enable_debug_mode(self) -> None: ...
-
-    def debug_dump(self, debug_path: str) -> None:
-        with open(debug_path, "w") as file:
-            file.write(self.core.describe())
 
 
 def memory_stats(native: ModuleType, device: int) -> dict[str, Any]:

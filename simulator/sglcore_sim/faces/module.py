@@ -1,14 +1,16 @@
-"""What every face is made of: streams, events and the calls that torch's own neutral interface can answer."""
+"""What every face is made of: streams, events, graphs and the calls that torch's own neutral interface can answer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 
 AMP = (torch.float16, torch.bfloat16)
+MODES = ("global", "thread_local", "relaxed")
+"""How far a capture minds what other threads do."""
 
 
 class StreamBinding(torch.Stream):
@@ -18,6 +20,11 @@ class StreamBinding(torch.Stream):
         if stream_id or device_index or device_type:
             return super().__new__(cls, stream_id=stream_id, device_index=device_index, device_type=device_type)
         return super().__new__(cls, priority=priority)
+
+    @property
+    def address(self) -> int:
+        """What a native launch would take, which vendors name each; 0 for the default stream."""
+        return self.native_handle or 0  # pyright: ignore[reportAttributeAccessIssue]
 
     def __hash__(self) -> int:
         """Streams are equal by identity of the stream, not of the object."""
@@ -31,6 +38,43 @@ class EventBinding(torch.Event):
         if interprocess:
             raise RuntimeError("interprocess events are not simulated")
         return super().__new__(cls, enable_timing=enable_timing, blocking=blocking)
+
+    @property
+    def address(self) -> int:
+        """What vendors name each; 0 until it is recorded."""
+        return self.event_id or 0
+
+
+class GraphBinding:
+    """A graph over one of the `native` core (`bound`); `begin` is for the vendor's own `capture_begin`."""
+
+    native: ClassVar[ModuleType]
+    core: Any
+
+    def __init__(self) -> None:
+        self.core = self.native.Graph()
+
+    def begin(self, pool: tuple[int, int] | None, capture_error_mode: str = MODES[0]) -> None:
+        """Record the current stream from now on, into a pool or one of its own."""
+        if capture_error_mode not in MODES:
+            raise RuntimeError(f"found capture error mode {capture_error_mode!r}, wanted one of {', '.join(MODES)}")
+        self.core.begin(tuple(pool) if pool else (0, 0))
+
+    def capture_end(self) -> None:
+        self.core.end()
+
+    def replay(self) -> None:
+        self.core.replay()
+
+    def reset(self) -> None:
+        self.core.reset()
+
+    def pool(self) -> tuple[int, int]:
+        return self.core.pool()
+
+    def debug_dump(self, debug_path: str) -> None:
+        with open(debug_path, "w") as file:
+            file.write(self.core.describe())
 
 
 class Device:
@@ -72,6 +116,16 @@ def index_of(device: Any, default: int | None = None) -> int:
     if index is not None:
         return int(index)
     return torch.accelerator.current_device_index() if default is None else default
+
+
+def bound(cls: type, **fields: Any) -> Any:
+    """The class under its own name, with what it needs of one simulator as its fields."""
+    return type(cls)(cls.__name__, (cls,), fields)
+
+
+def named(*functions: Callable[..., Any]) -> dict[str, Any]:
+    """Functions by their names."""
+    return {function.__name__: function for function in functions}
 
 
 def properties_of(sim: Any, fields: Mapping[str, Any]) -> SimpleNamespace:

@@ -7,12 +7,13 @@ elsewhere, this one refuses. Prefill refuses what csrc/py_itfs_ck/mha_batch_pref
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sglcore_sim.vendors.paged import attend, cells_of, flat, ints, plant_module, require
+from sglcore_sim.vendors.paged import adjacent, attend, cells_of, flat, ints, plant_module, require, together
 
 DECODE, PREFILL = "aiter.paged_attention_v1", "aiter.mha_batch_prefill_func"
 HALF = (torch.float16, torch.bfloat16)
@@ -23,86 +24,89 @@ PARTITION = 256
 
 def plant(sim: Any) -> None:
     """Make `import aiter` give the references."""
+    plant_module(
+        "aiter", **{each.__name__: partial(each, sim) for each in (paged_attention_v1, mha_batch_prefill_func)}
+    )
 
-    def paged_attention_v1(
-        out: Tensor,
-        workspace_buffer: Tensor,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        scale: float,
-        block_tables: Tensor,
-        cu_query_lens: Tensor | None,
-        context_lens: Tensor,
-        max_context_len: int,
-        alibi_slopes: Tensor | None,
-        kv_cache_dtype: str,
-        kv_cache_layout: str,
-        logits_soft_cap: float,
-        k_scale: Tensor,
-        v_scale: Tensor,
-        fp8_out_scale: Tensor | None = None,
-        partition_size: int = 256,
-        mtp: int = 1,
-        sliding_window: int = 0,
-    ) -> Tensor:
-        _check_decode(
-            {"out": out, "workspace": workspace_buffer, "query": query, "keys": key_cache, "values": value_cache},
-            {"tables": block_tables, "lens": context_lens, "starts": cu_query_lens, "scales": (k_scale, v_scale)},
-            (kv_cache_dtype, kv_cache_layout, partition_size, mtp),
-        )
-        size, partitions = key_cache.shape[1], -(-max_context_len // partition_size)
-        require(DECODE, {"a workspace for every partition": _fits(workspace_buffer, query, partitions)}, ValueError)
 
-        def kernel() -> None:
-            pages, lens = sim.host_view(block_tables), sim.host_view(context_lens).tolist()
-            # Sequences longer than the partitions of this launch are cut, as on hardware.
-            rows = [
-                (i, i + 1, cells_of(pages[i], min(n, partitions * partition_size), size)) for i, n in enumerate(lens)
-            ]
-            caches = flat(sim.host_view(key_cache)), flat(sim.host_view(value_cache))
-            attend(sim.host_view(out), sim.host_view(query), rows, *caches, scale, True, sliding_window - 1)
+def paged_attention_v1(
+    sim: Any,
+    out: Tensor,
+    workspace_buffer: Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    scale: float,
+    block_tables: Tensor,
+    cu_query_lens: Tensor | None,
+    context_lens: Tensor,
+    max_context_len: int,
+    alibi_slopes: Tensor | None,
+    kv_cache_dtype: str,
+    kv_cache_layout: str,
+    logits_soft_cap: float,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    fp8_out_scale: Tensor | None = None,
+    partition_size: int = 256,
+    mtp: int = 1,
+    sliding_window: int = 0,
+) -> Tensor:
+    _check_decode(
+        {"out": out, "workspace": workspace_buffer, "query": query, "keys": key_cache, "values": value_cache},
+        {"tables": block_tables, "lens": context_lens, "starts": cu_query_lens, "scales": (k_scale, v_scale)},
+        (kv_cache_dtype, kv_cache_layout, partition_size, mtp),
+    )
+    size, partitions = key_cache.shape[1], -(-max_context_len // partition_size)
+    require(DECODE, {"a workspace for every partition": _fits(workspace_buffer, query, partitions)}, ValueError)
 
-        reads = [query, key_cache, value_cache, block_tables, context_lens, k_scale, v_scale]
-        sim.launch(DECODE, kernel, reads=reads, writes=[out, workspace_buffer])
-        return out
+    def kernel() -> None:
+        pages, lens = sim.host_view(block_tables), sim.host_view(context_lens).tolist()
+        # Sequences longer than the partitions of this launch are cut, as on hardware.
+        rows = [(i, i + 1, cells_of(pages[i], min(n, partitions * partition_size), size)) for i, n in enumerate(lens)]
+        caches = flat(sim.host_view(key_cache)), flat(sim.host_view(value_cache))
+        attend(sim.host_view(out), sim.host_view(query), rows, *caches, scale, True, sliding_window - 1)
 
-    def mha_batch_prefill_func(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        kv_indptr: Tensor,
-        kv_page_indices: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        alibi_slopes: Tensor | None = None,
-        deterministic: bool = False,
-        return_lse: bool = False,
-        return_attn_probs: bool = False,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        _check_prefill(q, k, v, cu_seqlens_q, kv_indptr, kv_page_indices)
-        made = torch.empty_like(q) if out is None else out
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    reads = [query, key_cache, value_cache, block_tables, context_lens, k_scale, v_scale]
+    sim.launch(DECODE, kernel, reads=reads, writes=[out, workspace_buffer])
+    return out
 
-        def kernel() -> None:
-            begin, first = sim.host_view(cu_seqlens_q).tolist(), sim.host_view(kv_indptr).tolist()
-            cells = sim.host_view(kv_page_indices).to(torch.int64)
-            rows = [(begin[i], begin[i + 1], cells[first[i] : first[i + 1]]) for i in range(len(begin) - 1)]
-            views = sim.host_view(k), sim.host_view(v)
-            attend(sim.host_view(made), sim.host_view(q), rows, *views, scale, causal, window_size[0])
 
-        reads = [q, k, v, cu_seqlens_q, kv_indptr, kv_page_indices]
-        sim.launch(PREFILL, kernel, reads=reads, writes=[made])
-        return made
+def mha_batch_prefill_func(
+    sim: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    kv_indptr: Tensor,
+    kv_page_indices: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    return_attn_probs: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    _check_prefill(q, k, v, cu_seqlens_q, kv_indptr, kv_page_indices)
+    made = torch.empty_like(q) if out is None else out
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
 
-    plant_module("aiter", paged_attention_v1=paged_attention_v1, mha_batch_prefill_func=mha_batch_prefill_func)
+    def kernel() -> None:
+        begin, first = sim.host_view(cu_seqlens_q).tolist(), sim.host_view(kv_indptr).tolist()
+        cells = sim.host_view(kv_page_indices).to(torch.int64)
+        rows = [(begin[i], begin[i + 1], cells[first[i] : first[i + 1]]) for i in range(len(begin) - 1)]
+        views = sim.host_view(k), sim.host_view(v)
+        attend(sim.host_view(made), sim.host_view(q), rows, *views, scale, causal, window_size[0])
+
+    reads = [q, k, v, cu_seqlens_q, kv_indptr, kv_page_indices]
+    sim.launch(PREFILL, kernel, reads=reads, writes=[made])
+    return made
 
 
 def _check_decode(data: Mapping[str, Tensor], where: Mapping[str, Any], kinds: tuple[str, str, int, int]) -> None:
@@ -115,7 +119,7 @@ def _check_decode(data: Mapping[str, Tensor], where: Mapping[str, Any], kinds: t
         "an output of the queries' shape and type, contiguous": out.shape == query.shape
         and out.dtype == query.dtype
         and out.is_contiguous(),
-        "everything on one device": len({part.device for part in given}) == 1 and not query.is_cpu,
+        "everything on one device": together(*given),
         "queries whose heads lie side by side": query.stride()[1:] == (dim, 1),
         "keys and values of one shape and stride, heads contiguous": keys.stride() == data["values"].stride()
         and keys.shape == data["values"].shape
@@ -142,9 +146,8 @@ def _check_prefill(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, cell_starts:
     rows, dim = len(starts) - 1, q.shape[-1]
     wanted = {
         "one half precision for all": q.dtype in HALF and q.dtype == k.dtype == v.dtype,
-        "everything on one device": len({x.device for x in (q, k, v, starts, cell_starts, cells)}) == 1
-        and not q.is_cpu,
-        "tensors whose last dimension is contiguous": all(x.stride(-1) == 1 for x in (q, k, v, cells)),
+        "everything on one device": together(q, k, v, starts, cell_starts, cells),
+        "tensors whose last dimension is contiguous": adjacent(q, k, v, cells),
         "cells [cells, heads, dim] of keys and of values": k.dim() == 3 and k.shape == v.shape and k.shape[-1] == dim,
         "heads that begin every 16 bytes": all(
             s * k.element_size() % 16 == 0 for s in (*k.stride()[:2], *v.stride()[:2])

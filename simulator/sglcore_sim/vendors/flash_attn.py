@@ -3,15 +3,11 @@ signature."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from sglcore_sim.vendors.paged import attend, cells_of, flat, plant_module, require_flash_attention
-
-CALL = "flash_attn_with_kvcache"
+from sglcore_sim.vendors.paged import flash_attention, plant_module
 
 
 def plant(sim: Any) -> None:
@@ -51,51 +47,7 @@ def plant(sim: Any) -> None:
     ) -> Tensor:
         if k is not None or page_table is None or cu_seqlens_q is None or cache_seqlens is None or not max_seqlen_q:
             raise NotImplementedError("this reference takes paged caches with lengths and query offsets only")
-        return _run(
-            sim,
-            q,
-            k_cache,
-            v_cache,
-            page_table,
-            cache_seqlens,
-            cu_seqlens_q,
-            max_seqlen_q,
-            softmax_scale,
-            causal,
-            window_size,
-        )
+        parts = (q, k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q)
+        return flash_attention(sim, parts, max_seqlen_q, softmax_scale, causal, window_size[0])
 
     plant_module("flash_attn_interface", flash_attn_with_kvcache=flash_attn_with_kvcache)
-
-
-def _run(
-    sim: Any,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    starts: Tensor,
-    longest: int,
-    scale: float | None,
-    causal: bool,
-    window: tuple[int, int],
-) -> Tensor:
-    require_flash_attention(CALL, q, k_cache, v_cache, page_table, lengths, starts)
-    out, page_size = torch.empty_like(q), k_cache.shape[1]
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-
-    def kernel() -> None:
-        begin, pages = sim.host_view(starts).tolist(), sim.host_view(page_table)
-        # The launch has tiles for `longest` queries of a row; more are never computed.
-        ends = [min(end, start + longest) for start, end in pairwise(begin)]
-        lens = sim.host_view(lengths).tolist()
-        rows = [
-            (begin[i], ends[i], cells_of(pages[i], lens[i], page_size)) for i in range(len(lens)) if ends[i] > begin[i]
-        ]
-        caches = flat(sim.host_view(k_cache)), flat(sim.host_view(v_cache))
-        attend(sim.host_view(out), sim.host_view(q), rows, *caches, factor, causal, window[0])
-
-    reads = [q, k_cache, v_cache, page_table, lengths, starts]
-    sim.launch(CALL, kernel, reads=reads, writes=[out])
-    return out

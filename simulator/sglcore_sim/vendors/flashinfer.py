@@ -10,12 +10,14 @@ batch_prefill.cu (flashinfer-ai/flashinfer). Workspaces are held to the least th
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sglcore_sim.vendors.paged import attend, cells_of, flat, plant_module, require
+from sglcore_sim.faces.module import bound
+from sglcore_sim.vendors.paged import adjacent, attend, cells_of, flat, plant_module, require, together
 
 VERSION = "0.7.2.post1"
 INT_WORKSPACE = 8 << 20
@@ -26,41 +28,35 @@ ALIGNMENT = 16
 HALF = (torch.float16, torch.bfloat16)
 
 
+def refuse(wanted: Mapping[str, object]) -> None:
+    """What `require` does, by the library's usual error."""
+    require("flashinfer", wanted, ValueError)
+
+
 def plant(sim: Any) -> None:
     """Make `import flashinfer` give the references."""
-
-    class Decode(BatchDecodeWithPagedKVCacheWrapper):
-        _sim = sim
-
-    class Prefill(BatchPrefillWithPagedKVCacheWrapper):
-        _sim = sim
-
-    plant_module(
-        "flashinfer",
-        __version__=VERSION,
-        BatchDecodeWithPagedKVCacheWrapper=Decode,
-        BatchPrefillWithPagedKVCacheWrapper=Prefill,
-        fast_decode_plan=fast_decode_plan,
-    )
+    wrappers = (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper)
+    made = {wrapper.__name__: bound(wrapper, _sim=sim) for wrapper in wrappers}
+    plant_module("flashinfer", __version__=VERSION, fast_decode_plan=fast_decode_plan, **made)
 
 
 class PagedWrapper:
     """What both wrappers share: workspaces, buffers, and a plan of (query offsets, lengths) in the int workspace."""
 
     _sim: Any
+    _window_left: int
+    _sm_scale: float | None
 
     def _make(
         self, workspace: Tensor, kv_layout: str, graph: bool, buffers: tuple[Tensor | None, ...], any_group: bool
     ) -> None:
         if kv_layout != "NHD":
             raise NotImplementedError("this reference takes the layout NHD only")
-        if graph and not all(torch.is_tensor(buffer) for buffer in buffers):
-            raise ValueError("the page buffers should be torch.Tensors in cudagraph mode")
         if graph:
-            starts, _, last = buffers
-            require(
-                "flashinfer", {"indptr buffers of batch_size + 1": _length(starts) == _length(last) + 1}, ValueError
-            )
+            starts, indices, last = buffers
+            if starts is None or indices is None or last is None:
+                raise ValueError("the page buffers should be torch.Tensors in cudagraph mode")
+            refuse({"indptr buffers of batch_size + 1": len(starts) == len(last) + 1})
         self._graph = graph
         self._any_group = any_group
         self._planned = False
@@ -73,16 +69,12 @@ class PagedWrapper:
         wanted = {
             f"workspaces aligned to {ALIGNMENT} bytes": all(x.data_ptr() % ALIGNMENT == 0 for x in buffers),
             "contiguous workspaces of bytes": all(x.is_contiguous() and x.dtype == torch.uint8 for x in buffers),
-            "workspaces on one device": len({x.device for x in buffers}) == 1 and not int_workspace_buffer.is_cpu,
+            "workspaces on one device": together(*buffers),
         }
-        require("flashinfer", wanted, ValueError)
+        refuse(wanted)
         self._float_workspace_buffer = float_workspace_buffer
         self._int_workspace_buffer = int_workspace_buffer
         self._pinned = torch.empty(int_workspace_buffer.shape, dtype=torch.uint8, pin_memory=True)
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        return self._graph
 
     def _plan(
         self,
@@ -98,8 +90,7 @@ class PagedWrapper:
         self._check(heads, dtypes)
         batch = len(last_page_len)
         _check_lists(query_starts, indptr, indices, last_page_len, page_size)
-        if self._graph and batch != len(self._buffers[2]):
-            raise ValueError(f"The batch size should be fixed in cudagraph mode, {len(self._buffers[2])}, not {batch}")
+        self._check_batch(batch)
         if self._graph and len(indices) > len(self._buffers[1]):
             raise ValueError("The size of indices should be less than or equal to the allocated buffer")
         for place, given in enumerate((indptr, indices, last_page_len)):
@@ -110,6 +101,10 @@ class PagedWrapper:
         self._write_plan(query_starts, indptr.to("cpu"), last_page_len.to("cpu"), page_size)
         self._batch, self._heads, self._page_size, self._dtypes = batch, heads, page_size, dtypes
         self._planned = True
+
+    def _check_batch(self, batch: int) -> None:
+        if self._graph and batch != len(self._buffers[2]):
+            raise ValueError(f"The batch size should be fixed in cudagraph mode, {len(self._buffers[2])}, not {batch}")
 
     def _write_plan(self, query_starts: Tensor, starts: Tensor, last: Tensor, page_size: int) -> None:
         """Into pinned memory, and from there to the device without a wait."""
@@ -127,12 +122,10 @@ class PagedWrapper:
             raise ValueError(f"num_qo_heads {heads[0]} is no multiple of num_kv_heads {heads[1]}")
         if any(dtype not in HALF for dtype in dtypes):
             raise ValueError(f"unsupported data types {dtypes}")
-        group = heads[0] // heads[1]
-        require(
-            "flashinfer", {f"groups of {GROUPS} heads, or tensor cores": self._any_group or group in GROUPS}, ValueError
-        )
+        is_compiled = self._any_group or heads[0] // heads[1] in GROUPS
+        refuse({f"groups of {GROUPS} heads, or tensor cores": is_compiled})
 
-    def _run(self, q: Tensor, kv: Any, causal: bool, left: int, scale: float, out: Tensor | None) -> Tensor:
+    def _run(self, q: Tensor, kv: Any, causal: bool, factor: float, out: Tensor | None) -> Tensor:
         if not self._planned:
             raise RuntimeError("plan() must come before run()")
         keys, values = kv
@@ -141,18 +134,19 @@ class PagedWrapper:
             raise ValueError(f"planned for heads {self._heads}, run with q {shape} and pages {tuple(keys.shape)}")
         if (q.dtype, keys.dtype) != self._dtypes:
             raise ValueError(f"planned for {self._dtypes}, run with {q.dtype} and {keys.dtype}")
-        given = (q, keys, values, *(() if out is None else (out,)))
+        out = torch.empty_like(q) if out is None else out
+        given = (q, keys, values, out)
         wanted = {
             "everything on the device of the plan": all(x.device == self.device for x in given),
             "keys and values of one shape, stride and type": keys.stride() == values.stride()
             and (keys.shape, keys.dtype) == (values.shape, values.dtype),
-            "tensors whose last dimension is contiguous": all(x.stride(-1) == 1 for x in given),
-            "an output of the queries' shape and type": out is None or (out.shape, out.dtype) == (q.shape, q.dtype),
+            "tensors whose last dimension is contiguous": adjacent(*given),
+            "an output of the queries' shape and type": (out.shape, out.dtype) == (q.shape, q.dtype),
             "a float workspace for a partial result of each head": self._float_workspace_buffer.numel()
             >= 4 * q.shape[0] * q.shape[1] * (q.shape[2] + 1),
         }
-        require("flashinfer", wanted, ValueError)
-        out = torch.empty_like(q) if out is None else out
+        refuse(wanted)
+        scale, left = (self._sm_scale or 1 / math.sqrt(q.shape[-1])) * factor, self._window_left
         sim, batch, page_size = self._sim, self._batch, self._page_size
         plan = self._int_workspace_buffer[: (2 * batch + 1) * 4]
         starts, pages = self._buffers[0][: batch + 1], self._buffers[1]
@@ -167,26 +161,21 @@ class PagedWrapper:
             k_cells, v_cells = flat(sim.host_view(keys)), flat(sim.host_view(values))
             attend(sim.host_view(out), sim.host_view(q), rows, k_cells, v_cells, scale, causal, left)
 
-        partial = self._float_workspace_buffer[:16]
         reads = [q, keys, values, plan, starts, pages, self._buffers[2]]
-        sim.launch(f"flashinfer.{type(self).__mro__[1].__name__}.run", kernel, reads=reads, writes=[out, partial])
+        writes = [out, self._float_workspace_buffer[:16]]
+        sim.launch(f"flashinfer.{type(self).__name__}.run", kernel, reads=reads, writes=writes)
         return out
-
-
-def _length(buffer: Tensor | None) -> int:
-    return -1 if buffer is None else len(buffer)
 
 
 def _check_lists(query_starts: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, page_size: int) -> None:
     """What a plan is given. Values are read where they are on the host."""
-    lists = (query_starts, indptr, indices, last)
     wanted = {
-        "lists of int32": all(x.dtype == torch.int32 and x.dim() == 1 for x in lists),
+        "lists of int32": all(x.dtype == torch.int32 and x.dim() == 1 for x in (query_starts, indptr, indices, last)),
         "offsets of batch_size + 1": len(query_starts) == len(indptr) == len(last) + 1,
         f"last pages of 1 to {page_size} tokens": not last.is_cpu or ((last >= 1) & (last <= page_size)).all(),
         "as many pages as indptr says": not indptr.is_cpu or len(indices) >= int(indptr[-1]),
     }
-    require("flashinfer", wanted, ValueError)
+    refuse(wanted)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
@@ -277,8 +266,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     ) -> Tensor:
         if q.shape[0] != self._batch:
             raise ValueError(f"q has {q.shape[0]} rows, the plan {self._batch}")
-        scale = (self._sm_scale or 1 / math.sqrt(q.shape[-1])) * (q_scale or 1.0) * (k_scale or 1.0)
-        return self._run(q, paged_kv_cache, True, self._window_left, scale, out)
+        return self._run(q, paged_kv_cache, True, (q_scale or 1.0) * (k_scale or 1.0), out)
 
 
 def fast_decode_plan(
@@ -309,12 +297,11 @@ def fast_decode_plan(
     if not self._planned:
         raise AttributeError("'_cached_module': plan() must come before fast_decode_plan()")
     batch = len(last_page_len)
+    self._check_batch(batch)
     if not self._graph:
         self._buffers[:] = [indptr, indices, last_page_len]
-    elif batch != len(self._buffers[2]):
-        raise ValueError(f"The batch size should be fixed in cudagraph mode, {len(self._buffers[2])}, not {batch}")
     starts = indptr.cpu() if global_override_indptr_cpu is None else global_override_indptr_cpu
-    require("flashinfer", {"an override of indptr on the host": starts.is_cpu}, ValueError)
+    refuse({"an override of indptr on the host": starts.is_cpu})
     _check_lists(starts, starts, indices, last_page_len, page_size)
     self._write_plan(torch.arange(batch + 1, dtype=torch.int32), starts, last_page_len.cpu(), page_size)
     self._window_left, self._sm_scale = window_left, sm_scale
@@ -409,5 +396,4 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
     ) -> Tensor:
         if q.shape[0] != self._tokens:
             raise ValueError(f"q.shape[0] ({q.shape[0]}) does not match qo_indptr[-1] ({self._tokens})")
-        scale = (self._sm_scale or 1 / math.sqrt(q.shape[-1])) * (q_scale or 1.0) * (k_scale or 1.0)
-        return self._run(q, paged_kv_cache, self._causal, self._window_left, scale, out)
+        return self._run(q, paged_kv_cache, self._causal, (q_scale or 1.0) * (k_scale or 1.0), out)

@@ -6,11 +6,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from importlib.machinery import ModuleSpec
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+FLASH_ATTENTION = "flash_attn_with_kvcache"
 
 
 def plant_module(name: str, **names: Any) -> ModuleType:
@@ -34,26 +37,53 @@ def ints(part: Tensor, *shape: int) -> bool:
     return part.dtype == torch.int32 and tuple(part.shape) == shape and part.is_contiguous()
 
 
-def require_flash_attention(
-    call: str, q: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: Tensor, starts: Tensor
-) -> None:
-    """FlashAttention 3 over pages: what `mha_fwd` of hopper/flash_api.cpp (Dao-AILab/flash-attention) checks."""
+def together(*parts: Tensor) -> bool:
+    """All on one device, which is not the host."""
+    return len({part.device for part in parts}) == 1 and not parts[0].is_cpu
+
+
+def adjacent(*parts: Tensor) -> bool:
+    """The elements of every last dimension lie side by side."""
+    return all(part.stride(-1) == 1 for part in parts)
+
+
+def flash_attention(
+    sim: Any, parts: tuple[Tensor, ...], longest: int, scale: float | None, causal: bool, left: int
+) -> Tensor:
+    """FlashAttention 3 over pages, in one launch, refusing what `mha_fwd` of hopper/flash_api.cpp (Dao-AILab/flash-attention)
+    checks. `parts` are queries, both caches, the page table, the lengths and the queries' offsets."""
+    q, k, v, table, lens, starts = parts
     rows, dim = len(starts) - 1, q.shape[-1]
-    require(
-        call,
-        {
-            "one half precision for all": {q.dtype, k.dtype, v.dtype} in ({torch.float16}, {torch.bfloat16}),
-            "everything on one device": len({x.device for x in (q, k, v, table, lens, starts)}) == 1 and not q.is_cpu,
-            "tensors whose last dimension is contiguous": all(x.stride(-1) == 1 for x in (q, k, v, table)),
-            "queries [tokens, heads, dim] and pages [pages, size, heads, dim]": q.dim() == 3 and k.dim() == 4,
-            "values of the shape of keys": v.shape == k.shape and k.shape[-1] == dim,
-            "heads of whole 8ths up to 256": dim % 8 == 0 and dim <= 256,
-            "as many query heads for each head of keys": q.shape[1] % k.shape[-2] == 0,
-            "page_table int32[rows, pages]": table.dtype == torch.int32 and table.dim() == 2 and len(table) == rows,
-            "cache_seqlens int32[rows], contiguous": ints(lens, rows),
-            "cu_seqlens_q int32[rows + 1], contiguous": ints(starts, rows + 1),
-        },
-    )
+    wanted = {
+        "one half precision for all": {q.dtype, k.dtype, v.dtype} in ({torch.float16}, {torch.bfloat16}),
+        "everything on one device": together(*parts),
+        "tensors whose last dimension is contiguous": adjacent(q, k, v, table),
+        "queries [tokens, heads, dim] and pages [pages, size, heads, dim]": q.dim() == 3 and k.dim() == 4,
+        "values of the shape of keys": v.shape == k.shape and k.shape[-1] == dim,
+        "heads of whole 8ths up to 256": dim % 8 == 0 and dim <= 256,
+        "as many query heads for each head of keys": q.shape[1] % k.shape[-2] == 0,
+        "page_table int32[rows, pages]": table.dtype == torch.int32 and table.dim() == 2 and len(table) == rows,
+        "cache_seqlens int32[rows], contiguous": ints(lens, rows),
+        "cu_seqlens_q int32[rows + 1], contiguous": ints(starts, rows + 1),
+    }
+    require(FLASH_ATTENTION, wanted)
+    out, page_size = torch.empty_like(q), k.shape[1]
+    factor = dim**-0.5 if scale is None else scale
+
+    def kernel() -> None:
+        begin, pages = sim.host_view(starts).tolist(), sim.host_view(table)
+        # The launch has tiles for `longest` queries of a row; more are never computed.
+        spans = [(start, min(end, start + longest)) for start, end in pairwise(begin)]
+        rows = [
+            (start, end, cells_of(pages[row], length, page_size))
+            for row, ((start, end), length) in enumerate(zip(spans, sim.host_view(lens).tolist(), strict=True))
+            if end > start
+        ]
+        caches = flat(sim.host_view(k)), flat(sim.host_view(v))
+        attend(sim.host_view(out), sim.host_view(q), rows, *caches, factor, causal, left)
+
+    sim.launch(FLASH_ATTENTION, kernel, reads=list(parts), writes=[out])
+    return out
 
 
 def attend(

@@ -6,15 +6,12 @@ pages of the sizes that it has kernels for.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from sglcore_sim.vendors.paged import attend, cells_of, flat, plant_module, require, require_flash_attention
+from sglcore_sim.vendors.paged import FLASH_ATTENTION, flash_attention, plant_module, require
 
-CALL = "flash_attn_with_kvcache"
 PAGES = (1, 16, 64)
 
 
@@ -61,33 +58,9 @@ def plant(sim: Any) -> None:
         parts = tuple(part for part in needed if isinstance(part, Tensor))
         if k is not None or len(parts) < len(needed) or not max_seqlen_q:
             raise NotImplementedError("this reference takes paged caches with lengths and query offsets only")
-        require_flash_attention(CALL, *parts)
-        require(CALL, {f"pages of {PAGES}": k_cache.shape[1] in PAGES})
-        window = tuple(-1 if side is None else side for side in window_size)
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        return _run(sim, parts, max_seqlen_q, scale, causal, window[0])
+        require(FLASH_ATTENTION, {f"pages of {PAGES}": k_cache.shape[1] in PAGES})
+        left = -1 if window_size[0] is None else window_size[0]
+        return flash_attention(sim, parts, max_seqlen_q, softmax_scale, causal, left)
 
     for module in ("mate", "flash_attn_interface"):
         plant_module(module, flash_attn_with_kvcache=flash_attn_with_kvcache)
-
-
-def _run(sim: Any, parts: tuple[Tensor, ...], longest: int, scale: float, causal: bool, left: int) -> Tensor:
-    """One launch; `parts` are queries, both caches, the page table, the lengths and the queries' offsets."""
-    q, k_cache, v_cache, table, lengths, starts = parts
-    out, page_size = torch.empty_like(q), k_cache.shape[1]
-
-    def kernel() -> None:
-        begin, lens = sim.host_view(starts).tolist(), sim.host_view(lengths).tolist()
-        pages = sim.host_view(table)
-        # The launch has tiles for `longest` queries of a row; more are never computed.
-        spans = [(start, min(end, start + longest)) for start, end in pairwise(begin)]
-        rows = [
-            (start, end, cells_of(pages[row], lens[row], page_size))
-            for row, (start, end) in enumerate(spans)
-            if end > start
-        ]
-        caches = flat(sim.host_view(k_cache)), flat(sim.host_view(v_cache))
-        attend(sim.host_view(out), sim.host_view(q), rows, *caches, scale, causal, left)
-
-    sim.launch(CALL, kernel, reads=list(parts), writes=[out])
-    return out

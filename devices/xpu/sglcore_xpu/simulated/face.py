@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,18 +10,10 @@ import torch
 from sglcore_sim.faces import in_tree, module
 
 
-class StreamBinding(module.StreamBinding):
+class StreamBinding(in_tree.StreamBinding):
     """`torch._C._XpuStreamBase`."""
 
-    @property
-    def sycl_queue(self) -> int:
-        """The address that a native launch would take; 0 for the default stream."""
-        return self.native_handle or 0  # type: ignore[attr-defined]
-
-    @property
-    def priority(self) -> int:
-        """All simulated streams have one priority."""
-        return 0
+    sycl_queue = in_tree.StreamBinding.address
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
@@ -29,30 +21,17 @@ class StreamBinding(module.StreamBinding):
         return (1, -1)
 
 
-class EventBinding(torch.Event):
+class EventBinding(module.EventBinding):
     """`torch._C._XpuEventBase`."""
 
-    def __new__(cls, enable_timing: bool = False) -> EventBinding:
-        """An event of the current device."""
-        return super().__new__(cls, device="xpu", enable_timing=enable_timing)
-
-    @property
-    def sycl_event(self) -> int:
-        """The event's address; 0 until it is recorded."""
-        return self.event_id or 0
+    sycl_event = module.EventBinding.address
 
 
-def graph_binding(native: ModuleType) -> type:
-    """`torch._C._XPUGraph` over the native graph: its capture takes no error mode."""
+class GraphBinding(in_tree.GraphBinding):
+    """`torch._C._XPUGraph`: its capture takes no error mode."""
 
-    class Graph(in_tree.GraphBinding):
-        def __init__(self, keep_graph: bool = False) -> None:
-            self.core = native.Graph()
-
-        def capture_begin(self, pool: tuple[int, int] | None = None) -> None:
-            self.begin(pool)
-
-    return Graph
+    def capture_begin(self, pool: tuple[int, int] | None = None) -> None:
+        self.begin(pool)
 
 
 def plant(sim: Any) -> None:
@@ -62,7 +41,7 @@ def plant(sim: Any) -> None:
         **in_tree.bindings(sim, "xpu"),
         "_XpuStreamBase": StreamBinding,
         "_XpuEventBase": EventBinding,
-        "_XPUGraph": graph_binding(sim.core),
+        "_XPUGraph": module.bound(GraphBinding, native=sim.core),
         "_xpu_graph_pool_handle": sim.core.new_pool,
         "_xpu_getMemoryInfo": torch.accelerator.get_memory_info,
     }
