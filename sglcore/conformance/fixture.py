@@ -5,12 +5,12 @@ Whatever is widened stands in every result. A tolerance that no law needs, or th
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglcore.conformance.gaps import read_record, read_tables
 from sglcore.device.errors import ConfigError
 from sglcore.device.package import Ref, split
 
@@ -48,13 +48,7 @@ class Fixture:
 
 def read_fixture(folder: Path | None) -> Fixture:
     """That of a package's folder; an empty one without a folder or a file. Raises ConfigError for what is none."""
-    file = folder / FILE if folder is not None else None
-    if file is None or not file.is_file():
-        return Fixture()
-    try:
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file} can not be read: {error}", wanted="TOML with [[tolerance]] tables") from None
+    file, values = read_tables(folder, FILE, "tolerance")
     cells, given = values.pop("cells", None), values.pop("tolerance", [])
     if values or not isinstance(given, list) or not isinstance(cells, str | None):
         raise ConfigError(
@@ -62,19 +56,8 @@ def read_fixture(folder: Path | None) -> Fixture:
         )
     if cells is not None:
         split(cells, package=str(file))
-    return Fixture(tuple(_tolerance(file, entry) for entry in given), cells)
-
-
-def _tolerance(file: Path, entry: Any) -> Tolerance:
-    names = [field.name for field in fields(Tolerance)]
-    found = list(entry) if isinstance(entry, dict) else []
-    texts = [name for name in names if name in found and isinstance(entry[name], str) and entry[name].strip()]
-    if sorted(found) != sorted(names) or len(texts) < len(names) - 1 or type(entry["bound"]) is not float:
-        raise ConfigError(
-            f"{file} has a tolerance with {', '.join(found) or repr(entry)}",
-            wanted="law, dtype and reason as texts, and bound as a number such as 0.05",
-        )
-    return Tolerance(**entry)
+    wanted = "law, dtype and reason as texts, and bound as a number such as 0.05"
+    return Fixture(tuple(read_record(Tolerance, file, entry, wanted) for entry in given), cells)
 
 
 def stale_tolerances(fixture: Fixture, laws: Sequence[Law]) -> list[str]:

@@ -10,11 +10,11 @@ import tomllib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 from sglcore.device.errors import ConfigError
 
-FIELDS = ("law", "reason", "link", "expiry")
+T = TypeVar("T")
 FILE = "gaps.toml"
 
 
@@ -34,28 +34,36 @@ class Gap:
 
 def read_gaps(folder: Path | None) -> tuple[Gap, ...]:
     """The gaps of a package's folder; none without a folder or a file. Raises ConfigError for what is not a gap."""
-    file = folder / FILE if folder is not None else None
-    if file is None or not file.is_file():
-        return ()
+    file, values = read_tables(folder, FILE, "gap")
+    given = values.pop("gap", [])
+    if values or not isinstance(given, list):
+        raise ConfigError(f"{file} has {', '.join(values) or 'gap as one table'}", wanted="[[gap]] tables only")
+    wanted = "law, reason and link as texts, and expiry as a date such as 2030-01-31"
+    return tuple(read_record(Gap, file, entry, wanted) for entry in given)
+
+
+def read_tables(folder: Path | None, name: str, table: str) -> tuple[Path, dict[str, Any]]:
+    """A TOML file of a package's folder and what it holds: nothing where there is none. Raises ConfigError for what is no
+    TOML."""
+    file = (folder or Path()) / name
+    if folder is None or not file.is_file():
+        return file, {}
     try:
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
+        return file, tomllib.loads(file.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file} can not be read: {error}", wanted="TOML with [[gap]] tables") from None
-    unknown = sorted(values.keys() - {"gap"})
-    if unknown or not isinstance(values.get("gap", []), list):
-        raise ConfigError(f"{file} has {', '.join(unknown) or 'gap as one table'}", wanted="[[gap]] tables only")
-    return tuple(_gap(file, entry) for entry in values.get("gap", []))
+        raise ConfigError(f"{file} can not be read: {error}", wanted=f"TOML with [[{table}]] tables") from None
 
 
-def _gap(file: Path, entry: Any) -> Gap:
+def read_record(record: type[T], file: Path, entry: Any, wanted: str) -> T:
+    """A table of a file as a dataclass with exactly its fields, of their types, and no empty text. Raises ConfigError."""
+    types = get_type_hints(record)
     found = sorted(entry) if isinstance(entry, dict) else []
-    texts = [name for name in FIELDS[:3] if found and isinstance(entry.get(name), str) and entry[name].strip()]
-    if found != sorted(FIELDS) or len(texts) < 3 or type(entry["expiry"]) is not datetime.date:
-        raise ConfigError(
-            f"{file} has a gap with {', '.join(found) or entry!r}",
-            wanted="law, reason and link as texts, and expiry as a date such as 2030-01-31",
-        )
-    return Gap(**entry)
+    if found != sorted(types) or any(
+        type(entry[key]) is not types[key] or not str(entry[key]).strip() for key in found
+    ):
+        what = record.__name__.lower()
+        raise ConfigError(f"{file} has a {what} with {', '.join(found) or repr(entry)}", wanted=wanted)
+    return record(**entry)
 
 
 def gap_for(gaps: Sequence[Gap], name: str) -> Gap | None:

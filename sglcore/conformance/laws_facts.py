@@ -15,6 +15,7 @@ from sglcore.conformance import mutants_facts as broken
 from sglcore.conformance.attention_cases import Rows, draw_contents, schedule_batch
 from sglcore.conformance.harness import Harness, random_prompts
 from sglcore.conformance.law import LOGPROBS, Law, LawBroken, one_case
+from sglcore.conformance.mutant import TORCH
 from sglcore.conformance.target import Target
 from sglcore.conformance.trial import Trial
 from sglcore.device.batch import ForwardMode
@@ -139,7 +140,7 @@ def _where(holds: Callable[[Facts], bool]) -> Callable[[Target], tuple[str, ...]
 
 
 def _torch_law(name: str, says: str, check: Any, *mutants: Any, cases: Any = one_case) -> Law:
-    given = {"mutants": mutants, "needs": broken.TORCH, "interpreted": frozenset[str](), "cases": cases}
+    given = {"mutants": mutants, "needs": TORCH, "interpreted": frozenset[str](), "cases": cases}
     return Law(name=name, level="C2", says=says, check=check, **given)
 
 

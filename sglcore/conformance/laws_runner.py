@@ -15,6 +15,7 @@ from sglcore.conformance.checkpoint import CONTEXT
 from sglcore.conformance.harness import Harness, Result, random_prompts
 from sglcore.conformance.held import counter
 from sglcore.conformance.law import LOGPROBS, Law, LawBroken, NotApplicable
+from sglcore.conformance.mutant import TORCH
 from sglcore.conformance.mutants_attention import FORGETS_LENGTHS
 from sglcore.conformance.target import Target
 from sglcore.conformance.trial import Trial
@@ -346,7 +347,7 @@ LAWS: tuple[Law, ...] = (
         FORGETS_LENGTHS,
         runtime.PADS_NOTHING,
         cases=replay_cases,
-        needs=runtime.TORCH | {"graphs"},
+        needs=TORCH | {"graphs"},
         interpreted=frozenset({"full/moe"}),
     ),
     _c2(

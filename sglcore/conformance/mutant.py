@@ -15,6 +15,8 @@ from sglcore.device.facts import Facts
 from sglcore.device.package import DevicePackage
 
 T = TypeVar("T")
+TORCH = frozenset({"torch_runtime"})
+"""What a device has that runs on the torch runtime."""
 
 
 class PlantingError(BaseException):
@@ -42,6 +44,16 @@ class Mutant:
     steps: Mapping[str, Change] = field(default_factory=lambda: MappingProxyType({}))
     order: Callable[[BringUp], BringUp] | None = None
     needs: frozenset[str] = frozenset()
+
+
+def in_runtime(name: str, says: str, facts: Callable[[Facts], Facts] = _same, **steps: Change) -> Mutant:
+    """A defect of a device of the torch runtime, in what these steps build."""
+    return Mutant(name=name, says=says, facts=facts, steps=MappingProxyType(steps), needs=TORCH)
+
+
+def words_of(defect: Callable[..., Any]) -> tuple[str, str]:
+    """The name and the text of a mutant, from the function that makes it."""
+    return getattr(defect, "__name__").replace("_", " "), (defect.__doc__ or "").strip()  # noqa: B009
 
 
 def wrap_steps(order: BringUp, changes: Mapping[str, Change]) -> BringUp:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from sglcore.conformance.mutant import Mutant, become
+from sglcore.conformance.mutant import Mutant, become, in_runtime, words_of
 from sglcore.runtime.attention.contract import AttentionPlan, HostUpdate
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.forward_batch import ForwardBatch
@@ -156,17 +155,12 @@ def _mutant(subclass: Callable[[Any], type]) -> Mutant:
     def change(backend: Any) -> Any:
         return become(backend, subclass)
 
-    words = getattr(subclass, "__name__").replace("_", " ")  # noqa: B009
-    return Mutant(name=words, says=(subclass.__doc__ or "").strip(), steps=MappingProxyType({"attention": change}))
+    return in_runtime(*words_of(subclass), attention=change)
 
 
 FORGETS_LENGTHS = _mutant(forgets_lengths)
 POWERS_OF_TWO = _mutant(powers_of_two)
-TAKES_ALL_FOR_CELLS = Mutant(
-    name="takes all for cells",
-    says="It says that it takes any layout, and reads cells.",
-    steps=MappingProxyType({"attention": takes_all_for_cells}),
-)
+TAKES_ALL_FOR_CELLS = in_runtime(*words_of(takes_all_for_cells), attention=takes_all_for_cells)
 MUTANTS: tuple[Mutant, ...] = (
     _mutant(one_key_too_few),
     _mutant(another_scale),

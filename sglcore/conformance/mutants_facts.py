@@ -9,13 +9,11 @@ from typing import Any
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglcore.conformance.mutant import Mutant, become
+from sglcore.conformance.mutant import Change, Mutant, become, in_runtime
 from sglcore.conformance.mutants_worker import Changed
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.facts import Facts
 from sglcore.runtime.kernels.table import KernelTable
-
-TORCH = frozenset({"torch_runtime"})
 
 
 def coarse(table: KernelTable) -> KernelTable:
@@ -76,38 +74,21 @@ def late_copies(runner: Any) -> Any:
     return runner
 
 
-def loses_lengths(runner: Any) -> Any:
-    """A runner whose batches come without lengths on the host."""
+def _batches(change: Change) -> Change:
+    """A change of what a runner's batches have as lengths on the host."""
 
     def subclass(base: Any) -> type:
-        class LosesLengths(base):
+        class Staged(base):
             __slots__ = ()
 
             def init_batch(self, *given: Any) -> Any:
                 staged = super().init_batch(*given)
-                staged.seq_lens_cpu = None
+                staged.seq_lens_cpu = change(staged)
                 return staged
 
-        return LosesLengths
+        return Staged
 
-    return become(runner, subclass)
-
-
-def old_lengths(runner: Any) -> Any:
-    """A runner whose batches have the lengths of the step before on the host."""
-
-    def subclass(base: Any) -> type:
-        class OldLengths(base):
-            __slots__ = ()
-
-            def init_batch(self, *given: Any) -> Any:
-                staged = super().init_batch(*given)
-                staged.seq_lens_cpu = staged.seq_lens_cpu - 1
-                return staged
-
-        return OldLengths
-
-    return become(runner, subclass)
+    return lambda runner: become(runner, subclass)
 
 
 def reads_lengths(backend: Any) -> Any:
@@ -135,52 +116,31 @@ class RefusesMixed(Changed):
             raise RuntimeError("this device runs prompts alone")
 
 
-COARSE = Mutant(
-    name="coarse",
-    says="It says that it computes in 16-bit types, and keeps three bits of them.",
-    steps=MappingProxyType({"kernels": coarse}),
-    needs=TORCH,
+COARSE = in_runtime("coarse", "It says that it computes in 16-bit types, and keeps three bits of them.", kernels=coarse)
+WIDENS_IDS = in_runtime(
+    "wide ids", "Its indices have 32 bits, and a kernel is given 64.", says_narrow, kernels=widens_ids
 )
-WIDENS_IDS = Mutant(
-    name="wide ids",
-    says="Its indices have 32 bits, and a kernel is given 64.",
-    facts=says_narrow,
-    steps=MappingProxyType({"kernels": widens_ids}),
-    needs=TORCH,
+SUMS_WIDE = in_runtime("wide sums", "Its integers have 32 bits, and top-p adds in 64.", says_narrow, runner=sums_wide)
+LATE_COPIES = in_runtime(
+    "late copies", "Copies are said to be ordered with the work of a stream, and come late.", runner=late_copies
 )
-SUMS_WIDE = Mutant(
-    name="wide sums",
-    says="Its integers have 32 bits, and top-p adds in 64.",
-    facts=says_narrow,
-    steps=MappingProxyType({"runner": sums_wide}),
-    needs=TORCH,
+LOSES_LENGTHS = in_runtime(
+    "loses lengths",
+    "Lengths must be on the host, and batches come without.",
+    lambda facts: replace(facts, needs_host_lengths=True),
+    runner=_batches(lambda staged: None),
 )
-LATE_COPIES = Mutant(
-    name="late copies",
-    says="Copies are said to be ordered with the work of a stream, and come late.",
-    steps=MappingProxyType({"runner": late_copies}),
-    needs=TORCH,
+OLD_LENGTHS = in_runtime(
+    "old lengths",
+    "Lengths must be on the host, and those of the step before are.",
+    lambda facts: replace(facts, needs_host_lengths=True),
+    runner=_batches(lambda staged: staged.seq_lens_cpu - 1),
 )
-LOSES_LENGTHS = Mutant(
-    name="loses lengths",
-    says="Lengths must be on the host, and batches come without.",
-    facts=lambda facts: replace(facts, needs_host_lengths=True),
-    steps=MappingProxyType({"runner": loses_lengths}),
-    needs=TORCH,
-)
-OLD_LENGTHS = Mutant(
-    name="old lengths",
-    says="Lengths must be on the host, and those of the step before are.",
-    facts=lambda facts: replace(facts, needs_host_lengths=True),
-    steps=MappingProxyType({"runner": old_lengths}),
-    needs=TORCH,
-)
-READS_LENGTHS = Mutant(
-    name="reads lengths",
-    says="Lengths need not be on the host, and its attention looks for them there.",
-    facts=lambda facts: replace(facts, needs_host_lengths=False),
-    steps=MappingProxyType({"attention": reads_lengths}),
-    needs=TORCH,
+READS_LENGTHS = in_runtime(
+    "reads lengths",
+    "Lengths need not be on the host, and its attention looks for them there.",
+    lambda facts: replace(facts, needs_host_lengths=False),
+    attention=reads_lengths,
 )
 REFUSES_MIXED = Mutant(
     name="refuses mixed",

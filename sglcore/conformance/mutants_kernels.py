@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglcore.conformance.mutant import Mutant
+from sglcore.conformance.mutant import Mutant, words_of
 from sglcore.runtime.kernels.reference import linear, rms_norm
 from sglcore.runtime.kernels.table import KernelTable, Limited
 
@@ -185,10 +185,8 @@ def _mutant(entry: str, how: Callable[[Callable[..., Any]], Callable[..., Any] |
             broken = Limited(broken, held[0].takes)
         return table.replace(**{entry: broken})
 
-    words = getattr(how, "__name__").replace("_", " ")  # noqa: B009
-    return Mutant(
-        name=f"{entry}: {words}", says=(how.__doc__ or "").strip(), steps=MappingProxyType({"kernels": change})
-    )
+    words, says = words_of(how)
+    return Mutant(name=f"{entry}: {words}", says=says, steps=MappingProxyType({"kernels": change}))
 
 
 _OWN: MappingProxyType[str, Change] = MappingProxyType(

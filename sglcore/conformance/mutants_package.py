@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from sglcore.conformance.mutant import Mutant
+from sglcore.conformance.mutant import TORCH, Mutant
 from sglcore.device.bring_up import BringUp
 from sglcore.device.facts import Facts
 from sglcore.device.package import DevicePackage
@@ -91,21 +91,22 @@ class HalfAttention:
     """Not a backend."""
 
 
+def _declares(name: str, says: str, needs: frozenset[str] = frozenset(), **changes: Any) -> Mutant:
+    """Other values of the declaration; to those that are mappings these entries are added."""
+
+    def planted(package: DevicePackage) -> DevicePackage:
+        added = {key: {**getattr(package, key), **new} for key, new in changes.items() if isinstance(new, dict)}
+        return replace(package, **{**changes, **added})
+
+    return Mutant(name=name, says=says, package=planted, needs=needs)
+
+
 def _probe(name: str, says: str, function: Callable[..., object], **more: Any) -> Mutant:
-    ref = f"{HERE}:{getattr(function, '__name__')}"  # noqa: B009
-    return Mutant(name=name, says=says, package=lambda package: replace(package, probe=ref, **more))
+    return _declares(name, says, probe=f"{HERE}:{getattr(function, '__name__')}", **more)  # noqa: B009
 
 
 def _facts(name: str, says: str, **lies: Any) -> Mutant:
     return Mutant(name=name, says=says, facts=lambda facts: replace(facts, **lies))
-
-
-def _names_nothing(package: DevicePackage) -> DevicePackage:
-    return replace(package, kernels={**package.kernels, "none": f"{HERE}:no_such_name"})
-
-
-def _half_attention(package: DevicePackage) -> DevicePackage:
-    return replace(package, attention={**package.attention, "half": f"{HERE}:HalfAttention"})
 
 
 def worker_first(order: BringUp) -> BringUp:
@@ -121,7 +122,9 @@ def _unwritten(order: BringUp) -> BringUp:
     return BringUp((*order.steps, *BringUp((warm_up,)).steps))
 
 
-NAMES_NOTHING = Mutant(name="names nothing", says="A reference to what is not there.", package=_names_nothing)
+NAMES_NOTHING = _declares(
+    "names nothing", "A reference to what is not there.", kernels={"none": f"{HERE}:no_such_name"}
+)
 HEAVY_PROBE = _probe("heavy probe", "A probe that asks a tensor library.", heavy_probe)
 OPENS_NODE = _probe("opens a node", "A probe that opens a device node.", opening_probe)
 RAISING_PROBE = _probe("raising probe", "A probe that takes a file for granted.", raising_probe)
@@ -130,10 +133,8 @@ LYING_PROBE = _probe("lying probe", "Hardware is seen where there is none.", lyi
 MISNUMBERED = _probe("misnumbered", "A device under the system's number.", misnumbered_probe, is_host=True)
 LISTS_ABSENT = _probe("lists what is absent", "Devices are listed where none is seen.", listing_probe)
 NO_MEMORY = _probe("no memory", "Memory that is not known is said to be none.", unknown_as_nothing, is_host=True)
-ALWAYS_THE_FIRST = Mutant(
-    name="always the first",
-    says="Facts of the first device for every number.",
-    package=lambda package: replace(package, facts=f"{HERE}:first_facts"),
+ALWAYS_THE_FIRST = _declares(
+    "always the first", "Facts of the first device for every number.", facts=f"{HERE}:first_facts"
 )
 WRONG_ORDER = Mutant(name="wrong order", says="The worker is made before what it needs.", order=worker_first)
 UNWRITTEN_STEP = Mutant(name="unwritten step", says="A step that the text lacks.", order=_unwritten)
@@ -169,29 +170,22 @@ WRONG_FACTS = (
     NO_SUCH_GRAPH,
     NO_SEGMENTS,
 )
-ASKS_AT_IMPORT = Mutant(
-    name="asks at import",
-    says="A module that reads the device's properties while it is imported.",
-    package=lambda package: replace(
-        package, kernels={**package.kernels, "asking": "sglcore.conformance.asks_at_import:kernels"}
-    ),
-    needs=frozenset({"torch_runtime"}),
+ASKS_AT_IMPORT = _declares(
+    "asks at import",
+    "A module that reads the device's properties while it is imported.",
+    TORCH,
+    kernels={"asking": "sglcore.conformance.asks_at_import:kernels"},
 )
-ASKS_FOR_FACTS = Mutant(
-    name="asks for facts",
-    says="Facts that only a machine with the device can tell.",
-    package=lambda package: replace(package, facts=f"{HERE}:asking_facts"),
-    needs=frozenset({"torch_runtime"}),
+ASKS_FOR_FACTS = _declares(
+    "asks for facts", "Facts that only a machine with the device can tell.", TORCH, facts=f"{HERE}:asking_facts"
 )
 BLIND_PROBE = _probe("blind probe", "A probe that takes no system.", blind_probe)
-BOASTS = Mutant(
-    name="boasts",
-    says="A backend that takes a type that is none.",
-    package=lambda package: replace(
-        package, attention={**package.attention, "boasts": "sglcore.conformance.mutants_attention:Boasts"}
-    ),
-    needs=frozenset({"torch_runtime"}),
+BOASTS = _declares(
+    "boasts",
+    "A backend that takes a type that is none.",
+    TORCH,
+    attention={"boasts": "sglcore.conformance.mutants_attention:Boasts"},
 )
-HALF_ATTENTION = Mutant(
-    name="half attention", says="A backend without the contract's methods.", package=_half_attention
+HALF_ATTENTION = _declares(
+    "half attention", "A backend without the contract's methods.", attention={"half": f"{HERE}:HalfAttention"}
 )

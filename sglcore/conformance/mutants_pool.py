@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
-from sglcore.conformance.mutant import Mutant, become
+from sglcore.conformance.mutant import Mutant, become, in_runtime, words_of
 
 
 def writes_the_next_page(base: Any) -> type:
@@ -74,9 +73,7 @@ def _mutant(subclass: Callable[[Any], type]) -> Mutant:
         become(pools.token_to_kv, subclass)
         return pools
 
-    words = getattr(subclass, "__name__").replace("_", " ")  # noqa: B009
-    says, steps = (subclass.__doc__ or "").strip(), MappingProxyType({"pools": change})
-    return Mutant(name=words, says=says, steps=steps, needs=frozenset({"torch_runtime"}))
+    return in_runtime(*words_of(subclass), pools=change)
 
 
 STORES_IN_ANOTHER_LAYOUT = _mutant(stores_in_another_layout)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
-from sglcore.conformance.mutant import Mutant, become
+from sglcore.conformance.mutant import become, in_runtime
 from sglcore.runtime.buffer_registry import FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.table import KernelTable
@@ -90,33 +89,17 @@ def broken_registries(subclass: Callable[[Any], type]) -> Callable[[Any], Any]:
     return change
 
 
-def _steps(**changes: Callable[[Any], Any]) -> MappingProxyType[str, Callable[[Any], Any]]:
-    return MappingProxyType(changes)
-
-
-TORCH = frozenset({"torch_runtime"})
-
-PADS_NOTHING = Mutant(
-    name="padding not filled",
-    says="Padding rows keep what an older batch left in them.",
-    steps=_steps(runner=broken_registries(pads_nothing)),
-    needs=TORCH,
+PADS_NOTHING = in_runtime(
+    "padding not filled",
+    "Padding rows keep what an older batch left in them.",
+    runner=broken_registries(pads_nothing),
 )
-STAGES_ONCE = Mutant(
-    name="inputs staged once",
-    says="A field of the first batch is taken for that of every batch.",
-    steps=_steps(runner=broken_registries(stages_once)),
-    needs=TORCH,
+STAGES_ONCE = in_runtime(
+    "inputs staged once",
+    "A field of the first batch is taken for that of every batch.",
+    runner=broken_registries(stages_once),
 )
-ROWS_MIX = Mutant(
-    name="rows mix",
-    says="Garbage in a padding row reaches the others.",
-    steps=_steps(kernels=rows_mix),
-    needs=TORCH,
-)
-SHARES_POOLS = Mutant(
-    name="latest pools",
-    says="Every runner of the process uses the pools of the one that was made last.",
-    steps=_steps(attention=sharing()),
-    needs=TORCH,
+ROWS_MIX = in_runtime("rows mix", "Garbage in a padding row reaches the others.", kernels=rows_mix)
+SHARES_POOLS = in_runtime(
+    "latest pools", "Every runner of the process uses the pools of the one that was made last.", attention=sharing()
 )
