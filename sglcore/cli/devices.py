@@ -27,6 +27,10 @@ class Survey:
     refusal: Exception | None
     unclaimed: tuple[PciDevice, ...]
 
+    def is_chosen(self, item: Candidate) -> bool:
+        """Whether this package is the one that would run."""
+        return self.choice is not None and self.choice.chosen.name == item.name
+
 
 def devices(
     name: str = typer.Argument("", help="Show this device only."),
@@ -97,7 +101,7 @@ def _device_values(item: Candidate, seen: Survey) -> Mapping[str, object]:
         "version": item.installed.version,
         "api": package.api if package else None,
         "summary": package.summary if package else None,
-        "is_chosen": is_chosen(item, seen),
+        "is_chosen": seen.is_chosen(item),
         "facts": {name: asdict(fact) for name, fact in report.facts.items()} if report else None,
         "details": dict(report.details) if report else {},
         "devices": [asdict(device) for device in report.devices] if report else [],
@@ -105,8 +109,3 @@ def _device_values(item: Candidate, seen: Survey) -> Mapping[str, object]:
         "error": str(error) if error else None,
         "traceback": "".join(traceback.format_exception(error)) if error else None,
     }
-
-
-def is_chosen(item: Candidate, seen: Survey) -> bool:
-    """Whether this package is the one that would run."""
-    return seen.choice is not None and seen.choice.chosen.name == item.name

@@ -45,9 +45,8 @@ _STYLES = MappingProxyType({"yes": "green", "no": "red"})
 
 
 def _survey_rows(item: Candidate, seen: Survey) -> tuple[tuple[str, str, str, str], ...]:
-    is_chosen = seen.choice is not None and seen.choice.chosen.name == item.name
     heads = (
-        f"{item.name} (chosen)" if is_chosen else item.name,
+        f"{item.name} (chosen)" if seen.is_chosen(item) else item.name,
         f"{item.installed.distribution} {item.installed.version}",
     )
     if item.report is None:

@@ -66,8 +66,10 @@ class Seen:
     refreshed: Tensor | None
 
 
-def draw_contents(seed: int, rows: Rows, harness: Harness, layer: Attention) -> Contents:
-    """Random contents that fit the smaller of two harnesses with the same page size."""
+def draw_contents(seed: int, rows: Rows, *harnesses: Harness) -> Contents:
+    """Random contents that fit the smallest of harnesses with one model and page size."""
+    harness = min(harnesses, key=lambda item: item.limits.num_pages)
+    layer: Attention = harness.started.built["runner"].model.attention_layers[0]
     rng = np.random.default_rng(seed)
     generator = torch.Generator(device="cpu").manual_seed(seed)
     size = harness.limits.page_size

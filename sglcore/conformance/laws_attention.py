@@ -16,7 +16,7 @@ from sglcore.conformance.attention_cases import MODES, Contents, Probe, Seen, at
 from sglcore.conformance.checkpoint import CONTEXT
 from sglcore.conformance.harness import Harness
 from sglcore.conformance.law import Law, LawBroken, NotApplicable
-from sglcore.conformance.laws_kernels import relative_error
+from sglcore.conformance.laws_kernels import check_rows
 from sglcore.conformance.mutants_facts import READS_LENGTHS
 from sglcore.conformance.target import Target
 from sglcore.conformance.trial import LARGE, Trial
@@ -41,8 +41,7 @@ def attention_is_reference(trial: Trial) -> None:
     """One backend in one mode, over page sizes."""
     backend, mode, *window = trial.case.split("/")
     model = "window" if window else "dense"
-    if backend not in trial.target.usable_attention():
-        raise NotApplicable(f"attention {backend!r} has not its library or its hardware here")
+    _facts_of(trial, backend)
     if mode == "mixed" and not trial.target.facts().allows_mixed_batches:
         raise NotApplicable("the device has no mixed batches")
     ran = [_check_page_size(trial, model, backend, mode, size) for size in _page_sizes(trial.target, backend)]
@@ -59,9 +58,8 @@ def _check_page_size(trial: Trial, model: str, backend: str, mode: str, size: in
         return False
     reference = trial.kit.reference(model, harness.geometry.head_dim, page_size=size)
     forward_mode, batches = MODES[mode]
-    layer = harness.started.built["runner"].model.attention_layers[0]
     for seed, rows in enumerate(batches):
-        contents = draw_contents(seed, rows, min((harness, reference), key=lambda item: item.limits.num_pages), layer)
+        contents = draw_contents(seed, rows, harness, reference)
         again = partial(_refreshed, harness.facts.needs_host_lengths) if mode == "decode" else None
         found = attend(harness, forward_mode, contents, again)
         wanted = attend(reference, forward_mode, contents)
@@ -92,13 +90,10 @@ def _refreshed(needs_host_lengths: bool, backend: Any, probe: Probe) -> Tensor |
 
 def attention_takes_what_it_says(trial: Trial) -> None:
     """Each head size, type, page size and layout of a backend's facts at least once, in as few starts as that takes."""
-    backends, own = trial.target.usable_attention(), trial.target.facts()
-    if trial.case not in backends:
-        raise NotApplicable(f"attention {trial.case!r} has not its library or its hardware here")
-    facts, layout = backends[trial.case].facts, trial.kit.harness("dense").pool.layout
+    facts, layout = _facts_of(trial, trial.case), trial.kit.harness("dense").pool.layout
     kinds = {layout: None, **{name: kind for name, kind in POOL_KINDS.items() if name != layout}}
     layouts = [name for name in kinds if facts.takes_layout(name)]
-    for head_dim, dtype, size, name in claims(facts, own, layouts):
+    for head_dim, dtype, size, name in claims(facts, trial.target.facts(), layouts):
         given = {
             "pool_kind": kinds[name],
             "attention_backend": trial.case,
@@ -109,8 +104,7 @@ def attention_takes_what_it_says(trial: Trial) -> None:
         try:
             with trial.opened("dense", head_dim=head_dim, **given) as harness:
                 reference = trial.kit.reference("dense", head_dim, page_size=size)
-                layer = harness.started.built["runner"].model.attention_layers[0]
-                contents = draw_contents(0, CLAIMED, min((harness, reference), key=lambda h: h.limits.num_pages), layer)
+                contents = draw_contents(0, CLAIMED, harness, reference)
                 found, wanted = (attend(item, ForwardMode.EXTEND, contents) for item in (harness, reference))
                 text = f"{trial.case}, heads of {head_dim}, {dtype}, pages of {size}, {name}"
                 _check_output(trial, harness, found.out, wanted.out, text)
@@ -129,14 +123,15 @@ def claims(facts: AttentionFacts, own: Facts, layouts: Sequence[str]) -> Sequenc
     return [tuple(values[place % len(values)] for values in every) for place in range(count)]  # pyright: ignore[reportReturnType]
 
 
+def _facts_of(trial: Trial, backend: str) -> AttentionFacts:
+    classes = trial.target.usable_attention()
+    if backend not in classes:
+        raise NotApplicable(f"attention {backend!r} has not its library or its hardware here")
+    return classes[backend].facts
+
+
 def _check_output(trial: Trial, harness: Harness, found: Tensor, wanted: Tensor, text: str) -> None:
-    error = relative_error(found, wanted)
-    dtype = harness.geometry.dtype
-    trial.note(error, dtype)
-    bound = trial.tolerance(dtype)
-    if not error <= bound:
-        row = next(i for i in range(len(wanted)) if not relative_error(found[i], wanted[i]) <= bound)
-        raise LawBroken(f"{text}: token {row} of the batch differs first, by {error:.3g} where {bound:g} is allowed")
+    check_rows(trial, found, wanted, harness.geometry.dtype, lambda token: f"{text}: token {token} of the batch")
 
 
 def _check_pool(harness: Harness, contents: Contents, found: Seen, text: str) -> None:

@@ -119,7 +119,7 @@ def lengths_are_on_the_host(trial: Trial) -> None:
 
 def _check_mirrors(harness: Harness, mode: ForwardMode, rows: Rows) -> None:
     runner = copy(harness.started.built["runner"])
-    contents = draw_contents(1, rows, harness, runner.model.attention_layers[0])
+    contents = draw_contents(1, rows, harness)
     with torch.inference_mode():
         staged = runner.init_batch(schedule_batch(contents, mode, harness.limits.page_size))
         for spec in host_arrays(type(staged)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any
@@ -205,6 +205,15 @@ def _computed_in(args: Sequence[Any], result: Tensor) -> str:
     """The name of the dtype whose roundings a result has: that of the first floating-point argument."""
     given = (arg.dtype for arg in args if isinstance(arg, Tensor) and arg.is_floating_point())
     return str(next(given, result.dtype)).removeprefix("torch.")
+
+
+def check_rows(trial: Trial, found: Tensor, wanted: Tensor, dtype: str, what: Callable[[int], str]) -> None:
+    """Raise LawBroken for rows that differ by more than this law allows in a dtype; `what` names the first of them."""
+    error, bound = relative_error(found, wanted), trial.tolerance(dtype)
+    trial.note(error, dtype)
+    if not error <= bound:
+        row = next(i for i in range(len(wanted)) if not relative_error(found[i], wanted[i]) <= bound)
+        raise LawBroken(f"{what(row)} differs by {error:.3g}, {bound:g} is allowed")
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 from sglcore.conformance import mutants_pool
 from sglcore.conformance.attention_cases import every_cell
 from sglcore.conformance.law import Law, LawBroken
-from sglcore.conformance.laws_kernels import relative_error
+from sglcore.conformance.laws_kernels import check_rows
 from sglcore.conformance.trial import Trial
 from sglcore.runtime.memory.pools import TokenToKVPool
 
@@ -49,16 +49,10 @@ def _check(
     trial: Trial, pool: TokenToKVPool, layer: int, cells: Tensor, wanted: tuple[Tensor, Tensor], text: str
 ) -> None:
     dtype = trial.kit.harness("dense").geometry.dtype
-    bound = trial.tolerance(dtype)
     for what, found, held in zip(("key", "value"), pool.read_cells(layer, cells), wanted, strict=True):
         if found.shape != held.shape:
             raise LawBroken(f"{text}: read_cells gives {tuple(found.shape)}, wanted {tuple(held.shape)}")
-        host = found.cpu()
-        error = relative_error(host, held)
-        trial.note(error, dtype)
-        if not error <= bound:
-            cell = next(i for i in range(len(held)) if not relative_error(host[i], held[i]) <= bound)
-            raise LawBroken(f"{text}: the {what} of cell {cell} differs by {error:.3g}, {bound:g} is allowed")
+        check_rows(trial, found.cpu(), held, dtype, lambda cell, what=what: f"{text}: the {what} of cell {cell}")
 
 
 LAWS: tuple[Law, ...] = (

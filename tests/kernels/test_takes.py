@@ -54,7 +54,6 @@ def test_the_first_candidate_that_takes_a_call_is_chosen_and_the_table_keeps_all
     assert table.rotary is vendor_rotary and table.origin["rotary"] == f"{__name__}:vendor_rotary"
     assert choose(table, KernelTable.rotary, PARTLY) is quick_rotary
     assert choose(table, KernelTable.rotary, (*PARTLY[:3], CACHE, 8)) is vendor_rotary
-    assert choose(table, KernelTable.rotary, (*PARTLY[:3], CACHE, 8), PARTLY) is quick_rotary
     assert choose(KernelTable(rotary=Limited(vendor_rotary, whole)), KernelTable.rotary, PARTLY) is reference.rotary
 
 

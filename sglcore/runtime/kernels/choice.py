@@ -22,24 +22,24 @@ Call = Sequence[object]
 REMEDY = "another --dtype or model; --kernels reference asks for what is slow and takes everything"
 
 
-def choose(table: KernelTable, entry: Entry[K], *calls: Call, ledger: DecisionLedger | None = None) -> K:
-    """The function of `entry` for calls like these; None where the entry is optional and none takes them. Each refusal is a
-    row of the ledger, once for a reason; raises `StrictError` for it where the ledger is strict."""
-    described = [[described_as(arg) for arg in call] for call in calls]
+def choose(table: KernelTable, entry: Entry[K], call: Call, ledger: DecisionLedger | None = None) -> K:
+    """The function of `entry` for calls like this one; None where the entry is optional and none takes them. Each refusal is
+    a row of the ledger, once for a reason; raises `StrictError` for it where the ledger is strict."""
+    described = [described_as(arg) for arg in call]
     candidates = table.candidates[entry.name]
     for place, candidate in enumerate(candidates, 1):
-        refused = next(((reason, call) for call in described if (reason := candidate.takes(*call))), None)
-        if refused is None:
+        reason = candidate.takes(*described)
+        if not reason:
             return cast("K", candidate.function)
         if ledger is not None:
             after = candidates[place].function if place < len(candidates) else None
-            _record(ledger, entry, candidate.function, after, *refused)
+            _record(ledger, entry, candidate.function, after, reason, described)
     return cast("K", None)
 
 
-def fitted(table: KernelTable, entry: Entry[Any], *calls: Call, ledger: DecisionLedger | None) -> KernelTable:
-    """The table without the candidates of `entry` that `choose` passes by: its function is for calls like these."""
-    chosen, held = choose(table, entry, *calls, ledger=ledger), table.candidates[entry.name]
+def fitted(table: KernelTable, entry: Entry[Any], call: Call, ledger: DecisionLedger | None) -> KernelTable:
+    """The table without the candidates of `entry` that `choose` passes by: its function is for calls like this one."""
+    chosen, held = choose(table, entry, call, ledger), table.candidates[entry.name]
     left = tuple(dropwhile(lambda candidate: candidate.function is not chosen, held))
     return table if left == held else type(table)(**{**table.candidates, entry.name: left})
 

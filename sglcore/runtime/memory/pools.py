@@ -120,7 +120,7 @@ class MHATokenToKVPool:
         self._kv = self._allocate()
 
     def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values, each [cells, kv_heads, head_dim]."""
+        """The layer's keys and values, each [cells, kv_heads, head_dim], or as another `layout` says."""
         return self._kv[layer_id]
 
     def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
@@ -153,10 +153,6 @@ class PageMajorTokenToKVPool(MHATokenToKVPool):
     for this layout overrides `store`."""
 
     layout: ClassVar[str] = PAGE_MAJOR
-
-    def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values, each [pages, kv_heads, page_size, head_dim]."""
-        return self._kv[layer_id]
 
     def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
         """Two indexed writes."""
