@@ -53,6 +53,10 @@ class System:
             return ()
         return tuple(f"/{path.relative_to(self.root)}" for path in found)
 
+    def numbered(self, pattern: str) -> tuple[str, ...]:
+        """The same, of paths that end in a number: by it."""
+        return tuple(sorted(self.glob(pattern), key=lambda path: (len(path), path)))
+
     def read(self, path: str) -> str | None:
         """The text of a file; None if there is none, or it can not be read."""
         try:

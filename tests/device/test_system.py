@@ -23,9 +23,10 @@ def plant(root: Path, **files: str) -> System:
 
 
 def test_files_are_seen_by_the_paths_they_have_from_the_root(tmp_path: Path) -> None:
-    system = plant(tmp_path, dev__one0="", dev__one1="", proc__driver__version="7.1")
+    system = plant(tmp_path, dev__one0="", dev__one1="", dev__two10="", dev__two2="", proc__driver__version="7.1")
     assert system.exists("/dev/one0") and not system.exists("/dev/two0")
     assert system.glob("/dev/one[0-9]*") == ("/dev/one0", "/dev/one1")
+    assert system.numbered("/dev/two[0-9]*") == ("/dev/two2", "/dev/two10")
     assert system.read("/proc/driver/version") == "7.1"
     assert system.read("/proc/driver/nothing") is None
     assert not system.is_this_machine and System().is_this_machine

@@ -43,8 +43,7 @@ def probe(named: bool, system: System) -> ProbeReport:
 
 def _nodes(system: System) -> tuple[str, ...]:
     guest = (PARAVIRTUAL,) if system.exists(PARAVIRTUAL) and system.library("libcuda.so.1", GUEST_LIBRARIES) else ()
-    nodes = sorted(system.glob(NODES), key=lambda node: (len(node), node))
-    return (*(node for node in nodes if node.removeprefix("/dev/nvidia").isdigit()), *guest)
+    return (*(node for node in system.numbered(NODES) if node.removeprefix("/dev/nvidia").isdigit()), *guest)
 
 
 def _visible(system: System, nodes: tuple[str, ...]) -> Visible:

@@ -65,7 +65,7 @@ def _variables(system: System) -> tuple[str, str]:
 def topology(system: System) -> tuple[Gpu, ...]:
     """Every GPU that the compute driver lists and whose render node is here, by node; processors are nodes too, without SIMD
     units."""
-    nodes = sorted(system.glob(f"{TOPOLOGY}/*"), key=lambda path: (len(path), path))
+    nodes = system.numbered(f"{TOPOLOGY}/*")
     found = (_gpu(node, system.read(f"{node}/properties") or "") for node in nodes)
     return tuple(gpu for gpu in found if gpu and (gpu.render_node is None or system.exists(gpu.render_node)))
 

@@ -38,8 +38,7 @@ def probe(named: bool, system: System) -> ProbeReport:
 
 def _nodes(system: System) -> tuple[str, ...]:
     """By number; the driver's control node has none."""
-    found = sorted(system.glob(NODES), key=lambda node: (len(node), node))
-    return tuple(node for node in found if node.removeprefix("/dev/mtgpu").lstrip(".").isdigit())
+    return tuple(node for node in system.numbered(NODES) if node.removeprefix("/dev/mtgpu").lstrip(".").isdigit())
 
 
 def _hardware(system: System, nodes: tuple[str, ...]) -> Fact:

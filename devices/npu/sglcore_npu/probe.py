@@ -41,8 +41,7 @@ def probe(named: bool, system: System) -> ProbeReport:
 
 def _nodes(system: System) -> tuple[str, ...]:
     """By number; the runtime numbers those that are here from 0."""
-    found = sorted(system.glob(NODES), key=lambda node: (len(node), node))
-    return tuple(node for node in found if node.removeprefix("/dev/davinci").isdigit())
+    return tuple(node for node in system.numbered(NODES) if node.removeprefix("/dev/davinci").isdigit())
 
 
 def _hardware(system: System, nodes: tuple[str, ...]) -> Fact:

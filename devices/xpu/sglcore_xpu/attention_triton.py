@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from sglcore.runtime.attention.triton import TritonAttention as PortableAttention
+from sglcore.runtime.kernels.compilers import triton_gap
 from sglcore.runtime.kernels.triton import Tuning
 from sglcore_xpu.capability import read_capability
-from sglcore_xpu.kernels import TRITON, triton_gap, tuning
+from sglcore_xpu.kernels import COMPILER, TRITON, tuning
 
 
 class TritonAttention(PortableAttention):
@@ -14,7 +15,7 @@ class TritonAttention(PortableAttention):
     @classmethod
     def unavailable(cls) -> str:
         """By what the installed Triton compiles for."""
-        missing = triton_gap()
+        missing = triton_gap(COMPILER)
         return f"{missing}; {TRITON}" if missing else ""
 
     def make_tuning(self) -> Tuning:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from sglcore.device.errors import DeviceError
+from sglcore.runtime.kernels.compilers import triton_gap
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore_xpu.capability import Capability, read_capability
 
 if TYPE_CHECKING:
     from sglcore.runtime.kernels.triton import LaunchConfig, Tuning
 
+COMPILER = "intel"
 TRITON = "install the Triton of this torch: pip install --force-reinstall torch from its xpu index, which brings it"
 WIDEST = 32
 """Threads of a sub-group in kernels without products, as the compiler takes by itself."""
@@ -20,24 +21,11 @@ WIDEST = 32
 
 def kernels() -> KernelTable:
     """The table for the current GPU; raises `DeviceError` if no Triton that compiles for it is installed."""
-    missing = triton_gap()
-    if missing:
+    if missing := triton_gap(COMPILER):
         raise DeviceError(f"the kernels of this device can not be used: {missing}", remedy=TRITON)
     from sglcore.runtime.kernels.triton import triton_kernels
 
     return triton_kernels(tuning(read_capability()))
-
-
-def triton_gap() -> str:
-    """Why the core's Triton kernels can not run here; empty if they can."""
-    try:
-        from sglcore.runtime.kernels.triton.rounding import INTERPRETED
-    except ImportError as error:
-        return str(error)
-    backends = import_module("triton.backends").backends
-    if INTERPRETED.value or "intel" in backends:
-        return ""
-    return f"the Triton that is installed compiles for {', '.join(sorted(backends))}"
 
 
 def tuning(capability: Capability) -> Tuning:

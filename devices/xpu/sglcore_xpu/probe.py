@@ -54,7 +54,7 @@ def probe(named: bool, system: System) -> ProbeReport:
 
 def render_nodes(system: System) -> tuple[Gpu, ...]:
     """Every render node of an Intel GPU; cards come before a processor's own graphics, which the runtime hides beside them."""
-    found = (_gpu(system, node) for node in sorted(system.glob(NODES), key=lambda node: (len(node), node)))
+    found = (_gpu(system, node) for node in system.numbered(NODES))
     return tuple(sorted((gpu for gpu in found if gpu is not None), key=lambda gpu: gpu.is_graphics))
 
 

@@ -15,10 +15,11 @@ from sglcore.device.errors import ConfigError, DeviceError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.attention.selection import AttentionNeeds, select_attention
 from sglcore.runtime.bring_up import kernels as kernels_step
+from sglcore.runtime.kernels.compilers import triton_gap
 from sglcore.runtime.kernels.triton import rounding
 from sglcore_xpu import package
 from sglcore_xpu.capability import Capability, read_capability
-from sglcore_xpu.kernels import kernels, triton_gap, tuning
+from sglcore_xpu.kernels import COMPILER, kernels, tuning
 
 NEEDS = AttentionNeeds((64,), 16, "float16", frozenset({"capture"}))
 CARD = Capability("B580", 20, 160, (16, 32), 1024, 128 << 10, True)
@@ -87,7 +88,7 @@ def test_a_triton_that_compiles_for_others_is_refused_by_what_it_compiles_for(mo
     with pytest.raises(ConfigError, match="compiles for amd, nvidia"):
         select_attention(package.attention, NEEDS, "triton", "xpu", DecisionLedger())
     monkeypatch.setitem(triton.backends.backends, "intel", object())
-    assert not triton_gap()
+    assert not triton_gap(COMPILER)
 
 
 def test_an_encoder_gets_the_backend_that_serves_it() -> None:

@@ -15,7 +15,7 @@ VISIBLE = "ACME_VISIBLE_DEVICES"
 
 def probe(named: bool, system: System) -> ProbeReport:
     """Four facts, each with its evidence and, where it does not hold, the remedy."""
-    nodes, driver = system.glob(NODES), system.library(DRIVER)
+    nodes, driver = system.numbered(NODES), system.library(DRIVER)
     on_bus = ", ".join(map(str, system.pci(package.pci)))
     found = [DeviceInfo(index, node) for index, node in enumerate(nodes)]
     seen = visible_devices(found, system.environ, VISIBLE)

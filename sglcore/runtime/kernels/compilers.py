@@ -1,0 +1,18 @@
+"""What the Triton that is installed compiles for. Nothing of it is imported before that is asked."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+
+def triton_gap(compiler: str) -> str:
+    """Why the core's Triton kernels can not run where Triton must compile by this backend of `triton.backends`; empty if they
+    can."""
+    try:
+        from sglcore.runtime.kernels.triton.rounding import INTERPRETED
+    except ImportError as error:
+        return str(error)
+    compilers = import_module("triton.backends").backends
+    if INTERPRETED.value or compiler in compilers:
+        return ""
+    return f"the Triton that is installed compiles for {', '.join(sorted(compilers))}"
