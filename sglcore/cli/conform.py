@@ -42,8 +42,9 @@ def conform(
     if not name:
         raise ConfigError("no device was named", wanted="sglcore conform NAME", remedy="sglcore devices lists them")
     with tempfile.TemporaryDirectory() as folder:
-        file = result or Path(folder) / "result.json"
-        words = [f"--conform-device={name}", f"--conform-level={level}", f"--conform-result={file}"]
+        file = result or (Path(folder) / "result.json" if as_json else None)
+        words = [f"--conform-device={name}", f"--conform-level={level}"]
+        words += [f"--conform-result={file}"] if file else []
         words += [f"--conform-hardware={hardware}"] if hardware else []
         words += [f"--conform-law={item}" for item in law or ()]
         words += [f"--conform-set={item}" for item in setting or ()]
@@ -52,7 +53,7 @@ def conform(
         words += [f"--conform-replay={replay.resolve()}"] if replay else []
         words += [word for item in plugin or () for word in ("-p", item)]
         code = _run_pytest([*words, *context.args], quiet=as_json)
-        if as_json and file.is_file():
+        if as_json and file and file.is_file():
             typer.echo(file.read_text(encoding="utf-8"), nl=False)
     raise typer.Exit(code)
 
@@ -68,7 +69,8 @@ def _show_table(results: Path, into: Path | None) -> None:
 
 
 def _run_pytest(words: list[str], quiet: bool) -> int:
-    """The kit's own suite, untouched by the settings of the folder it is called in; quiet: on the error stream."""
+    """The kit's own suite, untouched by the settings of the folder it is called in and by the `conftest.py` of a checkout;
+    quiet: on the error stream."""
     try:
         import pytest
     except ModuleNotFoundError:
@@ -77,6 +79,7 @@ def _run_pytest(words: list[str], quiet: bool) -> int:
     if find_spec("torch") is None:
         found = "the conformance kit's reference computes with torch, which is not installed"
         raise SglcoreError(found, remedy="pip install torch==2.13.0")
-    fixed = ["-c", os.devnull, f"--rootdir={Path.cwd()}", "-p", "no:cacheprovider", "-p", "sglcore.conformance.plugin"]
+    fixed = ["-c", os.devnull, f"--rootdir={Path.cwd()}", "--noconftest"]
+    fixed += ["-p", "no:cacheprovider", "-p", "sglcore.conformance.plugin"]
     with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
         return int(pytest.main([*fixed, "-q", "--pyargs", "sglcore.conformance.suite", *words]))

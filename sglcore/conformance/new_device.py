@@ -25,7 +25,7 @@ MODULE = re.compile(r"torch[._]([a-z][a-z0-9_]*)")
 NEXT_STEPS = """
 The package passes C0 as it is, and says that there is no hardware. Next:
   1. pip install -e {folder} && sglcore devices {name}
-  2. sglcore conform {name} --level C0
+  2. sglcore conform {name} --level C0; where there is no hardware, docs/add-a-device.md makes a simulated machine of it
   3. {folder}/sglcore_{name}/probe.py: what shows that the hardware and its driver are here
   4. {folder}/sglcore_{name}/facts.py: {facts}; then sglcore conform {name} --level C1
   5. {rest}; docs/add-a-device.md goes on from here

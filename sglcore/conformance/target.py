@@ -190,7 +190,10 @@ class Target:
     def obstacle(self) -> str:
         """Why the device can not run here, as its probe says; empty if it can."""
         failure = run_probe(self.package, named=True).first_failure
-        return f"{self.name} is not usable here: {failure[0]}: {failure[1].evidence}" if failure else ""
+        if failure is None:
+            return ""
+        what, fact = failure
+        return f"{self.name} is not usable here: {what}: {fact.evidence}; {fact.remedy}"
 
     def start(self, config: EngineConfig, model: Path, kind: PoolKind | None = None) -> StartedDevice:
         """Run the bring-up over a checkpoint, with pools of a kind that is not the device's own where one is given; waits.

@@ -21,7 +21,7 @@ from sglcore.conformance.record import Record, Replayed, replay
 from sglcore.conformance.reference_parts import REFERENCE
 from sglcore.conformance.target import Geometry, Target
 from sglcore.device.config import resolve_config
-from sglcore.device.errors import ConfigError
+from sglcore.device.errors import ConfigError, SglcoreError
 from sglcore.runtime.memory.pools import PoolKind
 
 Verdict = Literal["passed", "failed", "skipped"]
@@ -211,7 +211,6 @@ class Trial:
 def run_case(kit: Kit, law: Law, case: str) -> Outcome:
     """Check one case. What is raised is the outcome, and the shared devices are started anew after a failure."""
     trial = Trial(kit, law, case)
-    kit.take_case(law, case)
     begin = time.perf_counter()
     verdict, text = _verdict(trial)
     if verdict == "failed":
@@ -225,11 +224,14 @@ def _verdict(trial: Trial) -> tuple[Verdict, str]:
         missing = law.missing(trial.target.capabilities()) if law.needs else ""
         if missing:
             return "skipped", f"the device has no {missing}"
+        trial.kit.take_case(law, trial.case)
         law.check(trial)
     except NotApplicable as reason:
         return "skipped", "; ".join((str(reason), *trial.remarks))
     except LawBroken as broken:
         return "failed", str(broken)
+    except SglcoreError as error:  # says itself what to do, and its notes where it was
+        return "failed", "".join(traceback.format_exception_only(error)).strip()
     except Exception as error:
         return "failed", "".join(traceback.format_exception(error)).strip()
     return "passed", ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from difflib import ndiff
 from pathlib import Path
@@ -25,8 +26,6 @@ MOST_LINES = 160
 QUICK = ("--level", "C1")
 """Without what takes minutes in Triton's interpreter, and runs on the lanes of the simulated devices; a whole run takes it."""
 GENERATE = """
-import sglcore_sim
-sglcore_sim.install("acme")
 from sglcore.cli.__main__ import main
 from sglcore import LLM, SamplingParams
 with LLM(device="acme", kv_cache_memory="8M", kernels="reference", attention_backend="gathered") as llm:
@@ -87,12 +86,20 @@ def test_an_unusual_device_holds_every_law(quirk: Site) -> None:
 
 
 def test_it_generates_text_by_its_own_graphs_and_shows_its_four_facts(acme: Site) -> None:
-    ran = acme.run("-c", GENERATE)
+    ran = acme.run("-m", "sglcore_sim", "acme", sys.executable, "-c", GENERATE)
     assert ran.returncode == 0, ran.stderr
     where, text, *listed = ran.stdout[ran.stdout.index("acme:0") :].splitlines()
     assert where == "acme:0 ['acme', 'gathered', 'full']" and len(text) > 10
     (device,) = json.loads("\n".join(listed))["devices"]
     assert device["is_chosen"] and all(fact["holds"] for fact in device["facts"].values()), device
+
+
+def test_the_guide_shows_what_the_trial_has() -> None:
+    guide, package = (ROOT / "docs/add-a-device.md").read_text(), TRIALS / "acme"
+    assert f"```python\n{(package / 'sglcore_acme/simulated.py').read_text()}```" in guide
+    shown = [line.strip() for line in guide.splitlines() if re.match(" +(return Capability|acme = )", line)]
+    own = (package / "sglcore_acme/capability.py").read_text() + (package / "pyproject.toml").read_text()
+    assert len(shown) == 2 and all(line in own for line in shown)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
