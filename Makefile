@@ -19,7 +19,7 @@ MUTATION ?=
 
 DECLARED := pyproject.toml constraints.txt $(wildcard devices/*/pyproject.toml simulator/pyproject.toml) tools/install_devices.py
 
-.PHONY: demo serve test test-all lint mutation bench-cpu clean
+.PHONY: demo serve test test-all lint style mutation bench-cpu clean
 
 demo: $(VENV)/installed
 	@$(BIN)/sglcore generate --prompt "$(PROMPT)"
@@ -27,16 +27,26 @@ demo: $(VENV)/installed
 serve: $(VENV)/installed
 	@$(BIN)/sglcore serve
 
-test: lint
-	$(BIN)/python -m ci run $(LANES) --workers $(WORKERS) --tests "$(TESTS)"
+test: style
+	$(call run-lanes,)
 
-test-all: lint
-	$(BIN)/python -m ci run $(LANES) --workers $(WORKERS) --tests "$(TESTS)" --whole
+test-all: style
+	$(call run-lanes,--whole)
 
-lint: $(VENV)/installed-test
+# Types are checked beside the lanes, which need a core each for longer; what is wrong with them is said at the end.
+define run-lanes
+@mkdir -p build
+@$(BIN)/pyright > build/types.txt 2>&1 & types=$$!; \
+$(BIN)/python -m ci run $(LANES) --workers $(WORKERS) --tests "$(TESTS)" $(1); status=$$?; \
+wait $$types || { echo "RED: types"; status=1; }; cat build/types.txt; exit $$status
+endef
+
+lint: style
+	$(BIN)/pyright
+
+style: $(VENV)/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
 
 mutation: build/mutation/tool/installed
 	$(BIN)/python tools/mutation.py $(MUTATION)
