@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sglcore.checkpoint.config import ModelConfig
-from sglcore.device.ledger import DecisionLedger
-from sglcore.runtime.kernels.choice import choose
+from sglcore.runtime.kernels.choice import Refusals, choose
 from sglcore.runtime.kernels.table import Entry, KernelTable
 
 K = TypeVar("K")
@@ -69,7 +68,7 @@ class Weights:
 class Scope:
     """The scope in which a layer is built; `prefix` is its name in the checkpoint, with a trailing dot unless empty.
 
-    `max_positions` bounds the positions that will occur, `index_dtype` is that of cells, and `ledger` is told of kernels that
+    `max_positions` bounds the positions that will occur, `index_dtype` is that of cells, and `refusals` is told of kernels that
     do not take what a layer calls them with.
     """
 
@@ -78,7 +77,7 @@ class Scope:
     weights: Weights
     max_positions: int
     index_dtype: torch.dtype = torch.int64
-    ledger: DecisionLedger | None = None
+    refusals: Refusals | None = None
     prefix: str = field(default="")
 
     def at(self, *names: str | int) -> Self:
@@ -92,7 +91,7 @@ class Scope:
 
     def kernel(self, entry: Entry[K], *call: object) -> K:
         """The function of the kernel table for calls like this one, by dtypes and sizes; see `choose`."""
-        return choose(self.kernels, entry, call, ledger=self.ledger)
+        return choose(self.kernels, entry, call, refusals=self.refusals)
 
     def rows(self, *sizes: int) -> Tensor:
         """What a layer's row looks like in a call: [1, *sizes] in the model's dtype, without content."""

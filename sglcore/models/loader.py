@@ -23,7 +23,7 @@ from sglcore.models.packing import Packer
 from sglcore.models.registry import model_class
 from sglcore.models.safetensors_file import SafetensorsFile
 from sglcore.models.sources import CountBytes, Source, find_sources
-from sglcore.runtime.kernels.choice import fitted
+from sglcore.runtime.kernels.choice import Refusals, fitted
 from sglcore.runtime.kernels.table import KernelTable
 
 TIED_HEAD = r"lm_head\.(weight|qweight|qzeros|scales|g_idx|weight_packed|weight_scale|weight_shape|weight_zero_point)"
@@ -57,11 +57,12 @@ def load_model(
     """
     model_type = model_class(config.architecture, architectures)
     weights = Weights(dtype, torch.device(device))
-    packer = Packer(weights, kernels, quantize)
+    packer, refusals = Packer(weights, kernels, quantize), Refusals()
     if not config.is_encoder:
-        kernels = _storing(kernels, config, dtype, index_dtype, ledger)
-    build = Build(config, kernels, weights, max_positions or config.context_length, index_dtype, ledger)
-    model = model_type(build)
+        kernels = _storing(kernels, config, dtype, index_dtype, refusals)
+    model = model_type(Build(config, kernels, weights, max_positions or config.context_length, index_dtype, refusals))
+    if ledger is not None:
+        ledger.record(*refusals.rows())
     with ExitStack() as stack, torch.no_grad():
         sources = _sources(Path(path), config, model_type, weights, stack)
         packer.load(sources, _counted(sources, progress))
@@ -76,12 +77,12 @@ def _storing(
     config: ModelConfig,
     dtype: torch.dtype,
     index_dtype: torch.dtype,
-    ledger: DecisionLedger | None,
+    refusals: Refusals,
 ) -> KernelTable:
     """The table with a `store_kv` for this model's cells, which no layer calls."""
     cell = torch.empty(1, config.num_key_value_heads, config.head_dim, dtype=dtype, device="meta")
     cells = torch.empty(1, dtype=index_dtype, device="meta")
-    return fitted(kernels, KernelTable.store_kv, (cell, cell, cell, cell, cells), ledger=ledger)
+    return fitted(kernels, KernelTable.store_kv, (cell, cell, cell, cell, cells), refusals=refusals)
 
 
 def _sources(

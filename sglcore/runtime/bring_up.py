@@ -24,7 +24,7 @@ from sglcore.runtime.attention.selection import AttentionNeeds, select_attention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.graphs.backend import PromptBackend
 from sglcore.runtime.graphs.build import capture, make_backend
-from sglcore.runtime.kernels.choice import choose, fitted
+from sglcore.runtime.kernels.choice import Refusals, choose, fitted
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import PER_HEAD, LayerShapes, PoolKind, ReqToTokenPool, TokenToKVPool
 from sglcore.runtime.model_runner import Model, ModelRunner
@@ -203,9 +203,10 @@ def attention(
         # Nobody asked for graphs: a backend that can not be captured is better than none.
         needs = replace(needs, features=_features(shape, captured=False))
         backend = select(needs, config.attention_backend, package.name, ledger)
-    logits = torch.empty(1, model.config.vocab_size, device="meta")
-    kernels = fitted(kernels, KernelTable.draw, (logits, None, None), ledger=ledger)
-    kernels = fitted(kernels, KernelTable.greedy, (logits,), ledger=ledger)
+    logits, refusals = torch.empty(1, model.config.vocab_size, device="meta"), Refusals()
+    kernels = fitted(kernels, KernelTable.draw, (logits, None, None), refusals=refusals)
+    kernels = fitted(kernels, KernelTable.greedy, (logits,), refusals=refusals)
+    ledger.record(*refusals.rows())
     return backend(shape, pools.req_to_token, pools.token_to_kv, kernels, hisparse)
 
 
@@ -252,7 +253,10 @@ def _cache_locations(kernels: KernelTable, pools: Pools, facts: Facts, ledger: D
     table, index_dtype = pools.req_to_token, getattr(torch, facts.index_dtype)
     tokens, out = (torch.empty(1, dtype=dtype, device="meta") for dtype in (torch.int32, index_dtype))
     call = table.page_table, tokens, tokens, table.page_size, out
-    return choose(kernels, KernelTable.cache_locations, call, ledger=ledger)
+    refusals = Refusals()
+    chosen = choose(kernels, KernelTable.cache_locations, call, refusals=refusals)
+    ledger.record(*refusals.rows())
+    return chosen
 
 
 def _prompt_sizes(config: EngineConfig, sizes: MemorySizes, captured: bool) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from sglcore.device.errors import StrictError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.kernels import reference
-from sglcore.runtime.kernels.choice import choose, fitted
+from sglcore.runtime.kernels.choice import Refusals, choose, fitted
 from sglcore.runtime.kernels.table import KernelTable, Limited
 from sglcore.runtime.tp_worker import TpModelWorker
 from tests.checkpoints import bert, llama, qwen3, qwen3_moe, save
@@ -58,38 +58,50 @@ def test_the_first_candidate_that_takes_a_call_is_chosen_and_the_table_keeps_all
 
 
 def test_a_refusal_is_a_row_that_names_what_was_wanted_the_reason_and_the_remedy_once() -> None:
-    table, ledger = KernelTable().replace(rotary=Limited(vendor_rotary, whole)), DecisionLedger()
+    table, refusals = KernelTable().replace(rotary=Limited(vendor_rotary, whole)), Refusals()
     for _ in range(3):
-        choose(table, KernelTable.rotary, PARTLY, ledger=ledger)
-    (row,) = ledger.rows
+        choose(table, KernelTable.rotary, PARTLY, refusals=refusals)
+    (row,) = refusals.rows()
     assert (row.topic, row.requested) == ("kernel rotary", f"{__name__}:vendor_rotary")
     assert row.effective == "sglcore.runtime.kernels.reference:rotary" and row.downgrade
     assert row.reason.startswith("8 of 16 elements of a head are rotated; found q float32[1, 64], k float32[1, 64], ")
     assert "head_dim 16" in row.reason and "--kernels reference" in row.remedy
 
 
-def test_a_strict_ledger_makes_it_an_error() -> None:
-    table = KernelTable().replace(rotary=Limited(vendor_rotary, whole))
-    with pytest.raises(StrictError, match="8 of 16 elements .* wanted .*vendor_rotary"):
-        choose(table, KernelTable.rotary, PARTLY, ledger=DecisionLedger(strict=True))
+def test_kernels_that_refuse_for_one_reason_are_one_row() -> None:
+    def refuses(*call: Any) -> str:
+        return "not of this size"
+
+    other = Limited(fails, lambda *call: "another reason")
+    table = KernelTable().replace(rotary=Limited(vendor_rotary, whole), gelu=other, silu_and_mul=other)
+    table, refusals = table.replace(greedy=Limited(fails, refuses), gelu=Limited(reference.rotary, refuses)), Refusals()
+    for name in ("greedy", "silu_and_mul", "gelu"):
+        choose(table, KernelTable.declared()[name], (HEADS,), refusals=refusals)
+    choose(table, KernelTable.rotary, PARTLY, refusals=refusals)
+    rows = {row.topic: row for row in refusals.rows()}
+    assert list(rows) == ["kernels greedy, gelu", "kernels silu_and_mul, gelu", "kernel rotary"]
+    row = rows["kernels greedy, gelu"]
+    assert row.requested == f"{__name__}, sglcore.runtime.kernels.reference" and row.downgrade
+    assert row.effective == f"the parts it stands for, {__name__}"
+    assert row.reason == "not of this size; found logits float32[1, 64]"
 
 
 def test_an_optional_entry_that_refuses_goes_and_its_parts_are_called() -> None:
-    table, ledger = KernelTable().replace(greedy=Limited(reference.greedy, lambda logits: "no")), DecisionLedger()
+    table, refusals = KernelTable().replace(greedy=Limited(reference.greedy, lambda logits: "no")), Refusals()
     assert table.greedy is reference.greedy
-    assert choose(table, KernelTable.greedy, (HEADS,), ledger=ledger) is None
-    assert ledger.rows[0].effective == "the parts it stands for"
-    assert choose(KernelTable(), KernelTable.greedy, (HEADS,), ledger=ledger) is None and len(ledger.rows) == 1
+    assert choose(table, KernelTable.greedy, (HEADS,), refusals=refusals) is None
+    assert choose(KernelTable(), KernelTable.greedy, (HEADS,), refusals=refusals) is None
+    assert [row.effective for row in refusals.rows()] == ["the parts it stands for"]
 
 
 def test_a_fitted_table_has_what_takes_the_calls_and_all_else_as_it_was() -> None:
     table = KernelTable().replace(
         rotary=Limited(vendor_rotary, whole), rotary_and_store=reference.rotary_and_store, gelu=quick_rotary
     )
-    left = fitted(table, KernelTable.rotary, PARTLY, ledger=None)
+    left = fitted(table, KernelTable.rotary, PARTLY, refusals=None)
     assert left.rotary is reference.rotary and left.origin["rotary"].startswith("sglcore.runtime.kernels.reference:")
     assert left.rotary_and_store is reference.rotary_and_store and left.gelu is quick_rotary
-    assert fitted(table, KernelTable.gelu, (HEADS,), ledger=None) is table
+    assert fitted(table, KernelTable.gelu, (HEADS,), refusals=None) is table
 
 
 def test_nothing_that_is_asked_can_read_a_value() -> None:
@@ -163,6 +175,8 @@ def test_a_model_runs_on_what_takes_it_and_the_ledger_has_the_rest(tmp_path: Pat
     found = Steps(load(folder, kernels=table, ledger=ledger)).logprobs({1: ids})
     assert torch.equal(found, Steps(load(folder)).logprobs({1: ids}))
     assert {row.topic for row in ledger.rows} == {"kernel rms_norm"}
+    with pytest.raises(StrictError, match="heads of .* wanted .*wide_norm"):
+        load(folder, kernels=table, ledger=DecisionLedger(strict=True))
 
 
 def test_the_draw_and_the_cells_are_asked_for_as_an_engine_starts(tmp_path: Path) -> None:
@@ -186,8 +200,8 @@ def test_the_draw_and_the_cells_are_asked_for_as_an_engine_starts(tmp_path: Path
     worker = harness.started.worker
     assert isinstance(worker, TpModelWorker) and worker.runner.is_narrow
     kit.close()
-    told = {row.topic for row in harness.started.ledger.rows if row.reason.startswith("not of this size")}
-    assert told == {"kernel draw", "kernel greedy", "kernel cache_locations"}
+    told = [row.topic for row in harness.started.ledger.rows if row.reason.startswith("not of this size")]
+    assert told == ["kernels draw, greedy", "kernel cache_locations"]
     assert asked["cache_locations"][-1].dtype == torch.int32 and asked["draw"][0].dtype == torch.float32
 
 

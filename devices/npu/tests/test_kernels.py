@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglcore.device.ledger import DecisionLedger
-from sglcore.runtime.kernels.choice import choose
+from sglcore.runtime.kernels.choice import Refusals, choose
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore_npu.kernels import LARGE, kernels, takes_nz
 
@@ -66,10 +65,10 @@ def test_rotary_of_whole_heads_in_strided_rows(tokens: int, dtype: torch.dtype) 
 )
 def test_rotary_says_which_heads_it_takes(heads: int, head_dim: int, rotated: int, reason: str) -> None:
     q, positions = torch.empty(1, heads * head_dim, device="meta"), torch.empty(1, dtype=torch.int32, device="meta")
-    cache, ledger = torch.empty(8, rotated, device="meta"), DecisionLedger()
-    chosen = choose(kernels(), KernelTable.rotary, (q, q, positions, cache, head_dim), ledger=ledger)
+    cache, refusals = torch.empty(8, rotated, device="meta"), Refusals()
+    chosen = choose(kernels(), KernelTable.rotary, (q, q, positions, cache, head_dim), refusals=refusals)
     assert (chosen is KernelTable().rotary) == bool(reason)
-    assert [row.reason.partition("; found")[0] for row in ledger.rows] == [reason] * bool(reason)
+    assert [row.reason.partition("; found")[0] for row in refusals.rows()] == [reason] * bool(reason)
 
 
 @pytest.mark.parametrize(

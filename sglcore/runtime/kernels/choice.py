@@ -5,14 +5,15 @@ Asked once, where sizes are known: as a layer is built, and when the pools are t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import dropwhile
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.device.ledger import Row
 from sglcore.runtime.kernels.table import Entry, Kernel, KernelTable, origin_of
 
 K = TypeVar("K")
@@ -22,24 +23,53 @@ Call = Sequence[object]
 REMEDY = "another --dtype or model; --kernels reference asks for what is slow and takes everything"
 
 
-def choose(table: KernelTable, entry: Entry[K], call: Call, ledger: DecisionLedger | None = None) -> K:
-    """The function of `entry` for calls like this one; None where the entry is optional and none takes them. Each refusal is
-    a row of the ledger, once for a reason; raises `StrictError` for it where the ledger is strict."""
+class Refusals:
+    """What kernels did not take, for the ledger."""
+
+    def __init__(self) -> None:
+        self._by_reason: dict[str, dict[tuple[str, str], Row]] = {}
+
+    def add(self, entry: Entry[Any], refuses: Kernel, after: Kernel | None, reason: str, call: Call) -> None:
+        """A candidate of an entry refuses a call; `after` comes next, or the parts that the entry stands for."""
+        instead = "the parts it stands for" if after is None else origin_of(after)
+        found = f"{reason}; found {_text(entry, call)}"
+        row = Row(entry.name, origin_of(refuses), instead, found, REMEDY, downgrade=True)
+        self._by_reason.setdefault(reason, {}).setdefault((row.topic, row.requested), row)
+
+    def rows(self) -> Iterator[Row]:
+        """One for each reason, with the kernels named together, and what the first of them found."""
+        for found in self._by_reason.values():
+            rows = tuple(found.values())
+            names = ", ".join(dict.fromkeys(row.topic for row in rows))
+            if len(rows) == 1:
+                yield replace(rows[0], topic=f"kernel {names}")
+            else:
+                wanted, instead = _modules(row.requested for row in rows), _modules(row.effective for row in rows)
+                yield replace(rows[0], topic=f"kernels {names}", requested=wanted, effective=instead)
+
+
+def _modules(origins: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(origin.partition(":")[0] for origin in origins))
+
+
+def choose(table: KernelTable, entry: Entry[K], call: Call, refusals: Refusals | None = None) -> K:
+    """The function of `entry` for calls like this one; None where the entry is optional and none takes them. `refusals` is
+    told of the candidates that do not."""
     described = [described_as(arg) for arg in call]
     candidates = table.candidates[entry.name]
     for place, candidate in enumerate(candidates, 1):
         reason = candidate.takes(*described)
         if not reason:
             return cast("K", candidate.function)
-        if ledger is not None:
+        if refusals is not None:
             after = candidates[place].function if place < len(candidates) else None
-            _record(ledger, entry, candidate.function, after, reason, described)
+            refusals.add(entry, candidate.function, after, reason, described)
     return cast("K", None)
 
 
-def fitted(table: KernelTable, entry: Entry[Any], call: Call, ledger: DecisionLedger | None) -> KernelTable:
+def fitted(table: KernelTable, entry: Entry[Any], call: Call, refusals: Refusals | None) -> KernelTable:
     """The table without the candidates of `entry` that `choose` passes by: its function is for calls like this one."""
-    chosen, held = choose(table, entry, call, ledger), table.candidates[entry.name]
+    chosen, held = choose(table, entry, call, refusals), table.candidates[entry.name]
     left = tuple(dropwhile(lambda candidate: candidate.function is not chosen, held))
     return table if left == held else type(table)(**{**table.candidates, entry.name: left})
 
@@ -50,18 +80,6 @@ def described_as(arg: object) -> Any:
     if isinstance(arg, Tensor):
         return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="meta")
     return arg if isinstance(arg, (int, float, str)) else None
-
-
-def _record(
-    ledger: DecisionLedger, entry: Entry[Any], refuses: Kernel, after: Kernel | None, reason: str, call: Call
-) -> None:
-    instead = "the parts it stands for" if after is None else origin_of(after)
-    topic, wanted = f"kernel {entry.name}", origin_of(refuses)
-    if any(
-        (row.topic, row.requested) == (topic, wanted) and row.reason.startswith(f"{reason}; ") for row in ledger.rows
-    ):
-        return
-    ledger.record(Row(topic, wanted, instead, f"{reason}; found {_text(entry, call)}", REMEDY, downgrade=True))
 
 
 def _text(entry: Entry[Any], call: Call) -> str:
