@@ -8,12 +8,16 @@ from contextlib import contextmanager
 
 __all__ = ["no_collection"]
 
+MANY = 10_000
+"""So many young objects take a millisecond to search; as long takes the question whether anything is frozen, where it is."""
+
 
 @contextmanager
 def no_collection() -> Iterator[None]:
     """No garbage is collected inside; afterwards the collector is on if it was on before.
 
-    What was made inside then counts as old: the next collection of young objects would search all of it, and it stays.
+    What was made inside then counts as old, if it is much: the next collection of young objects would search all of it,
+    and it stays.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -27,6 +31,6 @@ def no_collection() -> Iterator[None]:
 
 def _let_all_be_old() -> None:
     """Searches nothing. Nothing happens where somebody keeps objects frozen, because they would thaw."""
-    if not gc.get_freeze_count():
+    if gc.get_count()[0] >= MANY and not gc.get_freeze_count():
         gc.freeze()
         gc.unfreeze()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sglcore.device.collection import no_collection
+from sglcore.device.collection import MANY, no_collection
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def test_one_inside_another_leaves_the_outer_one_alone() -> None:
 def test_what_was_made_inside_is_old_and_no_collection_ran_for_it() -> None:
     before = [each["collections"] for each in gc.get_stats()]
     with no_collection():
-        kept = [[number] for number in range(2000)]
+        kept = [[number] for number in range(2 * MANY)]
         assert is_young(kept)
     is_old, after = not is_young(kept), [each["collections"] for each in gc.get_stats()]
     assert is_old and after == before
