@@ -36,26 +36,28 @@ class Record:
     def tests_of(self, file: str, lines: Iterable[int], seconds: float) -> list[str]:
         """As many as fit into so many seconds, but one at least: tests that run these lines, then those that run others of
         the file, for what runs once in a process; where nobody runs the lines but who imports them, those of the folder too.
-        The folder's own come before others', each function's fastest case before any second one."""
-        of_file, folder = self.lines.get(file, {}), f"tests/{Path(file).parts[1]}/"
+        Those of its folder come first, then of the folders around it; each function's fastest case before any second one."""
+        of_file = self.lines.get(file, {})
+        folders = [f"tests/{name}/" for name in reversed(Path(file).parts[1:-1])]
         nearest = {test for line in lines for test in of_file.get(str(line), ())}
         others = {test for tests in of_file.values() for test in tests}
         if not nearest:
-            others |= {test for test in self.seconds if test.startswith(folder)}
+            others |= {test for test in self.seconds if test.startswith(tuple(folders))}
         chosen, total = [], 0.0
-        for test in (*self._by_case(nearest, folder), *self._by_case(others - nearest, folder)):
+        for test in (*self._by_case(nearest, folders), *self._by_case(others - nearest, folders)):
             if not chosen or total + self.seconds[test] <= seconds:
                 total += self.seconds[test]
                 chosen.append(test)
         return chosen
 
-    def _by_case(self, tests: set[str], folder: str) -> Iterator[str]:
+    def _by_case(self, tests: set[str], folders: Sequence[str]) -> Iterator[str]:
         cases: dict[str, int] = {}
         ranked = []
         for test in sorted(tests, key=lambda test: (self.seconds[test], test)):
             function = test.partition("[")[0]
             cases[function] = cases.get(function, -1) + 1
-            ranked.append((not test.startswith(folder), cases[function], self.seconds[test], test))
+            place = next((place for place, folder in enumerate(folders) if test.startswith(folder)), len(folders))
+            ranked.append((place, cases[function], self.seconds[test], test))
         return (test for *_, test in sorted(ranked))
 
 

@@ -68,7 +68,7 @@ class RunningRequests:
     def claim_pages(self) -> bool:
         """One more page for every decode row that has no room, taken from younger requests if need be.
 
-        False if pages were short: some row got none and stays out of this step, or somebody was retracted.
+        False if pages were short: some row got none and stays out of this step, or a row was retracted.
         """
         rows, size = self.rows, self._limits.page_size
         full = np.flatnonzero(rows.seq_lens >= rows.allocated_lens).tolist()

@@ -116,11 +116,6 @@ def test_a_grammar_that_can_not_be_begun_ends_its_request_and_is_not_the_callers
     engine.close()
 
 
-def test_an_output_tells_of_progress_if_it_says_how_far_the_prompt_is_though_that_be_nowhere() -> None:
-    assert EngineOutput("r", 0, processed=0).is_progress
-    assert not EngineOutput("r", 0, token_ids=[1]).is_progress
-
-
 def test_an_end_that_the_vocabulary_does_not_have_ends_nothing() -> None:
     """A checkpoint may name more; what keeps ends from being drawn indexes logits by them."""
     engine = TokenEngine(FakeWorker(make_limits(vocab_size=50)), frozenset({49, 50, 51}))
