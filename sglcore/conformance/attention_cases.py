@@ -39,6 +39,10 @@ MODES: Mapping[str, tuple[ForwardMode, tuple[Rows, ...]]] = MappingProxyType(
 )
 
 
+EXTRAS = ("softcap", "sinks")
+"""What a layer may ask of a backend that names it among its features; no model of the kit does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Contents:
     """What a case holds, on the host: each request's slot, pages, keys and values [length, kv_heads, dim], and this
@@ -106,14 +110,29 @@ class Probe:
         return self._layer(*self._inputs)
 
 
+def asking_for(layer: Attention, extra: str, device: str) -> Attention:
+    """The layer, if it also asks for one of `EXTRAS`."""
+    changed = copy(layer)
+    if extra == "softcap":
+        changed.softcap = 0.75
+    if extra == "sinks":
+        changed.sinks = torch.linspace(-2.0, 3.0, layer.num_heads, device="cpu").to(device)
+    return changed
+
+
 def attend(
-    harness: Harness, mode: ForwardMode, contents: Contents, again: Callable[[Any, Probe], Tensor | None] | None = None
+    harness: Harness,
+    mode: ForwardMode,
+    contents: Contents,
+    again: Callable[[Any, Probe], Tensor | None] | None = None,
+    extra: str = "",
 ) -> Seen:
-    """Run one step of attention on a harness. `again(backend, probe)` may run it another way, within the same step."""
+    """Run one step of attention on a harness. `again(backend, probe)` may run it another way, within the same step; `extra`
+    is what the layer asks for beside what its model does."""
     runner = copy(harness.started.built["runner"])
-    layer: Attention = runner.model.attention_layers[0]
     pool = harness.pool
     device, dtype = harness.facts.tensor_device, getattr(torch, harness.geometry.dtype)
+    layer = asking_for(runner.model.attention_layers[0], extra, device)
     probe = Probe(layer, contents, device, dtype)
     runner.model = probe
     with torch.inference_mode():

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from sglcore.conformance import mutants_attention as broken
-from sglcore.conformance.attention_cases import MODES, Contents, Probe, Seen, attend, draw_contents, expected_cells
+from sglcore.conformance.attention_cases import (
+    EXTRAS,
+    MODES,
+    Contents,
+    Probe,
+    Seen,
+    attend,
+    draw_contents,
+    expected_cells,
+)
 from sglcore.conformance.checkpoint import CONTEXT
 from sglcore.conformance.harness import Harness
 from sglcore.conformance.law import Law, LawBroken, NotApplicable
@@ -39,17 +48,17 @@ CLAIMED = ((9, 1), (0, 12), (7, 5))
 
 def attention_is_reference(trial: Trial) -> None:
     """One backend in one mode, over page sizes."""
-    backend, mode, *window = trial.case.split("/")
-    model = "window" if window else "dense"
+    backend, mode, asked = (*trial.case.split("/"), "")[:3]
+    model, extra = ("window", "") if asked == "window" else ("dense", asked)
     _facts_of(trial, backend)
     if mode == "mixed" and not trial.target.facts().allows_mixed_batches:
         raise NotApplicable("the device has no mixed batches")
-    ran = [_check_page_size(trial, model, backend, mode, size) for size in _page_sizes(trial.target, backend)]
+    ran = [_check_page_size(trial, model, backend, mode, size, extra) for size in _page_sizes(trial.target, backend)]
     if not any(ran):
         raise NotApplicable(f"attention {backend!r} does not serve the model {model!r}")
 
 
-def _check_page_size(trial: Trial, model: str, backend: str, mode: str, size: int) -> bool:
+def _check_page_size(trial: Trial, model: str, backend: str, mode: str, size: int, extra: str) -> bool:
     """Whether the backend serves the model with these pages; raises LawBroken where it does so wrongly."""
     try:
         harness = trial.kit.harness(model, attention_backend=backend, page_size=size)
@@ -61,8 +70,8 @@ def _check_page_size(trial: Trial, model: str, backend: str, mode: str, size: in
     for seed, rows in enumerate(batches):
         contents = draw_contents(seed, rows, harness, reference)
         again = partial(_refreshed, harness.facts.needs_host_lengths) if mode == "decode" else None
-        found = attend(harness, forward_mode, contents, again)
-        wanted = attend(reference, forward_mode, contents)
+        found = attend(harness, forward_mode, contents, again, extra)
+        wanted = attend(reference, forward_mode, contents, extra=extra)
         text = f"{trial.case}, pages of {size}, rows {rows}"
         _check_output(trial, harness, found.out, wanted.out, text)
         _check_pool(harness, contents, found, text)
@@ -162,15 +171,16 @@ def _page_sizes(target: Target, backend: str) -> tuple[int, ...]:
 
 
 def attention_cases(target: Target) -> tuple[str, ...]:
-    """Each backend of the runtime in each mode, with a window too where it says that it serves one."""
+    """Each backend of the runtime in each mode, also with a window and each of `EXTRAS` where it says that it serves them."""
     if "torch_runtime" not in target.capabilities():
         return ()
     found: list[str] = []
     classes = target.usable_attention()
     for name in target.package.attention:
         found += [f"{name}/{mode}" for mode in MODES]
-        if name in classes and "sliding_window" in classes[name].facts.features:
-            found += [f"{name}/{mode}/window" for mode in MODES]
+        features = classes[name].facts.features if name in classes else frozenset[str]()
+        for asked, feature in (("window", "sliding_window"), *zip(EXTRAS, EXTRAS, strict=True)):
+            found += [f"{name}/{mode}/{asked}" for mode in MODES if feature in features]
     return tuple(found)
 
 
@@ -180,7 +190,7 @@ LAWS: tuple[Law, ...] = (
         level="C3",
         says="Attention gives what the reference gives, reads and writes no cell but its own, planned or refreshed.",
         check=attention_is_reference,
-        mutants=(*broken.MUTANTS, READS_LENGTHS),
+        mutants=(*broken.MUTANTS, *broken.FORGETS_EXTRAS, READS_LENGTHS),
         needs=frozenset({"torch_runtime", "attention"}),
         tolerance=TOLERANCE,
         cases=attention_cases,

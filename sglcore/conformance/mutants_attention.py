@@ -51,6 +51,34 @@ def another_scale(base: Any) -> type:
     return AnotherScale
 
 
+def forgets_softcap(base: Any) -> type:
+    """The softcap of the layer is not used."""
+
+    class ForgetsSoftcap(base):
+        __slots__ = ()
+
+        def attend(self, q: Tensor, layer: Any, batch: Any, plan: Any) -> Tensor:
+            changed = copy(layer)
+            changed.softcap = None
+            return super().attend(q, changed, batch, plan)
+
+    return ForgetsSoftcap
+
+
+def forgets_sinks(base: Any) -> type:
+    """The sinks of the layer are not used."""
+
+    class ForgetsSinks(base):
+        __slots__ = ()
+
+        def attend(self, q: Tensor, layer: Any, batch: Any, plan: Any) -> Tensor:
+            changed = copy(layer)
+            changed.sinks = None
+            return super().attend(q, changed, batch, plan)
+
+    return ForgetsSinks
+
+
 def values_of_the_row_before(base: Any) -> type:
     """A token's value is that of the row before."""
 
@@ -161,6 +189,7 @@ def _mutant(subclass: Callable[[Any], type]) -> Mutant:
 FORGETS_LENGTHS = _mutant(forgets_lengths)
 POWERS_OF_TWO = _mutant(powers_of_two)
 TAKES_ALL_FOR_CELLS = in_runtime(*words_of(takes_all_for_cells), attention=takes_all_for_cells)
+FORGETS_EXTRAS = (_mutant(forgets_softcap), _mutant(forgets_sinks))
 MUTANTS: tuple[Mutant, ...] = (
     _mutant(one_key_too_few),
     _mutant(another_scale),

@@ -183,13 +183,14 @@ def attention(
     """The backend that serves this model, built over the pools."""
     windows = tuple(dict.fromkeys(layer.sliding_window for layer in model.attention_layers))
     heads = max(layer.num_heads for layer in model.attention_layers)
-    shape = AttentionShape(heads, layer_shapes(model), windows, model.config.is_encoder)
+    features = frozenset[str]().union(*(layer.features for layer in model.attention_layers))
+    shape = AttentionShape(heads, layer_shapes(model), windows, model.config.is_encoder, features)
     captured = facts.has_streams and facts.graph_kind(config.graph) != "off" and not shape.is_encoder
     needs = AttentionNeeds(
         tuple(sorted({head_dim for _, head_dim in shape.layers})),
         pools.token_to_kv.page_size,
         str(model.dtype).removeprefix("torch."),
-        _features(shape, captured),
+        shape.features | ({"capture"} if captured else set()),
         facts.index_dtype,
         int(spec_of(ForwardBatch, "seq_lens").padding.value),
         pools.token_to_kv.layout,
@@ -201,7 +202,7 @@ def attention(
         if not captured or config.graph != "auto":
             raise
         # Nobody asked for graphs: a backend that can not be captured is better than none.
-        needs = replace(needs, features=_features(shape, captured=False))
+        needs = replace(needs, features=shape.features)
         backend = select(needs, config.attention_backend, package.name, ledger)
     logits, refusals = torch.empty(1, model.config.vocab_size, device="meta"), Refusals()
     kernels = fitted(kernels, KernelTable.draw, (logits, None, None), refusals=refusals)
@@ -295,15 +296,6 @@ def worker(
 def layer_shapes(model: Model) -> LayerShapes:
     """(kv_heads, head_dim) of each layer."""
     return tuple((layer.num_kv_heads, layer.head_dim) for layer in model.attention_layers)
-
-
-def _features(shape: AttentionShape, captured: bool) -> frozenset[str]:
-    wanted = {"encoder"} if shape.is_encoder else set()
-    if any(window is not None for window in shape.windows):
-        wanted.add("sliding_window")
-    if captured:
-        wanted.add("capture")
-    return frozenset(wanted)
 
 
 STANDARD = BringUp((world, groups, device, streams, kernels, model, sizes, pools, hisparse, attention, runner, worker))

@@ -6,6 +6,9 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +35,8 @@ class Heads:
     dim: int = 8
     window: int | None = None
     scaling: float | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
 
 
 @dataclass
@@ -65,14 +70,35 @@ class Case:
         return self.backend.forward(q, k, v, self.layer, self.batch)
 
     def dense(self) -> Tensor:
-        """The oracle: each request by itself through torch's attention, with every head of its own."""
+        """The oracle: each request by itself through torch's attention, or that of a model of transformers where torch's has
+        not what the layer asks for, with every head of its own."""
         outs = []
         for query, keys, values in zip(self.queries, self.keys, self.values, strict=True):
             group = query.shape[1] // keys.shape[1]
             k, v = (part.repeat_interleave(group, 1).transpose(0, 1) for part in (keys, values))
             mask = visible(len(keys), len(query), self.layer.sliding_window)
-            outs.append(sdpa(query.transpose(0, 1), k, v, attn_mask=mask, scale=self.layer.scaling).transpose(0, 1))
+            q = query.transpose(0, 1)
+            if self.layer.softcap is not None or self.layer.sinks is not None:
+                outs.append(eager_of_transformers(q, k, v, mask, self.layer))
+            else:
+                outs.append(sdpa(q, k, v, attn_mask=mask, scale=self.layer.scaling).transpose(0, 1))
         return torch.cat(outs).flatten(1)
+
+
+def eager_of_transformers(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, layer: Attention) -> Tensor:
+    """q [heads, n, dim], k and v [heads, s, dim], mask bool [n, s]: [n, heads, dim] by the eager attention of Gemma 2, which
+    has a softcap, or of gpt-oss, which has sinks. No model has both."""
+    from transformers.models.gemma2 import modeling_gemma2
+    from transformers.models.gpt_oss import modeling_gpt_oss
+
+    assert layer.softcap is None or layer.sinks is None
+    module: Any = SimpleNamespace(num_key_value_groups=1, training=False, sinks=layer.sinks)
+    bias = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    if layer.sinks is None:
+        forward = partial(modeling_gemma2.eager_attention_forward, softcap=layer.softcap)
+    else:
+        forward = modeling_gpt_oss.eager_attention_forward
+    return forward(module, q[None], k[None], v[None], bias, scaling=layer.scaling)[0][0]
 
 
 def visible(length: int, new: int, window: int | None) -> Tensor:
@@ -101,7 +127,8 @@ def make_case(
     layers = ((heads.kv_heads, heads.dim),)
     table = ReqToTokenPool(SLOTS, CONTEXT, page_size, "cpu")
     pool = MHATokenToKVPool(num_pages, page_size, layers, torch.float32, "cpu")
-    layer = Attention(0, heads.heads, heads.kv_heads, heads.dim, heads.scaling, heads.window)
+    extras = {"softcap": heads.softcap, "sinks": torch.randn(heads.heads) if heads.has_sinks else None}
+    layer = Attention(0, heads.heads, heads.kv_heads, heads.dim, heads.scaling, heads.window, **extras)
     shape = AttentionShape(heads.heads, layers, windows or (heads.window,))
     k_cache, v_cache = pool.kv(0)
     k_cache[:], v_cache[:] = torch.nan, torch.nan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -23,12 +24,15 @@ from tests.attention.rows import CONTEXT, Case, Heads, make_batch, make_case
 ROWS = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=5)
 SINGLES = st.lists(st.tuples(st.integers(0, 30), st.just(1)), min_size=1, max_size=6)
 HEADS = st.builds(
-    lambda kv_heads, group, dim, window, scaling: Heads(kv_heads * group, kv_heads, dim, window, scaling),
+    lambda kv_heads, group, dim, window, scaling, extra: Heads(
+        kv_heads * group, kv_heads, dim, window, scaling, **extra
+    ),
     st.integers(1, 3),
     st.integers(1, 4),
     st.sampled_from((2, 8)),
     st.one_of(st.none(), st.integers(1, 12)),
     st.one_of(st.none(), st.just(0.3)),
+    st.sampled_from(({}, {"softcap": 0.7}, {"has_sinks": True})),
 )
 PAGES = st.sampled_from((1, 3, 4, 16))
 
@@ -124,6 +128,40 @@ class OneTooWide(ReferenceAttention):
         return super()._make_gather(part, None if window is None else window + 1)
 
 
+class OwnExtras(ReferenceAttention):
+    """Mutants: the layer is not attended as it is."""
+
+    def attend(self, q: Tensor, layer: Attention, batch: Any, plan: Any) -> Tensor:
+        """Of a changed layer."""
+        changed = copy(layer)
+        self.change(changed)
+        return super().attend(q, changed, batch, plan)
+
+    def change(self, layer: Attention) -> None:
+        """The defect."""
+
+
+class ForgettingSoftcaps(OwnExtras):
+    """Scores are not bent."""
+
+    def change(self, layer: Attention) -> None:
+        layer.softcap = None
+
+
+class ForgettingSinks(OwnExtras):
+    """Nothing is lost to the sinks."""
+
+    def change(self, layer: Attention) -> None:
+        layer.sinks = None
+
+
+class SinksOfOtherHeads(OwnExtras):
+    """Each head has the sink of the one before."""
+
+    def change(self, layer: Attention) -> None:
+        layer.sinks = None if layer.sinks is None else layer.sinks.roll(1)
+
+
 class ForgettingToStore(ReferenceAttention):
     """Mutant: this step's keys and values reach no cell."""
 
@@ -139,6 +177,23 @@ def test_a_broken_backend_is_caught(kind: type[ReferenceAttention]) -> None:
     rows = [(20, 1), (3, 1), (7, 1)]
     with pytest.raises(AssertionError):
         assert_equals_dense(make_case(rows, Heads(window=5), kind=kind, decode=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads"),
+    [
+        (ForgettingSoftcaps, Heads(softcap=0.7)),
+        (ForgettingSinks, Heads(has_sinks=True)),
+        (SinksOfOtherHeads, Heads(has_sinks=True)),
+    ],
+)
+@pytest.mark.parametrize("rows", [[(20, 1), (3, 1)], [(2, 6)]], ids=["singles", "long"])
+def test_a_backend_that_loses_what_a_layer_asks_for_is_caught(
+    kind: type[ReferenceAttention], heads: Heads, rows: Any
+) -> None:
+    assert_equals_dense(make_case(rows, heads))
+    with pytest.raises(AssertionError):
+        assert_equals_dense(make_case(rows, heads, kind=kind))
 
 
 # -- padding -----------------------------------------------------------------------------------------------------------

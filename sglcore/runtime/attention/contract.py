@@ -51,12 +51,14 @@ class AttentionFacts:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The model's side: query heads, (kv_heads, head_dim) of each layer, and the sliding windows that occur."""
+    """The model's side: query heads, (kv_heads, head_dim) of each layer, the sliding windows that occur, and all
+    `features` that its layers ask for."""
 
     num_heads: int
     layers: tuple[tuple[int, int], ...]
     windows: tuple[int | None, ...] = (None,)
     is_encoder: bool = False
+    features: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ BLOCK_ELEMENTS = 1 << 24
 
 
 class GatheredAttention(ReferenceAttention):
-    """Serves every shape, page size, window and pool, in graphs of every stream device."""
+    """Serves every shape, page size, window, softcap, sink and pool, in graphs of every stream device."""
 
     facts = replace(ReferenceAttention.facts, features=ReferenceAttention.facts.features | {"capture"})
 
@@ -54,7 +54,8 @@ class GatheredAttention(ReferenceAttention):
         return self._attend(queries.float() * layer.scaling, rows, layer, batch).to(q.dtype).view(q.shape)
 
     def _attend(self, q: Tensor, rows: CapturedRows, layer: Attention, batch: ForwardBatch) -> Tensor:
-        """q float32 [B, n, kv_heads, group, dim], scaled; softmax over blocks of pages, each rescaled to the largest so far."""
+        """q float32 [B, n, kv_heads, group, dim], scaled; softmax over blocks of pages, each rescaled to the largest so far.
+        It begins with the sinks, where there are any."""
         slots, seq_lens = batch.req_pool_indices, batch.seq_lens
         pool = self.req_to_token_pool
         table = pool.page_table.index_select(0, slots)
@@ -63,11 +64,16 @@ class GatheredAttention(ReferenceAttention):
         step = max(1, BLOCK_ELEMENTS // page_elements)
         best = torch.full(q.shape[:-1], -torch.inf, device=q.device)
         total, out = torch.zeros_like(best), torch.zeros_like(q)
+        if layer.sinks is not None:
+            best, total = layer.sinks.float().view(q.shape[2:4]).expand_as(best), torch.ones_like(best)
         for first in range(0, pool.max_pages, step):
             keys, values = self._gathered(table[:, first : first + step], rows, layer)
             places = rows.places[first * pool.page_size :][: keys.shape[1]]
             mask = _visible(last, places, layer.sliding_window)
-            scores = torch.einsum("bnhgd,blhd->bnhgl", q, keys).masked_fill(~mask[:, :, None, None], -torch.inf)
+            scores = torch.einsum("bnhgd,blhd->bnhgl", q, keys)
+            if layer.softcap is not None:
+                scores = layer.softcap * torch.tanh(scores / layer.softcap)
+            scores = scores.masked_fill(~mask[:, :, None, None], -torch.inf)
             higher = torch.maximum(best, scores.amax(dim=-1))
             anchor = higher.masked_fill(higher == -torch.inf, 0.0)
             weights, scale = torch.exp(scores - anchor[..., None]), torch.exp(best - anchor)

@@ -12,10 +12,22 @@ class Attention:
     """Scaled dot-product attention over the paged KV pool.
 
     `sliding_window` W lets a query see itself and the W - 1 tokens before it. `causal=False, cached=False` is an
-    encoder: every token of a request sees all of them, and nothing is stored.
+    encoder: every token of a request sees all of them, and nothing is stored. `softcap` c bends a scaled score s to
+    c * tanh(s / c). `sinks` [heads] are the scores of one more key that every query sees and that has no value.
     """
 
-    __slots__ = ("cached", "causal", "head_dim", "layer_id", "num_heads", "num_kv_heads", "scaling", "sliding_window")
+    __slots__ = (
+        "cached",
+        "causal",
+        "head_dim",
+        "layer_id",
+        "num_heads",
+        "num_kv_heads",
+        "scaling",
+        "sinks",
+        "sliding_window",
+        "softcap",
+    )
 
     def __init__(
         self,
@@ -27,6 +39,8 @@ class Attention:
         sliding_window: int | None = None,
         causal: bool = True,
         cached: bool = True,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         self.layer_id = layer_id
         self.num_heads = num_heads
@@ -36,6 +50,19 @@ class Attention:
         self.sliding_window = sliding_window
         self.causal = causal
         self.cached = cached
+        self.softcap = softcap
+        self.sinks = sinks
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What a backend's facts must name to serve it, beside those of its batches."""
+        asked = {
+            "sliding_window": self.sliding_window is not None,
+            "softcap": self.softcap is not None,
+            "sinks": self.sinks is not None,
+            "encoder": not self.cached,
+        }
+        return frozenset(name for name, is_asked in asked.items() if is_asked)
 
     def cells(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """The caches [cells, kv_heads, head_dim] of keys and values and the cells int[T] of this forward's tokens, if the
