@@ -84,6 +84,13 @@ def qwen3_moe(**changes: Any) -> Oracle:
     return make_oracle(transformers.Qwen3MoeConfig(**{**SIZES, **sizes, **changes}), "Qwen3MoeForCausalLM")
 
 
+def gemma3(**changes: Any) -> Oracle:
+    """A Gemma 3 for text: every second layer has a window, and a rotary embedding of its own."""
+    kinds = ["sliding_attention", "full_attention"]
+    sizes = {**SIZES, "head_dim": 20, "layer_types": kinds, "query_pre_attn_scalar": 24}
+    return make_oracle(transformers.Gemma3TextConfig(**{**sizes, **changes}), "Gemma3ForCausalLM")
+
+
 def bert(architecture: str = "BertModel", **changes: Any) -> Oracle:
     """A BERT encoder, or one of the models around it."""
     sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}

@@ -23,6 +23,10 @@ class EngineConfig:
 
     model: str | None = setting(None, "A checkpoint folder or a GGUF file; left out, the embedded model.")
     device: str | None = setting(None, "The device to run on, NAME or NAME:INDEX; left out, the one that is found.")
+    model_impl: str = setting(
+        "auto",
+        "native (a file of sglcore), transformers (transformers' own class), or auto: native where there is a file.",
+    )
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
     max_model_len: int | None = setting(None, "Tokens of context; left out, the checkpoint's own.", least=1)
     max_requests: int = setting(256, "Requests that may run at once.", least=1)

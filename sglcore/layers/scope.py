@@ -52,7 +52,7 @@ class Weights:
 
     def make(self, shape: Sequence[int]) -> Tensor:
         """A new parameter with undefined content, in the final dtype, on the device."""
-        parameter = nn.Parameter(torch.empty(*shape, dtype=self.dtype, device=self.device), requires_grad=False)
+        parameter = nn.Parameter(torch.empty(tuple(shape), dtype=self.dtype, device=self.device), requires_grad=False)
         self.parameters.append(parameter)
         return parameter
 

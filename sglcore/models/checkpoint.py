@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a model on the device: read the configuration, choose the dtype, load."""
+"""From a checkpoint folder to a model on the device: choose how it runs and in which dtype, load."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from sglcore.checkpoint.config import check_context, read_config
+from sglcore.checkpoint.config import check_context
 from sglcore.checkpoint.dtype import choose_dtype
 from sglcore.device.config import EngineConfig
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.models.build import Architecture
+from sglcore.models.implementation import choose_implementation
 from sglcore.models.loader import load_model
-from sglcore.models.registry import ARCHITECTURES
 from sglcore.runtime.kernels.table import KernelTable
 
 
@@ -27,10 +27,10 @@ def load_checkpoint(
     ledger: DecisionLedger,
     progress: Callable[[str, int, int], None],
 ) -> Architecture:
-    """The model of a checkpoint folder, as the configuration asks, on the device of `facts`. The dtype and the
+    """The model of a checkpoint folder, as the configuration asks, on the device of `facts`. How it runs, the dtype and the
     form of quantised weights go to the ledger. Raises ConfigError and what `load_model` raises; waits.
     """
-    model_config = read_config(folder, ARCHITECTURES)
+    model_config, architectures = choose_implementation(config.model_impl, folder, ledger)
     check_context(config.max_model_len, model_config)
     dtype = choose_dtype(config.dtype, model_config.dtype, facts)
     ledger.record(dtype)
@@ -41,6 +41,7 @@ def load_checkpoint(
         device=facts.tensor_device,
         dtype=getattr(torch, dtype.effective),
         max_positions=config.max_model_len,
+        architectures=architectures,
         progress=lambda done, total: progress("loading weights", done, total),
         quantize=config.quantize,
         index_dtype=getattr(torch, facts.index_dtype),

@@ -64,7 +64,7 @@ def load_model(
     if ledger is not None:
         ledger.record(*refusals.rows())
     with ExitStack() as stack, torch.no_grad():
-        sources = _sources(Path(path), config, model_type, weights, stack)
+        sources = _sources(Path(path), config, model, weights, stack)
         packer.load(sources, _counted(sources, progress))
     row = packer.row()
     if ledger is not None and row is not None:
@@ -86,15 +86,16 @@ def _storing(
 
 
 def _sources(
-    path: Path, config: ModelConfig, model_type: type[Architecture], weights: Weights, stack: ExitStack
+    path: Path, config: ModelConfig, model: Architecture, weights: Weights, stack: ExitStack
 ) -> Mapping[str, Source]:
     """Where each weight is, in files that stay open as long as `stack`."""
     if is_gguf(path):
         return gguf_sources(stack.enter_context(FileIO(path)), path, config, weights.targets)
     quantization = read_quantization(config.raw)
     files = [stack.enter_context(closing(SafetensorsFile(file))) for file in checkpoint_files(path)]
-    harmless = (*HARMLESS, *model_type.ignored, *((TIED_HEAD,) if config.tie_word_embeddings else ()))
-    return find_sources(files, weights.targets, model_type.stripped, harmless, quantization)
+    named = model.named(entry.name for file in files for entry in file.entries)
+    harmless = (*HARMLESS, *model.ignored, *((TIED_HEAD,) if config.tie_word_embeddings else ()))
+    return find_sources(files, weights.targets, named, harmless, quantization)
 
 
 def _counted(sources: Mapping[str, Source], progress: Progress | None) -> CountBytes:

@@ -127,15 +127,15 @@ class QuantizedSource:
 def find_sources(
     files: Sequence[SafetensorsFile],
     targets: Mapping[str, Tensor],
-    stripped: str,
+    named: Mapping[str, str],
     harmless: Iterable[str],
     quantization: Quantization | None,
 ) -> dict[str, Source]:
-    """The source of each target, in the order of the files; `stripped` is a prefix that names in files may have.
+    """The source of each target, in the order of the files; `named` has what each name in the files is called in `targets`.
 
     Raises `CheckpointError` for missing, unknown, doubled and misshapen tensors.
     """
-    places = _by_name(files, stripped)
+    places = _by_name(files, named)
     used: set[str] = set()
     found: dict[str, Source] = {}
     for name, target in targets.items():
@@ -182,11 +182,11 @@ def some(names: Sequence[str], shown: int = 8) -> str:
     return listed if len(names) <= shown else f"{listed} and {len(names) - shown} more"
 
 
-def _by_name(files: Sequence[SafetensorsFile], stripped: str) -> dict[str, PlainSource]:
+def _by_name(files: Sequence[SafetensorsFile], named: Mapping[str, str]) -> dict[str, PlainSource]:
     places: dict[str, PlainSource] = {}
     for file in files:
         for entry in file.entries:
-            name = entry.name.removeprefix(stripped)
+            name = named[entry.name]
             if name in places:
                 raise CheckpointError(
                     f"{entry.name!r} is in both {places[name].file.path.name} and {file.path.name}",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints import LLAMA3, llama, mistral, qwen2, qwen3, qwen3_moe, rope, save
+from tests.checkpoints import LLAMA3, gemma3, llama, mistral, qwen2, qwen3, qwen3_moe, rope, save
 from tests.laws.engine import TokenEngine, check_greedy, check_logprobs, random_prompts
 
 CONTEXT = 128
@@ -23,6 +23,7 @@ ARCHITECTURES: MappingProxyType[str, Callable[[], Any]] = MappingProxyType(
         "qwen2": lambda: qwen2(max_position_embeddings=CONTEXT),
         "qwen3": lambda: qwen3(max_position_embeddings=CONTEXT, tie_word_embeddings=True),
         "qwen3-moe": lambda: qwen3_moe(max_position_embeddings=CONTEXT),
+        "gemma3-transformers": lambda: gemma3(max_position_embeddings=CONTEXT, sliding_window=6),
     }
 )
 LENGTHS = (1, 5, 30, 17, 9)

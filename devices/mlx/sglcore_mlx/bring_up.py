@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from sglcore.checkpoint.config import check_context, read_config
+from sglcore.checkpoint.config import check_context
 from sglcore.checkpoint.dtype import choose_dtype
 from sglcore.device.bring_up import BringUp
 from sglcore.device.config import EngineConfig
@@ -18,7 +18,7 @@ from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, resolve
 from sglcore.device.worker import Limits
-from sglcore.models.registry import ARCHITECTURES
+from sglcore.models.implementation import choose_implementation
 from sglcore.step.sizing import MemoryBudget, MemorySizes, size_pools
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.attention.select import select_attention
@@ -108,7 +108,7 @@ def model(
     progress: Callable[[str, int, int], None],
 ) -> Model:
     """The model with its weights in memory."""
-    model_config = read_config(model_path, ARCHITECTURES)
+    model_config, _ = choose_implementation(config.model_impl, model_path, ledger, has_torch=False)
     check_context(config.max_model_len, model_config)
     dtype = choose_dtype(config.dtype, model_config.dtype, facts)
     ledger.record(dtype)

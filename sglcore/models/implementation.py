@@ -1,0 +1,91 @@
+"""How an architecture runs: by a file of ours, or by transformers' own class where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+
+from sglcore.checkpoint.config import EMPTY, ModelConfig, read_config
+from sglcore.checkpoint.files import read_json
+from sglcore.checkpoint.gguf import is_gguf
+from sglcore.device.errors import ConfigError
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.models.registry import ARCHITECTURES
+from sglcore.models.transformers_types import PROVEN, VERSION
+
+IMPLEMENTATIONS = ("auto", "native", "transformers")
+TRANSFORMERS = "sglcore.models.transformers_model:TransformersModel"
+REMEDY = "choose with --model-impl"
+
+
+def choose_implementation(
+    asked: str, path: Path, ledger: DecisionLedger, has_torch: bool = True
+) -> tuple[ModelConfig, Mapping[str, str]]:
+    """The configuration of a checkpoint, and what to add to the registry for it: nothing for an architecture with a file of
+    ours, or for a device without torch. The choice goes to the ledger.
+
+    Raises `ConfigError` for an implementation that is not known, an architecture that neither has, one of transformers that
+    was not shown to give the same as it does by itself, and what reading the configuration raises.
+    """
+    if asked not in IMPLEMENTATIONS:
+        raise ConfigError(f"model_impl is {asked!r}", wanted=f"one of {', '.join(IMPLEMENTATIONS)}")
+    if asked == "transformers" and not has_torch:
+        raise ConfigError(
+            "transformers' own classes compute by torch, which this device has not",
+            remedy="leave --model-impl out, or choose a device with torch, such as --device cpu",
+        )
+    if (
+        asked == "native"
+        or not has_torch
+        or is_gguf(path)
+        or (asked == "auto" and _architecture(path) in {*ARCHITECTURES, ""})
+    ):
+        config = read_config(path, ARCHITECTURES)
+        module = ARCHITECTURES[config.architecture].partition(":")[0]
+        ledger.record(Row("model impl", asked, "native", f"{config.architecture} has a file here, {module}", REMEDY))
+        return config, EMPTY
+    kind = _check_transformers(path)
+    from sglcore.models.transformers_config import transformers_config
+
+    config = transformers_config(path)
+    why = "asked for" if asked == "transformers" else f"{config.architecture} has no file here"
+    found = version("transformers")
+    reason = f"{why}; {kind!r} of transformers {VERSION} gives what its own forward gives"
+    if found != VERSION:
+        reason = f"{reason}, and {found} is installed"
+    ledger.record(Row("model impl", asked, "transformers", reason, REMEDY, downgrade=found != VERSION))
+    return config, MappingProxyType({config.architecture: TRANSFORMERS})
+
+
+def _architecture(path: Path) -> str:
+    """By its configuration; empty where that names none, or is not there: `read_config` says so."""
+    file = path / "config.json"
+    return (read_json(file).get("architectures") or [""])[0] if file.is_file() else ""
+
+
+def _check_transformers(path: Path) -> str:
+    """The model's type for transformers. Raises `ConfigError` where it can not be served."""
+    raw = read_json(path / "config.json", "this is not a checkpoint folder; point at the one with config.json")
+    name, kind = (raw.get("architectures") or ["an architecture without a name"])[0], str(raw.get("model_type", ""))
+    if "auto_map" in raw and kind not in PROVEN:
+        raise ConfigError(
+            f"{name!r} brings code of its own, which is never run",
+            wanted="an architecture of sglcore or of transformers",
+            remedy="use another model",
+        )
+    if kind not in PROVEN:
+        raise ConfigError(
+            f"the architecture {name!r} is not supported: sglcore has no file of it, and transformers' type {kind!r} is not "
+            "among those that were compared with transformers' own forward",
+            wanted=f"one of {', '.join(sorted(ARCHITECTURES))}, or a type that docs/models.md lists",
+            remedy="use another model",
+        )
+    if find_spec("transformers") is None:
+        raise ConfigError(
+            f"{name!r} runs by transformers' own class, and transformers is not installed",
+            remedy="pip install 'sglcore[transformers]'",
+        )
+    return kind

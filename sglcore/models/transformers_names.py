@@ -1,0 +1,76 @@
+"""What the tensors of a checkpoint's files are called in transformers' class: its own renamings, applied to the files' names.
+
+Experts that the files have one by one are parts of the stacked weight that the class has: each goes straight to its place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+
+from sglcore.device.errors import ConfigError
+
+_STACKED = ((MergeModulelist,), (MergeModulelist, Concatenate))
+"""Experts, one after the other; or of each, several weights side by side, and then the same."""
+
+
+class Naming:
+    """The names of one model's class. `targets` are its weights by the class's names."""
+
+    def __init__(self, model: PreTrainedModel, targets: dict[str, Tensor]) -> None:
+        found = get_model_conversion_mapping(model)
+        self._renamings = [each for each in found if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in found if isinstance(each, WeightConverter)]
+        self._prefix = model.base_model_prefix
+        self._known: Mapping[str, Tensor] = dict(targets)
+        self._targets = targets
+
+    def __call__(self, names: Iterable[str]) -> dict[str, str]:
+        """What each name in the files is called in `targets`, where stacked weights give way to their parts if the files have
+        those. Raises `ConfigError` for weights that transformers would work out of others in another way."""
+        renamed = {name: self._rename(name) for name in names}
+        for name in dict.fromkeys(renamed.values()):
+            if name not in self._targets:
+                self._split(name)
+        return renamed
+
+    def _rename(self, name: str) -> str:
+        return rename_source_key(name, self._renamings, [], self._prefix, dict(self._known))[0]
+
+    def _split(self, name: str) -> None:
+        """Where a converter takes this name: the parts of what it makes, in its place."""
+        for converter in self._converters:
+            stacked, pattern = converter.rename_source_key(name)
+            if pattern is None or stacked not in self._known:
+                continue
+            if tuple(map(type, converter.operations)) not in _STACKED:
+                raise ConfigError(
+                    f"{name!r} becomes {stacked!r} by a conversion that is not done here",
+                    remedy="save the model by transformers' save_pretrained(save_original_format=False), or use another one",
+                )
+            self._replace(stacked, name, converter, pattern)
+
+    def _replace(self, stacked: str, name: str, converter: WeightConverter, pattern: str) -> None:
+        weight, parts = self._targets.pop(stacked), converter.source_patterns
+        own = _expression(pattern).search(name)
+        assert own is not None
+        for expert, one in enumerate(weight):
+            for other, place in zip(parts, one.chunk(len(parts)), strict=True):
+                tail = other.replace("*", str(expert), 1)
+                self._targets[name[: own.start()] + tail + name[own.end() :]] = place
+
+
+def _expression(pattern: str) -> re.Pattern[str]:
+    """A converter's pattern, whose star is an expert's number."""
+    return re.compile(re.escape(pattern).replace(r"\*", r"\d+"))

@@ -1,0 +1,188 @@
+"""What a model of transformers asks of attention, learned from one forward on shapes alone.
+
+Nothing is read from configurations, whose words differ by model: the model runs on the meta device under an attention
+function that writes down what it is called with. Masks tell the windows: a mask is a function of two places, and is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from sglcore.device.errors import ConfigError
+
+WALK = "sglcore_walk"
+"""The name of the attention function that writes down."""
+
+LENGTHS = (3, 260)
+"""Tokens of the two walks, which must agree: what begins at some length shows in the second."""
+
+FAR = 1 << 20
+"""A place far behind every window."""
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of batch, head, query's place and key's place: whether the query sees the key."""
+
+_UNTOUCHED = frozenset(
+    {"dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "output_router_logits", "is_causal"}
+)
+"""What models pass beside, and attention has no use for."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of attention: which module made it, and what it asks for. `sinks` is the parameter's name."""
+
+    module: nn.Module
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    scaling: float
+    window: int | None
+    softcap: float | None
+    sinks: str | None
+
+
+@dataclass(slots=True)
+class _Walk:
+    names: dict[int, str]
+    calls: list[AttentionCall]
+    keys: list[Tensor]
+
+
+_walking: ContextVar[_Walk] = ContextVar("sglcore_transformers_walk")
+
+
+class Seen(Tensor):
+    """A mask without contents, which knows the function that it stands for; also what is cut from it does."""
+
+    function: MaskFunction
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Of the mask's own kind where it makes another of it."""
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(made, Seen):
+            masks = [each for each in args if isinstance(each, Seen)]
+            made.function = masks[0].function
+        return made
+
+
+def walk(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
+    """Every call of attention of a model on the meta device, in order. Raises `ConfigError` for a model that attends in a
+    way of its own."""
+    AttentionInterface.register(WALK, _write_down)
+    AttentionMaskInterface.register(WALK, _mask)
+    model.set_attn_implementation(WALK)
+    short, long = (_calls(model, length) for length in LENGTHS)
+    if not short:
+        raise _refusal(model, "it never calls attention by transformers' interface")
+    if short != long:
+        raise _refusal(model, f"it calls attention otherwise with {LENGTHS[1]} tokens than with {LENGTHS[0]}")
+    return short
+
+
+def _calls(model: PreTrainedModel, length: int) -> tuple[AttentionCall, ...]:
+    given = torch.ones(1, length, dtype=torch.int64, device="meta")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    with _walking_over(_Walk(names, [], [])) as found, torch.no_grad():
+        try:
+            model(input_ids=given, attention_mask=given, use_cache=False)
+        except (RuntimeError, NotImplementedError, AttributeError, TypeError, LookupError) as error:
+            raise _refusal(model, f"it does not run on shapes alone ({type(error).__name__}: {error})") from error
+    return tuple(found.calls)
+
+
+@contextmanager
+def _walking_over(record: _Walk) -> Iterator[_Walk]:
+    token = _walking.set(record)
+    try:
+        yield record
+    finally:
+        _walking.reset(token)
+
+
+def _write_down(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query [1, heads, T, dim], key and value [1, kv_heads, T, dim]: what attention gives, without contents. The window is
+    the mask's: what is passed beside it binds nobody."""
+    del sliding_window
+    record = _walking.get()
+    unknown = sorted(name for name, given in others.items() if given is not None and name not in _UNTOUCHED)
+    if unknown:
+        raise _refusal(module, f"it calls attention with {', '.join(unknown)}")
+    if not isinstance(attention_mask, Seen):
+        raise _refusal(module, "it makes its masks itself")
+    if any(key is earlier for earlier in record.keys):
+        raise _refusal(module, "its layers share keys and values")
+    if key.shape[2] != query.shape[2]:
+        raise _refusal(module, "it attends to other tokens than those of the step")
+    record.keys.append(key)
+    call = AttentionCall(
+        module,
+        query.shape[1],
+        key.shape[1],
+        query.shape[3],
+        value.shape[3],
+        query.shape[3] ** -0.5 if scaling is None else float(scaling),
+        window_of(attention_mask.function),
+        softcap,
+        None if s_aux is None else record.names[id(s_aux)],
+    )
+    record.calls.append(call)
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _mask(batch_size: int, q_length: int, kv_length: int, mask_function: MaskFunction, **_: Any) -> Seen:
+    """In place of a mask: its function."""
+    mask = torch.empty(batch_size, 1, q_length, kv_length, device="meta").as_subclass(Seen)
+    mask.function = mask_function
+    return mask
+
+
+def window_of(mask_function: MaskFunction) -> int | None:
+    """The window of a mask `mask_function(batch, head, query, key)`, the token itself counted; None: every token before is
+    seen. Raises `ConfigError` for any other mask."""
+    windows = {_seen_by(mask_function, place) for place in (FAR, FAR + 1, FAR + 4095)}
+    if len(windows) > 1:
+        raise ConfigError("a mask of the model is neither causal nor a sliding window", remedy="use another model")
+    return windows.pop()
+
+
+def _seen_by(mask_function: MaskFunction, place: int) -> int | None:
+    keys = torch.arange(place + 2)
+    zero = torch.zeros((), dtype=torch.int64)
+    seen = torch.as_tensor(mask_function(zero, zero, torch.tensor(place), keys)).expand(len(keys)).nonzero()[:, 0]
+    count = len(seen)
+    is_tail = count and int(seen[-1]) == place and int(seen[0]) == place + 1 - count
+    if not is_tail:
+        raise ConfigError(
+            "a mask of the model does not show a token itself and those before it", remedy="use another model"
+        )
+    return None if count == place + 1 else count
+
+
+def _refusal(module: nn.Module, what: str) -> ConfigError:
+    return ConfigError(
+        f"{type(module).__name__} can not be served by transformers' classes: {what}",
+        wanted="attention by transformers' attention interface alone",
+        remedy="use another model",
+    )

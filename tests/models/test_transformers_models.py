@@ -1,0 +1,185 @@
+"""Models by transformers' own classes: a sample of the types that are served, how one is chosen, and all that is refused."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from sglcore.device.errors import CheckpointError, ConfigError
+from sglcore.device.ledger import DecisionLedger
+from sglcore.models.implementation import choose_implementation
+from sglcore.models.transformers_types import PROVEN, VERSION
+from sglcore.models.transformers_walk import window_of
+from tests.checkpoints import gemma3, llama, save
+from tests.models.transformers_cases import compare, tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES: Mapping[str, Any] = tomllib.loads((ROOT / "tools" / "sweep_models.toml").read_text())
+SAMPLE = (
+    "gemma2",  # softcap, windows, norms around each block
+    "gemma3_text",  # a rotary embedding for each kind of layer
+    "gpt_oss",  # sinks, experts with biases side by side in another order
+    "mixtral",  # experts one by one in the files
+    "glm4",  # part of a head is turned
+    "phi3",  # projections stored as one
+    "olmo3",
+    "granite",  # multipliers everywhere
+    "gpt2",  # learned positions, transposed weights
+    "deepseek_v3",  # latent attention as plain heads, values narrower than keys
+    "apertus",  # numbers of the activation are stored
+    "opt",  # the head calls a part of the decoder
+)
+
+
+def sizes_of(kind: str) -> dict[str, Any]:
+    """A tiny configuration."""
+    return {**SIZES["base"], **SIZES["types"].get(kind, {})}
+
+
+@pytest.mark.parametrize("kind", SAMPLE)
+def test_chunks_beside_another_request_and_single_tokens_are_transformers_own(kind: str, tmp_path: Path) -> None:
+    assert kind in PROVEN
+    assert compare(tiny_model(kind, sizes_of(kind)), tmp_path) < 2e-4
+
+
+def test_the_compared_version_is_the_one_of_the_tests() -> None:
+    assert transformers.__version__ == VERSION, "run tools/sweep_models.py --write"
+
+
+# -- choice ------------------------------------------------------------------------------------------------------------
+
+
+def chosen(folder: Path, asked: str = "auto") -> tuple[Any, Mapping[str, str], str]:
+    """The configuration, what is added to the registry, and the ledger's row."""
+    ledger = DecisionLedger()
+    config, added = choose_implementation(asked, folder, ledger)
+    (row,) = ledger.rows
+    assert row.topic == "model impl" and not row.downgrade
+    return config, added, f"{row.effective}: {row.reason}"
+
+
+def rewritten(folder: Path, **changes: Any) -> Path:
+    """The folder with another configuration."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return folder
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    return save(gemma3(max_position_embeddings=80), tmp_path)
+
+
+def test_an_architecture_without_a_file_runs_by_transformers_class(foreign: Path) -> None:
+    config, added, row = chosen(foreign)
+    assert list(added) == ["Gemma3ForCausalLM"] and config.context_length == 80 and config.vocab_size == 97
+    assert row.startswith("transformers: Gemma3ForCausalLM has no file here")
+
+
+def test_one_with_a_file_runs_by_it_unless_the_other_is_asked_for(tmp_path: Path) -> None:
+    folder = save(llama(), tmp_path)
+    assert chosen(folder)[2].startswith("native: LlamaForCausalLM has a file here, sglcore.models.llama")
+    assert not chosen(folder, "native")[1]
+    assert chosen(folder, "transformers")[2].startswith("transformers: asked for")
+
+
+def test_what_can_not_be_served_is_one_line_that_says_why(foreign: Path) -> None:
+    with pytest.raises(ConfigError, match="model_impl is 'both'"):
+        chosen(foreign, "both")
+    with pytest.raises(ConfigError, match="'Gemma3ForCausalLM' is not supported.*LlamaForCausalLM"):
+        chosen(foreign, "native")
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": rope}
+    kept = (foreign / "config.json").read_text()
+    for changes, words in (
+        ({"model_type": "mamba"}, "transformers' type 'mamba' is not among"),
+        ({"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own"}}, "brings code of its own"),
+        ({"architectures": ["Gemma3ForSequenceClassification"]}, "of type 'gemma3_text' is Gemma3ForCausalLM"),
+        ({"rope_parameters": kinds}, "the rope type 'dynamic'"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantised"),
+        ({"num_attention_heads": "four"}, "transformers refuses"),
+    ):
+        (foreign / "config.json").write_text(kept)
+        with pytest.raises(ConfigError, match=words):
+            chosen(rewritten(foreign, **changes))
+
+
+def test_a_device_without_torch_has_files_of_ours_alone(foreign: Path) -> None:
+    with pytest.raises(ConfigError, match="which this device has not"):
+        choose_implementation("transformers", foreign, DecisionLedger(), has_torch=False)
+    with pytest.raises(ConfigError, match="'Gemma3ForCausalLM' is not supported"):
+        choose_implementation("auto", foreign, DecisionLedger(), has_torch=False)
+
+
+def test_another_version_than_the_compared_one_is_a_downgrade(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglcore.models.implementation.version", lambda name: "9.9.9")
+    ledger = DecisionLedger()
+    choose_implementation("auto", foreign, ledger)
+    assert ledger.rows[0].downgrade and "9.9.9 is installed" in ledger.rows[0].reason
+
+
+def test_without_transformers_the_remedy_is_to_install_it(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglcore.models.implementation.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'sglcore\[transformers\]'"):
+        chosen(foreign)
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "mixtral"])
+def test_a_weight_that_is_missing_or_left_over_is_named(kind: str, tmp_path: Path) -> None:
+    model = tiny_model(kind, sizes_of(kind))
+    folder = save(model, tmp_path / "whole")
+    weights = load_file(folder / "model.safetensors")
+    last = max(name for name in weights if "layers.1" in name and ("down_proj" in name or "w2" in name))
+
+    def compared(changed: Mapping[str, torch.Tensor]) -> None:
+        class Saved:
+            """In place of a model that saves itself."""
+
+            def save_pretrained(self, where: Path) -> None:
+                """The folder with other weights."""
+                where.mkdir()
+                (where / "config.json").write_text((folder / "config.json").read_text())
+                save_file(dict(changed), where / "model.safetensors")
+
+        compare(Saved(), tmp_path / str(len(changed)))  # pyright: ignore[reportArgumentType]
+
+    with pytest.raises(CheckpointError, match=last.rpartition("layers.1.")[2].partition(".")[2].replace(".", r"\.")):
+        compared({name: weight for name, weight in weights.items() if name != last})
+    with pytest.raises(CheckpointError, match="model.layers.1.surplus"):
+        compared({**weights, "model.layers.1.surplus": torch.ones(2)})
+
+
+# -- windows -----------------------------------------------------------------------------------------------------------
+
+
+def test_masks_tell_windows() -> None:
+    assert window_of(lambda b, h, q, k: k <= q) is None
+    assert window_of(lambda b, h, q, k: (k <= q) & (k > q - 4096)) == 4096
+    assert window_of(lambda b, h, q, k: (k <= q) & (k > q - 1)) == 1
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda b, h, q, k: k >= 0,
+        lambda b, h, q, k: (k <= q) & (k // 64 == q // 64),
+        lambda b, h, q, k: (k <= q) & ((k > q - 8) | (k < 4)),
+        lambda b, h, q, k: k < q,
+        lambda b, h, q, k: k < 0,
+    ],
+    ids=["both ways", "chunks", "a window and the beginning", "not itself", "nothing"],
+)
+def test_a_mask_of_another_kind_is_refused(mask: Any) -> None:
+    with pytest.raises(ConfigError, match="mask of the model"):
+        window_of(mask)
