@@ -57,7 +57,7 @@ def transformers_config(folder: Path) -> ModelConfig:
 
 def _check(folder: Path, config: PreTrainedConfig, text: PreTrainedConfig) -> None:
     """Raise `ConfigError` for what transformers' classes would do otherwise in a batch than alone."""
-    known, name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type], config.architectures[0]
+    known, name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type], (config.architectures or [""])[0]
     if name != known:
         raise ConfigError(
             f"the architecture {name!r} is not supported: transformers' language model of type {config.model_type!r} is "
