@@ -50,9 +50,10 @@ class Weights:
         self.parameters: list[Tensor] = []
         self.targets: dict[str, Tensor] = {}
 
-    def make(self, shape: Sequence[int]) -> Tensor:
-        """A new parameter with undefined content, in the final dtype, on the device."""
-        parameter = nn.Parameter(torch.empty(tuple(shape), dtype=self.dtype, device=self.device), requires_grad=False)
+    def make(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """A new parameter with undefined content, in the final dtype (None: the model's), on the device."""
+        made = torch.empty(tuple(shape), dtype=dtype or self.dtype, device=self.device)
+        parameter = nn.Parameter(made, requires_grad=False)
         self.parameters.append(parameter)
         return parameter
 

@@ -6,6 +6,7 @@ the engine's loader. Every attention call goes to the engine's attention layer o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from copy import copy
 from typing import Any
@@ -83,9 +84,11 @@ def _place(model: PreTrainedModel, build: Build) -> None:
     checkpoints have is a parameter to the loader."""
     weights, stored = build.weights, model.state_dict(keep_vars=True)
     made: dict[int, Any] = {}
+    wide = _wide_names(model)
     for name, empty in stored.items():
         if id(empty) not in made:
-            made[id(empty)] = weights.targets[name] = weights.make(empty.shape)
+            dtype = torch.float32 if wide is not None and wide.search(name) else None
+            made[id(empty)] = weights.targets[name] = weights.make(empty.shape, dtype)
             made[id(empty)]._is_hf_initialized = True
     for module in model.modules():
         for name, empty in (*module._parameters.items(), *module._buffers.items()):
@@ -97,6 +100,16 @@ def _place(model: PreTrainedModel, build: Build) -> None:
             else:
                 setattr(module, name, kept)
     model.initialize_weights()
+
+
+def _wide_names(model: PreTrainedModel) -> re.Pattern[str] | None:
+    """The weights that the class keeps in float32 whatever it computes in, as when transformers loads it."""
+    if model.dtype is torch.float32:
+        return None
+    named = [*(model._keep_in_fp32_modules_strict or ())]
+    if model.dtype is torch.float16:
+        named += model._keep_in_fp32_modules or ()
+    return re.compile("|".join(rf"(?:^|\.){name}(?:$|\.)" for name in named)) if named else None
 
 
 def _attention_layers(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> tuple[Attention, ...]:

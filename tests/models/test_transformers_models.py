@@ -19,7 +19,7 @@ from sglcore.models.implementation import choose_implementation
 from sglcore.models.transformers_types import PROVEN, VERSION
 from sglcore.models.transformers_walk import window_of
 from tests.checkpoints import gemma3, llama, save
-from tests.models.transformers_cases import compare, tiny_model
+from tests.models.transformers_cases import compare, load, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES: Mapping[str, Any] = tomllib.loads((ROOT / "tools" / "sweep_models.toml").read_text())
@@ -158,6 +158,21 @@ def test_a_weight_that_is_missing_or_left_over_is_named(kind: str, tmp_path: Pat
         compared({name: weight for name, weight in weights.items() if name != last})
     with pytest.raises(CheckpointError, match="model.layers.1.surplus"):
         compared({**weights, "model.layers.1.surplus": torch.ones(2)})
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [("bfloat16", "float32"), ("float32", "float32")])
+def test_what_a_class_keeps_in_float32_is_kept(dtype: str, kept: str, tmp_path: Path) -> None:
+    model = load(tiny_model("deepseek_v3", sizes_of("deepseek_v3")), tmp_path, getattr(torch, dtype))
+    own = {name: parameter.dtype for name, parameter in model._decoder.state_dict().items()}
+    assert {own[name] for name in own if "e_score_correction_bias" in name} == {getattr(torch, kept)}
+    assert {own[name] for name in own if "layernorm" in name} == {getattr(torch, dtype)}
+
+
+def test_linear_layers_are_packed_as_those_of_a_native_model(tmp_path: Path) -> None:
+    """But for the output layer, and gates, whose rounding would choose other experts."""
+    model = load(tiny_model("mixtral", sizes_of("mixtral")), tmp_path, torch.float32)
+    packed = {name for layer in model.weights.linears for name in layer.names}
+    assert packed == {f"model.layers.{layer}.self_attn.{name}_proj.weight" for layer in range(3) for name in "qkvo"}
 
 
 # -- windows -----------------------------------------------------------------------------------------------------------
