@@ -231,5 +231,5 @@ def test_an_engines_configuration_loads_its_model_and_says_the_dtype(folder) -> 
         progress=lambda phase, done, total: phases.add(phase),
     )
     assert (model.dtype, model.rotary.shape[0]) == (torch.float32, 32)
-    assert [(row.topic, row.effective) for row in ledger.rows] == [("dtype", "float32")]
+    assert [(row.topic, row.effective) for row in ledger.rows] == [("model impl", "native"), ("dtype", "float32")]
     assert phases == {"loading weights"}

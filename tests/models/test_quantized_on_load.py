@@ -213,7 +213,7 @@ def test_the_configuration_reaches_the_loader(oracle_and_folder) -> None:
         ledger=ledger,
         progress=lambda phase, done, total: None,
     )
-    assert device.count("int4") == LAYERS and [row.topic for row in ledger.rows] == ["dtype", "weights"]
+    assert device.count("int4") == LAYERS and [row.topic for row in ledger.rows] == ["model impl", "dtype", "weights"]
 
 
 def test_the_same_text_comes_of_whole_prompts_and_of_pieces(oracle_and_folder) -> None:
