@@ -50,7 +50,7 @@ class BertLayer:
 class BertModel(Architecture):
     """The encoder alone: pooling is the worker's, and the heads of a checkpoint are left unread."""
 
-    ignored: ClassVar[tuple[str, ...]] = (r"pooler\..*", r"cls\..*")
+    ignored = (r"pooler\..*", r"cls\..*")
     stripped: ClassVar[str] = "bert."
 
     def __init__(self, build: Build) -> None:

@@ -162,7 +162,7 @@ class Architecture(ABC):
     """A model. `ignored` are patterns of checkpoint names that it leaves unread; `stripped` is a prefix that a checkpoint's
     names may have before ours. `attention_layers` has each layer's geometry, by its id."""
 
-    ignored: ClassVar[tuple[str, ...]] = ()
+    ignored: tuple[str, ...] = ()
     stripped: ClassVar[str] = ""
     attention_layers: tuple[Any, ...]
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from sglcore.layers.build import Build
@@ -39,7 +40,7 @@ def _kernel(module: Any, build: Build) -> Any:
     """The table's entry, for gate and up side by side, SiLU and nothing else; None for any other form."""
     is_plain = module.has_gate and module.is_concatenated and not module.is_transposed and not module.has_bias
     gate = type(module)._apply_gate is _default_apply_gate
-    if not (is_plain and gate and not module.has_post_expert_norm and isinstance(module.act_fn, nn.SiLU)):
+    if not (is_plain and gate and not module.has_post_expert_norm and type(module.act_fn) is type(ACT2FN["silu"])):
         return None
     call = build.rows(module.down_proj.shape[1]), build.rows(2), build.indices(2)
     return build.kernel(KernelTable.moe, *call, module.gate_up_proj, module.down_proj)

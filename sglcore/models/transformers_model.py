@@ -49,6 +49,7 @@ class TransformersModel(Architecture):
         self._head = _head_of(model)
         pack_linears(model, build)
         self._naming = Naming(model, build.weights.targets)
+        self.ignored = tuple(f".*(?:{each}).*" for each in sorted(model._keys_to_ignore_on_load_unexpected or ()))
         choose_experts(model, build)
 
     def named(self, names: Iterable[str]) -> Mapping[str, str]:

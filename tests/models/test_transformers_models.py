@@ -18,6 +18,8 @@ from sglcore.device.ledger import DecisionLedger
 from sglcore.models.implementation import choose_implementation
 from sglcore.models.transformers_types import PROVEN, VERSION
 from sglcore.models.transformers_walk import window_of
+from sglcore.runtime.kernels.reference import moe
+from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import gemma3, llama, save
 from tests.models.transformers_cases import compare, load, tiny_model
 
@@ -135,6 +137,19 @@ def test_without_transformers_the_remedy_is_to_install_it(foreign: Path, monkeyp
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
+class Saved:
+    """In place of a model that saves itself: its files with other weights."""
+
+    def __init__(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+        self._folder, self._weights = folder, dict(weights)
+
+    def save_pretrained(self, where: Path) -> None:
+        """The folder with other weights."""
+        where.mkdir()
+        (where / "config.json").write_text((self._folder / "config.json").read_text())
+        save_file(self._weights, where / "model.safetensors")
+
+
 @pytest.mark.parametrize("kind", ["gemma2", "mixtral"])
 def test_a_weight_that_is_missing_or_left_over_is_named(kind: str, tmp_path: Path) -> None:
     model = tiny_model(kind, sizes_of(kind))
@@ -143,21 +158,52 @@ def test_a_weight_that_is_missing_or_left_over_is_named(kind: str, tmp_path: Pat
     last = max(name for name in weights if "layers.1" in name and ("down_proj" in name or "w2" in name))
 
     def compared(changed: Mapping[str, torch.Tensor]) -> None:
-        class Saved:
-            """In place of a model that saves itself."""
-
-            def save_pretrained(self, where: Path) -> None:
-                """The folder with other weights."""
-                where.mkdir()
-                (where / "config.json").write_text((folder / "config.json").read_text())
-                save_file(dict(changed), where / "model.safetensors")
-
-        compare(Saved(), tmp_path / str(len(changed)))  # pyright: ignore[reportArgumentType]
+        compare(Saved(folder, changed), tmp_path / str(len(changed)))  # pyright: ignore[reportArgumentType]
 
     with pytest.raises(CheckpointError, match=last.rpartition("layers.1.")[2].partition(".")[2].replace(".", r"\.")):
         compared({name: weight for name, weight in weights.items() if name != last})
     with pytest.raises(CheckpointError, match="model.layers.1.surplus"):
         compared({**weights, "model.layers.1.surplus": torch.ones(2)})
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix", "surplus"),
+    [
+        ("gpt2", "transformer.", "h.0.attn.bias"),  # a mask, in the files of the first GPT-2
+        ("glm4_moe", "", "model.layers.46.eh_proj.weight"),  # a layer that predicts further tokens
+        ("gemma2", "", "lm_head.weight"),  # a head that is the embedding
+    ],
+)
+def test_what_transformers_leaves_unread_in_files_is_left_unread(
+    kind: str, prefix: str, surplus: str, tmp_path: Path
+) -> None:
+    model = tiny_model(kind, sizes_of(kind))
+    model.save_pretrained(tmp_path / "whole")
+    weights = load_file(tmp_path / "whole" / "model.safetensors")
+    weights = {name.removeprefix(prefix): weight for name, weight in weights.items()}
+    load(Saved(tmp_path / "whole", {**weights, surplus: torch.ones(4, 4)}), tmp_path / "more")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "by_kernel"),
+    [
+        ("mixtral", {}, True),
+        ("mixtral", {"hidden_act": "gelu"}, False),
+        ("minimax_m3_vl_text", {}, False),  # a gate of its own
+    ],
+)
+def test_experts_of_the_kernels_form_are_the_kernels(
+    kind: str, changes: dict[str, Any], by_kernel: bool, tmp_path: Path
+) -> None:
+    calls: list[int] = []
+
+    def counted(*given: Any) -> torch.Tensor:
+        calls.append(1)
+        return moe(*given)
+
+    table = KernelTable().replace(moe=counted)
+    assert compare(tiny_model(kind, {**sizes_of(kind), **changes}), tmp_path, kernels=table) < 2e-4
+    assert bool(calls) is by_kernel
 
 
 @pytest.mark.parametrize(("dtype", "kept"), [("bfloat16", "float32"), ("float32", "float32")])

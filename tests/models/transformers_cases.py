@@ -32,18 +32,21 @@ def tiny_model(kind: str, sizes: Mapping[str, Any], seed: int = 0) -> PreTrained
     return model
 
 
-def load(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def load(
+    model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32, kernels: KernelTable | None = None
+) -> Any:
     """The model, saved, as the engine loads it by transformers' class."""
     model.save_pretrained(folder)
     config = transformers_config(folder)
     found = {config.architecture: TRANSFORMERS}
-    return load_model(folder, config, kernels=KernelTable(), device="cpu", dtype=dtype, architectures=found)
+    kernels = kernels or KernelTable()
+    return load_model(folder, config, kernels=kernels, device="cpu", dtype=dtype, architectures=found)
 
 
-def compare(model: PreTrainedModel, folder: Path, seed: int = 0) -> float:
+def compare(model: PreTrainedModel, folder: Path, seed: int = 0, kernels: KernelTable | None = None) -> float:
     """The greatest difference of log-probabilities [T, vocab] between a model's whole forward and the engine's steps: two
     prompts in random chunks side by side, then their other tokens one by one, and both in one batch."""
-    loaded = load(model, folder)
+    loaded = load(model, folder, kernels=kernels)
     generator = torch.Generator().manual_seed(seed)
     tokens = [torch.randint(3, loaded.config.vocab_size, (length,), generator=generator) for length in (LENGTH, OTHER)]
     wanted = [_whole(model, each) for each in tokens]
