@@ -68,11 +68,11 @@ def test_lengths_at_the_edges_of_pages_and_windows(length: int, window: int | No
 
 
 @pytest.mark.parametrize("elements", [1, 64, 500])
-@pytest.mark.parametrize("window", [None, 5])
-def test_any_size_of_block_gives_the_same(elements: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("heads", [Heads(), Heads(window=5), Heads(softcap=0.7), Heads(has_sinks=True)])
+def test_any_size_of_block_gives_the_same(elements: int, heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathered, "BLOCK_ELEMENTS", elements)
     rows = [(40, 1), (0, 1), (17, 1)]
-    case = make_case(rows, Heads(window=window), decode=True, kind=GatheredAttention)
+    case = make_case(rows, heads, decode=True, kind=GatheredAttention)
     torch.testing.assert_close(fixed(case), case.dense(), rtol=1e-5, atol=1e-5)
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sglcore.device.errors import ConfigError, DeviceError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.attention.contract import AttentionFacts
+from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.attention.selection import AttentionNeeds, refusal, select_attention
 from sglcore.runtime.memory.pools import CELL_MAJOR, PAGE_MAJOR
@@ -148,6 +150,20 @@ def test_a_reference_to_nothing_is_the_packages_error_not_a_refusal(ref: str) ->
 )
 def test_a_refusal_names_what_is_missing_and_what_there_is(facts: AttentionFacts, reason: str) -> None:
     assert refusal(facts, NEEDS) == reason
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"sliding_window": 4}, {"sliding_window"}),
+        ({"softcap": 30.0}, {"softcap"}),
+        ({"sinks": torch.zeros(4)}, {"sinks"}),
+        ({"causal": False, "cached": False}, {"encoder"}),
+        ({}, set()),
+    ],
+)
+def test_what_a_layer_asks_for_is_what_a_backend_must_name(asked: dict[str, Any], named: set[str]) -> None:
+    assert Attention(0, 4, 2, 8, **asked).features == named
 
 
 class ByPage(ReferenceAttention):

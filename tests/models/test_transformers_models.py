@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,18 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.models.implementation import choose_implementation
+from sglcore.models.transformers_model import _attention_layers
 from sglcore.models.transformers_types import PROVEN, VERSION
-from sglcore.models.transformers_walk import window_of
+from sglcore.models.transformers_walk import AttentionCall, walk, window_of
+from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.reference import moe
 from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import gemma3, llama, save
@@ -86,6 +92,15 @@ def test_an_architecture_without_a_file_runs_by_transformers_class(foreign: Path
     assert row.startswith("transformers: Gemma3ForCausalLM has no file here")
 
 
+@pytest.mark.parametrize(("stored", "dtype"), [({"dtype": "bfloat16"}, "bfloat16"), ({}, "float32")])
+def test_the_dtype_is_the_checkpoints(foreign: Path, stored: dict[str, str], dtype: str) -> None:
+    values = json.loads((foreign / "config.json").read_text())
+    (foreign / "config.json").write_text(
+        json.dumps({**{name: values[name] for name in values if name != "dtype"}, **stored})
+    )
+    assert chosen(foreign)[0].dtype == dtype
+
+
 def test_one_with_a_file_runs_by_it_unless_the_other_is_asked_for(tmp_path: Path) -> None:
     folder = save(llama(), tmp_path)
     assert chosen(folder)[2].startswith("native: LlamaForCausalLM has a file here, sglcore.models.llama")
@@ -100,12 +115,14 @@ def test_what_can_not_be_served_is_one_line_that_says_why(foreign: Path) -> None
         chosen(foreign, "native")
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": rope}
+    by_length = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     kept = (foreign / "config.json").read_text()
     for changes, words in (
         ({"model_type": "mamba"}, "transformers' type 'mamba' is not among"),
         ({"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own"}}, "brings code of its own"),
         ({"architectures": ["Gemma3ForSequenceClassification"]}, "of type 'gemma3_text' is Gemma3ForCausalLM"),
         ({"rope_parameters": kinds}, "the rope type 'dynamic'"),
+        ({"rope_parameters": {**kinds, "full_attention": by_length}}, "the rope type 'longrope'"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantised"),
         ({"num_attention_heads": "four"}, "transformers refuses"),
     ):
@@ -219,6 +236,83 @@ def test_linear_layers_are_packed_as_those_of_a_native_model(tmp_path: Path) -> 
     model = load(tiny_model("mixtral", sizes_of("mixtral")), tmp_path, torch.float32)
     packed = {name for layer in model.weights.linears for name in layer.names}
     assert packed == {f"model.layers.{layer}.self_attn.{name}_proj.weight" for layer in range(3) for name in "qkvo"}
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model in bfloat16."""
+    return load(tiny_model("gemma2", sizes_of("gemma2")), tmp_path_factory.mktemp("half"), torch.bfloat16)
+
+
+def test_logits_are_float32_in_whatever_a_model_computes(half: Any) -> None:
+    assert half.logits(torch.zeros(2, 64, dtype=torch.bfloat16)).dtype is torch.float32
+
+
+def test_a_step_without_tokens_gives_none(half: Any) -> None:
+    assert half(ForwardBatch(num_tokens=0)).shape == (0, 64)
+
+
+# -- what is asked of attention ----------------------------------------------------------------------------------------
+
+
+def empty(kind: str) -> PreTrainedModel:
+    """A tiny model of a type without weights."""
+    with torch.device("meta"), no_init_weights():
+        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes_of(kind)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("mamba", "never calls attention by transformers' interface"),
+        ("hrm_text", "attends 6 times"),
+        ("diffllama", "its layers share keys and values"),
+    ],
+)
+def test_models_that_attend_in_ways_of_their_own_are_refused(kind: str, words: str) -> None:
+    model = empty(kind)
+    with pytest.raises(ConfigError, match=words):
+        _attention_layers(model, walk(model))
+
+
+class Attends(torch.nn.Module):
+    """In place of a layer's attention: it calls with `change` of what it would."""
+
+    def __init__(self, config: Any, change: Callable[[torch.Tensor], Mapping[str, Any]]) -> None:
+        super().__init__()
+        self._config, self._change = config, change
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any, **_: Any) -> tuple[torch.Tensor, None]:
+        """[1, T, 64], by four heads."""
+        q = hidden_states.view(1, -1, 4, 16).transpose(1, 2)
+        given = {"query": q, "key": q.clone(), "value": q, "attention_mask": attention_mask, **self._change(q)}
+        ALL_ATTENTION_FUNCTIONS[self._config._attn_implementation](self, **given)
+        return hidden_states, None
+
+
+def walked(change: Callable[[torch.Tensor], Mapping[str, Any]]) -> tuple[AttentionCall, ...]:
+    """The calls of a Llama whose first layer attends otherwise."""
+    model = empty("llama")
+    model.model.layers[0].self_attn = Attends(model.config, change)
+    return walk(model)
+
+
+def test_without_a_scale_it_is_that_of_the_heads() -> None:
+    assert walked(lambda q: {})[0].scaling == 0.25 and walked(lambda q: {"scaling": 0.5})[0].scaling == 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda q: {"position_bias": q}, "calls attention with position_bias"),
+        (lambda q: {"attention_mask": None}, "makes its masks itself"),
+        (lambda q: {"key": torch.cat((q, q), dim=2)}, "other tokens than those of the step"),
+        (lambda q: {"scaling": 1 / q.shape[2]}, "otherwise with 260 tokens than with 3"),
+    ],
+)
+def test_a_call_of_attention_of_another_kind_is_refused(change: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        walked(change)
 
 
 # -- windows -----------------------------------------------------------------------------------------------------------
