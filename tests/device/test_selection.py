@@ -257,7 +257,7 @@ def test_where_its_hardware_is_on_the_bus_what_it_raised_ends_the_start(
     site.add("host", is_host=True)
     site.add("one", vendors=claims, **trouble)
     with pytest.raises((DeviceError, RuntimeError)) as caught:
-        choose(site, None, UNCLAIMED)
+        choose(site, None, NETWORK_CARD, UNCLAIMED)
     said = " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert "0000:01:00.0 [1eaf:0001] of PCI class 0302 is probably a device of 'one'" in said
     assert said.endswith("--device host starts without it")
@@ -322,6 +322,7 @@ def only_accelerators_are_blamed(site: Site) -> bool:
     """The law: what a package raised does not end the start for a network card on the bus."""
     site.add("host", is_host=True)
     site.add("one", body="raise RuntimeError('the driver is too old')")
+    site.add("two", probe_body="raise RuntimeError('the driver is too old')", vendors=(NETWORK_CARD.vendor_id,))
     try:
         return choose(site, None, NETWORK_CARD).chosen.name == "host"
     except RuntimeError:

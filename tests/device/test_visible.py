@@ -20,6 +20,7 @@ CASES: tuple[tuple[dict[str, str], list[int]], ...] = (
     ({"FIRST": "1,7,2"}, [1]),
     ({"FIRST": "1,-1,2"}, [1]),
     ({"FIRST": "2,2"}, []),
+    ({"FIRST": "10,2"}, []),
     ({"FIRST": "GPU-3,gpu-1F001"}, [3, 1]),
     ({"FIRST": "GPU-"}, []),
     ({"FIRST": ""}, []),
@@ -114,7 +115,8 @@ def none_is_wanted_or_a_mistake(read: Reading) -> bool:
     """The law: who writes that there is to be no device wants none; who names what is not there is mistaken."""
     found = {value: read(FOUR, {"FIRST": value}, "FIRST").failure for value in (*WANTED, *MISTAKEN)}
     after = read(FOUR, {"FIRST": "7", "SECOND": "0"}, "FIRST", "SECOND").failure
-    return all(
+    before = read(FOUR, {"FIRST": "", "SECOND": "0"}, "FIRST", "SECOND").failure
+    return (before is not None and before.is_wanted) and all(
         fact is not None and fact.is_wanted is (value in WANTED) for value, fact in {**found, "7;0": after}.items()
     )
 

@@ -20,6 +20,12 @@ def test_a_chip_before_2_2_does_not_compute_in_bfloat16(
     assert facts().preferred_dtype == (None if has_bfloat16 else "float16")
 
 
+def test_each_gpu_is_asked_for_its_own_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(musa(), "device_count", lambda: 2)
+    monkeypatch.setattr(musa(), "get_device_capability", lambda index: ((3, 1), (2, 1))[index])
+    assert ["bfloat16" in facts(index).dtypes for index in (0, 1)] == [True, False]
+
+
 def test_of_a_gpu_that_is_not_there_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(musa(), "get_device_capability", lambda index: (2, 1))
     assert "bfloat16" in facts(musa().device_count()).dtypes

@@ -11,7 +11,7 @@ from sglcore.device.probe import DeviceInfo
 from sglcore_musa.probe import probe, same_release
 from tests.device.machines import CPU_TORCH, CUDA_TORCH, Files, machine, module, pci, torch_build
 
-NODES = {"/dev/mtgpu.0": "", "/dev/mtgpu.1": "", "/dev/dri/renderD128": ""}
+NODES = {"/dev/mtgpu.0": "", "/dev/mtgpu.1": "", "/dev/mtgpu.ctl": "", "/dev/dri/renderD128": ""}
 GPU_PCI = pci("0000:41:00.0", 0x1ED5, 0x0400, 0x0300)
 DRIVER = {"/usr/lib/x86_64-linux-gnu/musa/libmusa.so.4": "", "/sys/module/mtgpu/version": "3.3.0\n"}
 TOOLKIT = {"/usr/local/musa/lib/libmusart.so.4": ""}

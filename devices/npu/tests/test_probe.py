@@ -112,16 +112,20 @@ def test_npus_are_listed_as_the_runtime_numbers_them_and_hidden_ones_are_not_usa
     assert report.hidden == "ASCEND_RT_VISIBLE_DEVICES='1,2' shows 2 of 3"
 
 
-def test_cann_is_found_by_its_variable(tmp_path: Path) -> None:
+@pytest.mark.parametrize("variable", ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"])
+def test_cann_is_found_by_its_variable(tmp_path: Path, variable: str) -> None:
     files = {**without(SERVER, "ascend-toolkit"), **cann(folder="/opt/cann")}
     assert answers(tmp_path, files) == (True, True, False)
-    assert answers(tmp_path, files, ASCEND_HOME_PATH="/opt/cann") == (True, True, True)
+    assert answers(tmp_path, files, **{variable: "/opt/cann"}) == (True, True, True)
 
 
 def test_an_old_cann_is_refused_with_the_version_that_is_wanted(tmp_path: Path) -> None:
-    report = probe(False, machine(tmp_path, {**SERVER, **cann("8.0.RC2")}))
-    assert report.first_failure == ("runtime", report.runtime)
-    assert "CANN 8.0" in report.runtime.evidence and "8.3" in report.runtime.remedy
+    told = f"{ASCEND}/ascend-toolkit/latest/x86_64-linux/ascend_toolkit_install.info"
+    elsewhere = {**without(SERVER, "version.cfg"), told: "package_name=Ascend-cann-toolkit\nversion=8.0.RC2\n"}
+    for name, files in (("a", {**SERVER, **cann("8.0.RC2")}), ("b", elsewhere)):
+        report = probe(False, machine(tmp_path / name, files))
+        assert report.first_failure == ("runtime", report.runtime)
+        assert "CANN 8.0" in report.runtime.evidence and "8.3" in report.runtime.remedy
 
 
 def test_a_missing_or_another_torch_npu_is_refused_with_the_pip_command(tmp_path: Path) -> None:
