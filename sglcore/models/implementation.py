@@ -27,22 +27,11 @@ def choose_implementation(
     """The configuration of a checkpoint, and what to add to the registry for it: nothing for an architecture with a file of
     ours, or for a device without torch. The choice goes to the ledger.
 
-    Raises `ConfigError` for an implementation that is not known, an architecture that neither has, one of transformers that
+    Raises `ConfigError` for an implementation that is not known, or not there for this device or file, an architecture that neither has, one of transformers that
     was not shown to give the same as it does by itself, and what reading the configuration raises.
     """
-    if asked not in IMPLEMENTATIONS:
-        raise ConfigError(f"model_impl is {asked!r}", wanted=f"one of {', '.join(IMPLEMENTATIONS)}")
-    if asked == "transformers" and not has_torch:
-        raise ConfigError(
-            "transformers' own classes compute by torch, which this device has not",
-            remedy="leave --model-impl out, or choose a device with torch, such as --device cpu",
-        )
-    if (
-        asked == "native"
-        or not has_torch
-        or is_gguf(path)
-        or (asked == "auto" and _architecture(path) in {*ARCHITECTURES, ""})
-    ):
+    _check_asked(asked, path, has_torch)
+    if asked == "native" or not has_torch or (asked == "auto" and _architecture(path) in {*ARCHITECTURES, ""}):
         config = read_config(path, ARCHITECTURES)
         module = ARCHITECTURES[config.architecture].partition(":")[0]
         ledger.record(Row("model impl", asked, "native", f"{config.architecture} has a file here, {module}", REMEDY))
@@ -60,8 +49,24 @@ def choose_implementation(
     return config, MappingProxyType({config.architecture: TRANSFORMERS})
 
 
+def _check_asked(asked: str, path: Path, has_torch: bool) -> None:
+    """Raise `ConfigError` for an implementation that is not known, or not there for this device or file."""
+    if asked not in IMPLEMENTATIONS:
+        raise ConfigError(f"model_impl is {asked!r}", wanted=f"one of {', '.join(IMPLEMENTATIONS)}")
+    if asked == "transformers" and not has_torch:
+        raise ConfigError(
+            "transformers' own classes compute by torch, which this device has not",
+            remedy="leave --model-impl out, or choose a device with torch, such as --device cpu",
+        )
+    if asked == "transformers" and is_gguf(path):
+        raise ConfigError(
+            f"transformers' own classes take weights of safetensors, and {path} is a GGUF file",
+            remedy="leave --model-impl out, or use the checkpoint that it was made of",
+        )
+
+
 def _architecture(path: Path) -> str:
-    """By its configuration; empty where that names none, or is not there: `read_config` says so."""
+    """By its configuration; empty where that names none, or is not there: a GGUF file, or an error that `read_config` raises."""
     file = path / "config.json"
     return (read_json(file).get("architectures") or [""])[0] if file.is_file() else ""
 

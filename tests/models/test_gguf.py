@@ -15,9 +15,10 @@ from gguf import GGMLQuantizationType
 
 from sglcore.checkpoint.config import read_config
 from sglcore.checkpoint.gguf import read_header
-from sglcore.device.errors import CheckpointError, SglcoreError
+from sglcore.device.errors import CheckpointError, ConfigError, SglcoreError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.models.gguf_blocks import KINDS, BlockWeight
+from sglcore.models.implementation import choose_implementation
 from sglcore.models.quantized import packable, rounded
 from sglcore.models.registry import ARCHITECTURES
 from tests.checkpoints import LLAMA3, llama, qwen2, qwen3, qwen3_moe, rope
@@ -154,6 +155,12 @@ def test_scaled_positions_are_the_oracles(kind: str, scaling: dict[str, Any], tm
 def file(tmp_path: Path) -> Path:
     """A small file."""
     return write(llama(**SIZES), tmp_path / "m.gguf", "llama", lambda name: "Q8_0")
+
+
+def test_a_file_runs_by_a_file_of_ours_and_transformers_classes_are_refused_for_it(file: Path) -> None:
+    assert not choose_implementation("auto", file, DecisionLedger())[1]
+    with pytest.raises(ConfigError, match=r"m\.gguf is a GGUF file; leave --model-impl out"):
+        choose_implementation("transformers", file, DecisionLedger())
 
 
 @pytest.mark.parametrize("size", [3, 20, 200, 900, -100, -5000])
