@@ -239,6 +239,20 @@ def test_a_step_that_fails_and_that_no_other_follows_says_so(folder: Path, model
     worker.close()
 
 
+def test_after_a_step_that_could_not_be_started_nothing_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    worker = TokenEngine(folder).worker
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "async_eval", refuse)
+        with pytest.raises(RuntimeError, match="no memory"):
+            worker.collect(worker.submit(prefill(1)))
+    with pytest.raises(RuntimeError, match="earlier step failed.*start another worker"):
+        worker.collect(worker.submit(prefill(2)))
+    worker.close()
+
+
 def test_closing_twice_is_closing_once_and_nothing_runs_afterwards(folder: Path) -> None:
     worker = TokenEngine(folder).worker
     two_tokens(worker)
@@ -257,7 +271,10 @@ def test_closing_with_a_step_in_flight_ends_the_thread_and_frees_the_model(folde
     tickets = [worker.submit(prefill(1)), worker.submit(decode(2, len(PROMPT)))]
     worker.close()
     assert threading.active_count() == before
-    del running, worker, tickets
+    last: Any = tickets[1].payload
+    assert last.result()[1].done(), "nobody would ever settle it"
+    assert [len(worker.collect(ticket).token_ids) for ticket in tickets] == [1, 1]
+    del running, worker, tickets, last
     gc.collect()
     assert model() is None
 
