@@ -27,8 +27,9 @@ def choose_implementation(
     """The configuration of a checkpoint, and what to add to the registry for it: nothing for an architecture with a file of
     ours, or for a device without torch. The choice goes to the ledger.
 
-    Raises `ConfigError` for an implementation that is not known, or not there for this device or file, an architecture that neither has, one of transformers that
-    was not shown to give the same as it does by itself, and what reading the configuration raises.
+    Raises `ConfigError` for an implementation that is not known, or not there for this device or file, an architecture that
+    neither has, one of transformers that was not shown to give the same as it does by itself, and what reading the
+    configuration raises.
     """
     _check_asked(asked, path, has_torch)
     if asked == "native" or not has_torch or (asked == "auto" and _architecture(path) in {*ARCHITECTURES, ""}):
@@ -66,7 +67,7 @@ def _check_asked(asked: str, path: Path, has_torch: bool) -> None:
 
 
 def _architecture(path: Path) -> str:
-    """By its configuration; empty where that names none, or is not there: a GGUF file, or an error that `read_config` raises."""
+    """By its configuration; empty where that names none, or is not there: for a GGUF file, and where `read_config` says so."""
     file = path / "config.json"
     return (read_json(file).get("architectures") or [""])[0] if file.is_file() else ""
 

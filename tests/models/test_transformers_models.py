@@ -27,6 +27,7 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.reference import moe
 from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import gemma3, llama, save
+from tests.models.steps import Steps
 from tests.models.transformers_cases import compare, load, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -250,6 +251,16 @@ def test_logits_are_float32_in_whatever_a_model_computes(half: Any) -> None:
 
 def test_a_step_without_tokens_gives_none(half: Any) -> None:
     assert half(ForwardBatch(num_tokens=0)).shape == (0, 64)
+
+
+def test_embeddings_take_the_place_of_tokens(tmp_path: Path) -> None:
+    model = load(tiny_model("mixtral", sizes_of("mixtral")), tmp_path)
+    steps, tokens = Steps(model), [5, 9, 7]
+    wanted, batch = steps.hidden({1: tokens}), steps.staged({2: tokens})
+    with torch.inference_mode():
+        batch.input_embeds = model._decoder.get_input_embeddings()(torch.tensor(tokens))
+        batch.input_ids = torch.zeros_like(batch.input_ids)  # pyright: ignore[reportArgumentType]
+        torch.testing.assert_close(steps.runner.run_eager(batch), wanted)
 
 
 # -- what is asked of attention ----------------------------------------------------------------------------------------
