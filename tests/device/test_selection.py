@@ -277,6 +277,14 @@ def test_graphics_of_a_processor_that_a_package_claims_end_no_start(site: Site) 
         select(found, AUTOMATIC, (UNCLAIMED, replace(UNCLAIMED, address="0000:02:00.0")))
 
 
+def test_of_two_packages_that_raise_the_one_is_blamed_whose_hardware_is_there(site: Site) -> None:
+    site.add("host", is_host=True)
+    site.add("one", probe_body="raise RuntimeError('first')", vendors=(0x1111,))
+    site.add("two", probe_body="raise RuntimeError('second')", vendors=(0x1EAF,))
+    with pytest.raises(RuntimeError, match="second"):
+        choose(site, None, UNCLAIMED)
+
+
 def test_a_device_on_the_bus_that_another_package_answers_for_is_not_taken_for_the_broken_ones(site: Site) -> None:
     site.add("host", is_host=True)
     site.add("one", body="raise RuntimeError('the driver is too old')")

@@ -93,6 +93,10 @@ def test_an_architecture_without_a_file_runs_by_transformers_class(foreign: Path
     assert row.startswith("transformers: Gemma3ForCausalLM has no file here")
 
 
+def test_code_that_a_checkpoint_of_a_compared_type_brings_is_passed_by(foreign: Path) -> None:
+    assert chosen(rewritten(foreign, auto_map={"AutoModelForCausalLM": "own.Own"}))[2].startswith("transformers: ")
+
+
 @pytest.mark.parametrize(("stored", "dtype"), [({"dtype": "bfloat16"}, "bfloat16"), ({}, "float32")])
 def test_the_dtype_is_the_checkpoints(foreign: Path, stored: dict[str, str], dtype: str) -> None:
     values = json.loads((foreign / "config.json").read_text())

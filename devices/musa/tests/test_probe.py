@@ -55,8 +55,9 @@ def test_a_server_is_usable_and_described(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variable", ["MUSA_HOME", "MUSA_PATH"])
 def test_a_toolkit_in_another_folder_is_found_by_either_variable(tmp_path: Path, variable: str) -> None:
-    files = {**without(SERVER, "libmusart"), "/opt/musa/lib/libmusart.so.4": ""}
-    assert answers(tmp_path, files) == (True, True, False)
+    files = {name.replace("/usr/lib/x86_64-linux-gnu/musa", "/opt/musa/lib"): text for name, text in SERVER.items()}
+    files = {**without(files, "libmusart"), "/opt/musa/lib/libmusart.so.4": ""}
+    assert answers(tmp_path, files) == (True, False, False)
     assert answers(tmp_path, files, **{variable: "/opt/musa"}) == (True, True, True)
 
 

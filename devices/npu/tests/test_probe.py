@@ -103,6 +103,12 @@ def test_a_driver_in_a_folder_of_its_own_is_found(tmp_path: Path) -> None:
     assert report.usable and "/opt/hw/driver" in report.driver.evidence
 
 
+@pytest.mark.parametrize("folder", ["lib64", "lib64/common"])
+def test_the_drivers_library_is_found_in_the_folders_of_other_releases(tmp_path: Path, folder: str) -> None:
+    moved = {name.replace("lib64/driver", folder): text for name, text in SERVER.items()}
+    assert answers(tmp_path, moved) == (True, True, True)
+
+
 def test_npus_are_listed_as_the_runtime_numbers_them_and_hidden_ones_are_not_usable(tmp_path: Path) -> None:
     assert answers(tmp_path, SERVER, ASCEND_RT_VISIBLE_DEVICES="") == (True, True, False)
     assert answers(tmp_path, SERVER, ASCEND_RT_VISIBLE_DEVICES="0,1") == (True, True, True)
@@ -131,7 +137,7 @@ def test_an_old_cann_is_refused_with_the_version_that_is_wanted(tmp_path: Path) 
 def test_a_missing_or_another_torch_npu_is_refused_with_the_pip_command(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     missing = probe(False, machine(tmp_path / "one", without(SERVER, "torch_npu"))).runtime
-    assert not missing.holds and "pip install torch_npu==2.13.0" in missing.remedy
+    assert not missing.holds and missing.remedy == "pip install torch_npu==2.13.0"
     (tmp_path / "two").mkdir()
     other = probe(False, machine(tmp_path / "two", {**SERVER, **extension("2.11.0.post1")})).runtime
     assert not other.holds and "torch_npu 2.11.0.post1 with torch 2.13.0" in other.evidence
