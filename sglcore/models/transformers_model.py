@@ -34,6 +34,8 @@ PAGED = "sglcore_paged"
 class TransformersModel(Architecture):
     """A causal language model of transformers. Its parameters are the loader's, by the names that the class gives them."""
 
+    calls_library = True
+
     def __init__(self, build: Build) -> None:
         """Raises `ConfigError` for a model that can not be served exactly."""
         super().__init__(build)

@@ -62,12 +62,17 @@ class Weights(Protocol):
 
 class LoadedModel(Model, Protocol):
     """A model with its weights on the device: what a start asks of it beside what the runner does. Its geometry, what it is
-    computed in, the functions it calls, and what was loaded."""
+    computed in, the functions it calls, whether it calls torch's own between them, and what was loaded."""
 
     config: ModelConfig
     dtype: torch.dtype
     kernels: KernelTable
     weights: Weights
+
+    @property
+    def calls_library(self) -> bool:
+        """Some of its operations are torch's own, between those of the table."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,17 @@ def pool_kind(config: EngineConfig, model: LoadedModel, kernels: KernelTable, le
     return INT8_POOL
 
 
+def library_threads(model: LoadedModel, kernels: KernelTable, threads: Placement, ledger: DecisionLedger) -> int:
+    """How many threads torch's own operations take. One where they stand between native kernels: those threads wait for the
+    next kernel by spinning, and the two pools would take the cores from each other."""
+    if not model.calls_library or not is_native(kernels) or threads.threads == 1:
+        return threads.threads
+    torch.set_num_threads(1)
+    reason = "torch's own operations of this model stand between native kernels, whose threads wait by spinning"
+    ledger.record(Row("torch threads", "auto", "1", reason, "--model-impl native, where there is a file"))
+    return 1
+
+
 def spread_cells(pools: Pools, threads: Placement) -> int:
     """Over the memory nodes that the threads are near: how many tensors of keys and values were spread."""
     pool = pools.token_to_kv
@@ -200,6 +211,7 @@ BRING_UP = (
     .insert(threads, before="kernels")
     .insert(room, before="model")
     .insert(kernel_choices, after="model")
+    .insert(library_threads, after="kernel_choices")
     .insert(device_memory, before="sizes")
     .insert(pool_kind, before="sizes")
     .insert(spread_cells, after="pools")

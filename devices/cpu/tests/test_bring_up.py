@@ -14,13 +14,14 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import BringUpError, ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
+from sglcore.device.package import resolve
 from sglcore.runtime import bring_up
 from sglcore.runtime.bring_up import STANDARD
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
 from sglcore.step.sizing import MemorySizes
 from sglcore_cpu import package
-from sglcore_cpu.bring_up import BRING_UP, processor_kernels
+from sglcore_cpu.bring_up import BRING_UP, library_threads, processor_kernels
 from sglcore_cpu.facts import facts
 from sglcore_cpu.kv_pool import INT8_POOL
 
@@ -66,6 +67,23 @@ def test_the_kernels_that_were_asked_for_serve_unless_a_compiler_wants_others(
     (row,) = ledger.rows
     assert (row.requested, row.effective, row.downgrade) == (asked, taken, graph == "compiled")
     assert not row.downgrade or row.remedy == ("--graph native" if asked == "native" else "--graph off")
+
+
+@pytest.mark.parametrize(
+    ("calls_library", "table", "threads", "left"),
+    [(True, "native", 4, 1), (True, "native", 1, 1), (False, "native", 4, 4), (True, "torch", 4, 4)],
+)
+def test_torchs_threads_do_not_contend_with_those_of_native_kernels(
+    calls_library: bool, table: str, threads: int, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    kernels = resolve(package.kernels[table], package.name)()
+    ledger, placed = DecisionLedger(), cast("Any", SimpleNamespace(threads=threads))
+    made = cast("Any", SimpleNamespace(calls_library=calls_library))
+    assert library_threads(made, kernels, placed, ledger) == left
+    assert asked == ([1] if left != threads else [])
+    assert [row.effective for row in ledger.rows] == ([] if left == threads else ["1"])
 
 
 def test_kernels_that_are_none_list_those_that_are() -> None:
