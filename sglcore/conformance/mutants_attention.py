@@ -37,46 +37,34 @@ def one_key_too_few(base: Any) -> type:
     return OneKeyTooFew
 
 
-def another_scale(base: Any) -> type:
-    """The scale of the layer is not used."""
+def with_layer(base: Any, **changes: Any) -> type:
+    """A backend that attends as if the layer asked for something else."""
 
-    class AnotherScale(base):
+    class WithLayer(base):
         __slots__ = ()
 
         def attend(self, q: Tensor, layer: Any, batch: Any, plan: Any) -> Tensor:
             changed = copy(layer)
-            changed.scaling = 1.0
+            for name, value in changes.items():
+                setattr(changed, name, value)
             return super().attend(q, changed, batch, plan)
 
-    return AnotherScale
+    return WithLayer
+
+
+def another_scale(base: Any) -> type:
+    """The scale of the layer is not used."""
+    return with_layer(base, scaling=1.0)
 
 
 def forgets_softcap(base: Any) -> type:
     """The softcap of the layer is not used."""
-
-    class ForgetsSoftcap(base):
-        __slots__ = ()
-
-        def attend(self, q: Tensor, layer: Any, batch: Any, plan: Any) -> Tensor:
-            changed = copy(layer)
-            changed.softcap = None
-            return super().attend(q, changed, batch, plan)
-
-    return ForgetsSoftcap
+    return with_layer(base, softcap=None)
 
 
 def forgets_sinks(base: Any) -> type:
     """The sinks of the layer are not used."""
-
-    class ForgetsSinks(base):
-        __slots__ = ()
-
-        def attend(self, q: Tensor, layer: Any, batch: Any, plan: Any) -> Tensor:
-            changed = copy(layer)
-            changed.sinks = None
-            return super().attend(q, changed, batch, plan)
-
-    return ForgetsSinks
+    return with_layer(base, sinks=None)
 
 
 def values_of_the_row_before(base: Any) -> type:

@@ -97,11 +97,12 @@ def _place(model: PreTrainedModel, build: Build) -> None:
         for name, empty in (*module._parameters.items(), *module._buffers.items()):
             if empty is None:
                 continue
-            kept = made.get(id(empty), torch.empty_like(empty, device=weights.device))
-            if name in module._buffers:
-                module._buffers[name] = kept.data if id(empty) in made else kept
+            if name in module._parameters:
+                setattr(module, name, made[id(empty)])
+            elif id(empty) in made:
+                module._buffers[name] = made[id(empty)].data
             else:
-                setattr(module, name, kept)
+                module._buffers[name] = torch.empty_like(empty, device=weights.device)
     model.initialize_weights()
 
 

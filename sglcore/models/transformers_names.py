@@ -6,7 +6,7 @@ Experts that the files have one by one are parts of the stacked weight that the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -33,7 +33,7 @@ class Naming:
         self._renamings = [each for each in found if isinstance(each, WeightRenaming)]
         self._converters = [each for each in found if isinstance(each, WeightConverter)]
         self._prefix = model.base_model_prefix
-        self._known: Mapping[str, Tensor] = dict(targets)
+        self._known = dict(targets)
         self._targets = targets
 
     def __call__(self, names: Iterable[str]) -> dict[str, str]:
@@ -46,7 +46,7 @@ class Naming:
         return renamed
 
     def _rename(self, name: str) -> str:
-        return rename_source_key(name, self._renamings, [], self._prefix, dict(self._known))[0]
+        return rename_source_key(name, self._renamings, [], self._prefix, self._known)[0]
 
     def _split(self, name: str) -> None:
         """Where a converter takes this name: the parts of what it makes, in its place."""

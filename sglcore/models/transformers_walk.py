@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,6 +56,13 @@ class _Walk:
     names: dict[int, str]
     calls: list[AttentionCall]
     keys: list[Tensor]
+    windows: dict[MaskFunction, int | None] = field(default_factory=dict)
+
+    def window(self, function: MaskFunction) -> int | None:
+        """`window_of`, once for each mask, which many layers share."""
+        if function not in self.windows:
+            self.windows[function] = window_of(function)
+        return self.windows[function]
 
 
 _walking: ContextVar[_Walk] = ContextVar("sglcore_transformers_walk")
@@ -143,7 +150,7 @@ def _write_down(
         query.shape[3],
         value.shape[3],
         query.shape[3] ** -0.5 if scaling is None else float(scaling),
-        window_of(attention_mask.function),
+        record.window(attention_mask.function),
         softcap,
         None if s_aux is None else record.names[id(s_aux)],
     )
