@@ -108,6 +108,10 @@ class ScheduleBatch:
     `prompt_logprobs` int32[B] (-1: none, else how many alternatives), when a row asks for prompt log-probabilities.
     `mask_rows` int32[M] and `masks` int32[M, ceil(V / 32)]: rows that emit under a grammar, ascending, and the tokens that
     each may draw (lowest bit first, 1 = allowed). They belong to this step alone, whatever the composition.
+    `state_from` int32[B]: what each slot's state becomes before the forward: -1 what it is, 0 zeros, n a copy of snapshot n.
+    `state_to` int32[B]: 0 nothing, n copy the slot's state into snapshot n after the forward. The worker copies in, runs,
+    copies out, step by step as submitted; a batch names no snapshot twice in `state_to`. Both are None where no row
+    moves a state, where the worker keeps none (`Limits.keeps_state`), and in an EMBED batch, whose rows begin with zeros.
     `mrope_positions` int32[3, T]; `ngram_starts`, `ngram_lens` int32[B]: inputs of n-gram embeddings.
     """
 
@@ -130,6 +134,8 @@ class ScheduleBatch:
     prompt_logprobs: Ints | None = None
     mask_rows: Ints | None = None
     masks: Ints | None = None
+    state_from: Ints | None = None
+    state_to: Ints | None = None
     mrope_positions: Ints | None = None
     ngram_starts: Ints | None = None
     ngram_lens: Ints | None = None

@@ -24,6 +24,8 @@ class Limits:
     `lookahead` is how many following tokens a page's contents depend on. `runs_ahead`: submit returns before the step has
     run, so that planning the next one meanwhile saves time. `can_overlap`: submit may be called before the
     previous ticket was collected. `takes_masks`: sampling keeps to the batch's `masks`, so requests may have a grammar.
+    `keeps_state`: beside its cells a request has a state in its slot, which belongs to all of its tokens so far and to no
+    shorter prefix; 1..num_snapshots are the places in which the worker can keep copies of such states.
     """
 
     max_model_len: int
@@ -38,6 +40,8 @@ class Limits:
     lookahead: int = 0
     generates: bool = True
     takes_masks: bool = False
+    keeps_state: bool = False
+    num_snapshots: int = 0
 
     @property
     def capacity(self) -> int:
