@@ -38,11 +38,11 @@ class PagedPlan(AttentionPlan):
 
 
 class PagedAttention(AttentionBackend[PagedPlan]):
-    """Serves every page size, head size and window in float32 and bfloat16, over cells of either or of 8 bits."""
+    """Serves every page size, head size, window, softcap and sink in float32 and bfloat16, over cells of either or of 8 bits."""
 
     facts = AttentionFacts(
         dtypes=("bfloat16", "float32"),
-        features=frozenset({"sliding_window", "mixed"}),
+        features=frozenset({"sliding_window", "softcap", "sinks", "mixed"}),
         takes_stored=True,
         layouts=(CELL_MAJOR, INT8),
     )
@@ -116,6 +116,7 @@ class Call:
         """The rows [first, first + rows); tokens of out up to `tokens` that belong to none become zero."""
         layer, pool = self.layer, self.backend.req_to_token_pool
         keys, values = self.backend.token_to_kv_pool.kv(layer.layer_id)
+        sinks = layer.sinks
         self._check(keys)
         kernel(
             q=self.q.data_ptr(),
@@ -137,6 +138,9 @@ class Call:
             page_size=pool.page_size,
             window=layer.sliding_window or 0,
             scaling=layer.scaling,
+            softcap=layer.softcap or 0.0,
+            sinks=0 if sinks is None else sinks.data_ptr(),
+            sinks_type=0 if sinks is None else TYPES[sinks.dtype],
             **more,
         )
 

@@ -29,12 +29,15 @@ from tests.attention.rows import Case, Heads, make_case
 ROWS = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=5)
 SINGLES = st.lists(st.tuples(st.integers(0, 30), st.just(1)), min_size=1, max_size=6)
 HEADS = st.builds(
-    lambda kv_heads, group, dim, window, scaling: Heads(kv_heads * group, kv_heads, dim, window, scaling),
+    lambda kv_heads, group, dim, window, scaling, extra: Heads(
+        kv_heads * group, kv_heads, dim, window, scaling, **extra
+    ),
     st.integers(1, 3),
     st.integers(1, 5),
     st.sampled_from((2, 8, 24, 64)),
     st.one_of(st.none(), st.integers(1, 12)),
     st.one_of(st.none(), st.just(0.3)),
+    st.sampled_from(({}, {"softcap": 0.7}, {"has_sinks": True})),
 )
 PAGES = st.sampled_from((1, 3, 4, 16))
 LAW = settings(deadline=None, max_examples=40, derandomize=True)

@@ -49,6 +49,7 @@ class Case:
     slots: Tensor
     seq_lens: Tensor
     starts: Tensor
+    sinks: Tensor | None = None
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     checks: list[Callable[[], None]] = field(default_factory=list)
@@ -77,6 +78,9 @@ class Case:
             "page_size": self.ask.page_size,
             "window": heads.window or 0,
             "scaling": heads.scaling or heads.dim**-0.5,
+            "softcap": heads.softcap or 0.0,
+            "sinks": 0 if self.sinks is None else self.sinks.data_ptr(),
+            "sinks_type": 0 if self.sinks is None else CELL_TYPES[self.sinks.dtype],
             **more,
         }
 
@@ -93,7 +97,7 @@ class Case:
         heads, outs, first = self.ask.heads, [], 0
         for (_, new), keys, values in zip(self.ask.rows, self.keys, self.values, strict=True):
             query = self.q[first : first + new].double().view(new, heads.heads, heads.dim)
-            outs.append(dense(query, keys.double(), values.double(), heads).flatten(1))
+            outs.append(dense(query, keys.double(), values.double(), heads, self.sinks).flatten(1))
             first += new
         outs.append(torch.zeros(len(self.q) - first, heads.heads * heads.dim, dtype=torch.float64))
         return torch.cat(outs)
@@ -104,13 +108,17 @@ class Case:
         torch.testing.assert_close(found.double(), self.expected(), atol=bound, rtol=bound)
 
 
-def dense(query: Tensor, keys: Tensor, values: Tensor, heads: Heads) -> Tensor:
+def dense(query: Tensor, keys: Tensor, values: Tensor, heads: Heads, sinks: Tensor | None) -> Tensor:
     """query [n, heads, dim] over keys and values [length, kv_heads, dim]; returns query's shape."""
     group = heads.heads // heads.kv_heads
     keys, values = (part.repeat_interleave(group, 1).transpose(0, 1) for part in (keys, values))
     scores = query.transpose(0, 1) @ keys.transpose(1, 2) * (heads.scaling or heads.dim**-0.5)
-    mask = visible(keys.shape[1], len(query), heads.window)
-    return (torch.softmax(scores.masked_fill(~mask, -torch.inf), -1) @ values).transpose(0, 1)
+    if heads.softcap is not None:
+        scores = torch.tanh(scores / heads.softcap) * heads.softcap
+    scores = scores.masked_fill(~visible(keys.shape[1], len(query), heads.window), -torch.inf)
+    ground = torch.full((heads.heads,), -torch.inf) if sinks is None else sinks
+    scores = torch.cat([scores, ground.double()[:, None, None].expand(-1, len(query), 1)], -1)
+    return (torch.softmax(scores, -1)[..., :-1] @ values).transpose(0, 1)
 
 
 def make_case(ask: Ask) -> Case:
@@ -143,6 +151,8 @@ def make_case(ask: Ask) -> Case:
     lengths = [prefix + new for prefix, new in ask.rows] + [1] * ask.padding
     q = torch.randn(tokens, width).to(ask.dtype)
     q[tokens - ask.padding :] = torch.nan
+    if ask.heads.has_sinks:
+        case.sinks = place(3 * torch.randn(ask.heads.heads).to(rng.choice((FLOAT, HALF))))
     case.q = place(q, gap=rng.choice((0, 3, 16)), offset=rng.choice((0, 1, 8)))
     case.k_cache, case.v_cache = (place(cache) for cache in caches)
     case.page_table, case.starts = place(table), place(new.int())

@@ -49,7 +49,12 @@ def prefill_ask(number: int) -> Ask:
 
 def drawn(rows: list[tuple[int, int]], rng: random.Random, number: int) -> Ask:
     """Every shape and pair of types in turn; the rest by chance."""
-    heads = replace(SHAPES[number % len(SHAPES)], window=rng.choice((None, None, 1, 5, 96, 256, 300)))
+    heads = replace(
+        SHAPES[number % len(SHAPES)],
+        window=rng.choice((None, None, 1, 5, 96, 256, 300)),
+        softcap=rng.choice((None, None, 0.7, 50.0)),
+        has_sinks=rng.choice((False, True)),
+    )
     q_type, cells = TYPES[number % len(TYPES)]
     return Ask(rows, heads, rng.choice((1, 3, 8, 16)), q_type, cells, rng.choice((0, 0, 1, 3)), number)
 
@@ -83,8 +88,9 @@ def test_padding_comes_out_as_zero_and_reads_no_cell(engine: Engine, kernel: str
 
 
 @pytest.mark.parametrize("kernel", ["paged_decode", "paged_prefill"])
-def test_a_nan_of_the_row_itself_is_not_hidden(engine: Engine, kernel: str) -> None:
-    case = make_case(Ask([(20, 1), (7, 1)], Heads(4, 2, 32), dtype=HALF, cells=HALF))
+@pytest.mark.parametrize("heads", [Heads(4, 2, 32), Heads(4, 2, 32, softcap=0.7, has_sinks=True)])
+def test_a_nan_of_the_row_itself_is_not_hidden(engine: Engine, kernel: str, heads: Heads) -> None:
+    case = make_case(Ask([(20, 1), (7, 1)], heads, dtype=HALF, cells=HALF))
     wanted = case.run(engine, kernel).clone()
     case.q[0, 0] = torch.nan
     found = case.run(engine, kernel)
@@ -114,13 +120,16 @@ WRONG = (
     {"scaling": 0.36},
     {"kv_heads": 1},
     {"heads": 2},
+    {"softcap": 0.0},
+    {"softcap": 0.6},
+    {"sinks": 0},
 )
 
 
 @pytest.mark.parametrize("kernel", ["paged_decode", "paged_prefill"])
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_wrong_argument_is_seen(engine: Engine, kernel: str, wrong: dict[str, float]) -> None:
-    case = make_case(Ask([(99, 1), (50, 1)], Heads(4, 2, 8, 40)))
+    case = make_case(Ask([(99, 1), (50, 1)], Heads(4, 2, 8, 40, softcap=0.5, has_sinks=True)))
     case.check(case.run(engine, kernel))
     with pytest.raises(AssertionError):
         case.check(case.run(engine, kernel, **wrong))

@@ -5,13 +5,17 @@
 // behind them its scale as a float. The token at position p of slot s lies in cell
 // page_table[s][p / page_size] * page_size + p % page_size. q and out are [tokens, heads * dim] of `q_type`, rows of q
 // `q_stride` elements apart. `window` 0 means none. A row of slot 0 is padding: it comes out as zero, its cells unread.
+//
+// A scaled score s becomes softcap * tanh(s / softcap), unless that is 0. `sinks` [heads] of `sinks_type` are the scores of
+// one more key that has no value; null means none.
 #pragma once
 
 #include "kernels.h"
 
-#define SGL_LAYER_ARGS(P, I, D)                                                                           \
+#define SGL_LAYER_ARGS(P, I, D)                                                                                \
     P(q) I(q_stride) I(q_type) P(keys) P(values) I(kv_type) P(page_table) I(table_stride) P(slots) P(seq_lens) \
-    P(out) I(rows) I(tokens) I(heads) I(kv_heads) I(dim) I(page_size) I(window) D(scaling)
+    P(out) I(rows) I(tokens) I(heads) I(kv_heads) I(dim) I(page_size) I(window) D(scaling) D(softcap)          \
+    P(sinks) I(sinks_type)
 
 // `rows` rows of one token each, token i being the last of slots[i]; tokens [rows, tokens) of out become zero.
 #define SGL_DECODE_ARGS(P, I, D) SGL_LAYER_ARGS(P, I, D)

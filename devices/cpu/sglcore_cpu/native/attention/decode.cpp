@@ -167,7 +167,8 @@ class Decoder {
         for (int64_t i = 0; i < kAhead * item.heads; ++i) Fetcher::fetch<0>(ahead);
         walk<true>(keys_, item, chunk, own, ahead);
         for (int64_t head = 0; head < heads; ++head)
-            normalize(own.scores + head * kChunk, count, own.tops + 2 * head);
+            normalize(own.scores + head * kChunk, count, own.tops + 2 * head,
+                      item.chunk == 0 ? sink(args_, item.head * group_ + head) : kLowest);
         std::fill(own.sums, own.sums + heads * width_, 0.0f);
         walk<false>(values_, item, chunk, own, ahead);
         finish(item, work, own);
@@ -222,9 +223,10 @@ class Decoder {
             gather<Kind, N, Lines, Fetches>(v.chunk, v.base, v.cell_bytes, v.first, v.last, scores, sums, v.ahead);
     }
 
-    // Scores become probabilities relative to their maximum; `tops` gets that and their total.
-    void normalize(float* scores, int64_t count, float* tops) const {
-        f32x16 factor = set1(static_cast<float>(args_.scaling) * kLog2E), top = set1(kLowest), sum = zero();
+    // Scores become probabilities relative to their maximum; `tops` gets that and their total. A sink counts among them.
+    void normalize(float* scores, int64_t count, float* tops, float sink) const {
+        if (args_.softcap > 0) cap(scores, rounded_up(count, kBlock), args_.scaling, args_.softcap);
+        f32x16 factor = set1(static_cast<float>(args_.scaling) * kLog2E), top = set1(sink), sum = zero();
         for (int64_t i = 0; i < count; i += 16) {
             f32x16 score = i + 16 <= count ? mul(load(scores + i), factor) : masked(scores + i, factor, count - i);
             store(scores + i, score);
@@ -236,7 +238,7 @@ class Decoder {
             store(scores + i, p);
             sum = add(sum, p);
         }
-        tops[1] = reduce_add(sum);
+        tops[1] = reduce_add(sum) + power_of_two(sink - tops[0]);
     }
 
     // A factor may be negative or zero, so what is absent is put in after the product.

@@ -100,8 +100,8 @@ class Prefill {
         Scratch own = scratch(panels, thread);
         pack_queries(item, own);
         std::fill(own.sums, own.sums + lanes * padded_, 0.0f);
-        std::fill(own.most, own.most + lanes, kLowest);
-        std::fill(own.total, own.total + lanes, 0.0f);
+        for (int64_t i = 0; i < lanes; ++i)
+            own.most[i] = sink(args_, item.head * group_ + (item.first + i) % group_), own.total[i] = 1.0f;
         KeyBlock<Words> block(own.block, args_.dim);
         const auto* pages = static_cast<const int32_t*>(args_.page_table) + slot(item.row) * args_.table_stride;
 #if SGL_LEVEL >= 6
@@ -125,6 +125,8 @@ class Prefill {
         Panels queries{own.queries, panels, depth_ * kPanel};
         product<Words>(block.keys(), queries, {own.scores, kKeys * kPanel, nullptr});
         for (int64_t panel = 0; panel < panels; ++panel) {
+            float* scores = own.scores + panel * kKeys * kPanel;
+            if (args_.softcap > 0) cap(scores, span.padded * kPanel, args_.scaling, args_.softcap);
             mask(item, own, panel, base, span);
             soften(own, panel, span.padded);
         }

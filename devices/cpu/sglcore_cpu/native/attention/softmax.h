@@ -1,6 +1,7 @@
 // Exponentials to the base two: scores are multiplied by log2(e) once, so that a probability is one power of two.
 #pragma once
 
+#include "attention.h"
 #include "isa.h"
 
 namespace sgl::SGL_ISA {
@@ -27,6 +28,32 @@ inline float power_of_two(float x) {
     alignas(64) float lanes[16];
     store(lanes, power_of_two(set1(x)));
     return lanes[0];
+}
+
+// tanh x within 3 units in the last place; NaN stays NaN. Below 5/8 the odd polynomial of Cephes (Moshier 1989).
+SGL_INLINE f32x16 tanh(f32x16 x) {
+    f32x16 square = mul(x, x), p = set1(-5.70498872745e-3f);
+    p = fma(p, square, set1(2.06390887954e-2f));
+    p = fma(p, square, set1(-5.37397155531e-2f));
+    p = fma(p, square, set1(1.33314422036e-1f));
+    p = fma(p, square, set1(-3.33332819422e-1f));
+    f32x16 near = fma(mul(p, square), x, x);
+    f32x16 far = sub(set1(1.0f), div(set1(2.0f), add(exp(add(x, x)), set1(1.0f))));
+    return where_less(set1(0.390625f), square, far, near);
+}
+
+// Scores that are not scaled yet, so that scaled they are softcap * tanh(s / softcap); `count` is a multiple of 16.
+inline void cap(float* scores, int64_t count, double scaling, double softcap) {
+    f32x16 inside = set1(static_cast<float>(scaling / softcap)), outside = set1(static_cast<float>(softcap / scaling));
+    for (int64_t i = 0; i < count; i += 16) store(scores + i, mul(outside, tanh(mul(inside, load(scores + i)))));
+}
+
+// To the base two; where there are no sinks, one that weighs nothing beside any score.
+template <class Args>
+inline float sink(const Args& args, int64_t head) {
+    if (args.sinks == nullptr) return kLowest;
+    return kLog2E * (args.sinks_type == kF32 ? static_cast<const float*>(args.sinks)[head]
+                                             : from_bf16(static_cast<const bf16*>(args.sinks)[head]));
 }
 
 }  // namespace sgl::SGL_ISA
