@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglcore.conformance import kernel_inputs
-from sglcore.conformance.kernel_inputs import WIDTH, Draw, Inputs
+from sglcore.conformance.kernel_inputs import WIDE, WIDTH, Draw, Inputs
 from sglcore.runtime.kernels.table import Entry
 
 TOKENS = (0, 1, 3, 33)
@@ -55,10 +55,11 @@ def _of_shapes(entry: Entry[Any], drawn: Draw, tokens: int, strided: bool) -> In
 
 
 def _argument(shape: str, drawn: Draw, tokens: int, strided: bool) -> Any:
-    """A tensor of a shape such as "T 2I": T rows, of twice what other letters stand for."""
+    """A tensor of a shape such as "T 2I": T rows, of twice what other letters stand for; float32 if it ends with a star."""
     sizes = [math.prod(_size(part, tokens) for part in re.findall(r"\d+|[A-Z]", size)) for size in shape.split()]
     if not shape.startswith("T"):
-        return drawn.values(*sizes) * (WEIGHT if len(sizes) > 1 else 1)
+        values = drawn.values(*sizes) * (WEIGHT if len(sizes) > 1 else 1)
+        return values.float() * WIDE if shape.endswith("*") else values
     return drawn.rows(tokens, sizes[1], strided) if len(sizes) == 2 else drawn.values(*sizes)
 
 

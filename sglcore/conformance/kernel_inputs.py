@@ -21,6 +21,8 @@ from sglcore.sampling.race import make_race_tables
 WIDTH = 48
 COLUMNS = 160
 """Of quantised weights: whole groups of 32, and not of 64 or 128."""
+WIDE = 1 + 2**-9
+"""Makes values of float32 that narrower dtypes do not hold."""
 HEAD_DIMS = (16, 64)
 VOCAB = 301
 
@@ -161,9 +163,12 @@ def rotary_and_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def norm_rotary_and_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """As `rotary_and_store`, with the weights of both norms."""
+    """As `rotary_and_store`, with the weights of both norms, in float32 for heads that are rotated in part."""
     for args in rotary_and_store(drawn, tokens, strided):
-        yield *args, drawn.values(args[5]), drawn.values(args[5]), 1e-6
+        weights = [drawn.values(args[5]) for _ in range(2)]
+        if args[4].shape[1] < args[5]:
+            weights = [weight.float() * WIDE for weight in weights]
+        yield *args, *weights, 1e-6
 
 
 def cache_locations(drawn: Draw, tokens: int, strided: bool) -> Inputs:

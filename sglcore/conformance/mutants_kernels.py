@@ -122,6 +122,15 @@ def writes_past_end(real: Callable[..., Any]) -> Callable[..., Any]:
     return broken
 
 
+def keeps_wide_products(real: Callable[..., Any]) -> Limited:
+    """The result has the dtype of the product with the weight, and nobody is told."""
+
+    def broken(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return real(x, weight, eps).to(weight.dtype)
+
+    return Limited(broken)
+
+
 def sums_every_expert(real: Callable[..., Any]) -> Callable[..., Any]:
     """No expert is taken for the last one."""
 
@@ -211,6 +220,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("moe", sums_every_expert),
     _mutant("silu_and_mul", whole_blocks),
     _mutant("rms_norm", hands_on),
+    _mutant("rms_norm", keeps_wide_products),
     _mutant("gelu", takes_nothing),
     _mutant("gelu", takes_even_rows),
     Mutant(

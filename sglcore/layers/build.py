@@ -32,9 +32,9 @@ class Build(Scope):
         """Several linear layers with one input as one product."""
         return Linear(self, parts, inputs, bias)
 
-    def norm(self, name: str, size: int) -> RMSNorm:
+    def norm(self, name: str, size: int, offset: float | None = None) -> RMSNorm:
         """Root mean square norm."""
-        return RMSNorm(self.at(name), size, self.config.rms_norm_eps)
+        return RMSNorm(self.at(name), size, self.config.rms_norm_eps, offset=offset)
 
     def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
         """Layer norm."""

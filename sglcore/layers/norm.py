@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sglcore.layers.scope import Scope
@@ -13,9 +14,14 @@ class RMSNorm:
 
     __slots__ = ("_add_norm", "_norm", "eps", "weight")
 
-    def __init__(self, build: Scope, size: int, eps: float, heads: int | None = None) -> None:
-        """`heads`: it is called with rows of so many heads, each of which it norms, and never adds."""
-        self.weight = build.parameter("weight", size)
+    def __init__(
+        self, build: Scope, size: int, eps: float, heads: int | None = None, offset: float | None = None
+    ) -> None:
+        """`heads`: it is called with rows of so many heads, each of which it norms, and never adds. `offset` is that of
+        `Build.norm`."""
+        self.weight = build.parameter("weight", size, dtype=None if offset is None else torch.float32)
+        if offset:
+            build.weights.offsets.append((self.weight, offset))
         self.eps = eps
         x = build.rows(size) if heads is None else build.rows(heads, size)
         self._norm = build.kernel(KernelTable.rms_norm, x, self.weight, eps)

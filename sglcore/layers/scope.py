@@ -36,10 +36,11 @@ class Weights:
     """The parameters of a model, empty until loaded, and `targets`: where each tensor of the checkpoint goes.
 
     `linears` are the layers whose weight is packed once it is loaded. `head` is the output layer, packed by rules of its
-    own because its weight is the embedding's too if `is_head_tied`; None where there is none.
+    own because its weight is the embedding's too if `is_head_tied`; None where there is none. `offsets` are numbers that are
+    added to parameters once they are loaded.
     """
 
-    __slots__ = ("device", "dtype", "head", "is_head_tied", "linears", "parameters", "targets")
+    __slots__ = ("device", "dtype", "head", "is_head_tied", "linears", "offsets", "parameters", "targets")
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -47,6 +48,7 @@ class Weights:
         self.head: Packable | None = None
         self.is_head_tied = False
         self.linears: list[Packable] = []
+        self.offsets: list[tuple[Tensor, float]] = []
         self.parameters: list[Tensor] = []
         self.targets: dict[str, Tensor] = {}
 
@@ -102,13 +104,13 @@ class Scope:
         """The same of indices."""
         return torch.empty(1, *sizes, dtype=dtype, device="meta")
 
-    def parameter(self, name: str, *shape: int) -> Tensor:
-        """Declare one weight, `prefix.name` in the checkpoint."""
-        return self.stacked(((name, shape[0]),), *shape[1:])
+    def parameter(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Declare one weight, `prefix.name` in the checkpoint, of a dtype (None: the model's)."""
+        return self.stacked(((name, shape[0]),), *shape[1:], dtype=dtype)
 
-    def stacked(self, parts: Sequence[tuple[str, int]], *shape: int) -> Tensor:
+    def stacked(self, parts: Sequence[tuple[str, int]], *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Declare one weight whose rows are those of several: (name in the checkpoint, rows), in order."""
-        parameter = self.weights.make((sum(rows for _, rows in parts), *shape))
+        parameter = self.weights.make((sum(rows for _, rows in parts), *shape), dtype)
         for (name, _), target in zip(parts, parameter.split([rows for _, rows in parts]), strict=True):
             self.weights.targets[self.prefix + name] = target
         return parameter

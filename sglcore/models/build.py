@@ -118,8 +118,9 @@ class Build(Protocol):
         """Several linear layers with one input as one product, their outputs side by side."""
         ...
 
-    def norm(self, name: str, size: int) -> Norm:
-        """Root mean square norm with a weight and the configuration's epsilon."""
+    def norm(self, name: str, size: int, offset: float | None = None) -> Norm:
+        """Root mean square norm with a weight and the configuration's epsilon. The normed row is cast before the product with
+        the weight; with an `offset`, which is added to the weight, the product is in float32, and cast."""
         ...
 
     def layer_norm(self, name: str, size: int, eps: float) -> Layer:

@@ -75,6 +75,8 @@ class Packer:
             self.forms[self._load_layer(layer, [sources[name] for name in layer.names], report)] += 1
         if head is not None:
             self.head = self._load_layer(head, [sources[name] for name in head.names], report)
+        for parameter, offset in weights.offsets:
+            parameter.add_(offset)
         weights.targets.clear()
 
     def row(self) -> Row | None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
@@ -43,6 +44,15 @@ def test_rms_norm_is_the_oracles_to_the_bit(dtype, tokens: int) -> None:
     assert torch.equal(TABLE.rms_norm(x, oracle.weight, 1e-5), oracle(x))
     heads = x.view(tokens, 3, 8)
     assert torch.equal(TABLE.rms_norm(heads, oracle.weight[:8], 0.0), rms_norm_oracle(heads, oracle.weight[:8]))
+
+
+@DTYPES
+def test_rms_norm_with_a_wide_weight_is_gemmas_to_the_bit(dtype) -> None:
+    oracle, x = Gemma3RMSNorm(24, eps=1e-5).to(dtype), random(7, 24, dtype=dtype)
+    oracle.weight.data = random(24, dtype=dtype, seed=1)
+    found = TABLE.rms_norm(x, oracle.weight.data.float() + 1, 1e-5)
+    assert torch.equal(found, oracle(x))
+    assert dtype is torch.float32 or not torch.equal(found, TABLE.rms_norm(x, oracle.weight.data + 1, 1e-5))
 
 
 def rms_norm_oracle(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -90,6 +100,13 @@ def test_silu_and_mul_puts_the_gate_first(dtype, tokens: int) -> None:
     assert torch.equal(TABLE.silu_and_mul(x), F.silu(x[:, :5]) * x[:, 5:])
     if tokens:
         assert not torch.equal(TABLE.silu_and_mul(x), F.silu(x[:, 5:]) * x[:, :5])
+
+
+@DTYPES
+@TOKENS
+def test_gelu_tanh_and_mul_puts_the_gate_first(dtype, tokens: int) -> None:
+    x = random(tokens, 10, dtype=dtype)
+    assert torch.equal(TABLE.gelu_tanh_and_mul(x), F.gelu(x[:, :5], approximate="tanh") * x[:, 5:])
 
 
 def test_gelu_is_the_exact_one() -> None:

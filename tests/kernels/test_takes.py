@@ -240,6 +240,11 @@ def test_the_kit_runs_a_candidate_over_what_it_says_it_takes_and_the_next_over_t
     [
         ("silu_and_mul", broken.whole_blocks, "silu_and_mul, .*: result 0 differs by"),
         ("rms_norm", broken.hands_on, "says that it takes 3 rows of float32, and hands it to .*reference:rms_norm"),
+        (
+            "rms_norm",
+            broken.keeps_wide_products,
+            "rms_norm, .*: result 0 is .* torch.float32, wanted .* torch.bfloat16",
+        ),
         ("gelu", broken.takes_nothing, "takes nothing: not in this size"),
         ("gelu", broken.takes_even_rows, "refuses .*an odd number of rows.*neither rows nor strides may decide"),
     ],

@@ -43,7 +43,9 @@ def columns(guards: Guards, tokens: int, size: int, dtype: torch.dtype, seed: in
 
 def rms_norm(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
     x, weight = columns(guards, tokens, 24, dtype), guards.place(random(24, dtype=dtype, seed=1))
+    wide = guards.place(random(24, seed=2))
     close(kernels.rms_norm(x, weight, 1e-5, SMALL), reference.rms_norm(x, weight, 1e-5))
+    close(kernels.rms_norm(x, wide, 1e-5, SMALL), reference.rms_norm(x, wide, 1e-5))
     heads = columns(guards, tokens, 36, dtype).view(tokens, 3, 12)
     close(kernels.rms_norm(heads, weight[:12], 0.0, SMALL), reference.rms_norm(heads, weight[:12], 0.0))
 
@@ -56,10 +58,11 @@ def add_rms_norm(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.
         close(found, want)
 
 
-def silu_and_mul(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
+def gated(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
     for size in (5, 100):
         x = columns(guards, tokens, 2 * size, dtype)
         close(kernels.silu_and_mul(x, SMALL), reference.silu_and_mul(x))
+        close(kernels.gelu_tanh_and_mul(x, SMALL), reference.gelu_tanh_and_mul(x))
 
 
 def rotary(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
@@ -97,7 +100,7 @@ def cache_locations(kernels: ModuleType, guards: Guards, tokens: int, dtype: tor
 LAWS: tuple[tuple[ModuleType, Law], ...] = (
     (norm, rms_norm),
     (norm, add_rms_norm),
-    (activation, silu_and_mul),
+    (activation, gated),
     (rotation, rotary),
     (cells, store_kv),
     (cells, cache_locations),
@@ -121,9 +124,10 @@ MUTANTS: tuple[tuple[ModuleType, Law, str, str], ...] = (
     (norm, rms_norm, "(row % INNER) * inner_stride", "0"),
     (norm, add_rms_norm, "row < rows", "row <= rows"),
     (norm, add_rms_norm, "wide * wide", "added * added"),
-    (activation, silu_and_mul, "row < rows", "row <= rows"),
-    (activation, silu_and_mul, "column < SIZE", "column <= SIZE"),
-    (activation, silu_and_mul, "place + SIZE", "place + SIZE - 1"),
+    (activation, gated, "row < rows", "row <= rows"),
+    (activation, gated, "column < SIZE", "column <= SIZE"),
+    (activation, gated, "place + SIZE", "place + SIZE - 1"),
+    (activation, gated, "0.044715", "0.44715"),
     (rotation, rotary, "column < HALF", "column <= HALF"),
     (rotation, rotary, "token < tokens", "token <= tokens"),
     (rotation, rotary, "column < DIM", "column <= DIM"),
@@ -151,7 +155,8 @@ def test_narrow_floats_are_rounded_to_even_in_the_interpreter_too(monkeypatch: p
     """The interpreter itself cuts bfloat16 off; the norm of values between two steps would show it."""
     x = random(5, 48, dtype=torch.bfloat16)
     weight = random(48, dtype=torch.bfloat16, seed=1)
-    assert torch.equal(norm.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    for gain in (weight, random(48, seed=2)):
+        assert torch.equal(norm.rms_norm(x, gain, 1e-5), reference.rms_norm(x, gain, 1e-5))
     total = (x.float() + x.roll(1).float()).bfloat16()
     assert torch.equal(norm.add_rms_norm(x.clone(), x.roll(1), weight, 1e-5)[1], total)
 
@@ -160,8 +165,8 @@ def test_the_table_replaces_what_has_a_kernel_and_says_so() -> None:
     table, plain = triton_kernels(SMALL), KernelTable()
     own = {name for name, origin in table.origin.items() if origin != plain.origin.get(name)}
     assert own == {
-        *("rms_norm", "add_rms_norm", "rotary", "silu_and_mul", "top_k_routing", "moe", "store_kv"),
-        *("cache_locations", "draw", "rotary_and_store"),
+        *("rms_norm", "add_rms_norm", "rotary", "silu_and_mul", "gelu_tanh_and_mul", "top_k_routing", "moe"),
+        *("store_kv", "cache_locations", "draw", "rotary_and_store"),
     }
     assert table.origin["rms_norm"] == "sglcore.runtime.kernels.triton.norm:rms_norm"
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sglcore.device.errors import ConfigError, DeviceError
-from sglcore.runtime.kernels.table import KernelTable, Limited
+from sglcore.runtime.kernels.table import KernelTable, Limited, takes_one_dtype
 from sglcore_cpu.extension import DISTRIBUTION, ENDED, find_extension, release
 from sglcore_cpu.kernels import takes_whole_heads, torch_kernels
 from sglcore_cpu.packed import ClosedWeight
@@ -30,8 +30,8 @@ def ipex_kernels() -> KernelTable:
     return torch_kernels().replace(
         linear=linear,
         pack_linear=pack_linear,
-        rms_norm=rms_norm,
-        add_rms_norm=add_rms_norm,
+        rms_norm=Limited(rms_norm, takes_one_dtype),
+        add_rms_norm=Limited(add_rms_norm, takes_one_dtype),
         rotary=Limited(rotary, takes_whole_heads),
     )
 

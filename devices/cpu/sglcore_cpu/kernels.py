@@ -14,7 +14,7 @@ from torch import Tensor
 from sglcore.runtime.kernels.grouped import grouped_moe
 from sglcore.runtime.kernels.reference import moe as reference_moe
 from sglcore.runtime.kernels.reference import rotary as reference_rotary
-from sglcore.runtime.kernels.table import KernelTable, Limited
+from sglcore.runtime.kernels.table import KernelTable, Limited, takes_one_dtype
 
 REMEMBERED = 1024
 """Arrays of recent buffers that are kept at hand."""
@@ -155,8 +155,8 @@ def torch_kernels() -> KernelTable:
     return KernelTable().replace(
         linear=linear,
         pack_linear=pack_linear,
-        rms_norm=rms_norm,
-        add_rms_norm=add_rms_norm,
+        rms_norm=Limited(rms_norm, takes_one_dtype),
+        add_rms_norm=Limited(add_rms_norm, takes_one_dtype),
         moe=Limited(moe, takes_grouped),
         rotary=Limited(Rotary(), takes_whole_heads),
         store_kv=store_kv,

@@ -6,9 +6,6 @@ contiguous, goes to the reference.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 import torch
 from torch import Tensor
 
@@ -16,11 +13,7 @@ from sglcore.runtime.kernels.reference import norm_rotary_and_store as reference
 from sglcore.runtime.kernels.reference import rotary_and_store as reference_rotary_and_store
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore_cpu.native import TYPES, Engine
-
-INDEX_BYTES: Mapping[torch.dtype, int] = MappingProxyType({torch.int32: 4, torch.int64: 8})
-
-Rows = tuple[int, int, int, int, int]
-"""Number of rows; elements from one outer row to the next; inner rows of each; elements between those; row width."""
+from sglcore_cpu.operands import INDEX_BYTES, can_rotate, can_store, rows_of, same_dtype, type_of_norm
 
 
 class Operations:
@@ -29,8 +22,11 @@ class Operations:
     def __init__(self, engine: Engine) -> None:
         self._empty = engine.empty
         self._reference = KernelTable()
-        self._rms_norm, self._add_rms_norm, self._layer_norm, self._silu_and_mul, self._gelu = (
-            engine.kernel(name).bind() for name in ("rms_norm", "add_rms_norm", "layer_norm", "silu_and_mul", "gelu")
+        self._rms_norm, self._add_rms_norm, self._layer_norm = (
+            engine.kernel(name).bind() for name in ("rms_norm", "add_rms_norm", "layer_norm")
+        )
+        self._silu_and_mul, self._gelu_tanh_and_mul, self._gelu = (
+            engine.kernel(name).bind() for name in ("silu_and_mul", "gelu_tanh_and_mul", "gelu")
         )
         self._rotate, self._copy_rows, self._embedding, self._cache_locations, self._routing, self._moe = (
             engine.kernel(name).bind()
@@ -57,8 +53,9 @@ class Operations:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Of the last dimension, over any others."""
-        element, rows = TYPES.get(x.dtype), _rows(x)
-        if element is None or rows is None or weight.dtype is not x.dtype or weight.stride() != (1,):
+        element, rows = TYPES.get(x.dtype), rows_of(x)
+        weight_type = type_of_norm(weight, x)
+        if element is None or rows is None or weight_type is None:
             return self._reference.rms_norm(x, weight, eps)
         count, outer_stride, inner, inner_stride, width = rows
         out = self._empty(*x.shape, dtype=x.dtype)
@@ -72,6 +69,7 @@ class Operations:
             rows=count,
             width=width,
             type=element,
+            weight_type=weight_type,
             eps=eps,
         )
         return out
@@ -79,9 +77,10 @@ class Operations:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Writes both results over the arguments."""
         element, x_stride, residual_stride = TYPES.get(x.dtype), x.stride(), residual.stride()
-        if element is None or residual.dtype is not x.dtype or weight.dtype is not x.dtype or x.dim() != 2:
+        weight_type = type_of_norm(weight, x)
+        if element is None or weight_type is None or residual.dtype is not x.dtype or x.dim() != 2:
             return self._reference.add_rms_norm(x, residual, weight, eps)
-        if x_stride[1] != 1 or residual_stride[1] != 1 or weight.stride() != (1,):
+        if x_stride[1] != 1 or residual_stride[1] != 1:
             return self._reference.add_rms_norm(x, residual, weight, eps)
         rows, width = x.shape
         self._add_rms_norm(
@@ -93,6 +92,7 @@ class Operations:
             rows=rows,
             width=width,
             type=element,
+            weight_type=weight_type,
             eps=eps,
         )
         return x, residual
@@ -131,6 +131,18 @@ class Operations:
         )
         return out
 
+    def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
+        """Gate first."""
+        element, strides = TYPES.get(x.dtype), x.stride()
+        if element is None or len(strides) != 2 or strides[1] != 1:
+            return self._reference.gelu_tanh_and_mul(x)
+        rows, width = x.shape
+        out = self._empty(rows, width // 2, dtype=x.dtype)
+        self._gelu_tanh_and_mul(
+            x=x.data_ptr(), x_stride=strides[0], out=out.data_ptr(), rows=rows, width=width // 2, type=element
+        )
+        return out
+
     def gelu(self, x: Tensor) -> Tensor:
         """With the error function within 3e-7."""
         element, strides = TYPES.get(x.dtype), x.stride()
@@ -145,7 +157,7 @@ class Operations:
         self, q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_dim: int
     ) -> tuple[Tensor, Tensor]:
         """Into new tensors."""
-        if not _can_rotate(q, k, positions, cos_sin_cache):
+        if not can_rotate(q, k, positions, cos_sin_cache):
             return self._reference.rotary(q, k, positions, cos_sin_cache, head_dim)
         out = self._empty(*k.shape, dtype=k.dtype)
         return self._rotated(q, k, None, positions, cos_sin_cache, head_dim, (out, None, None), (None, None, 0.0)), out
@@ -164,7 +176,7 @@ class Operations:
     ) -> Tensor:
         """Keys go from their projection to their cells."""
         cells = k_cache, v_cache, out_cache_loc
-        if not _can_rotate(q, k, positions, cos_sin_cache) or not _can_store(q, v, *cells):
+        if not can_rotate(q, k, positions, cos_sin_cache) or not can_store(q, v, *cells):
             return reference_rotary_and_store(q, k, v, positions, cos_sin_cache, head_dim, *cells)
         return self._rotated(q, k, v, positions, cos_sin_cache, head_dim, cells, (None, None, 0.0))
 
@@ -185,8 +197,13 @@ class Operations:
     ) -> Tensor:
         """Queries and keys are read once."""
         cells, norms = (k_cache, v_cache, out_cache_loc), (q_weight, k_weight, eps)
-        weights_fit = q_weight.dtype is q.dtype is k_weight.dtype and q_weight.stride() == k_weight.stride() == (1,)
-        if not weights_fit or not _can_rotate(q, k, positions, cos_sin_cache) or not _can_store(q, v, *cells):
+        q_type, k_type = type_of_norm(q_weight, q), type_of_norm(k_weight, q)
+        if (
+            q_type is None
+            or q_type != k_type
+            or not can_rotate(q, k, positions, cos_sin_cache)
+            or not can_store(q, v, *cells)
+        ):
             return reference_norm_rotary_and_store(q, k, v, positions, cos_sin_cache, head_dim, *cells, *norms)
         return self._rotated(q, k, v, positions, cos_sin_cache, head_dim, cells, norms)
 
@@ -232,12 +249,13 @@ class Operations:
             rotary_dim=cos_sin_cache.shape[1],
             type=TYPES[q.dtype],
             store_type=TYPES[k_out.dtype],
+            norm_type=0 if q_norm is None else TYPES[q_norm.dtype],
         )
         return out
 
     def store_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
         """One pass over both."""
-        if value.stride()[1:] != key.stride()[1:] or not _can_store(key, value, k_cache, v_cache, out_cache_loc):
+        if value.stride()[1:] != key.stride()[1:] or not can_store(key, value, k_cache, v_cache, out_cache_loc):
             return self._reference.store_kv(key, value, k_cache, v_cache, out_cache_loc)
         rows, heads, head_dim = key.shape
         self._copy_rows(
@@ -328,7 +346,7 @@ class Operations:
         element, ids_bytes = TYPES.get(hidden.dtype), INDEX_BYTES.get(ids.dtype)
         parts = weights, ids, w13, w2
         is_plain = hidden.stride()[1] == 1 and all(part.is_contiguous() for part in parts)
-        if element is None or ids_bytes is None or not is_plain or not _same_dtype(hidden, weights, w13, w2):
+        if element is None or ids_bytes is None or not is_plain or not same_dtype(hidden, weights, w13, w2):
             return self._reference.moe(hidden, *parts)
         tokens, hidden_size = hidden.shape
         out = self._empty(tokens, hidden_size, dtype=hidden.dtype)
@@ -349,49 +367,3 @@ class Operations:
             type=element,
         )
         return out
-
-
-def _same_dtype(first: Tensor, *others: Tensor) -> bool:
-    return all(other.dtype is first.dtype for other in others)
-
-
-def _rows(x: Tensor) -> Rows | None:
-    """The rows of x, or None if one pair of strides can not say where they are."""
-    shape, strides = x.shape, x.stride()
-    if len(shape) == 2 and strides[1] == 1:
-        return shape[0], strides[0], 1, 0, shape[1]
-    if len(shape) == 3 and strides[2] == 1:
-        return shape[0] * shape[1], strides[0], max(shape[1], 1), strides[1], shape[2]
-    if not shape or not x.is_contiguous():
-        return None
-    width = shape[-1]
-    return x.numel() // max(width, 1), width, 1, 0, width
-
-
-def _can_rotate(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> bool:
-    return (
-        q.dtype in TYPES
-        and k.dtype is q.dtype
-        and q.stride()[1] == 1
-        and k.stride()[1] == 1
-        and positions.dtype in INDEX_BYTES
-        and positions.stride() == (1,)
-        and cos_sin_cache.dtype is torch.float32
-        and cos_sin_cache.stride()[1] == 1
-    )
-
-
-def _can_store(like: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> bool:
-    """v [T, heads * D] or [T, heads, D] can go to cells of both caches in one pass."""
-    strides, head_dim = k_cache.stride(), k_cache.shape[2]
-    return (
-        like.dtype in TYPES
-        and v.dtype is like.dtype
-        and v.stride()[1:] in ((1,), (head_dim, 1))
-        and k_cache.dtype in TYPES
-        and v_cache.dtype is k_cache.dtype
-        and strides == v_cache.stride()
-        and strides[1:] == (head_dim, 1)
-        and out_cache_loc.dtype in INDEX_BYTES
-        and out_cache_loc.stride() == (1,)
-    )

@@ -131,6 +131,7 @@ def native_table(engine: Engine) -> KernelTable:
         add_rms_norm=Limited(operations.add_rms_norm, takes),
         layer_norm=Limited(operations.layer_norm, takes),
         silu_and_mul=Limited(operations.silu_and_mul, takes),
+        gelu_tanh_and_mul=Limited(operations.gelu_tanh_and_mul, takes),
         gelu=Limited(operations.gelu, takes),
         rotary=Limited(operations.rotary, takes),
         rotary_and_store=Limited(operations.rotary_and_store, takes),

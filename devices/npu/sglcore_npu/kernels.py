@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from sglcore.runtime.kernels.table import KernelTable, Limited, takes_all
+from sglcore.runtime.kernels.table import KernelTable, Limited, takes_all, takes_one_dtype
 
 FRACTAL_NZ = 29
 """The layout of blocks in which the matrix units read a weight without rearranging it."""
@@ -109,7 +109,9 @@ OPERATORS: Mapping[str, Callable[..., object]] = MappingProxyType(
     }
 )
 """The entry of the table that an operator serves."""
-TAKES: Mapping[str, Callable[..., str]] = MappingProxyType({"rotary": takes_rotary, "store_kv": takes_store})
+TAKES: Mapping[str, Callable[..., str]] = MappingProxyType(
+    {**dict.fromkeys(("rms_norm", "add_rms_norm"), takes_one_dtype), "rotary": takes_rotary, "store_kv": takes_store}
+)
 """Entries whose operator does not take everything."""
 
 

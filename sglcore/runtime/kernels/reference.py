@@ -66,9 +66,10 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm (Zhang and Sennrich 2019): wide until the product with the weight."""
+    """Root mean square norm (Zhang and Sennrich 2019): wide until the product with the weight, which is of its dtype."""
     wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (weight * normed.to(weight.dtype)).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -104,6 +105,12 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """SwiGLU (Shazeer 2020), gate first."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def gelu_tanh_and_mul(x: Tensor) -> Tensor:
+    """GeGLU (Shazeer 2020) of the approximation by tanh, gate first."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
 from typing import Any, Generic, Self, TypeAlias, TypeVar, overload
 
+from torch import Tensor
+
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.kernels import reference
 
@@ -34,6 +36,12 @@ def origin_of(kernel: Kernel) -> str:
 def takes_all(*call: object) -> str:
     """Of a function that takes whatever its entry may be called with."""
     return ""
+
+
+def takes_one_dtype(*call: object) -> str:
+    """Of a function whose tensors have one dtype."""
+    found = dict.fromkeys(str(arg.dtype).removeprefix("torch.") for arg in call if isinstance(arg, Tensor))
+    return "" if len(found) < 2 else f"it takes tensors of one dtype, not of {' and '.join(found)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +67,9 @@ class Entry(Generic[K]):
 
     `reference` defines it; a device may replace it. One that `is_optional` only a device has (None elsewhere), and it goes
     when an entry that it `rests_on` is replaced. It `writes` the arguments of these names, which are its results, and may
-    write those that it `spoils`; no other. `shapes` are those of arguments that may have any value, T the number of rows,
-    and the arguments that are no tensors; entries without them take what the kit makes for them alone.
+    write those that it `spoils`; no other. `shapes` are those of arguments that may have any value, T the number of rows, a
+    star for float32 whatever the others are, and the arguments that are no tensors; entries without them take what the kit
+    makes for them alone.
     """
 
     reference: Kernel
@@ -116,9 +125,15 @@ class KernelTable:
     """
     embedding = entry(reference.embedding)
     """`embedding(ids int [T], weight [vocab, H]) -> [T, H]`; every id is below vocab."""
-    rms_norm = entry(reference.rms_norm, shapes=(("T H", "H", 1e-5), ("T 4 D", "D", 1e-6)))
-    """`rms_norm(x [..., N], weight [N], eps) -> [..., N]`: x / sqrt(mean(x^2) + eps) in float32, cast, times weight."""
-    add_rms_norm = entry(reference.add_rms_norm, spoils=("x", "residual"), shapes=(("T H", "T H", "H", 1e-5),))
+    rms_norm = entry(reference.rms_norm, shapes=(("T H", "H", 1e-5), ("T 4 D", "D", 1e-6), ("T H", "H*", 1e-5)))
+    """`rms_norm(x [..., N], weight [N], eps) -> [..., N]`: x / sqrt(mean(x^2) + eps) in float32, cast to weight's dtype, times
+    weight. That is x's dtype, or float32: then the product is the one thing that is cast.
+    """
+    add_rms_norm = entry(
+        reference.add_rms_norm,
+        spoils=("x", "residual"),
+        shapes=(("T H", "T H", "H", 1e-5), ("T H", "T H", "H*", 1e-5)),
+    )
     """`add_rms_norm(x [T, H], residual [T, H], weight [H], eps) -> (normed, residual)`: residual + x, and its norm.
 
     May write its results into `x` and `residual`; the caller uses neither afterwards.
@@ -133,6 +148,8 @@ class KernelTable:
     """
     silu_and_mul = entry(reference.silu_and_mul, shapes=(("T 2I",),))
     """`silu_and_mul(x [T, 2 * I]) -> [T, I]`: silu(x[:, :I]) * x[:, I:], silu cast to x's dtype before the product."""
+    gelu_tanh_and_mul = entry(reference.gelu_tanh_and_mul, shapes=(("T 2I",),))
+    """`gelu_tanh_and_mul(x [T, 2 * I]) -> [T, I]`: as `silu_and_mul`, by x * (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
     gelu = entry(reference.gelu, shapes=(("T I",),))
     """`gelu(x [T, I]) -> [T, I]`: x * Phi(x), with the exact error function."""
     top_k_routing = entry(reference.top_k_routing)

@@ -22,9 +22,9 @@ from sglcore_mlx.layers.scope import Scope
 class Build(Scope):
     """The scope in which a layer is built, and the layers themselves; those over single weights are the scope's."""
 
-    def norm(self, name: str, size: int) -> RMSNorm:
+    def norm(self, name: str, size: int, offset: float | None = None) -> RMSNorm:
         """Root mean square norm."""
-        return RMSNorm(self.at(name), size, self.config.rms_norm_eps)
+        return RMSNorm(self.at(name), size, self.config.rms_norm_eps, offset)
 
     def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
         """Layer norm."""

@@ -12,13 +12,14 @@ class RMSNorm:
 
     __slots__ = ("_eps", "_weight")
 
-    def __init__(self, build: Scope, size: int, eps: float) -> None:
-        self._weight = build.parameter("weight", size)
+    def __init__(self, build: Scope, size: int, eps: float, offset: float | None = None) -> None:
+        """`offset` is that of `Build.norm`."""
+        self._weight = build.parameter("weight", size, offset=offset)
         self._eps = eps
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Over the last dimension of [..., size]."""
-        return mx.fast.rms_norm(x, self._weight, self._eps)
+        """Over the last dimension of [..., size]. With a float32 weight it is computed in float32, as `mx.fast.rms_norm` does."""
+        return mx.fast.rms_norm(x, self._weight, self._eps).astype(x.dtype)
 
     def add(self, x: mx.array, residual: mx.array | None) -> tuple[mx.array, mx.array]:
         """The norm of residual + x, and that sum, which begins with x if there is no residual."""

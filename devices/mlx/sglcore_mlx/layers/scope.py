@@ -47,9 +47,10 @@ class Scope:
         """The scope of a part of this layer."""
         return replace(self, prefix=self.prefix + "".join(f"{name}." for name in names))
 
-    def parameter(self, name: str, *shape: int) -> mx.array:
-        """One weight, `prefix.name` in the checkpoint."""
-        return self.weights.keep(self.weights.take(self.prefix + name, *shape))
+    def parameter(self, name: str, *shape: int, offset: float | None = None) -> mx.array:
+        """One weight, `prefix.name` in the checkpoint. With an `offset`, which is added to it, it is float32."""
+        taken = self.weights.take(self.prefix + name, *shape, dtype=None if offset is None else mx.float32)
+        return self.weights.keep(taken + offset if offset else taken)
 
     @property
     def dtype(self) -> mx.Dtype:

@@ -41,9 +41,9 @@ class Weights:
         """Whether the checkpoint has a tensor that was not taken yet."""
         return name in self._entries
 
-    def take(self, name: str, *shape: int) -> mx.array:
-        """A weight of floating elements, in the model's dtype. Raises `CheckpointError` for another shape or type."""
-        return self._take(name, shape, FLOATS).astype(self.dtype)
+    def take(self, name: str, *shape: int, dtype: mx.Dtype | None = None) -> mx.array:
+        """A weight of floating elements, in a dtype (None: the model's). Raises `CheckpointError` for another shape or type."""
+        return self._take(name, shape, FLOATS).astype(dtype or self.dtype)
 
     def take_raw(self, name: str, dtype: str, *shape: int) -> mx.array:
         """A tensor as it is stored, of the type that the file names `dtype`. Raises `CheckpointError` as `take` does."""

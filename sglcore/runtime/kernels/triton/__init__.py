@@ -16,7 +16,7 @@ except ImportError as error:
 from functools import partial
 
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.kernels.triton.activation import silu_and_mul
+from sglcore.runtime.kernels.triton.activation import gelu_tanh_and_mul, silu_and_mul
 from sglcore.runtime.kernels.triton.cells import cache_locations, store_kv
 from sglcore.runtime.kernels.triton.experts import moe
 from sglcore.runtime.kernels.triton.norm import add_rms_norm, rms_norm
@@ -31,6 +31,6 @@ __all__ = ["LaunchConfig", "Tuning", "triton_kernels"]
 
 def triton_kernels(tuning: Tuning = Tuning()) -> KernelTable:
     """The reference table with the entries replaced for which there is a Triton kernel, launched as `tuning` says."""
-    entries = (rms_norm, add_rms_norm, rotary, rotary_and_store, silu_and_mul, top_k_routing, moe)
+    entries = (rms_norm, add_rms_norm, rotary, rotary_and_store, silu_and_mul, gelu_tanh_and_mul, top_k_routing, moe)
     entries += (store_kv, cache_locations, draw)
     return KernelTable().replace(**{entry.__name__: partial(entry, tuning=tuning) for entry in entries})

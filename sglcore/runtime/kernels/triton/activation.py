@@ -10,14 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sglcore.runtime.kernels.reference import gelu_tanh_and_mul as reference_gelu_tanh_and_mul
 from sglcore.runtime.kernels.reference import silu_and_mul as reference_silu_and_mul
 from sglcore.runtime.kernels.triton.rounding import narrow, rounded
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 
 @triton.jit
-def silu_and_mul_kernel(x, out, rows, x_stride, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Floor: 2 * rows * SIZE elements read and rows * SIZE written."""
+def gated_kernel(
+    x, out, rows, x_stride, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr
+):
+    """GELU of the gate as gate * sigmoid(2 z), where its tanh is of z. Floor: 2 * rows * SIZE elements read and rows * SIZE
+    written."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < SIZE)[None, :]
@@ -25,7 +29,8 @@ def silu_and_mul_kernel(x, out, rows, x_stride, SIZE: tl.constexpr, ROWS: tl.con
     place = x + row[:, None] * x_stride + column[None, :]
     gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(place + SIZE, mask=inside, other=0.0).to(tl.float32)
-    active = rounded(gate / (1.0 + tl.exp(-gate)), out.dtype.element_ty)
+    turned = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if IS_GELU else gate
+    active = rounded(gate / (1.0 + tl.exp(-turned)), out.dtype.element_ty)
     tl.store(out + row[:, None] * SIZE + column[None, :], narrow(active * up, out.dtype.element_ty), mask=inside)
 
 
@@ -33,13 +38,32 @@ def silu_and_mul(x: Tensor, tuning: Tuning = Tuning()) -> Tensor:
     """The table's `silu_and_mul`. A compiler gets the reference, which it fuses."""
     if torch.compiler.is_compiling():
         return reference_silu_and_mul(x)
+    return _gated(x, False, tuning)
+
+
+def gelu_tanh_and_mul(x: Tensor, tuning: Tuning = Tuning()) -> Tensor:
+    """The table's `gelu_tanh_and_mul`. A compiler gets the reference, which it fuses."""
+    if torch.compiler.is_compiling():
+        return reference_gelu_tanh_and_mul(x)
+    return _gated(x, True, tuning)
+
+
+def _gated(x: Tensor, is_gelu: bool, tuning: Tuning) -> Tensor:
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
     block = min(power_of_two(size), tuning.elements)
     held = tuning.rows(block, rows)
-    silu_and_mul_kernel[(tiles(rows, held), tiles(size, block))](
-        x, out, rows, x.stride(0), SIZE=size, ROWS=held, BLOCK=block, **tuning.options(tuning.silu_and_mul)
+    gated_kernel[(tiles(rows, held), tiles(size, block))](
+        x,
+        out,
+        rows,
+        x.stride(0),
+        SIZE=size,
+        ROWS=held,
+        BLOCK=block,
+        IS_GELU=is_gelu,
+        **tuning.options(tuning.silu_and_mul),
     )
     return out

@@ -38,7 +38,7 @@ def rms_norm_kernel(
     start = (row // INNER) * outer_stride + (row % INNER) * inner_stride
     wide = tl.load(x + start[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)
-    normed = rounded(wide * scale[:, None], out.dtype.element_ty)
+    normed = rounded(wide * scale[:, None], weight.dtype.element_ty)
     gain = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
     place = out + row[:, None] * SIZE + column[None, :]
     tl.store(place, narrow(normed * gain[None, :], out.dtype.element_ty), mask=inside)
@@ -69,7 +69,7 @@ def add_rms_norm_kernel(
     tl.store(sums, total, mask=inside)
     wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)
-    normed = rounded(wide * scale[:, None], x.dtype.element_ty)
+    normed = rounded(wide * scale[:, None], weight.dtype.element_ty)
     gain = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
     tl.store(place, narrow(normed * gain[None, :], x.dtype.element_ty), mask=inside)
 

@@ -22,9 +22,15 @@ SGL_INLINE f32x16 gelu_of(f32x16 x) {
     return sub(max(x, zero()), tail);
 }
 
-}  // namespace
+// x / 2 * (1 + tanh(z)) = x / (1 + e^(-2 z)), z = sqrt(2 / pi) (x + 0.044715 x^3).
+SGL_INLINE f32x16 gelu_tanh_of(f32x16 x) {
+    f32x16 cubic = fma(mul(x, set1(0.044715f)), mul(x, x), x);
+    return div(x, add(set1(1.0f), exp(mul(cubic, set1(-1.5957691216f)))));
+}
 
-void silu_and_mul(const ActivationArgs& args, Pool& pool) {
+// The activation of the gate, cast, times what lies beside it.
+template <class Activation>
+void activate_and_mul(const ActivationArgs& args, Pool& pool, Activation&& activation) {
     with_type(args.type, [&](auto element) {
         using T = decltype(element);
         each_row(pool, args.rows, 4 * args.width, [&](int64_t row, int) {
@@ -33,10 +39,20 @@ void silu_and_mul(const ActivationArgs& args, Pool& pool) {
             for (int64_t i = 0; i < args.width; i += 16) {
                 int64_t left = args.width - i;
                 f32x16 up = get(gate + args.width + i, left);
-                put(out + i, mul(cast<T>(silu(get(gate + i, left))), up), left);
+                put(out + i, mul(cast<T>(activation(get(gate + i, left))), up), left);
             }
         });
     });
+}
+
+}  // namespace
+
+void silu_and_mul(const ActivationArgs& args, Pool& pool) {
+    activate_and_mul(args, pool, [](f32x16 x) { return silu(x); });
+}
+
+void gelu_tanh_and_mul(const ActivationArgs& args, Pool& pool) {
+    activate_and_mul(args, pool, [](f32x16 x) { return gelu_tanh_of(x); });
 }
 
 void gelu(const ActivationArgs& args, Pool& pool) {

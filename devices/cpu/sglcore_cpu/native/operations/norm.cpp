@@ -58,27 +58,35 @@ void layer_norm_row(const LayerNormArgs& args, int64_t row) {
     }
 }
 
+// Calls with an element of the rows' type, and the weight.
+template <class Args, class Call>
+void with_types(const Args& args, Call&& call) {
+    with_type(args.type, [&](auto element) {
+        with_type(args.weight_type, [&](auto weight) { call(element, row_of<decltype(weight)>(args.weight, 0, 0)); });
+    });
+}
+
 }  // namespace
 
 void rms_norm(const RmsNormArgs& args, Pool& pool) {
-    with_type(args.type, [&](auto element) {
+    with_types(args, [&](auto element, auto weight) {
         using T = decltype(element);
         each_row(pool, args.rows, args.width, [&](int64_t row, int) {
             const T* x = row_of<T>(args.x, row / args.inner, args.outer_stride) + row % args.inner * args.inner_stride;
             float factor = norm_factor(sum_of_squares(x, args.width), args.width, args.eps);
-            norm_row<T>(x, row_of<T>(args.weight, 0, 0), row_of<T>(args.out, row, args.width), args.width, factor);
+            norm_row(x, weight, row_of<T>(args.out, row, args.width), args.width, factor);
         });
     });
 }
 
 void add_rms_norm(const AddRmsNormArgs& args, Pool& pool) {
-    with_type(args.type, [&](auto element) {
+    with_types(args, [&](auto element, auto weight) {
         using T = decltype(element);
         each_row(pool, args.rows, args.width, [&](int64_t row, int) {
             T* x = row_of<T>(args.x, row, args.x_stride);
             T* residual = row_of<T>(args.residual, row, args.residual_stride);
             float factor = norm_factor(add_row<T>(x, residual, args.width), args.width, args.eps);
-            norm_row<T>(residual, row_of<T>(args.weight, 0, 0), x, args.width, factor);
+            norm_row<T>(residual, weight, x, args.width, factor);
         });
     });
 }

@@ -25,21 +25,21 @@ SGL_INLINE float norm_factor(float squares, int64_t width, double eps) {
     return 1.0f / std::sqrt(squares / static_cast<float>(width) + static_cast<float>(eps));
 }
 
-// Cast between norm and weight, as the reference does.
-template <class T>
+// Cast to the weight's type before the product, as the reference does.
+template <class W>
 SGL_INLINE f32x16 normed(f32x16 x, f32x16 factor, f32x16 weight) {
-    return mul(cast<T>(mul(x, factor)), weight);
+    return mul(cast<W>(mul(x, factor)), weight);
 }
 
 // out may be x.
-template <class T>
-void norm_row(const T* x, const T* weight, T* out, int64_t width, float factor) {
+template <class T, class W>
+void norm_row(const T* x, const W* weight, T* out, int64_t width, float factor) {
     f32x16 scale = set1(factor);
     int64_t i = 0;
-    for (; i + 16 <= width; i += 16) store16(out + i, normed<T>(load16(x + i), scale, load16(weight + i)));
+    for (; i + 16 <= width; i += 16) store16(out + i, normed<W>(load16(x + i), scale, load16(weight + i)));
     if (i < width) {
         int64_t left = width - i;
-        put(out + i, normed<T>(get(x + i, left), scale, get(weight + i, left)), left);
+        put(out + i, normed<W>(get(x + i, left), scale, get(weight + i, left)), left);
     }
 }
 

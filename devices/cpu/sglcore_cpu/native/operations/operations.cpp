@@ -9,6 +9,7 @@ const Kernel kernels[] = {
     SGL_KERNEL("add_rms_norm", add_rms_norm, AddRmsNormArgs),
     SGL_KERNEL("layer_norm", layer_norm, LayerNormArgs),
     SGL_KERNEL("silu_and_mul", silu_and_mul, ActivationArgs),
+    SGL_KERNEL("gelu_tanh_and_mul", gelu_tanh_and_mul, ActivationArgs),
     SGL_KERNEL("gelu", gelu, ActivationArgs),
     SGL_KERNEL("rotate", rotate, RotateArgs),
     SGL_KERNEL("copy_rows", copy_rows, CopyRowsArgs),

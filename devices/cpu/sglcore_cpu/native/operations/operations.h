@@ -4,31 +4,31 @@
 
 #include "elements.h"
 
-// out[r] = x[r] / sqrt(mean(x[r]^2) + eps) * weight. A row is [inner] rows of an outer one: row r begins at
-// (r / inner) * outer_stride + (r % inner) * inner_stride.
+// out[r] = x[r] / sqrt(mean(x[r]^2) + eps) * weight, the product of `weight_type`. A row is [inner] rows of an outer one: row
+// r begins at (r / inner) * outer_stride + (r % inner) * inner_stride.
 #define SGL_RMS_NORM_ARGS(P, I, D) \
-    P(x) I(outer_stride) I(inner) I(inner_stride) P(weight) P(out) I(rows) I(width) I(type) D(eps)
+    P(x) I(outer_stride) I(inner) I(inner_stride) P(weight) P(out) I(rows) I(width) I(type) I(weight_type) D(eps)
 SGL_ARGS(RmsNormArgs, SGL_RMS_NORM_ARGS)
 
 // residual += x, x = the norm of that.
 #define SGL_ADD_RMS_NORM_ARGS(P, I, D) \
-    P(x) I(x_stride) P(residual) I(residual_stride) P(weight) I(rows) I(width) I(type) D(eps)
+    P(x) I(x_stride) P(residual) I(residual_stride) P(weight) I(rows) I(width) I(type) I(weight_type) D(eps)
 SGL_ARGS(AddRmsNormArgs, SGL_ADD_RMS_NORM_ARGS)
 
 #define SGL_LAYER_NORM_ARGS(P, I, D) P(x) I(x_stride) P(weight) P(bias) P(out) I(rows) I(width) I(type) D(eps)
 SGL_ARGS(LayerNormArgs, SGL_LAYER_NORM_ARGS)
 
-// out [rows, width]; x [rows, 2 * width] for silu_and_mul, [rows, width] for gelu.
+// out [rows, width]; x [rows, 2 * width] for those that multiply, [rows, width] for gelu.
 #define SGL_ACTIVATION_ARGS(P, I, D) P(x) I(x_stride) P(out) I(rows) I(width) I(type)
 SGL_ARGS(ActivationArgs, SGL_ACTIVATION_ARGS)
 
 // q and k rotated to q_out and k_out, v copied to v_out (none if v is null). k_out and v_out have `store_type` and are
 // rows of a cache where `cells` is not null; else k_out's rows are those of k. Norms of each head before, where q_norm is
-// not null. cos_sin [.., rotary_dim] f32: cosines, then sines.
+// not null, with weights of `norm_type`. cos_sin [.., rotary_dim] f32: cosines, then sines.
 #define SGL_ROTATE_ARGS(P, I, D)                                                                               \
     P(q) I(q_stride) P(k) I(k_stride) P(v) I(v_stride) P(q_out) P(k_out) P(v_out) I(out_stride) P(cells)       \
     I(cells_bytes) P(positions) I(positions_bytes) P(cos_sin) I(cos_sin_stride) P(q_norm) P(k_norm) D(eps)     \
-    I(tokens) I(q_heads) I(kv_heads) I(head_dim) I(rotary_dim) I(type) I(store_type)
+    I(tokens) I(q_heads) I(kv_heads) I(head_dim) I(rotary_dim) I(type) I(store_type) I(norm_type)
 SGL_ARGS(RotateArgs, SGL_ROTATE_ARGS)
 
 // Rows of x cast into rows of out, and of y into second, which may be null; row r goes to row cells[r] where cells is not
@@ -64,6 +64,7 @@ void rms_norm(const RmsNormArgs& args, Pool& pool);
 void add_rms_norm(const AddRmsNormArgs& args, Pool& pool);
 void layer_norm(const LayerNormArgs& args, Pool& pool);
 void silu_and_mul(const ActivationArgs& args, Pool& pool);
+void gelu_tanh_and_mul(const ActivationArgs& args, Pool& pool);
 void gelu(const ActivationArgs& args, Pool& pool);
 void rotate(const RotateArgs& args, Pool& pool);
 void copy_rows(const CopyRowsArgs& args, Pool& pool);

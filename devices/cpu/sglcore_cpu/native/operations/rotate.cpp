@@ -44,13 +44,16 @@ void rotate_head(const T* x, S* out, const float* angles, int64_t half, int64_t 
 }
 
 template <class T, class S>
-void rotate_heads(const RotateArgs& args, const T* x, const T* weight, S* out, int64_t heads, float* memory) {
+void rotate_heads(const RotateArgs& args, const T* x, const void* weight, S* out, int64_t heads, float* memory) {
     int64_t size = args.head_dim;
     T* normed = reinterpret_cast<T*>(memory + args.rotary_dim);
     for (int64_t head = 0; head < heads; ++head) {
         const T* from = x + head * size;
         if (weight != nullptr) {
-            norm_row<T>(from, weight, normed, size, norm_factor(sum_of_squares(from, size), size, args.eps));
+            float factor = norm_factor(sum_of_squares(from, size), size, args.eps);
+            with_type(args.norm_type, [&](auto element) {
+                norm_row(from, row_of<decltype(element)>(weight, 0, 0), normed, size, factor);
+            });
             from = normed;
         }
         rotate_head(from, out + head * size, memory, args.rotary_dim / 2, size);
@@ -61,9 +64,9 @@ template <class T, class S>
 void rotate_token(const RotateArgs& args, int64_t token, float* memory) {
     int64_t cell = args.cells == nullptr ? token : index_at(args.cells, args.cells_bytes, token);
     load_angles<T>(args, token, memory);
-    rotate_heads(args, row_of<T>(args.q, token, args.q_stride), static_cast<const T*>(args.q_norm),
+    rotate_heads(args, row_of<T>(args.q, token, args.q_stride), args.q_norm,
                  row_of<T>(args.q_out, token, args.q_heads * args.head_dim), args.q_heads, memory);
-    rotate_heads(args, row_of<T>(args.k, token, args.k_stride), static_cast<const T*>(args.k_norm),
+    rotate_heads(args, row_of<T>(args.k, token, args.k_stride), args.k_norm,
                  row_of<S>(args.k_out, cell, args.out_stride), args.kv_heads, memory);
     if (args.v == nullptr) return;
     const T* v = row_of<T>(args.v, token, args.v_stride);
