@@ -33,6 +33,11 @@ class EngineConfig:
     max_batch_tokens: int = setting(2048, "Tokens of one step; longer prompts are cut into chunks of it.", least=1)
     page_size: int | None = setting(None, "Tokens of a page of the KV cache.", least=1)
     kv_cache_memory: int | None = setting(None, "Memory for the KV cache, such as 512M or 4G.", least=1, is_memory=True)
+    snapshot_memory: int | None = setting(
+        None,
+        "Memory for copies of recurrent state, which prefix hits of such models restore, such as 1G.",
+        is_memory=True,
+    )
     kv_cache_dtype: str = setting(
         "auto", "Type of the KV cache: auto (the model's), or one that the device offers, such as int8."
     )

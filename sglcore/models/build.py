@@ -161,13 +161,15 @@ class Build(Protocol):
 
 class Architecture(ABC):
     """A model. `ignored` are patterns of checkpoint names that it leaves unread; `stripped` is a prefix that a checkpoint's
-    names may have before ours. `attention_layers` has each layer's geometry, by its id. `calls_library`: some of its
+    names may have before ours. `attention_layers` has each layer's geometry, by its id, and `state_layers` those that keep a
+    state of each request, by an id of their own. `calls_library`: some of its
     operations are the library's own, between those of the device's kernels."""
 
     calls_library: ClassVar[bool] = False
     ignored: tuple[str, ...] = ()
     stripped: ClassVar[str] = ""
     attention_layers: tuple[Any, ...]
+    state_layers: tuple[Any, ...] = ()
 
     def __init__(self, build: Build) -> None:
         """Subclasses build their layers; weights may still be empty."""

@@ -27,6 +27,7 @@ from sglcore.runtime.graphs.build import capture, make_backend
 from sglcore.runtime.kernels.choice import Refusals, choose, fitted
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import PER_HEAD, LayerShapes, PoolKind, ReqToTokenPool, TokenToKVPool
+from sglcore.runtime.memory.states import KeepsState, StatePool, state_bytes
 from sglcore.runtime.model_runner import Model, ModelRunner
 from sglcore.runtime.registry_builders import Compute, build_decode_registry, build_prefill_registry
 from sglcore.runtime.streams import Streams, make_streams
@@ -62,12 +63,17 @@ class Weights(Protocol):
 
 class LoadedModel(Model, Protocol):
     """A model with its weights on the device: what a start asks of it beside what the runner does. Its geometry, what it is
-    computed in, the functions it calls, whether it calls torch's own between them, and what was loaded."""
+    computed in, the functions it calls, the states that its layers keep, whether it calls torch's own between them, and what was loaded."""
 
     config: ModelConfig
     dtype: torch.dtype
     kernels: KernelTable
     weights: Weights
+
+    @property
+    def state_layers(self) -> Sequence[KeepsState]:
+        """The layers that keep a state of each request, indexed by their id."""
+        ...
 
     @property
     def calls_library(self) -> bool:
@@ -77,11 +83,12 @@ class LoadedModel(Model, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The device tables and cells of one worker."""
+    """The device tables and cells of one worker, and the states of a model that has some."""
 
     req_to_token: ReqToTokenPool
     token_to_kv: TokenToKVPool
     token_table: TokenTable
+    states: StatePool | None = None
 
 
 def world(config: EngineConfig) -> None:
@@ -158,16 +165,22 @@ def sizes(
         page_size=config.page_size or facts.page_size,
         budget=device_memory,
         ledger=ledger,
+        bytes_per_state=state_bytes(model.state_layers),
     )
 
 
-def pools(facts: Facts, model: LoadedModel, sizes: MemorySizes, pool_kind: PoolKind = PER_HEAD) -> Pools:
-    """The page table, the cells, one page of them for an encoder, and the token table."""
-    device, pages = facts.tensor_device, 1 if model.config.is_encoder else sizes.num_pages
+def pools(
+    config: EngineConfig, facts: Facts, model: LoadedModel, sizes: MemorySizes, pool_kind: PoolKind = PER_HEAD
+) -> Pools:
+    """The page table, the cells, one page of them for an encoder, the token table, and the states if there are some."""
+    device, layers = facts.tensor_device, model.state_layers
+    pages = 1 if model.config.is_encoder else sizes.num_pages
+    states = StatePool(layers, sizes.max_requests, sizes.num_snapshots, device, config.poison) if layers else None
     return Pools(
         ReqToTokenPool(sizes.max_requests, sizes.max_model_len, sizes.page_size, device),
         pool_kind.make_pool(pages, sizes.page_size, layer_shapes(model), model.dtype, device, model.kernels),
         TokenTable(sizes.max_requests, sizes.max_model_len, device),
+        states,
     )
 
 
@@ -186,8 +199,8 @@ def attention(
     ledger: DecisionLedger,
 ) -> AttentionBackend:
     """The backend that serves this model, built over the pools."""
-    windows = tuple(dict.fromkeys(layer.sliding_window for layer in model.attention_layers))
-    heads = max(layer.num_heads for layer in model.attention_layers)
+    windows = tuple(dict.fromkeys(layer.sliding_window for layer in model.attention_layers)) or (None,)
+    heads = max((layer.num_heads for layer in model.attention_layers), default=1)
     features = frozenset[str]().union(*(layer.features for layer in model.attention_layers))
     shape = AttentionShape(heads, layer_shapes(model), windows, model.config.is_encoder, features)
     captured = facts.has_streams and facts.graph_kind(config.graph) != "off" and not shape.is_encoder
@@ -247,6 +260,7 @@ def runner(
         streams=streams,
         is_narrow=facts.index_dtype == "int32",
         needs_host_lengths=facts.needs_host_lengths,
+        state_pool=pools.states,
     )
     if backend is not None:
         told = partial(progress, "capturing graphs")
@@ -294,6 +308,8 @@ def worker(
         runs_ahead=facts.has_streams,
         generates=not model.config.is_encoder,
         takes_masks=True,
+        keeps_state=pools.states is not None,
+        num_snapshots=sizes.num_snapshots,
     )
     return resolve(package.worker, package.name)(runner, pools.token_table, limits)
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sglcore.runtime.attention.layer import Attention
     from sglcore.runtime.forward_batch import ForwardBatch
     from sglcore.runtime.memory.pools import ReqToTokenPool, TokenToKVPool
+    from sglcore.runtime.memory.states import StatePool
 
 
 class Segments(Protocol):
@@ -35,12 +36,14 @@ class ForwardContext:
 
     `batch` and `layers` (the model's attention layers, by id) let an operation that is opaque to a compiler find what
     it works on. What must not be captured asks `segments` to run it between two of them; None: nothing is captured in pieces.
+    `state_pool` is there for models that have layers with states.
     """
 
     attn_backend: AttentionBackend
     batch: ForwardBatch | None = None
     layers: tuple[Attention, ...] = ()
     segments: Segments | None = None
+    state_pool: StatePool | None = None
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("sglcore_forward_context", default=None)
@@ -94,3 +97,11 @@ def get_token_to_kv_pool() -> TokenToKVPool:
 def get_req_to_token_pool() -> ReqToTokenPool:
     """The active backend's page table."""
     return get_forward_context().attn_backend.req_to_token_pool
+
+
+def get_state_pool() -> StatePool:
+    """The pool of the model's states. Raises NoForwardContextError for a context without one."""
+    pool = get_forward_context().state_pool
+    if pool is None:
+        raise NoForwardContextError("this forward has no states; give its ForwardContext the model's state_pool")
+    return pool

@@ -87,9 +87,11 @@ class GraphRunner:
         """
         policy = self._policy(batch)
         assert policy is not None
+        if self.shadow is None or not self.shadow.is_due():
+            return policy.run(batch)
+        before = self._states_of(batch)
         hidden = policy.run(batch)
-        if self.shadow is not None and self.shadow.is_due():
-            self.shadow.compare(policy.path(batch), hidden, self._run_beside(policy, batch))
+        self.shadow.compare(policy.path(batch), hidden, self._run_beside(policy, batch, before))
         return hidden
 
     def recapture(self) -> None:
@@ -135,11 +137,22 @@ class GraphRunner:
         if free is not None:
             self.memory = max(0, free - (_free_memory(self._streams) or 0))
 
-    def _run_beside(self, policy: Policy, batch: ForwardBatch) -> Tensor:
-        """An eager forward of the same inputs that leaves no trace."""
+    def _states_of(self, batch: ForwardBatch) -> list[Tensor]:
+        """What the slots of a batch hold, copied; nothing of a model without states."""
+        states = self._context.state_pool
+        return [] if states is None else states.read(batch.req_pool_indices)
+
+    def _run_beside(self, policy: Policy, batch: ForwardBatch, before: list[Tensor]) -> Tensor:
+        """An eager forward of the same inputs that leaves no trace; its slots begin with the states `before`."""
         view = replace(real_view(policy.registry, batch), plan_record=None)
+        states, after = self._context.state_pool, self._states_of(batch)
+        if states is not None:
+            states.write(batch.req_pool_indices, before)
         with planned(view, self._context):
-            return leaving_cells(self._context, view.out_cache_loc, lambda: self._forward(view))
+            hidden = leaving_cells(self._context, view.out_cache_loc, lambda: self._forward(view))
+        if states is not None:
+            states.write(batch.req_pool_indices, after)
+        return hidden
 
 
 def _free_memory(streams: Streams) -> int | None:

@@ -15,6 +15,7 @@ from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.graph_runner import GraphRunner
+from sglcore.runtime.memory.states import StatePool
 from sglcore.runtime.staging import PinnedRing, StagedArrays
 from sglcore.runtime.streams import Streams
 from sglcore.runtime.token_table import TokenTable
@@ -55,6 +56,7 @@ class ModelRunner:
         streams: Streams = Streams(),
         is_narrow: bool = False,
         needs_host_lengths: bool = False,
+        state_pool: StatePool | None = None,
     ) -> None:
         """`is_narrow`: no tensor on the device may hold integers of 64 bits. `needs_host_lengths`: no forward runs without the
         host's mirrors of its lengths."""
@@ -66,6 +68,7 @@ class ModelRunner:
         self.graphs = graphs
         self.streams = streams
         self.is_narrow = is_narrow
+        self.state_pool = state_pool
         self._needs_host_lengths = needs_host_lengths
         block = prefill_registry.block
         self.staging_ring = PinnedRing(block.device, block.pinned and not block.shares_memory)
@@ -78,7 +81,8 @@ class ModelRunner:
         return self.decode_registry if batch.forward_mode.is_decode else self.prefill_registry
 
     def init_batch(self, batch: ScheduleBatch, arrays: StagedArrays | None = None) -> ForwardBatch:
-        """Stage a host batch on the device: page-table differences, inputs, last tokens, and what else is in `arrays`.
+        """Stage a host batch on the device: page-table differences, inputs, last tokens, states that enter slots, and what
+        else is in `arrays`.
 
         All of it is one copy to the device, or two if `arrays` is large. Does not wait.
         """
@@ -115,6 +119,8 @@ class ModelRunner:
         arrived = arrays.arrived
         if pages is not None:
             self.attn_backend.req_to_token_pool.write(arrived["page_entries"], arrived["new_pages"])
+        if self.state_pool is not None:
+            self.state_pool.copy_in(arrived)
         if history is not None:
             self.token_table.admit_history(*(arrived[f"history_{name}"] for name in ("slots", "positions", "ids")))
         return staged
@@ -133,7 +139,7 @@ class ModelRunner:
         view = self._eager_view(batch)
         if view.needs_forward_metadata_init(self.attn_backend):
             view.mark_forward_metadata_ready(self.attn_backend.plan(view))
-        with forward_context(ForwardContext(self.attn_backend, view, self._layers)):
+        with forward_context(ForwardContext(self.attn_backend, view, self._layers, state_pool=self.state_pool)):
             return self.model(view)
 
     def _eager_view(self, batch: ForwardBatch) -> ForwardBatch:

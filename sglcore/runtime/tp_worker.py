@@ -83,11 +83,14 @@ class TpModelWorker:
     def forward_batch_generation(self, batch: ScheduleBatch) -> Ticket:
         """One forward on the current stream, and one sampled token for each row that emits."""
         rows = plan_rows(batch)
-        inputs = self._sampling.inputs(batch, rows)
-        arrays = StagedArrays(inputs.arrays, lasting=inputs.new is not None) if inputs.arrays else None
+        inputs, states = self._sampling.inputs(batch, rows), self.runner.state_pool
+        sent = inputs.arrays if states is None else {**inputs.arrays, **states.changes(batch)}
+        arrays = StagedArrays(sent, lasting=inputs.new is not None) if sent else None
         staged = self.runner.init_batch(batch, arrays)
         hidden, path = self.runner.forward(staged)
         arrived = {} if arrays is None else arrays.arrived
+        if states is not None:
+            states.copy_out(arrived)
         tokens, prompt = self._sampling.run(batch, staged, rows, hidden, inputs, arrived)
         return self._ticket(batch, staged, arrays, StepOutput(rows, path, tokens, prompt))
 

@@ -10,6 +10,9 @@ from sglcore.device.ledger import DecisionLedger, Row
 
 GIB = 1 << 30
 
+SNAPSHOTS = 4
+"""Copies of states for each request that may run, where nobody asks for more or less."""
+
 
 def size_text(count: int) -> str:
     """Bytes as people say them."""
@@ -28,12 +31,13 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True)
 class MemorySizes:
-    """The sizes every pool and table is made with."""
+    """The sizes every pool and table is made with; `num_snapshots` of states beside those of `max_requests`."""
 
     page_size: int
     num_pages: int
     max_model_len: int
     max_requests: int
+    num_snapshots: int = 0
 
 
 def size_pools(
@@ -44,13 +48,13 @@ def size_pools(
     page_size: int,
     budget: MemoryBudget,
     ledger: DecisionLedger,
+    bytes_per_state: int = 0,
 ) -> MemorySizes:
-    """Choose the number of pages and the context. `context_len` is the model's own; a request of the chosen
-    `max_model_len` always fits. Raises ConfigError where what was asked for can not be held."""
+    """Choose the number of requests by their states, then of pages, and the context. `context_len` is the model's own; a
+    request of the chosen `max_model_len` always fits. Raises ConfigError where what was asked for can not be held."""
     asked = config.max_model_len
     max_model_len = asked or context_len
     page_bytes = page_size * max(bytes_per_cell, 1)
-    useful = config.max_requests * -(-max_model_len // page_size)
     given = config.kv_cache_memory
     allowed = given if given is not None else int(budget.available * budget.default_share)
     if given is not None and given > budget.available:
@@ -58,30 +62,86 @@ def size_pools(
             f"kv_cache_memory is {size_text(given)}, {size_text(budget.available)} are available",
             remedy="ask for less, or leave it out",
         )
+    states = _no_states(config)
+    if bytes_per_state:
+        room = allowed // 2 if given is None else budget.available - given
+        states = _size_states(config, bytes_per_state, room, ledger)
+        allowed -= 0 if given is not None else states.num_bytes
+    useful = states.max_requests * -(-max_model_len // page_size)
     num_pages = min(useful, allowed // page_bytes)
     needed = -(-max_model_len // page_size)
     if num_pages < needed:
         max_model_len = _shorter_context(config, num_pages * page_size, max_model_len, needed * page_bytes, ledger)
         num_pages = -(-max_model_len // page_size)
-        useful = config.max_requests * num_pages
+        useful = states.max_requests * num_pages
     what = f"{num_pages} pages of {page_size} tokens, {size_text(num_pages * page_bytes)}"
-    reason = f"{budget.evidence}; {config.max_requests} requests of {max_model_len} tokens need {useful} pages"
+    reason = f"{budget.evidence}; {states.max_requests} requests of {max_model_len} tokens need {useful} pages"
     asked_text = f"{size_text(given)}" if given is not None else "auto"
     ledger.record(Row("kv cache", asked_text, what, reason, "set kv_cache_memory"))
-    return MemorySizes(page_size, num_pages, max_model_len, _fewer_requests(config, num_pages, ledger))
+    requests = states.max_requests
+    if num_pages < requests:
+        requests = num_pages
+        _tell_fewer(config, requests, f"each holds at least one of {num_pages} pages", "raise kv_cache_memory", ledger)
+    return MemorySizes(page_size, num_pages, max_model_len, requests, states.num_snapshots)
 
 
-def _fewer_requests(config: EngineConfig, num_pages: int, ledger: DecisionLedger) -> int:
-    """The requests that can run at a time: each holds at least one page."""
-    asked = config.max_requests
-    if asked <= num_pages:
-        return asked
-    reason = f"each holds at least one of {num_pages} pages"
+@dataclass(frozen=True, slots=True)
+class _States:
+    """How many requests may run by what their states take, and the snapshots beside them; bytes of all."""
+
+    max_requests: int
+    num_snapshots: int
+    num_bytes: int
+
+
+def _no_states(config: EngineConfig) -> _States:
+    return _States(config.max_requests, 0, 0)
+
+
+def _size_states(config: EngineConfig, each: int, room: int, ledger: DecisionLedger) -> _States:
+    """States of `each` bytes in `room`: those of requests, and one for padding rows, before snapshots."""
+    requests = min(config.max_requests, room // each - 1)
+    if requests < 1:
+        raise ConfigError(
+            f"the state of one request takes {size_text(each)}, and one more is for padding; {size_text(max(room, 0))} are "
+            "left for them",
+            remedy="free memory, or lower kv_cache_memory",
+        )
+    if requests < config.max_requests:
+        _tell_fewer(
+            config, requests, f"{size_text(room)} hold so many states beside one for padding", "free memory", ledger
+        )
+    taken = (requests + 1) * each
+    what = f"{size_text(each)} a request, {size_text(taken)} for {requests}"
+    ledger.record(Row("states", "auto", what, "what layers keep of a request whatever its length", "set max_requests"))
+    snapshots = _size_snapshots(config, each, requests, room - taken, ledger)
+    return _States(requests, snapshots, taken + snapshots * each)
+
+
+def _size_snapshots(config: EngineConfig, each: int, requests: int, left: int, ledger: DecisionLedger) -> int:
+    """Copies of states, by what was asked for; else a quarter of what is left for them, and no more than SNAPSHOTS for each
+    request."""
+    asked = config.snapshot_memory
+    if asked is not None and asked > left:
+        raise ConfigError(
+            f"snapshot_memory is {size_text(asked)}, {size_text(left)} are left beside the states of {requests} requests",
+            remedy="ask for less, lower max_requests, or leave it out",
+        )
+    count = min(SNAPSHOTS * requests, left // 4 // each) if asked is None else asked // each
+    reason = "copies of states that hits of the prefix cache and retracted requests begin with"
+    if not config.prefix_cache:
+        count, reason = 0, "the prefix cache is off"
+    what = f"{count} of {size_text(each)}, {size_text(count * each)}"
+    asked_text = "auto" if asked is None else size_text(asked)
+    ledger.record(Row("snapshots", asked_text, what, reason, "set snapshot_memory"))
+    return count
+
+
+def _tell_fewer(config: EngineConfig, count: int, reason: str, remedy: str, ledger: DecisionLedger) -> None:
     was_asked = "max_requests" in config.sources
     ledger.record(
-        Row("requests", str(asked), str(num_pages), reason, "raise kv_cache_memory, or lower max_requests", was_asked)
+        Row("requests", str(config.max_requests), str(count), reason, f"{remedy}, or lower max_requests", was_asked)
     )
-    return num_pages
 
 
 def _shorter_context(config: EngineConfig, tokens: int, wanted: int, needed_bytes: int, ledger: DecisionLedger) -> int:

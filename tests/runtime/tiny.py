@@ -186,7 +186,7 @@ def make_site(
     running = runner(model, backend, decode, prefill, tokens, **options)
     graphs = RecordedGraphs() if buckets else None
     if graphs is not None:
-        context = ForwardContext(backend, None, model.attention_layers)
+        context = ForwardContext(backend, None, model.attention_layers, state_pool=running.state_pool)
         running.graphs = GraphRunner(graphs, decode, context, model, buckets)
     limits = Limits(CONTEXT, SLOTS, PAGE, PAGES, SLOTS * CONTEXT, VOCAB)
     return Site(model, table, cells, backend, running, tokens, worker(running, tokens, limits), graphs)

@@ -245,3 +245,70 @@ class OnePageShort(ReqToTokenPool):
 
 def test_the_page_of_the_last_token_fits_and_a_table_without_it_is_caught() -> None:
     assert last_page_fits(ReqToTokenPool) and not last_page_fits(OnePageShort)
+
+
+STATE = 10 * PAGE_BYTES
+"""A request's state takes as much as ten pages."""
+
+
+def with_states(pages: float, strict: bool = False, **wanted: Any) -> tuple[MemorySizes, Any]:
+    """The same of a model whose requests have a state."""
+    asked = MappingProxyType(dict.fromkeys(wanted, "argument"))
+    ledger = DecisionLedger(strict=strict)
+    found = size_pools(
+        EngineConfig(**{"max_requests": 4, **wanted}, sources=asked),
+        context_len=CONTEXT,
+        bytes_per_cell=CELL,
+        page_size=PAGE,
+        budget=budget(pages),
+        ledger=ledger,
+        bytes_per_state=STATE,
+    )
+    return found, {row.topic: row for row in ledger.rows}
+
+
+def test_states_of_all_requests_and_one_for_padding_come_before_snapshots_and_those_before_pages() -> None:
+    found, rows = with_states(180)
+    assert found == MemorySizes(PAGE, 40, CONTEXT, 4, num_snapshots=1)
+    assert rows["states"].effective == f"{size_text(STATE)} a request, {size_text(5 * STATE)} for 4"
+    assert rows["snapshots"].effective == f"1 of {size_text(STATE)}, {size_text(STATE)}"
+    assert with_states(2000)[0].num_snapshots == 16, "no more than four for each request"
+
+
+def test_states_leave_half_of_the_memory_to_pages_and_fewer_requests_run_where_they_do_not_fit() -> None:
+    found, rows = with_states(70)
+    assert found == MemorySizes(PAGE, 20, CONTEXT, 2, num_snapshots=0)
+    assert (rows["requests"].effective, rows["requests"].downgrade) == ("2", False)
+    assert "beside one for padding" in rows["requests"].reason
+    with pytest.raises(StrictError, match="hold so many states"):
+        with_states(70, strict=True, max_requests=4)
+    with pytest.raises(ConfigError, match="the state of one request takes 0.2 MiB, and one more is for padding"):
+        with_states(38)
+
+
+def test_memory_that_was_asked_for_pages_is_theirs_and_states_have_the_rest() -> None:
+    found, _ = with_states(100, kv_cache_memory=20 * PAGE_BYTES)
+    assert found == MemorySizes(PAGE, 20, CONTEXT, 4, num_snapshots=0)
+    assert with_states(110, kv_cache_memory=20 * PAGE_BYTES)[0].num_snapshots == 1
+
+
+def test_snapshots_take_what_was_asked_for_them_or_none_without_a_prefix_cache() -> None:
+    assert with_states(500, snapshot_memory=7 * STATE + 1)[0].num_snapshots == 7
+    assert with_states(500, snapshot_memory=0)[0].num_snapshots == 0
+    found, rows = with_states(500, prefix_cache=False)
+    assert found.num_snapshots == 0 and rows["snapshots"].reason == "the prefix cache is off"
+    with pytest.raises(ConfigError, match="snapshot_memory is 30.5 MiB, .* left beside the states of 4 requests"):
+        with_states(500, snapshot_memory=200 * STATE)
+
+
+def test_a_model_without_attention_has_as_many_pages_as_its_requests_can_use() -> None:
+    found = size_pools(
+        EngineConfig(max_requests=4),
+        context_len=CONTEXT,
+        bytes_per_cell=0,
+        page_size=PAGE,
+        budget=budget(500),
+        ledger=DecisionLedger(),
+        bytes_per_state=STATE,
+    )
+    assert (found.num_pages, found.max_requests) == (40, 4)

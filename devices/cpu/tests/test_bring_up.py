@@ -46,6 +46,7 @@ def model(is_encoder: bool = False) -> Any:
         config=SimpleNamespace(is_encoder=is_encoder, context_length=32),
         dtype=torch.float32,
         attention_layers=(SimpleNamespace(num_kv_heads=2, head_dim=8),),
+        state_layers=(),
         kernels=KernelTable(),
     )
 
@@ -104,5 +105,6 @@ def test_pages_are_counted_by_what_the_cells_take_that_are_made(
 @pytest.mark.parametrize(("is_encoder", "pages"), [(False, 64), (True, 1)])
 def test_an_encoder_has_cells_for_one_page_beside_that_of_padding(is_encoder: bool, pages: int) -> None:
     sizes = MemorySizes(page_size=4, num_pages=64, max_model_len=32, max_requests=2)
-    made = bring_up.pools(Facts(tensor_device="cpu", shares_host_memory=True), model(is_encoder), sizes)
+    facts = Facts(tensor_device="cpu", shares_host_memory=True)
+    made = bring_up.pools(EngineConfig(), facts, model(is_encoder), sizes)
     assert made.token_to_kv.num_cells == (1 + pages) * 4

@@ -72,9 +72,11 @@ def _prompt_forward(config: EngineConfig, backend: GraphBackend, runner: ModelRu
 def _within_limit(
     config: EngineConfig, facts: Facts, runner: ModelRunner, prompts: PromptForward | None, ledger: DecisionLedger
 ) -> tuple[tuple[int, ...], PromptForward | None]:
-    """Decode sizes, and prompts with their sizes, that the device can hold. A prompt is a piece between every attention."""
+    """Decode sizes, and prompts with their sizes, that the device can hold. A prompt is a piece between every layer that
+    attends or has states."""
     decode = tuple(size for size in config.graph_buckets if 0 < size <= runner.decode_registry.max_bs)
-    pieces = len(runner.model.attention_layers) + 1
+    states = runner.state_pool
+    pieces = len(runner.model.attention_layers) + (0 if states is None else len(states.layers)) + 1
     asked = Buckets(tuple(sorted(set(decode))), () if prompts is None else prompts.buckets, pieces)
     fit = within(asked, facts.most_graph_segments)
     row = limit_row(asked, fit, facts.most_graph_segments)
@@ -96,7 +98,7 @@ def capture(
     captured = GraphRunner(
         backend,
         runner.decode_registry,
-        ForwardContext(runner.attn_backend, None, runner.model.attention_layers),
+        ForwardContext(runner.attn_backend, None, runner.model.attention_layers, state_pool=runner.state_pool),
         runner.model,
         buckets,
         progress,

@@ -12,16 +12,16 @@ from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.graphs.backend import CapturedStep, Forward, GraphBackend
-from sglcore.runtime.graphs.policy import SizedGraphs, carry_host_arrays, check_generation, read_host_arrays
+from sglcore.runtime.graphs.policy import SizedGraphs, carry_host_arrays, check_generation, generation, read_host_arrays
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedBucket:
-    """A graph with everything it reads: its static batch view, its plan, and the pool generation it was captured on."""
+    """A graph with everything it reads: its static batch view, its plan, and the generation of the pools it was captured on."""
 
     batch: ForwardBatch
     plan: AttentionPlan
-    generation: int
+    generation: tuple[int, int]
     step: CapturedStep
 
 
@@ -56,7 +56,7 @@ class DecodeGraphs(SizedGraphs[CapturedBucket]):
         """Hidden states [B, H]: a view of the graph's output, which the next replay overwrites."""
         size, attention = self.bucket_for(batch.batch_size) or 0, self._context.attn_backend
         captured = self._captured[size]
-        check_generation(str(size), captured.generation, attention)
+        check_generation(str(size), captured.generation, self._context)
         # A plan for another forward raises here; any other is superseded by the captured one, which is refreshed below.
         batch.needs_forward_metadata_init(attention)
         self.registry.fill_from(batch, FillContext(batch.batch_size, size, batch.num_tokens, size))
@@ -74,4 +74,4 @@ class DecodeGraphs(SizedGraphs[CapturedBucket]):
         batch.mark_forward_metadata_ready(plan)
         with forward_context(replace(self._context, batch=batch)):
             step = self.backend.capture(lambda: self._forward(batch))
-        return CapturedBucket(batch, plan, attention.token_to_kv_pool.generation, step)
+        return CapturedBucket(batch, plan, generation(self._context), step)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Generic, TypeVar
 
 from sglcore.device.batch import ForwardMode
-from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.forward_context import ForwardContext, forward_context
@@ -20,14 +19,20 @@ from sglcore.step.host_values import host_arrays
 Captured = TypeVar("Captured")
 
 
-def check_generation(what: str, captured: int, backend: AttentionBackend) -> None:
-    """Raise StalePlanError if the KV pool moved since `what` was captured."""
-    now = backend.token_to_kv_pool.generation
-    if captured != now:
-        raise StalePlanError(
-            f"the graph of bucket {what} was captured over generation {captured} of the KV pool, it is now {now}; "
-            "capture again after replacing the pool: GraphRunner.recapture()"
-        )
+def generation(context: ForwardContext) -> tuple[int, int]:
+    """Those of the KV pool and of the states, whose addresses a graph bakes in."""
+    states = context.state_pool
+    return context.attn_backend.token_to_kv_pool.generation, 0 if states is None else states.generation
+
+
+def check_generation(what: str, captured: tuple[int, int], context: ForwardContext) -> None:
+    """Raise StalePlanError if the KV pool or the states moved since `what` was captured."""
+    for pool, before, now in zip(("the KV pool", "the states"), captured, generation(context), strict=True):
+        if before != now:
+            raise StalePlanError(
+                f"the graph of bucket {what} was captured over generation {before} of {pool}, it is now {now}; "
+                "capture again after replacing the pool: GraphRunner.recapture()"
+            )
 
 
 def absent_inputs(captured: ForwardBatch) -> tuple[str, ...]:

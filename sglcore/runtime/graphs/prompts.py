@@ -11,7 +11,7 @@ from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.graphs.backend import CapturedPrompt, Forward, PromptBackend
-from sglcore.runtime.graphs.policy import SizedGraphs, check_generation, planned, real_view
+from sglcore.runtime.graphs.policy import SizedGraphs, check_generation, generation, planned, real_view
 
 SMALLEST = 16
 """The smallest token bucket; prompts of less than half of it run eagerly."""
@@ -30,10 +30,10 @@ class PromptForward:
 
 @dataclass(frozen=True, slots=True)
 class CapturedTokens:
-    """A captured token bucket with its static batch, and the pool generation it was captured on."""
+    """A captured token bucket with its static batch, and the generation of the pools it was captured on."""
 
     batch: ForwardBatch
-    generation: int
+    generation: tuple[int, int]
     step: CapturedPrompt
 
 
@@ -76,7 +76,7 @@ class PromptGraphs(SizedGraphs[CapturedTokens]):
         size = self.bucket_for(batch.num_tokens)
         assert size is not None
         captured = self._captured[size]
-        check_generation(f"{size} tokens", captured.generation, self._context.attn_backend)
+        check_generation(f"{size} tokens", captured.generation, self._context)
         view = real_view(self.registry, batch)
         self.registry.fill_from(batch, FillContext(batch.batch_size, batch.batch_size, batch.num_tokens, size))
         with planned(view, self._context):
@@ -87,4 +87,4 @@ class PromptGraphs(SizedGraphs[CapturedTokens]):
         batch = self._static_batch(1, size, ForwardMode.EXTEND)
         with forward_context(replace(self._context, batch=batch)):
             step = self.backend.capture_prompt(self._forward, batch)
-        return CapturedTokens(batch, self._context.attn_backend.token_to_kv_pool.generation, step)
+        return CapturedTokens(batch, generation(self._context), step)

@@ -1,0 +1,34 @@
+"""What a step moves between the rows of a slot's state and those of its snapshots, for workers of every tensor library.
+
+Row 0 of the states belongs to padding, rows 1..max_requests to the slots; snapshot n is row max_requests + n.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglcore.device.batch import ScheduleBatch
+
+Ints = NDArray[np.int32]
+
+
+def state_moves(batch: ScheduleBatch, max_requests: int) -> dict[str, Ints]:
+    """The rows int32[N] that a step moves, by name, those of them that there are: `state_zeroed`; `state_restored` from
+    `state_sources`, before the forward; `state_kept` to `state_copies`, after it. Nothing in a steady decode step."""
+    moves: dict[str, Ints] = {}
+    if batch.state_from is not None:
+        moves["state_zeroed"] = batch.slots[batch.state_from == 0]
+        restored = batch.state_from > 0
+        moves["state_restored"] = batch.slots[restored]
+        moves["state_sources"] = batch.state_from[restored] + np.int32(max_requests)
+    if batch.state_to is not None:
+        kept = batch.state_to > 0
+        moves["state_kept"] = batch.slots[kept]
+        moves["state_copies"] = batch.state_to[kept] + np.int32(max_requests)
+    return {name: rows for name, rows in moves.items() if len(rows)}
+
+
+def entering_slots(batch: ScheduleBatch) -> Ints:
+    """The slots int32[N] that this step gives to a request: of which the device has no page yet."""
+    return batch.slots[batch.page_counts == 0]
