@@ -189,9 +189,13 @@ async def start_chat(frontend: Frontend, request: ChatRequest) -> ChatRun:
         params = replace(params, grammar=grammar)
     if not form.skip_special_tokens and params.skip_special_tokens:
         params = replace(params, skip_special_tokens=False)
+    if form.stop_token_ids and not params.ignore_eos:
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *form.stop_token_ids))
+    is_bound = request.params.grammar is not None and not request.continue_final_message
+    prompt = rendered.text + form.opening if is_bound else rendered.text
     with blame("messages"):
         generation = await frontend.generate(
-            rendered.text, params, special=False, progress=request.progress, request_id=request.request_id
+            prompt, params, special=False, progress=request.progress, request_id=request.request_id
         )
     parsers = [_parser(form, request, tools, rendered) for _ in range(params.n)]
     form_field = "" if params.grammar is None else "tools" if must_call else request.form

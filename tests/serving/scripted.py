@@ -15,7 +15,7 @@ from sglcore.engine.text import TextCodec
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import FinishReason, TokenLogprob
 from sglcore.serving.app import make_app
-from sglcore.serving.formats import Delta, Rendered
+from sglcore.serving.formats import ChatFormat, Delta, Rendered
 from sglcore.serving.frontend import Frontend
 from tests.serving.threaded import in_thread
 
@@ -28,12 +28,13 @@ CACHED = 2
 
 @dataclass
 class Script:
-    """What the model says next, one list of deltas a token, and how it ends; `rendered` and `params` are what it was asked.
+    """What the model says next, one list of deltas a token (for a server with a format of its own: a token's text), and how
+    it ends; `rendered`, `prompts` and `params` are what it was asked.
 
     `fault` is raised after the last delta instead of an end; `ignored` are the variables that the template does not read.
     """
 
-    says: Sequence[Sequence[Delta]] = ()
+    says: Sequence[Sequence[Delta] | str] = ()
     reason: FinishReason = "stop"
     stop_cause: int | str | None = None
     error: str = ""
@@ -41,6 +42,7 @@ class Script:
     tokens: int | None = None
     ignored: tuple[str, ...] = ()
     rendered: list[dict[str, Any]] = field(default_factory=list)
+    prompts: list[Any] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
 
 
@@ -50,7 +52,7 @@ class Stage:
     def __init__(self, url: str, script: Script) -> None:
         self.url, self.script = url, script
 
-    def speak(self, *says: Sequence[Delta], **ending: Any) -> Script:
+    def speak(self, *says: Sequence[Delta] | str, **ending: Any) -> Script:
         """Each of `says` is a token's deltas; `ending` are fields of Script. Returns what keeps the questions."""
         fresh = Script(says=says, **ending)
         for item in fields(Script):
@@ -86,10 +88,10 @@ class ScriptedGeneration:
         """Nothing holds anything."""
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
-        for place in range(len(self._script.says)):
+        for place, said in enumerate(self._script.says):
             self._done.token_ids.append(place + 10)
             found = (TokenLogprob(place + 10, -0.5, 1, ((place + 10, -0.5), (3, -1.5))),) if self._shown else None
-            yield TextDelta("r", 0, str(place), (place + 10,), None, found)
+            yield TextDelta("r", 0, said if isinstance(said, str) else str(place), (place + 10,), None, found)
         if self._script.fault is not None:
             raise self._script.fault
         self._done.finish_reason, self._done.stop_cause = self._script.reason, self._script.stop_cause
@@ -106,7 +108,9 @@ class ScriptedParser:
 
     def push(self, text: str) -> list[Delta]:
         """The deltas of that token."""
-        return list(self._script.says[int(text)])
+        said = self._script.says[int(text)]
+        assert not isinstance(said, str)
+        return list(said)
 
     def finish(self) -> list[Delta]:
         """Nothing was held back."""
@@ -117,6 +121,8 @@ class ScriptedFormat:
     """Keeps what it was asked to render."""
 
     skip_special_tokens = True
+    stop_token_ids = ()
+    opening = ""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -137,11 +143,11 @@ class ScriptedFormat:
 class ScriptedFrontend:
     """What the dialects use of a frontend."""
 
-    def __init__(self, script: Script, config: ServerConfig) -> None:
+    def __init__(self, script: Script, config: ServerConfig, form: ChatFormat | None = None) -> None:
         self._script = script
         self.config = config
         self.codec = TextCodec(DEMO)
-        self.format = ScriptedFormat(script)
+        self.format = form or ScriptedFormat(script)
         self.names = (MODEL,)
         self.health = SimpleNamespace(ready=True, phase="ready")
         self.info = SimpleNamespace(
@@ -150,6 +156,7 @@ class ScriptedFrontend:
 
     async def generate(self, prompt: Any, params: SamplingParams, **given: Any) -> ScriptedGeneration:
         """The script as a generation."""
+        self._script.prompts.append(prompt)
         self._script.params.append(params)
         return ScriptedGeneration(self._script, params)
 
@@ -159,8 +166,8 @@ class ScriptedFrontend:
 
 
 @contextmanager
-def staged(config: ServerConfig) -> Iterator[Stage]:
-    """The server in a thread."""
+def staged(config: ServerConfig, form: ChatFormat | None = None) -> Iterator[Stage]:
+    """The server in a thread; with a format, texts are said and read by that."""
     script = Script()
-    with in_thread(make_app(cast(Frontend, ScriptedFrontend(script, config)))) as url:
+    with in_thread(make_app(cast(Frontend, ScriptedFrontend(script, config, form)))) as url:
         yield Stage(url, script)

@@ -15,6 +15,7 @@ from typing import Any
 from sglcore.engine.guidance_schema import check_schema, embedded
 from sglcore.sampling.grammar import Grammar, GrammarError
 from sglcore.serving.formats.families import ToolFamily
+from sglcore.serving.formats.parser import ReasoningFamily
 from sglcore.serving.formats.self_test import CALL_IDS, Sample, Turn
 from sglcore.serving.formats.xml_calls import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, qwen3_coder
 
@@ -30,7 +31,7 @@ def call_grammar(
     added: Mapping[str, int],
     *,
     is_parallel: bool,
-    reasoning: tuple[str, str] | None,
+    reasoning: ReasoningFamily | None,
     reasoning_open: bool,
 ) -> Grammar:
     """The grammar of one call, or of several if the template writes several, of these functions.
@@ -66,11 +67,12 @@ class _Literals:
         return [f"{name}[lazy]: /(?s:.*){_escaped(mark)}/"]
 
 
-def _reasoning(literal: _Literals, marks: tuple[str, str] | None, is_open: bool) -> list[str]:
+def _reasoning(literal: _Literals, family: ReasoningFamily | None, is_open: bool) -> list[str]:
     """The rules `start` and what it begins with: the rest of a block of reasoning that is open."""
-    if marks is None or not is_open:
+    if family is None or not is_open:
         return ["start: calls"]
-    return ["start: reasoning calls", "reasoning: thoughts /\\s{0,4}/", *literal.upto("thoughts", marks[1])]
+    rest = f"reasoning: thoughts /\\s{{0,4}}/ {literal(family.resume)}".rstrip()
+    return ["start: reasoning calls", rest, *literal.upto("thoughts", family.marks[1])]
 
 
 def _around_json(

@@ -16,8 +16,8 @@ from sglcore.sampling.grammar import Grammar
 from sglcore.serving.formats.call_grammar import call_grammar
 from sglcore.serving.formats.choice import Choice, choose_reasoning, choose_tools, content_form, special_texts
 from sglcore.serving.formats.conversation import MessageForm, as_template_reads
-from sglcore.serving.formats.families import ReasoningFamily, ToolFamily
-from sglcore.serving.formats.parser import DeltaParser
+from sglcore.serving.formats.families import ToolFamily
+from sglcore.serving.formats.parser import DeltaParser, ReasoningFamily
 from sglcore.serving.formats.self_test import Sample, new_ids
 
 Tools = Sequence[Mapping[str, Any]]
@@ -80,6 +80,17 @@ class ChatFormat:
             _added={token.content: number for number, token in codec.tokenizer.get_added_tokens_decoder().items()},
         )
 
+    @property
+    def opening(self) -> str:
+        """What follows the prompt where the answer has to be content from its first token."""
+        return self._reasoning.opening if self._reasoning else ""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end the model's turn, whatever the checkpoint says."""
+        stops = self._tools.stops if self._tools else ()
+        return tuple(self._added[text] for text in stops if text in self._added)
+
     def render(
         self,
         messages: Sequence[Message],
@@ -112,7 +123,7 @@ class ChatFormat:
         return DeltaParser(
             calls=self._tools.calls if self._tools and offered else None,
             tools=offered or (),
-            reasoning=self._reasoning.marks if self._reasoning else None,
+            reasoning=self._reasoning,
             reasoning_open=reasoning_open,
             controls=self._controls,
             new_id=new_ids(self._tools),
@@ -142,7 +153,7 @@ class ChatFormat:
             forced,
             self._added,
             is_parallel=parallel and name is None,
-            reasoning=self._reasoning.marks if self._reasoning else None,
+            reasoning=self._reasoning,
             reasoning_open=reasoning_open,
         )
 
@@ -185,9 +196,8 @@ class ChatFormat:
         start, end = self._reasoning.marks
         return text.rstrip().endswith(start) or content.rfind(start) > content.rfind(end)
 
-    @staticmethod
-    def _offered(tools: Tools | None, tool_choice: Any) -> Tools | None:
-        return tools if tools and tool_choice != "none" else None
+    def _offered(self, tools: Tools | None, tool_choice: Any) -> Tools | None:
+        return self.form.tools(tools) if tools and tool_choice != "none" else None
 
 
 def _chosen_name(tool_choice: Any) -> str | None:

@@ -9,7 +9,8 @@ from sglcore.device.errors import ConfigError
 from sglcore.engine.chat_template import ChatTemplate, TextError
 from sglcore.engine.text import TextCodec
 from sglcore.serving.formats.conversation import MessageForm
-from sglcore.serving.formats.families import OFF, REASONING, TOOLS, ReasoningFamily, ToolFamily
+from sglcore.serving.formats.families import OFF, REASONING, TOOLS, ToolFamily
+from sglcore.serving.formats.parser import ReasoningFamily
 from sglcore.serving.formats.self_test import Candidate, Failed, Sample, check_reasoning, check_tools
 
 F = TypeVar("F", ToolFamily, ReasoningFamily)

@@ -20,6 +20,19 @@ class MessageForm:
     """A call's arguments as an object instead of JSON text."""
     empty: bool = False
     """Content that is missing as an empty string instead of None."""
+    single: bool = False
+    """One call in a message at most."""
+    joined: bool = False
+    """Thoughts and content of a message with calls as one."""
+    described: bool = False
+    """Every tool with a description."""
+
+    def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The tools for the template."""
+        if not self.described:
+            return list(tools)
+        functions = ({"description": "", **tool.get("function", tool)} for tool in tools)
+        return [{"type": "function", "function": function} for function in functions]
 
 
 def as_template_reads(messages: Sequence[Message], form: MessageForm) -> list[dict[str, Any]]:
@@ -32,11 +45,17 @@ def _message(place: int, message: Message, form: MessageForm) -> dict[str, Any]:
     if not isinstance(result.get("role"), str):
         raise TextError(f"messages[{place}] has no role", wanted="a role such as user")
     result["content"] = _content(place, message.get("content"), form)
-    if calls := result.pop("tool_calls", None):
-        result["tool_calls"] = [_call(place, call, form) for call in calls]
     thoughts = result.get("reasoning_content") or result.pop("reasoning", None)
+    if calls := result.pop("tool_calls", None):
+        if form.single and len(calls) > 1:
+            raise TextError(
+                f"messages[{place}] holds {len(calls)} tool calls", wanted="one, as the chat template writes"
+            )
+        result["tool_calls"] = [_call(place, call, form) for call in calls]
+        if form.joined and thoughts and isinstance(content := result["content"], str) and content:
+            thoughts, result["content"] = f"{thoughts}\n\n{content}", "" if form.empty else None
     if thoughts:
-        result |= {"reasoning_content": thoughts, "reasoning": thoughts}
+        result |= {"reasoning_content": thoughts, "reasoning": thoughts, "thinking": thoughts}
     return result
 
 

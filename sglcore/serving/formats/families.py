@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglcore.serving.formats import harmony as channels
 from sglcore.serving.formats import json_calls as calls
 from sglcore.serving.formats import xml_calls
-from sglcore.serving.formats.parser import ToolScan
+from sglcore.serving.formats.parser import ReasoningFamily, ToolScan
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +25,20 @@ class ToolFamily:
     aliases: tuple[str, ...] = ()
     """Names that other engines use."""
     has_short_ids: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningFamily:
-    """A pair of markers around reasoning."""
-
-    name: str
-    marks: tuple[str, str]
-    aliases: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()
+    """Tokens that end the model's turn, whatever the checkpoint says."""
 
 
 TOOLS = (
+    ToolFamily(
+        name="harmony",
+        evidence=(f"{channels.CHANNEL}commentary", channels.MESSAGE),
+        opening=(channels.RECIPIENT, f"{channels.CHANNEL}commentary{channels.RECIPIENT}"),
+        marks=(channels.START, channels.CHANNEL, channels.MESSAGE, channels.END, channels.CONSTRAIN),
+        calls=channels.harmony,
+        aliases=("openai", "gpt-oss", "gpt_oss"),
+        stops=(channels.CALL,),
+    ),
     ToolFamily(
         name="qwen3_coder",
         evidence=(xml_calls.FUNCTION, xml_calls.PARAMETER),
@@ -93,6 +96,14 @@ REASONING = (
         aliases=("qwen3", "deepseek_r1", "deepseek-r1", "deepseek_v3", "qwen3-thinking"),
     ),
     ReasoningFamily(name="mistral", marks=("[THINK]", "[/THINK]")),
+    ReasoningFamily(
+        name="harmony",
+        marks=(f"{channels.CHANNEL}analysis{channels.MESSAGE}", channels.END),
+        aliases=("openai_gptoss", "gpt-oss", "gpt_oss"),
+        resume=f"{channels.START}assistant",
+        opening=f"{channels.CHANNEL}final{channels.MESSAGE}",
+        answer=channels.harmony,
+    ),
 )
 
 OFF = frozenset({"off", "none"})

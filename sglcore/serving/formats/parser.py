@@ -5,12 +5,37 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
 
 from sglcore.serving.formats.delta import Delta, joined
 from sglcore.serving.formats.json_calls import Tools
 from sglcore.serving.formats.scanner import Scan, Scanner
 
 ToolScan = Callable[[Scanner, Tools], Scan[None]]
+
+
+class AnswerScan(Protocol):
+    """Reads a whole answer whose reasoning is no block at its beginning."""
+
+    def __call__(self, s: Scanner, tools: Tools, *, reads_calls: bool, is_open: bool) -> Scan[None]:
+        """Without `reads_calls` a call is content; `is_open` if the prompt ends inside reasoning."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFamily:
+    """A pair of markers around reasoning."""
+
+    name: str
+    marks: tuple[str, str]
+    aliases: tuple[str, ...] = ()
+    resume: str = ""
+    """What stands between the end of reasoning and what follows."""
+    opening: str = ""
+    """What content begins with."""
+    answer: AnswerScan | None = None
+    """Reads the whole answer, calls as well, where reasoning may stand anywhere in it."""
 
 
 class DeltaParser:
@@ -21,12 +46,12 @@ class DeltaParser:
         *,
         calls: ToolScan | None = None,
         tools: Tools = (),
-        reasoning: tuple[str, str] | None = None,
+        reasoning: ReasoningFamily | None = None,
         reasoning_open: bool = False,
         controls: Iterable[str] = (),
         new_id: Callable[[], str] | None = None,
     ) -> None:
-        """`reasoning` is the pair of markers around it; `reasoning_open` if the prompt has the first one already."""
+        """Without `calls` what looks like one is content; `reasoning_open` if the prompt has the mark of its beginning."""
         self._scanner = Scanner(new_id or long_id, controls)
         self._steps = _answer(self._scanner, calls, tools, reasoning, reasoning_open)
         self._is_over = False
@@ -62,10 +87,13 @@ def short_id() -> str:
 
 
 def _answer(
-    s: Scanner, calls: ToolScan | None, tools: Tools, reasoning: tuple[str, str] | None, reasoning_open: bool
+    s: Scanner, calls: ToolScan | None, tools: Tools, reasoning: ReasoningFamily | None, reasoning_open: bool
 ) -> Scan[None]:
+    if reasoning and reasoning.answer:
+        yield from reasoning.answer(s, tools, reads_calls=calls is not None, is_open=reasoning_open)
+        return
     if reasoning:
-        yield from _reasoning(s, *reasoning, reasoning_open)
+        yield from _reasoning(s, *reasoning.marks, reasoning_open)
     if calls:
         yield from calls(s, tools)
     else:

@@ -39,6 +39,7 @@ class Scanner:
         self._spaces = ""
         """White space that is content only if more content follows."""
         self._after_block = False
+        self._joint = ""
 
     def push(self, text: str) -> None:
         """More text."""
@@ -170,6 +171,7 @@ class Scanner:
         if self._after_block:
             held = held.lstrip()
             self._after_block = not held
+            held = self._joint + held if held else ""
         body = held.rstrip()
         self._spaces = held[len(body) :]
         self.say_raw(kind, body)
@@ -179,9 +181,9 @@ class Scanner:
         if text:
             self._out.append(Delta(kind, text))
 
-    def border(self) -> None:
-        """A call or a block of reasoning begins or ends here."""
-        self._spaces, self._after_block = "", True
+    def border(self, joint: str = "") -> None:
+        """A call or a block of reasoning begins or ends here; `joint` goes before what is said next."""
+        self._spaces, self._after_block, self._joint = "", True, joint
 
     def start_call(self, name: str, call_id: str = "") -> int:
         """A call begins; returns its index."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -12,8 +12,8 @@ from sglcore.engine.chat_template import TextError
 from sglcore.engine.text import TextCodec
 from sglcore.serving.formats.conversation import MessageForm, as_template_reads
 from sglcore.serving.formats.delta import Call, Delta, calls_of, joined, text_of
-from sglcore.serving.formats.families import ReasoningFamily, ToolFamily
-from sglcore.serving.formats.parser import DeltaParser, ToolScan, long_id, short_id
+from sglcore.serving.formats.families import ToolFamily
+from sglcore.serving.formats.parser import DeltaParser, ReasoningFamily, ToolScan, long_id, short_id
 
 QUESTION = MappingProxyType({"role": "user", "content": "What is to be done?"})
 CALL_IDS = ("Pr0beCa11", "Pr0beCa12")
@@ -62,7 +62,7 @@ class Candidate:
         return DeltaParser(
             calls=calls,
             tools=probe_tools(),
-            reasoning=self.reasoning.marks if self.reasoning else None,
+            reasoning=self.reasoning,
             reasoning_open=turn.reasoning_open,
             new_id=lambda: "id",
         )
@@ -104,7 +104,8 @@ def check_tools(candidate: Candidate, form: MessageForm) -> Sample:
     for arguments in (True, False):
         for empty in (False, True):
             try:
-                return _check_form(candidate, replace(form, arguments=arguments, empty=empty))
+                sample = _check_form(candidate, replace(form, arguments=arguments, empty=empty))
+                return replace(sample, form=_completed(candidate.codec, sample))
             except (Failed, TextError) as error:
                 reasons.append(str(error))
     raise Failed(reasons[0])
@@ -113,11 +114,12 @@ def check_tools(candidate: Candidate, form: MessageForm) -> Sample:
 def check_reasoning(codec: TextCodec, family: ReasoningFamily, skip_special_tokens: bool) -> None:
     """Test a reasoning parser on a text of its own; raises Failed."""
     start, end = family.marks
+    end += family.resume + family.opening
     for is_open in (False, True):
         text = f"{'' if is_open else start}\nSince 東.\n{end}\n\nSo."
 
         def parser(is_open: bool = is_open) -> DeltaParser:
-            return DeltaParser(reasoning=family.marks, reasoning_open=is_open)
+            return DeltaParser(reasoning=family, reasoning_open=is_open)
 
         ids = codec.encode(text, special=False)
         tokens = parser().whole(codec.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -140,9 +142,29 @@ def _check_form(candidate: Candidate, form: MessageForm) -> Sample:
     try:
         two = _turn(candidate, form, calls)
     except TextError:
-        return Sample(form, _read_back(candidate, one, calls[:1], range(len(one.text))), None)
+        two = one
+    if two == one:
+        alone = replace(form, single=True)
+        return Sample(alone, _read_back(candidate, one, calls[:1], range(len(one.text))), None)
     one = _read_back(candidate, one, calls[:1], range(0))
     return Sample(form, one, _read_back(candidate, two, calls, range(len(two.text))))
+
+
+def _completed(codec: TextCodec, sample: Sample) -> MessageForm:
+    """The form, with what else the template wants: all that a request may leave out, or give beside calls."""
+
+    def renders(form: MessageForm, message: Mapping[str, Any], tools: list[dict[str, Any]]) -> bool:
+        try:
+            codec.template.render(as_template_reads([QUESTION, message], form), tools=form.tools(tools))
+        except TextError:
+            return False
+        return True
+
+    calls = [_as_sent(call) for call in probe_calls()[:1]]
+    answer = {"role": "assistant", "content": "So.", "reasoning_content": "Since.", "tool_calls": calls}
+    joined = not renders(sample.form, answer, probe_tools())
+    described = not renders(sample.form, QUESTION, [{"type": "function", "function": {"name": "probe_alpha"}}])
+    return replace(sample.form, joined=joined, described=described)
 
 
 def _turn(candidate: Candidate, form: MessageForm, calls: Sequence[Call]) -> Turn:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from sglcore.engine.text import TextCodec
+from sglcore.serving.formats.chat_format import ChatFormat
+from sglcore.serving.formats.delta import Delta, calls_of, joined, text_of
 
 PLAIN = """
 {%- for m in messages %}<|im_start|>{{ m.role }}
@@ -123,6 +125,28 @@ DEEPSEEK_BARE = DEEPSEEK_FENCED.replace(
     """'<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' + c.function.arguments""",
 )
 
+HARMONY = """<|start|>system<|message|>Valid channels: analysis, commentary, final.<|end|>
+{%- for t in tools or [] %}{% if loop.first %}<|start|>developer<|message|>{% endif %}
+{{- '// ' + t.function.description + '\\ntype ' + t.function.name + ' = ' ~ (t.function.parameters | tojson) }}
+{%- if loop.last %}<|end|>{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' and 'tool_calls' in m %}
+{%- if m.content and m.thinking %}{{ raise_exception('content or thinking, not both') }}{% endif %}
+{%- if '<|channel|>final<|message|>' in m.content %}{{ raise_exception('channels') }}{% endif %}
+{%- if m.content or m.thinking %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + (m.content or m.thinking) + '<|end|>' }}{% endif %}
+{%- set f = m.tool_calls[0].function %}
+{{- '<|start|>assistant to=functions.' + f.name + '<|channel|>commentary json<|message|>' }}
+{{- (f.arguments | tojson) + '<|call|>' }}
+{%- elif m.role == 'assistant' %}{{ '<|start|>assistant<|channel|>final<|message|>' + m.content }}
+{{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
+{%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+"""Writes the first call of a message alone, and wants a description of every tool, as gpt-oss's does."""
+
+HARMONY_TOKENS = tuple(f"<|{name}|>" for name in ("start", "end", "message", "channel", "constrain", "call", "return"))
+
 DEEPSEEK_TOKENS = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
 
 
@@ -156,6 +180,7 @@ FAMILIES = {
     "deepseek bare": Family(
         DEEPSEEK_BARE, ("<｜end▁of▁sentence｜>",), (*DEEPSEEK_TOKENS, "<think>", "</think>"), "deepseek", "think"
     ),
+    "harmony": Family(HARMONY, HARMONY_TOKENS, (), "harmony", "harmony"),
     "plain": Family(PLAIN, ("<|im_start|>", "<|im_end|>"), (), None),
 }
 
@@ -185,3 +210,23 @@ def codec_of(name: str, folder: Path) -> TextCodec:
     """The codec of a family."""
     family = FAMILIES[name]
     return make_codec(folder / name.replace(" ", "_"), family.template, family.special, family.added)
+
+
+Read = tuple[str, str, list[tuple[str, str]]]
+"""Reasoning, content, and the calls' names and arguments."""
+
+
+def read(form: ChatFormat, text: str, tools: Any = None, *, is_open: bool = False) -> Read:
+    """What an answer holds, which is the same however its text is split."""
+
+    def split(*parts: str) -> list[Delta]:
+        reader = form.stream(tools=tools, reasoning_open=is_open)
+        found = joined([*(delta for part in parts for delta in reader.push(part)), *reader.finish()])
+        return [replace(delta, call_id="") for delta in found]
+
+    whole = split(text)
+    assert split(*text) == whole
+    for place in range(len(text)):
+        assert split(text[:place], text[place:]) == whole
+    calls = [(call.name, call.arguments) for call in calls_of(whole)]
+    return text_of(whole, "reasoning"), text_of(whole, "content"), calls

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from sglcore.serving.formats.delta import Delta, calls_of, joined, text_of
 from sglcore.serving.formats.families import REASONING, TOOLS
 from sglcore.serving.formats.json_text import MAX_DEPTH, JsonText
-from sglcore.serving.formats.parser import DeltaParser
+from sglcore.serving.formats.parser import DeltaParser, ReasoningFamily
 from sglcore.serving.formats.xml_calls import qwen3_coder
 
 FAMILY = {family.name: family for family in TOOLS}
-THINK = ("<think>", "</think>")
+THINK = next(family for family in REASONING if family.name == "think")
 MARKS = [mark for family in (*TOOLS, *REASONING) for mark in family.marks]
 STRINGS = st.one_of(
     st.text(max_size=12),
@@ -81,7 +81,7 @@ WRITERS: list[tuple[str, Callable[[list[tuple[str, str]]], str]]] = [
 ]
 
 
-def parser(name: str | None, tools: Any = (), reasoning: tuple[str, str] | None = None, **given: Any) -> DeltaParser:
+def parser(name: str | None, tools: Any = (), reasoning: ReasoningFamily | None = None, **given: Any) -> DeltaParser:
     calls = FAMILY[name].calls if name else None
     return DeltaParser(calls=calls, tools=tools, reasoning=reasoning, new_id=lambda: "id", **given)
 
@@ -194,7 +194,9 @@ def test_any_text_is_read_without_an_error_and_the_same_however_it_is_split(
     assert split(make(), text, places) == whole
     assert split(make(), text, list(range(len(text)))) == whole
     found = calls_of(whole)
-    if not found and not text_of(whole, "reasoning") and THINK[0] not in text and not (thinks and is_open):
+    if name == "harmony":  # its markers are control tokens, which nobody should see whatever stands between them
+        return
+    if not found and not text_of(whole, "reasoning") and THINK.marks[0] not in text and not (thinks and is_open):
         assert text_of(whole, "content") == text
 
 

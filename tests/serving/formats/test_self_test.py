@@ -14,7 +14,9 @@ from sglcore.engine.text import TextCodec
 from sglcore.serving.formats.chat_format import ChatFormat
 from sglcore.serving.formats.conversation import MessageForm
 from sglcore.serving.formats.families import REASONING, TOOLS
+from sglcore.serving.formats.harmony import harmony
 from sglcore.serving.formats.json_calls import CALL, CALL_END, Tools, hermes
+from sglcore.serving.formats.parser import AnswerScan
 from sglcore.serving.formats.scanner import Scan, Scanner
 from sglcore.serving.formats.self_test import Candidate, Failed, check_reasoning, check_tools
 from tests.serving.formats.checkpoints import FAMILIES, HERMES, codec_of, make_codec
@@ -138,6 +140,28 @@ def test_markers_that_are_no_tokens_of_the_tokenizer_fail_the_test_of_reasoning(
     check_reasoning(codec, REASONING[0], skip_special_tokens=False)
     with pytest.raises(Failed, match="from its tokens"):
         check_reasoning(codec, REASONING[0], skip_special_tokens=True)
+
+
+def forgets_the_channel(s: Scanner, tools: Tools, *, reads_calls: bool, is_open: bool) -> Scan[None]:
+    for _ in harmony(s, tools, reads_calls=reads_calls):
+        yield
+
+
+def reads_the_first_message_alone(s: Scanner, tools: Tools, *, reads_calls: bool, is_open: bool) -> Scan[None]:
+    s.border()
+    yield from s.pass_until(("<|message|>",), "content")
+    yield from s.pass_until(("<|end|>",), "reasoning")
+
+
+@pytest.mark.parametrize("mutant", [forgets_the_channel, reads_the_first_message_alone])
+def test_a_broken_parser_of_channels_fails(mutant: AnswerScan, tmp_path: Path) -> None:
+    codec = codec_of("harmony", tmp_path)
+    family = next(family for family in REASONING if family.name == "harmony")
+    check_reasoning(codec, family, skip_special_tokens=False)
+    with pytest.raises(Failed, match="it reads"):
+        check_reasoning(codec, replace(family, answer=mutant), skip_special_tokens=False)
+    with pytest.raises(Failed, match="from its tokens"):
+        check_reasoning(codec, family, skip_special_tokens=True)
 
 
 WRONG = HERMES.replace('"arguments": \' ~ (c.function.arguments | tojson)', '"arguments": \' ~ c.function.arguments')

@@ -1,0 +1,80 @@
+"""Whole ways from a model's text to the `openai` client and back, for formats whose answers are no plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from sglcore.device.server_config import ServerConfig
+from sglcore.serving.formats import ChatFormat
+from tests.serving.formats.checkpoints import codec_of
+from tests.serving.scripted import MODEL, Stage, staged
+
+QUESTION: Any = {"role": "user", "content": "Rain?"}
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+@contextmanager
+def served(family: str, folder: Path) -> Iterator[tuple[Stage, openai.OpenAI]]:
+    """A server whose model says what a test wrote down, in a format, and a client of it."""
+    with (
+        staged(ServerConfig(), ChatFormat.detect(codec_of(family, folder))) as stage,
+        openai.OpenAI(base_url=f"{stage.url}/v1", api_key="unused", max_retries=0) as client,
+    ):
+        yield stage, client
+
+
+@pytest.fixture(scope="module")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stage, openai.OpenAI]]:
+    with served("harmony", tmp_path_factory.mktemp("harmony")) as found:
+        yield found
+
+
+def called(client: openai.OpenAI, **given: Any) -> Any:
+    """The choice of a whole answer and its only call, which are those of a streamed one."""
+    whole = client.chat.completions.create(messages=[QUESTION], **given).choices[0]
+    with client.chat.completions.stream(messages=[QUESTION], **given) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    (call,) = whole.message.tool_calls or [None]
+    (same,) = streamed.message.tool_calls or [None]
+    assert call and same
+    assert (same.function.name, same.function.arguments) == (call.function.name, call.function.arguments)  # pyright: ignore[reportAttributeAccessIssue]
+    assert whole.finish_reason == streamed.finish_reason == "tool_calls"
+    assert not whole.message.content and not streamed.message.content
+    return whole, call
+
+
+ANALYSIS = ("<|channel|>", "analysis", "<|message|>", "Look", " it up.", "<|end|>", "<|start|>", "assistant")
+CALL = ("<|channel|>", "commentary", " to=functions.", "weather ", "<|constrain|>", "json", "<|message|>")
+
+
+def test_harmony_is_thought_called_answered_and_told(harmony: tuple[Stage, openai.OpenAI]) -> None:
+    stage, client = harmony
+    given: Any = {"model": MODEL, "tools": TOOLS}
+    stage.speak(*ANALYSIS, *CALL, '{"at":', ' "Rome"}')
+    choice, call = called(client, **given)
+    assert choice.message.to_dict()["reasoning_content"] == "Look it up."
+    assert (call.function.name, call.function.arguments) == ("weather", '{"at": "Rome"}')
+
+    script = stage.speak(*ANALYSIS, "<|channel|>", "final", "<|message|>", "It", " rains.")
+    talk = [QUESTION, choice.message.to_dict(), {"role": "tool", "tool_call_id": call.id, "content": "wet"}]
+    answer = client.chat.completions.create(messages=talk, **given).choices[0].message
+    assert answer.content == "It rains." and not answer.tool_calls
+    assert "<|message|>Look it up.<|end|><|start|>assistant to=functions.weather<|channel|>" in script.prompts[0]
+    assert script.params[0].stop_token_ids and not script.params[0].skip_special_tokens
+
+
+def test_a_form_is_bound_inside_the_final_channel(harmony: tuple[Stage, openai.OpenAI]) -> None:
+    stage, client = harmony
+    script = stage.speak("true")
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}}}
+    answer = client.chat.completions.create(model=MODEL, messages=[QUESTION], response_format=form).choices[0].message
+    assert answer.content == "true" and script.prompts[0].endswith("<|start|>assistant<|channel|>final<|message|>")
+    stage.speak("Yes.")
+    client.chat.completions.create(model=MODEL, messages=[QUESTION])
+    assert stage.script.prompts[0].endswith("<|start|>assistant")
