@@ -98,7 +98,7 @@ def start(config: EngineConfig, progress: Progress = no_progress, parent: Chosen
     worker: ModelWorker = built["worker"]
     try:
         overlap, row = choose_overlap(config, worker.limits)
-        ledger.record(row, _prefix_row(config))
+        ledger.record(row, choose_prefix_cache(config, worker.limits))
     except BaseException:
         worker.close()
         raise
@@ -118,11 +118,18 @@ def choose_overlap(config: EngineConfig, limits: Limits) -> tuple[bool, Row]:
     return False, Row("overlap", requested, "off", reason, "SGLCORE_OVERLAP=1")
 
 
-def _prefix_row(config: EngineConfig) -> Row:
-    kept = _switch(config.prefix_cache)
-    requested = kept if "prefix_cache" in config.sources else "auto"
-    reason = "prompts share the pages of their common prefix" if config.prefix_cache else "every prompt is computed"
-    return Row("prefix cache", requested, kept, reason, "SGLCORE_PREFIX_CACHE=0 or 1")
+def choose_prefix_cache(config: EngineConfig, limits: Limits) -> Row:
+    """Whether prompts share what they have in common: where requests keep a state, only with places for copies of it."""
+    requested = _switch(config.prefix_cache) if "prefix_cache" in config.sources else "auto"
+    if not config.prefix_cache:
+        return Row("prefix cache", requested, "off", "every prompt is computed", "SGLCORE_PREFIX_CACHE=1")
+    reason = "prompts share the pages of their common prefix"
+    if limits.keeps_state and not limits.num_snapshots:
+        reason = "the model keeps a state for each request, and no copy of one fits"
+        return Row("prefix cache", requested, "off", reason, "raise kv_cache_memory", downgrade=requested == "on")
+    if limits.keeps_state:
+        reason += f", as far as one of {limits.num_snapshots} snapshots has the state"
+    return Row("prefix cache", requested, "on", reason, "SGLCORE_PREFIX_CACHE=0")
 
 
 def _switch(on: bool) -> str:

@@ -8,23 +8,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglcore.device.batch import ForwardMode, HostSampling, ScheduleBatch, offsets_of
+from sglcore.device.worker import Limits
 from sglcore.schedule.decode_rows import DecodeRows
 from sglcore.schedule.request import Matcher, Request
 
 Ints = NDArray[np.int32]
 Compose = Callable[[Sequence[Request]], HostSampling | None]
 Chunk = tuple[Request, int]
+KEEP = -1
+"""In `state_from`: the slot's state stays as it is."""
 
 
 class BatchBuilder:
     """Turns the scheduler's choice into arrays. `last_tokens` int32[slots]: the last token collected for each slot."""
 
-    def __init__(self, max_requests: int, page_size: int, vocab_size: int, compose: Compose) -> None:
-        self.last_tokens = np.zeros(max_requests + 1, dtype=np.int32)
+    def __init__(self, limits: Limits, compose: Compose) -> None:
+        self.last_tokens = np.zeros(limits.max_requests + 1, dtype=np.int32)
         self.requests: list[Request] = []
         self.slots: Ints = np.zeros(0, dtype=np.int32)
-        self._page_size = page_size
-        self._mask_words = -(-vocab_size // 32)
+        self._page_size = limits.page_size
+        self._mask_words = -(-limits.vocab_size // 32)
+        self._keeps_state = limits.keeps_state
         self._compose = compose
         self._composition = 0
         self._sampling: HostSampling | None = None
@@ -34,11 +38,18 @@ class BatchBuilder:
         self._had_chunks = False
 
     def build(
-        self, step: int, rows: DecodeRows, chosen: NDArray[np.intp], chunks: list[Chunk], collected: int
+        self,
+        step: int,
+        rows: DecodeRows,
+        chosen: NDArray[np.intp],
+        chunks: list[Chunk],
+        collected: int,
+        saves: Ints | None = None,
     ) -> ScheduleBatch:
         """A batch of the chosen decode rows, whose `seq_lens` are this step's already, and of chunks.
 
-        Tokens of steps after `collected` are not known here: such a row carries minus its slot.
+        Tokens of steps after `collected` are not known here: such a row carries minus its slot. `saves` int32[chosen]: the
+        snapshots that take the decode rows' states.
         """
         self._steady = None
         extended = [request for request, _ in chunks]
@@ -72,18 +83,21 @@ class BatchBuilder:
         rows.page_counts[chosen] = totals[: len(chosen)]
         _add_history(batch, len(chosen), extended)
         _add_prompt_logprobs(batch, len(chosen), chunks)
+        if self._keeps_state:
+            _add_states(batch, len(chosen), chunks, saves)
         self._add_masks(batch)
         return batch
 
-    def build_decode(self, step: int, rows: DecodeRows, collected: int) -> ScheduleBatch:
+    def build_decode(self, step: int, rows: DecodeRows, collected: int, saves: Ints | None = None) -> ScheduleBatch:
         """A batch of all decode rows; the same object as long as the rows stay the same.
 
         Its arrays are live: the next batch overwrites them, so only a copy may be kept.
         """
         batch = self._steady
         if batch is None or self._steady_version != rows.version:
-            return self._start_steady(step, rows, collected)
+            return self._start_steady(step, rows, collected, saves)
         batch.step = step
+        batch.state_from, batch.state_to = None if saves is None else self._kept, saves
         self._add_masks(batch)
         np.subtract(rows.seq_lens, 1, out=batch.prefix_lens)
         # Every row took part in the step before, so all the last tokens are known or none is.
@@ -121,11 +135,12 @@ class BatchBuilder:
             composition=self._composition,
         )
 
-    def _start_steady(self, step: int, rows: DecodeRows, collected: int) -> ScheduleBatch:
-        batch = self.build(step, rows, np.arange(len(rows.requests)), [], collected)
+    def _start_steady(self, step: int, rows: DecodeRows, collected: int, saves: Ints | None) -> ScheduleBatch:
+        batch = self.build(step, rows, np.arange(len(rows.requests)), [], collected, saves)
         batch.seq_lens = rows.seq_lens
         self._steady, self._steady_version = batch, rows.version
         self._placeholders = -rows.slots
+        self._kept = np.full(len(rows.requests), KEEP, dtype=np.int32)
         self._no_offsets = np.zeros(len(rows.requests) + 1, dtype=np.int32)
         self._no_pages = np.zeros(0, dtype=np.int32)
         return batch
@@ -188,6 +203,20 @@ def _add_history(batch: ScheduleBatch, decodes: int, extended: list[Request]) ->
     lengths[decodes:][entering] = [len(tokens) for tokens in known]
     batch.history_offsets = offsets_of(lengths)
     batch.history_ids = np.concatenate(known)
+
+
+def _add_states(batch: ScheduleBatch, decodes: int, chunks: list[Chunk], saves: Ints | None) -> None:
+    """Rows that enter a slot bring zeros or a snapshot; rows that end where one was planned leave one."""
+    state_from = np.full(batch.batch_size, KEEP, dtype=np.int32)
+    state_to = np.zeros(batch.batch_size, dtype=np.int32)
+    if saves is not None:
+        state_to[:decodes] = saves
+    for row, (request, count) in enumerate(chunks, start=decodes):
+        if request.last_step < 0:
+            state_from[row] = request.restored
+        state_to[row] = request.snapshots.get(request.num_cells + count, 0)
+    if state_to.any() or (state_from != KEEP).any():
+        batch.state_from, batch.state_to = state_from, state_to
 
 
 def _add_prompt_logprobs(batch: ScheduleBatch, decodes: int, chunks: list[Chunk]) -> None:

@@ -40,7 +40,7 @@ class InBatchPrefixes:
         return request.awaited is not None
 
     def _goes_on(self, awaited: Awaited) -> bool:
-        return _computes(awaited.request) and awaited.request.shared < awaited.pages
+        return _computes(awaited.request) and self._memory.will_share(awaited.request, awaited.pages)
 
     def _find(self, request: Request) -> Awaited | None:
         computing = [other for other in self._computing[-MOST_COMPARED:] if _computes(other)]
@@ -48,14 +48,19 @@ class InBatchPrefixes:
             return None
         tokens = request.tokens(0, request.num_tokens)
         pages, first = max(
-            (self._common_pages(tokens, other.prompt_ids), -place) for place, other in enumerate(computing)
+            (self._memory.offered_pages(other, self._common_pages(tokens, other.prompt_ids)), -place)
+            for place, other in enumerate(computing)
         )
         if pages * self._memory.page_size < LEAST_TOKENS:
             return None
         cached = self._memory.cached_pages(request)
         saved = (pages - cached) * self._memory.page_size
         rest = len(tokens) - cached * self._memory.page_size
-        return Awaited(computing[-first], pages) if saved >= max(LEAST_TOKENS, LEAST_SHARE * rest) else None
+        if saved < max(LEAST_TOKENS, LEAST_SHARE * rest):
+            return None
+        leader = computing[-first]
+        self._memory.ask(leader, pages)
+        return Awaited(leader, pages)
 
     def _common_pages(self, tokens: Ints, other: Ints) -> int:
         """Pages of `tokens` that the cache will have once `other` is computed."""
@@ -69,7 +74,6 @@ class InBatchPrefixes:
 
 
 def _computes(request: Request) -> bool:
-    """Its prompt will be in the cache, with its last step if that emits its last token. One that has met a page of somebody
-    else's publishes nothing more while it runs."""
+    """Its prompt will be in the cache, with its last step if that emits its last token."""
     is_running = request.state is State.EXTENDING or request.state is State.DECODING
-    return is_running and not request.prompt_published and not request.is_duplicate
+    return is_running and not request.prompt_published

@@ -1,4 +1,7 @@
-"""Which pages a request holds: shared ones from the prefix cache first, then its own, in the order of its cells."""
+"""Which pages a request holds: shared ones from the prefix cache first, then its own, in the order of its cells.
+
+Where requests keep a state too, a prefix is shared up to its deepest page with a snapshot of the state.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,22 @@ from sglcore.device.worker import Limits
 from sglcore.schedule.pages import PagePool
 from sglcore.schedule.prefix_cache import Node, PrefixCache
 from sglcore.schedule.request import Request
+from sglcore.schedule.snapshots import Snapshots, restorable
 
 
 class Memory:
-    """The pool and the cache together. Every page is free, cached, or held by exactly one request."""
+    """The pool and the cache together. Every page is free, cached, or held by exactly one request.
+
+    `takes_snapshots`: requests keep a state, and share their prefixes by snapshots of it.
+    """
 
     def __init__(self, limits: Limits, prefix_cache: bool) -> None:
         self.page_size = limits.page_size
         self.pool = PagePool(limits.num_pages)
         self.cache = PrefixCache(limits.page_size, limits.lookahead)
-        self.caches = prefix_cache
+        self.caches = prefix_cache and (limits.num_snapshots > 0 or not limits.keeps_state)
+        self.takes_snapshots = self.caches and limits.keeps_state
+        self.snapshots = Snapshots(limits.num_snapshots if self.takes_snapshots else 0, limits.page_size)
         self.version = 0
         self.hit_tokens = 0
         self.looked_up_tokens = 0
@@ -33,13 +42,14 @@ class Memory:
         return -(-cells // self.page_size)
 
     def cached_pages(self, request: Request) -> int:
-        """Pages of its known tokens that the cache has; locks nothing."""
-        return len(self._match(request))
+        """Pages of its known tokens that the request could share; locks nothing."""
+        return self._shareable(self._match(request))
 
     def admit(self, request: Request, promised: int) -> bool:
         """Give the request its cached prefix if its known tokens fit beside `promised` pages; False changes nothing."""
         total = request.num_tokens
-        path = self._match(request) if self.caches and not request.scores_prompt else []
+        known = self._match(request) if self.caches else []
+        path = [] if request.scores_prompt else known[: self._shareable(known)]
         locked = sum(node.users == 0 for node in path)
         if self.pages_for(total) - len(path) + promised > self.available - locked:
             return False
@@ -49,6 +59,9 @@ class Memory:
         request.shared = len(path)
         request.is_duplicate = False
         request.num_cells = len(path) * self.page_size
+        if self.takes_snapshots:
+            self.snapshots.restore(request, path[-1] if path else None)
+            request.cuts = self._cuts(request, known)
         self.hit_tokens += request.num_cells
         self.looked_up_tokens += total
         return True
@@ -59,17 +72,40 @@ class Memory:
         if missing > 0:
             if missing > self.cache.num_unused:
                 return False
-            pages = self.cache.evict(missing)
-            self.evicted_pages += len(pages)
-            self.pool.give(pages)
+            nodes = self.cache.evict(missing)
+            self.evicted_pages += len(nodes)
+            self.pool.give([node.page for node in nodes])
+            self.snapshots.withdraw(nodes)
         request.pages += self.pool.take(count)
         return True
 
-    def publish(self, request: Request, cells: int) -> None:
-        """Let others use the full pages among the first `cells` cells, which a collected ticket has written.
+    def offered_pages(self, request: Request, common: int) -> int:
+        """How many of its first `common` pages others will find in the cache because this request computes them."""
+        if not self.takes_snapshots:
+            return 0 if request.is_duplicate else common
+        if common > len(request.pages):
+            return common
+        return (
+            max((end for end in self._expected(request) if end <= common * self.page_size), default=0) // self.page_size
+        )
 
-        Where another request was first with the same page, this one keeps its own and publishes nothing after it while
-        it runs: a page is locked only by those who hold it.
+    def will_share(self, request: Request, pages: int) -> bool:
+        """It has not published its first `pages` pages, and will while it computes its prompt."""
+        if self.takes_snapshots:
+            return pages * self.page_size in self._expected(request)
+        return request.shared < pages and not request.is_duplicate
+
+    def ask(self, request: Request, pages: int) -> None:
+        """Others wait for the request's first `pages` pages, as offered."""
+        if pages > len(request.pages) and self.takes_snapshots:
+            request.cuts.add(pages * self.page_size)
+
+    def publish(self, request: Request, cells: int) -> None:
+        """Let others use the full pages among the first `cells` cells, which a collected ticket has written, and the snapshots
+        at their ends.
+
+        Where another running request was first with the same page, this one keeps its own and publishes nothing after it
+        while both run: a page is locked only by those who hold it.
         """
         if self.caches:
             self._publish(request, cells, leaving=False)
@@ -82,14 +118,17 @@ class Memory:
         duplicates = self._publish(request, cells, leaving=True) if self.caches else []
         self.pool.give(duplicates)
         self.pool.give(request.pages[request.shared :])
+        self.snapshots.release(request)
         self.cache.leave(request.node)
         self.version += 1
         request.pages = []
         request.node = None
 
     def audit(self, holders: Iterable[Request]) -> None:
-        """Raise AssertionError unless every page is in exactly one place; O(num_pages)."""
-        cached = self.cache.pages()
+        """Raise AssertionError unless every page and every snapshot is in exactly one place; O(num_pages)."""
+        holders, nodes = list(holders), self.cache.nodes()
+        self.snapshots.audit(holders, nodes)
+        cached = [node.page for node in nodes]
         held = [page for request in holders for page in request.pages[request.shared :]]
         places = [*self.pool.free_pages(), *cached, *held]
         found = (len(cached), len(places), len(set(places)))
@@ -100,20 +139,44 @@ class Memory:
     def _match(self, request: Request) -> list[Node]:
         return self.cache.match(request.tokens(0, request.num_tokens))
 
+    def _expected(self, request: Request) -> set[int]:
+        """Lengths of which others will find a snapshot of the request's."""
+        return request.cuts | (request.snapshots.keys() - {request.spare})
+
+    def _shareable(self, path: list[Node]) -> int:
+        return restorable(path) if self.takes_snapshots else len(path)
+
+    def _cuts(self, request: Request, known: list[Node]) -> set[int]:
+        """Where the request should leave snapshots: at the end of what it has in common with others, and at the end of the
+        last page that one with the same tokens could share."""
+        last = (request.num_tokens - max(1, self.cache.lookahead)) // self.page_size
+        deepest = restorable(known)
+        return {pages * self.page_size for pages in (len(known), last) if pages > deepest}
+
     def _publish(self, request: Request, cells: int, leaving: bool) -> list[int]:
-        """Walk on from the request's last shared page; returns the pages that the cache had already from others."""
+        """Returns the pages that the cache had already from others."""
+        full = (min(cells, request.num_tokens) - self.cache.lookahead) // self.page_size
+        duplicates = self._publish_pages(request, full, leaving)
+        if request.snapshots:
+            self._publish_snapshots(request, full, leaving)
+        return duplicates
+
+    def _publish_pages(self, request: Request, full: int, leaving: bool) -> list[int]:
+        """Walk on from the request's last shared page."""
         size, lookahead = self.page_size, self.cache.lookahead
         node, first = request.node, request.shared
-        full = (min(cells, request.num_tokens) - lookahead) // size
         if full <= first or node is None:
             return []
         tokens = request.tokens(first * size, full * size + lookahead)
         duplicates: list[int] = []
+        request.is_duplicate = False
         for index in range(first, full):
             key = self.cache.key(tokens, index - first)
             found = node.children.get(key)
             if found is None:
                 found = self.cache.insert(node, key, request.pages[index])
+            elif not found.users:
+                self.pool.give([self.cache.replace(found, request.pages[index])])
             elif leaving:
                 self.cache.use((found,))
                 duplicates.append(request.pages[index])
@@ -124,3 +187,25 @@ class Memory:
             request.shared = index + 1
         self.version += 1
         return duplicates
+
+    def _publish_snapshots(self, request: Request, full: int, leaving: bool) -> None:
+        for end in sorted(request.snapshots):
+            if end > full * self.page_size or (end == request.spare and not leaving):
+                continue
+            node = self._node(request, end // self.page_size)
+            if node is None:
+                self.snapshots.keep(request, end)
+            else:
+                self.snapshots.publish(request, end, node)
+                self.version += 1
+
+    def _node(self, request: Request, pages: int) -> Node | None:
+        """The node of the request's first `pages` pages, whoever published it."""
+        node, shared = request.node, request.shared
+        for _ in range(pages, shared):
+            node = node and node.parent
+        if pages > shared:
+            tokens = request.tokens(shared * self.page_size, pages * self.page_size + self.cache.lookahead)
+            for index in range(pages - shared):
+                node = node and node.children.get(self.cache.key(tokens, index))
+        return node

@@ -16,9 +16,10 @@ SLACK = 64
 
 
 class Node:
-    """One published page. `users` counts the running requests whose page tables hold it."""
+    """One published page. `users` counts the running requests whose page tables hold it; `snapshot` is where a copy of the
+    state after all of its tokens is (0: nowhere)."""
 
-    __slots__ = ("children", "key", "page", "parent", "tick", "users")
+    __slots__ = ("children", "key", "page", "parent", "snapshot", "tick", "users")
 
     def __init__(self, parent: Node | None, key: bytes, page: int) -> None:
         self.parent = parent
@@ -27,6 +28,7 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.users = 0
         self.tick = 0
+        self.snapshot = 0
 
 
 class PrefixCache:
@@ -84,10 +86,16 @@ class PrefixCache:
                 self._offer(node)
             node = node.parent
 
-    def evict(self, count: int) -> list[int]:
-        """Drop up to `count` unused pages, least recently used first; return them."""
-        pages: list[int] = []
-        while len(pages) < count and self._leaves:
+    def replace(self, node: Node, page: int) -> int:
+        """The unused node stands for `page` from here on, whose writer uses it; returns the page that it stood for."""
+        self.use((node,))
+        before, node.page = node.page, page
+        return before
+
+    def evict(self, count: int) -> list[Node]:
+        """Drop up to `count` unused pages, least recently used first; return their nodes."""
+        nodes: list[Node] = []
+        while len(nodes) < count and self._leaves:
             tick, _, node = heapq.heappop(self._leaves)
             if not self._evictable(node) or node.tick != tick:
                 continue
@@ -95,18 +103,18 @@ class PrefixCache:
             assert parent is not None
             del parent.children[node.key]
             node.parent = None
-            pages.append(node.page)
+            nodes.append(node)
             self._offer(parent)
-        self.num_pages -= len(pages)
-        self.num_unused -= len(pages)
-        return pages
+        self.num_pages -= len(nodes)
+        self.num_unused -= len(nodes)
+        return nodes
 
-    def pages(self) -> list[int]:
+    def nodes(self) -> list[Node]:
         """All published pages, for audits; O(pages)."""
         found, stack = [], list(self.root.children.values())
         while stack:
             node = stack.pop()
-            found.append(node.page)
+            found.append(node)
             stack.extend(node.children.values())
         return found
 

@@ -74,7 +74,9 @@ class Request:
     `matcher`: has accepted all of `output_ids` but a stop token, and is dropped when the request ends.
     `cached_tokens`: prompt tokens that the prefix cache had when the request first ran (-1: not yet).
     Everything below `cached_tokens` belongs to the scheduler. `is_broken`: a step that named it failed, so its cells may
-    hold anything, however it ended.
+    hold anything, however it ended. `is_duplicate`: another running request has published a page that it computed too.
+    `restored`: the snapshot with which its state begins. `cuts`: the lengths after which it is to leave a snapshot for
+    others. `snapshots`: by length, the places with copies of its state; that of length `spare` is renewed while it runs.
     """
 
     rid: str
@@ -115,6 +117,10 @@ class Request:
     is_broken: bool = False
     awaited: Awaited | None = None
     compared: int = 0
+    restored: int = 0
+    cuts: set[int] = field(default_factory=set)
+    snapshots: dict[int, int] = field(default_factory=dict)
+    spare: int = 0
 
     def __post_init__(self) -> None:
         self.request_id = self.request_id or self.rid

@@ -6,16 +6,18 @@ A request only ever takes pages from younger ones, so the oldest always goes on.
 from __future__ import annotations
 
 from bisect import insort
+from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sglcore.device.worker import Limits
 from sglcore.schedule.decode_rows import DecodeRows
-from sglcore.schedule.in_batch_prefix import InBatchPrefixes
+from sglcore.schedule.in_batch_prefix import MOST_COMPARED, InBatchPrefixes
 from sglcore.schedule.memory import Memory
 from sglcore.schedule.overlap import BatchRecord, InFlight
 from sglcore.schedule.queue import WaitingQueue, by_arrival
-from sglcore.schedule.request import Request, State
+from sglcore.schedule.request import Ints, Request, State
 
 MOST_PASSED_OVER = 64
 """Waiting requests, so that a step's planning does not grow with the queue."""
@@ -65,6 +67,12 @@ class RunningRequests:
         self._start(request)
         return request
 
+    def compare_waiting(self) -> None:
+        """Where prefixes are shared by snapshots: who waits asks for one at the common end before the next chunk passes it."""
+        if self.memory.takes_snapshots:
+            for request in islice(self.waiting, MOST_COMPARED):
+                self._follows(request)
+
     def claim_pages(self) -> bool:
         """One more page for every decode row that has no room, taken from younger requests if need be.
 
@@ -85,11 +93,30 @@ class RunningRequests:
     def take_chunk(self, request: Request, budget: int) -> int:
         """Tokens (at most `budget`) of the next chunk, its pages in hand; 0 if the request must sit this step out."""
         room = len(request.pages) * self._limits.page_size - request.num_cells
-        want = min(budget, request.target - request.num_cells)
+        want = self.memory.snapshots.shorten(request, min(budget, request.target - request.num_cells))
         if want > room:
             pages = self.memory.pages_for(want - room)
             self._obtain(request, min(pages, max(self.memory.available, 1)))
-        return min(want, len(request.pages) * self._limits.page_size - request.num_cells)
+        count = min(want, len(request.pages) * self._limits.page_size - request.num_cells)
+        if count and self.memory.takes_snapshots:
+            self.memory.snapshots.save(request, request.num_cells + count)
+        return count
+
+    def save_states(self, chosen: NDArray[np.intp] | None) -> Ints | None:
+        """int32[N]: the snapshots into which the chosen decode rows (None: all), whose `seq_lens` are this step's already,
+        copy their state, 0 for none; None if no row does. A row does that fills its last page."""
+        if not self.memory.takes_snapshots:
+            return None
+        rows = self.rows
+        chosen = np.arange(len(rows.requests)) if chosen is None else chosen
+        full = np.flatnonzero(rows.seq_lens[chosen] == rows.allocated_lens[chosen]).tolist()
+        if not full:
+            return None
+        places, save = np.zeros(len(chosen), dtype=np.int32), self.memory.snapshots.save
+        for index in full:
+            row = chosen[index]
+            places[index] = save(rows.requests[row], int(rows.seq_lens[row]))
+        return places if places.any() else None
 
     def leave(self, request: Request) -> None:
         """Take a request out; slot and pages go back at once, or with the last ticket that names it."""
@@ -115,7 +142,7 @@ class RunningRequests:
         return [*self.rows.requests, *self.extending, *(gone for record in self.in_flight for gone in record.released)]
 
     def audit(self) -> None:
-        """Raise AssertionError if a page or a slot is lost or held twice; O(num_pages)."""
+        """Raise AssertionError if a page, a slot or a snapshot is lost or held twice; O(num_pages)."""
         holders = self.holders()
         self.memory.audit(holders)
         slots = sorted(self._free_slots + [request.slot for request in holders])
@@ -137,8 +164,10 @@ class RunningRequests:
 
     def _promised(self) -> int:
         """Pages spoken for: one for each running request. Extending requests need none beside: while one lacks pages for
-        its known tokens, the step has no tokens left, or there is no page."""
-        return len(self)
+        its known tokens, the step has no tokens left, there is no page, or its chunk ended early for a snapshot."""
+        if not self.memory.takes_snapshots:
+            return len(self)
+        return len(self) + sum(self.memory.pages_for(each.target) - len(each.pages) for each in self.extending)
 
     def _start(self, request: Request) -> None:
         if request.scores_prompt:
@@ -157,6 +186,7 @@ class RunningRequests:
         request.awaited = None
         self._in_batch_prefixes.add(request)
         insort(self.extending, request, key=by_arrival)
+        self.compare_waiting()
 
     def _obtain(self, request: Request, count: int) -> bool:
         """`count` more pages for the request; if they are not there, younger requests are retracted, youngest first."""

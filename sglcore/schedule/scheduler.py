@@ -39,9 +39,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._embedding = WaitingQueue()
         self._running = RunningRequests(limits, self._waiting, prefix_cache)
-        self._builder = BatchBuilder(
-            limits.max_requests, limits.page_size, limits.vocab_size, compose or SamplingRows()
-        )
+        self._builder = BatchBuilder(limits, compose or SamplingRows())
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
         self._step = 0
@@ -128,8 +126,9 @@ class Scheduler:
         return outputs
 
     def stats(self) -> SchedulerStats:
-        """Counts of requests, steps, pages and tokens."""
+        """Counts of requests, steps, pages, snapshots and tokens."""
         running, memory = self._running, self._running.memory
+        snapshots = memory.snapshots
         return SchedulerStats(
             waiting=len(self._waiting) + len(self._embedding),
             running=len(running),
@@ -142,13 +141,18 @@ class Scheduler:
             cached_pages=memory.cache.num_pages,
             unused_cached_pages=memory.cache.num_unused,
             evicted_pages=memory.evicted_pages,
+            num_snapshots=snapshots.num_places,
+            free_snapshots=snapshots.free,
+            cached_snapshots=snapshots.cached,
+            evicted_snapshots=snapshots.evicted,
+            snapshot_hits=snapshots.hits,
             hit_tokens=memory.hit_tokens,
             looked_up_tokens=memory.looked_up_tokens,
             retractions=running.retractions,
         )
 
     def audit(self) -> None:
-        """Raise AssertionError if a page or a slot is lost or held twice; O(num_pages)."""
+        """Raise AssertionError if a page, a slot or a snapshot is lost or held twice; O(num_pages)."""
         self._running.audit()
 
     def _queue_of(self, request: Request) -> WaitingQueue:
@@ -171,6 +175,7 @@ class Scheduler:
         """Chunks for what the decode rows leave of the step's tokens: running prompts first, then new ones. Where somebody gave
         way nobody new comes: the pages are for whom they were taken."""
         running, chunks = self._running, []
+        running.compare_waiting()
         retractions = running.retractions
         budget = self.limits.max_batch_tokens - decodes
         for request in tuple(running.extending):
@@ -191,14 +196,15 @@ class Scheduler:
             if not rows.requests:
                 return None
             rows.seq_lens += 1
-            batch = self._builder.build_decode(step, rows, self._collected)
+            batch = self._builder.build_decode(step, rows, self._collected, self._running.save_states(None))
             rows.last_steps[:] = step
         else:
             chosen = np.flatnonzero(rows.seq_lens < rows.allocated_lens) if decodes else np.zeros(0, dtype=np.intp)
             if not len(chosen) and not chunks:
                 return None
             rows.seq_lens[chosen] += 1
-            batch = self._builder.build(step, rows, chosen, chunks, self._collected)
+            saves = self._running.save_states(chosen)
+            batch = self._builder.build(step, rows, chosen, chunks, self._collected, saves)
             rows.last_steps[chosen] = step
         record = self._open_record(chunks)
         record.is_masked = batch.masks is not None

@@ -6,11 +6,11 @@ import msgspec
 
 
 class SchedulerStats(msgspec.Struct):
-    """Counters since the start; requests in a state (`waiting` to `in_flight`, which counts steps) and pages but
-    `evicted_pages` are of this moment.
+    """Counters since the start; requests in a state (`waiting` to `in_flight`, which counts steps), pages and snapshots but
+    those evicted and `snapshot_hits` are of this moment.
 
     `hit_tokens` of `looked_up_tokens`: prompt tokens that the prefix cache had. `computed_prompt_tokens`: those that the
-    device worked on, again after a retraction.
+    device worked on, again after a retraction. `snapshot_hits`: requests that began with a cached copy of a state.
     """
 
     waiting: int = 0
@@ -22,6 +22,11 @@ class SchedulerStats(msgspec.Struct):
     cached_pages: int = 0
     unused_cached_pages: int = 0
     evicted_pages: int = 0
+    num_snapshots: int = 0
+    free_snapshots: int = 0
+    cached_snapshots: int = 0
+    evicted_snapshots: int = 0
+    snapshot_hits: int = 0
     hit_tokens: int = 0
     looked_up_tokens: int = 0
     retractions: int = 0

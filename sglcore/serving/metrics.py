@@ -256,10 +256,19 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("kv_cache_usage_ratio", "The part of the KV pages that requests hold.", kv_usage),
     ("kv_cache_pages", "Pages of the KV cache.", lambda n: n.num_pages),
     ("prefix_cache_pages", "Pages that the prefix cache keeps.", lambda n: n.cached_pages),
+    ("state_snapshots", "Places for copies of requests' states.", lambda n: n.num_snapshots),
+    (
+        "state_snapshots_in_use",
+        "Places that requests or the prefix cache hold.",
+        lambda n: n.num_snapshots - n.free_snapshots,
+    ),
+    ("prefix_cache_snapshots", "Copies of states that the prefix cache keeps.", lambda n: n.cached_snapshots),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prefix_cache_queries_tokens", "Prompt tokens looked up in the prefix cache.", lambda n: n.looked_up_tokens),
     ("prefix_cache_hits_tokens", "Prompt tokens found in the prefix cache.", lambda n: n.hit_tokens),
+    ("state_snapshot_hits", "Requests that began with a cached copy of a state.", lambda n: n.snapshot_hits),
+    ("state_snapshots_evicted", "Cached copies of states given up for others.", lambda n: n.evicted_snapshots),
     ("prompt_tokens", "Tokens of prompts.", lambda n: n.prompt_tokens),
     ("prompt_tokens_computed", "Prompt tokens that were computed.", lambda n: n.computed_prompt_tokens),
     ("generation_tokens", "Tokens drawn.", lambda n: n.generation_tokens),

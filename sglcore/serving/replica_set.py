@@ -321,6 +321,9 @@ def past_only(stats: EngineStats) -> EngineStats:
             "free_pages",
             "cached_pages",
             "unused_cached_pages",
+            "num_snapshots",
+            "free_snapshots",
+            "cached_snapshots",
         ),
         0,
     )

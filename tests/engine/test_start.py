@@ -11,7 +11,7 @@ import pytest
 from sglcore.device.config import EngineConfig, resolve_config
 from sglcore.device.errors import ConfigError, DeviceError
 from sglcore.device.worker import Limits
-from sglcore.engine.start import choose_overlap, start
+from sglcore.engine.start import choose_overlap, choose_prefix_cache, start
 
 LIMITS = Limits(64, 4, 4, 64, 64, 100)
 
@@ -34,6 +34,25 @@ def test_overlap_is_on_where_it_saves_time_unless_asked_otherwise(
     found, row = choose_overlap(EngineConfig(overlap=given), limits)
     assert (found, row.downgrade) == (effective, downgrade)
     assert row.effective == ("on" if effective else "off")
+
+
+@pytest.mark.parametrize(
+    ("given", "keeps_state", "snapshots", "effective", "downgrade"),
+    [
+        ({}, False, 0, "on", False),
+        ({}, True, 4, "on", False),
+        ({}, True, 0, "off", False),
+        ({"prefix_cache": True}, True, 0, "off", True),
+        ({"prefix_cache": False}, True, 4, "off", False),
+    ],
+)
+def test_prefixes_of_requests_that_keep_a_state_are_shared_only_with_places_for_it(
+    given: dict[str, bool], keeps_state: bool, snapshots: int, effective: str, downgrade: bool
+) -> None:
+    limits = replace(LIMITS, keeps_state=keeps_state, num_snapshots=snapshots)
+    row = choose_prefix_cache(resolve_config(given), limits)
+    assert (row.effective, row.downgrade) == (effective, downgrade)
+    assert ("4 snapshots" in row.reason) == (snapshots > 0 and effective == "on")
 
 
 def test_a_start_says_both_decisions() -> None:

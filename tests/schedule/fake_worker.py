@@ -17,6 +17,8 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request
 
 NOTHING = -7
+EMPTY = 0
+"""The state before any token."""
 
 
 class Violation(AssertionError):
@@ -104,6 +106,7 @@ class Slot:
     pages: list[int] = field(default_factory=list)
     last_token: int = NOTHING
     length: int = 0
+    state: int = NOTHING
     history: list[int] = field(default_factory=list)
 
 
@@ -157,6 +160,7 @@ class FakeWorker:
         self.cells = np.full((cells, 1 + limits.lookahead), NOTHING, dtype=np.int64)
         self.writer = np.zeros(limits.num_pages + 1, dtype=np.int64)
         self.slots = [Slot() for _ in range(limits.max_requests + 1)]
+        self.snapshots = [NOTHING] * (limits.num_snapshots + 1)
         self.in_flight: list[InFlightStep] = []
         self.fail_submit: set[int] = set()
         self.fail_collect: set[int] = set()
@@ -173,6 +177,7 @@ class FakeWorker:
         self.seen.append(batch)
         self.rids.append([request.rid for request in getattr(batch.sampling, "requests", ())])
         if batch.step in self.fail_submit:
+            self._spoil_states(batch)
             raise RuntimeError(f"planned failure of submit {batch.step}")
         self._check_shape(batch)
         self._written: list[np.ndarray] = []
@@ -189,6 +194,7 @@ class FakeWorker:
         if ticket.step in self.fail_collect:
             for places in step.written:
                 self.cells[places] = NOTHING
+            self._spoil_states(step.batch)
             raise RuntimeError(f"planned failure of collect {ticket.step}")
         for name, before in step.snapshot.items():
             _want((before == getattr(step.batch, name)).all(), f"{name} changed while the device still read it")
@@ -219,8 +225,10 @@ class FakeWorker:
         self._check_masks(batch, requests)
         for row, request in enumerate(requests):
             self._enter(batch, row, request)
+        self._load_states(batch)
         for row, request in enumerate(requests):
             self._write(batch, row, request)
+        self._save_states(batch)
         tokens = []
         for row, request in enumerate(requests):
             slot = self.slots[batch.slots[row]]
@@ -258,7 +266,7 @@ class FakeWorker:
         count, prefix = int(batch.page_counts[row]), int(batch.prefix_lens[row])
         if count == 0:
             _want(all(number not in step.pages for step in self.in_flight), f"slot {number} reused while in flight")
-            self.slots[number] = slot = Slot(request)
+            self.slots[number] = slot = Slot(request, state=slot.state)
             slot.length = prefix
             collected = self.in_flight[0].step if self.in_flight else batch.step
             shared = new[: prefix // self.limits.page_size]
@@ -285,6 +293,47 @@ class FakeWorker:
             if count == 0:
                 _want(len(known) == request.num_tokens, f"history {slot.history} is not complete")
 
+    def _load_states(self, batch: ScheduleBatch) -> None:
+        """Copy states in: a row that enters a slot brings one, a row that goes on keeps its own."""
+        moves = batch.state_from, batch.state_to
+        if not self.limits.keeps_state:
+            _want(moves == (None, None), "states are moved that the worker does not keep")
+            return
+        enters = batch.page_counts == 0
+        if batch.state_from is None or batch.state_to is None:
+            _want(moves == (None, None) and not enters.any(), "a row enters a slot without a state")
+            return
+        _want(
+            {move.dtype for move in moves if move is not None} == {np.dtype(np.int32)}, "states' places are not int32"
+        )
+        _want(len(batch.state_from) == len(batch.state_to) == batch.batch_size, "states are not the batch's rows")
+        _want(batch.state_to.any() or enters.any(), "state arrays though no row moves one")
+        _want(((batch.state_from >= 0) == enters).all(), f"states {batch.state_from} for rows that enter {enters}")
+        for number, place in zip(batch.slots, batch.state_from.tolist(), strict=True):
+            if place >= 0:
+                self.slots[number].state = self.snapshots[place] if place else EMPTY
+
+    def _save_states(self, batch: ScheduleBatch) -> None:
+        if batch.state_to is None:
+            return
+        used = batch.state_to[batch.state_to != 0].tolist()
+        _want(len(set(used)) == len(used), f"a snapshot is written twice in a step: {used}")
+        for row in np.flatnonzero(batch.state_to).tolist():
+            self.snapshots[batch.state_to[row]] = self.slots[batch.slots[row]].state
+
+    def _spoil_states(self, batch: ScheduleBatch) -> None:
+        """A step that failed may have written anything."""
+        for slot in batch.slots.tolist():
+            self.slots[slot].state = NOTHING
+        for place in [] if batch.state_to is None else batch.state_to[batch.state_to != 0].tolist():
+            self.snapshots[place] = NOTHING
+
+    def _check_state(self, slot: Slot, request: Request, start: int) -> None:
+        """The one law of states: what a forward continues is the state after exactly its prefix."""
+        if self.limits.keeps_state and request.rid not in self.bad_requests:
+            wanted = self.truth.digests(request, start)[-1] if start else EMPTY
+            _want(slot.state == wanted, f"the state of {request.rid} is not that of its {start} tokens")
+
     def _check_cells(self, slot: Slot, request: Request, prefix: int) -> None:
         if not prefix or request.rid in self.bad_requests:
             return
@@ -309,6 +358,8 @@ class FakeWorker:
             _want(len(ids) == 1, "a decode row with several tokens")
             ids = [slot.last_token]
         _want(ids == self.truth.tokens(request, end)[start:], f"{request.rid} brings wrong tokens")
+        self._check_state(slot, request, start)
+        slot.state = NOTHING if request.rid in self.bad_requests else self.truth.digests(request, end)[-1]
         self._set(batch, row, np.arange(start, end), 0, self.truth.digests(request, end)[start:])
         for ahead in range(1, self.limits.lookahead + 1):
             first = max(start - ahead, 0)

@@ -134,10 +134,10 @@ def test_a_request_of_one_token_is_waited_for_until_its_step_is_collected() -> N
 
 
 def test_nobody_waits_for_who_publishes_nothing_more() -> None:
-    """Two who share a page compute it both; the second one's pages are its own from there on."""
+    """Two who share a page compute it both; the second one's pages are its own from there on, while the first runs."""
     drive = wide(max_batch_tokens=60, max_model_len=700, num_pages=800)
     page, alike = COMMON[:8], [2 + index % 3 for index in range(400)]
-    for rid, rest, most in (("first", [1] * 20, 3), ("duplicate", alike, 1), ("third", [*alike, 0], 3)):
+    for rid, rest, most in (("first", [1] * 20, 30), ("duplicate", alike, 1), ("third", [*alike, 0], 3)):
         drive.add(rid, page + rest, most)
     drive.step(12)
     assert any({"duplicate", "third"} <= set(rids) for rids in drive.worker.rids)

@@ -48,7 +48,7 @@ def test_whatever_happens_a_mask_is_made_of_all_tokens_of_its_own_row() -> None:
         seen["ended"] += sum(request.finish_reason in ("stop", "length") for request in constrained)
         seen["overlapped"] += outcome.worker.most_in_flight > 1
         assert all(request.matcher is None for request in constrained)
-    assert min(seen.values()) >= 10, seen
+    assert min(seen.values()) >= 8, seen
 
 
 class PlansAhead(Scheduler):

@@ -32,7 +32,7 @@ def publish(cache: PrefixCache, ids: np.ndarray, pages: list[int]) -> Node:
 
 
 def pages_of(path: list[Node]) -> list[int]:
-    """The pages of a match."""
+    """The pages of nodes."""
     return [node.page for node in path]
 
 
@@ -65,8 +65,8 @@ def test_the_least_recently_used_branch_goes_first_from_its_end() -> None:
     publish(cache, tokens(1, 2, 3), [1, 2, 3])
     publish(cache, tokens(1, 5, 6), [1, 5, 6])
     publish(cache, tokens(1, 2, 3), [1, 2, 3])
-    assert cache.evict(2) == [6, 5]
-    assert cache.evict(9) == [3, 2, 1]
+    assert pages_of(cache.evict(2)) == [6, 5]
+    assert pages_of(cache.evict(9)) == [3, 2, 1]
     assert (cache.num_pages, cache.num_unused) == (0, 0)
 
 
@@ -75,9 +75,9 @@ def test_pages_in_use_and_all_before_them_are_kept() -> None:
     publish(cache, tokens(1, 2, 3), [1, 2, 3])
     path = cache.match(tokens(1, 2, 9))
     cache.use(path)
-    assert cache.evict(9) == [3]
+    assert pages_of(cache.evict(9)) == [3]
     cache.leave(path[-1])
-    assert cache.evict(9) == [2, 1]
+    assert pages_of(cache.evict(9)) == [2, 1]
 
 
 def test_many_uses_do_not_grow_the_eviction_order_without_bound() -> None:
@@ -92,7 +92,7 @@ def test_many_uses_do_not_grow_the_eviction_order_without_bound() -> None:
         cache.use(path)
         cache.leave(path[-1])
     assert len(cache._leaves) < 200
-    assert cache.evict(3) == [7, 2, 1]
+    assert pages_of(cache.evict(3)) == [7, 2, 1]
 
 
 class KeepsStaleEntries(PrefixCache):
@@ -114,7 +114,7 @@ def test_an_order_that_is_made_anew_has_each_page_where_it_was_used_last(kind: t
     stale, live, other = cache._leaves
     cache._leaves = [live, other, *[stale] * (2 * cache.num_pages + SLACK)]
     cache._offer(node)
-    assert cache.evict(2) == evicted
+    assert pages_of(cache.evict(2)) == evicted
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -137,7 +137,7 @@ def test_random_use_agrees_with_a_plain_set_of_prefixes(seed: int) -> None:
         assert found == wanted
         fresh = [known.setdefault(prefix, page) for prefix, page in zip(prefixes, pages, strict=False)]
         publish(cache, ids, fresh)
-        gone = set(cache.evict(rnd.choice([0, 0, 0, 3])))
+        gone = set(pages_of(cache.evict(rnd.choice([0, 0, 0, 3]))))
         known = {prefix: page for prefix, page in known.items() if page not in gone}
-        assert sorted(cache.pages()) == sorted(known.values())
+        assert sorted(pages_of(cache.nodes())) == sorted(known.values())
         assert cache.num_pages == cache.num_unused == len(known)

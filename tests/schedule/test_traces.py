@@ -140,8 +140,8 @@ class KeepsScoresOfBefore(RunningRequests):
 
 
 class AsksForScoresAgain(BatchBuilder):
-    def build(self, step: int, rows, chosen, chunks, collected: int) -> ScheduleBatch:
-        batch = super().build(step, rows, chosen, chunks, collected)
+    def build(self, step: int, rows, chosen, chunks, collected: int, saves=None) -> ScheduleBatch:
+        batch = super().build(step, rows, chosen, chunks, collected, saves)
         for row, (request, _) in enumerate(chunks, start=len(chosen)):
             if batch.prompt_logprobs is not None and request.params.prompt_logprobs is not None:
                 batch.prompt_logprobs[row] = request.params.prompt_logprobs
@@ -157,8 +157,8 @@ class DropsPageDifferences(BatchBuilder):
 
 
 class CountsPagesAfterTheStep(BatchBuilder):
-    def build_decode(self, step: int, rows, collected: int) -> ScheduleBatch:
-        batch = super().build_decode(step, rows, collected)
+    def build_decode(self, step: int, rows, collected: int, saves=None) -> ScheduleBatch:
+        batch = super().build_decode(step, rows, collected, saves)
         batch.page_counts = rows.page_counts
         return batch
 
@@ -172,8 +172,8 @@ class TakesOneTokenForDecode(BatchBuilder):
 
 
 class ContinuesOldTokens(BatchBuilder):
-    def build(self, step: int, rows, chosen, chunks, collected: int) -> ScheduleBatch:
-        return super().build(step, rows, chosen, chunks, step)
+    def build(self, step: int, rows, chosen, chunks, collected: int, saves=None) -> ScheduleBatch:
+        return super().build(step, rows, chosen, chunks, step, saves)
 
 
 class KeepsComposition(BatchBuilder):

@@ -6,7 +6,7 @@ A trace is drawn from anything that has `randint`, `choice` and `random`: a seed
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import numpy as np
@@ -74,7 +74,7 @@ def draw_trace(rnd: Random) -> Trace:
     requests = [request for _, request in arrivals]
     ends = [(rnd.randint(0, 30), request, rnd.choice(["abort", "stop"])) for request in requests if rnd.random() < 0.25]
     failing = rnd.random() < 0.15
-    return Trace(
+    trace = Trace(
         limits,
         prefix_cache=rnd.random() < 0.75,
         overlap=rnd.random() < 0.8,
@@ -84,6 +84,9 @@ def draw_trace(rnd: Random) -> Trace:
         fail_collect={rnd.randint(1, 20)} if failing and rnd.random() < 0.5 else set(),
         bad_requests={request.rid for request in requests if rnd.random() < 0.04},
     )
+    if rnd.random() < 0.5:
+        trace.limits = replace(limits, keeps_state=True, num_snapshots=rnd.choice([0, 1, 2, 3, 6, 20]))
+    return trace
 
 
 def _draw_arrivals(rnd: Random, limits: Limits) -> list[tuple[int, Request]]:
