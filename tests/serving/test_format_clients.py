@@ -78,3 +78,43 @@ def test_a_form_is_bound_inside_the_final_channel(harmony: tuple[Stage, openai.O
     stage.speak("Yes.")
     client.chat.completions.create(model=MODEL, messages=[QUESTION])
     assert stage.script.prompts[0].endswith("<|start|>assistant")
+
+
+def test_glm_thinks_and_calls_with_values_of_the_declared_types(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"at": {"type": "string"}, "days": {"type": "integer"}}}
+    tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    with served("glm", tmp_path) as (stage, client):
+        say = (
+            "\n<think>",
+            "Look.",
+            "</think>",
+            "\n",
+            "<tool_call>",
+            "weather\n",
+            "<arg_key>",
+            "at",
+            "</arg_key>",
+            "\n",
+        )
+        value = (
+            "<arg_value>",
+            "Ro",
+            "me",
+            "</arg_value>",
+            "\n",
+            "<arg_key>",
+            "days",
+            "</arg_key>\n",
+            "<arg_value>",
+            "3",
+        )
+        stage.speak(*say, *value, "</arg_value>", "\n", "</tool_call>")
+        choice, call = called(client, model=MODEL, tools=tools)
+        assert choice.message.to_dict()["reasoning_content"] == "Look."
+        assert (call.function.name, call.function.arguments) == ("weather", '{"at": "Rome", "days": 3}')
+
+        script = stage.speak("\n<think>", "</think>\n", "It rains.")
+        talk = [QUESTION, choice.message.to_dict(), {"role": "tool", "tool_call_id": call.id, "content": "wet"}]
+        answer = client.chat.completions.create(model=MODEL, messages=talk, tools=tools).choices[0].message
+        assert answer.content == "It rains."
+        assert "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call><|observation|>" in script.prompts[0]

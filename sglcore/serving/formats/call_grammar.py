@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sglcore.engine.guidance_schema import check_schema, embedded
@@ -17,7 +18,7 @@ from sglcore.sampling.grammar import Grammar, GrammarError
 from sglcore.serving.formats.families import ToolFamily
 from sglcore.serving.formats.parser import ReasoningFamily
 from sglcore.serving.formats.self_test import CALL_IDS, Sample, Turn
-from sglcore.serving.formats.xml_calls import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, qwen3_coder
+from sglcore.serving.formats.xml_calls import Tags
 
 Function = Mapping[str, Any]
 MOST_CALLS = 16
@@ -41,8 +42,8 @@ def call_grammar(
     """
     literal = _Literals(added)
     rules = _reasoning(literal, reasoning, reasoning_open)
-    if family.calls is qwen3_coder:
-        rules += _tagged(literal, sample, functions, is_parallel)
+    if isinstance(family.calls, Tags):
+        rules += _tagged(literal, _written(family.calls, family, sample), functions, is_parallel)
     else:
         rules += _around_json(literal, family, sample, functions, is_parallel)
     return Grammar("lark", "\n".join(rules) + "\n")
@@ -93,12 +94,23 @@ def _around_json(
 def _parts(family: ToolFamily, turn: Turn) -> tuple[str, str, str]:
     """The text before a call's name, between name and arguments, and after them."""
     call = turn.calls[0]
-    name = turn.text.index(call.name)
-    arguments = turn.text.index(call.arguments, name)
+    arguments = turn.text.index(call.arguments, turn.text.index(call.name))
+    before, name_end = _before(family, turn)
+    return before, turn.text[name_end:arguments], _after(turn, arguments + len(call.arguments))
+
+
+def _before(family: ToolFamily, turn: Turn) -> tuple[str, int]:
+    """The text before the first call's name, and where the name ends."""
+    name = turn.text.index(turn.calls[0].name)
     begin = min(place for mark in family.opening if (place := turn.text.rfind(mark, 0, name)) >= 0)
-    rest = turn.text[arguments + len(call.arguments) :]
+    return turn.text[begin:name], name + len(turn.calls[0].name)
+
+
+def _after(turn: Turn, end: int) -> str:
+    """The text after the only call, without what ends the turn."""
+    rest = turn.text[end:]
     footer = rest.rfind(turn.footer.strip()) if turn.footer.strip() else len(rest)
-    return turn.text[begin:name], turn.text[name + len(call.name) : arguments], rest[:footer].rstrip()
+    return rest[:footer].rstrip()
 
 
 def _between(turn: Turn) -> str:
@@ -128,23 +140,65 @@ def _parameters(function: Function) -> Mapping[str, Any]:
     return schema
 
 
-def _tagged(literal: _Literals, sample: Sample, functions: Sequence[Function], is_parallel: bool) -> list[str]:
-    turn = sample.one.text
-    before, _, rest = turn.partition(FUNCTION)
-    begin = before[before.rfind("<") :] if "<" in before.strip() else ""
-    after = rest.partition(FUNCTION_END)[2]
-    after = after[: after.find(">") + 1] if begin else ""
-    again = (
-        f' ("\\n" {literal(begin)} call {literal(after)}){{0,{MOST_CALLS - 1}}}' if is_parallel and sample.two else ""
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What a template writes around the parts of calls in tags."""
+
+    before: str
+    head: str
+    """Between a function's name and its first parameter, or its end."""
+    key: str
+    middle: str
+    """Between a parameter's name and its value."""
+    value_end: str
+    gap: str
+    """After a parameter."""
+    end: str
+    between: str | None
+    """Between two calls."""
+    after: str
+
+
+def _written(tags: Tags, family: ToolFamily, sample: Sample) -> _Written:
+    """From a call whose first parameter is a text, and that has others."""
+    before, head = _before(family, sample.one)
+    text, call = sample.one.text, sample.one.calls[0]
+    key, value = next(iter(json.loads(call.arguments).items()))
+    first = text.index(tags.key[0], head)
+    start = text.index(value, first)
+    value_end = tags.margin + tags.value[1]
+    gap = start + len(value) + len(value_end)
+    end = text.rindex(tags.end) + len(tags.end)
+    between = None
+    if sample.two:
+        two = sample.two.text
+        one_end = two.index(tags.end, two.index(call.name)) + len(tags.end)
+        between = two[one_end : two.index(sample.two.calls[1].name, one_end)]
+    return _Written(
+        before,
+        text[head:first],
+        tags.key[0],
+        text[first + len(tags.key[0]) + len(key) : start],
+        value_end,
+        text[gap : text.index(tags.key[0], gap)],
+        tags.end,
+        between,
+        _after(sample.one, end),
     )
-    rules = [f"calls: {literal(begin)} call {literal(after)}{again}"]
+
+
+def _tagged(literal: _Literals, written: _Written, functions: Sequence[Function], is_parallel: bool) -> list[str]:
+    again = ""
+    if is_parallel and written.between is not None:
+        again = f" ({literal(written.between)} call){{0,{MOST_CALLS - 1}}}"
+    rules = [f"calls: {literal(written.before)} call{again} {literal(written.after)}".rstrip()]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
     for number, function in enumerate(functions):
-        rules += _tagged_function(literal, number, function)
+        rules += _tagged_function(literal, written, number, function)
     return rules
 
 
-def _tagged_function(literal: _Literals, number: int, function: Function) -> list[str]:
+def _tagged_function(literal: _Literals, written: _Written, number: int, function: Function) -> list[str]:
     schema = _parameters(function)
     check_schema(schema)
     required = schema.get("required") or ()
@@ -152,12 +206,15 @@ def _tagged_function(literal: _Literals, number: int, function: Function) -> lis
     parts: list[str] = []
     rules: list[str] = []
     for place, (key, given) in enumerate((schema.get("properties") or {}).items()):
-        value = _resolved(given, schema)
         name = f"p_{number}_{place}"
         parts.append(name if key in required else f"{name}?")
-        body, more = _tagged_value(literal, f"v_{number}_{place}", value, definitions)
-        rules += [f"{name}: {literal(f'{PARAMETER}{key}>' + chr(10))} {body} {literal(chr(10))}", *more]
-    head, end = literal(f"{FUNCTION}{function['name']}>\n"), literal(FUNCTION_END)
+        described = {**found, **definitions} if isinstance(found := _resolved(given, schema), Mapping) else {}
+        body, more = _tagged_value(literal, f"v_{number}_{place}", described, written.value_end)
+        rules += [
+            f"{name}: {literal(written.key + key + written.middle)} {body} {literal(written.gap)}".rstrip(),
+            *more,
+        ]
+    head, end = literal(function["name"] + written.head), literal(written.end)
     return [" ".join([f"call_{number}:", head, *parts, end]), *rules]
 
 
@@ -172,16 +229,14 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     return found
 
 
-def _tagged_value(literal: _Literals, name: str, schema: Any, definitions: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """A parameter's value with its end tag: text as it is, anything else as JSON."""
-    end = literal("\n" + PARAMETER_END)
-    described = schema if isinstance(schema, Mapping) else {}
-    if isinstance(described.get("enum"), list) and all(isinstance(value, str) for value in described["enum"]):
-        words = " | ".join(_quoted(word) for word in described["enum"])
-        return f"({words}) {end}", []
-    if described.get("type") in ("integer", "number", "boolean", "object", "array", "null"):
-        return f"{name} {end}", [f"{name}: %json {embedded({**described, **definitions})}"]
-    return name, literal.upto(name, "\n" + PARAMETER_END)
+def _tagged_value(literal: _Literals, name: str, schema: Mapping[str, Any], end: str) -> tuple[str, list[str]]:
+    """A parameter's value with its end: text as it is, anything else as JSON."""
+    if isinstance(schema.get("enum"), list) and all(isinstance(value, str) for value in schema["enum"]):
+        words = " | ".join(_quoted(word) for word in schema["enum"])
+        return f"({words}) {literal(end)}", []
+    if schema.get("type") in ("integer", "number", "boolean", "object", "array", "null"):
+        return f"{name} {literal(end)}", [f"{name}: %json {embedded(schema)}"]
+    return name, literal.upto(name, end)
 
 
 def _quoted(text: str) -> str:

@@ -29,6 +29,10 @@ class ToolFamily:
     """Tokens that end the model's turn, whatever the checkpoint says."""
 
 
+def _tagged(name: str, tags: xml_calls.Tags, *aliases: str) -> ToolFamily:
+    return ToolFamily(name, (tags.function[0], tags.key[0]), tags.opening, tags.marks, tags, aliases)
+
+
 TOOLS = (
     ToolFamily(
         name="harmony",
@@ -39,21 +43,9 @@ TOOLS = (
         aliases=("openai", "gpt-oss", "gpt_oss"),
         stops=(channels.CALL,),
     ),
-    ToolFamily(
-        name="qwen3_coder",
-        evidence=(xml_calls.FUNCTION, xml_calls.PARAMETER),
-        opening=(calls.CALL, xml_calls.FUNCTION),
-        marks=(
-            calls.CALL,
-            calls.CALL_END,
-            xml_calls.FUNCTION,
-            xml_calls.FUNCTION_END,
-            xml_calls.PARAMETER,
-            xml_calls.PARAMETER_END,
-        ),
-        calls=xml_calls.qwen3_coder,
-        aliases=("qwen3_xml",),
-    ),
+    _tagged("qwen3_coder", xml_calls.QWEN3_CODER, "qwen3_xml", "nemotron_v3"),
+    _tagged("glm", xml_calls.GLM, "glm45", "glm47"),
+    _tagged("minimax", xml_calls.MINIMAX, "minimax-m2", "minimax_m2"),
     ToolFamily(
         name="deepseek",
         evidence=(calls.BEGIN, calls.SEPARATOR),

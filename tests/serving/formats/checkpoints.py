@@ -67,6 +67,44 @@ CODER = """
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
+GLM = """[gMASK]<sop>
+{%- for t in tools or [] %}{% if loop.first %}<|system|>
+{% endif %}{{ t | tojson }}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}<|assistant|>
+{{- '\\n<think>' ~ (m.reasoning_content or '') ~ '</think>' }}
+{%- if m.content %}{{ '\\n' ~ m.content }}{% endif %}
+{%- for c in m.tool_calls or [] %}
+{{- '\\n<tool_call>' ~ c.function.name ~ '\\n' }}
+{%- for key, value in c.function.arguments.items() %}
+{{- '<arg_key>' ~ key ~ '</arg_key>\\n<arg_value>' ~ (value if value is string else value | tojson) ~ '</arg_value>\\n' }}
+{%- endfor %}{{- '</tool_call>' }}
+{%- endfor %}
+{%- else %}{{ '<|' ~ ('observation' if m.role == 'tool' else m.role) ~ '|>\\n' ~ m.content }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+GLM_CLOSE = GLM.replace("\\n", "").replace("<|assistant|>{% endif %}", "<|assistant|><think>{% endif %}")
+"""Without line ends, as GLM-4.7 writes it, and with thinking that the prompt opens."""
+
+MINIMAX = """]~!b[]~b]system
+{% for t in tools or [] %}<tool>{{ t.function | tojson }}</tool>
+{% endfor %}[e~[
+{% for m in messages %}
+{%- if m.role == 'assistant' %}]~b]ai
+{% if m.reasoning_content %}{{ '<think>\\n' ~ m.reasoning_content ~ '\\n</think>\\n\\n' }}{% endif %}{{ m.content or '' }}
+{%- for c in m.tool_calls or [] %}
+{{- '\\n<minimax:tool_call>\\n' if loop.first else '' }}{{ '<invoke name="' ~ c.function.name ~ '">\\n' }}
+{%- for key, value in c.function.arguments.items() %}
+{{- '<parameter name="' ~ key ~ '">' ~ (value if value is string else value | tojson) ~ '</parameter>\\n' }}
+{%- endfor %}{{- '</invoke>\\n' }}{{ '</minimax:tool_call>' if loop.last else '' }}
+{%- endfor %}
+{%- else %}{{ ']~b]' ~ m.role ~ '\\n' ~ m.content }}{% endif %}[e~[
+{% endfor %}
+{%- if add_generation_prompt %}]~b]ai
+<think>
+{% endif %}"""
+
 LLAMA = """{{ bos_token }}
 {%- if tools %}<|start_header_id|>system<|end_header_id|>
 
@@ -147,6 +185,11 @@ HARMONY = """<|start|>system<|message|>Valid channels: analysis, commentary, fin
 
 HARMONY_TOKENS = tuple(f"<|{name}|>" for name in ("start", "end", "message", "channel", "constrain", "call", "return"))
 
+GLM_TOKENS = (
+    *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("<think>", "</think>"),
+)
+MINIMAX_TOKENS = ("<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>")
 DEEPSEEK_TOKENS = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
 
 
@@ -171,6 +214,9 @@ FAMILIES = {
         "think",
     ),
     "coder": Family(CODER, ("<|im_start|>", "<|im_end|>"), ("<tool_call>", "</tool_call>"), "qwen3_coder"),
+    "glm": Family(GLM, ("<|user|>", "<|assistant|>", "<|observation|>"), GLM_TOKENS, "glm", "think"),
+    "glm close": Family(GLM_CLOSE, ("<|user|>", "<|assistant|>", "<|observation|>"), GLM_TOKENS, "glm", "think"),
+    "minimax": Family(MINIMAX, ("]~b]", "[e~["), MINIMAX_TOKENS, "minimax", "think"),
     "llama": Family(LLAMA, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"), (), "llama3"),
     "mistral list": Family(MISTRAL_LIST, ("[INST]", "[/INST]", "[TOOL_CALLS]", "</s>"), (), "mistral"),
     "mistral named": Family(MISTRAL_NAMED, ("[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "</s>"), (), "mistral"),

@@ -14,7 +14,7 @@ from sglcore.serving.formats.delta import Delta, calls_of, joined, text_of
 from sglcore.serving.formats.families import REASONING, TOOLS
 from sglcore.serving.formats.json_text import MAX_DEPTH, JsonText
 from sglcore.serving.formats.parser import DeltaParser, ReasoningFamily
-from sglcore.serving.formats.xml_calls import qwen3_coder
+from sglcore.serving.formats.xml_calls import QWEN3_CODER
 
 FAMILY = {family.name: family for family in TOOLS}
 THINK = next(family for family in REASONING if family.name == "think")
@@ -114,7 +114,7 @@ TOOL = {"name": "f", "parameters": {"properties": {key: {"type": kind} for key, 
 TYPED = st.fixed_dictionaries(
     {},
     optional={
-        "s": STRINGS.filter(lambda text: "</parameter>" not in text),
+        "s": STRINGS.filter(lambda text: "</parameter>" not in text and "</arg_value>" not in text),
         "n": st.floats(allow_nan=False, allow_infinity=False),
         "i": st.integers(),
         "b": st.booleans(),
@@ -125,22 +125,42 @@ TYPED = st.fixed_dictionaries(
 )
 
 
+TAGGED = {
+    "qwen3_coder": (
+        "",
+        "<tool_call>\n<function=f>\n",
+        "<parameter=",
+        ">\n",
+        "\n</parameter>\n",
+        "</function>\n</tool_call>\n",
+        "",
+    ),
+    "glm": ("", "<tool_call>f\n", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>\n", ""),
+    "minimax": (
+        *("<minimax:tool_call>\n", '<invoke name="f">\n', '<parameter name="', '">', "</parameter>\n"),
+        *("</invoke>\n", "</minimax:tool_call>"),
+    ),
+}
+"""Before all calls, before the parameters of each, around their names and values, after them, after all calls."""
+
+
+@pytest.mark.parametrize("name", TAGGED)
 @settings(max_examples=50)
 @given(calls=st.lists(TYPED, min_size=1, max_size=3), places=st.lists(st.integers(0, 400), max_size=8))
-def test_values_in_tags_get_the_types_of_the_schema(calls: list[dict[str, Any]], places: list[int]) -> None:
+def test_values_in_tags_get_the_types_of_the_schema(name: str, calls: list[dict[str, Any]], places: list[int]) -> None:
+    begin, head, key_begin, middle, value_end, tail, end = TAGGED[name]
+
     def value(item: Any) -> str:
         return item if isinstance(item, str) else as_json(item) if isinstance(item, dict | list) else str(item)
 
-    text = "Go.\n" + "\n".join(
-        "<tool_call>\n<function=f>\n"
-        + "".join(f"<parameter={key}>\n{value(item)}\n</parameter>\n" for key, item in call.items())
-        + "</function>\n</tool_call>"
-        for call in calls
+    parameters = (
+        "".join(f"{key_begin}{key}{middle}{value(item)}{value_end}" for key, item in call.items()) for call in calls
     )
-    whole = parser("qwen3_coder", [{"type": "function", "function": TOOL}]).whole(text)
+    text = f"Go.\n{begin}{''.join(head + part + tail for part in parameters)}{end}"
+    whole = parser(name, [{"type": "function", "function": TOOL}]).whole(text)
     assert [json.loads(call.arguments) for call in calls_of(whole)] == calls
     assert text_of(whole, "content") == "Go."
-    assert split(parser("qwen3_coder", [{"function": TOOL}]), text, places) == whole
+    assert split(parser(name, [{"function": TOOL}]), text, places) == whole
 
 
 PIECES = st.lists(
@@ -216,6 +236,10 @@ def test_any_text_is_read_without_an_error_and_the_same_however_it_is_split(
         ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>poem<｜tool▁sep｜>f\n```json\n{}"),
         ("qwen3_coder", "<tool_call>\n<function=f>\nnothing</function>"),
         ("qwen3_coder", "<function=<b>>"),
+        ("glm", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
+        ("glm", "<tool_call>call me</tool_cal"),
+        ("minimax", '<minimax:tool_call>\n<invoke name="f">nothing</invoke>'),
+        ("minimax", "<minimax:tool_call></minimax:tool_call>"),
     ],
 )
 def test_what_is_no_call_is_content_with_its_markers(name: str, text: str) -> None:
@@ -237,9 +261,34 @@ def test_arguments_come_while_they_are_written() -> None:
     assert reader.push('<tool_call>{"name": "f", "arguments": ') == []
     assert [delta.kind for delta in reader.push('{"a": "b')] == ["tool_start", "tool_arguments"]
     assert reader.push("c") == [Delta("tool_arguments", "c")]
-    reader = parser("qwen3_coder", [{"function": TOOL}])
-    reader.push("<function=f>\n<parameter=s>\nlong ")
-    assert reader.push("text") == [Delta("tool_arguments", "text")]
+    for name, begin in (
+        ("qwen3_coder", "<function=f>\n<parameter=s>\nlong "),
+        ("glm", "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>long "),
+        ("minimax", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="s">long '),
+    ):
+        reader = parser(name, [{"function": TOOL}])
+        reader.push(begin)
+        assert reader.push("text") == [Delta("tool_arguments", "text")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments", "content"),
+    [
+        ("glm", "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>cut o", '{"s": "cut o', ""),
+        ("glm", "<tool_call>f\n<arg_key>i</arg_key>\n<arg_value>12", '{"i": 12', ""),
+        ("glm", "<tool_call>f\n<arg_key>i</arg_key>\n<arg_value>many</arg_value></tool_call>", '{"i": "many"}', ""),
+        ("glm", "<tool_call>f\n<arg_key>i</arg_key>!</tool_call>", "{}", "<arg_key>i</arg_key>!</tool_call>"),
+        ("glm", "<tool_call>f</tool_call>", "{}", ""),
+        ("glm", "<tool_call>\nf\n</tool_call>\nDone.", "{}", "Done."),
+        ("minimax", '<invoke name="f">\n</invoke>\n', "{}", ""),
+        ("minimax", '<minimax:tool_call><invoke name="f"><parameter name="i">1</parameter>', '{"i": 1}', ""),
+    ],
+)
+def test_calls_in_tags_that_are_broken_keep_what_was_read(name: str, text: str, arguments: str, content: str) -> None:
+    for places in ([], list(range(len(text)))):
+        deltas = split(parser(name, [{"function": TOOL}]), text, places)
+        assert [(call.name, call.arguments) for call in calls_of(deltas)] == [("f", arguments)]
+        assert text_of(deltas, "content").strip() == content
 
 
 def test_arguments_may_come_before_the_name_and_may_be_missing() -> None:
@@ -327,7 +376,7 @@ def test_an_object_ends_where_json_says_and_nothing_else_is_one(text: str, place
 def test_a_parameter_of_a_senseless_schema_is_read_all_the_same(schema: Any) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}]
     text = "<tool_call>\n<function=f>\n<parameter=a>\n3\n</parameter>\n</function>\n</tool_call>"
-    found = calls_of(DeltaParser(calls=qwen3_coder, tools=tools).whole(text))
+    found = calls_of(DeltaParser(calls=QWEN3_CODER, tools=tools).whole(text))
     assert [(call.name, call.arguments) for call in found] == [("f", '{"a": 3}')]
 
 
@@ -335,5 +384,5 @@ def test_a_parameter_of_a_senseless_schema_is_read_all_the_same(schema: Any) -> 
 def test_parameters_that_are_no_schema_are_read_all_the_same(parameters: Any) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     text = "<function=f>\n<parameter=a>\n3\n</parameter>\n</function>"
-    found = calls_of(DeltaParser(calls=qwen3_coder, tools=tools).whole(text))
+    found = calls_of(DeltaParser(calls=QWEN3_CODER, tools=tools).whole(text))
     assert [call.arguments for call in found] == ['{"a": 3}']
