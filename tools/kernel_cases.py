@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from sglcore.conformance.sampling_state import make_state
 from sglcore.runtime.attention import triton_decode, triton_extend
+from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.kernels.triton import (
     activation,
     cells,
@@ -35,14 +37,16 @@ KERNELS: tuple[ModuleType, ...] = (
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 PAGE, CELLS, TOKENS = 16, 64, 64
-ATTENTION = (
-    (BF16, 128, None, (1, 16)),
-    (BF16, 64, 4096, (1, 16)),
-    (BF16, 256, None, (16,)),
-    (F16, 128, None, (16,)),
-    (F32, 64, None, (16,)),
+ATTENTION: tuple[tuple[torch.dtype, int, dict[str, Any], tuple[int, ...]], ...] = (
+    (BF16, 128, {}, (1, 16)),
+    (BF16, 64, {"sliding_window": 4096}, (1, 16)),
+    (BF16, 256, {}, (16,)),
+    (BF16, 256, {"softcap": 50.0}, (16,)),
+    (BF16, 64, {"sinks": torch.empty(32, dtype=BF16)}, (16,)),
+    (F16, 128, {}, (16,)),
+    (F32, 64, {}, (16,)),
 )
-"""(dtype, head size, window, splits); one dtype in every form, the others once."""
+"""(dtype, head size, what else the layer asks for, splits); one dtype in every form, the others once."""
 
 Cases = dict[str, Callable[[], object]]
 
@@ -52,11 +56,12 @@ def cases(tuning: Tuning) -> Cases:
     every: Cases = {}
     for dtype in (BF16, F16, F32):
         every |= {f"{name} {str(dtype)[6:]}": case for name, case in _elementwise(dtype, tuning).items()}
-    for dtype, dim, window, splits in ATTENTION:
-        name = f"{str(dtype)[6:]} heads of {dim}" + (" with window" if window else "")
+    for dtype, dim, asked, splits in ATTENTION:
+        layer = Attention(0, 32, 8, dim, 1.0, **asked)
+        name = " with ".join((f"{str(dtype)[6:]} heads of {dim}", *asked)).replace("sliding_", "")
         for count in splits:
-            every[f"decode {name} in {count}"] = partial(_decode, dtype, dim, window, count, tuning)
-        every[f"extend {name}"] = partial(_extend, dtype, dim, window, tuning)
+            every[f"decode {name} in {count}"] = partial(_decode, dtype, layer, count, tuning)
+        every[f"extend {name}"] = partial(_extend, dtype, layer, tuning)
     for dtype, tokens in ((BF16, 4), (BF16, 1024), (BF16, 16384), (F16, 1024), (F32, 4)):
         every[f"experts {str(dtype)[6:]} of {tokens} tokens"] = partial(_experts, dtype, tokens, tuning)
     for dtype in (BF16, F32):
@@ -69,7 +74,11 @@ def cases(tuning: Tuning) -> Cases:
 def bounded_cases(tuning: Tuning, options: Mapping[str, Option]) -> Cases:
     """Decode attention launched with options that only the vendor's compiler knows, which bound a thread's registers."""
     bounded = replace(tuning, decode=replace(tuning.decode, options=options))
-    return {"decode bfloat16 heads of 128 with bounded registers": partial(_decode, BF16, 128, None, 16, bounded)}
+    return {
+        "decode bfloat16 heads of 128 with bounded registers": partial(
+            _decode, BF16, Attention(0, 32, 8, 128, 1.0), 16, bounded
+        )
+    }
 
 
 def _elementwise(dtype: torch.dtype, tuning: Tuning) -> Cases:
@@ -102,16 +111,16 @@ def _pool(dtype: torch.dtype, dim: int) -> tuple[torch.Tensor, torch.Tensor, tor
     return cache, cache, torch.empty(4, 64, dtype=torch.int32)
 
 
-def _decode(dtype: torch.dtype, dim: int, window: int | None, splits: int, tuning: Tuning) -> None:
-    q, ints = torch.empty(4, 32 * dim, dtype=dtype), torch.empty(4, dtype=torch.int32)
+def _decode(dtype: torch.dtype, layer: Attention, splits: int, tuning: Tuning) -> None:
+    q, ints = torch.empty(4, 32 * layer.head_dim, dtype=dtype), torch.empty(4, dtype=torch.int32)
     out = torch.empty_like(q)
-    triton_decode.attend_singles(q, *_pool(dtype, dim), PAGE, ints, ints, out, splits, 1.0, window, tuning)
+    triton_decode.attend_singles(q, *_pool(dtype, layer.head_dim), PAGE, ints, ints, out, splits, layer, tuning)
 
 
-def _extend(dtype: torch.dtype, dim: int, window: int | None, tuning: Tuning) -> None:
-    q, ints = torch.empty(128, 32 * dim, dtype=dtype), torch.empty(4, dtype=torch.int32)
+def _extend(dtype: torch.dtype, layer: Attention, tuning: Tuning) -> None:
+    q, ints = torch.empty(128, 32 * layer.head_dim, dtype=dtype), torch.empty(4, dtype=torch.int32)
     out = torch.empty_like(q)
-    triton_extend.attend_rows(q, *_pool(dtype, dim), PAGE, ints, ints, ints, ints, 64, out, 1.0, window, tuning)
+    triton_extend.attend_rows(q, *_pool(dtype, layer.head_dim), PAGE, ints, ints, ints, ints, 64, out, layer, tuning)
 
 
 def _experts(dtype: torch.dtype, tokens: int, tuning: Tuning) -> None:

@@ -41,6 +41,8 @@ MODES: Mapping[str, tuple[ForwardMode, tuple[Rows, ...]]] = MappingProxyType(
 
 EXTRAS = ("softcap", "sinks")
 """What a layer may ask of a backend that names it among its features; no model of the kit does."""
+LIFT = 90.0
+"""What all scores of such a layer have in common: beside it a half type keeps no fraction, so scores are to be float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,9 @@ class Seen:
     refreshed: Tensor | None
 
 
-def draw_contents(seed: int, rows: Rows, *harnesses: Harness) -> Contents:
-    """Random contents that fit the smallest of harnesses with one model and page size."""
+def draw_contents(seed: int, rows: Rows, *harnesses: Harness, lift: float = 0.0) -> Contents:
+    """Random contents that fit the smallest of harnesses with one model and page size; with a `lift`, every scaled score is
+    about that, and they differ by as much as without."""
     harness = min(harnesses, key=lambda item: item.limits.num_pages)
     layer: Attention = harness.started.built["runner"].model.attention_layers[0]
     rng = np.random.default_rng(seed)
@@ -84,7 +87,7 @@ def draw_contents(seed: int, rows: Rows, *harnesses: Harness) -> Contents:
     def values(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator, device="cpu").bfloat16().float()
 
-    return Contents(
+    contents = Contents(
         rows,
         (1 + rng.permutation(harness.limits.max_requests)[: len(rows)]).tolist(),
         [[1 + free.pop() for _ in range(-(-length // size))] for length in lengths],
@@ -92,6 +95,11 @@ def draw_contents(seed: int, rows: Rows, *harnesses: Harness) -> Contents:
         [values(length, *shape) for length in lengths],
         values(sum(new for _, new in rows), layer.num_heads * layer.head_dim),
     )
+    if lift:
+        for keys in contents.keys:
+            keys[..., 0] = 8.0
+        contents.queries[:, :: layer.head_dim] = torch.tensor(lift / (8.0 * layer.scaling)).bfloat16().float()
+    return contents
 
 
 class Probe:
@@ -114,9 +122,9 @@ def asking_for(layer: Attention, extra: str, device: str) -> Attention:
     """The layer, if it also asks for one of `EXTRAS`."""
     changed = copy(layer)
     if extra == "softcap":
-        changed.softcap = 0.75
+        changed.softcap = LIFT / 0.6
     if extra == "sinks":
-        changed.sinks = torch.linspace(-2.0, 3.0, layer.num_heads, device="cpu").to(device)
+        changed.sinks = (LIFT - 2.0 + torch.arange(layer.num_heads, device="cpu") % 6).to(device)
     return changed
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from sglcore.conformance import mutants_attention as broken
 from sglcore.conformance.attention_cases import (
     EXTRAS,
+    LIFT,
     MODES,
     Contents,
     Probe,
@@ -47,32 +48,37 @@ CLAIMED = ((9, 1), (0, 12), (7, 5))
 
 
 def attention_is_reference(trial: Trial) -> None:
-    """One backend in one mode, over page sizes."""
+    """One backend in one mode, over page sizes; what a layer asks for beside, together with a window where it serves one."""
     backend, mode, asked = (*trial.case.split("/"), "")[:3]
-    model, extra = ("window", "") if asked == "window" else ("dense", asked)
-    _facts_of(trial, backend)
+    extra = asked if asked in EXTRAS else ""
+    features = _facts_of(trial, backend).features
+    model = "window" if asked and "sliding_window" in features else "dense"
     if mode == "mixed" and not trial.target.facts().allows_mixed_batches:
         raise NotApplicable("the device has no mixed batches")
-    ran = [_check_page_size(trial, model, backend, mode, size, extra) for size in _page_sizes(trial.target, backend)]
+    starts = _starts(trial.target, backend, bool(extra))
+    ran = [_check_start(trial, model, backend, mode, extra, start) for start in starts]
     if not any(ran):
         raise NotApplicable(f"attention {backend!r} does not serve the model {model!r}")
 
 
-def _check_page_size(trial: Trial, model: str, backend: str, mode: str, size: int, extra: str) -> bool:
-    """Whether the backend serves the model with these pages; raises LawBroken where it does so wrongly."""
+def _check_start(
+    trial: Trial, model: str, backend: str, mode: str, extra: str, settings: Mapping[str, str | int]
+) -> bool:
+    """Whether the backend serves the model with these settings; raises LawBroken where it does so wrongly."""
     try:
-        harness = trial.kit.harness(model, attention_backend=backend, page_size=size)
+        harness = trial.kit.harness(model, attention_backend=backend, **settings)
     except ConfigError as refusal:
         trial.remember(str(refusal))
         return False
+    size = harness.limits.page_size
     reference = trial.kit.reference(model, harness.geometry.head_dim, page_size=size)
     forward_mode, batches = MODES[mode]
-    for seed, rows in enumerate(batches):
-        contents = draw_contents(seed, rows, harness, reference)
+    for seed, rows in enumerate(batches[-1:] if extra else batches):
+        contents = draw_contents(seed, rows, harness, reference, lift=LIFT if extra else 0.0)
         again = partial(_refreshed, harness.facts.needs_host_lengths) if mode == "decode" else None
         found = attend(harness, forward_mode, contents, again, extra)
         wanted = attend(reference, forward_mode, contents, extra=extra)
-        text = f"{trial.case}, pages of {size}, rows {rows}"
+        text = f"{trial.case}, {harness.geometry.dtype}, pages of {size}, rows {rows}"
         _check_output(trial, harness, found.out, wanted.out, text)
         _check_pool(harness, contents, found, text)
         if found.refreshed is not None:
@@ -163,6 +169,15 @@ def backends(target: Target) -> tuple[str, ...]:
     return tuple(target.package.attention) if "torch_runtime" in target.capabilities() else ()
 
 
+def _starts(target: Target, backend: str, is_extra: bool) -> Sequence[Mapping[str, str | int]]:
+    """Settings of each start: every page size; of `EXTRAS` the strictest type and, if that is wide, a half type."""
+    if not is_extra:
+        return [{"page_size": size} for size in _page_sizes(target, backend)]
+    strict, taken = target.geometry(backend).dtype, target.usable_attention()[backend].facts.dtypes
+    half = [name for name in target.facts().dtypes if name != "float32" and (taken is None or name in taken)]
+    return [{"dtype": name} for name in dict.fromkeys((strict, *(half[:1] if strict == "float32" else ())))]
+
+
 def _page_sizes(target: Target, backend: str) -> tuple[int, ...]:
     allowed = target.usable_attention()[backend].facts.page_sizes
     own = target.facts().page_size
@@ -190,7 +205,7 @@ LAWS: tuple[Law, ...] = (
         level="C3",
         says="Attention gives what the reference gives, reads and writes no cell but its own, planned or refreshed.",
         check=attention_is_reference,
-        mutants=(*broken.MUTANTS, *broken.FORGETS_EXTRAS, READS_LENGTHS),
+        mutants=(*broken.MUTANTS, *broken.FORGETS_EXTRAS, broken.HALF_SCORES, READS_LENGTHS),
         needs=frozenset({"torch_runtime", "attention"}),
         tolerance=TOLERANCE,
         cases=attention_cases,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from sglcore.conformance.mutant import Mutant, become, in_runtime, words_of
@@ -126,6 +127,19 @@ def forgets_lengths(base: Any) -> type:
     return ForgetsLengths
 
 
+class HalfScores(ReferenceAttention):
+    """Scores are numbers of 16 bits, where they are not torch's own."""
+
+    def scores(self, q: Tensor, k: Tensor, layer: Any) -> Tensor:
+        """As the reference's, rounded."""
+        return super().scores(q, k, layer).to(q.dtype if q.dtype.itemsize == 2 else torch.bfloat16).float()
+
+
+def half_scores(backend: Any) -> Any:
+    """It computes scores in half precision, where a layer asks for a softcap or sinks."""
+    return HalfScores(backend.shape, backend.req_to_token_pool, backend.token_to_kv_pool, backend.kernels)
+
+
 class Boasts(ReferenceAttention):
     """Says that it takes a type that is none."""
 
@@ -177,6 +191,7 @@ def _mutant(subclass: Callable[[Any], type]) -> Mutant:
 FORGETS_LENGTHS = _mutant(forgets_lengths)
 POWERS_OF_TWO = _mutant(powers_of_two)
 TAKES_ALL_FOR_CELLS = in_runtime(*words_of(takes_all_for_cells), attention=takes_all_for_cells)
+HALF_SCORES = in_runtime(*words_of(half_scores), attention=half_scores)
 FORGETS_EXTRAS = (_mutant(forgets_softcap), _mutant(forgets_sinks))
 MUTANTS: tuple[Mutant, ...] = (
     _mutant(one_key_too_few),

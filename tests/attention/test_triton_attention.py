@@ -86,6 +86,8 @@ HEADS = (
     Heads(3, 3, 80, window=16),
     Heads(5, 1, 128, window=17),
     Heads(4, 2, 256, window=CONTEXT),
+    Heads(6, 2, 16, window=20, softcap=0.7),
+    Heads(6, 2, 16, window=20, has_sinks=True),
 )
 
 
@@ -254,14 +256,42 @@ MUTANTS = (
     (triton_extend, "tl.minimum(first + HELD, new)", "first + QUERIES"),
     (triton_extend, "tl.load(starts + row) + token", "token"),
 )
+SOFTCAP_MUTANTS = (
+    (triton_blocks, "(2.0 / SOFTCAP)", "(1.0 / SOFTCAP)"),
+    (triton_blocks, "(SOFTCAP * LOG2_E)", "SOFTCAP"),
+    (triton_blocks, "tl.where(seen, score,", "tl.where(True | seen, score,"),
+)
+SINK_MUTANTS = (
+    (triton_blocks, ".to(tl.float32) * LOG2_E", ".to(tl.float32)"),
+    (triton_blocks, 'tl.where(best > float("-inf"), 1.0, 0.0)', "tl.zeros([QUERIES], tl.float32)"),
+    (triton_decode, "begin(sinks, head,", "begin(sinks, member,"),
+    (triton_decode, "tl.where(split == 0, GROUP, 0)", "GROUP"),
+    (triton_extend, "begin(sinks, head,", "begin(sinks, member % GROUP,"),
+)
+PLAIN, FEW = Heads(6, 2, 12, window=20), Heads(4, 2, 8)
+DEFECTS = (
+    *((PLAIN, SINGLES, MIXED, *mutant) for mutant in MUTANTS),
+    *((replace(FEW, softcap=0.7), [(33, 1)], [(17, 3)], *mutant) for mutant in SOFTCAP_MUTANTS),
+    *((replace(FEW, has_sinks=True), [(33, 1)], [(17, 3)], *mutant) for mutant in SINK_MUTANTS),
+)
 
 
-@pytest.mark.parametrize(("module", "old", "new"), MUTANTS, ids=lambda value: str(getattr(value, "__name__", value)))
+@pytest.mark.parametrize(
+    ("heads", "singles", "mixed", "module", "old", "new"),
+    DEFECTS,
+    ids=lambda value: str(getattr(value, "__name__", value)),
+)
 def test_a_defect_is_caught(
-    module: ModuleType, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    heads: Heads,
+    singles: Sequence[tuple[int, int]],
+    mixed: Sequence[tuple[int, int]],
+    module: ModuleType,
+    old: str,
+    new: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    heads = Heads(6, 2, 12, window=20)
-    cases = [case_of(SINGLES if decode else MIXED, heads, decode=decode) for decode in (True, False)]
+    cases = [case_of(singles, heads, decode=True), case_of(mixed, heads)]
     guards = Guards(monkeypatch)
     for case in cases:
         assert_equals_dense(case)

@@ -11,6 +11,7 @@ import pytest
 from sglcore.conformance.catalogue import LAWS
 from sglcore.conformance.law import Law
 from sglcore.conformance.mutant import Mutant, PlantingError
+from sglcore.conformance.mutants_attention import HALF_SCORES
 from sglcore.conformance.reference_parts import REFERENCE
 from sglcore.conformance.target import Target
 from sglcore.conformance.trial import Kit, catches
@@ -35,6 +36,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_law_catches(law: Law, mutant: Mutant, target: Target, models: Path) -> None:
     caught, text = catches(Kit(target, models), law, mutant)
     assert caught, text
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_scores_are_caught_where_all_else_is_half_too(dtype: str, target: Target, models: Path) -> None:
+    law = next(law for law in LAWS if law.name == "attention_is_reference")
+    mutant = replace(HALF_SCORES, facts=lambda facts: replace(facts, dtypes=(dtype,)))
+    caught, text = catches(Kit(target, models), law, mutant)
+    assert caught and dtype in text, text
 
 
 def test_a_mutant_that_harms_nothing_is_not_caught(target: Target, models: Path) -> None:

@@ -9,7 +9,7 @@ from sglcore_cuda.kernels import tuning
 
 
 class TritonAttention(PortableAttention):
-    """Decoder attention of every page size, head size and window."""
+    """Decoder attention of every page size, head size, window, softcap and sink."""
 
     def make_tuning(self) -> Tuning:
         """As the kernel table's."""

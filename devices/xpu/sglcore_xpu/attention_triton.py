@@ -10,7 +10,7 @@ from sglcore_xpu.kernels import COMPILER, TRITON, tuning
 
 
 class TritonAttention(PortableAttention):
-    """Decoder attention of every page size, head size and window."""
+    """Decoder attention of every page size, head size, window, softcap and sink."""
 
     @classmethod
     def unavailable(cls) -> str:

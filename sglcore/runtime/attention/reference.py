@@ -170,7 +170,7 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         for row in plan.rows:
             keys, values = self.token_to_kv_pool.read_cells(layer.layer_id, row.cells)
             mask = row.masks[layer.sliding_window]
-            out[row.start : row.end] = _attend_row(
+            out[row.start : row.end] = self._attend_row(
                 grouped[row.start : row.end], keys, values, mask, layer, mask is None
             )
         return out.view(q.shape)
@@ -182,7 +182,7 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         out = torch.zeros_like(queries)
         for row in plan.rows:
             rows = slice(row.start, row.end)
-            out[rows] = _attend_row(queries[rows], keys[rows], values[rows], None, layer, layer.causal)
+            out[rows] = self._attend_row(queries[rows], keys[rows], values[rows], None, layer, layer.causal)
         return out.view(q.shape)
 
     def _attend_singles(self, q: Tensor, part: SingleRows, layer: Attention) -> Tensor:
@@ -194,7 +194,41 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         if _is_plain(layer):
             return sdpa(q, keys, values, attn_mask=mask, scale=layer.scaling)
         mask = None if mask is None else mask[:, None]
-        return _attend_scores(q[:, :, :, None], keys[:, :, None], values[:, :, None], mask, layer)[:, :, :, 0]
+        return self._attend_scores(q[:, :, :, None], keys[:, :, None], values[:, :, None], mask, layer)[:, :, :, 0]
+
+    def _attend_row(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layer: Attention, causal: bool
+    ) -> Tensor:
+        """One request: q [n, kv_heads, group, dim], k and v [s, kv_heads, dim]; returns q's shape."""
+        if not _is_plain(layer):
+            if mask is None and causal:
+                mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril_()
+            found = self._attend_scores(
+                q.permute(1, 2, 0, 3), k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None], mask, layer
+            )
+            return found.permute(2, 0, 1, 3)
+        queries = q.flatten(1, 2).transpose(0, 1)[None]
+        keys, values = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+        grouped = layer.num_heads != layer.num_kv_heads
+        out = sdpa(queries, keys, values, attn_mask=mask, is_causal=causal, scale=layer.scaling, enable_gqa=grouped)
+        return out[0].transpose(0, 1).reshape(q.shape)
+
+    def _attend_scores(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layer: Attention) -> Tensor:
+        """With every score at hand: q [..., kv_heads, group, n, dim], k and v [..., kv_heads, 1, s, dim], `mask` broadcasts to
+        [..., kv_heads, group, n, s]; returns q's shape. The softmax is in float32, as transformers' own are."""
+        scores = self.scores(q, k, layer)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        if layer.sinks is not None:
+            sinks = layer.sinks.float().view(layer.num_kv_heads, -1, 1, 1)
+            scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+        weights = scores.softmax(dim=-1)[..., : k.shape[-2]]
+        return (weights @ v.float()).to(q.dtype)
+
+    def scores(self, q: Tensor, k: Tensor, layer: Attention) -> Tensor:
+        """float32 [..., n, s] of q [..., n, dim] and k [..., s, dim], scaled, and bent where there is a softcap."""
+        scores = (q.float() @ k.float().transpose(-1, -2)) * layer.scaling
+        return scores if layer.softcap is None else layer.softcap * torch.tanh(scores / layer.softcap)
 
 
 def _grouped(q: Tensor, layer: Attention) -> Tensor:
@@ -202,37 +236,6 @@ def _grouped(q: Tensor, layer: Attention) -> Tensor:
     return q.view(q.shape[0], layer.num_kv_heads, layer.num_heads // layer.num_kv_heads, layer.head_dim)
 
 
-def _attend_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layer: Attention, causal: bool) -> Tensor:
-    """One request: q [n, kv_heads, group, dim], k and v [s, kv_heads, dim]; returns q's shape."""
-    if not _is_plain(layer):
-        if mask is None and causal:
-            mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril_()
-        found = _attend_scores(
-            q.permute(1, 2, 0, 3), k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None], mask, layer
-        )
-        return found.permute(2, 0, 1, 3)
-    queries = q.flatten(1, 2).transpose(0, 1)[None]
-    keys, values = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
-    grouped = layer.num_heads != layer.num_kv_heads
-    out = sdpa(queries, keys, values, attn_mask=mask, is_causal=causal, scale=layer.scaling, enable_gqa=grouped)
-    return out[0].transpose(0, 1).reshape(q.shape)
-
-
 def _is_plain(layer: Attention) -> bool:
     """Torch's own function serves it."""
     return layer.softcap is None and layer.sinks is None
-
-
-def _attend_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layer: Attention) -> Tensor:
-    """With every score at hand: q [..., kv_heads, group, n, dim], k and v [..., kv_heads, 1, s, dim], `mask` broadcasts to
-    [..., kv_heads, group, n, s]; returns q's shape. The softmax is in float32, as transformers' own are."""
-    scores = (q.float() @ k.float().transpose(-1, -2)) * layer.scaling
-    if layer.softcap is not None:
-        scores = layer.softcap * torch.tanh(scores / layer.softcap)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    if layer.sinks is not None:
-        sinks = layer.sinks.float().view(layer.num_kv_heads, -1, 1, 1)
-        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
-    weights = scores.softmax(dim=-1)[..., : k.shape[-2]]
-    return (weights @ v.float()).to(q.dtype)

@@ -1,4 +1,4 @@
-"""Attention in Triton: any page size, head size and window, on any device that Triton compiles for.
+"""Attention in Triton: any page size, head size, window, softcap and sink, on any device that Triton compiles for.
 
 `attend` takes every length and page from the device, so a captured plan stays right for any batch of its size. A device
 package subclasses `TritonAttention` to give `make_tuning`.
@@ -41,7 +41,7 @@ class TritonAttention(AttentionBackend[TritonPlan]):
 
     facts = AttentionFacts(
         dtypes=("float32", "float16", "bfloat16"),
-        features=frozenset({"sliding_window", "mixed", "capture"}),
+        features=frozenset({"sliding_window", "softcap", "sinks", "mixed", "capture"}),
         takes_stored=True,
     )
 
@@ -101,8 +101,7 @@ class TritonAttention(AttentionBackend[TritonPlan]):
             batch.seq_lens,
             out,
             plan.splits,
-            layer.scaling,
-            layer.sliding_window,
+            layer,
             self.tuning,
         )
 
@@ -124,7 +123,6 @@ class TritonAttention(AttentionBackend[TritonPlan]):
             batch.extend_start_loc[rows],
             plan.longest,
             out,
-            layer.scaling,
-            layer.sliding_window,
+            layer,
             self.tuning,
         )

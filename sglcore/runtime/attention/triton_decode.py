@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglcore.runtime.attention.triton_blocks import LOG2_E, load_cells, take_in
+from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.attention.triton_blocks import LOG2_E, begin, load_cells, take_in
 from sglcore.runtime.kernels.triton.products import NARROWEST_DOT
 from sglcore.runtime.kernels.triton.rounding import narrow
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two
@@ -27,6 +28,7 @@ def decode_kernel(
     page_table,
     slots,
     seq_lens,
+    sinks,
     out,
     weights,
     q_stride,
@@ -42,6 +44,7 @@ def decode_kernel(
     TOKENS: tl.constexpr,
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """Programs (row, kv head, split): out [rows, HEADS, SPLITS, DIM] and, if SPLITS > 1, its log2 weights.
 
@@ -58,8 +61,7 @@ def decode_kernel(
     head = kv_head * GROUP + member
     mine = (member < GROUP)[:, None] & (column < DIM)[None, :]
     query = tl.load(q + row * q_stride + (head * DIM)[:, None] + column[None, :], mask=mine, other=0.0)
-    best = tl.full([QUERIES], float("-inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
+    best, total = begin(sinks, head, member < tl.where(split == 0, GROUP, 0), QUERIES)
     mean = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     for at in range(start, end, TOKENS):
         position = at + tl.arange(0, TOKENS)
@@ -67,12 +69,12 @@ def decode_kernel(
         keys, values = load_cells(
             k_cache, v_cache, page_table, slot, position, inside, kv_head, cell_stride, table_stride, PAGE, DIM, BLOCK_D
         )
-        best, total, mean = take_in(query, keys, values, inside[None, :], scale, best, total, mean)
+        best, total, mean = take_in(query, keys, values, inside[None, :], scale, best, total, mean, SOFTCAP)
     part = (row * HEADS + head) * SPLITS + split
     total = tl.where(total > 0, total, 1.0)
     mean = mean / total[:, None]
     if SPLITS > 1:
-        # Without a token `best` is still -inf, and so is the weight.
+        # Without a token and a sink `best` is still -inf, and so is the weight.
         tl.store(weights + part, best + tl.log2(total), mask=member < GROUP)
     tl.store(out + part[:, None] * DIM + column[None, :], narrow(mean, out.dtype.element_ty), mask=mine)
 
@@ -113,8 +115,7 @@ def attend_singles(
     seq_lens: Tensor,
     out: Tensor,
     splits: int,
-    scaling: float,
-    window: int | None,
+    layer: Attention,
     tuning: Tuning,
 ) -> None:
     """One query a row: q [R, heads * dim] by rows, caches [cells, kv_heads, dim], slots and seq_lens int [R]; writes `out` of
@@ -133,12 +134,13 @@ def attend_singles(
         page_table,
         slots,
         seq_lens,
+        layer.sinks,
         parts,
         weights,
         q.stride(0),
         k_cache.stride(0),
         page_table.stride(0),
-        scaling * LOG2_E,
+        layer.scaling * LOG2_E.value,
         PAGE=page_size,
         GROUP=heads // kv_heads,
         HEADS=heads,
@@ -147,7 +149,8 @@ def attend_singles(
         QUERIES=max(power_of_two(heads // kv_heads), NARROWEST_DOT),
         TOKENS=tuning.fitting(tuning.decode_tokens, block * k_cache.itemsize),
         SPLITS=splits,
-        WINDOW=window or 0,
+        WINDOW=layer.sliding_window or 0,
+        SOFTCAP=layer.softcap,
         **tuning.options(tuning.decode),
     )
     if is_split:

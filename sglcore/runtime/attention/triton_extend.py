@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglcore.runtime.attention.triton_blocks import LOG2_E, load_cells, take_in
+from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.attention.triton_blocks import LOG2_E, begin, load_cells, take_in
 from sglcore.runtime.kernels.triton.products import NARROWEST_DOT
 from sglcore.runtime.kernels.triton.rounding import narrow
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
@@ -28,6 +29,7 @@ def extend_kernel(
     seq_lens,
     new_lens,
     starts,
+    sinks,
     out,
     q_stride,
     out_stride,
@@ -41,6 +43,7 @@ def extend_kernel(
     QUERIES: tl.constexpr,
     TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """Programs (tile of a row's new tokens, kv head, row); a query row is a (token, head of the group).
 
@@ -60,11 +63,8 @@ def extend_kernel(
     query = tl.load(q + (line * q_stride + head * DIM)[:, None] + column[None, :], mask=mine, other=0.0)
     asked = seq_len - new + token
     end = tl.minimum(seq_len - new + first + HELD, seq_len)
-    start = 0
-    if WINDOW:
-        start = tl.maximum(seq_len - new + first - (WINDOW - 1), 0) // TOKENS * TOKENS
-    best = tl.full([QUERIES], float("-inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
+    start = tl.maximum(seq_len - new + first - (WINDOW - 1), 0) // TOKENS * TOKENS if WINDOW else 0
+    best, total = begin(sinks, head, token < new, QUERIES)
     mean = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     for at in range(start, end, TOKENS):
         position = at + tl.arange(0, TOKENS)
@@ -75,7 +75,7 @@ def extend_kernel(
         seen = inside[None, :] & (position[None, :] <= asked[:, None])
         if WINDOW:
             seen = seen & (position[None, :] > asked[:, None] - WINDOW)
-        best, total, mean = take_in(query, keys, values, seen, scale, best, total, mean)
+        best, total, mean = take_in(query, keys, values, seen, scale, best, total, mean, SOFTCAP)
     mean = mean / tl.where(total > 0, total, 1.0)[:, None]
     place = out + (line * out_stride + head * DIM)[:, None] + column[None, :]
     tl.store(place, narrow(mean, out.dtype.element_ty), mask=mine)
@@ -93,8 +93,7 @@ def attend_rows(
     starts: Tensor,
     longest: int,
     out: Tensor,
-    scaling: float,
-    window: int | None,
+    layer: Attention,
     tuning: Tuning,
 ) -> None:
     """Rows of several tokens: slots, seq_lens, new_lens and starts int [R], and `longest`, the host's bound of new_lens.
@@ -117,18 +116,20 @@ def attend_rows(
         seq_lens,
         new_lens,
         starts,
+        layer.sinks,
         out,
         q.stride(0),
         out.stride(0),
         k_cache.stride(0),
         page_table.stride(0),
-        scaling * LOG2_E,
+        layer.scaling * LOG2_E.value,
         PAGE=page_size,
         GROUP=group,
         DIM=dim,
         BLOCK_D=block,
         QUERIES=queries,
         TOKENS=tuning.fitting(tuning.extend_tokens // share, block * k_cache.itemsize),
-        WINDOW=window or 0,
+        WINDOW=layer.sliding_window or 0,
+        SOFTCAP=layer.softcap,
         **tuning.options(tuning.extend),
     )
