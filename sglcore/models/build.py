@@ -7,7 +7,7 @@ come first, [T, ...], and every layer takes T = 0.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from sglcore.checkpoint.config import ModelConfig, MoeConfig
@@ -178,9 +178,10 @@ class Architecture(ABC):
         self.dtype = build.dtype
         self.kernels = build.kernels
 
-    def named(self, names: Iterable[str]) -> Mapping[str, str]:
-        """What each name in the checkpoint's files is called in the model's record of its weights."""
-        return {name: name.removeprefix(self.stripped) for name in names}
+    def named(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
+        """What each tensor in the checkpoint's files, whose shapes these are, is called in the model's record of its
+        weights."""
+        return {name: name.removeprefix(self.stripped) for name in shapes}
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Array:

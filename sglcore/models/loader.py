@@ -93,7 +93,7 @@ def _sources(
         return gguf_sources(stack.enter_context(FileIO(path)), path, config, weights.targets)
     quantization = read_quantization(config.raw)
     files = [stack.enter_context(closing(SafetensorsFile(file))) for file in checkpoint_files(path)]
-    named = model.named(entry.name for file in files for entry in file.entries)
+    named = model.named({entry.name: entry.shape for file in files for entry in file.entries})
     harmless = (*HARMLESS, *model.ignored, *((TIED_HEAD,) if config.tie_word_embeddings else ()))
     return find_sources(files, weights.targets, named, harmless, quantization)
 

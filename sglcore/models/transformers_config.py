@@ -15,6 +15,9 @@ from sglcore.checkpoint.files import read_json
 from sglcore.device.errors import ConfigError
 from sglcore.models.registry import ARCHITECTURES
 
+UNBOUNDED = 1 << 17
+"""The context of a model that has no positions."""
+
 
 def transformers_config(folder: Path) -> ModelConfig:
     """What the engine asks of a model's configuration. Heads, windows and positions are not in it: the model itself tells
@@ -28,13 +31,13 @@ def transformers_config(folder: Path) -> ModelConfig:
         ) from error
     text = config.get_text_config(decoder=True)
     _check(folder, config, text)
-    length = int(text.max_position_embeddings)
+    length = int(getattr(text, "max_position_embeddings", UNBOUNDED))
     return ModelConfig(
         path=folder,
         architecture=raw["architectures"][0],
         hidden_size=text.hidden_size,
         num_hidden_layers=text.num_hidden_layers,
-        num_attention_heads=text.num_attention_heads,
+        num_attention_heads=getattr(text, "num_attention_heads", 1),
         num_key_value_heads=1,
         head_dim=1,
         intermediate_size=0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -38,10 +40,11 @@ class _Weight:
         self.weight: Tensor = linear.weight
 
 
-def pack_linears(model: PreTrainedModel, build: Build) -> None:
-    """Replace every linear layer but those that choose experts, and the output layer, whose weight may be the embedding's."""
+def pack_linears(model: PreTrainedModel, build: Build, plain: Set[nn.Module] = frozenset()) -> None:
+    """Replace every linear layer but those that choose experts, the output layer, whose weight may be the embedding's, and
+    those of `plain`, whose weights others read."""
     head = model.get_output_embeddings()
     for name, parent in list(model.named_modules()):
         for own, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child is not head and own not in _CHOOSING:
+            if type(child) is nn.Linear and child is not head and child not in plain and own not in _CHOOSING:
                 setattr(parent, own, PackedLinear(child, f"{name}.{own}".removeprefix("."), build))

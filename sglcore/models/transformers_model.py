@@ -7,7 +7,7 @@ the engine's loader. Every attention call goes to the engine's attention layer o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
@@ -23,6 +23,7 @@ from sglcore.models.build import Architecture
 from sglcore.models.transformers_experts import choose_experts, serve_experts
 from sglcore.models.transformers_layers import pack_linears
 from sglcore.models.transformers_names import Naming
+from sglcore.models.transformers_states import check_mixers, find_mixers
 from sglcore.models.transformers_walk import AttentionCall, walk
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
@@ -42,21 +43,23 @@ class TransformersModel(Architecture):
         AttentionInterface.register(PAGED, _attend)
         model = _empty_model(build)
         serve_experts(model)
-        calls = walk(model)
+        self.state_layers = find_mixers(model)
+        calls = walk(model, has_states=bool(self.state_layers))
         model.set_attn_implementation(PAGED)
         _place(model, build)
         model.eval()
+        check_mixers(self.state_layers)
         self.attention_layers = _attention_layers(model, calls)
         self._decoder = model.base_model
         self._head = _head_of(model)
-        pack_linears(model, build)
+        pack_linears(model, build, frozenset[nn.Module]().union(*(layer.plain for layer in self.state_layers)))
         self._naming = Naming(model, build.weights.targets)
         self.ignored = tuple(f".*(?:{each}).*" for each in sorted(model._keys_to_ignore_on_load_unexpected or ()))
         choose_experts(model, build)
 
-    def named(self, names: Iterable[str]) -> Mapping[str, str]:
-        """By transformers' own renamings; experts that the files have one by one are parts of the stacked ones."""
-        return self._naming(names)
+    def named(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
+        """By transformers' own renamings; what the files have one by one are parts of what the class has in one."""
+        return self._naming(shapes)
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """Hidden states [T, H] after the last norm."""
@@ -156,7 +159,14 @@ class _HandedOn:
 
 
 class _Decoded(nn.Module):
-    """Stands where the decoder was: it hands on what it is given as the decoder's output."""
+    """Stands where the decoder was: it hands on what it is given as the decoder's output, and has the decoder's attributes."""
+
+    def __init__(self, decoder: PreTrainedModel) -> None:
+        super().__init__()
+        self._stood_here = (decoder,)  # no module of this one
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stood_here[0], name) if not name.startswith("_") else super().__getattr__(name)
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **others: Any) -> _HandedOn:
         """[1, N, H]."""
@@ -171,7 +181,7 @@ class _Decoded(nn.Module):
 def _head_of(model: PreTrainedModel) -> PreTrainedModel:
     """All that the causal class does behind its decoder."""
     head = copy(model)
-    head._modules = {**model._modules, model.base_model_prefix: _Decoded()}
+    head._modules = {**model._modules, model.base_model_prefix: _Decoded(model.base_model)}
     return head
 
 

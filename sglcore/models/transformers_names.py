@@ -1,12 +1,13 @@
 """What the tensors of a checkpoint's files are called in transformers' class: its own renamings, applied to the files' names.
 
-Experts that the files have one by one are parts of the stacked weight that the class has: each goes straight to its place.
+Experts that the files have one by one are parts of the stacked weight that the class has, and so are convolutions side by
+side: each goes straight to its place.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -36,30 +37,48 @@ class Naming:
         self._known = dict(targets)
         self._targets = targets
 
-    def __call__(self, names: Iterable[str]) -> dict[str, str]:
-        """What each name in the files is called in `targets`, where stacked weights give way to their parts if the files have
-        those. Raises `ConfigError` for weights that transformers would work out of others in another way."""
-        renamed = {name: self._rename(name) for name in names}
-        for name in dict.fromkeys(renamed.values()):
+    def __call__(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+        """What each tensor in the files is called in `targets`, where stacked weights give way to their parts if the files
+        have those. Raises `ConfigError` for weights that transformers would work out of others in another way."""
+        renamed = {name: self._rename(name) for name in shapes}
+        found = {renamed[name]: shape for name, shape in shapes.items()}
+        for name in found:
             if name not in self._targets:
-                self._split(name)
+                self._split(name, found)
         return renamed
 
     def _rename(self, name: str) -> str:
         return rename_source_key(name, self._renamings, [], self._prefix, self._known)[0]
 
-    def _split(self, name: str) -> None:
+    def _split(self, name: str, found: Mapping[str, tuple[int, ...]]) -> None:
         """Where a converter takes this name: the parts of what it makes, in its place."""
         for converter in self._converters:
             stacked, pattern = converter.rename_source_key(name)
             if pattern is None or stacked not in self._known:
                 continue
-            if tuple(map(type, converter.operations)) not in _STACKED:
+            kinds = tuple(map(type, converter.operations))
+            if kinds == (Concatenate,):
+                return self._cut(stacked, name, converter, pattern, found)
+            if kinds not in _STACKED:
                 raise ConfigError(
                     f"{name!r} becomes {stacked!r} by a conversion that is not done here",
                     remedy="save the model by transformers' save_pretrained(save_original_format=False), or use another one",
                 )
             self._replace(stacked, name, converter, pattern)
+
+    def _cut(
+        self, stacked: str, name: str, converter: WeightConverter, pattern: str, found: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """The parts of tensors side by side, as long as the files have them."""
+        dim = converter.operations[0].dim
+        names = [name.replace(_plain(pattern), _plain(other)) for other in converter.source_patterns]
+        sizes = [found[part][dim] if part in found else 0 for part in names]
+        if sum(sizes) != self._targets[stacked].shape[dim]:
+            raise ConfigError(
+                f"{stacked!r} has {self._targets[stacked].shape[dim]} rows, and {', '.join(names)} have {sizes} in the files",
+                remedy="download the model again",
+            )
+        self._targets |= dict(zip(names, self._targets.pop(stacked).split(sizes, dim), strict=True))
 
     def _replace(self, stacked: str, name: str, converter: WeightConverter, pattern: str) -> None:
         weight, parts = self._targets.pop(stacked), converter.source_patterns
@@ -67,10 +86,15 @@ class Naming:
         assert own is not None
         for expert, one in enumerate(weight):
             for other, place in zip(parts, one.chunk(len(parts)), strict=True):
-                tail = other.replace("*", str(expert), 1)
+                tail = _plain(other).replace("*", str(expert), 1)
                 self._targets[name[: own.start()] + tail + name[own.end() :]] = place
 
 
 def _expression(pattern: str) -> re.Pattern[str]:
     """A converter's pattern, whose star is an expert's number."""
-    return re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+    return re.compile(re.escape(_plain(pattern)).replace(r"\*", r"\d+"))
+
+
+def _plain(pattern: str) -> str:
+    """A converter's pattern, some of whose dots are escaped."""
+    return pattern.replace(r"\.", ".")

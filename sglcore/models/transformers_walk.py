@@ -83,14 +83,25 @@ class Seen(Tensor):
         return made
 
 
-def walk(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
+class Ones(Tensor):
+    """A mask without padding and without contents: whoever asks whether all of it is set is told so."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Of the same kind, but for that answer."""
+        if func in (torch.all, Tensor.all):
+            return torch.tensor(True)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def walk(model: PreTrainedModel, has_states: bool = False) -> tuple[AttentionCall, ...]:
     """Every call of attention of a model on the meta device, in order. Raises `ConfigError` for a model that attends in a
-    way of its own."""
+    way of its own, or nowhere unless it has states beside."""
     AttentionInterface.register(WALK, _write_down)
     AttentionMaskInterface.register(WALK, _mask)
     model.set_attn_implementation(WALK)
     short, long = (_calls(model, length) for length in LENGTHS)
-    if not short:
+    if not short and not has_states:
         raise _refusal(model, "it never calls attention by transformers' interface")
     if short != long:
         raise _refusal(model, f"it calls attention otherwise with {LENGTHS[1]} tokens than with {LENGTHS[0]}")
@@ -102,7 +113,7 @@ def _calls(model: PreTrainedModel, length: int) -> tuple[AttentionCall, ...]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     with _walking_over(_Walk(names, [], [])) as found, torch.no_grad():
         try:
-            model(input_ids=given, attention_mask=given, use_cache=False)
+            model(input_ids=given, attention_mask=given.as_subclass(Ones), use_cache=False)
         except (RuntimeError, NotImplementedError, AttributeError, TypeError, LookupError) as error:
             raise _refusal(model, f"it does not run on shapes alone ({type(error).__name__}: {error})") from error
     return tuple(found.calls)

@@ -19,6 +19,7 @@ from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
+from sglcore.runtime.memory.states import StatePool
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
 from sglcore.runtime.token_table import TokenTable
@@ -50,6 +51,7 @@ class Steps:
             build_decode_registry(FACTS, None if encoder else table, max_bs=SLOTS),
             build_prefill_registry(FACTS, None if encoder else table, max_bs=SLOTS, max_num_tokens=CONTEXT),
             TokenTable(SLOTS, CONTEXT, "cpu"),
+            state_pool=StatePool(model.state_layers, SLOTS, 0, "cpu"),
         )
         self._free = list(range(1, SLOTS * CONTEXT // PAGE + 1))
         self._pages = dict.fromkeys(range(1, SLOTS + 1), 0)

@@ -1,0 +1,233 @@
+"""Layers of transformers' classes that keep a state of each request: those that take one from transformers' cache interface.
+
+Such a module keeps its place in the model. Its calls come here, and it is run on the rows of one request after the other, each
+with the state of its slot; rows of one token side by side. The walk on shapes alone tells what it keeps.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from sglcore.device.batch import ForwardMode
+from sglcore.device.errors import ConfigError
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.memory.states import StateTensor
+from sglcore.runtime.state_layer import StateLayer
+
+_UPDATES = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache"})
+"""What a module calls to leave its state."""
+_CACHES = ("cache_params", "past_key_values")
+"""What it calls the cache."""
+EQUAL = 1e-3
+"""The greatest difference, relative to the largest value, of what is computed in another order."""
+
+
+class Held:
+    """Some rows' states as transformers' cache interface has them, by name [rows, ...]; absent ones are of rows that begin."""
+
+    def __init__(self, states: dict[str, Tensor]) -> None:
+        self.states = states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The tail of a convolution."""
+        return self.states.get(f"conv{state_idx}")
+
+    def update_conv_state(
+        self, new: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> Tensor:
+        """The tail with new [rows, channels, T] behind it; its end is the next tail."""
+        before = self.get_conv_state(layer_idx, state_idx)
+        full = new if before is None else torch.cat([before, new], dim=-1)
+        size = conv_kernel_size or (new if before is None else before).shape[-1]
+        full = pad(full, (max(0, size - full.shape[-1]), 0))
+        self.states[f"conv{state_idx}"] = full[..., -size:]
+        return full
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The matrices of a recurrence."""
+        return self.states.get(f"recurrent{state_idx}")
+
+    def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        """Instead of those before."""
+        self.states[f"recurrent{state_idx}"] = state
+        return state
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """The same by MiniMax's own name."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
+        """The same by MiniMax's own name."""
+        self.update_recurrent_state(state, layer_idx)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """No state is ever taken back."""
+        return False
+
+
+class MixerCall:
+    """A module's own forward. What it wants beside hidden states and the cache it gets none of: masks, and where tokens
+    stand."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._forward = module.forward
+        given = inspect.signature(module.forward).parameters.values()
+        wanted = [each.name for each in given if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
+        self._cache = next(each.name for each in given if each.name in _CACHES)
+        self._absent = dict.fromkeys(wanted[1:])
+
+    def __call__(self, hidden: Tensor, states: dict[str, Tensor]) -> tuple[Tensor, int]:
+        """hidden [rows, T, H] from `states`, which become those after it; and how much it gives beside its result."""
+        found = self._forward(hidden, **{**self._absent, self._cache: Held(states)})
+        return (found[0], len(found) - 1) if isinstance(found, tuple) else (found, 0)
+
+
+class Mixer(StateLayer):
+    """One such module. Before the walk it keeps nothing; `plain` are its linear layers whose weight its code reads itself.
+    `forgets`: with several tokens it begins with no state, whatever it is given; later tokens then come one by one."""
+
+    def __init__(self, layer_id: int, module: nn.Module) -> None:
+        super().__init__(layer_id, {})
+        self.module = module
+        self.plain: set[nn.Module] = set()
+        self.forgets = False
+        self.size = self._gives_more = 0
+        self._call = MixerCall(module)
+        module.forward = self.forward
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        """What the module is called with by its layer, [1, T, H]; where tokens stand is nothing to it, and masks are for
+        padding, of which there is none."""
+        if hidden_states.device.type == "meta":
+            return self._walk(hidden_states)
+        mixed = self(hidden_states[0])[None]
+        return (mixed, *[None] * self._gives_more) if self._gives_more else mixed
+
+    def mix(self, hidden: Tensor, batch: ForwardBatch, states: Mapping[str, Tensor]) -> Tensor:
+        """Leading rows of one token at once, longer rows one after the other."""
+        slots = batch.req_pool_indices
+        if batch.forward_mode.is_decode:
+            return self._advance(hidden[:, None], slots, states)
+        if batch.extend_seq_lens_cpu is None or batch.extend_prefix_lens_cpu is None:
+            raise ValueError("found a batch whose lengths the host does not know; wanted extend_seq_lens_cpu")
+        lengths, before = batch.extend_seq_lens_cpu.tolist(), batch.extend_prefix_lens_cpu.tolist()
+        if batch.forward_mode is ForwardMode.EMBED:
+            return torch.cat([self._call(row[None], {})[0][0] for row in hidden.split(lengths)])
+        count = next((row for row, length in enumerate(lengths) if length > 1), len(lengths))
+        rows = hidden[count:].split(lengths[count:])
+        parts = [self._advance(hidden[:count, None], slots[:count], states)] if count else []
+        for row, tokens in enumerate(rows, count):
+            pieces = tokens.split(1) if self.forgets and before[row] else (tokens,)
+            parts += [self._advance(piece[None], slots[row : row + 1], states) for piece in pieces]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _advance(self, hidden: Tensor, slots: Tensor, states: Mapping[str, Tensor]) -> Tensor:
+        """hidden [rows, T, H] with the states of its slots, to [rows * T, H]; the states are written back."""
+        held = {name: state.index_select(0, slots) for name, state in states.items()}
+        mixed, _ = self._call(hidden, held)
+        for name, state in states.items():
+            state[slots] = held[name].to(state.dtype)
+        return mixed.flatten(0, 1)
+
+    def _walk(self, hidden: Tensor) -> Any:
+        """Write down what it keeps, by a prompt and a token after it. Raises `ConfigError` if it keeps another state after
+        another number of tokens."""
+        held: dict[str, Tensor] = {}
+        with _Reads(self.module) as reads:
+            mixed, self._gives_more = self._call(hidden, held)
+            kept = {name: StateTensor(tuple(state.shape[1:]), state.dtype) for name, state in held.items()}
+            self._call(hidden[:, :1], held)
+        self.size = hidden.shape[2]
+        self.plain |= reads.found
+        if self.kept and kept != self.kept:
+            raise _refusal(self.module, f"it keeps {kept} of {hidden.shape[1]} tokens, and {self.kept} of fewer")
+        self.kept = kept
+        return (mixed, *[None] * self._gives_more) if self._gives_more else mixed
+
+
+class _Reads(TorchFunctionMode):
+    """Finds the linear layers of a module whose weight something else than their own product takes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.found: set[nn.Module] = set()
+        self._owners = {id(each.weight): each for each in module.modules() if type(each) is nn.Linear}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every function of torch."""
+        if func is not linear:
+            self.found |= {self._owners[id(each)] for each in args if id(each) in self._owners}
+        return func(*args, **(kwargs or {}))
+
+
+def find_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
+    """Every module that leaves a state in transformers' cache, taken over. What they keep shows in the walk."""
+    modules = [module for module in model.modules() if _UPDATES & _names_in(type(module))]
+    return tuple(Mixer(number, module) for number, module in enumerate(modules))
+
+
+def _names_in(kind: type[nn.Module]) -> set[str]:
+    """The names that the code of a class of transformers has."""
+    own = [each for each in kind.__mro__ if each.__module__.startswith("transformers.models.")]
+    functions = [inspect.unwrap(each) for one in own for each in vars(one).values() if inspect.isfunction(each)]
+    return {name for function in functions for name in function.__code__.co_names}
+
+
+def check_mixers(mixers: tuple[Mixer, ...]) -> None:
+    """Find those that forget, by a twin of each class with random weights, once buffers have their values. Raises
+    `ConfigError` for one that token by token does not give what it gives at once."""
+    kinds = {type(mixer.module): mixer for mixer in mixers}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        forgets = {kind: _forgets(mixer) for kind, mixer in kinds.items()}
+    for mixer in mixers:
+        mixer.forgets = forgets[type(mixer.module)]
+
+
+def _forgets(mixer: Mixer) -> bool:
+    twin = _twin(mixer.module)
+    hidden = torch.randn(1, 6, mixer.size)
+    whole = _in_parts(twin, mixer, hidden, 6)
+
+    def differs(size: int) -> bool:
+        found = _in_parts(twin, mixer, hidden, size)
+        return not float((found - whole).abs().max()) <= EQUAL * float(whole.abs().max())
+
+    if differs(1):
+        raise _refusal(mixer.module, "token by token it does not give what it gives at once")
+    return differs(4)
+
+
+def _in_parts(twin: nn.Module, mixer: Mixer, hidden: Tensor, size: int) -> Tensor:
+    """Its results, so many tokens at a time, from a state of zeros."""
+    call, states = MixerCall(twin), {name: torch.zeros(1, *kept.shape) for name, kept in mixer.kept.items()}
+    return torch.cat([call(part, states)[0] for part in hidden.split(size, dim=1)], dim=1)
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """The same module on the host, with random weights in float32, its own buffers, and a forward of its own."""
+    copies: dict[int, Any] = {id(each): nn.Parameter(_random(each.shape)) for each in module.parameters()}
+    copies |= {id(each): each.cpu().float() if each.is_floating_point() else each.cpu() for each in module.buffers()}
+    twin = deepcopy(module, copies)
+    del twin.forward
+    return twin
+
+
+def _random(shape: torch.Size) -> Tensor:
+    """Weights that leave values about as large as they were."""
+    return torch.randn(shape) * (shape[-1] ** -0.5 if len(shape) > 1 else 0.5)
+
+
+def _refusal(module: nn.Module, what: str) -> ConfigError:
+    return ConfigError(
+        f"{type(module).__name__} can not be served by transformers' classes: {what}", remedy="use another model"
+    )
