@@ -31,13 +31,13 @@ def transformers_config(folder: Path) -> ModelConfig:
         ) from error
     text = config.get_text_config(decoder=True)
     _check(folder, config, text)
-    length = int(getattr(text, "max_position_embeddings", UNBOUNDED))
+    length = _length(text)
     return ModelConfig(
         path=folder,
         architecture=raw["architectures"][0],
         hidden_size=text.hidden_size,
         num_hidden_layers=text.num_hidden_layers,
-        num_attention_heads=getattr(text, "num_attention_heads", 1),
+        num_attention_heads=1,
         num_key_value_heads=1,
         head_dim=1,
         intermediate_size=0,
@@ -56,6 +56,14 @@ def transformers_config(folder: Path) -> ModelConfig:
         is_encoder=False,
         raw=MappingProxyType(raw),
     )
+
+
+def _length(text: PreTrainedConfig) -> int:
+    """The longest context."""
+    try:
+        return int(text.max_position_embeddings)
+    except AttributeError:
+        return UNBOUNDED
 
 
 def _check(folder: Path, config: PreTrainedConfig, text: PreTrainedConfig) -> None:

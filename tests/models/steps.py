@@ -41,7 +41,9 @@ class Steps:
         layers = tuple((layer.num_kv_heads, layer.head_dim) for layer in model.attention_layers)
         windows = tuple(dict.fromkeys(layer.sliding_window for layer in model.attention_layers))
         encoder = model.config.is_encoder
-        shape = AttentionShape(model.config.num_attention_heads, layers, windows, encoder)
+        shape = AttentionShape(
+            max((layer.num_heads for layer in model.attention_layers), default=1), layers, windows, encoder
+        )
         table = ReqToTokenPool(SLOTS, CONTEXT, PAGE, "cpu")
         cells = MHATokenToKVPool(SLOTS * CONTEXT // PAGE, PAGE, layers, model.dtype, "cpu", model.kernels)
         self.model = model
