@@ -121,9 +121,11 @@ def _between(turn: Turn) -> str:
 
 
 def _with_ids(literal: _Literals, text: str) -> str:
-    """Fixed text in which a call's id may be any."""
-    parts = re.split("|".join(CALL_IDS), text)
-    return " /[a-zA-Z0-9]{9}/ ".join(literal(part) for part in parts).strip()
+    """Fixed text in which a call's id, or its number, may be any."""
+    parts = re.split(rf"({'|'.join(CALL_IDS)}|:\d+)", text)
+    parts[::2] = map(literal, parts[::2])
+    parts[1::2] = ("/:[0-9]{1,3}/" if part.startswith(":") else "/[a-zA-Z0-9]{9}/" for part in parts[1::2])
+    return " ".join(filter(None, parts))
 
 
 def _parameters(function: Function) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from sglcore.device.errors import ConfigError
@@ -55,17 +55,18 @@ def choose_tools(
         return _named_tools(codec, _known(name, TOOLS, "tool parser"), reasoning, form, absent)
     if absent:
         return Choice(None, absent)
-    literals = codec.template.literals(tools=True)
-    candidates = [family for family in TOOLS if all(mark in literals for mark in family.evidence)]
     failures: list[str] = []
-    for family in candidates:
+    for family in _candidates(codec):
         try:
             sample = _test(codec, family, reasoning, form)
-            return Choice(family, f"the chat template writes {family.evidence[0]}; its calls were read back", sample)
+            writer = "this server" if sample.form.write else "the chat template"
+            return Choice(family, f"{writer} writes {family.evidence[0]}; its calls were read back", sample)
         except Failed as error:
             failures.append(f"{family.name} failed its test: {error}")
     known = ", ".join(family.name for family in TOOLS)
     nothing = f"the chat template writes calls in no format that is known ({known})"
+    if not _writes_calls(codec):
+        nothing = "this checkpoint's chat template writes no tool calls"
     return Choice(None, "; ".join(failures) or nothing, is_failure=bool(failures))
 
 
@@ -95,6 +96,8 @@ def choose_reasoning(codec: TextCodec, name: str) -> Choice[ReasoningFamily]:
 def _named_tools(
     codec: TextCodec, family: ToolFamily, reasoning: ReasoningFamily | None, form: MessageForm, absent: str
 ) -> Choice[ToolFamily]:
+    if not (absent or family.write or _writes_calls(codec)):
+        absent = "this checkpoint's chat template writes no tool calls"
     if absent:
         raise ConfigError(f"the tool parser {family.name} can not be used: {absent}")
     try:
@@ -106,6 +109,8 @@ def _named_tools(
 
 def _test(codec: TextCodec, family: ToolFamily, reasoning: ReasoningFamily | None, form: MessageForm) -> Sample:
     marks = (*family.marks, *(reasoning.marks if reasoning else ()))
+    write = None if _writes_calls(codec) else family.write
+    form = replace(form, numbered=family.has_numbered_ids, write=write)
     return check_tools(Candidate(codec, family, reasoning, not special_texts(codec) & set(marks)), form)
 
 
@@ -124,9 +129,21 @@ def _no_tools(template: ChatTemplate) -> str:
         return str(error)
     if "tools" not in names:
         return "this checkpoint's chat template has no place for tools"
-    if "tool_calls" not in source:
-        return "this checkpoint's chat template writes no tool calls"
     return ""
+
+
+def _writes_calls(codec: TextCodec) -> bool:
+    """Whether the template writes the calls of earlier turns."""
+    return "tool_calls" in (codec.template.source(tools=True) or "")
+
+
+def _candidates(codec: TextCodec) -> list[ToolFamily]:
+    """The families with evidence; of a template that writes no calls, those that write them without it."""
+    found = codec.template.literals(tools=True)
+    if _writes_calls(codec):
+        return [family for family in TOOLS if all(mark in found for mark in family.evidence)]
+    found += "\n".join(_added(codec))
+    return [family for family in TOOLS if family.write and all(mark in found for mark in family.evidence)]
 
 
 def _evidence(codec: TextCodec, family: ReasoningFamily) -> str:
@@ -137,8 +154,11 @@ def _evidence(codec: TextCodec, family: ReasoningFamily) -> str:
         literals = ""
     if all(mark in literals for mark in family.marks):
         return "the chat template"
-    added = {token.content for token in codec.tokenizer.get_added_tokens_decoder().values()}
-    return "the tokenizer" if added.issuperset(family.marks) else ""
+    return "the tokenizer" if _added(codec).issuperset(family.marks) else ""
+
+
+def _added(codec: TextCodec) -> set[str]:
+    return {token.content for token in codec.tokenizer.get_added_tokens_decoder().values()}
 
 
 def _known(name: str, families: tuple[F, ...], what: str) -> F:

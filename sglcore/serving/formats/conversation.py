@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,10 @@ class MessageForm:
     """One call in a message at most."""
     joined: bool = False
     """Thoughts and content of a message with calls as one."""
+    numbered: bool = False
+    """Ids of calls as `functions.NAME:NUMBER`."""
+    write: Callable[[Sequence[Mapping[str, Any]]], str] | None = None
+    """Writes calls as content."""
     described: bool = False
     """Every tool with a description."""
 
@@ -37,7 +41,22 @@ class MessageForm:
 
 def as_template_reads(messages: Sequence[Message], form: MessageForm) -> list[dict[str, Any]]:
     """The messages for the template; raises TextError for what no template of text can take."""
-    return [_message(place, message, form) for place, message in enumerate(messages)]
+    listed = [_message(place, message, form) for place, message in enumerate(messages)]
+    if form.numbered:
+        _number_calls(listed)
+    return listed
+
+
+def _number_calls(messages: list[dict[str, Any]]) -> None:
+    """Give calls, and their results, ids with the function's name and the call's place in the conversation."""
+    ids: dict[Any, str] = {}
+    number = 0
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            ids[call.get("id")] = call["id"] = f"functions.{call['function']['name']}:{number}"
+            number += 1
+        if "tool_call_id" in message:
+            message["tool_call_id"] = ids.get(message["tool_call_id"], message["tool_call_id"])
 
 
 def _message(place: int, message: Message, form: MessageForm) -> dict[str, Any]:
@@ -47,16 +66,25 @@ def _message(place: int, message: Message, form: MessageForm) -> dict[str, Any]:
     result["content"] = _content(place, message.get("content"), form)
     thoughts = result.get("reasoning_content") or result.pop("reasoning", None)
     if calls := result.pop("tool_calls", None):
-        if form.single and len(calls) > 1:
-            raise TextError(
-                f"messages[{place}] holds {len(calls)} tool calls", wanted="one, as the chat template writes"
-            )
-        result["tool_calls"] = [_call(place, call, form) for call in calls]
+        _add_calls(place, result, calls, form)
         if form.joined and thoughts and isinstance(content := result["content"], str) and content:
             thoughts, result["content"] = f"{thoughts}\n\n{content}", "" if form.empty else None
     if thoughts:
         result |= {"reasoning_content": thoughts, "reasoning": thoughts, "thinking": thoughts}
     return result
+
+
+def _add_calls(place: int, message: dict[str, Any], calls: Sequence[Any], form: MessageForm) -> None:
+    if form.single and len(calls) > 1:
+        raise TextError(f"messages[{place}] holds {len(calls)} tool calls", wanted="one, as the chat template writes")
+    read = [_call(place, call, form) for call in calls]
+    if form.write is None:
+        message["tool_calls"] = read
+        return
+    text, content = form.write(read), message["content"]
+    message["content"] = (
+        [*content, {"type": "text", "text": text}] if isinstance(content, list) else (content or "") + text
+    )
 
 
 def _content(place: int, content: Any, form: MessageForm) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sglcore.serving.formats import harmony as channels
 from sglcore.serving.formats import json_calls as calls
@@ -25,12 +27,21 @@ class ToolFamily:
     aliases: tuple[str, ...] = ()
     """Names that other engines use."""
     has_short_ids: bool = False
+    has_numbered_ids: bool = False
+    """A call's id is `functions.NAME:NUMBER`, and the template has the name from there."""
+    write: Callable[[Sequence[Mapping[str, Any]]], str] | None = None
+    """Writes calls as content, for templates that have no place for them."""
     stops: tuple[str, ...] = ()
     """Tokens that end the model's turn, whatever the checkpoint says."""
 
 
 def _tagged(name: str, tags: xml_calls.Tags, *aliases: str) -> ToolFamily:
     return ToolFamily(name, (tags.function[0], tags.key[0]), tags.opening, tags.marks, tags, aliases)
+
+
+def _marked(name: str, marked: calls.Marked, *aliases: str, writes: bool = False) -> ToolFamily:
+    evidence = (marked.begin,)
+    return ToolFamily(name, evidence, evidence, marked.marks, marked, aliases, write=marked.write if writes else None)
 
 
 TOOLS = (
@@ -63,13 +74,18 @@ TOOLS = (
         has_short_ids=True,
     ),
     ToolFamily(
-        name="hermes",
-        evidence=(calls.CALL,),
-        opening=(calls.CALL,),
-        marks=(calls.CALL, calls.CALL_END),
-        calls=calls.hermes,
-        aliases=("qwen", "qwen25"),
+        name="kimi",
+        evidence=(calls.SECTION, calls.ARGUMENT),
+        opening=(calls.SECTION,),
+        marks=(calls.SECTION, calls.CALL_BEGIN, calls.ARGUMENT, calls.CALL_DONE, calls.SECTION_END),
+        calls=calls.kimi,
+        aliases=("kimi_k2",),
+        has_numbered_ids=True,
     ),
+    _marked("granite", calls.GRANITE, "phi4_mini_json", writes=True),
+    _marked("nemotron", calls.NEMOTRON, "nemotron_json"),
+    _marked("lfm2_json", calls.LFM2),
+    _marked("hermes", calls.HERMES, "qwen", "qwen25", "granite4"),
     ToolFamily(
         name="llama3",
         evidence=('"parameters"',),

@@ -1,12 +1,13 @@
-"""Tool calls whose arguments are JSON text: Hermes (Qwen), Llama 3, Mistral and DeepSeek.
+"""Tool calls whose arguments are JSON text: Hermes (Qwen), Llama 3, Mistral, DeepSeek, Kimi-K2, Granite 3, Nemotron.
 
-Arguments are handed on as they come. What is no call is content, its markers included.
+Arguments are handed on as they come. What is no call is content, its markers included. Facts: the chat templates of these
+models, and the cards of those whose templates write no calls.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 ONE_BEGIN, ONE_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 FENCE, FENCE_END = "```json", "```"
+SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+CALL_BEGIN, ARGUMENT, CALL_DONE = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
 
 @dataclass(slots=True)
@@ -35,14 +38,41 @@ class Head:
     fenced: bool = False
 
 
-def hermes(s: Scanner, tools: Tools) -> Scan[None]:
-    """`<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
-    while mark := (yield from s.pass_until((CALL,), "content")):
-        head = yield from s.attempt(_object_head(s))
-        if head is None:
-            s.say("content", mark)
-        elif (yield from _object_rest(s, head)):
-            yield from s.take(CALL_END)
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """`{"name": ..., "arguments": ...}`, or a list of such objects, between two marks; called, it reads them."""
+
+    begin: str
+    end: str
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What nobody should see of a well-formed call."""
+        return (self.begin, self.end)
+
+    def __call__(self, s: Scanner, tools: Tools) -> Scan[None]:
+        while mark := (yield from s.pass_until((self.begin,), "content")):
+            if (head := (yield from s.attempt(_object_head(s)))) is not None:
+                is_whole = yield from _object_rest(s, head)
+            elif (head := (yield from s.attempt(_list_head(s)))) is not None:
+                is_whole = yield from _list_rest(s, head)
+            else:
+                s.say("content", mark)
+                continue
+            if is_whole:
+                yield from s.take(self.end)
+
+    def write(self, calls: Sequence[Mapping[str, Any]]) -> str:
+        """A list of calls as a model writes it."""
+        made = [{name: call["function"][name] for name in ("name", "arguments")} for call in calls]
+        return self.begin + json.dumps(made, ensure_ascii=False)
+
+
+HERMES = Marked(CALL, CALL_END)
+GRANITE = Marked("<|tool_call|>", "<|/tool_call|>")
+"""Granite 3 leaves the end out, Phi-4-mini does not."""
+NEMOTRON = Marked("<TOOLCALL>", "</TOOLCALL>")
+LFM2 = Marked("<|tool_call_start|>", "<|tool_call_end|>")
 
 
 def llama3(s: Scanner, tools: Tools) -> Scan[None]:
@@ -66,17 +96,26 @@ def mistral(s: Scanner, tools: Tools) -> Scan[None]:
 
 def deepseek(s: Scanner, tools: Tools) -> Scan[None]:
     """Calls between markers, each `function<sep>name` and a fenced object, or `name<sep>` and the object."""
-    while mark := (yield from s.pass_until((BEGIN,), "content")):
-        head = yield from s.attempt(_fenced_head(s))
+    yield from _sections(s, BEGIN, _fenced_head, ONE_END, END)
+
+
+def kimi(s: Scanner, tools: Tools) -> Scan[None]:
+    """Calls between markers, each with an id that holds its name: `functions.name:0<begin>{...}`."""
+    yield from _sections(s, SECTION, _identified_head, CALL_DONE, SECTION_END)
+
+
+def _sections(s: Scanner, begin: str, head_of: Callable[[Scanner], Scan[Head]], one_end: str, end: str) -> Scan[None]:
+    while mark := (yield from s.pass_until((begin,), "content")):
+        head = yield from s.attempt(head_of(s))
         if head is None:
             s.say("content", mark)
             continue
         while head is not None:
             is_whole = yield from _arguments(s, head)
             is_whole = is_whole and (not head.fenced or (yield from s.take(FENCE_END)))
-            is_whole = is_whole and (yield from s.take(ONE_END))
-            head = (yield from s.attempt(_fenced_head(s))) if is_whole else None
-        yield from s.take(END)
+            is_whole = is_whole and (yield from s.take(one_end))
+            head = (yield from s.attempt(head_of(s))) if is_whole else None
+        yield from s.take(end)
 
 
 def _object_head(s: Scanner, *, needs_arguments: bool = False) -> Scan[Head]:
@@ -156,11 +195,11 @@ def _list_next(s: Scanner) -> Scan[Head]:
     return (yield from _object_head(s))
 
 
-def _list_rest(s: Scanner, head: Head | None) -> Scan[None]:
+def _list_rest(s: Scanner, head: Head | None) -> Scan[bool]:
     while head is not None:
         is_whole = yield from _object_rest(s, head)
         head = (yield from s.attempt(_list_next(s))) if is_whole else None
-    yield from s.take("]")
+    return (yield from s.take("]"))
 
 
 def _named_head(s: Scanner) -> Scan[Head]:
@@ -187,6 +226,18 @@ def _fenced_head(s: Scanner) -> Scan[Head]:
         raise Malformed
     head = _named(name)
     head.fenced = True
+    return head
+
+
+def _identified_head(s: Scanner) -> Scan[Head]:
+    yield from s.literal(CALL_BEGIN)
+    text, _ = yield from s.upto((ARGUMENT,), LONGEST_NAME)
+    name, colon, number = text.strip().rpartition(":")
+    is_numbered = bool(colon) and number.isdecimal()
+    head = _named((name if is_numbered else text).strip().removeprefix("functions."))
+    head.call_id = text.strip() if is_numbered else ""
+    if not (yield from s.starts("{")):
+        raise Malformed
     return head
 
 

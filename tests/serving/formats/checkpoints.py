@@ -163,6 +163,52 @@ DEEPSEEK_BARE = DEEPSEEK_FENCED.replace(
     """'<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' + c.function.arguments""",
 )
 
+KIMI = """
+{%- if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}
+{%- for m in messages %}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>
+{%- if m.role == 'assistant' %}<think>{{ m.get('reasoning_content', '') }}</think>{% endif %}
+{%- if m.role == 'tool' %}## Return of {{ m.tool_call_id }}
+{% endif %}{{ m.content or '' }}
+{%- for c in m.tool_calls or [] %}
+{{- '<|tool_calls_section_begin|>' if loop.first else '' }}
+{{- '<|tool_call_begin|>' ~ c.id ~ '<|tool_call_argument_begin|>' }}
+{{- c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}<|tool_call_end|>
+{{- '<|tool_calls_section_end|>' if loop.last else '' }}
+{%- endfor %}<|im_end|>
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"""
+
+GRANITE = """<|start_of_role|>system<|end_of_role|>You are helpful
+{%- if tools %}, respond only with <|tool_call|> followed by a JSON list of tools used: {{ tools | tojson }}{% endif %}
+{%- for m in messages %}<|end_of_text|>
+<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}
+{%- endfor %}<|end_of_text|>
+{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}"""
+"""Tells how calls are written, and writes none itself, as Granite 3.3's does."""
+
+PHI = """
+{%- for t in tools or [] %}{{ '<|tool|>' + (t['function'] | tojson) + '<|/tool|>' }}{% endfor %}
+{%- for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}
+{%- for c in m.tool_calls %}{{ '<|tool_call|>' + (c['function'] | tojson) + '<|/tool_call|>' }}{% endfor %}<|end|>
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+NEMOTRON = """
+{%- if tools %}<SPECIAL_10>System
+<AVAILABLE_TOOLS>{{ tools | tojson }}</AVAILABLE_TOOLS>{% endif %}
+{%- for m in messages %}<SPECIAL_11>{{ m.role }}
+{{ m.content or '' }}
+{%- for c in m.tool_calls or [] %}{{ '<TOOLCALL>[' if loop.first else ', ' }}
+{{- '{"name": "' + c.function.name + '", "arguments": ' + (c.function.arguments | tojson) + '}' }}
+{{- ']</TOOLCALL>' if loop.last else '' }}
+{%- endfor %}
+<SPECIAL_12>
+{% endfor %}
+{%- if add_generation_prompt %}<SPECIAL_11>assistant
+<think>
+
+{% endif %}"""
+
 HARMONY = """<|start|>system<|message|>Valid channels: analysis, commentary, final.<|end|>
 {%- for t in tools or [] %}{% if loop.first %}<|start|>developer<|message|>{% endif %}
 {{- '// ' + t.function.description + '\\ntype ' + t.function.name + ' = ' ~ (t.function.parameters | tojson) }}
@@ -185,11 +231,13 @@ HARMONY = """<|start|>system<|message|>Valid channels: analysis, commentary, fin
 
 HARMONY_TOKENS = tuple(f"<|{name}|>" for name in ("start", "end", "message", "channel", "constrain", "call", "return"))
 
-GLM_TOKENS = (
-    *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    *("<think>", "</think>"),
+THINK = ("<think>", "</think>")
+GLM_TOKENS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", *THINK)
+KIMI_TOKENS = (
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", *THINK),
 )
-MINIMAX_TOKENS = ("<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>")
+MINIMAX_TOKENS = ("<minimax:tool_call>", "</minimax:tool_call>", *THINK)
 DEEPSEEK_TOKENS = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
 
 
@@ -227,6 +275,11 @@ FAMILIES = {
         DEEPSEEK_BARE, ("<｜end▁of▁sentence｜>",), (*DEEPSEEK_TOKENS, "<think>", "</think>"), "deepseek", "think"
     ),
     "harmony": Family(HARMONY, HARMONY_TOKENS, (), "harmony", "harmony"),
+    "kimi": Family(KIMI, ("<|im_end|>", "<|im_user|>", "<|im_assistant|>"), KIMI_TOKENS, "kimi", "think"),
+    "granite": Family(GRANITE, ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"), (), "granite"),
+    "granite token": Family(GRANITE, ("<|end_of_text|>", "<|start_of_role|>", "<|tool_call|>"), (), "granite"),
+    "phi": Family(PHI, ("<|end|>", "<|assistant|>"), ("<|tool_call|>", "<|/tool_call|>"), "granite"),
+    "nemotron": Family(NEMOTRON, ("<SPECIAL_11>", "<SPECIAL_12>"), (*THINK, "<TOOLCALL>"), "nemotron", "think"),
     "plain": Family(PLAIN, ("<|im_start|>", "<|im_end|>"), (), None),
 }
 

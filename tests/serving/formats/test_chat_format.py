@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sglcore.device.errors import ConfigError
 from sglcore.engine.chat_template import TextError
 from sglcore.engine.start import embedded_model
 from sglcore.engine.text import TextCodec
@@ -154,8 +155,34 @@ def test_ids_are_new_each_time(formats: dict[str, ChatFormat]) -> None:
     assert len({call.call_id for call in found}) == 2 and all(call.call_id.startswith("call_") for call in found)
 
 
-def test_earlier_reasoning_is_under_both_of_its_names(tmp_path: Path) -> None:
-    template = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.reasoning }}|{{ m.content }}{% endfor %}"
+def test_calls_are_numbered_for_a_template_that_has_their_names_from_their_ids(formats: dict[str, ChatFormat]) -> None:
+    def result(call_id: str) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": call_id, "content": "r"}
+
+    first, second = called("{}", content=None), called("{}", content=None)
+    talk = [USER, first, result("abcdefghi"), second, result("abcdefghi"), result("unknown")]
+    text = formats["kimi"].render(talk, tools=TOOLS).text
+    begun = [part.partition("<|tool_call_argument_begin|>")[0] for part in text.split("<|tool_call_begin|>")[1:]]
+    assert begun == ["functions.f:0", "functions.f:1"]
+    told = [part.partition("\n")[0] for part in text.split("## Return of ")[1:]]
+    assert told == ["functions.f:0", "functions.f:1", "unknown"]
+    assert first["tool_calls"][0]["id"] == "abcdefghi"
+
+
+def test_calls_are_written_for_a_template_that_writes_none(formats: dict[str, ChatFormat], tmp_path: Path) -> None:
+    found = formats["granite"]
+    assert "this server writes <|tool_call|>" in found.tool_reason
+    text = found.render([USER, called('{"a": "é"}', content="So."), {"role": "tool", "content": "r"}], tools=TOOLS).text
+    assert 'So.<|tool_call|>[{"name": "f", "arguments": {"a": "é"}}]<|end_of_text|>' in text
+    with pytest.raises(ConfigError, match="hermes can not be used: .* writes no tool calls"):
+        ChatFormat.detect(codec_of("granite", tmp_path), tool_parser="hermes")
+    silent = make_codec(tmp_path / "silent", "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    found = ChatFormat.detect(silent)
+    assert found.tool_reason == "this checkpoint's chat template writes no tool calls" and not found.rows[0].downgrade
+
+
+def test_earlier_reasoning_is_under_each_of_its_names(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.reasoning }}|{{ m.thinking }}{% endfor %}"
     found = ChatFormat.detect(make_codec(tmp_path, template))
     for name in ("reasoning", "reasoning_content"):
-        assert found.render([{"role": "assistant", "content": "c", name: "r"}]).text == "r|r|c"
+        assert found.render([{"role": "assistant", "content": "c", name: "r"}]).text == "r|r|r"

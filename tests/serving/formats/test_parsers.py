@@ -70,6 +70,24 @@ def deepseek_bare(calls: list[tuple[str, str]]) -> str:
     return "<｜tool▁calls▁begin｜>" + "".join(one.format(*call) for call in calls) + "<｜tool▁calls▁end｜>"
 
 
+def kimi(calls: list[tuple[str, str]]) -> str:
+    one = "<|tool_call_begin|>functions.{}:{} <|tool_call_argument_begin|>{}<|tool_call_end|>"
+    made = (one.format(name, number, arguments) for number, (name, arguments) in enumerate(calls))
+    return f"<|tool_calls_section_begin|>{''.join(made)}<|tool_calls_section_end|>"
+
+
+def granite(calls: list[tuple[str, str]]) -> str:
+    return "<|tool_call|>[" + ", ".join(f'{{"name": {as_json(n)}, "arguments": {a}}}' for n, a in calls) + "]"
+
+
+def phi(calls: list[tuple[str, str]]) -> str:
+    return "".join(f'<|tool_call|>{{"name": {as_json(n)}, "arguments": {a}}}<|/tool_call|>' for n, a in calls)
+
+
+def nemotron(calls: list[tuple[str, str]]) -> str:
+    return granite(calls).replace("<|tool_call|>", "<TOOLCALL>") + "</TOOLCALL>"
+
+
 WRITERS: list[tuple[str, Callable[[list[tuple[str, str]]], str]]] = [
     ("hermes", hermes),
     ("llama3", llama3),
@@ -78,6 +96,10 @@ WRITERS: list[tuple[str, Callable[[list[tuple[str, str]]], str]]] = [
     ("mistral", mistral_bare),
     ("deepseek", deepseek_fenced),
     ("deepseek", deepseek_bare),
+    ("kimi", kimi),
+    ("granite", granite),
+    ("granite", phi),
+    ("nemotron", nemotron),
 ]
 
 
@@ -236,6 +258,11 @@ def test_any_text_is_read_without_an_error_and_the_same_however_it_is_split(
         ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>poem<｜tool▁sep｜>f\n```json\n{}"),
         ("qwen3_coder", "<tool_call>\n<function=f>\nnothing</function>"),
         ("qwen3_coder", "<function=<b>>"),
+        ("kimi", "<|tool_calls_section_begin|><|tool_calls_section_end|>"),
+        ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>text"),
+        ("granite", "<|tool_call|> I would call one"),
+        ("granite", "<|tool_call|>[]"),
+        ("nemotron", "<TOOLCALL>[1]</TOOLCALL>"),
         ("glm", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
         ("glm", "<tool_call>call me</tool_cal"),
         ("minimax", '<minimax:tool_call>\n<invoke name="f">nothing</invoke>'),
@@ -300,6 +327,21 @@ def test_arguments_may_come_before_the_name_and_may_be_missing() -> None:
 def test_an_id_that_the_model_writes_is_the_calls_id() -> None:
     text = '[TOOL_CALLS] [{"id": "abcdefghi", "name": "f", "arguments": {}}][TOOL_CALLS]g[CALL_ID]123456789[ARGS]{}'
     assert [call.call_id for call in calls_of(parser("mistral").whole(text))] == ["abcdefghi", "123456789"]
+
+
+def test_an_id_that_holds_a_number_is_the_calls_id() -> None:
+    text = "".join(
+        f"<|tool_call_begin|>{name}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        for name in ("functions.a.b:7", "functions.f", "g:x")
+    )
+    found = calls_of(parser("kimi").whole(f"<|tool_calls_section_begin|>{text}<|tool_calls_section_end|>"))
+    assert [(call.name, call.call_id) for call in found] == [("a.b", "functions.a.b:7"), ("f", "id"), ("g:x", "id")]
+
+
+def test_a_list_that_breaks_off_keeps_its_whole_calls() -> None:
+    whole = parser("granite").whole('<|tool_call|>[{"name": "f", "arguments": {}}, {"name": "g", "argu')
+    assert [call.name for call in calls_of(whole)] == ["f"]
+    assert text_of(whole, "content") == ', {"name": "g", "argu'
 
 
 @pytest.mark.parametrize(

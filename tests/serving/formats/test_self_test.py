@@ -15,7 +15,8 @@ from sglcore.serving.formats.chat_format import ChatFormat
 from sglcore.serving.formats.conversation import MessageForm
 from sglcore.serving.formats.families import REASONING, TOOLS
 from sglcore.serving.formats.harmony import harmony
-from sglcore.serving.formats.json_calls import CALL, CALL_END, Tools, hermes
+from sglcore.serving.formats.json_calls import CALL, CALL_END, Tools
+from sglcore.serving.formats.json_calls import HERMES as HERMES_CALLS
 from sglcore.serving.formats.parser import AnswerScan
 from sglcore.serving.formats.scanner import Scan, Scanner
 from sglcore.serving.formats.self_test import Candidate, Failed, check_reasoning, check_tools
@@ -94,7 +95,7 @@ def shows_half_the_end_marker(s: Scanner, tools: Tools) -> Scan[None]:
 
 
 def sees_where_the_text_was_split(s: Scanner, tools: Tools) -> Scan[None]:
-    steps = hermes(s, tools)
+    steps = HERMES_CALLS(s, tools)
     for number, _ in enumerate(steps):
         if number == 1:
             s.say("content", "?")
