@@ -39,7 +39,7 @@ Oracle = Any
 def make_oracle(config: Oracle, architecture: str, seed: int = 0) -> Oracle:
     """A random model in float32; norms and biases are random too, so that a lost one shows."""
     torch.manual_seed(seed)
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = "eager" if "Gemma2" in architecture else "sdpa"
     if "Moe" in architecture:
         config._experts_implementation = "eager"
     model = getattr(transformers, architecture)(config).eval()
@@ -87,8 +87,26 @@ def qwen3_moe(**changes: Any) -> Oracle:
 def gemma3(**changes: Any) -> Oracle:
     """A Gemma 3 for text: every second layer has a window, and a rotary embedding of its own."""
     kinds = ["sliding_attention", "full_attention"]
-    sizes = {**SIZES, "head_dim": 20, "layer_types": kinds, "query_pre_attn_scalar": 24}
+    sizes = {**SIZES, "head_dim": 20, "layer_types": kinds, "query_pre_attn_scalar": 24, "sliding_window": 6}
     return make_oracle(transformers.Gemma3TextConfig(**{**sizes, **changes}), "Gemma3ForCausalLM")
+
+
+def gemma(**changes: Any) -> Oracle:
+    """A Gemma 1."""
+    return make_oracle(transformers.GemmaConfig(**{**SIZES, "head_dim": 20, **changes}), "GemmaForCausalLM")
+
+
+def gemma2(**changes: Any) -> Oracle:
+    """A Gemma 2 whose first layer has a window; its caps are low enough to bend."""
+    sizes = {"head_dim": 20, "sliding_window": 6, "query_pre_attn_scalar": 24}
+    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    return make_oracle(transformers.Gemma2Config(**{**SIZES, **sizes, **caps, **changes}), "Gemma2ForCausalLM")
+
+
+def exaone4(**changes: Any) -> Oracle:
+    """An EXAONE 4, which has no file of ours: every second layer has a window, and full ones have no rotary embedding."""
+    sizes = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+    return make_oracle(transformers.Exaone4Config(**{**SIZES, **sizes, **changes}), "Exaone4ForCausalLM")
 
 
 def bert(architecture: str = "BertModel", **changes: Any) -> Oracle:
@@ -132,6 +150,16 @@ CAUSAL: Mapping[str, Callable[[], Oracle]] = MappingProxyType(
         "qwen3-biases-tied": lambda: qwen3(attention_bias=True, tie_word_embeddings=True),
         "qwen3-layer-types": lambda: qwen3(
             use_sliding_window=True, sliding_window=6, layer_types=["sliding_attention", "full_attention"]
+        ),
+        "gemma": gemma,
+        "gemma2": gemma2,
+        "gemma3": gemma3,
+        "gemma3-linear-rope-capped": lambda: gemma3(
+            final_logit_softcapping=3.0,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
         ),
         "qwen3-moe": qwen3_moe,
         "qwen3-moe-normalised-one-dense": lambda: qwen3_moe(norm_topk_prob=True, mlp_only_layers=[1]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,8 +18,34 @@ EMPTY: Mapping[str, Any] = MappingProxyType({})
 ENCODERS = frozenset({"BertModel", "BertForMaskedLM"})
 """Architectures that give hidden states and no logits."""
 
+_GEMMA: Mapping[str, Any] = MappingProxyType(
+    {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
+)
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
+        "GemmaForCausalLM": MappingProxyType(
+            {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16}
+        ),
+        "Gemma2ForCausalLM": MappingProxyType(
+            {
+                **_GEMMA,
+                "num_key_value_heads": 4,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 2,
+                "attn_logit_softcapping": 50.0,
+                "final_logit_softcapping": 30.0,
+            }
+        ),
+        "Gemma3ForCausalLM": MappingProxyType(
+            {
+                **_GEMMA,
+                "num_key_value_heads": 4,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 6,
+                "rope_theta": 1000000.0,
+                "rope_local_base_freq": 10000.0,
+            }
+        ),
         "MistralForCausalLM": MappingProxyType(
             {"use_sliding_window": True, "sliding_window": 4096, "num_key_value_heads": 8}
         ),
@@ -29,6 +55,17 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 """What an absent key means where architectures differ."""
+
+OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "query_pre_attn_scalar": None,
+        "rope_local_base_freq": None,
+        "use_bidirectional_attention": False,
+    }
+)
+"""What some architectures know and others do not, with the value that changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +100,9 @@ class ModelConfig:
     """The geometry of a model. `sliding_windows` has one entry a layer (None: full attention).
 
     `dtype` is the checkpoint's own ("bfloat16", ...). `context_length` is how many tokens positions are defined for.
-    `raw` is `config.json` as it is. `path` is the folder, or a GGUF file.
+    `raw` is `config.json` as it is. `path` is the folder, or a GGUF file. `options` are those of `OPTIONS` that change
+    something: an architecture refuses what it does not know. `local_rope` is that of layers with a window, None where all
+    layers have one.
     """
 
     path: Path
@@ -88,6 +127,13 @@ class ModelConfig:
     moe: MoeConfig | None
     is_encoder: bool
     raw: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    local_rope: RopeConfig | None = None
+
+    @property
+    def attention_scaling(self) -> float:
+        """What scores are multiplied with."""
+        return self.options.get("query_pre_attn_scalar", self.head_dim) ** -0.5
 
 
 def read_config(path: str | Path, known: Collection[str] = ()) -> ModelConfig:
@@ -132,7 +178,7 @@ def _parse(folder: Path, architecture: str, raw: dict[str, Any]) -> ModelConfig:
     need = _Needed(values, folder / "config.json")
     heads, layers = need("num_attention_heads"), need("num_hidden_layers")
     max_positions = need("max_position_embeddings")
-    rope = _rope(values, max_positions)
+    rope, local_rope = _ropes(values, max_positions)
     config = ModelConfig(
         path=folder,
         architecture=architecture,
@@ -151,11 +197,13 @@ def _parse(folder: Path, architecture: str, raw: dict[str, Any]) -> ModelConfig:
         tie_word_embeddings=values.get("tie_word_embeddings", False),
         attention_bias=values.get("attention_bias", False),
         mlp_bias=values.get("mlp_bias", False),
-        hidden_act=values.get("hidden_act", "silu"),
+        hidden_act=_activation(architecture, values),
         dtype=str(values.get("dtype", values.get("torch_dtype", "float32"))).removeprefix("torch."),
         moe=_moe(values, layers),
         is_encoder=architecture in ENCODERS,
         raw=MappingProxyType(raw),
+        options=MappingProxyType({name: values[name] for name in OPTIONS if _is_set(values.get(name), OPTIONS[name])}),
+        local_rope=local_rope,
     )
     _check(config)
     return config
@@ -172,12 +220,35 @@ class _Needed:
         return int(self.values[name])
 
 
-def _rope(values: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    """Both dialects: `rope_parameters`, and the older `rope_theta` with `rope_scaling` (whose kind may be `type`)."""
+def _is_set(value: Any, neutral: Any) -> bool:
+    return value is not None and value != neutral
+
+
+def _activation(architecture: str, values: Mapping[str, Any]) -> str:
+    """Old checkpoints of Gemma say "gelu", and mean its approximation by tanh."""
+    found = values.get("hidden_activation", values.get("hidden_act", "silu"))
+    return "gelu_pytorch_tanh" if architecture == "GemmaForCausalLM" and found == "gelu" else found
+
+
+def _ropes(values: Mapping[str, Any], max_positions: int) -> tuple[RopeConfig, RopeConfig | None]:
+    """That of layers without a window, and that of layers with one, where they differ. Both dialects: `rope_parameters`,
+    which may have a set for each kind of layer, and the older `rope_theta` with `rope_scaling` and `rope_local_base_freq`."""
     scaling = {**values.get("rope_parameters", EMPTY), **values.get("rope_scaling", EMPTY)}
     nested = [name for name, value in scaling.items() if isinstance(value, Mapping)]
-    if nested:
+    theta = values.get("rope_local_base_freq")
+    if not nested:
+        local = None if theta is None else _rope({"rope_theta": theta}, values, max_positions)
+        return _rope(scaling, values, max_positions), local
+    if set(nested) != {"full_attention", "sliding_attention"} or theta is None:
         raise ConfigError(f"rope parameters differ by layer ({', '.join(nested)})", wanted="one set for all layers")
+    local = {"rope_theta": theta, **scaling["sliding_attention"]}
+    full = {**scaling["full_attention"], **values.get("rope_scaling", EMPTY)}
+    return _rope(full, values, max_positions), _rope(local, values, max_positions)
+
+
+def _rope(given: Mapping[str, Any], values: Mapping[str, Any], max_positions: int) -> RopeConfig:
+    """Of one kind of layers; the kind of a rope may be `rope_type` or `type`."""
+    scaling = dict(given)
     theta = scaling.pop("rope_theta", values.get("rope_theta", 10000.0))
     partial = scaling.pop("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
     old_kind = scaling.pop("type", "default")
@@ -201,10 +272,13 @@ def _context_length(rope: RopeConfig, max_positions: int) -> int:
 def _sliding_windows(raw: Mapping[str, Any], values: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """Windows must be switched on, by a written switch, the architecture, or the types of the layers.
 
-    A written null means no window. Without types, the layers from `max_window_layers` on have windows.
+    A written null means no window. Without types, all layers but each `sliding_window_pattern`-th have windows, or those from
+    `max_window_layers` on.
     """
-    window = values.get("sliding_window")
+    window, pattern = values.get("sliding_window"), values.get("sliding_window_pattern")
     kinds = values.get("layer_types")
+    if kinds is None and pattern:
+        kinds = ["full_attention" if (layer + 1) % pattern == 0 else "sliding_attention" for layer in range(layers)]
     is_null = "sliding_window" in raw and raw["sliding_window"] is None
     if window is None or is_null or not values.get("use_sliding_window", kinds is not None):
         return (None,) * layers

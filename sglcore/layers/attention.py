@@ -31,16 +31,34 @@ class AttentionLayer:
     )
 
     def __init__(
-        self, build: Scope, layer_id: int, rotary: Tensor | None, *, qk_norm: bool = False, is_encoder: bool = False
+        self,
+        build: Scope,
+        layer_id: int,
+        rotary: Tensor | None,
+        *,
+        qk_norm: bool = False,
+        norm_offset: float | None = None,
+        sinks: bool = False,
+        is_encoder: bool = False,
     ) -> None:
-        """`rotary` is what `cos_sin_cache` gives."""
+        """`rotary` is what `cos_sin_cache` gives, the others are those of `Build.attention`."""
         config = build.config
         size, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
         window, is_cached = config.sliding_windows[layer_id], not is_encoder
-        self.q_norm = RMSNorm(build.at("q_norm"), size, config.rms_norm_eps, heads) if qk_norm else None
-        self.k_norm = RMSNorm(build.at("k_norm"), size, config.rms_norm_eps, kv_heads) if qk_norm else None
+        eps = config.rms_norm_eps
+        self.q_norm = RMSNorm(build.at("q_norm"), size, eps, heads, norm_offset) if qk_norm else None
+        self.k_norm = RMSNorm(build.at("k_norm"), size, eps, kv_heads, norm_offset) if qk_norm else None
         self.layer = Attention(
-            layer_id, heads, kv_heads, size, sliding_window=window, causal=is_cached, cached=is_cached
+            layer_id,
+            heads,
+            kv_heads,
+            size,
+            config.attention_scaling,
+            window,
+            causal=is_cached,
+            cached=is_cached,
+            softcap=config.options.get("attn_logit_softcapping"),
+            sinks=build.parameter("sinks", heads) if sinks else None,
         )
         self._sizes = [heads * size, kv_heads * size, kv_heads * size]
         self._head_dim = size

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
 
-from sglcore.checkpoint.config import MoeConfig
+from sglcore.checkpoint.config import MoeConfig, RopeConfig
 from sglcore.device.errors import ConfigError
 from sglcore.layers.attention import AttentionLayer
-from sglcore.layers.linear import Embedding, Head, Linear
+from sglcore.layers.linear import Embedding, Head, Linear, Softcap
 from sglcore.layers.mlp import GatedMlp
 from sglcore.layers.moe import SparseMoe
 from sglcore.layers.norm import LayerNorm, RMSNorm
@@ -40,27 +40,41 @@ class Build(Scope):
         """Layer norm."""
         return LayerNorm(self.at(name), size, eps)
 
-    def embedding(self, name: str, rows: int, size: int) -> Embedding:
+    def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> Embedding:
         """A row for each id."""
-        return Embedding(self.at(name), rows, size)
+        return Embedding(self.at(name), rows, size, scale)
 
     def head(self, name: str, rows: int, size: int, tied: Embedding | None = None) -> Head:
         """The output layer."""
         return Head(self.at(name), rows, size, tied)
 
-    def rotary(self) -> Tensor:
+    def rotary(self, rope: RopeConfig | None = None) -> Tensor:
         """The cosines and sines of every position."""
-        return cos_sin_cache(self.config, self.max_positions, self.weights.device)
+        config = self.config if rope is None else replace(self.config, rope=rope)
+        return cos_sin_cache(config, self.max_positions, self.weights.device)
 
     def attention(
-        self, layer_id: int, rotary: Tensor | None = None, *, qk_norm: bool = False, is_encoder: bool = False
+        self,
+        layer_id: int,
+        rotary: Tensor | None = None,
+        *,
+        qk_norm: bool = False,
+        norm_offset: float | None = None,
+        sinks: bool = False,
+        is_encoder: bool = False,
     ) -> AttentionLayer:
         """Norms, rotary embedding, attention, in as few kernels as the device has."""
-        return AttentionLayer(self, layer_id, rotary, qk_norm=qk_norm, is_encoder=is_encoder)
+        return AttentionLayer(
+            self, layer_id, rotary, qk_norm=qk_norm, norm_offset=norm_offset, sinks=sinks, is_encoder=is_encoder
+        )
 
-    def mlp(self, name: str, size: int, bias: bool = False) -> GatedMlp:
+    def softcap(self, cap: float) -> Softcap:
+        """cap * tanh(x / cap)."""
+        return Softcap(self, cap)
+
+    def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> GatedMlp:
         """The gated feed-forward block."""
-        return GatedMlp(self.at(name), size, bias)
+        return GatedMlp(self.at(name), size, bias, fused)
 
     def experts(self, name: str, moe: MoeConfig) -> SparseMoe:
         """The sparse feed-forward block."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from sglcore.layers.scope import Scope
@@ -39,19 +40,21 @@ class Linear:
 
 
 class Embedding:
-    """A row for each id."""
+    """A row for each id, times a scale in the model's dtype."""
 
-    __slots__ = ("_embedding", "may_round", "names", "weight")
+    __slots__ = ("_embedding", "_scale", "may_round", "names", "weight")
 
-    def __init__(self, build: Scope, rows: int, size: int) -> None:
+    def __init__(self, build: Scope, rows: int, size: int, scale: float | None = None) -> None:
         self.may_round = True
+        self._scale = None if scale is None else float(torch.tensor(scale, dtype=build.dtype, device="cpu"))
         self.names = (f"{build.prefix}weight",)
         self.weight = build.parameter("weight", rows, size)
         self._embedding = build.kernel(KernelTable.embedding, build.indices(), self.weight)
 
     def __call__(self, ids: Tensor) -> Tensor:
         """int [T] to [T, size]."""
-        return self._embedding(ids, self.weight)
+        rows = self._embedding(ids, self.weight)
+        return rows if self._scale is None else rows.mul_(self._scale)
 
     def embed(self, batch: ForwardBatch) -> Tensor:
         """The rows [T, size] of the batch's ids, unless a copy of its `input_embeds` takes their place."""
@@ -80,3 +83,17 @@ class Head:
         if self._head is not None:
             return self._head(hidden, self._owner.weight)
         return self._linear(hidden, self._owner.weight, None).float()
+
+
+class Softcap:
+    """cap * tanh(x / cap)."""
+
+    __slots__ = ("_cap", "_softcap")
+
+    def __init__(self, build: Scope, cap: float) -> None:
+        self._cap = cap
+        self._softcap = build.kernel(KernelTable.softcap, build.rows(build.config.vocab_size).float(), cap)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Elementwise, over float32 logits."""
+        return self._softcap(x, self._cap)

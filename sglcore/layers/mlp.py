@@ -8,20 +8,24 @@ from sglcore.layers.linear import Linear
 from sglcore.layers.scope import Scope
 from sglcore.runtime.kernels.table import KernelTable
 
+GATE_AND_UP = ("gate_proj", "up_proj")
+
 
 class GatedMlp:
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)), with the configuration's activation."""
 
     __slots__ = ("_activate", "_gated_linear", "down_proj", "gate_up_proj")
 
-    def __init__(self, build: Scope, intermediate_size: int, bias: bool = False) -> None:
-        hidden_size = build.config.hidden_size
-        parts = (("gate_proj", intermediate_size), ("up_proj", intermediate_size))
+    def __init__(self, build: Scope, intermediate_size: int, bias: bool = False, fused: str = "") -> None:
+        """`fused` is that of `Build.mlp`."""
+        hidden_size, is_silu = build.config.hidden_size, build.config.hidden_act == "silu"
+        parts = ((fused, 2 * intermediate_size),) if fused else tuple((p, intermediate_size) for p in GATE_AND_UP)
         self.gate_up_proj = Linear(build, parts, hidden_size, bias)
         self.down_proj = Linear(build, (("down_proj", hidden_size),), intermediate_size, bias)
-        self._activate = build.kernel(KernelTable.silu_and_mul, build.rows(2 * intermediate_size))
+        activation = KernelTable.silu_and_mul if is_silu else KernelTable.gelu_tanh_and_mul
+        self._activate = build.kernel(activation, build.rows(2 * intermediate_size))
         given = build.rows(hidden_size), self.gate_up_proj.weight
-        self._gated_linear = None if bias else build.kernel(KernelTable.gated_linear, *given)
+        self._gated_linear = None if bias or not is_silu else build.kernel(KernelTable.gated_linear, *given)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, H] to [T, H]."""

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias
 
-from sglcore.checkpoint.config import ModelConfig, MoeConfig
+from sglcore.checkpoint.config import ModelConfig, MoeConfig, RopeConfig
 from sglcore.device.errors import ConfigError
 
 Array: TypeAlias = Any
@@ -127,27 +127,41 @@ class Build(Protocol):
         """Layer norm with weight and bias."""
         ...
 
-    def embedding(self, name: str, rows: int, size: int) -> Embedding:
-        """A weight [rows, size]."""
+    def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> Embedding:
+        """A weight [rows, size], whose rows are multiplied with a scale, rounded to the model's dtype."""
         ...
 
     def head(self, name: str, rows: int, size: int, tied: Embedding | None = None) -> Layer:
         """The output layer [T, size] to float32 [T, rows], by its own weight or that of `tied`."""
         ...
 
-    def rotary(self) -> Any:
-        """The rotary embedding that the configuration describes, for any number of attention layers."""
+    def rotary(self, rope: RopeConfig | None = None) -> Any:
+        """The rotary embedding that the configuration describes, or another, for any number of attention layers."""
         ...
 
     def attention(
-        self, layer_id: int, rotary: Any = None, *, qk_norm: bool = False, is_encoder: bool = False
+        self,
+        layer_id: int,
+        rotary: Any = None,
+        *,
+        qk_norm: bool = False,
+        norm_offset: float | None = None,
+        sinks: bool = False,
+        is_encoder: bool = False,
     ) -> Attention:
-        """Attention of the configuration's heads. `qk_norm`: each query and key head is normalised, by `q_norm` and `k_norm`
-        of this scope; then `rotary` turns them. An encoder's tokens see all of their request and nothing is stored."""
+        """Attention of the configuration's heads, with its window, scaling and softcap. `qk_norm`: each query and key head is
+        normalised, by `q_norm` and `k_norm` of this scope, with the `offset` of `norm`; then `rotary` turns them. `sinks` [heads]
+        of this scope are scores of one more key, which has no value. An encoder's tokens see all of their request and nothing
+        is stored."""
         ...
 
-    def mlp(self, name: str, size: int, bias: bool = False) -> Layer:
-        """down(silu(gate(x)) * up(x)), `size` wide inside."""
+    def softcap(self, cap: float) -> Layer:
+        """cap * tanh(x / cap), of logits."""
+        ...
+
+    def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> Layer:
+        """down(activation(gate(x)) * up(x)) with the configuration's activation, `size` wide inside. `fused` names a weight that has
+        the rows of gate, then of up."""
         ...
 
     def experts(self, name: str, moe: MoeConfig) -> Layer:

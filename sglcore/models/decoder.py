@@ -6,10 +6,15 @@ An architecture's file subclasses `CausalLM` and says in `make_layer` what is it
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
+from sglcore.checkpoint.config import ModelConfig
 from sglcore.device.errors import ConfigError
 from sglcore.models.build import Architecture, Array, Batch, Build, Layer
+
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+"""Of the gated feed-forward block."""
 
 
 class LayerState(NamedTuple):
@@ -35,13 +40,15 @@ class SelfAttention:
         qkv_bias: bool = False,
         output_bias: bool = False,
         qk_norm: bool = False,
+        norm_offset: float | None = None,
+        sinks: bool = False,
     ) -> None:
-        """`rotary` and `qk_norm` are those of `Build.attention`."""
+        """`rotary` and what is not here are those of `Build.attention`."""
         config = build.config
         size, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
         parts = (("q_proj", heads * size), ("k_proj", kv_heads * size), ("v_proj", kv_heads * size))
         self.qkv_proj = build.fused(parts, config.hidden_size, qkv_bias)
-        self.attention = build.attention(layer_id, rotary, qk_norm=qk_norm)
+        self.attention = build.attention(layer_id, rotary, qk_norm=qk_norm, norm_offset=norm_offset, sinks=sinks)
         self.o_proj = build.linear("o_proj", heads * size, config.hidden_size, output_bias)
 
     def __call__(self, hidden: Array, batch: Batch) -> Array:
@@ -54,11 +61,12 @@ class DecoderLayer:
 
     __slots__ = ("input_layernorm", "mlp", "post_attention_layernorm", "self_attn")
 
-    def __init__(self, build: Build, self_attn: SelfAttention, mlp: Layer) -> None:
+    def __init__(self, build: Build, self_attn: SelfAttention, mlp: Layer, offset: float | None = None) -> None:
+        """`offset` is that of `Build.norm`."""
         size = build.config.hidden_size
-        self.input_layernorm = build.norm("input_layernorm", size)
+        self.input_layernorm = build.norm("input_layernorm", size, offset)
         self.self_attn = self_attn
-        self.post_attention_layernorm = build.norm("post_attention_layernorm", size)
+        self.post_attention_layernorm = build.norm("post_attention_layernorm", size, offset)
         self.mlp = mlp
 
     def __call__(self, hidden: Array, residual: Array | None, batch: Batch) -> tuple[Array, Array]:
@@ -69,26 +77,77 @@ class DecoderLayer:
         return self.mlp(hidden), residual
 
 
+class SandwichLayer:
+    """Attention and feed-forward, each between two norms of these names. What is added to the sum was normalised."""
+
+    __slots__ = ("mlp", "norms", "self_attn")
+
+    def __init__(
+        self, build: Build, self_attn: SelfAttention, mlp: Layer, names: Sequence[str], offset: float | None = None
+    ) -> None:
+        """Four names, in the order in which they are applied; `offset` is that of `Build.norm`."""
+        self.norms = tuple(build.norm(name, build.config.hidden_size, offset) for name in names)
+        self.self_attn = self_attn
+        self.mlp = mlp
+
+    def __call__(self, hidden: Array, residual: Array | None, batch: Batch) -> tuple[Array, Array]:
+        """As `DecoderLayer`."""
+        before_attention, after_attention, before_mlp, after_mlp = self.norms
+        hidden, residual = before_attention.add(hidden, residual)
+        hidden = after_attention(self.self_attn(hidden, batch))
+        hidden, residual = before_mlp.add(hidden, residual)
+        return after_mlp(self.mlp(hidden)), residual
+
+
 class CausalLM(Architecture):
-    """Embedding, layers, norm and head. `embed`, `run_layers` over all layers in order, and `finish` are one forward."""
+    """Embedding, layers, norm and head. `embed`, `run_layers` over all layers in order, and `finish` are one forward.
+
+    `knows` are the options of the configuration that the architecture heeds; `norm_offset` is that of its norms.
+    """
+
+    knows: ClassVar[frozenset[str]] = frozenset()
+    norm_offset: ClassVar[float | None] = None
 
     def __init__(self, build: Build) -> None:
-        """Raises `ConfigError` for an activation that these layers do not have."""
+        """Raises `ConfigError` for an activation that these layers do not have, and for options that nothing here heeds."""
         super().__init__(build)
         config, inner = build.config, build.at("model")
-        if config.hidden_act != "silu":
-            raise ConfigError(f"hidden_act {config.hidden_act!r} is not supported here", wanted="'silu'")
+        self._check(config)
         vocab, size = config.vocab_size, config.hidden_size
         self.rotary = build.rotary()
-        self.embed_tokens = inner.embedding("embed_tokens", vocab, size)
+        self.local_rotary = self.rotary if config.local_rope is None else build.rotary(config.local_rope)
+        self.embed_tokens = inner.embedding("embed_tokens", vocab, size, self.embedding_scale)
         self.layers = tuple(self.make_layer(inner.at("layers", i), i) for i in range(config.num_hidden_layers))
-        self.norm = inner.norm("norm", size)
+        self.norm = inner.norm("norm", size, self.norm_offset)
+        cap = config.options.get("final_logit_softcapping")
+        self.softcap = None if cap is None else build.softcap(cap)
         self.lm_head = build.head("lm_head", vocab, size, self.embed_tokens if config.tie_word_embeddings else None)
         self.attention_layers = tuple(layer.self_attn.attention.layer for layer in self.layers)
 
+    def _check(self, config: ModelConfig) -> None:
+        activations = ("silu",) if config.moe is not None else ACTIVATIONS
+        if config.hidden_act not in activations:
+            wanted = " or ".join(map(repr, activations))
+            raise ConfigError(f"hidden_act {config.hidden_act!r} is not supported here", wanted=wanted)
+        unknown = {name: value for name, value in config.options.items() if name not in self.knows}
+        for name, value in unknown.items():
+            raise ConfigError(
+                f"{config.path / 'config.json'} has {name} = {value!r}, which {config.architecture} does not heed here",
+                remedy="use another checkpoint",
+            )
+
+    @property
+    def embedding_scale(self) -> float | None:
+        """What the embedded tokens are multiplied with."""
+        return None
+
     @abstractmethod
-    def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
+    def make_layer(self, build: Build, layer_id: int) -> DecoderLayer | SandwichLayer:
         """One layer of this architecture."""
+
+    def rotary_of(self, layer_id: int) -> Any:
+        """The rotary embedding of a layer: layers with a window may have one of their own."""
+        return self.rotary if self.config.sliding_windows[layer_id] is None else self.local_rotary
 
     def __call__(self, batch: Batch) -> Array:
         """T tokens to hidden states [T, H] after the last norm."""
@@ -111,4 +170,5 @@ class CausalLM(Architecture):
 
     def logits(self, hidden: Array) -> Array:
         """[N, H] to float32 [N, vocab]."""
-        return self.lm_head(hidden)
+        logits = self.lm_head(hidden)
+        return logits if self.softcap is None else self.softcap(logits)

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
+        "GemmaForCausalLM": "sglcore.models.gemma:GemmaForCausalLM",
+        "Gemma2ForCausalLM": "sglcore.models.gemma2:Gemma2ForCausalLM",
+        "Gemma3ForCausalLM": "sglcore.models.gemma3:Gemma3ForCausalLM",
         "LlamaForCausalLM": "sglcore.models.llama:LlamaForCausalLM",
         "MistralForCausalLM": "sglcore.models.mistral:MistralForCausalLM",
         "Qwen2ForCausalLM": "sglcore.models.qwen2:Qwen2ForCausalLM",

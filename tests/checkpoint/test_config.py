@@ -44,8 +44,10 @@ def test_what_is_read_is_what_the_oracle_has(tmp_path, name: str) -> None:
         "rms_norm_eps",
     ):
         assert getattr(config, field) == getattr(oracle, field, None) or field == "head_dim", field
-    assert config.rope.theta == oracle.rope_parameters["rope_theta"]
-    assert config.rope.kind == oracle.rope_parameters["rope_type"]
+    full = oracle.rope_parameters.get("full_attention", oracle.rope_parameters)
+    local = oracle.rope_parameters.get("sliding_attention")
+    for found, wanted in ((config.rope, full), (config.local_rope, local)):
+        assert (found and (found.theta, found.kind)) == (wanted and (wanted["rope_theta"], wanted["rope_type"]))
 
 
 def test_old_and_new_rope_dialects_read_the_same(tmp_path) -> None:

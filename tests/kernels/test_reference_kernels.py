@@ -109,6 +109,11 @@ def test_gelu_tanh_and_mul_puts_the_gate_first(dtype, tokens: int) -> None:
     assert torch.equal(TABLE.gelu_tanh_and_mul(x), F.gelu(x[:, :5], approximate="tanh") * x[:, 5:])
 
 
+def test_softcap_bends_to_its_cap() -> None:
+    x = random(3, 10)
+    assert torch.equal(TABLE.softcap(x, 1.5), torch.tanh(x / 1.5) * 1.5)
+
+
 def test_gelu_is_the_exact_one() -> None:
     x = random(7, 10).double()
     assert torch.allclose(TABLE.gelu(x), x * torch.special.ndtr(x))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints import LLAMA3, gemma3, llama, mistral, qwen2, qwen3, qwen3_moe, rope, save
+from tests.checkpoints import LLAMA3, exaone4, gemma3, llama, mistral, qwen2, qwen3, qwen3_moe, rope, save
 from tests.laws.engine import TokenEngine, check_greedy, check_logprobs, random_prompts
 
 CONTEXT = 128
@@ -23,9 +23,12 @@ ARCHITECTURES: MappingProxyType[str, Callable[[], Any]] = MappingProxyType(
         "qwen2": lambda: qwen2(max_position_embeddings=CONTEXT),
         "qwen3": lambda: qwen3(max_position_embeddings=CONTEXT, tie_word_embeddings=True),
         "qwen3-moe": lambda: qwen3_moe(max_position_embeddings=CONTEXT),
-        "gemma3-transformers": lambda: gemma3(max_position_embeddings=CONTEXT, sliding_window=6),
+        "gemma3": lambda: gemma3(max_position_embeddings=CONTEXT),
+        "exaone4-transformers": lambda: exaone4(max_position_embeddings=CONTEXT),
     }
 )
+COMPILED = ("llama", "llama3-rope", "mistral-window", "qwen2", "qwen3", "qwen3-moe", "exaone4-transformers")
+"""A compiler takes ten seconds for each; the others compute by the same operations."""
 LENGTHS = (1, 5, 30, 17, 9)
 
 
@@ -140,6 +143,7 @@ def test_stale_buffers_are_never_read(case: Case, graph: str) -> None:
     check_paths(engine, graph)
 
 
+@pytest.mark.parametrize("case", COMPILED, indirect=True)
 @pytest.mark.needs("graphs.compiled")
 def test_compiled_decode_changes_nothing(case: Case) -> None:
     """64 greedy steps; then chunks, arrivals, prefix hits and retraction in one engine, whose decode steps replay."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 import torch
 
+from sglcore.device.errors import ConfigError
 from sglcore.runtime.kernels.grouped import grouped_moe
 from sglcore.runtime.kernels.reference import add_rms_norm, rms_norm
 from sglcore.runtime.kernels.table import KernelTable
-from tests.checkpoints import CAUSAL, LONG, llama, oracle_logprobs, qwen3, qwen3_moe, rope, save
+from tests.checkpoints import CAUSAL, LONG, gemma3, llama, oracle_logprobs, qwen3, qwen3_moe, rope, save
 from tests.models.steps import Steps, load
 
 TOLERANCE = 1e-4
@@ -106,6 +108,27 @@ def test_swapped_gate_and_up_would_be_noticed(tmp_path) -> None:
     gate_up = model.layers[1].mlp.gate_up_proj.weight
     gate_up.copy_(gate_up.roll(72, dims=0))
     assert (Steps(model).logprobs({1: ids}) - oracle_logprobs(oracle, ids)).abs().max() > 100 * TOLERANCE
+
+
+def test_a_lost_offset_and_swapped_rotations_would_be_noticed(tmp_path) -> None:
+    oracle, ids = gemma3(), prompt(23)
+    model = load(save(oracle, tmp_path))
+    wanted, kept = oracle_logprobs(oracle, ids), model.rotary.clone()
+    model.rotary.copy_(model.local_rotary)
+    assert (Steps(model).logprobs({1: ids}) - wanted).abs().max() > 100 * TOLERANCE
+    model.rotary.copy_(kept)
+    assert (Steps(model).logprobs({1: ids}) - wanted).abs().max() < TOLERANCE
+    model.layers[1].norms[1].weight.sub_(1)
+    assert (Steps(model).logprobs({1: ids}) - wanted).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["attn_logit_softcapping", "rope_local_base_freq", "use_bidirectional_attention"])
+def test_what_an_architecture_does_not_heed_is_refused(tmp_path, name: str) -> None:
+    folder = save(llama(), tmp_path)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), name: 7.0}))
+    with pytest.raises(ConfigError, match=f"has {name} = 7.0, which LlamaForCausalLM does not heed here"):
+        load(folder)
 
 
 def test_another_rotary_base_would_be_noticed(tmp_path) -> None:

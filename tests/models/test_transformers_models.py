@@ -26,7 +26,7 @@ from sglcore.models.transformers_walk import AttentionCall, walk, window_of
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.reference import moe
 from sglcore.runtime.kernels.table import KernelTable
-from tests.checkpoints import gemma3, llama, save
+from tests.checkpoints import exaone4, gemma3, llama, save
 from tests.models.steps import Steps
 from tests.models.transformers_cases import compare, load, tiny_model
 
@@ -84,13 +84,13 @@ def rewritten(folder: Path, **changes: Any) -> Path:
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
-    return save(gemma3(max_position_embeddings=80), tmp_path)
+    return save(exaone4(max_position_embeddings=80), tmp_path)
 
 
 def test_an_architecture_without_a_file_runs_by_transformers_class(foreign: Path) -> None:
     config, added, row = chosen(foreign)
-    assert list(added) == ["Gemma3ForCausalLM"] and config.context_length == 80 and config.vocab_size == 97
-    assert row.startswith("transformers: Gemma3ForCausalLM has no file here")
+    assert list(added) == ["Exaone4ForCausalLM"] and config.context_length == 80 and config.vocab_size == 97
+    assert row.startswith("transformers: Exaone4ForCausalLM has no file here")
 
 
 def test_code_that_a_checkpoint_of_a_compared_type_brings_is_passed_by(foreign: Path) -> None:
@@ -116,18 +116,17 @@ def test_one_with_a_file_runs_by_it_unless_the_other_is_asked_for(tmp_path: Path
 def test_what_can_not_be_served_is_one_line_that_says_why(foreign: Path) -> None:
     with pytest.raises(ConfigError, match="model_impl is 'both'"):
         chosen(foreign, "both")
-    with pytest.raises(ConfigError, match="'Gemma3ForCausalLM' is not supported.*LlamaForCausalLM"):
+    with pytest.raises(ConfigError, match="'Exaone4ForCausalLM' is not supported.*LlamaForCausalLM"):
         chosen(foreign, "native")
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": rope}
     by_length = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     kept = (foreign / "config.json").read_text()
     for changes, words in (
         ({"model_type": "mamba"}, "transformers' type 'mamba' is not among"),
         ({"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own"}}, "brings code of its own"),
-        ({"architectures": ["Gemma3ForSequenceClassification"]}, "of type 'gemma3_text' is Gemma3ForCausalLM"),
-        ({"rope_parameters": kinds}, "the rope type 'dynamic'"),
-        ({"rope_parameters": {**kinds, "full_attention": by_length}}, "the rope type 'longrope'"),
+        ({"architectures": ["Exaone4ForSequenceClassification"]}, "of type 'exaone4' is Exaone4ForCausalLM"),
+        ({"rope_parameters": rope}, "the rope type 'dynamic'"),
+        ({"rope_parameters": by_length}, "the rope type 'longrope'"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantised"),
         ({"num_attention_heads": "four"}, "transformers refuses"),
     ):
@@ -136,10 +135,17 @@ def test_what_can_not_be_served_is_one_line_that_says_why(foreign: Path) -> None
             chosen(rewritten(foreign, **changes))
 
 
+def test_rope_types_of_one_kind_of_layers_are_refused_too(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": rope}
+    with pytest.raises(ConfigError, match="the rope type 'dynamic'"):
+        chosen(rewritten(save(gemma3(), tmp_path), rope_parameters=kinds), "transformers")
+
+
 def test_a_device_without_torch_has_files_of_ours_alone(foreign: Path) -> None:
     with pytest.raises(ConfigError, match="which this device has not"):
         choose_implementation("transformers", foreign, DecisionLedger(), has_torch=False)
-    with pytest.raises(ConfigError, match="'Gemma3ForCausalLM' is not supported"):
+    with pytest.raises(ConfigError, match="'Exaone4ForCausalLM' is not supported"):
         choose_implementation("auto", foreign, DecisionLedger(), has_torch=False)
 
 

@@ -118,6 +118,11 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x)
 
 
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """A bound without a corner (Gemma 2, section 2)."""
+    return torch.tanh(x / cap) * cap
+
+
 def top_k_routing(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     """Softmax over all experts, then the K largest."""
     weights, ids = torch.topk(torch.softmax(logits, dim=-1, dtype=torch.float32), k, dim=-1)

@@ -152,6 +152,8 @@ class KernelTable:
     """`gelu_tanh_and_mul(x [T, 2 * I]) -> [T, I]`: as `silu_and_mul`, by x * (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
     gelu = entry(reference.gelu, shapes=(("T I",),))
     """`gelu(x [T, I]) -> [T, I]`: x * Phi(x), with the exact error function."""
+    softcap = entry(reference.softcap, shapes=(("T I", 3.0),))
+    """`softcap(x [T, I], cap) -> [T, I]`: cap * tanh(x / cap)."""
     top_k_routing = entry(reference.top_k_routing)
     """`top_k_routing(logits [T, E], K, normalize) -> (weights [T, K] of logits' dtype, ids int32 or int64 [T, K])`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from sglcore.device.errors import ConfigError
 from sglcore_mlx.forward_batch import ForwardBatch
 from sglcore_mlx.layers.norm import HeadNorm
 from sglcore_mlx.layers.rotary import Rotary
@@ -16,15 +17,30 @@ class AttentionLayer:
 
     __slots__ = ("_layer_id", "_norm", "_rotary", "layer")
 
-    def __init__(self, build: Scope, layer_id: int, rotary: Rotary | None, *, qk_norm: bool = False) -> None:
+    def __init__(
+        self,
+        build: Scope,
+        layer_id: int,
+        rotary: Rotary | None,
+        *,
+        qk_norm: bool = False,
+        norm_offset: float | None = None,
+        sinks: bool = False,
+    ) -> None:
+        """The options are those of `Build.attention`. Raises `ConfigError` for what attention lacks here."""
         config, size = build.config, build.config.head_dim
         heads, kv_heads, window = (
             config.num_attention_heads,
             config.num_key_value_heads,
             config.sliding_windows[layer_id],
         )
-        self.layer = LayerShape(heads, kv_heads, size, window, size**-0.5)
-        self._norm = HeadNorm(build) if qk_norm else None
+        if sinks or config.options.get("attn_logit_softcapping") is not None:
+            raise ConfigError(
+                f"{config.architecture} wants {'sinks' if sinks else 'a soft cap'} of attention, which MLX's has not",
+                remedy="choose another device, such as --device cpu",
+            )
+        self.layer = LayerShape(heads, kv_heads, size, window, config.attention_scaling)
+        self._norm = HeadNorm(build, norm_offset) if qk_norm else None
         self._rotary = rotary
         self._layer_id = layer_id
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
 import mlx.core as mx
 
-from sglcore.checkpoint.config import MoeConfig
+from sglcore.checkpoint.config import MoeConfig, RopeConfig
 from sglcore.device.errors import ConfigError
 from sglcore_mlx.layers.attention import AttentionLayer
 from sglcore_mlx.layers.mlp import GatedMlp, gelu
@@ -30,19 +30,31 @@ class Build(Scope):
         """Layer norm."""
         return LayerNorm(self.at(name), size, eps)
 
-    def rotary(self) -> Rotary:
-        """The rotation of the configuration, in one kernel or composed."""
-        return Rotary(self.config, self.max_positions, self.dtype, self.kernels.fused_rotary)
+    def rotary(self, rope: RopeConfig | None = None) -> Rotary:
+        """The rotation of the configuration, or another, in one kernel or composed."""
+        config = self.config if rope is None else replace(self.config, rope=rope)
+        return Rotary(config, self.max_positions, self.dtype, self.kernels.fused_rotary)
 
     def attention(
-        self, layer_id: int, rotary: Rotary | None = None, *, qk_norm: bool = False, is_encoder: bool = False
+        self,
+        layer_id: int,
+        rotary: Rotary | None = None,
+        *,
+        qk_norm: bool = False,
+        norm_offset: float | None = None,
+        sinks: bool = False,
+        is_encoder: bool = False,
     ) -> AttentionLayer:
         """Norms of both kinds of heads in one call, their rotation in another, attention."""
-        return AttentionLayer(self, layer_id, rotary, qk_norm=qk_norm)
+        return AttentionLayer(self, layer_id, rotary, qk_norm=qk_norm, norm_offset=norm_offset, sinks=sinks)
 
-    def mlp(self, name: str, size: int, bias: bool = False) -> GatedMlp:
+    def softcap(self, cap: float) -> Callable[[mx.array], mx.array]:
+        """cap * tanh(x / cap)."""
+        return lambda x: mx.tanh(x / cap) * cap
+
+    def mlp(self, name: str, size: int, bias: bool = False, fused: str = "") -> GatedMlp:
         """The gated feed-forward block."""
-        return GatedMlp(self.at(name), size, bias)
+        return GatedMlp(self.at(name), size, bias, fused)
 
     def experts(self, name: str, moe: MoeConfig) -> SparseMoe:
         """The sparse feed-forward block."""

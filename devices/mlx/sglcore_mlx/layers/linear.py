@@ -138,19 +138,19 @@ class SideBySide:
 
 
 class Embedding:
-    """A row of a plain weight [rows, size] or a packed one for each id."""
+    """A row of a plain weight [rows, size] or a packed one for each id, times a scale in the model's dtype."""
 
-    __slots__ = ("_dtype", "weight")
+    __slots__ = ("_dtype", "_scale", "weight")
 
-    def __init__(self, weight: mx.array | Packed, dtype: mx.Dtype) -> None:
+    def __init__(self, weight: mx.array | Packed, dtype: mx.Dtype, scale: float | None = None) -> None:
         self.weight = weight
         self._dtype = dtype
+        self._scale = None if scale is None else mx.array(scale, dtype)
 
     def __call__(self, ids: mx.array) -> mx.array:
         """int [T] to [T, size]."""
-        if isinstance(self.weight, Packed):
-            return self.weight.rows(ids, self._dtype)
-        return self.weight[ids]
+        rows = self.weight.rows(ids, self._dtype) if isinstance(self.weight, Packed) else self.weight[ids]
+        return rows if self._scale is None else rows * self._scale
 
     def embed(self, batch: Identified) -> mx.array:
         """The rows [T, size] of the batch's ids."""

@@ -8,6 +8,8 @@ import mlx.core as mx
 
 from sglcore_mlx.layers.scope import Scope
 
+GATE_AND_UP = ("gate_proj", "up_proj")
+
 
 def silu_and_mul(gate_up: mx.array) -> mx.array:
     """[..., 2 I], gate and up side by side, to silu(gate) * up, [..., I]."""
@@ -21,17 +23,28 @@ def gelu(x: mx.array) -> mx.array:
     return x * (1 + mx.erf(x * math.sqrt(0.5))) * 0.5
 
 
+def gelu_tanh_and_mul(gate_up: mx.array) -> mx.array:
+    """The same with the approximation of GELU by tanh, as x * sigmoid(2 z) where its tanh is of z."""
+    size = gate_up.shape[-1] // 2
+    gate, up = gate_up[..., :size], gate_up[..., size:]
+    wide = gate.astype(mx.float32)
+    turned = mx.sigmoid(math.sqrt(8 / math.pi) * (wide + 0.044715 * wide * wide * wide))
+    return (wide * turned).astype(gate.dtype) * up
+
+
 class GatedMlp:
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)), with the configuration's activation."""
 
-    __slots__ = ("down_proj", "gate_up_proj")
+    __slots__ = ("_activate", "down_proj", "gate_up_proj")
 
-    def __init__(self, build: Scope, intermediate_size: int, bias: bool = False) -> None:
+    def __init__(self, build: Scope, intermediate_size: int, bias: bool = False, fused: str = "") -> None:
+        """`fused` is that of `Build.mlp`."""
         hidden_size = build.config.hidden_size
-        names = (("gate_proj", intermediate_size), ("up_proj", intermediate_size))
+        self._activate = silu_and_mul if build.config.hidden_act == "silu" else gelu_tanh_and_mul
+        names = [(fused, 2 * intermediate_size)] if fused else [(name, intermediate_size) for name in GATE_AND_UP]
         self.gate_up_proj = build.fused(names, hidden_size, bias)
         self.down_proj = build.linear("down_proj", intermediate_size, hidden_size, bias)
 
     def __call__(self, hidden: mx.array) -> mx.array:
         """[T, H] to [T, H]."""
-        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
+        return self.down_proj(self._activate(self.gate_up_proj(hidden)))

@@ -32,15 +32,19 @@ class HeadNorm:
 
     __slots__ = ("_eps", "_weight")
 
-    def __init__(self, build: Scope) -> None:
+    def __init__(self, build: Scope, offset: float | None = None) -> None:
+        """`offset` is that of `Build.norm`."""
         config, weights = build.config, build.weights
-        q, k = (weights.take(f"{build.prefix}{name}.weight", config.head_dim) for name in ("q_norm", "k_norm"))
-        self._weight = weights.keep(mx.stack([q] * config.num_attention_heads + [k] * config.num_key_value_heads))
+        dtype = None if offset is None else mx.float32
+        q, k = (weights.take(f"{build.prefix}{x}_norm.weight", config.head_dim, dtype=dtype) for x in "qk")
+        weight = mx.stack([q] * config.num_attention_heads + [k] * config.num_key_value_heads)
+        self._weight = weights.keep(weight + offset if offset else weight)
         self._eps = config.rms_norm_eps
 
     def __call__(self, heads: mx.array) -> mx.array:
         """Queries and keys [T, heads + kv_heads, D], normalised."""
-        return mx.fast.rms_norm(heads, None, self._eps) * self._weight
+        normed = mx.fast.rms_norm(heads.astype(self._weight.dtype), None, self._eps) * self._weight
+        return normed.astype(heads.dtype)
 
 
 class LayerNorm:

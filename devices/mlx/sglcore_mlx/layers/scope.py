@@ -88,13 +88,13 @@ class Scope:
         shares = [self._turned(weight, bias, *edges[i : i + 2]) for i in range(len(streams))]
         return SplitLinear(whole, shares, streams)
 
-    def embedding(self, name: str, rows: int, size: int) -> Embedding:
+    def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> Embedding:
         """A row for each id."""
         form = self.form_of(name)
         if form is not None:
-            return Embedding(self.packed([(name, (rows,))], size, form), self.dtype)
+            return Embedding(self.packed([(name, (rows,))], size, form), self.dtype, scale)
         weight = self.weights.keep(self.weights.take(f"{self.prefix}{name}.weight", rows, size))
-        return Embedding(weight, self.dtype)
+        return Embedding(weight, self.dtype, scale)
 
     def head(self, name: str, rows: int, size: int, tied: Embedding | None = None) -> Head:
         """The output layer; one that is tied takes no memory of its own."""

@@ -1,0 +1,34 @@
+"""Gemma 2: four norms a layer, every second layer with a window, scores and logits with a soft cap."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from sglcore.models.build import Build
+from sglcore.models.decoder import SandwichLayer, SelfAttention
+from sglcore.models.gemma import GemmaForCausalLM
+
+NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+class Gemma2ForCausalLM(GemmaForCausalLM):
+    """Scores are scaled by a number of the configuration."""
+
+    calls_library = True
+    knows: ClassVar[frozenset[str]] = frozenset(
+        {"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"}
+    )
+    qk_norm: ClassVar[bool] = False
+
+    def make_layer(self, build: Build, layer_id: int) -> SandwichLayer:
+        config, bias = build.config, build.config.attention_bias
+        attention = SelfAttention(
+            build.at("self_attn"),
+            layer_id,
+            self.rotary_of(layer_id),
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm=self.qk_norm,
+            norm_offset=self.norm_offset,
+        )
+        return SandwichLayer(build, attention, build.mlp("mlp", config.intermediate_size), NORMS, self.norm_offset)
