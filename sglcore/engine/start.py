@@ -126,7 +126,14 @@ def choose_prefix_cache(config: EngineConfig, limits: Limits) -> Row:
     reason = "prompts share the pages of their common prefix"
     if limits.keeps_state and not limits.num_snapshots:
         reason = "the model keeps a state for each request, and no copy of one fits"
-        return Row("prefix cache", requested, "off", reason, "raise kv_cache_memory", downgrade=requested == "on")
+        return Row(
+            "prefix cache",
+            requested,
+            "off",
+            reason,
+            "raise snapshot_memory or kv_cache_memory",
+            downgrade=requested == "on",
+        )
     if limits.keeps_state:
         reason += f", as far as one of {limits.num_snapshots} snapshots has the state"
     return Row("prefix cache", requested, "on", reason, "SGLCORE_PREFIX_CACHE=0")

@@ -5,7 +5,6 @@ Every law has mutants: schedulers with one planted bug, which the same traces mu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
 
 import numpy as np
@@ -23,7 +22,7 @@ from sglcore.schedule.prefix_cache import Node, PrefixCache
 from sglcore.schedule.request import Request, State
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
-from tests.schedule.trace import draw_trace, play
+from tests.schedule.trace import draw_trace, plant, play
 
 SEEDS = range(400)
 
@@ -261,23 +260,6 @@ class SharesUnscoredPrompts(Memory):
         return admitted
 
 
-def _as_scheduler(kind: type[Scheduler]) -> Callable[[Scheduler], None]:
-    def plant(scheduler: Scheduler) -> None:
-        scheduler.__class__ = kind
-
-    return plant
-
-
-def _as_part(kind: type, path: str) -> Callable[[Scheduler], None]:
-    def plant(scheduler: Scheduler) -> None:
-        part: object = scheduler
-        for name in path.split("."):
-            part = getattr(part, name)
-        part.__class__ = kind
-
-    return plant
-
-
 SCHEDULER, RUNNING, BUILDER, MEMORY, CACHE = "", "_running", "_builder", "_running.memory", "_running.memory.cache"
 MUTANTS = (
     (PublishesBeforeCollect, SCHEDULER, "before its writer is collected"),
@@ -311,21 +293,11 @@ MUTANTS = (
 )
 
 
-def _plant(kind: type, path: str) -> Callable[[Scheduler], None]:
-    def plant(scheduler: Scheduler) -> None:
-        part: object = scheduler
-        for name in path.split(".") if path else ():
-            part = getattr(part, name)
-        part.__class__ = kind
-
-    return plant
-
-
 @pytest.mark.parametrize(("kind", "path", "message"), MUTANTS)
 def test_a_planted_bug_is_caught_by_some_trace(kind: type, path: str, message: str) -> None:
     for seed in SEEDS:
         try:
-            play(draw_trace(Random(seed)), _plant(kind, path))
+            play(draw_trace(Random(seed)), plant(kind, path))
         except Exception as error:
             if message in str(error):
                 print(f"caught by seed {seed}: {type(error).__name__}: {error}")

@@ -142,6 +142,18 @@ def play(trace: Trace, plant: Callable[[Scheduler], None] | None = None) -> Outc
     return outcome
 
 
+def plant(kind: type, path: str) -> Callable[[Scheduler], None]:
+    """Makes a part of a scheduler, named by its path ("": all of it), one of `kind`."""
+
+    def plant_in(scheduler: Scheduler) -> None:
+        part: object = scheduler
+        for name in path.split(".") if path else ():
+            part = getattr(part, name)
+        part.__class__ = kind
+
+    return plant_in
+
+
 def most_ticks(trace: Trace) -> int:
     """More steps than the worst trace should need: each request alone, token by token, recomputed now and then."""
     return 40 + 2 * trace.limits.max_model_len * len(trace.arrivals)

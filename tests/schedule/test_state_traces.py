@@ -1,0 +1,240 @@
+"""Random traces of requests that keep a state, on the worker that fails where a forward continues another one than that
+of its prefix; and schedulers with one planted bug, which the traces must catch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore.schedule.batch_builder import BatchBuilder, Chunk
+from sglcore.schedule.memory import Memory
+from sglcore.schedule.overlap import BatchRecord
+from sglcore.schedule.prefix_cache import Node, PrefixCache
+from sglcore.schedule.request import Ints, Request
+from sglcore.schedule.running_requests import RunningRequests
+from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.snapshots import Snapshots
+from tests.schedule.fake_worker import Truth, make_params
+from tests.schedule.trace import Trace, draw_trace, plant, play
+
+SEEDS = range(300)
+
+
+def draw(seed: int) -> Trace:
+    """A trace in which requests keep a state and share what they can: most of those that come late go on with what an
+    earlier one said."""
+    rnd = Random(seed)
+    trace = draw_trace(rnd)
+    truth = Truth(trace.limits.vocab_size)
+    early = [request for _, request in trace.arrivals if request.task == "generate"]
+    for index, request in enumerate(early[:4]):
+        most = trace.limits.max_model_len - 2
+        known = truth.tokens(request, min(len(request.prompt_ids) + rnd.randint(0, 12), most))
+        prompt = np.array([*known, rnd.randint(0, 2)], dtype=np.int32)
+        late = Request(f"late{index}", prompt, make_params(rnd.choice([2, 9, None])), seed=request.seed)
+        trace.arrivals.append((rnd.randint(10, 40), late))
+    places = rnd.choice([1, 2, 3, 6, 20])
+    return replace(trace, prefix_cache=True, limits=replace(trace.limits, keeps_state=True, num_snapshots=places))
+
+
+def test_the_traces_reach_what_they_are_meant_to_reach() -> None:
+    seen = dict.fromkeys(("hits", "evicted", "lost with pages", "retracted and restored", "full", "overlapped"), 0)
+    for seed in range(40):
+        print("seed", seed)
+        outcome = play(draw(seed))
+        stats = outcome.scheduler.stats()
+        seen["hits"] += stats.snapshot_hits > 0
+        seen["evicted"] += stats.evicted_snapshots > 0
+        seen["lost with pages"] += stats.evicted_pages > 0
+        seen["retracted and restored"] += stats.retractions > 0 and stats.snapshot_hits > 0
+        seen["full"] += stats.free_snapshots == 0
+        seen["overlapped"] += outcome.worker.most_in_flight > 1 and stats.snapshot_hits > 0
+    assert min(seen.values()) >= 3, seen
+
+
+class LeavesTheSlotAsItIs(BatchBuilder):
+    """A request begins with what the slot's last one left."""
+
+    def build(self, step: int, rows, chosen, chunks: list[Chunk], collected: int, saves=None) -> ScheduleBatch:
+        batch = super().build(step, rows, chosen, chunks, collected, saves)
+        if batch.state_from is not None:
+            batch.state_from[batch.state_from == 0] = -1
+        return batch
+
+
+class RestoresAtEachChunk(BatchBuilder):
+    """A chunk that goes on begins as the first one did."""
+
+    def build(self, step: int, rows, chosen, chunks: list[Chunk], collected: int, saves=None) -> ScheduleBatch:
+        batch = super().build(step, rows, chosen, chunks, collected, saves)
+        if batch.state_from is not None:
+            batch.state_from[len(chosen) :] = [request.restored for request, _ in chunks]
+        return batch
+
+
+class SavesAgainInTheNextStep(BatchBuilder):
+    """A steady batch keeps what an earlier step said of states: the snapshot is one of more tokens."""
+
+    def build_decode(self, step: int, rows, collected: int, saves: Ints | None = None) -> ScheduleBatch:
+        before = self._steady
+        kept = (None, None) if before is None else (before.state_from, before.state_to)
+        batch = super().build_decode(step, rows, collected, saves)
+        if batch is before and saves is None:
+            batch.state_from, batch.state_to = kept
+        return batch
+
+
+class SavesATokenLate(RunningRequests):
+    """The state goes out with the first token of the next page."""
+
+    def save_states(self, chosen: np.ndarray | None) -> Ints | None:
+        rows, size = self.rows, self._limits.page_size
+        chosen = np.arange(len(rows.requests)) if chosen is None else chosen
+        places = np.zeros(len(chosen), dtype=np.int32)
+        for index in np.flatnonzero((rows.seq_lens[chosen] - 1) % size == 0):
+            row = chosen[index]
+            places[index] = self.memory.snapshots.save(rows.requests[row], int(rows.seq_lens[row]) - 1)
+        return places if places.any() else None
+
+
+class PublishesSnapshotsBeforeCollect(Scheduler):
+    """A snapshot is a node's as soon as its copy is planned."""
+
+    def _advance_chunks(self, record: BatchRecord, chunks: list[tuple[Request, int]]) -> None:
+        super()._advance_chunks(record, chunks)
+        for request, _ in chunks:
+            self._running.memory._publish_snapshots(request, request.num_cells // self.limits.page_size, leaving=False)
+
+
+class SharesPagesWithoutAState(Memory):
+    """A prefix ends where the pages end."""
+
+    def _shareable(self, path: list[Node]) -> int:
+        return len(path)
+
+    def _cuts(self, request: Request, known: list[Node]) -> set[int]:
+        return set()
+
+
+class PublishesWhatFailed(Memory):
+    """Snapshots of a step that failed stay."""
+
+    def release(self, request: Request, cells: int) -> None:
+        if not cells:
+            self._publish_snapshots(request, request.num_cells // self.page_size, leaving=True)
+        super().release(request, cells)
+
+
+class PublishesOneNodeUp(Memory):
+    """A snapshot is taken for that of the page before."""
+
+    def _node(self, request: Request, pages: int) -> Node | None:
+        return super()._node(request, max(pages - 1, 1))
+
+
+class KeepsWhatWasEvicted(Snapshots):
+    """A node goes on naming the place that was taken from it."""
+
+    def _take(self) -> int:
+        node = next(iter(self._nodes.values()), None)
+        place = super()._take()
+        if node is not None and place not in self._nodes and not node.snapshot:
+            node.snapshot = place
+        return place
+
+    def audit(self, holders, nodes) -> None:
+        """The worker is to notice it."""
+
+
+class RenewsWhatItPublished(Snapshots):
+    """The place of a published snapshot is the request's spare besides, and is given away once more."""
+
+    def publish(self, request: Request, end: int, node: Node) -> None:
+        place = request.snapshots[end]
+        super().publish(request, end, node)
+        if node.snapshot == place and not request.leaving:
+            request.snapshots[end] = place
+            request.spare = end
+
+    def audit(self, holders, nodes) -> None:
+        """The worker is to notice it."""
+
+
+class GivesTheSpareAwayEarly(Snapshots):
+    """The spare's place is free as soon as it is written."""
+
+    def save(self, request: Request, end: int) -> int:
+        place = super().save(request, end)
+        if place and end == request.spare:
+            self._free.append(place)
+        return place
+
+    def audit(self, holders, nodes) -> None:
+        """The worker is to notice it."""
+
+
+class LosesPlacesOfEvictedPages(Snapshots):
+    def withdraw(self, nodes) -> None:
+        for node in nodes:
+            self._nodes.pop(node.snapshot, None)
+
+
+class LosesPlacesOfWhoLeaves(Snapshots):
+    def release(self, request: Request) -> None:
+        request.snapshots.clear()
+        super().release(request)
+
+
+class ForgetsTheCutsOfBefore(Snapshots):
+    """Chunks end before a snapshot for which there is no place, again and again."""
+
+    def shorten(self, request: Request, count: int) -> int:
+        ends = [end for end in request.cuts if end <= request.num_cells + count]
+        return min(ends) - request.num_cells if ends else count
+
+    def save(self, request: Request, end: int) -> int:
+        if end in request.cuts and not self._free and not self._nodes:
+            return 0
+        return super().save(request, end)
+
+
+class LosesReplacedPages(PrefixCache):
+    def replace(self, node: Node, page: int) -> int:
+        return super().replace(node, page) and page
+
+
+BUILDER, RUNNING, MEMORY = "_builder", "_running", "_running.memory"
+SNAPSHOTS, CACHE = "_running.memory.snapshots", "_running.memory.cache"
+MUTANTS = (
+    (LeavesTheSlotAsItIs, BUILDER, "the state of"),
+    (RestoresAtEachChunk, BUILDER, "the state of"),
+    (SavesAgainInTheNextStep, BUILDER, "the state of"),
+    (SavesATokenLate, RUNNING, "the state of"),
+    (PublishesSnapshotsBeforeCollect, "", "the state of"),
+    (SharesPagesWithoutAState, MEMORY, "the state of"),
+    (PublishesWhatFailed, MEMORY, "the state of"),
+    (PublishesOneNodeUp, MEMORY, "the state of"),
+    (KeepsWhatWasEvicted, SNAPSHOTS, "the state of"),
+    (RenewsWhatItPublished, SNAPSHOTS, "the state of"),
+    (GivesTheSpareAwayEarly, SNAPSHOTS, "the state of"),
+    (LosesPlacesOfEvictedPages, SNAPSHOTS, "snapshots lost"),
+    (LosesPlacesOfWhoLeaves, SNAPSHOTS, "snapshots lost"),
+    (ForgetsTheCutsOfBefore, SNAPSHOTS, ""),
+    (LosesReplacedPages, CACHE, "distinct pages"),
+)
+
+
+@pytest.mark.parametrize(("kind", "path", "message"), MUTANTS)
+def test_a_planted_bug_is_caught_by_some_trace(kind: type, path: str, message: str) -> None:
+    for seed in SEEDS:
+        try:
+            play(draw(seed), plant(kind, path))
+        except Exception as error:
+            if message in str(error):
+                print(f"caught by seed {seed}: {type(error).__name__}: {error}")
+                return
+    pytest.fail(f"no trace of seeds {SEEDS} noticed")
