@@ -85,9 +85,8 @@ class Memory:
             return 0 if request.is_duplicate else common
         if common > len(request.pages):
             return common
-        return (
-            max((end for end in self._expected(request) if end <= common * self.page_size), default=0) // self.page_size
-        )
+        ends = [end for end in self._expected(request) if end <= common * self.page_size]
+        return max(ends, default=0) // self.page_size
 
     def will_share(self, request: Request, pages: int) -> bool:
         """It has not published its first `pages` pages, and will while it computes its prompt."""
