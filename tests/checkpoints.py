@@ -109,6 +109,25 @@ def exaone4(**changes: Any) -> Oracle:
     return make_oracle(transformers.Exaone4Config(**{**SIZES, **sizes, **changes}), "Exaone4ForCausalLM")
 
 
+def qwen3_next(**changes: Any) -> Oracle:
+    """A Qwen 3 Next: a layer of the gated delta rule and one of attention, with experts."""
+    kinds = ["linear_attention", "full_attention"]
+    rule = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+    }
+    experts = {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 20,
+    }
+    sizes = {**SIZES, "head_dim": 20, "layer_types": kinds, **rule, **experts, **changes}
+    return make_oracle(transformers.Qwen3NextConfig(**sizes), "Qwen3NextForCausalLM")
+
+
 def bert(architecture: str = "BertModel", **changes: Any) -> Oracle:
     """A BERT encoder, or one of the models around it."""
     sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}

@@ -122,7 +122,7 @@ def test_what_can_not_be_served_is_one_line_that_says_why(foreign: Path) -> None
     by_length = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     kept = (foreign / "config.json").read_text()
     for changes, words in (
-        ({"model_type": "mamba"}, "transformers' type 'mamba' is not among"),
+        ({"model_type": "rwkv"}, "transformers' type 'rwkv' is not among"),
         ({"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own"}}, "brings code of its own"),
         ({"architectures": ["Exaone4ForSequenceClassification"]}, "of type 'exaone4' is Exaone4ForCausalLM"),
         ({"rope_parameters": rope}, "the rope type 'dynamic'"),
