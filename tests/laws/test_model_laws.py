@@ -25,6 +25,7 @@ ARCHITECTURES: MappingProxyType[str, Callable[[], Any]] = MappingProxyType(
         "qwen3-moe": lambda: qwen3_moe(max_position_embeddings=CONTEXT),
         "gemma3": lambda: gemma3(max_position_embeddings=CONTEXT),
         "exaone4-transformers": lambda: exaone4(max_position_embeddings=CONTEXT),
+        "qwen3-next-transformers": lambda: qwen3_next(max_position_embeddings=CONTEXT),
     }
 )
 COMPILED = ("llama", "llama3-rope", "mistral-window", "qwen2", "qwen3", "qwen3-moe", "exaone4-transformers")
