@@ -16,6 +16,8 @@ from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.kernels.triton import (
     activation,
     cells,
+    convolution,
+    delta_rule,
     experts,
     norm,
     race,
@@ -23,6 +25,7 @@ from sglcore.runtime.kernels.triton import (
     rotation,
     routing,
     sampling,
+    state_space,
 )
 from sglcore.runtime.kernels.triton.tuning import Option, Tuning
 from sglcore.sampling.batch import SamplingBatch
@@ -31,6 +34,7 @@ from sglcore.sampling.race import make_race_tables
 
 KERNELS: tuple[ModuleType, ...] = (
     *(activation, cells, sampling, experts, norm, race, rotated_store, rotation, routing),
+    *(convolution, delta_rule, state_space),
     *(triton_decode, triton_extend),
 )
 """Where the kernels are."""
@@ -62,6 +66,8 @@ def cases(tuning: Tuning) -> Cases:
         for count in splits:
             every[f"decode {name} in {count}"] = partial(_decode, dtype, layer, count, tuning)
         every[f"extend {name}"] = partial(_extend, dtype, layer, tuning)
+    for dtype in (BF16, F32):
+        every |= {f"{name} {str(dtype)[6:]}": case for name, case in _recurrent(dtype, tuning).items()}
     for dtype, tokens in ((BF16, 4), (BF16, 1024), (BF16, 16384), (F16, 1024), (F32, 4)):
         every[f"experts {str(dtype)[6:]} of {tokens} tokens"] = partial(_experts, dtype, tokens, tuning)
     for dtype in (BF16, F32):
@@ -103,6 +109,27 @@ def _elementwise(dtype: torch.dtype, tuning: Tuning) -> Cases:
         "plain routing": lambda: routing.top_k_routing(x[:, :128], 8, False, tuning),
         "store": lambda: cells.store_kv(kv, kv, cache, cache, where, tuning),
         "cells": lambda: cells.cache_locations(ints.view(4, 16), ints, ints, PAGE, where, tuning),
+    }
+
+
+def _recurrent(dtype: torch.dtype, tuning: Tuning) -> Cases:
+    """Layers of Qwen3-Next, and of Granite 4 with Mamba 2."""
+    ints = torch.empty(4, dtype=torch.int32)
+    x, taps = torch.empty(TOKENS, 8192, dtype=dtype), torch.empty(8192, 4, dtype=dtype)
+    tails, gains = torch.empty(CELLS, 3, 8192, dtype=dtype), torch.empty(1, 128, dtype=dtype)
+    heads, by_head = torch.empty(TOKENS, 32, dtype=dtype), torch.empty(32)
+    delta, scan = torch.empty(CELLS, 32, 128, 128), torch.empty(CELLS, 48, 64, 128)
+    conv = x, taps, None, True, tails, ints
+    rule = x, heads, heads, by_head, by_head, delta, ints
+    space = torch.empty(TOKENS, 3328, dtype=dtype), heads, by_head, by_head, by_head, 0.0, 1.0, scan, ints
+    return {
+        "convolution": lambda: convolution.causal_conv(*conv, None, None, tuning),
+        "convolution of prompts": lambda: convolution.causal_conv(*conv, ints, ints, tuning),
+        "delta rule": lambda: delta_rule.gated_delta_rule(*rule, None, None, tuning),
+        "delta rule of prompts": lambda: delta_rule.gated_delta_rule(*rule, ints, ints, tuning),
+        "selective scan": lambda: state_space.selective_scan(*space, None, None, tuning),
+        "selective scan of prompts": lambda: state_space.selective_scan(*space, ints, ints, tuning),
+        "gated norm": lambda: norm.gated_rms_norm(x, x, gains, 1e-6, False, tuning),
     }
 
 

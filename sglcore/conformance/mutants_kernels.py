@@ -140,6 +140,40 @@ def sums_every_expert(real: Callable[..., Any]) -> Callable[..., Any]:
     return broken
 
 
+def loses_tail(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Every step begins as if nothing had been before it."""
+
+    def broken(*args: Any) -> Tensor:
+        args[4].zero_()
+        return real(*args)
+
+    return broken
+
+
+def keeps_padding(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Rows of slot 0 write their state too."""
+
+    def broken(*args: Any) -> Tensor:
+        args[-4][0] += 1
+        return real(*args)
+
+    return broken
+
+
+def decays_afterwards(real: Callable[..., Any]) -> Callable[..., Any]:
+    """The state is read and written before it decays."""
+
+    def broken(*args: Any) -> Tensor:
+        _, a, _, a_log, dt_bias, states, slots, starts, _ = args
+        result = real(*args[:3], torch.full_like(a_log, float("-inf")), *args[4:])
+        if starts is None:
+            decay = (-a_log.exp() * torch.nn.functional.softplus(a.float() + dt_bias)).exp()
+            states[slots] *= decay[..., None, None]
+        return result
+
+    return broken
+
+
 def whole_blocks(real: Callable[..., Any]) -> Limited:
     """The last elements of a row that are no block of 32 are left out, and nobody is told."""
 
@@ -218,6 +252,9 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("gelu", writes_input),
     _mutant("gelu", writes_past_end),
     _mutant("moe", sums_every_expert),
+    _mutant("causal_conv", loses_tail),
+    *(_mutant(entry, keeps_padding) for entry in ("causal_conv", "gated_delta_rule", "selective_scan")),
+    _mutant("gated_delta_rule", decays_afterwards),
     _mutant("silu_and_mul", whole_blocks),
     _mutant("rms_norm", hands_on),
     _mutant("rms_norm", keeps_wide_products),

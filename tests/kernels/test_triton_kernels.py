@@ -167,6 +167,7 @@ def test_the_table_replaces_what_has_a_kernel_and_says_so() -> None:
     assert own == {
         *("rms_norm", "add_rms_norm", "rotary", "silu_and_mul", "gelu_tanh_and_mul", "top_k_routing", "moe"),
         *("store_kv", "cache_locations", "draw", "rotary_and_store"),
+        *("causal_conv", "gated_delta_rule", "selective_scan", "gated_rms_norm"),
     }
     assert table.origin["rms_norm"] == "sglcore.runtime.kernels.triton.norm:rms_norm"
 

@@ -18,12 +18,15 @@ from functools import partial
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.kernels.triton.activation import gelu_tanh_and_mul, silu_and_mul
 from sglcore.runtime.kernels.triton.cells import cache_locations, store_kv
+from sglcore.runtime.kernels.triton.convolution import causal_conv
+from sglcore.runtime.kernels.triton.delta_rule import gated_delta_rule
 from sglcore.runtime.kernels.triton.experts import moe
-from sglcore.runtime.kernels.triton.norm import add_rms_norm, rms_norm
+from sglcore.runtime.kernels.triton.norm import add_rms_norm, gated_rms_norm, rms_norm
 from sglcore.runtime.kernels.triton.rotated_store import rotary_and_store
 from sglcore.runtime.kernels.triton.rotation import rotary
 from sglcore.runtime.kernels.triton.routing import top_k_routing
 from sglcore.runtime.kernels.triton.sampling import draw
+from sglcore.runtime.kernels.triton.state_space import selective_scan
 from sglcore.runtime.kernels.triton.tuning import LaunchConfig, Tuning
 
 __all__ = ["LaunchConfig", "Tuning", "triton_kernels"]
@@ -32,5 +35,5 @@ __all__ = ["LaunchConfig", "Tuning", "triton_kernels"]
 def triton_kernels(tuning: Tuning = Tuning()) -> KernelTable:
     """The reference table with the entries replaced for which there is a Triton kernel, launched as `tuning` says."""
     entries = (rms_norm, add_rms_norm, rotary, rotary_and_store, silu_and_mul, gelu_tanh_and_mul, top_k_routing, moe)
-    entries += (store_kv, cache_locations, draw)
+    entries += (store_kv, cache_locations, draw, causal_conv, gated_delta_rule, selective_scan, gated_rms_norm)
     return KernelTable().replace(**{entry.__name__: partial(entry, tuning=tuning) for entry in entries})

@@ -94,6 +94,17 @@ class Tuning:
     moe: tuple[MoeTile, ...] = field(default=MOE_TILES)
     moe_sort: LaunchConfig = LaunchConfig(128, 1)
     moe_sum: LaunchConfig = LaunchConfig(128, 1)
+    conv_tokens: int = 16
+    """Tokens of a row in one program of a convolution over prompts."""
+    conv_channels: int = 256
+    causal_conv: LaunchConfig = LaunchConfig(128, 1)
+    state_columns: int = 32
+    """Values of a head whose part of the recurrent state one program holds."""
+    gated_delta_rule: LaunchConfig = LaunchConfig(128, 1)
+    scan_tokens: int = 32
+    """Tokens of one chunk of a selective scan over prompts."""
+    selective_scan: LaunchConfig = LaunchConfig(128, 1)
+    gated_rms_norm: LaunchConfig = LaunchConfig(128, 1)
     draw_tokens: int = 4096
     """Vocabulary entries of one program of the draw."""
     draw: LaunchConfig = LaunchConfig(256, 1)

@@ -1,0 +1,145 @@
+"""The reference kernels of recurrent layers: plain torch, token after token. They define what is correct.
+
+A row keeps its state in `slots[row]` of a pool. Its tokens are [starts[row], starts[row] + lengths[row]); without `starts`
+and `lengths`, row r is token r alone. Rows of slot 0 are padding: they change no state, and theirs and nobody's tokens give zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+L2_EPS = 1e-6
+"""Of the norm of queries and keys."""
+
+Step = Callable[..., Tensor]
+"""Tokens of different rows, one of each: [N, ...] tensors of inputs, then the slots int64 [N], to results [N, ...]."""
+
+
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+    tails: Tensor,
+    slots: Tensor,
+    starts: Tensor | None,
+    lengths: Tensor | None,
+) -> Tensor:
+    """Depthwise convolution over a token and the W - 1 before it, as in Mamba (Gu and Dao 2023)."""
+
+    def step(x: Tensor, slots: Tensor) -> Tensor:
+        window = torch.cat((tails.index_select(0, slots), x.unsqueeze(1)), dim=1)
+        _keep(tails, slots, window[:, 1:])
+        out = (window.float() * weight.float().T).sum(1)
+        out = (out if bias is None else out + bias.float()).to(x.dtype)
+        return F.silu(out) if silu else out
+
+    return _in_order(step, slots, starts, lengths, x)
+
+
+def gated_delta_rule(
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    starts: Tensor | None,
+    lengths: Tensor | None,
+) -> Tensor:
+    """S = exp(g) S; S = S + k (beta (v - S^T k))^T; S^T q (Yang et al. 2024, Gated Delta Networks), q and k of unit length."""
+    _, heads, key_size, size = states.shape
+    key_heads = (qkv.shape[1] - heads * size) // (2 * key_size)
+
+    def step(qkv: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> Tensor:
+        tokens = qkv.shape[0]
+        parts = qkv.float().split([key_heads * key_size, key_heads * key_size, heads * size], dim=1)
+        q, k = (_unit(part.view(tokens, key_heads, key_size), heads) for part in parts[:2])
+        v, beta = parts[2].view(tokens, heads, size), b.sigmoid().float().unsqueeze(-1)
+        decay = (-a_log.exp() * F.softplus(a.float() + dt_bias)).exp()
+        state = states.index_select(0, slots) * decay[..., None, None]
+        delta = (v - (state * k.unsqueeze(-1)).sum(-2)) * beta
+        state = state + k.unsqueeze(-1) * delta.unsqueeze(-2)
+        _keep(states, slots, state)
+        return (state * (q * key_size**-0.5).unsqueeze(-1)).sum(-2).to(qkv.dtype).view(tokens, heads * size)
+
+    return _in_order(step, slots, starts, lengths, qkv, a, b)
+
+
+def _unit(x: Tensor, heads: int) -> Tensor:
+    """[N, key_heads, K] with every head of length 1, each for as many of the `heads` in order."""
+    x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+    return x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def selective_scan(
+    xbc: Tensor,
+    dt: Tensor,
+    a_log: Tensor,
+    d: Tensor,
+    dt_bias: Tensor,
+    dt_min: float,
+    dt_max: float,
+    states: Tensor,
+    slots: Tensor,
+    starts: Tensor | None,
+    lengths: Tensor | None,
+) -> Tensor:
+    """S = exp(dt A) S + dt x B^T; S C + D x (Dao and Gu 2024, Mamba 2), dt = softplus(dt + bias) within its limits."""
+    _, heads, size, width = states.shape
+    groups = (xbc.shape[1] - heads * size) // (2 * width)
+
+    def step(xbc: Tensor, dt: Tensor, slots: Tensor) -> Tensor:
+        tokens = xbc.shape[0]
+        parts = xbc.float().split([heads * size, groups * width, groups * width], dim=1)
+        x = parts[0].view(tokens, heads, size)
+        before, after = (part.view(tokens, groups, width).repeat_interleave(heads // groups, 1) for part in parts[1:])
+        wide = F.softplus(dt.float() + dt_bias).clamp(dt_min, dt_max).unsqueeze(-1)
+        decay = (wide.squeeze(-1) * -a_log.exp()).exp()
+        state = states.index_select(0, slots) * decay[..., None, None]
+        state = state + (wide * x).unsqueeze(-1) * before.unsqueeze(-2)
+        _keep(states, slots, state)
+        out = (state * after.unsqueeze(-2)).sum(-1) + d.unsqueeze(-1) * x
+        return out.to(xbc.dtype).view(tokens, heads * size)
+
+    return _in_order(step, slots, starts, lengths, xbc, dt)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
+    """Root mean square norm of each group, with silu(gate) before it (Mamba 2) or after it (Gated Delta Networks)."""
+    tokens, width = x.shape
+    groups, size = weight.shape
+    opened = F.silu(gate.float())
+    wide = (x.float() * opened if gate_first else x.float()).view(tokens, width // size, size)
+    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    out = (weight * normed.view(tokens, width // (groups * size), groups, size)).view(tokens, width)
+    return out if gate_first else (out * opened).to(x.dtype)
+
+
+def _keep(pool: Tensor, slots: Tensor, new: Tensor) -> None:
+    """Write the states of these slots, but never that of slot 0."""
+    is_padding = (slots == 0).view(-1, *(1 for _ in new.shape[1:]))
+    pool.index_copy_(0, slots, torch.where(is_padding, pool.index_select(0, slots), new.to(pool.dtype)))
+
+
+def _in_order(step: Step, slots: Tensor, starts: Tensor | None, lengths: Tensor | None, *inputs: Tensor) -> Tensor:
+    """The results of `step` for every token, each after those before it in its row."""
+    if starts is None or lengths is None:
+        return _of_rows(step(*inputs, slots.long()), slots)
+    tokens = inputs[0].shape[0]
+    place = torch.arange(tokens, device=slots.device).unsqueeze(1)
+    mine = ((place >= starts) & (place < starts + lengths)) * slots
+    slot_of = mine.sum(1)
+    if not tokens:
+        return step(*inputs, slot_of)
+    each = [step(*(part[i : i + 1] for part in inputs), slot_of[i : i + 1]) for i in range(tokens)]
+    return _of_rows(torch.cat(each), slot_of)
+
+
+def _of_rows(results: Tensor, slots: Tensor) -> Tensor:
+    return results.masked_fill((slots == 0).unsqueeze(1), 0)

@@ -1,0 +1,117 @@
+"""Causal depthwise convolution over a token and those before it, with a tail for each slot."""
+
+# A kernel is not Python to a type checker.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglcore.runtime.kernels.triton.rounding import narrow, rounded
+from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
+
+
+@triton.jit
+def causal_conv_kernel(
+    x,
+    weight,
+    bias,
+    tails,
+    slots,
+    starts,
+    lengths,
+    out,
+    x_stride,
+    SIZE: tl.constexpr,
+    TAPS: tl.constexpr,
+    RAGGED: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Programs (row, tile of its tokens, channels). Only a row's first reads its tail, and writes it when it has read.
+
+    Floor: 2 * tokens * SIZE elements, and 2 * rows * (TAPS - 1) * SIZE of tails.
+    """
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + row).to(tl.int64)
+    start = tl.load(starts + row).to(tl.int64) if RAGGED else row
+    length = tl.load(lengths + row) if RAGGED else tl.full((), 1, tl.int32)
+    place = tile * TOKENS + tl.arange(0, TOKENS)
+    channels = column < SIZE
+    # A padding row has no channels.
+    live = (column < tl.where(slot > 0, SIZE, 0))[None, :] & (place < length)[:, None]
+    rows, tail = x + start * x_stride, tails + slot * ((TAPS - 1) * SIZE) + column
+    total = tl.zeros([TOKENS, BLOCK], tl.float32)
+    for tap in tl.static_range(TAPS):
+        source = place + (tap - TAPS + 1)
+        new = tl.load(
+            rows + source[:, None] * x_stride + column[None, :], mask=live & (source >= 0)[:, None], other=0.0
+        )
+        known = tail[None, :] + (place + tap)[:, None] * SIZE
+        old = tl.load(known, mask=live & (source < 0)[:, None], other=0.0)
+        gain = tl.load(weight + column * TAPS + tap, mask=channels, other=0.0).to(tl.float32)
+        total += (new.to(tl.float32) + old.to(tl.float32)) * gain[None, :]
+    if BIAS:
+        total += tl.load(bias + column, mask=channels, other=0.0).to(tl.float32)[None, :]
+    total = rounded(total, out.dtype.element_ty)
+    if SILU:
+        total = total / (1.0 + tl.exp(-total))
+    written = live if RAGGED else channels[None, :] & (place < length)[:, None]
+    result = tl.where(live, total, 0.0)
+    tl.store(
+        out + (start + place)[:, None] * SIZE + column[None, :], narrow(result, out.dtype.element_ty), mask=written
+    )
+    tl.debug_barrier()
+    kept = column < tl.where((slot > 0) & (tile == 0), SIZE, 0)
+    for place_in_tail in tl.static_range(TAPS - 1):
+        source = length - (TAPS - 1) + place_in_tail
+        known = tail + (length + place_in_tail) * SIZE
+        latest = tl.where(source >= 0, rows + source * x_stride + column, known)
+        tl.store(tail + place_in_tail * SIZE, tl.load(latest, mask=kept, other=0.0), mask=kept)
+
+
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+    tails: Tensor,
+    slots: Tensor,
+    starts: Tensor | None,
+    lengths: Tensor | None,
+    tuning: Tuning = Tuning(),
+) -> Tensor:
+    """The table's `causal_conv`."""
+    tokens, size = x.shape
+    is_ragged = starts is not None
+    out = torch.zeros((tokens, size), dtype=x.dtype, device=x.device) if is_ragged else x.new_empty((tokens, size))
+    if not tokens:
+        return out
+    held = tuning.conv_tokens if is_ragged else 1
+    block = min(power_of_two(size), tuning.conv_channels)
+    causal_conv_kernel[(slots.shape[0], tiles(tokens, held) if is_ragged else 1, tiles(size, block))](
+        x,
+        weight,
+        weight if bias is None else bias,
+        tails,
+        slots,
+        starts,
+        lengths,
+        out,
+        x.stride(0),
+        SIZE=size,
+        TAPS=weight.shape[1],
+        RAGGED=is_ragged,
+        BIAS=bias is not None,
+        SILU=silu,
+        TOKENS=held,
+        BLOCK=block,
+        **tuning.options(tuning.causal_conv),
+    )
+    return out

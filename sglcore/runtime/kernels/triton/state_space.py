@@ -1,0 +1,157 @@
+"""The selective scan of Mamba 2: one token a row, or a row's tokens in chunks, each of which is products of matrices."""
+
+# A kernel is not Python to a type checker.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglcore.runtime.kernels.triton.delta_rule import softplus
+from sglcore.runtime.kernels.triton.products import NARROWEST_DOT, wide_dot
+from sglcore.runtime.kernels.triton.rounding import narrow
+from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
+
+
+@triton.jit
+def time_step(dt, dt_bias, place, head, mask, dt_min, dt_max):
+    """softplus(dt + bias) within its limits; 0 where masked."""
+    wide = softplus(tl.load(dt + place, mask=mask, other=0.0).to(tl.float32) + tl.load(dt_bias + head))
+    return tl.where(mask, tl.minimum(tl.maximum(wide, dt_min), dt_max), 0.0)
+
+
+@triton.jit
+def scan_step_kernel(
+    xbc,
+    dt,
+    a_log,
+    d,
+    dt_bias,
+    states,
+    slots,
+    out,
+    xbc_stride,
+    dt_stride,
+    dt_min,
+    dt_max,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Programs (row, head, rows of the state). Floor: rows * HEADS * SIZE * WIDTH float32 read once and written once."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    element, column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_W)
+    slot = tl.load(slots + row).to(tl.int64)
+    # A padding row has neither values nor a state.
+    elements, columns = element < tl.where(slot > 0, SIZE, 0), column < tl.where(slot > 0, WIDTH, 0)
+    step = time_step(dt, dt_bias, row * dt_stride + head, head, slot > 0, dt_min, dt_max)
+    given = xbc + row * xbc_stride
+    x = tl.load(given + head * SIZE + element, mask=elements, other=0.0).to(tl.float32)
+    shared = given + HEADS * SIZE + (head // (HEADS // GROUPS)) * WIDTH + column
+    before = tl.load(shared, mask=columns, other=0.0).to(tl.float32)
+    after = tl.load(shared + GROUPS * WIDTH, mask=columns, other=0.0).to(tl.float32)
+    inside = elements[:, None] & columns[None, :]
+    place = states + ((slot * HEADS + head) * SIZE + element)[:, None] * WIDTH + column[None, :]
+    state = tl.load(place, mask=inside, other=0.0) * tl.exp(-tl.exp(tl.load(a_log + head)) * step)
+    state += (step * x)[:, None] * before[None, :]
+    tl.store(place, state, mask=inside)
+    result = tl.sum(state * after[None, :], axis=1) + tl.load(d + head) * x
+    tl.store(out + (row * HEADS + head) * SIZE + element, narrow(result, out.dtype.element_ty), mask=element < SIZE)
+
+
+@triton.jit
+def scan_chunks_kernel(
+    xbc,
+    dt,
+    a_log,
+    d,
+    dt_bias,
+    states,
+    slots,
+    starts,
+    lengths,
+    out,
+    xbc_stride,
+    dt_stride,
+    dt_min,
+    dt_max,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Programs (row, head, rows of the state), each over its row's chunks in order (Dao and Gu 2024, section 6).
+
+    Floor: every input and the state once.
+    """
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    element, column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_W)
+    slot, start = tl.load(slots + row).to(tl.int64), tl.load(starts + row).to(tl.int64)
+    length = tl.where(slot > 0, tl.load(lengths + row), 0)
+    rate, skip = -tl.exp(tl.load(a_log + head)), tl.load(d + head)
+    shared = HEADS * SIZE + (head // (HEADS // GROUPS)) * WIDTH + column
+    inside = (element < tl.where(slot > 0, SIZE, 0))[:, None] & (column < WIDTH)[None, :]
+    place = states + ((slot * HEADS + head) * SIZE + element)[:, None] * WIDTH + column[None, :]
+    state = tl.load(place, mask=inside, other=0.0)
+    i = tl.arange(0, CHUNK)
+    for at in range(0, length, CHUNK):
+        token = start + at + i
+        live = at + i < length
+        step = time_step(dt, dt_bias, token * dt_stride + head, head, live, dt_min, dt_max)
+        rows = xbc + token[:, None] * xbc_stride
+        mine, states_of = live[:, None] & (element < SIZE)[None, :], live[:, None] & (column < WIDTH)[None, :]
+        x = tl.load(rows + (head * SIZE + element)[None, :], mask=mine, other=0.0).to(tl.float32)
+        before = tl.load(rows + shared[None, :], mask=states_of, other=0.0).to(tl.float32)
+        after = tl.load(rows + (GROUPS * WIDTH + shared)[None, :], mask=states_of, other=0.0).to(tl.float32)
+        total = tl.cumsum(rate * step, axis=0)
+        whole = tl.sum(rate * step, axis=0)
+        since = tl.exp(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
+        seen = wide_dot(after, tl.trans(before)) * since
+        taken = x * step[:, None]
+        result = wide_dot(seen, taken) + wide_dot(after * tl.exp(total)[:, None], tl.trans(state)) + skip * x
+        state = state * tl.exp(whole) + wide_dot(tl.trans(taken * tl.exp(whole - total)[:, None]), before)
+        to = out + (token * HEADS + head)[:, None] * SIZE + element[None, :]
+        tl.store(to, narrow(result, out.dtype.element_ty), mask=mine)
+    tl.store(place, state, mask=inside)
+
+
+def selective_scan(
+    xbc: Tensor,
+    dt: Tensor,
+    a_log: Tensor,
+    d: Tensor,
+    dt_bias: Tensor,
+    dt_min: float,
+    dt_max: float,
+    states: Tensor,
+    slots: Tensor,
+    starts: Tensor | None,
+    lengths: Tensor | None,
+    tuning: Tuning = Tuning(),
+) -> Tensor:
+    """The table's `selective_scan`."""
+    tokens, (_, heads, size, width) = xbc.shape[0], states.shape
+    given, last = (xbc, dt, a_log, d, dt_bias, states, slots), (xbc.stride(0), dt.stride(0), dt_min, dt_max)
+    shape = tokens, heads * size
+    out = xbc.new_empty(shape) if starts is None else torch.zeros(shape, dtype=xbc.dtype, device=xbc.device)
+    if not tokens:
+        return out
+    sizes = {"GROUPS": (xbc.shape[1] - heads * size) // (2 * width), "HEADS": heads, "SIZE": size, "WIDTH": width}
+    sizes["BLOCK_W"] = max(power_of_two(width), NARROWEST_DOT)
+    block = max(min(power_of_two(size), tuning.state_columns), NARROWEST_DOT)
+    grid, options = (slots.shape[0], heads, tiles(size, block)), tuning.options(tuning.selective_scan)
+    if starts is None:
+        scan_step_kernel[grid](*given, out, *last, **sizes, BLOCK=block, **options)
+    else:
+        chunk = {"BLOCK": block, "CHUNK": tuning.scan_tokens}
+        scan_chunks_kernel[grid](*given, starts, lengths, out, *last, **sizes, **chunk, **options)
+    return out
