@@ -115,7 +115,7 @@ def _elementwise(dtype: torch.dtype, tuning: Tuning) -> Cases:
 def _recurrent(dtype: torch.dtype, tuning: Tuning) -> Cases:
     """Layers of Qwen3-Next, and of Granite 4 with Mamba 2."""
     ints = torch.empty(4, dtype=torch.int32)
-    x, taps = torch.empty(TOKENS, 8192, dtype=dtype), torch.empty(8192, 4, dtype=dtype)
+    x, taps = torch.empty(TOKENS, 8192, dtype=dtype), torch.empty(4, 8192, dtype=dtype)
     tails, gains = torch.empty(CELLS, 3, 8192, dtype=dtype), torch.empty(1, 128, dtype=dtype)
     heads, by_head = torch.empty(TOKENS, 32, dtype=dtype), torch.empty(32)
     delta, scan = torch.empty(CELLS, 32, 128, 128), torch.empty(CELLS, 48, 64, 128)

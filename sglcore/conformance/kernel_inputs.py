@@ -223,7 +223,7 @@ def causal_conv(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Two to four taps."""
     for taps, has_bias, silu in ((4, True, True), (3, False, False), (2, True, False)):
         for size, rows in _rows_of_pool(drawn, tokens):
-            weight, bias = drawn.values(WIDTH, taps), drawn.values(WIDTH) if has_bias else None
+            weight, bias = drawn.values(taps, WIDTH), drawn.values(WIDTH) if has_bias else None
             yield drawn.rows(tokens, WIDTH, strided), weight, bias, silu, drawn.values(size, taps - 1, WIDTH), *rows
 
 

@@ -58,11 +58,11 @@ def requests(*shape: int, seed: int) -> list[Tensor]:
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize(("silu", "has_bias"), [(True, False), (False, True)])
 def test_the_convolution_is_the_oracles(cuts: tuple[int, ...], silu: bool, has_bias: bool) -> None:
-    x, weight, bias = requests(12, seed=0), random(12, 4, seed=1), random(12, seed=2) if has_bias else None
+    x, weight, bias = requests(12, seed=0), random(4, 12, seed=1), random(12, seed=2) if has_bias else None
     tails = torch.zeros(4, 3, 12)
     found = in_steps(lambda given, rows: TABLE.causal_conv(*given, weight, bias, silu, tails, *rows), [x], cuts)
     for part, one in zip(x, found, strict=True):
-        wanted = delta.causal_conv1d_fn(part.T[None], weight, bias, "silu" if silu else None)
+        wanted = delta.causal_conv1d_fn(part.T[None], weight.T, bias, "silu" if silu else None)
         torch.testing.assert_close(one, wanted[0].T, rtol=0, atol=2e-6)
 
 
@@ -132,7 +132,7 @@ def test_the_gated_norm_is_both_oracles_to_the_bit(dtype: torch.dtype) -> None:
 
 def test_a_padding_row_changes_nothing() -> None:
     """Not its slot, nor a token that it seems to have."""
-    x, weight, tails = random(3, 12), random(12, 4, seed=1), random(2, 3, 12, seed=2)
+    x, weight, tails = random(3, 12), random(4, 12, seed=1), random(2, 3, 12, seed=2)
     before, alone = tails.clone(), tails.clone()
     slots, starts, lengths = (torch.tensor(part, dtype=torch.int32) for part in ([1, 0], [0, 0], [2, 1]))
     found = TABLE.causal_conv(x, weight, None, True, tails, slots, starts, lengths)

@@ -89,7 +89,7 @@ MUTANTS: tuple[tuple[str, str, str], ...] = (
     ("gated_delta_rule", "* tl.exp(g)\n", "\n"),
     ("gated_delta_rule", "tl.exp(whole - total)", "tl.exp(-total)"),
     ("gated_delta_rule", "i[:, None] > i[None, :]", "i[:, None] > i[None, :] + 1"),
-    ("gated_delta_rule", "wide_dot(inverse, wanted", "(wanted"),
+    ("gated_delta_rule", "rounded_dot(inverse, wanted * beta[:, None], dtype)", "wanted * beta[:, None]"),
     ("gated_delta_rule", "head // (HEADS // KEY_HEADS)", "head % KEY_HEADS"),
     ("gated_delta_rule", "tl.where(slot > 0, tl.load(lengths + row), 0)", "tl.load(lengths + row)"),
     ("selective_scan", "at + i < length", "at + i <= length"),

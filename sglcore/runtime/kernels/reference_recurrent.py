@@ -34,7 +34,7 @@ def causal_conv(
     def step(x: Tensor, slots: Tensor) -> Tensor:
         window = torch.cat((tails.index_select(0, slots), x.unsqueeze(1)), dim=1)
         _keep(tails, slots, window[:, 1:])
-        out = (window.float() * weight.float().T).sum(1)
+        out = (window.float() * weight.float()).sum(1)
         out = (out if bias is None else out + bias.float()).to(x.dtype)
         return F.silu(out) if silu else out
 

@@ -178,8 +178,8 @@ class KernelTable:
     Writes page_table[slots, positions // page_size] * page_size + positions % page_size into `out_cache_loc`.
     """
     causal_conv = entry(reference_recurrent.causal_conv, writes=("tails",))
-    """`causal_conv(x [T, C], weight [C, W], bias [C] | None, silu: bool, tails [S, W - 1, C], slots int32 [B], starts int32
-    [B] | None, lengths int32 [B] | None) -> [T, C]`: sum over j of weight[:, j] * x[t - W + 1 + j], and its silu if wanted.
+    """`causal_conv(x [T, C], weight [W, C], bias [C] | None, silu: bool, tails [S, W - 1, C], slots int32 [B], starts int32
+    [B] | None, lengths int32 [B] | None) -> [T, C]`: sum over j of weight[j] * x[t - W + 1 + j], and its silu if wanted.
 
     This and the two below keep a state for each row: row r's in slots[r] of a pool of S, which they read and write in
     place. Its tokens are [starts[r], starts[r] + lengths[r]), a continuation of what the state knows; where both are None,

@@ -55,7 +55,7 @@ def causal_conv_kernel(
         )
         known = tail[None, :] + (place + tap)[:, None] * SIZE
         old = tl.load(known, mask=live & (source < 0)[:, None], other=0.0)
-        gain = tl.load(weight + column * TAPS + tap, mask=channels, other=0.0).to(tl.float32)
+        gain = tl.load(weight + tap * SIZE + column, mask=channels, other=0.0).to(tl.float32)
         total += (new.to(tl.float32) + old.to(tl.float32)) * gain[None, :]
     if BIAS:
         total += tl.load(bias + column, mask=channels, other=0.0).to(tl.float32)[None, :]
@@ -106,7 +106,7 @@ def causal_conv(
         out,
         x.stride(0),
         SIZE=size,
-        TAPS=weight.shape[1],
+        TAPS=weight.shape[0],
         RAGGED=is_ragged,
         BIAS=bias is not None,
         SILU=silu,

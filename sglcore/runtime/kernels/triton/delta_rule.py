@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sglcore.runtime.kernels.reference_recurrent import L2_EPS
-from sglcore.runtime.kernels.triton.products import NARROWEST_DOT, wide_dot
+from sglcore.runtime.kernels.triton.products import NARROWEST_DOT, rounded_dot
 from sglcore.runtime.kernels.triton.rounding import narrow, rounded
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
@@ -117,6 +117,7 @@ def delta_chunks_kernel(
     place = states + ((slot * HEADS + head) * KEY + key)[:, None] * SIZE + column[None, :]
     state = tl.load(place, mask=inside, other=0.0)
     i = tl.arange(0, CHUNK)
+    dtype: tl.constexpr = qkv.dtype.element_ty
     for at in range(0, length, CHUNK):
         token = start + at + i
         live = at + i < length
@@ -132,7 +133,7 @@ def delta_chunks_kernel(
         total = tl.cumsum(g, axis=0)
         whole = tl.sum(g, axis=0)
         since = tl.exp(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
-        lower = wide_dot(k, tl.trans(k)) * since * beta[:, None]
+        lower = rounded_dot(k, tl.trans(k), dtype) * since * beta[:, None]
         lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
         # The inverse of I + A, row after row.
         inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
@@ -140,11 +141,11 @@ def delta_chunks_kernel(
             factors = tl.sum(tl.where(i[:, None] == step, lower, 0.0), axis=0)
             known = tl.sum(factors[:, None] * inverse, axis=0)
             inverse -= tl.where(i[:, None] == step, known[None, :], 0.0)
-        wanted = v - wide_dot(k * tl.exp(total)[:, None], state)
-        update = wide_dot(inverse, wanted * beta[:, None])
-        seen = wide_dot(q, tl.trans(k)) * since
-        result = wide_dot(q * tl.exp(total)[:, None], state) + wide_dot(seen, update)
-        state = state * tl.exp(whole) + wide_dot(tl.trans(k * tl.exp(whole - total)[:, None]), update)
+        wanted = v - rounded_dot(k * tl.exp(total)[:, None], state, dtype)
+        update = rounded_dot(inverse, wanted * beta[:, None], dtype)
+        seen = rounded_dot(q, tl.trans(k), dtype) * since
+        result = rounded_dot(q * tl.exp(total)[:, None], state, dtype) + rounded_dot(seen, update, dtype)
+        state = state * tl.exp(whole) + rounded_dot(tl.trans(k * tl.exp(whole - total)[:, None]), update, dtype)
         to = out + (token * HEADS + head)[:, None] * SIZE + column[None, :]
         tl.store(to, narrow(result, out.dtype.element_ty), mask=values)
     tl.store(place, state, mask=inside)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglcore.runtime.kernels.triton.rounding import INTERPRETED
+from sglcore.runtime.kernels.triton.rounding import INTERPRETED, narrow
 
 NARROWEST_DOT = 16
 """The smallest side of a matrix product."""
@@ -22,3 +22,9 @@ def wide_dot(a, b):
     else:
         product = tl.dot(a, b, input_precision="ieee")
     return product
+
+
+@triton.jit
+def rounded_dot(a, b, dtype: tl.constexpr):
+    """float32 a @ b in float32, of values rounded to dtype: half types take the units that multiply matrices."""
+    return wide_dot(narrow(a, dtype), narrow(b, dtype))

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sglcore.runtime.kernels.triton.delta_rule import softplus
-from sglcore.runtime.kernels.triton.products import NARROWEST_DOT, wide_dot
+from sglcore.runtime.kernels.triton.products import NARROWEST_DOT, rounded_dot
 from sglcore.runtime.kernels.triton.rounding import narrow
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
@@ -103,6 +103,7 @@ def scan_chunks_kernel(
     place = states + ((slot * HEADS + head) * SIZE + element)[:, None] * WIDTH + column[None, :]
     state = tl.load(place, mask=inside, other=0.0)
     i = tl.arange(0, CHUNK)
+    dtype: tl.constexpr = xbc.dtype.element_ty
     for at in range(0, length, CHUNK):
         token = start + at + i
         live = at + i < length
@@ -115,10 +116,14 @@ def scan_chunks_kernel(
         total = tl.cumsum(rate * step, axis=0)
         whole = tl.sum(rate * step, axis=0)
         since = tl.exp(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
-        seen = wide_dot(after, tl.trans(before)) * since
+        seen = rounded_dot(after, tl.trans(before), dtype) * since
         taken = x * step[:, None]
-        result = wide_dot(seen, taken) + wide_dot(after * tl.exp(total)[:, None], tl.trans(state)) + skip * x
-        state = state * tl.exp(whole) + wide_dot(tl.trans(taken * tl.exp(whole - total)[:, None]), before)
+        result = (
+            rounded_dot(seen, taken, dtype)
+            + rounded_dot(after * tl.exp(total)[:, None], tl.trans(state), dtype)
+            + skip * x
+        )
+        state = state * tl.exp(whole) + rounded_dot(tl.trans(taken * tl.exp(whole - total)[:, None]), before, dtype)
         to = out + (token * HEADS + head)[:, None] * SIZE + element[None, :]
         tl.store(to, narrow(result, out.dtype.element_ty), mask=mine)
     tl.store(place, state, mask=inside)
