@@ -205,44 +205,49 @@ def greedy(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     yield (logits,)
 
 
-def _rows_of_pool(drawn: Draw, tokens: int) -> Iterator[tuple[int, tuple[Tensor, Tensor | None, Tensor | None]]]:
-    """Size of a pool, and (slots, starts, lengths): a token for each row, the second of them padding; then rows of several
-    tokens, behind which there are two padding rows, as a padded batch has them, and a token of nobody."""
-    slots = drawn.permutation(tokens).int() + 1
+MOST_SINGLES = 5
+"""Rows of one token: more are more of the same."""
+PoolRows = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def _rows_of_pool(drawn: Draw, tokens: int) -> Iterator[tuple[int, int, PoolRows]]:
+    """Tokens, size of a pool, and (slots, starts, lengths): a token for each row, the second of them padding; then rows of
+    several tokens, behind which there are two padding rows, as a padded batch has them, and a token of nobody."""
+    singles = min(tokens, MOST_SINGLES)
+    slots = drawn.permutation(singles).int() + 1
     slots[1:2] = 0
-    yield tokens + 1, (slots, None, None)
+    yield singles, singles + 1, (slots, None, None)
     lengths = [1, 2, tokens - 4] if tokens > 4 else [tokens - 1] * (tokens > 1)
     starts = torch.tensor([*lengths, 0, 0], device="cpu").cumsum(0).roll(1)
     starts[[0, -2, -1]] = 0
     slots = torch.cat((drawn.permutation(len(lengths)) + 1, torch.zeros(2, dtype=torch.int64, device="cpu")))
-    ragged = slots, starts, torch.tensor([*lengths, 1, 1], device="cpu")
-    yield len(lengths) + 2, tuple(part.int() for part in ragged)  # pyright: ignore[reportReturnType]
+    yield tokens, len(lengths) + 2, (slots.int(), starts.int(), torch.tensor([*lengths, 1, 1], device="cpu").int())
 
 
 def causal_conv(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Two to four taps."""
-    for taps, has_bias, silu in ((4, True, True), (3, False, False), (2, True, False)):
-        for size, rows in _rows_of_pool(drawn, tokens):
+    """Three and two tokens before each."""
+    for taps, has_bias, silu in ((4, True, True), (3, False, False)):
+        for count, size, rows in _rows_of_pool(drawn, tokens):
             weight, bias = drawn.values(taps, WIDTH), drawn.values(WIDTH) if has_bias else None
-            yield drawn.rows(tokens, WIDTH, strided), weight, bias, silu, drawn.values(size, taps - 1, WIDTH), *rows
+            yield drawn.rows(count, WIDTH, strided), weight, bias, silu, drawn.values(size, taps - 1, WIDTH), *rows
 
 
 def gated_delta_rule(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """As many query heads as value heads, and fewer."""
-    for key_heads, heads, key_size, width in ((2, 4, 16, 32), (2, 2, 24, 16)):
-        for size, rows in _rows_of_pool(drawn, tokens):
-            qkv = drawn.rows(tokens, 2 * key_heads * key_size + heads * width, strided)
-            a, b, wide = drawn.rows(tokens, heads, strided), drawn.rows(tokens, heads, strided), _wide(drawn)
+    """Fewer query heads than value heads, and as many."""
+    for key_heads, heads, key_size, width in ((2, 4, 16, 16), (1, 1, 24, 40)):
+        for count, size, rows in _rows_of_pool(drawn, tokens):
+            qkv = drawn.rows(count, 2 * key_heads * key_size + heads * width, strided)
+            a, b, wide = drawn.rows(count, heads, strided), drawn.rows(count, heads, strided), _wide(drawn)
             yield qkv, a, b, wide(heads), wide(heads), wide(size, heads, key_size, width), *rows
 
 
 def selective_scan(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """One group of heads, and two; a step that its limits cut."""
-    for groups, heads, head_dim, width, most in ((2, 4, 16, 32, 1.0), (1, 3, 24, 16, math.inf)):
-        for size, rows in _rows_of_pool(drawn, tokens):
+    """Two groups of heads, and one; a step that its limits cut."""
+    for groups, heads, head_dim, width, most in ((2, 4, 16, 16, 1.0), (1, 1, 24, 40, math.inf)):
+        for count, size, rows in _rows_of_pool(drawn, tokens):
             xbc, dt = (
-                drawn.rows(tokens, heads * head_dim + 2 * groups * width, strided),
-                drawn.rows(tokens, heads, strided),
+                drawn.rows(count, heads * head_dim + 2 * groups * width, strided),
+                drawn.rows(count, heads, strided),
             )
             wide = _wide(drawn)
             states = wide(size, heads, head_dim, width)
