@@ -60,7 +60,11 @@ def requests(*shape: int, seed: int) -> list[Tensor]:
 def test_the_convolution_is_the_oracles(cuts: tuple[int, ...], silu: bool, has_bias: bool) -> None:
     x, weight, bias = requests(12, seed=0), random(4, 12, seed=1), random(12, seed=2) if has_bias else None
     tails = torch.zeros(4, 3, 12)
-    found = in_steps(lambda given, rows: TABLE.causal_conv(*given, weight, bias, silu, tails, *rows), [x], cuts)
+
+    def run(given: list[Tensor], rows: Rows) -> Tensor:
+        return TABLE.causal_conv(given[0], weight, bias, silu, tails, *rows)
+
+    found = in_steps(run, [x], cuts)
     for part, one in zip(x, found, strict=True):
         wanted = delta.causal_conv1d_fn(part.T[None], weight.T, bias, "silu" if silu else None)
         torch.testing.assert_close(one, wanted[0].T, rtol=0, atol=2e-6)
@@ -74,7 +78,7 @@ def test_the_delta_rule_is_the_oracles(cuts: tuple[int, ...], key_heads: int) ->
     a_log, dt_bias, states = random(heads, seed=3), random(heads, seed=4), torch.zeros(4, heads, size, width)
 
     def run(given: list[Tensor], rows: Rows) -> Tensor:
-        return TABLE.gated_delta_rule(*given, a_log, dt_bias, states, *rows)  # pyright: ignore[reportCallIssue]
+        return TABLE.gated_delta_rule(given[0], given[1], given[2], a_log, dt_bias, states, *rows)
 
     found = in_steps(run, [qkv, a, b], cuts)
     for row, (part, decays, betas) in enumerate(zip(qkv, a, b, strict=True)):
@@ -98,7 +102,7 @@ def test_the_selective_scan_is_the_oracles(cuts: tuple[int, ...], groups: int, m
     states = torch.zeros(4, heads, size, width)
 
     def run(given: list[Tensor], rows: Rows) -> Tensor:
-        return TABLE.selective_scan(*given, a_log, d, bias, 0.1, most, states, *rows)  # pyright: ignore[reportCallIssue]
+        return TABLE.selective_scan(given[0], given[1], a_log, d, bias, 0.1, most, states, *rows)
 
     found = in_steps(run, [xbc, dt], cuts)
     for row, (part, steps) in enumerate(zip(xbc, dt, strict=True)):

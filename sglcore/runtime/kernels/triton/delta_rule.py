@@ -35,6 +35,30 @@ def gates(a, b, a_log, dt_bias, token, a_stride, b_stride, head, mask):
 
 
 @triton.jit
+def decays_between(total, i):
+    """[later, earlier] e^(total[later] - total[earlier]), 0 where the second is later."""
+    return tl.exp(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
+
+
+@triton.jit
+def inverse_of(lower, i, CHUNK: tl.constexpr):
+    """The inverse of I + lower, row after row."""
+    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    for step in range(1, CHUNK):
+        factors = tl.sum(tl.where(i[:, None] == step, lower, 0.0), axis=0)
+        known = tl.sum(factors[:, None] * inverse, axis=0)
+        inverse -= tl.where(i[:, None] == step, known[None, :], 0.0)
+    return inverse
+
+
+@triton.jit
+def load_heads(rows, whose, mask, scale):
+    """Queries or keys of a chunk, each of length `scale`."""
+    x = tl.load(rows + whose[None, :], mask=mask, other=0.0).to(tl.float32)
+    return x * (tl.rsqrt(tl.sum(x * x, axis=1) + EPS) * scale)[:, None]
+
+
+@triton.jit
 def delta_step_kernel(
     qkv,
     a,
@@ -124,23 +148,16 @@ def delta_chunks_kernel(
         g, beta = gates(a, b, a_log, dt_bias, token, a_stride, b_stride, head, live)
         rows = qkv + token[:, None] * qkv_stride
         keys = live[:, None] & (key < KEY)[None, :]
-        q = tl.load(rows + whose[None, :], mask=keys, other=0.0).to(tl.float32)
-        k = tl.load(rows + (KEY_HEADS * KEY + whose)[None, :], mask=keys, other=0.0).to(tl.float32)
-        q = q * (tl.rsqrt(tl.sum(q * q, axis=1) + EPS) * scale)[:, None]
-        k = k * tl.rsqrt(tl.sum(k * k, axis=1) + EPS)[:, None]
+        q = load_heads(rows, whose, keys, scale)
+        k = load_heads(rows, KEY_HEADS * KEY + whose, keys, 1.0)
         values = live[:, None] & (column < SIZE)[None, :]
         v = tl.load(rows + (2 * KEY_HEADS * KEY + head * SIZE + column)[None, :], mask=values, other=0.0).to(tl.float32)
         total = tl.cumsum(g, axis=0)
         whole = tl.sum(g, axis=0)
-        since = tl.exp(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
+        since = decays_between(total, i)
         lower = rounded_dot(k, tl.trans(k), dtype) * since * beta[:, None]
         lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
-        # The inverse of I + A, row after row.
-        inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-        for step in range(1, CHUNK):
-            factors = tl.sum(tl.where(i[:, None] == step, lower, 0.0), axis=0)
-            known = tl.sum(factors[:, None] * inverse, axis=0)
-            inverse -= tl.where(i[:, None] == step, known[None, :], 0.0)
+        inverse = inverse_of(lower, i, CHUNK)
         wanted = v - rounded_dot(k * tl.exp(total)[:, None], state, dtype)
         update = rounded_dot(inverse, wanted * beta[:, None], dtype)
         seen = rounded_dot(q, tl.trans(k), dtype) * since

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglcore.runtime.kernels.triton.delta_rule import softplus
+from sglcore.runtime.kernels.triton.delta_rule import decays_between, softplus
 from sglcore.runtime.kernels.triton.products import NARROWEST_DOT, rounded_dot
 from sglcore.runtime.kernels.triton.rounding import narrow
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
@@ -115,8 +115,7 @@ def scan_chunks_kernel(
         after = tl.load(rows + (GROUPS * WIDTH + shared)[None, :], mask=states_of, other=0.0).to(tl.float32)
         total = tl.cumsum(rate * step, axis=0)
         whole = tl.sum(rate * step, axis=0)
-        since = tl.exp(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
-        seen = rounded_dot(after, tl.trans(before), dtype) * since
+        seen = rounded_dot(after, tl.trans(before), dtype) * decays_between(total, i)
         taken = x * step[:, None]
         result = (
             rounded_dot(seen, taken, dtype)
