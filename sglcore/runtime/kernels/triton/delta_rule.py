@@ -152,12 +152,10 @@ def delta_chunks_kernel(
         k = load_heads(rows, KEY_HEADS * KEY + whose, keys, 1.0)
         values = live[:, None] & (column < SIZE)[None, :]
         v = tl.load(rows + (2 * KEY_HEADS * KEY + head * SIZE + column)[None, :], mask=values, other=0.0).to(tl.float32)
-        total = tl.cumsum(g, axis=0)
-        whole = tl.sum(g, axis=0)
+        total, whole = tl.cumsum(g, axis=0), tl.sum(g, axis=0)
         since = decays_between(total, i)
         lower = rounded_dot(k, tl.trans(k), dtype) * since * beta[:, None]
-        lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
-        inverse = inverse_of(lower, i, CHUNK)
+        inverse = inverse_of(tl.where(i[:, None] > i[None, :], lower, 0.0), i, CHUNK)
         wanted = v - rounded_dot(k * tl.exp(total)[:, None], state, dtype)
         update = rounded_dot(inverse, wanted * beta[:, None], dtype)
         seen = rounded_dot(q, tl.trans(k), dtype) * since
