@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sglcore.conformance.harness import Harness
 from sglcore.device.batch import ForwardMode, ScheduleBatch, offsets_of
+from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory.pools import TokenToKVPool
@@ -128,6 +129,13 @@ def asking_for(layer: Attention, extra: str, device: str) -> Attention:
     return changed
 
 
+def rebuilt(backend: AttentionBackend, layer: Attention) -> AttentionBackend:
+    """The same backend, made for a model of this layer's softcap and sinks."""
+    shape = replace(backend.shape, softcaps=(layer.softcap,), features=backend.shape.features | layer.features)
+    parts = backend.req_to_token_pool, backend.token_to_kv_pool, backend.kernels, backend.hisparse
+    return type(backend)(shape, *parts)
+
+
 def attend(
     harness: Harness,
     mode: ForwardMode,
@@ -143,6 +151,8 @@ def attend(
     layer = asking_for(runner.model.attention_layers[0], extra, device)
     probe = Probe(layer, contents, device, dtype)
     runner.model = probe
+    if extra:
+        runner.attn_backend = rebuilt(runner.attn_backend, layer)
     with torch.inference_mode():
         cells = every_cell(harness)
         earlier = [before for before, _ in contents.rows]

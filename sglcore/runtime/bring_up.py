@@ -202,7 +202,8 @@ def attention(
     windows = tuple(dict.fromkeys(layer.sliding_window for layer in model.attention_layers)) or (None,)
     heads = max((layer.num_heads for layer in model.attention_layers), default=1)
     features = frozenset[str]().union(*(layer.features for layer in model.attention_layers))
-    shape = AttentionShape(heads, layer_shapes(model), windows, model.config.is_encoder, features)
+    softcaps = tuple(dict.fromkeys(layer.softcap for layer in model.attention_layers)) or (None,)
+    shape = AttentionShape(heads, layer_shapes(model), windows, model.config.is_encoder, features, softcaps)
     captured = facts.has_streams and facts.graph_kind(config.graph) != "off" and not shape.is_encoder
     needs = AttentionNeeds(
         tuple(sorted({head_dim for _, head_dim in shape.layers})),

@@ -20,12 +20,12 @@ except (ImportError, OSError) as error:
 
 
 class FlashAttention(PageRowsAttention):
-    """Decoder attention with or without windows, in half precision: one call for decode and prefill."""
+    """Decoder attention with or without windows and softcaps, in half precision: one call for decode and prefill."""
 
     facts = AttentionFacts(
         head_dims=(64, 96, 128, 192, 256),
         dtypes=("float16", "bfloat16"),
-        features=frozenset({"sliding_window", "mixed", "capture"}),
+        features=frozenset({"sliding_window", "softcap", "mixed", "capture"}),
         takes_stored=True,
     )
 
@@ -49,4 +49,5 @@ class FlashAttention(PageRowsAttention):
             softmax_scale=layer.scaling,
             causal=True,
             window_size=(left, 0) if left >= 0 else (-1, -1),
+            softcap=layer.softcap or 0.0,
         )

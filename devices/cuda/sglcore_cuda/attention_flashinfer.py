@@ -1,6 +1,6 @@
 """FlashInfer over the paged pool: its plan/run wrappers for decode and prefill, and its graph-mode wrappers for capture.
 
-A wrapper is planned for one geometry (kv_heads, head_dim, window). Its plan needs lengths on the host and copies them
+A wrapper is planned for one geometry (kv_heads, head_dim, window, softcap). Its plan needs lengths on the host and copies them
 through pinned memory of its own, which the device may still be reading while the next step is planned: so each plan
 takes the other wrapper of a pair.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,8 @@ INT_WORKSPACE = 8 << 20
 TENSOR_CORE_GROUP = 4
 """From this many query heads per KV head on, decode runs on the prefill kernels, whose tiles they fill."""
 
-Geometry = tuple[int, int, int | None]
-"""(kv_heads, head_dim, sliding window)."""
+Geometry = tuple[int, int, int | None, float | None]
+"""(kv_heads, head_dim, sliding window, softcap)."""
 Wrapper = Any
 """A wrapper of FlashInfer, which has no types."""
 
@@ -69,12 +70,13 @@ class GraphMemory:
 
 
 class FlashInferAttention(AttentionBackend[FlashInferPlan]):
-    """Decoder attention with or without windows, in half precision."""
+    """Decoder attention with or without windows and softcaps, in half precision. Sinks are not among what these wrappers
+    hand to their kernels."""
 
     facts = AttentionFacts(
         head_dims=(64, 128, 256),
         dtypes=("float16", "bfloat16"),
-        features=frozenset({"sliding_window", "mixed", "capture"}),
+        features=frozenset({"sliding_window", "softcap", "mixed", "capture"}),
         takes_stored=True,
     )
 
@@ -83,7 +85,9 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         device = self.req_to_token_pool.page_table.device
         self._workspace = torch.zeros(FLOAT_WORKSPACE, dtype=torch.uint8, device=device)
         kinds = dict.fromkeys(self.shape.layers)
-        self._geometries: tuple[Geometry, ...] = tuple((*kind, w) for kind in kinds for w in self.shape.windows)
+        self._geometries: tuple[Geometry, ...] = tuple(
+            (*kind, *bounds) for kind in kinds for bounds in product(self.shape.windows, self.shape.softcaps)
+        )
         self._dtype = self.token_to_kv_pool.kv(0)[0].dtype
         self._prefill = tuple(self._wrappers(self._prefill_wrapper) for _ in range(2))
         self._decode = tuple(self._wrappers(self._decode_wrapper) for _ in range(2))
@@ -131,7 +135,7 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         memory.starts[: size + 1].copy_(lists.starts)
         memory.last_lengths[:size].copy_(lists.last_lengths)
         memory.pages[: len(lists.pages)].copy_(lists.pages)
-        for (kv_heads, head_dim, window), wrapper in plan.twins[plan.turn % 2].items():
+        for (kv_heads, head_dim, window, softcap), wrapper in plan.twins[plan.turn % 2].items():
             flashinfer.fast_decode_plan(
                 wrapper,
                 memory.starts[: size + 1],
@@ -142,6 +146,7 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
                 head_dim,
                 page_size,
                 window_left=window_left(window),
+                logits_soft_cap=softcap,
                 q_data_type=self._dtype,
                 kv_data_type=self._dtype,
                 global_override_indptr_cpu=lists.host_starts,
@@ -151,7 +156,7 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         """Rows beyond the real ones come out as zero."""
         if not plan.wrappers:
             return torch.zeros_like(q)
-        wrapper = plan.wrappers[layer.num_kv_heads, layer.head_dim, layer.sliding_window]
+        wrapper = plan.wrappers[layer.num_kv_heads, layer.head_dim, layer.sliding_window, layer.softcap]
         k_cache, v_cache = self.token_to_kv_pool.kv(layer.layer_id)
         page_size = self.token_to_kv_pool.page_size
         queries = q.view(-1, layer.num_heads, layer.head_dim)
@@ -165,7 +170,7 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         return with_padding(out, q)
 
     def _plan_decode(self, wrappers: Mapping[Geometry, Wrapper], lists: PageLists) -> None:
-        for (kv_heads, head_dim, window), wrapper in wrappers.items():
+        for (kv_heads, head_dim, window, softcap), wrapper in wrappers.items():
             wrapper.plan(
                 lists.host_starts,
                 lists.pages,
@@ -175,12 +180,13 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
                 head_dim,
                 self.token_to_kv_pool.page_size,
                 window_left=window_left(window),
+                logits_soft_cap=softcap,
                 q_data_type=self._dtype,
                 kv_data_type=self._dtype,
             )
 
     def _plan_prefill(self, wrappers: Mapping[Geometry, Wrapper], starts: Tensor, lists: PageLists) -> None:
-        for (kv_heads, head_dim, window), wrapper in wrappers.items():
+        for (kv_heads, head_dim, window, softcap), wrapper in wrappers.items():
             wrapper.plan(
                 starts,
                 lists.host_starts,
@@ -192,6 +198,7 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
                 self.token_to_kv_pool.page_size,
                 causal=True,
                 window_left=window_left(window),
+                logits_soft_cap=softcap,
                 q_data_type=self._dtype,
                 kv_data_type=self._dtype,
             )

@@ -44,6 +44,7 @@ def decode(
     out: Tensor,
     buffers: tuple[int, int],
     override: Tensor,
+    softcap: float,
 ) -> Tensor:
     """Plan and run a decode wrapper, then another by graph buffers that is planned again."""
     library = importlib.import_module("flashinfer")
@@ -61,7 +62,9 @@ def decode(
         paged_kv_last_page_len_buffer=int32(DEVICE, *[1] * buffers[1]),
     )
     graph.plan(starts, indices, last, *sizes, q_data_type=torch.float16)
-    library.fast_decode_plan(graph, starts, indices, last, *sizes, global_override_indptr_cpu=override)
+    library.fast_decode_plan(
+        graph, starts, indices, last, *sizes, global_override_indptr_cpu=override, logits_soft_cap=softcap
+    )
     return found
 
 
@@ -87,6 +90,7 @@ def flashinfer() -> Calls:
         "out": torch.zeros_like(q),
         "buffers": (3, 2),
         "override": host(0, 1, 3),
+        "softcap": 0.0,
     }
     return Calls(decode, given, FLASHINFER, [importlib.import_module("sglcore_sim.vendors.flashinfer")])
 
@@ -108,6 +112,7 @@ FLASHINFER = (
     Wrong("workspace", lambda w: w[:1024], "a float workspace"),
     Wrong("buffers", lambda _: (4, 2), "indptr buffers"),
     Wrong("override", lambda starts: starts.to(DEVICE), "an override of indptr on the host"),
+    Wrong("softcap", lambda _: 30.0, "a softcap where the first plan had one"),
 )
 
 

@@ -74,13 +74,13 @@ class CellLists:
 
 
 class AiterAttention(AttentionBackend[AiterPlan]):
-    """Decoder attention in half precision; windows where the installed version decodes with them."""
+    """Decoder attention with or without softcaps, in half precision; windows where the installed version decodes with them."""
 
     facts = AttentionFacts(
         page_sizes=(16, 32),
         head_dims=(64, 128),
         dtypes=("float16", "bfloat16"),
-        features=frozenset({"mixed", "capture"} | ({"sliding_window"} if DECODES_WINDOWS else set())),
+        features=frozenset({"softcap", "mixed", "capture"} | ({"sliding_window"} if DECODES_WINDOWS else set())),
         takes_stored=True,
     )
 
@@ -156,7 +156,7 @@ class AiterAttention(AttentionBackend[AiterPlan]):
             None,
             "auto",
             "NHD",
-            0.0,
+            layer.softcap or 0.0,
             self._one,
             self._one,
             None,
@@ -178,6 +178,7 @@ class AiterAttention(AttentionBackend[AiterPlan]):
             lists.longest_query,
             lists.longest_sequence,
             softmax_scale=layer.scaling,
+            logits_soft_cap=layer.softcap or 0.0,
             causal=True,
             window_size=(left, 0) if left >= 0 else (-1, -1),
         )

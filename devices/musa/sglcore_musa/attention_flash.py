@@ -21,7 +21,7 @@ from sglcore_musa.vendor import musa
 MODULES = ("flash_attn_interface", "mate")
 FUNCTION = "flash_attn_with_kvcache"
 ARGUMENTS = frozenset(
-    {"cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "softmax_scale", "causal", "window_size"}
+    {"cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "softmax_scale", "causal", "window_size", "softcap"}
 )
 CAPABILITY = (3, 1)
 """Its kernels are written for this generation."""
@@ -47,13 +47,14 @@ call = find()
 
 
 class FlashAttention(PageRowsAttention):
-    """Decoder attention with or without windows, in half precision."""
+    """Decoder attention with or without windows and softcaps, in half precision. The library takes sinks beside windows
+    alone."""
 
     facts = AttentionFacts(
         page_sizes=(1, 16, 64),
         head_dims=(64, 128, 256),
         dtypes=("float16", "bfloat16"),
-        features=frozenset({"sliding_window", "mixed", "capture"}),
+        features=frozenset({"sliding_window", "softcap", "mixed", "capture"}),
         takes_stored=True,
     )
 
@@ -77,4 +78,5 @@ class FlashAttention(PageRowsAttention):
             softmax_scale=layer.scaling,
             causal=True,
             window_size=(left, 0) if left >= 0 else (-1, -1),
+            softcap=layer.softcap or 0.0,
         )

@@ -57,7 +57,7 @@ def test_a_library_without_pages_is_refused_by_what_it_lacks(
     vars(older)["flash_attn_with_kvcache"] = lambda q, k_cache, v_cache, cache_seqlens, softmax_scale, causal: None
     monkeypatch.setitem(sys.modules, "flash_attn_interface", older)
     monkeypatch.setitem(sys.modules, "mate", None)
-    with pytest.raises(Unavailable, match="lacks cu_seqlens_q, max_seqlen_q, page_table, window_size"):
+    with pytest.raises(Unavailable, match="lacks cu_seqlens_q, max_seqlen_q, page_table, softcap, window_size"):
         find()
 
 

@@ -51,7 +51,7 @@ class AttentionFacts:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The model's side: query heads, (kv_heads, head_dim) of each layer, the sliding windows that occur, and all
+    """The model's side: query heads, (kv_heads, head_dim) of each layer, the sliding windows and softcaps that occur, and all
     `features` that its layers ask for."""
 
     num_heads: int
@@ -59,6 +59,7 @@ class AttentionShape:
     windows: tuple[int | None, ...] = (None,)
     is_encoder: bool = False
     features: frozenset[str] = frozenset()
+    softcaps: tuple[float | None, ...] = (None,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,9 @@ def paged_attention_v1(
         # Sequences longer than the partitions of this launch are cut, as on hardware.
         rows = [(i, i + 1, cells_of(pages[i], min(n, partitions * partition_size), size)) for i, n in enumerate(lens)]
         caches = flat(sim.host_view(key_cache)), flat(sim.host_view(value_cache))
-        attend(sim.host_view(out), sim.host_view(query), rows, *caches, scale, True, sliding_window - 1)
+        attend(
+            sim.host_view(out), sim.host_view(query), rows, *caches, scale, True, sliding_window - 1, logits_soft_cap
+        )
 
     reads = [query, key_cache, value_cache, block_tables, context_lens, k_scale, v_scale]
     sim.launch(DECODE, kernel, reads=reads, writes=[out, workspace_buffer])
@@ -102,7 +104,7 @@ def mha_batch_prefill_func(
         cells = sim.host_view(kv_page_indices).to(torch.int64)
         rows = [(begin[i], begin[i + 1], cells[first[i] : first[i + 1]]) for i in range(len(begin) - 1)]
         views = sim.host_view(k), sim.host_view(v)
-        attend(sim.host_view(made), sim.host_view(q), rows, *views, scale, causal, window_size[0])
+        attend(sim.host_view(made), sim.host_view(q), rows, *views, scale, causal, window_size[0], logits_soft_cap)
 
     reads = [q, k, v, cu_seqlens_q, kv_indptr, kv_page_indices]
     sim.launch(PREFILL, kernel, reads=reads, writes=[made])

@@ -48,6 +48,6 @@ def plant(sim: Any) -> None:
         if k is not None or page_table is None or cu_seqlens_q is None or cache_seqlens is None or not max_seqlen_q:
             raise NotImplementedError("this reference takes paged caches with lengths and query offsets only")
         parts = (q, k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q)
-        return flash_attention(sim, parts, max_seqlen_q, softmax_scale, causal, window_size[0])
+        return flash_attention(sim, parts, max_seqlen_q, softmax_scale, causal, window_size[0], softcap)
 
     plant_module("flash_attn_interface", flash_attn_with_kvcache=flash_attn_with_kvcache)

@@ -45,6 +45,7 @@ class PagedWrapper:
 
     _sim: Any
     _window_left: int
+    _softcap: float
     _sm_scale: float | None
 
     def _make(
@@ -147,6 +148,7 @@ class PagedWrapper:
         }
         refuse(wanted)
         scale, left = (self._sm_scale or 1 / math.sqrt(q.shape[-1])) * factor, self._window_left
+        softcap = self._softcap
         sim, batch, page_size = self._sim, self._batch, self._page_size
         plan = self._int_workspace_buffer[: (2 * batch + 1) * 4]
         starts, pages = self._buffers[0][: batch + 1], self._buffers[1]
@@ -159,7 +161,7 @@ class PagedWrapper:
                 for i in range(batch)
             ]
             k_cells, v_cells = flat(sim.host_view(keys)), flat(sim.host_view(values))
-            attend(sim.host_view(out), sim.host_view(q), rows, k_cells, v_cells, scale, causal, left)
+            attend(sim.host_view(out), sim.host_view(q), rows, k_cells, v_cells, scale, causal, left, softcap)
 
         reads = [q, keys, values, plan, starts, pages, self._buffers[2]]
         writes = [out, self._float_workspace_buffer[:16]]
@@ -244,7 +246,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         starts = torch.arange(len(last_page_len) + 1, dtype=torch.int32)
         heads, dtypes = (num_qo_heads, num_kv_heads, head_dim), (q_data_type, kv_data_type or q_data_type)
         self._plan(starts, indptr, indices, last_page_len, heads, page_size, dtypes, non_blocking)
-        self._window_left, self._sm_scale = window_left, sm_scale
+        self._window_left, self._softcap, self._sm_scale = window_left, logits_soft_cap or 0.0, sm_scale
 
     def run(
         self,
@@ -301,10 +303,14 @@ def fast_decode_plan(
     if not self._graph:
         self._buffers[:] = [indptr, indices, last_page_len]
     starts = indptr.cpu() if global_override_indptr_cpu is None else global_override_indptr_cpu
-    refuse({"an override of indptr on the host": starts.is_cpu})
+    wanted = {
+        "an override of indptr on the host": starts.is_cpu,
+        "a softcap where the first plan had one": bool(logits_soft_cap) == bool(self._softcap),
+    }
+    refuse(wanted)
     _check_lists(starts, starts, indices, last_page_len, page_size)
     self._write_plan(torch.arange(batch + 1, dtype=torch.int32), starts, last_page_len.cpu(), page_size)
-    self._window_left, self._sm_scale = window_left, sm_scale
+    self._window_left, self._softcap, self._sm_scale = window_left, logits_soft_cap or 0.0, sm_scale
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
@@ -372,6 +378,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         self._plan(qo_indptr, *lists, heads, page_size, dtypes, non_blocking)
         self._tokens = int(qo_indptr.to("cpu")[-1])
         self._causal, self._window_left, self._sm_scale = causal, window_left, sm_scale
+        self._softcap = logits_soft_cap or 0.0
 
     def run(
         self,

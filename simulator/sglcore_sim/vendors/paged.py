@@ -48,7 +48,7 @@ def adjacent(*parts: Tensor) -> bool:
 
 
 def flash_attention(
-    sim: Any, parts: tuple[Tensor, ...], longest: int, scale: float | None, causal: bool, left: int
+    sim: Any, parts: tuple[Tensor, ...], longest: int, scale: float | None, causal: bool, left: int, softcap: float
 ) -> Tensor:
     """FlashAttention 3 over pages, in one launch, refusing what `mha_fwd` of hopper/flash_api.cpp (Dao-AILab/flash-attention)
     checks. `parts` are queries, both caches, the page table, the lengths and the queries' offsets."""
@@ -80,7 +80,7 @@ def flash_attention(
             if end > start
         ]
         caches = flat(sim.host_view(k)), flat(sim.host_view(v))
-        attend(sim.host_view(out), sim.host_view(q), rows, *caches, factor, causal, left)
+        attend(sim.host_view(out), sim.host_view(q), rows, *caches, factor, causal, left, softcap)
 
     sim.launch(FLASH_ATTENTION, kernel, reads=list(parts), writes=[out])
     return out
@@ -95,18 +95,22 @@ def attend(
     scale: float,
     causal: bool,
     left: int,
+    softcap: float = 0.0,
 ) -> None:
     """Write into out [T, heads, dim] what q attends to. Each row is (first query, end, cells of its sequence); its queries
-    are the last of the sequence. `left` tokens before a query are seen (-1: all)."""
+    are the last of the sequence. `left` tokens before a query are seen (-1: all); a scaled score s
+    becomes softcap * tanh(s / softcap), unless that is 0."""
     for start, end, cells in rows:
-        out[start:end] = _row(q[start:end], k_cells[cells], v_cells[cells], scale, causal, left).to(out.dtype)
+        out[start:end] = _row(q[start:end], k_cells[cells], v_cells[cells], scale, causal, left, softcap).to(out.dtype)
 
 
-def _row(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int) -> Tensor:
+def _row(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int, softcap: float) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     queries, keys, values = (x.to(torch.float32).transpose(0, 1) for x in (q, k, v))
     keys, values = keys.repeat_interleave(groups, 0), values.repeat_interleave(groups, 0)
     scores = queries @ keys.transpose(1, 2) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     positions = torch.arange(k.shape[0])
     own = positions[k.shape[0] - q.shape[0] :, None]
     if causal:

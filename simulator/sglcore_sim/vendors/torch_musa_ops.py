@@ -60,7 +60,7 @@ def plant(sim: Any) -> None:
             raise NotImplementedError("this reference takes paged caches with lengths and query offsets only")
         require(FLASH_ATTENTION, {f"pages of {PAGES}": k_cache.shape[1] in PAGES})
         left = -1 if window_size[0] is None else window_size[0]
-        return flash_attention(sim, parts, max_seqlen_q, softmax_scale, causal, left)
+        return flash_attention(sim, parts, max_seqlen_q, softmax_scale, causal, left, softcap)
 
     for module in ("mate", "flash_attn_interface"):
         plant_module(module, flash_attn_with_kvcache=flash_attn_with_kvcache)
