@@ -11,12 +11,10 @@ from typing import Any
 from sglcore.checkpoint.files import read_json
 from sglcore.checkpoint.gguf import is_gguf, read_header
 from sglcore.checkpoint.gguf_config import gguf_config
+from sglcore.checkpoint.pooling import Pooling, read_pooling
 from sglcore.device.errors import ConfigError
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
-
-ENCODERS = frozenset({"BertModel", "BertForMaskedLM"})
-"""Architectures that give hidden states and no logits."""
 
 _GEMMA: Mapping[str, Any] = MappingProxyType(
     {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
@@ -102,7 +100,8 @@ class ModelConfig:
     `dtype` is the checkpoint's own ("bfloat16", ...). `context_length` is how many tokens positions are defined for.
     `raw` is `config.json` as it is. `path` is the folder, or a GGUF file. `options` are those of `OPTIONS` that change
     something: an architecture refuses what it does not know. `local_rope` is that of layers with a window, None where all
-    layers have one.
+    layers have one. `pooling` is what a model that embeds or scores makes of its hidden states; None for one that generates
+    text.
     """
 
     path: Path
@@ -125,7 +124,7 @@ class ModelConfig:
     hidden_act: str
     dtype: str
     moe: MoeConfig | None
-    is_encoder: bool
+    pooling: Pooling | None
     raw: Mapping[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)
     local_rope: RopeConfig | None = None
@@ -135,15 +134,20 @@ class ModelConfig:
         """What scores are multiplied with."""
         return self.options.get("query_pre_attn_scalar", self.head_dim) ** -0.5
 
+    @property
+    def is_encoder(self) -> bool:
+        """It runs whole prompts, keeps no cells and answers with vectors, whether its tokens see the later ones or not."""
+        return self.pooling is not None
 
-def read_config(path: str | Path, known: Collection[str] = ()) -> ModelConfig:
+
+def read_config(path: str | Path, known: Collection[str] = (), task: str = "auto") -> ModelConfig:
     """Read the configuration of a checkpoint folder, or of a GGUF file; raises `ConfigError`, and `CheckpointError` for a
-    file that is damaged. `known` are the architectures that can be run (none given: any)."""
+    file that is damaged. `known` are the architectures that can be run (none given: any); `task` is EngineConfig's."""
     folder = Path(path)
     if is_gguf(folder):
         raw = gguf_config(read_header(folder))
         check_architecture(raw["architectures"][0], known)
-        return _parse(folder, raw["architectures"][0], raw)
+        return _parse(folder, raw["architectures"][0], raw, task)
     if not folder.is_dir():
         raise ConfigError(f"there is no model at {str(path)!r}", wanted="a checkpoint folder", remedy="check the path")
     raw = read_json(folder / "config.json", "this is not a checkpoint folder; point at the one with config.json")
@@ -151,7 +155,7 @@ def read_config(path: str | Path, known: Collection[str] = ()) -> ModelConfig:
     if not names:
         raise ConfigError(f"{folder / 'config.json'} names no architecture", wanted='"architectures": ["..."]')
     check_architecture(names[0], known)
-    return _parse(folder, names[0], raw)
+    return _parse(folder, names[0], raw, task)
 
 
 def check_architecture(name: str, known: Collection[str]) -> None:
@@ -173,7 +177,7 @@ def check_context(asked: int | None, config: ModelConfig) -> None:
         )
 
 
-def _parse(folder: Path, architecture: str, raw: dict[str, Any]) -> ModelConfig:
+def _parse(folder: Path, architecture: str, raw: dict[str, Any], task: str) -> ModelConfig:
     values = {**_DEFAULTS.get(architecture, EMPTY), **{key: value for key, value in raw.items() if value is not None}}
     need = _Needed(values, folder / "config.json")
     heads, layers = need("num_attention_heads"), need("num_hidden_layers")
@@ -200,7 +204,7 @@ def _parse(folder: Path, architecture: str, raw: dict[str, Any]) -> ModelConfig:
         hidden_act=_activation(architecture, values),
         dtype=str(values.get("dtype", values.get("torch_dtype", "float32"))).removeprefix("torch."),
         moe=_moe(values, layers),
-        is_encoder=architecture in ENCODERS,
+        pooling=read_pooling(folder, architecture, raw, task),
         raw=MappingProxyType(raw),
         options=MappingProxyType({name: values[name] for name in OPTIONS if _is_set(values.get(name), OPTIONS[name])}),
         local_rope=local_rope,

@@ -27,6 +27,17 @@ def read_json(file: Path, remedy: str = "") -> dict[str, Any]:
     return value
 
 
+def read_list(file: Path) -> list[dict[str, Any]]:
+    """The objects in a file's list; raises `ConfigError`."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} can not be read: {error}", wanted="JSON", remedy="download it again") from None
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise ConfigError(f"{file} is not a list of objects", wanted="a JSON array", remedy="download it again")
+    return value
+
+
 def checkpoint_files(folder: Path) -> tuple[Path, ...]:
     """The weight files of a checkpoint, in order; raises `CheckpointError` if one is missing."""
     index = folder / INDEX

@@ -27,6 +27,7 @@ class EngineConfig:
         "auto",
         "native (a file of sglcore), transformers (transformers' own class), or auto: native where there is a file.",
     )
+    task: str = setting("auto", "generate (text), embed (a vector for each prompt), or auto: as the checkpoint says.")
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
     max_model_len: int | None = setting(None, "Tokens of context; left out, the checkpoint's own.", least=1)
     max_requests: int = setting(256, "Requests that may run at once.", least=1)

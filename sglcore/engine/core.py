@@ -89,17 +89,21 @@ class Engine:
             raise
         return self._absorb(outputs)
 
-    def embed(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
-        """float32 [hidden] for each prompt: the mean of its last hidden states, of length 1. Waits.
+    def embed(self, prompts: Sequence[Prompt], prompt_name: str | None = None) -> list[np.ndarray]:
+        """A vector float32 for each prompt, by the checkpoint's pooling; texts stand behind its prompt of that name. Waits.
 
         All or none: a prompt that can not run is an error that names its place, before any work.
         """
         if self.worker.limits.generates:
-            raise TextError("this checkpoint generates text", wanted="an encoder, such as BERT", remedy="use generate")
+            raise TextError(
+                "this checkpoint generates text",
+                wanted="an encoder, such as BERT, or --task embed",
+                remedy="use generate",
+            )
         requests: list[Request] = []
         try:
             for place, prompt in enumerate(prompts):
-                requests.append(self._add_embedding(place, prompt))
+                requests.append(self._add_embedding(place, prompt, prompt_name))
             while self.loop.has_work:
                 self.step()
         except BaseException:
@@ -123,9 +127,10 @@ class Engine:
         names = (f"request-{number}" for number in self._numbers)
         return next(name for name in names if name not in self._texts)
 
-    def _add_embedding(self, place: int, prompt: Prompt) -> Request:
+    def _add_embedding(self, place: int, prompt: Prompt, prompt_name: str | None) -> Request:
         try:
-            return self.tokens.embed(f"embed-{next(self._numbers)}", read_prompt(self.codec, prompt))
+            ids = read_prompt(self.codec, prompted(self.codec, prompt, prompt_name))
+            return self.tokens.embed(f"embed-{next(self._numbers)}", ids)
         except (TextError, ValueError) as error:
             raise TextError(f"text {place}: {error}") from None
 
@@ -160,6 +165,18 @@ def read_prompt(codec: TextCodec, prompt: Prompt, *, special: bool = True) -> li
         return [operator.index(token_id) for token_id in prompt]
     except TypeError as error:
         raise TextError(f"this prompt can not be read: {error}", wanted="text, or a list of token ids") from None
+
+
+def prompted(codec: TextCodec, prompt: Prompt, name: str | None) -> Prompt:
+    """A prompt to embed behind the checkpoint's prompt of that name (None: the default one). Token ids stand as they are;
+    raises TextError for a name beside them, or one that the checkpoint has not."""
+    if isinstance(prompt, str):
+        return codec.prompted(prompt, name)
+    if name is not None:
+        raise TextError(
+            f"found token ids with the prompt name {name!r}", wanted="text, which a prompt can stand before"
+        )
+    return prompt
 
 
 def check_ids(params: SamplingParams, vocab_size: int) -> None:

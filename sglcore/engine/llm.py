@@ -99,9 +99,11 @@ class LLM:
         """The token ids of a conversation, ready for `generate` or `stream`."""
         return self.engine.codec.encode(self.engine.codec.render_chat(messages), special=False)
 
-    def embed(self, prompts: Prompt | Sequence[Prompt]) -> np.ndarray:
-        """float32 [prompts, hidden], each row of length 1; for encoder checkpoints."""
-        found = self.engine.embed(_as_list(prompts))
+    def embed(self, prompts: Prompt | Sequence[Prompt], *, prompt_name: str | None = None) -> np.ndarray:
+        """float32 [prompts, size], a row for each, by the checkpoint's pooling; waits. For checkpoints that embed, and others
+        with `task="embed"`. Texts stand behind the checkpoint's prompt of that name, or its default one. Raises TextError
+        and RequestError, which names the limit that a text exceeds."""
+        found = self.engine.embed(_as_list(prompts), prompt_name)
         return np.stack(found) if found else np.zeros((0, 0), np.float32)
 
     def close(self) -> None:

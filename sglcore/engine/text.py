@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from sglcore.checkpoint.files import read_json
 from sglcore.checkpoint.gguf import is_gguf, read_header
 from sglcore.checkpoint.gguf_config import end_tokens
+from sglcore.checkpoint.pooling import read_prompts
 from sglcore.device.errors import ConfigError
 from sglcore.engine.chat_template import ChatTemplate, Message, TextError
 from sglcore.engine.gguf_tokenizer import read_gguf_tokenizer
@@ -40,6 +41,7 @@ class TextCodec:
         # A saved tokenizer may cut and fill texts to one length; the scheduler wants them as they are.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
+        self.prompts = read_prompts(folder)
         added = self.tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         own = ChatTemplate.load(folder, self.settings)
@@ -53,6 +55,15 @@ class TextCodec:
             return self.tokenizer.encode(text, add_special_tokens=special).ids
         except TypeError:
             raise TextError(f"{text!r:.60} holds lone surrogates", wanted="text that UTF-8 can encode") from None
+
+    def prompted(self, text: str, name: str | None = None) -> str:
+        """A text to embed behind the checkpoint's prompt of that name (None: the default one, if there is one). Raises
+        TextError for a name that the checkpoint has not."""
+        name = self.prompts.default if name is None else name
+        if name is not None and name not in self.prompts.texts:
+            known = ", ".join(self.prompts.texts) or "none: the checkpoint has no prompts"
+            raise TextError(f"there is no prompt named {name!r}", wanted=known, remedy="leave the name out")
+        return text if name is None else self.prompts.texts[name] + text
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""

@@ -44,7 +44,7 @@ class AttentionLayer:
         """`rotary` is what `cos_sin_cache` gives, the others are those of `Build.attention`."""
         config = build.config
         size, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
-        window, is_cached = config.sliding_windows[layer_id], not is_encoder
+        window = config.sliding_windows[layer_id]
         eps = config.rms_norm_eps
         self.q_norm = RMSNorm(build.at("q_norm"), size, eps, heads, norm_offset) if qk_norm else None
         self.k_norm = RMSNorm(build.at("k_norm"), size, eps, kv_heads, norm_offset) if qk_norm else None
@@ -55,8 +55,8 @@ class AttentionLayer:
             size,
             config.attention_scaling,
             window,
-            causal=is_cached,
-            cached=is_cached,
+            causal=not is_encoder,
+            cached=not config.is_encoder,
             softcap=config.options.get("attn_logit_softcapping"),
             sinks=build.parameter("sinks", heads) if sinks else None,
         )

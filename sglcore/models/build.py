@@ -195,7 +195,12 @@ class Architecture(ABC):
     def named(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
         """What each tensor in the checkpoint's files, whose shapes these are, is called in the model's record of its
         weights."""
-        return {name: name.removeprefix(self.stripped) for name in shapes}
+        return {name: self.own_name(name) for name in shapes}
+
+    @classmethod
+    def own_name(cls, name: str) -> str:
+        """The same for one name, where each is renamed by itself."""
+        return name.removeprefix(cls.stripped)
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Array:
@@ -204,3 +209,7 @@ class Architecture(ABC):
     def logits(self, hidden: Array) -> Array:
         """[N, H] to float32 [N, vocab]; raises `ConfigError` for an encoder."""
         raise ConfigError(f"{self.config.architecture} is an encoder and has no logits", remedy="use its embeddings")
+
+    def classify(self, pooled: Array) -> Array:
+        """[B, labels] from pooled hidden states [B, H], by the classification head; raises `ConfigError` without one."""
+        raise ConfigError(f"{self.config.architecture} has no classification head", remedy="use its embeddings")

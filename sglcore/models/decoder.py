@@ -121,7 +121,11 @@ class CausalLM(Architecture):
         self.norm = inner.norm("norm", size, self.norm_offset)
         cap = config.options.get("final_logit_softcapping")
         self.softcap = None if cap is None else build.softcap(cap)
-        self.lm_head = build.head("lm_head", vocab, size, self.embed_tokens if config.tie_word_embeddings else None)
+        self.lm_head = self.score = None
+        if config.pooling is None:
+            self.lm_head = build.head("lm_head", vocab, size, self.embed_tokens if config.tie_word_embeddings else None)
+        elif config.pooling.labels:
+            self.score = build.linear("score", size, config.pooling.labels)
         self.attention_layers = tuple(layer.self_attn.attention.layer for layer in self.layers)
 
     def _check(self, config: ModelConfig) -> None:
@@ -140,6 +144,11 @@ class CausalLM(Architecture):
     def embedding_scale(self) -> float | None:
         """What the embedded tokens are multiplied with."""
         return None
+
+    @classmethod
+    def own_name(cls, name: str) -> str:
+        """A decoder that was saved without what stands around it has names that begin below `model.`."""
+        return name if name.startswith(("model.", "lm_head.", "score.")) else f"model.{name}"
 
     @abstractmethod
     def make_layer(self, build: Build, layer_id: int) -> DecoderLayer | SandwichLayer:
@@ -169,6 +178,12 @@ class CausalLM(Architecture):
         return self.norm.add(state.hidden, state.residual)[0]
 
     def logits(self, hidden: Array) -> Array:
-        """[N, H] to float32 [N, vocab]."""
+        """[N, H] to float32 [N, vocab]; raises `ConfigError` for a model that embeds."""
+        if self.lm_head is None:
+            return super().logits(hidden)
         logits = self.lm_head(hidden)
         return logits if self.softcap is None else self.softcap(logits)
+
+    def classify(self, pooled: Array) -> Array:
+        """[B, H] to [B, labels]; raises `ConfigError` without a head for that."""
+        return super().classify(pooled) if self.score is None else self.score(pooled)

@@ -22,10 +22,11 @@ REMEDY = "choose with --model-impl"
 
 
 def choose_implementation(
-    asked: str, path: Path, ledger: DecisionLedger, has_torch: bool = True
+    asked: str, path: Path, ledger: DecisionLedger, has_torch: bool = True, task: str = "auto"
 ) -> tuple[ModelConfig, Mapping[str, str]]:
-    """The configuration of a checkpoint, and what to add to the registry for it: nothing for an architecture with a file of
-    ours, or for a device without torch. The choice goes to the ledger.
+    """The configuration of a checkpoint for a task (EngineConfig's), and what to add to the registry for it: nothing for an
+    architecture with a file of ours, or for a device without torch. The choice goes to the ledger, and so does the pooling
+    of a model that has one.
 
     Raises `ConfigError` for an implementation that is not known, or not there for this device or file, an architecture that
     neither has, one of transformers that was not shown to give the same as it does by itself, and what reading the
@@ -33,21 +34,28 @@ def choose_implementation(
     """
     _check_asked(asked, path, has_torch)
     if asked == "native" or not has_torch or (asked == "auto" and _architecture(path) in {*ARCHITECTURES, ""}):
-        config = read_config(path, ARCHITECTURES)
+        config = read_config(path, ARCHITECTURES, task)
         module = ARCHITECTURES[config.architecture].partition(":")[0]
         ledger.record(Row("model impl", asked, "native", f"{config.architecture} has a file here, {module}", REMEDY))
+        _record_pooling(config, task, ledger)
         return config, EMPTY
     kind = _check_transformers(path)
     from sglcore.models.transformers_config import transformers_config
 
-    config = transformers_config(path)
+    config = transformers_config(path, task)
     why = "asked for" if asked == "transformers" else f"{config.architecture} has no file here"
     found = version("transformers")
     reason = f"{why}; {kind!r} of transformers {VERSION} gives what its own forward gives"
     if found != VERSION:
         reason = f"{reason}, and {found} is installed"
     ledger.record(Row("model impl", asked, "transformers", reason, REMEDY, downgrade=found != VERSION))
+    _record_pooling(config, task, ledger)
     return config, MappingProxyType({config.architecture: TRANSFORMERS})
+
+
+def _record_pooling(config: ModelConfig, task: str, ledger: DecisionLedger) -> None:
+    if config.pooling is not None:
+        ledger.record(Row("pooling", task, str(config.pooling), config.pooling.reason, "choose with --task"))
 
 
 def _check_asked(asked: str, path: Path, has_torch: bool) -> None:

@@ -14,6 +14,7 @@ from sglcore.checkpoint.config import EMPTY, ModelConfig
 from sglcore.checkpoint.files import HARMLESS, checkpoint_files
 from sglcore.checkpoint.gguf import is_gguf
 from sglcore.checkpoint.quantization import read_quantization
+from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.layers.build import Build
 from sglcore.layers.scope import Weights
@@ -61,6 +62,10 @@ def load_model(
     if not config.is_encoder:
         kernels = _storing(kernels, config, dtype, index_dtype, refusals)
     model = model_type(Build(config, kernels, weights, max_positions or config.context_length, index_dtype, refusals))
+    if config.is_encoder and model.state_layers:
+        raise ConfigError(
+            f"{config.architecture} keeps states, and an embedding runs without", remedy="use another model"
+        )
     if ledger is not None:
         ledger.record(*refusals.rows())
     with ExitStack() as stack, torch.no_grad():
@@ -94,7 +99,7 @@ def _sources(
     quantization = read_quantization(config.raw)
     files = [stack.enter_context(closing(SafetensorsFile(file))) for file in checkpoint_files(path)]
     named = model.named({entry.name: entry.shape for file in files for entry in file.entries})
-    harmless = (*HARMLESS, *model.ignored, *((TIED_HEAD,) if config.tie_word_embeddings else ()))
+    harmless = (*HARMLESS, *model.ignored, *((TIED_HEAD,) if config.tie_word_embeddings or config.is_encoder else ()))
     return find_sources(files, weights.targets, named, harmless, quantization)
 
 

@@ -22,6 +22,10 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "Qwen2ForCausalLM": "sglcore.models.qwen2:Qwen2ForCausalLM",
         "Qwen3ForCausalLM": "sglcore.models.qwen3:Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM": "sglcore.models.qwen3_moe:Qwen3MoeForCausalLM",
+        "LlamaModel": "sglcore.models.llama:LlamaForCausalLM",
+        "MistralModel": "sglcore.models.mistral:MistralForCausalLM",
+        "Qwen2Model": "sglcore.models.qwen2:Qwen2ForCausalLM",
+        "Qwen3Model": "sglcore.models.qwen3:Qwen3ForCausalLM",
         "BertModel": "sglcore.models.bert:BertModel",
         "BertForMaskedLM": "sglcore.models.bert:BertModel",
     }

@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from sglcore.checkpoint.config import EMPTY, ModelConfig, RopeConfig
 from sglcore.checkpoint.files import read_json
+from sglcore.checkpoint.pooling import read_pooling
 from sglcore.device.errors import ConfigError
 from sglcore.models.registry import ARCHITECTURES
 
@@ -19,7 +20,7 @@ UNBOUNDED = 1 << 17
 """The context of a model that has no positions."""
 
 
-def transformers_config(folder: Path) -> ModelConfig:
+def transformers_config(folder: Path, task: str = "auto") -> ModelConfig:
     """What the engine asks of a model's configuration. Heads, windows and positions are not in it: the model itself tells
     them. Raises `ConfigError` for what transformers refuses, remote code among it."""
     raw = read_json(folder / "config.json")
@@ -53,7 +54,7 @@ def transformers_config(folder: Path) -> ModelConfig:
         hidden_act="",
         dtype=str(text.dtype or "float32").removeprefix("torch."),
         moe=None,
-        is_encoder=False,
+        pooling=read_pooling(folder, raw["architectures"][0], raw, task),
         raw=MappingProxyType(raw),
     )
 

@@ -49,7 +49,7 @@ class TransformersModel(Architecture):
         _place(model, build)
         model.eval()
         check_mixers(self.state_layers)
-        self.attention_layers = _attention_layers(model, calls)
+        self.attention_layers = _attention_layers(model, calls, cached=not build.config.is_encoder)
         self._decoder = model.base_model
         self._head = _head_of(model)
         pack_linears(model, build, frozenset[nn.Module]().union(*(layer.plain for layer in self.state_layers)))
@@ -119,7 +119,7 @@ def _wide_names(model: PreTrainedModel) -> re.Pattern[str] | None:
     return re.compile("|".join(rf"(?:^|\.){name}(?:$|\.)" for name in named)) if named else None
 
 
-def _attention_layers(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> tuple[Attention, ...]:
+def _attention_layers(model: PreTrainedModel, calls: tuple[AttentionCall, ...], cached: bool) -> tuple[Attention, ...]:
     """One layer for each call, which its module finds again; they are numbered by call."""
     parameters = dict(model.named_parameters())
     layers = tuple(
@@ -130,6 +130,7 @@ def _attention_layers(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) 
             max(call.head_dim, call.value_dim),
             call.scaling,
             call.window,
+            cached=cached,
             softcap=call.softcap,
             sinks=None if call.sinks is None else parameters[call.sinks],
         )

@@ -29,6 +29,7 @@ from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import PER_HEAD, LayerShapes, PoolKind, ReqToTokenPool, TokenToKVPool
 from sglcore.runtime.memory.states import KeepsState, StatePool, state_bytes
 from sglcore.runtime.model_runner import Model, ModelRunner
+from sglcore.runtime.pooling import Pooler
 from sglcore.runtime.registry_builders import Compute, build_decode_registry, build_prefill_registry
 from sglcore.runtime.streams import Streams, make_streams
 from sglcore.runtime.token_table import TokenTable
@@ -78,6 +79,10 @@ class LoadedModel(Model, Protocol):
     @property
     def calls_library(self) -> bool:
         """Some of its operations are torch's own, between those of the table."""
+        ...
+
+    def classify(self, pooled: Tensor) -> Tensor:
+        """[B, labels] from pooled hidden states [B, H]."""
         ...
 
 
@@ -312,7 +317,9 @@ def worker(
         keeps_state=pools.states is not None,
         num_snapshots=sizes.num_snapshots,
     )
-    return resolve(package.worker, package.name)(runner, pools.token_table, limits)
+    pooling = model.config.pooling
+    pooler = None if pooling is None else Pooler(pooling, model.classify, model.dtype)
+    return resolve(package.worker, package.name)(runner, pools.token_table, limits, pooler)
 
 
 def layer_shapes(model: Model) -> LayerShapes:

@@ -12,12 +12,14 @@ from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.runtime.fields import retained
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.pooling import Pooler
 from sglcore.runtime.readback import Readback, ReadbackQueue
 from sglcore.runtime.sample_step import SampleStep
 from sglcore.runtime.staging import RING, StagedArrays
 from sglcore.runtime.token_table import TokenTable
 from sglcore.step.output import StepOutput
-from sglcore.step.rows import owners, plan_rows
+from sglcore.step.pooling import pooled_rows
+from sglcore.step.rows import plan_rows
 from sglcore.step.tickets import Tickets, refuse_hidden_states, take_payload
 
 
@@ -42,9 +44,13 @@ class Pending:
 class TpModelWorker:
     """Generation and embedding on one model runner; `limits` is constant. Not thread-safe: one scheduler owns it."""
 
-    def __init__(self, runner: ModelRunner, token_table: TokenTable, limits: Limits) -> None:
+    def __init__(
+        self, runner: ModelRunner, token_table: TokenTable, limits: Limits, pooler: Pooler | None = None
+    ) -> None:
+        """`pooler` is that of a model that embeds."""
         self.runner = runner
         self.limits = limits
+        self._pooler = pooler
         self._sampling = SampleStep(runner, token_table, limits.vocab_size)
         self._streams = runner.streams
         self._readbacks = ReadbackQueue(runner.streams, token_table.last.device, runner.staging_ring.pinned)
@@ -96,11 +102,12 @@ class TpModelWorker:
 
     @torch.inference_mode()
     def forward_batch_embedding(self, batch: ScheduleBatch) -> Ticket:
-        """One forward of whole prompts; each row's embedding is the mean of its hidden states, of length 1."""
-        arrays = StagedArrays({"owners": owners(batch.token_offsets)})
+        """One forward of whole prompts, and what the pooling makes of each row's hidden states."""
+        assert self._pooler is not None
+        arrays = StagedArrays(pooled_rows(batch))
         staged = self.runner.init_batch(batch, arrays)
         hidden, path = self.runner.forward(staged)
-        embeddings = mean_pool(hidden, arrays.arrived["owners"], batch.batch_size)
+        embeddings = self._pooler(hidden, arrays.arrived)
         return self._ticket(batch, staged, arrays, StepOutput(plan_rows(batch), path, embeddings=embeddings))
 
     def _ticket(
@@ -122,11 +129,4 @@ class TpModelWorker:
                 if stream is not None:
                     stream.synchronize()
             self.runner.close()
-            del self.runner, self._sampling
-
-
-def mean_pool(hidden: Tensor, owners: Tensor, rows: int) -> Tensor:
-    """float32 [B, H] of hidden [T, H], whose tokens belong to `owners` int[T] of the rows: each row's mean, scaled to length
-    1, which is its sum, scaled to length 1."""
-    sums = torch.zeros(rows, hidden.shape[1], dtype=torch.float32, device=hidden.device)
-    return torch.nn.functional.normalize(sums.index_add_(0, owners, hidden.float()), dim=-1)
+            del self.runner, self._sampling, self._pooler

@@ -15,7 +15,7 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
 from sglcore.device.worker import Limits
-from sglcore.engine.core import Prompt, check_ids, read_prompt
+from sglcore.engine.core import Prompt, check_ids, prompted, read_prompt
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.start import model_folder
 from sglcore.engine.text import TextCodec, TextError
@@ -37,7 +37,7 @@ LONG_TEXT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """A prompt's embedding, float32 [hidden] of length 1, and how many tokens it had."""
+    """A prompt's embedding, float32 [size], and how many tokens it had."""
 
     vector: np.ndarray
     tokens: int
@@ -123,15 +123,16 @@ class Frontend:
         generation.when_closed(lambda: self._count_closed(params.n))
         return generation
 
-    async def embed(self, prompts: Sequence[Prompt]) -> list[Embedding]:
-        """The embedding of each prompt; waits for all. Raises as `generate`, and TextError for a model that generates."""
+    async def embed(self, prompts: Sequence[Prompt], prompt_name: str | None = None) -> list[Embedding]:
+        """The embedding of each prompt behind the checkpoint's prompt of that name; waits for all. Raises as `generate`, and
+        TextError for a model that generates."""
         info = self._ready_info()
         if info.generates:
             raise TextError(
                 "this checkpoint generates text", wanted="an encoder, such as BERT", remedy="use completions"
             )
         self._refuse_overload(info, len(prompts))
-        tokenized = [await self.tokenize(prompt) for prompt in prompts]
+        tokenized = [await self.tokenize(prompted(self.codec, prompt, prompt_name)) for prompt in prompts]
         for ids in tokenized:
             self._check(ids, SamplingParams(), info, task="embed")
         names = [f"embed-{secrets.token_hex(12)}" for _ in tokenized]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,8 @@ from sglcore import LLM
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.engine.text import TextError
 from sglcore.runtime.tp_worker import TpModelWorker
+from tests.checkpoints import qwen3, save
+from tests.laws.test_pooling_laws import write_modules
 
 SENTENCES = [
     "A fox ran through the forest.",
@@ -90,6 +95,35 @@ def test_a_text_longer_than_the_context_is_named_and_leaves_nothing_behind(folde
             llm.embed([SENTENCES[0], "word " * 3000, SENTENCES[2]])
         assert not llm.engine.has_work
         np.testing.assert_allclose(llm.embed(SENTENCES[0])[0], expected[0], atol=1e-4)
+
+
+@pytest.fixture
+def decoder(tmp_path: Path) -> Path:
+    """A tiny decoder as it is published for vectors, without the names around it, with prompts."""
+    demo = Path(str(files("sglcore") / "assets" / "demo"))
+    save(qwen3(vocab_size=2200).model, tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo / name, tmp_path)
+    write_modules(tmp_path, "lasttoken", normalize=True)
+    prompts = {"prompts": {"query": "Find what answers: ", "document": ""}, "default_prompt_name": None}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prompts), encoding="utf-8")
+    return tmp_path
+
+
+def test_a_prompt_of_the_checkpoint_stands_before_the_text_by_its_name(decoder: Path) -> None:
+    with LLM(str(decoder), threads=1) as llm:
+        (row,) = [row for row in llm.ledger.rows if row.topic == "pooling"]
+        assert row.effective == "lasttoken, length 1" and "1_Pooling/config.json" in row.reason
+        found = llm.embed(["a fox", "the sea"], prompt_name="query")
+        np.testing.assert_allclose(
+            found, llm.embed(["Find what answers: a fox", "Find what answers: the sea"]), atol=1e-5
+        )
+        np.testing.assert_allclose(llm.embed("a fox"), llm.embed("a fox", prompt_name="document"), atol=1e-5)
+        assert np.abs(found[0] - llm.embed("a fox")[0]).max() > 0.05
+        with pytest.raises(TextError, match=r"'passage'.*query, document"):
+            llm.embed("a fox", prompt_name="passage")
+        with pytest.raises(TextError, match="token ids"):
+            llm.embed([[3, 4]], prompt_name="query")
 
 
 def test_a_model_that_generates_does_not_embed_and_says_so() -> None:

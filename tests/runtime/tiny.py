@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from sglcore.checkpoint.pooling import Pooling
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.facts import Facts
 from sglcore.device.worker import BatchResult, Limits
@@ -25,6 +26,7 @@ from sglcore.runtime.graphs.backend import Step
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
 from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.pooling import Pooler
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
 from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import TpModelWorker
@@ -189,7 +191,8 @@ def make_site(
         context = ForwardContext(backend, None, model.attention_layers, state_pool=running.state_pool)
         running.graphs = GraphRunner(graphs, decode, context, model, buckets)
     limits = Limits(CONTEXT, SLOTS, PAGE, PAGES, SLOTS * CONTEXT, VOCAB)
-    return Site(model, table, cells, backend, running, tokens, worker(running, tokens, limits), graphs)
+    pooler = Pooler(Pooling(("mean",), is_normalized=True), model.logits, torch.float32)
+    return Site(model, table, cells, backend, running, tokens, worker(running, tokens, limits, pooler), graphs)
 
 
 class Desk:

@@ -45,6 +45,7 @@ def test_base64_and_token_ids_give_the_same_numbers(encoder_server: Server) -> N
         ({"input": "a", "dimensions": 7}, "dimensions", "384"),
         ({"input": "word " * 600}, "input", "tokens"),
         ({"input": []}, "input", "at least 1"),
+        ({"input": "a", "prompt_name": "query"}, "input", "no prompts"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "base64"),
     ],
 )

@@ -108,7 +108,7 @@ def model(
     progress: Callable[[str, int, int], None],
 ) -> Model:
     """The model with its weights in memory."""
-    model_config, _ = choose_implementation(config.model_impl, model_path, ledger, has_torch=False)
+    model_config, _ = choose_implementation(config.model_impl, model_path, ledger, has_torch=False, task=config.task)
     check_context(config.max_model_len, model_config)
     dtype = choose_dtype(config.dtype, model_config.dtype, facts)
     ledger.record(dtype)

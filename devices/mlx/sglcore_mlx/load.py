@@ -38,6 +38,7 @@ class LoadedModel:
         self.num_bytes = weights.num_bytes
         self.quantization = weights.forms
         self.logits = architecture.logits
+        self.classify = architecture.classify
         self._architecture = architecture
 
     def __call__(self, batch: ForwardBatch) -> mx.array:
@@ -63,7 +64,7 @@ def load_model(
     """
     model_type = model_class(config.architecture, architectures)
     quantization = read_quantization(config.raw)
-    entries, arrays = _tensors(checkpoint_files(folder), model_type.stripped)
+    entries, arrays = _tensors(checkpoint_files(folder), model_type.own_name)
     weights = Weights(entries, arrays, dtype, quantization)
     arrays.clear()  # a tensor that something else holds stays in memory once it is read
     model = LoadedModel(model_type(Build(config, weights, parts, max_positions)), weights)
@@ -73,10 +74,10 @@ def load_model(
 
 
 def _harmless(model_type: type[Architecture], config: ModelConfig) -> tuple[str, ...]:
-    return (*HARMLESS, *model_type.ignored, *((TIED_HEAD,) if config.tie_word_embeddings else ()))
+    return (*HARMLESS, *model_type.ignored, *((TIED_HEAD,) if config.tie_word_embeddings or config.is_encoder else ()))
 
 
-def _tensors(files: tuple[Path, ...], stripped: str) -> tuple[dict[str, Entry], dict[str, mx.array]]:
+def _tensors(files: tuple[Path, ...], own_name: Callable[[str], str]) -> tuple[dict[str, Entry], dict[str, mx.array]]:
     """The tensors of all files by the model's names; raises `CheckpointError` for one that is in two files."""
     entries: dict[str, Entry] = {}
     arrays: dict[str, mx.array] = {}
@@ -84,7 +85,7 @@ def _tensors(files: tuple[Path, ...], stripped: str) -> tuple[dict[str, Entry], 
         found = read_entries(file)
         mapped = _map(file, found)
         for entry in found:
-            name = entry.name.removeprefix(stripped)
+            name = own_name(entry.name)
             if name in entries:
                 raise CheckpointError(
                     f"{entry.name!r} is in both {entries[name].file.name} and {file.name}",

@@ -15,7 +15,7 @@ import mlx.core as mx
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.sampling.state import Logprobs
 from sglcore.step.output import StepOutput
-from sglcore.step.rows import owners, plan_rows
+from sglcore.step.rows import plan_rows
 from sglcore.step.sampling import score_prompts
 from sglcore.step.sizing import MemorySizes
 from sglcore_mlx.attention.contract import DecodeAttention
@@ -24,6 +24,7 @@ from sglcore_mlx.forward_batch import ForwardBatch
 from sglcore_mlx.inputs import bucket, decode_inputs, row_bucket
 from sglcore_mlx.models.contract import Model
 from sglcore_mlx.pool import DeviceState, PageTable
+from sglcore_mlx.pooling import pool
 from sglcore_mlx.sample_step import SampleStep
 from sglcore_mlx.sampling.logprobs import logprobs_of
 
@@ -143,13 +144,11 @@ class Stepper:
         return logits[:count], f"compiled:{size}" if self._compiles else "eager"
 
     def _embed(self, batch: ScheduleBatch) -> StepOutput[mx.array]:
-        """Whole sequences; each row's embedding is the mean of its hidden states, of length 1: their sum, of
-        length 1."""
+        """Whole sequences, and what the pooling makes of each row's hidden states."""
+        pooling = self._model.config.pooling
+        assert pooling is not None
         hidden = embed_forward(self._model, batch, self._batch_type)
-        sums = mx.zeros((batch.batch_size, hidden.shape[1]), mx.float32)
-        sums = sums.at[mx.array(owners(batch.token_offsets))].add(hidden.astype(mx.float32))
-        length = mx.maximum(mx.linalg.norm(sums, axis=-1, keepdims=True), 1e-12)
-        return StepOutput(plan_rows(batch), "eager", embeddings=sums / length)
+        return StepOutput(plan_rows(batch), "eager", embeddings=pool(pooling, self._model.classify, hidden, batch))
 
     @property
     def _vocab_size(self) -> int:

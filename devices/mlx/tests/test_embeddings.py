@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,3 +48,21 @@ def test_embeddings_of_a_batch_and_of_one_alone_are_those_of_transformers(folder
     with LLM(str(folder), device="mlx", dtype="float32") as llm:
         np.testing.assert_allclose(llm.embed(SENTENCES), expected, atol=1e-4)
         np.testing.assert_allclose(llm.embed(SENTENCES[2])[0], expected[2], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["bert-max-mean", "bert-root-mean", "qwen3-weighted", "qwen3-last", "mistral-window"])
+def test_poolings_of_encoders_and_decoders_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    from tests.checkpoints import save
+    from tests.laws.engine import random_prompts
+    from tests.laws.test_pooling_laws import CASES, LENGTHS, expected, write_modules
+
+    case, texts = CASES[name], random_prompts(5, LENGTHS)
+    oracle = case.oracle()
+    save(case.saved(oracle), tmp_path)
+    shutil.copy(str(files("sglcore") / "assets" / "demo" / "tokenizer.json"), tmp_path)
+    if case.mode is not None:
+        write_modules(tmp_path, case.mode, normalize=case.normalize)
+    with LLM(str(tmp_path), device="mlx", dtype="float32", **case.settings) as llm:
+        found = llm.embed(texts)
+        np.testing.assert_allclose(llm.embed(texts[1])[0], found[1], atol=1e-5)
+    np.testing.assert_allclose(found, expected(case, oracle, texts), atol=2e-4)

@@ -11,8 +11,9 @@ from sglcore.runtime.forward_context import get_forward_context
 class Attention:
     """Scaled dot-product attention over the paged KV pool.
 
-    `sliding_window` W lets a query see itself and the W - 1 tokens before it. `causal=False, cached=False` is an
-    encoder: every token of a request sees all of them, and nothing is stored. `softcap` c bends a scaled score s to
+    `sliding_window` W lets a query see itself and the W - 1 tokens before it. `cached=False`: nothing is stored, and a
+    token sees this step's alone; with `causal=False` all of its request, or those less than W from it either way. `softcap`
+    c bends a scaled score s to
     c * tanh(s / c). `sinks` [heads] are the scores of one more key that every query sees and that has no value.
     """
 

@@ -139,7 +139,7 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
     def _long_row(self, batch: ForwardBatch, row: int, start: int, end: int, seq_len: int) -> LongRow:
         slots = batch.req_pool_indices[row : row + 1]
         if self.shape.is_encoder:
-            return LongRow(start, end, slots.new_empty(0), {None: None})
+            return LongRow(start, end, slots.new_empty(0), {})
         positions = torch.arange(seq_len, dtype=torch.int32, device=slots.device)
         prefix = seq_len - (end - start)
         masks: dict[Window, Tensor | None] = {}
@@ -182,7 +182,9 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         out = torch.zeros_like(queries)
         for row in plan.rows:
             rows = slice(row.start, row.end)
-            out[rows] = self._attend_row(queries[rows], keys[rows], values[rows], None, layer, layer.causal)
+            mask = _encoder_mask(row, layer, q.device)
+            causal = layer.causal and mask is None
+            out[rows] = self._attend_row(queries[rows], keys[rows], values[rows], mask, layer, causal)
         return out.view(q.shape)
 
     def _attend_singles(self, q: Tensor, part: SingleRows, layer: Attention) -> Tensor:
@@ -229,6 +231,18 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         """float32 [..., n, s] of q [..., n, dim] and k [..., s, dim], scaled, and bent where there is a softcap."""
         scores = (q.float() @ k.float().transpose(-1, -2)) * layer.scaling
         return scores if layer.softcap is None else layer.softcap * torch.tanh(scores / layer.softcap)
+
+
+def _encoder_mask(row: LongRow, layer: Attention, device: torch.device) -> Tensor | None:
+    """bool [n, n] of a row without cells, made by the first layer that needs it. None: the window hides nothing."""
+    window, count = layer.sliding_window, row.end - row.start
+    if window is None or window >= count:
+        return None
+    if window not in row.masks:
+        places = torch.arange(count, dtype=torch.int32, device=device)
+        back = places[:, None] - places
+        row.masks[window] = (back < window) & (back >= (0 if layer.causal else 1 - window))
+    return row.masks[window]
 
 
 def _grouped(q: Tensor, layer: Attention) -> Tensor:

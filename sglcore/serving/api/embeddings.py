@@ -43,7 +43,7 @@ async def _answer(frontend: Frontend, body: EmbeddingBody) -> Response:
             code="model_does_not_embed",
         )
     with blame("input"):
-        found = await frontend.embed(inputs)
+        found = await frontend.embed(inputs, body.prompt_name)
     width = len(found[0].vector)
     if body.dimensions not in (None, width):
         raise InvalidRequest(

@@ -9,7 +9,8 @@ from sglcore.serving.protocol.completions import Prompts
 
 
 class EmbeddingBody(Body):
-    """A request for the vectors of one input or several. `dimensions` may only name the model's own number."""
+    """A request for the vectors of one input or several. `dimensions` may only name the model's own number; `prompt_name` is
+    that of a prompt of the checkpoint's, which stands before each text."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"user"})
 
@@ -17,11 +18,12 @@ class EmbeddingBody(Body):
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Positive | None = None
+    prompt_name: str | None = None
     user: str | None = None
 
 
 class Embedding(Answer):
-    """One vector of length 1: numbers, or base64 of float32 in little-endian order."""
+    """One vector: numbers, or base64 of float32 in little-endian order."""
 
     object: Literal["embedding"]
     index: int

@@ -1,4 +1,4 @@
-"""Attention of an encoder: every token of a row attends to all of its row; no cells."""
+"""Attention without cells: a row's tokens attend to its tokens, to all of them or to those before."""
 
 from __future__ import annotations
 
@@ -19,12 +19,23 @@ class EncoderRows:
         inside = columns < lengths[:, None]
         self._layers = layers
         self._padded = mx.array(np.where(inside, offsets[:-1, None] + columns, offsets[:-1, None]))
-        self._mask = mx.array(inside[:, None, None].astype(np.int8)).astype(mx.bool_)
+        self._inside = inside[:, None, None]
+        self._masks = {key: self._mask(*key) for key in {(layer.sliding_window, layer.causal) for layer in layers}}
         self._flat = mx.array(np.flatnonzero(inside.reshape(-1)).astype(np.int32))
 
     def attend(self, layer_id: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         """[T, heads, D] of q [T, heads, D] and k, v [T, kv_heads, D]."""
         rows = [x[self._padded].swapaxes(1, 2) for x in (q, k, v)]
-        scale = self._layers[layer_id].scale
-        mixed = mx.fast.scaled_dot_product_attention(*rows, scale=scale, mask=self._mask).swapaxes(1, 2)
+        layer = self._layers[layer_id]
+        mask = self._masks[layer.sliding_window, layer.causal]
+        mixed = mx.fast.scaled_dot_product_attention(*rows, scale=layer.scale, mask=mask).swapaxes(1, 2)
         return mixed.reshape(-1, *mixed.shape[2:])[self._flat]
+
+    def _mask(self, window: int | None, causal: bool) -> mx.array:
+        """bool [B, 1, 1 or n, n]: what the tokens of each row see."""
+        mask, count = self._inside, self._inside.shape[-1]
+        if causal or window is not None:
+            back = np.arange(count)[:, None] - np.arange(count)
+            reach = count if window is None else window
+            mask = mask & (back < reach) & (back >= (0 if causal else 1 - reach))
+        return mx.array(mask.astype(np.int8)).astype(mx.bool_)

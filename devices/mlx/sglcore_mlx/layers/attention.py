@@ -26,6 +26,7 @@ class AttentionLayer:
         qk_norm: bool = False,
         norm_offset: float | None = None,
         sinks: bool = False,
+        is_encoder: bool = False,
     ) -> None:
         """The options are those of `Build.attention`. Raises `ConfigError` for what attention lacks here."""
         config, size = build.config, build.config.head_dim
@@ -39,7 +40,7 @@ class AttentionLayer:
                 f"{config.architecture} wants {'sinks' if sinks else 'a soft cap'} of attention, which MLX's has not",
                 remedy="choose another device, such as --device cpu",
             )
-        self.layer = LayerShape(heads, kv_heads, size, window, config.attention_scaling)
+        self.layer = LayerShape(heads, kv_heads, size, window, config.attention_scaling, not is_encoder)
         self._norm = HeadNorm(build, norm_offset) if qk_norm else None
         self._rotary = rotary
         self._layer_id = layer_id

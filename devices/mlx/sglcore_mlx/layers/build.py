@@ -46,7 +46,9 @@ class Build(Scope):
         is_encoder: bool = False,
     ) -> AttentionLayer:
         """Norms of both kinds of heads in one call, their rotation in another, attention."""
-        return AttentionLayer(self, layer_id, rotary, qk_norm=qk_norm, norm_offset=norm_offset, sinks=sinks)
+        return AttentionLayer(
+            self, layer_id, rotary, qk_norm=qk_norm, norm_offset=norm_offset, sinks=sinks, is_encoder=is_encoder
+        )
 
     def softcap(self, cap: float) -> Callable[[mx.array], mx.array]:
         """cap * tanh(x / cap)."""

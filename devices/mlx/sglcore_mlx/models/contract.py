@@ -13,13 +13,15 @@ from sglcore_mlx.forward_batch import ForwardBatch
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The attention of one layer: `scale` multiplies the scores; `sliding_window` counts the token itself (None: all)."""
+    """The attention of one layer: `scale` multiplies the scores; `sliding_window` counts the token itself (None: all). Not
+    `causal`: a token sees the later ones too, and the window reaches both ways."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None
     scale: float
+    causal: bool = True
 
 
 class Model(Protocol):
@@ -40,4 +42,8 @@ class Model(Protocol):
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Hidden states [N, H] to float32 [N, V]; an encoder raises `ConfigError`."""
+        ...
+
+    def classify(self, pooled: mx.array) -> mx.array:
+        """Pooled hidden states [B, H] to [B, labels]; raises `ConfigError` without a head for that."""
         ...

@@ -1,0 +1,163 @@
+"""What a checkpoint makes of hidden states that are not for text: one vector of them, by the files that sentence-transformers
+writes, or the scores of a classification head. And the prompts that such files name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from sglcore.checkpoint.files import read_json, read_list
+from sglcore.device.errors import ConfigError
+
+TASKS = ("auto", "generate", "embed")
+MODULES = "modules.json"
+PROMPTS = "config_sentence_transformers.json"
+
+MODES: Mapping[str, str] = MappingProxyType(
+    {
+        "cls": "pooling_mode_cls_token",
+        "max": "pooling_mode_max_tokens",
+        "mean": "pooling_mode_mean_tokens",
+        "mean_sqrt_len_tokens": "pooling_mode_mean_sqrt_len_tokens",
+        "weightedmean": "pooling_mode_weightedmean_tokens",
+        "lasttoken": "pooling_mode_lasttoken",
+    }
+)
+"""Every way to make one vector of many, in the order in which several stand side by side, and its switch in old files."""
+
+ENCODERS = frozenset({"BertModel", "BertForMaskedLM"})
+"""Architectures that give hidden states and no logits."""
+
+HEADLESS = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
+"""Decoders that were saved without their output layer."""
+
+CLASSIFIER = "ForSequenceClassification"
+"""How the name of an architecture ends whose pooled hidden states go through a head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """From a request's hidden states to what is answered: `modes` of `MODES` side by side; then a head with so many `labels`
+    (0: there is none), which `is_sigmoid` ends; or the vector itself, of length 1 if `is_normalized`. `reason` says what
+    decided it."""
+
+    modes: tuple[str, ...]
+    is_normalized: bool = False
+    labels: int = 0
+    is_sigmoid: bool = False
+    reason: str = ""
+
+    def __str__(self) -> str:
+        parts = ["+".join(self.modes)]
+        if self.labels:
+            parts.append(f"scores of {self.labels} labels" if self.labels > 1 else "a score")
+        parts += ["sigmoid"] if self.is_sigmoid else []
+        parts += ["length 1"] if self.is_normalized else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Texts that stand before what is embedded, by name, and the name of the one that stands there if none is named."""
+
+    texts: Mapping[str, str]
+    default: str | None
+
+
+def read_pooling(folder: Path, architecture: str, raw: Mapping[str, Any], task: str = "auto") -> Pooling | None:
+    """How a checkpoint's hidden states become vectors, or None for one that generates text. `task` "auto" leaves that to the
+    checkpoint: an encoder, a classifier and one with sentence-transformers' files have vectors. `raw` is `config.json`.
+
+    Raises `ConfigError` for a task that is not known or not the checkpoint's, and for modules that are not served.
+    """
+    if task not in TASKS:
+        raise ConfigError(f"task is {task!r}", wanted=f"one of {', '.join(TASKS)}")
+    is_encoder, is_classifier = architecture in ENCODERS, architecture.endswith(CLASSIFIER)
+    headless = is_encoder or architecture in HEADLESS
+    if task == "generate":
+        if headless or is_classifier:
+            raise ConfigError(f"{architecture} has no output layer for text", remedy="leave --task out")
+        return None
+    if is_classifier:
+        return _classifier(architecture, raw)
+    if (folder / MODULES).is_file():
+        return _of_modules(folder)
+    if not headless and task == "auto":
+        return None
+    mode = "mean" if is_encoder else "lasttoken"
+    kind = "encoders" if is_encoder else "decoders"
+    return Pooling((mode,), is_normalized=True, reason=f"there is no {MODULES}, and this is usual for {kind}")
+
+
+def read_prompts(folder: Path) -> Prompts:
+    """The prompts of a checkpoint folder: none where it names none. Raises `ConfigError`."""
+    if not (folder / PROMPTS).is_file():
+        return Prompts(MappingProxyType({}), None)
+    found = read_json(folder / PROMPTS)
+    texts, default = found.get("prompts") or {}, found.get("default_prompt_name")
+    if default is not None and default not in texts:
+        raise ConfigError(
+            f"{folder / PROMPTS} has default_prompt_name {default!r}",
+            wanted=f"one of {', '.join(texts) or 'its prompts'}",
+        )
+    return Prompts(MappingProxyType(dict(texts)), default)
+
+
+def _classifier(architecture: str, raw: Mapping[str, Any]) -> Pooling:
+    """Of a head for sequences: the token it reads is the architecture's, its end what sentence-transformers wrote down, or a
+    sigmoid for a single label."""
+    labels = len(raw.get("id2label") or ()) or int(raw.get("num_labels", 2))
+    if "Bert" in architecture or "berta" in architecture:
+        mode = raw.get("classifier_pooling", "cls")
+    else:
+        mode = "lasttoken"
+    named = raw.get("sentence_transformers", {}).get("activation_fn", raw.get("sbert_ce_default_activation_function"))
+    activation = (named or ("Sigmoid" if labels == 1 else "Identity")).rpartition(".")[2]
+    if activation not in ("Sigmoid", "Identity"):
+        raise ConfigError(f"config.json ends scores with {named!r}", wanted="Sigmoid or Identity")
+    where = "config.json" if named else "usual for its number of labels"
+    reason = f"the head of {architecture}; {activation}: {where}"
+    return Pooling((mode,), labels=labels, is_sigmoid=activation == "Sigmoid", reason=reason)
+
+
+def _of_modules(folder: Path) -> Pooling:
+    """By the list of modules: the model, one pooling, and perhaps the scaling to length 1."""
+    file = folder / MODULES
+    modules = [(str(each.get("type", "")).rpartition(".")[2], str(each.get("path", ""))) for each in read_list(file)]
+    kinds = tuple(kind for kind, _ in modules)
+    if kinds not in (("Transformer", "Pooling"), ("Transformer", "Pooling", "Normalize")):
+        raise ConfigError(
+            f"{file} has the modules {', '.join(kinds)}",
+            wanted="Transformer, Pooling and perhaps Normalize",
+            remedy="use another model; if its text is wanted, --task generate",
+        )
+    if modules[0][1]:
+        raise ConfigError(f"{file} has its model in {modules[0][1]!r}", remedy="move those files beside modules.json")
+    lowered = folder / "sentence_bert_config.json"
+    if lowered.is_file() and read_json(lowered).get("do_lower_case"):
+        raise ConfigError(
+            f"{lowered} has do_lower_case", wanted="a tokenizer that does that", remedy="use another model"
+        )
+    return Pooling(
+        _modes(folder / modules[1][1]), len(modules) == 3, reason=f"{MODULES} and {modules[1][1]}/config.json"
+    )
+
+
+def _modes(folder: Path) -> tuple[str, ...]:
+    """Of a pooling's own configuration: the mode, or the switches of older files; none of them is the mean."""
+    values = read_json(folder / "config.json")
+    if not values.get("include_prompt", True):
+        raise ConfigError(
+            f"{folder / 'config.json'} has include_prompt false",
+            wanted="vectors of all tokens",
+            remedy="use another model",
+        )
+    given = values.get("pooling_mode") or [mode for mode, switch in MODES.items() if values.get(switch)] or "mean"
+    modes = (given,) if isinstance(given, str) else tuple(given)
+    for mode in modes:
+        if mode not in MODES:
+            raise ConfigError(f"{folder / 'config.json'} has the mode {mode!r}", wanted=f"one of {', '.join(MODES)}")
+    return modes

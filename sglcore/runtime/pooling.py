@@ -1,0 +1,75 @@
+"""Pooling: one vector of each request's hidden states, as `checkpoint/pooling.py` describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from sglcore.checkpoint.pooling import Pooling
+
+Rows = Mapping[str, Tensor]
+"""What `pooled_rows` gives, on the device."""
+
+
+class Pooler:
+    """From the hidden states of a step to what its requests are answered."""
+
+    def __init__(self, pooling: Pooling, classify: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+        """`classify` is the model's head, which computes in `dtype`; called only where the pooling has labels."""
+        self._pooling, self._classify, self._dtype = pooling, classify, dtype
+
+    def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
+        """hidden [T, H] to float32 [B, len(modes) * H], or to float32 [B, labels]. Queues only."""
+        pooled = torch.cat([POOLS[mode](hidden, rows) for mode in self._pooling.modes], dim=-1)
+        if self._pooling.labels:
+            pooled = self._classify(pooled.to(self._dtype)).float()
+        if self._pooling.is_sigmoid:
+            pooled = pooled.sigmoid()
+        return torch.nn.functional.normalize(pooled, dim=-1) if self._pooling.is_normalized else pooled
+
+
+def _first(hidden: Tensor, rows: Rows) -> Tensor:
+    return hidden.index_select(0, rows["first"]).float()
+
+
+def _last(hidden: Tensor, rows: Rows) -> Tensor:
+    return hidden.index_select(0, rows["last"]).float()
+
+
+def _sums(hidden: Tensor, rows: Rows) -> Tensor:
+    sums = torch.zeros(len(rows["first"]), hidden.shape[1], dtype=torch.float32, device=hidden.device)
+    return sums.index_add_(0, rows["owners"], hidden.float())
+
+
+def _mean(hidden: Tensor, rows: Rows) -> Tensor:
+    return _sums(hidden, rows) / rows["lengths"][:, None]
+
+
+def _root_mean(hidden: Tensor, rows: Rows) -> Tensor:
+    return _sums(hidden, rows) / rows["lengths"][:, None].float().sqrt()
+
+
+def _weighted_mean(hidden: Tensor, rows: Rows) -> Tensor:
+    lengths = rows["lengths"][:, None].float()
+    return _sums(hidden.float() * rows["weights"][:, None], rows) / (lengths * (lengths + 1) / 2)
+
+
+def _largest(hidden: Tensor, rows: Rows) -> Tensor:
+    found = torch.full((len(rows["first"]), hidden.shape[1]), -torch.inf, dtype=torch.float32, device=hidden.device)
+    return found.index_reduce_(0, rows["owners"], hidden.float(), "amax")
+
+
+POOLS: Mapping[str, Callable[[Tensor, Rows], Tensor]] = MappingProxyType(
+    {
+        "cls": _first,
+        "max": _largest,
+        "mean": _mean,
+        "mean_sqrt_len_tokens": _root_mean,
+        "weightedmean": _weighted_mean,
+        "lasttoken": _last,
+    }
+)
+"""Each mode: hidden [T, H] to float32 [B, H]."""

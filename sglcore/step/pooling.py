@@ -1,0 +1,22 @@
+"""Where the hidden states of each request of an embedding step are, as host arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore.step.rows import owners, within
+
+
+def pooled_rows(batch: ScheduleBatch) -> dict[str, NDArray[np.int32]]:
+    """Of T tokens of B requests: `owners` int32[T], the request of each, and `weights` int32[T], its place counted from 1;
+    `first`, `last` and `lengths` int32[B]."""
+    offsets = batch.token_offsets
+    return {
+        "owners": owners(offsets),
+        "weights": within(offsets) + np.int32(1),
+        "first": offsets[:-1],
+        "last": offsets[1:] - np.int32(1),
+        "lengths": np.diff(offsets),
+    }

@@ -1,0 +1,124 @@
+"""What a folder's files say of pooling and prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglcore.checkpoint.pooling import MODES, Pooling, read_pooling, read_prompts
+from sglcore.device.errors import ConfigError
+
+CLASSIFIER = "BertForSequenceClassification"
+
+
+def write(folder: Path, name: str, value: Any) -> None:
+    file = folder / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(value), encoding="utf-8")
+
+
+def modules(folder: Path, *kinds: str, pooling: Any = None) -> None:
+    listed = [{"path": f"{place}_{kind}" if place else "", "type": f"a.b.{kind}"} for place, kind in enumerate(kinds)]
+    write(folder, "modules.json", listed)
+    if pooling is not None:
+        write(folder, "1_Pooling/config.json", pooling)
+
+
+@pytest.mark.parametrize(
+    ("values", "modes"),
+    [
+        ({"pooling_mode": "cls"}, ("cls",)),
+        ({"pooling_mode": ["mean", "cls"]}, ("mean", "cls")),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, ("cls", "mean")),
+        ({"pooling_mode_cls_token": False}, ("mean",)),
+        *[({switch: True}, (mode,)) for mode, switch in MODES.items()],
+    ],
+)
+def test_modes_are_those_of_new_and_old_files(tmp_path: Path, values: Any, modes: tuple[str, ...]) -> None:
+    modules(tmp_path, "Transformer", "Pooling", pooling=values)
+    found = read_pooling(tmp_path, "Qwen3ForCausalLM", {})
+    assert found is not None and found.modes == modes and not found.is_normalized
+    assert "1_Pooling/config.json" in found.reason
+    assert read_pooling(tmp_path, "Qwen3ForCausalLM", {}, "generate") is None
+
+
+def test_a_module_that_normalises_is_the_last(tmp_path: Path) -> None:
+    modules(tmp_path, "Transformer", "Pooling", "Normalize", pooling={"pooling_mode": "lasttoken"})
+    assert str(read_pooling(tmp_path, "BertModel", {})) == "lasttoken, length 1"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "pooling", "named"),
+    [
+        (("Transformer", "Pooling", "Dense", "Normalize"), {}, "Dense"),
+        (("Transformer", "Pooling"), {"pooling_mode": "median"}, "median"),
+        (("Transformer", "Pooling"), {"include_prompt": False}, "include_prompt"),
+        (("Transformer", "LogitScore"), {}, "LogitScore"),
+    ],
+)
+def test_what_is_not_served_is_named(tmp_path: Path, kinds: tuple[str, ...], pooling: Any, named: str) -> None:
+    modules(tmp_path, *kinds, pooling=pooling)
+    with pytest.raises(ConfigError, match=named):
+        read_pooling(tmp_path, "BertModel", {})
+
+
+def test_lower_case_that_the_tokenizer_does_not_make_is_refused(tmp_path: Path) -> None:
+    modules(tmp_path, "Transformer", "Pooling", pooling={})
+    write(tmp_path, "sentence_bert_config.json", {"do_lower_case": True})
+    with pytest.raises(ConfigError, match="do_lower_case"):
+        read_pooling(tmp_path, "BertModel", {})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "task", "said"),
+    [
+        ("BertModel", "auto", "mean, length 1"),
+        ("Qwen3Model", "auto", "lasttoken, length 1"),
+        ("Qwen3ForCausalLM", "embed", "lasttoken, length 1"),
+        ("Qwen3ForCausalLM", "auto", "None"),
+    ],
+)
+def test_without_files_the_architecture_and_the_task_decide(
+    tmp_path: Path, architecture: str, task: str, said: str
+) -> None:
+    assert str(read_pooling(tmp_path, architecture, {}, task)) == said
+
+
+@pytest.mark.parametrize(
+    ("raw", "pooling"),
+    [
+        ({"id2label": {"0": "a"}}, Pooling(("cls",), labels=1, is_sigmoid=True)),
+        ({"id2label": {"0": "a", "1": "b", "2": "c"}}, Pooling(("cls",), labels=3)),
+        ({"num_labels": 1, "sbert_ce_default_activation_function": "torch.nn.Identity"}, Pooling(("cls",), labels=1)),
+        ({"sentence_transformers": {"activation_fn": "a.Sigmoid"}}, Pooling(("cls",), labels=2, is_sigmoid=True)),
+        ({"classifier_pooling": "mean"}, Pooling(("mean",), labels=2)),
+    ],
+)
+def test_a_classifier_has_scores(tmp_path: Path, raw: Any, pooling: Pooling) -> None:
+    found = read_pooling(tmp_path, CLASSIFIER, raw)
+    assert found is not None
+    assert (found.modes, found.labels, found.is_sigmoid) == (pooling.modes, pooling.labels, pooling.is_sigmoid)
+
+
+@pytest.mark.parametrize(("architecture", "task"), [("BertModel", "generate"), (CLASSIFIER, "generate"), ("A", "sing")])
+def test_a_task_that_is_not_the_checkpoints_is_refused(tmp_path: Path, architecture: str, task: str) -> None:
+    with pytest.raises(ConfigError, match=r"task"):
+        read_pooling(tmp_path, architecture, {}, task)
+
+
+def test_an_activation_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Softmax"):
+        read_pooling(tmp_path, CLASSIFIER, {"sentence_transformers": {"activation_fn": "torch.nn.Softmax"}})
+
+
+def test_prompts_are_texts_by_name_with_a_default(tmp_path: Path) -> None:
+    assert read_prompts(tmp_path).texts == {} and read_prompts(tmp_path).default is None
+    write(tmp_path, "config_sentence_transformers.json", {"prompts": {"query": "q: "}, "default_prompt_name": "query"})
+    found = read_prompts(tmp_path)
+    assert found.texts == {"query": "q: "} and found.default == "query"
+    write(tmp_path, "config_sentence_transformers.json", {"prompts": {}, "default_prompt_name": "query"})
+    with pytest.raises(ConfigError, match="default_prompt_name"):
+        read_prompts(tmp_path)
