@@ -84,6 +84,29 @@ def qwen3_moe(**changes: Any) -> Oracle:
     return make_oracle(transformers.Qwen3MoeConfig(**{**SIZES, **sizes, **changes}), "Qwen3MoeForCausalLM")
 
 
+def mixtral(**changes: Any) -> Oracle:
+    """A Mixtral with five experts."""
+    return make_oracle(transformers.MixtralConfig(**{**SIZES, "num_local_experts": 5, **changes}), "MixtralForCausalLM")
+
+
+def qwen2_moe(**changes: Any) -> Oracle:
+    """A sparse Qwen 2, whose second layer is dense."""
+    sizes = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "mlp_only_layers": [1]}
+    config = transformers.Qwen2MoeConfig(**{**SIZES, **sizes, "shared_expert_intermediate_size": 28, **changes})
+    return make_oracle(config, "Qwen2MoeForCausalLM")
+
+
+def glm4_moe(**changes: Any) -> Oracle:
+    """A GLM-4.5, whose first layer is dense; of four groups of experts a token's are of three."""
+    sizes = {"head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+    rules = {"n_group": 4, "topk_group": 3, "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True}
+    model = make_oracle(transformers.Glm4MoeConfig(**{**SIZES, **sizes, **rules, **changes}), "Glm4MoeForCausalLM")
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn_like(buffer) * 0.1)
+    return model
+
+
 def gemma3(**changes: Any) -> Oracle:
     """A Gemma 3 for text: every second layer has a window, and a rotary embedding of its own."""
     kinds = ["sliding_attention", "full_attention"]
@@ -180,6 +203,12 @@ CAUSAL: Mapping[str, Callable[[], Oracle]] = MappingProxyType(
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
         ),
+        "mixtral": mixtral,
+        "mixtral-window": lambda: mixtral(sliding_window=5),
+        "qwen2-moe": qwen2_moe,
+        "qwen2-moe-windows": lambda: qwen2_moe(use_sliding_window=True, sliding_window=5),
+        "glm4-moe": glm4_moe,
+        "glm4-moe-plain": lambda: glm4_moe(n_group=1, topk_group=1, use_qk_norm=False, norm_topk_prob=False),
         "qwen3-moe": qwen3_moe,
         "qwen3-moe-normalised-one-dense": lambda: qwen3_moe(norm_topk_prob=True, mlp_only_layers=[1]),
         "qwen3-moe-every-second": lambda: qwen3_moe(decoder_sparse_step=2),

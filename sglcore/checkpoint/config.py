@@ -44,10 +44,47 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
                 "rope_local_base_freq": 10000.0,
             }
         ),
+        "Glm4MoeForCausalLM": MappingProxyType(
+            {
+                "partial_rotary_factor": 0.5,
+                "num_key_value_heads": 8,
+                "n_routed_experts": 128,
+                "n_shared_experts": 1,
+                "moe_intermediate_size": 1408,
+                "first_k_dense_replace": 1,
+                "norm_topk_prob": True,
+                "rms_norm_eps": 1e-5,
+            }
+        ),
+        "MixtralForCausalLM": MappingProxyType(
+            {
+                "use_sliding_window": True,
+                "num_key_value_heads": 8,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+                "norm_topk_prob": True,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1000000.0,
+            }
+        ),
         "MistralForCausalLM": MappingProxyType(
             {"use_sliding_window": True, "sliding_window": 4096, "num_key_value_heads": 8}
         ),
         "Qwen2ForCausalLM": MappingProxyType({"max_window_layers": 28}),
+        "Qwen2MoeForCausalLM": MappingProxyType(
+            {
+                "use_sliding_window": False,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 2,
+                "max_window_layers": 28,
+                "qkv_bias": True,
+                "num_key_value_heads": 16,
+                "num_experts": 60,
+                "num_experts_per_tok": 4,
+                "moe_intermediate_size": 1408,
+                "shared_expert_intermediate_size": 5632,
+            }
+        ),
         "Qwen3ForCausalLM": MappingProxyType({"max_window_layers": 28, "head_dim": 128}),
         "Qwen3MoeForCausalLM": MappingProxyType({"num_key_value_heads": 4}),
     }
@@ -58,8 +95,13 @@ OPTIONS: Mapping[str, Any] = MappingProxyType(
     {
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
+        "n_group": 1,
+        "n_shared_experts": 0,
         "query_pre_attn_scalar": None,
         "rope_local_base_freq": None,
+        "routed_scaling_factor": 1.0,
+        "shared_expert_intermediate_size": 0,
+        "use_qk_norm": False,
         "use_bidirectional_attention": False,
     }
 )
@@ -82,15 +124,26 @@ class RopeConfig:
     scaling: Mapping[str, Any]
 
 
+EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
+"""What most checkpoints call the projections of an expert."""
+
+
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """Sparse layers: which layers have experts, how many, how many a token uses, and their intermediate size."""
+    """Sparse layers: which layers have experts, how many, how many a token uses, and their intermediate size. `normalize`
+    divides a token's weights by their sum, then `scale` multiplies them. A token's experts are of `top_groups` of `num_groups`
+    groups. `shared_size` is the intermediate size of the block that every token passes, 0 for none.
+    """
 
     layers: tuple[bool, ...]
     num_experts: int
     experts_per_token: int
     intermediate_size: int
     normalize: bool
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    shared_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +252,7 @@ def _parse(folder: Path, architecture: str, raw: dict[str, Any], task: str) -> M
         rope=rope,
         sliding_windows=_sliding_windows(raw, values, layers),
         tie_word_embeddings=values.get("tie_word_embeddings", False),
-        attention_bias=values.get("attention_bias", False),
+        attention_bias=values.get("attention_bias", values.get("qkv_bias", False)),
         mlp_bias=values.get("mlp_bias", False),
         hidden_act=_activation(architecture, values),
         dtype=str(values.get("dtype", values.get("torch_dtype", "float32"))).removeprefix("torch."),
@@ -282,7 +335,8 @@ def _sliding_windows(raw: Mapping[str, Any], values: Mapping[str, Any], layers: 
     window, pattern = values.get("sliding_window"), values.get("sliding_window_pattern")
     kinds = values.get("layer_types")
     if kinds is None and pattern:
-        kinds = ["full_attention" if (layer + 1) % pattern == 0 else "sliding_attention" for layer in range(layers)]
+        windowed = [(layer + 1) % pattern != 0 for layer in range(values.get("max_window_layers", layers))]
+        kinds = ["sliding_attention" if has else "full_attention" for has in (*windowed, *[False] * layers)[:layers]]
     is_null = "sliding_window" in raw and raw["sliding_window"] is None
     if window is None or is_null or not values.get("use_sliding_window", kinds is not None):
         return (None,) * layers
@@ -293,16 +347,24 @@ def _sliding_windows(raw: Mapping[str, Any], values: Mapping[str, Any], layers: 
 
 
 def _moe(values: Mapping[str, Any], layers: int) -> MoeConfig | None:
-    experts = values.get("num_experts", values.get("num_local_experts", 0))
-    if not experts or "moe_intermediate_size" not in values:
+    """Where experts are `num_local_experts`, `intermediate_size` is theirs."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((values[name] for name in names if values.get(name)), 0)
+    size = values.get("moe_intermediate_size", values.get("intermediate_size" if "num_local_experts" in values else ""))
+    if not experts or size is None:
         return None
     step, dense = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers", ())
+    first = values.get("first_k_dense_replace", 0)
     return MoeConfig(
-        layers=tuple((layer + 1) % step == 0 and layer not in dense for layer in range(layers)),
+        layers=tuple((layer + 1) % step == 0 and layer not in dense and layer >= first for layer in range(layers)),
         num_experts=experts,
         experts_per_token=values.get("num_experts_per_tok", 8),
-        intermediate_size=values["moe_intermediate_size"],
+        intermediate_size=size,
         normalize=values.get("norm_topk_prob", False),
+        scale=values.get("routed_scaling_factor", 1.0),
+        num_groups=values.get("n_group", 1),
+        top_groups=values.get("topk_group", 1),
+        shared_size=values.get("shared_expert_intermediate_size", values.get("n_shared_experts", 0) * size),
     )
 
 

@@ -132,6 +132,14 @@ def top_k_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
         yield logits, k, normalize
 
 
+def sigmoid_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """One group, and the best three of four; no two sums of a row are equal."""
+    for groups, top_groups, normalize in ((1, 1, True), (4, 3, False)):
+        ranks = [drawn.permutation(16) for _ in range(tokens)]
+        logits = (torch.stack(ranks).to(drawn.dtype) - 8) / 4 if ranks else drawn.values(0, 16)
+        yield logits, torch.linspace(-0.07, 0.09, 16, device="cpu"), 5, groups, top_groups, normalize, 2.5
+
+
 def moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Rows without an expert hold what is not a number."""
     for experts, k in ((5, 2), (4, 1)):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
 
-from sglcore.checkpoint.config import MoeConfig, RopeConfig
+from sglcore.checkpoint.config import EXPERT_PARTS, MoeConfig, RopeConfig
 from sglcore.device.errors import ConfigError
 from sglcore.layers.attention import AttentionLayer
 from sglcore.layers.linear import Embedding, Head, Linear, Softcap
@@ -76,14 +76,24 @@ class Build(Scope):
         """The gated feed-forward block."""
         return GatedMlp(self.at(name), size, bias, fused)
 
-    def experts(self, name: str, moe: MoeConfig) -> SparseMoe:
+    def experts(
+        self,
+        name: str,
+        moe: MoeConfig,
+        *,
+        gate: str = "gate",
+        parts: Sequence[str] = EXPERT_PARTS,
+        is_sigmoid: bool = False,
+    ) -> SparseMoe:
         """The sparse feed-forward block."""
-        return SparseMoe(self.at(name), moe)
+        return SparseMoe(self.at(name), moe, gate, parts, is_sigmoid)
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
         """An elementwise function. Raises `ConfigError` for one that there is no kernel of."""
+        if name == "sigmoid":
+            return self.kernel(KernelTable.sigmoid, self.rows(1))
         if name != "gelu":
-            raise ConfigError(f"torch's layers have no activation {name!r}", wanted="'gelu'")
+            raise ConfigError(f"torch's layers have no activation {name!r}", wanted="'gelu' or 'sigmoid'")
         return self.kernel(KernelTable.gelu, self.rows(self.config.intermediate_size))
 
     if not TYPE_CHECKING:

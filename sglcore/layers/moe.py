@@ -2,33 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import torch
 from torch import Tensor
 
-from sglcore.checkpoint.config import MoeConfig
+from sglcore.checkpoint.config import EXPERT_PARTS, MoeConfig
 from sglcore.layers.linear import Linear
 from sglcore.layers.scope import Scope
 from sglcore.runtime.kernels.table import KernelTable
+
+Routing = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""From rows [T, H] to the weights [T, K] of their dtype, and the experts [T, K]."""
 
 
 class SparseMoe:
     """Gate and experts, every one of them here."""
 
-    __slots__ = ("_moe", "_normalize", "_route", "_top_k", "gate", "w2", "w13")
+    __slots__ = ("_moe", "_route", "w2", "w13")
 
-    def __init__(self, build: Scope, moe: MoeConfig) -> None:
-        hidden, size, experts = build.config.hidden_size, moe.intermediate_size, build.at("experts")
-        self.gate = Linear(build, (("gate", moe.num_experts),), hidden, may_round=False)
-        parts = (("gate_proj.weight", size), ("up_proj.weight", size))
-        self.w13 = experts.expert_stacked(moe.num_experts, parts, hidden)
-        self.w2 = experts.expert_stacked(moe.num_experts, (("down_proj.weight", hidden),), size)
-        self._top_k = moe.experts_per_token
-        self._normalize = moe.normalize
-        logits, k = build.rows(moe.num_experts), moe.experts_per_token
-        self._route = build.kernel(KernelTable.top_k_routing, logits, k, moe.normalize)
-        choices = build.rows(k), build.indices(k)
-        self._moe = build.kernel(KernelTable.moe, build.rows(hidden), *choices, self.w13, self.w2)
+    def __init__(
+        self,
+        build: Scope,
+        moe: MoeConfig,
+        gate: str = "gate",
+        parts: Sequence[str] = EXPERT_PARTS,
+        is_sigmoid: bool = False,
+    ) -> None:
+        """The names are those of `Build.experts`."""
+        self._route: Routing = (SigmoidRouting if is_sigmoid else SoftmaxRouting)(build, gate, moe)
+        self.w13, self.w2 = _weights(build, moe, parts)
+        choices = build.rows(moe.experts_per_token), build.indices(moe.experts_per_token)
+        self._moe = build.kernel(KernelTable.moe, build.rows(build.config.hidden_size), *choices, self.w13, self.w2)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, H] to the weighted sum [T, H] of the chosen experts' outputs."""
-        weights, experts = self._route(self.gate(hidden), self._top_k, self._normalize)
-        return self._moe(hidden, weights, experts, self.w13, self.w2)
+        return self._moe(hidden, *self._route(hidden), self.w13, self.w2)
+
+
+def _weights(build: Scope, moe: MoeConfig, parts: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Gate over up [E, 2 * I, H], and down [E, H, I]."""
+    hidden, size, count = build.config.hidden_size, moe.intermediate_size, moe.num_experts
+    if len(parts) == 2:
+        both, down = parts
+        gate_up = build.parameter(f"{both}.weight", count, 2 * size, hidden)
+        return gate_up, build.parameter(f"{down}.weight", count, hidden, size)
+    each, (first, second, down) = build.at("experts"), parts
+    gate_up = each.expert_stacked(count, ((f"{first}.weight", size), (f"{second}.weight", size)), hidden)
+    return gate_up, each.expert_stacked(count, ((f"{down}.weight", hidden),), size)
+
+
+class SoftmaxRouting:
+    """The largest of a softmax over all experts."""
+
+    __slots__ = ("_normalize", "_route", "_top_k", "gate")
+
+    def __init__(self, build: Scope, gate: str, moe: MoeConfig, bias: bool = False) -> None:
+        self.gate = Linear(build, ((gate, moe.num_experts),), build.config.hidden_size, bias, may_round=False)
+        self._top_k, self._normalize = moe.experts_per_token, moe.normalize
+        logits = build.rows(moe.num_experts)
+        self._route = build.kernel(KernelTable.top_k_routing, logits, self._top_k, self._normalize)
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Routing`."""
+        return self._route(self.gate(hidden), self._top_k, self._normalize)
+
+
+class SigmoidRouting:
+    """The largest sigmoids, each with a bias of its own, of logits in float32."""
+
+    __slots__ = ("_linear", "_route", "_rules", "bias", "weight")
+
+    def __init__(self, build: Scope, gate: str, moe: MoeConfig) -> None:
+        scope, experts, hidden = build.at(gate), moe.num_experts, build.config.hidden_size
+        self.weight = scope.parameter("weight", experts, hidden, dtype=torch.float32)
+        self.bias = scope.parameter("e_score_correction_bias", experts, dtype=torch.float32)
+        self._rules = moe.experts_per_token, moe.num_groups, moe.top_groups, moe.normalize, moe.scale
+        self._linear = build.kernel(KernelTable.linear, build.rows(hidden).float(), self.weight, None)
+        logits = build.rows(experts).float()
+        self._route = build.kernel(KernelTable.sigmoid_routing, logits, self.bias, *self._rules)
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Routing`."""
+        weights, experts = self._route(self._linear(hidden.float(), self.weight, None), self.bias, *self._rules)
+        return weights.to(hidden.dtype), experts

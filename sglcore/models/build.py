@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias
 
-from sglcore.checkpoint.config import ModelConfig, MoeConfig, RopeConfig
+from sglcore.checkpoint.config import EXPERT_PARTS, ModelConfig, MoeConfig, RopeConfig
 from sglcore.device.errors import ConfigError
 
 Array: TypeAlias = Any
@@ -164,12 +164,22 @@ class Build(Protocol):
         the rows of gate, then of up."""
         ...
 
-    def experts(self, name: str, moe: MoeConfig) -> Layer:
-        """The weighted sum of the experts that a gate chooses for each token."""
+    def experts(
+        self,
+        name: str,
+        moe: MoeConfig,
+        *,
+        gate: str = "gate",
+        parts: Sequence[str] = EXPERT_PARTS,
+        is_sigmoid: bool = False,
+    ) -> Layer:
+        """The weighted sum of the experts that `gate` chooses for each token, by softmax, or by the sigmoid and a bias,
+        `e_score_correction_bias`. `parts` are the projections of each of `experts`, or two, each for all experts in one weight:
+        gate over up, and down."""
         ...
 
     def activation(self, name: str) -> Layer:
-        """An elementwise function: "gelu"."""
+        """An elementwise function: "gelu" or "sigmoid"."""
         ...
 
 

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from sglcore.checkpoint.config import ModelConfig
+from sglcore.checkpoint.config import ModelConfig, MoeConfig
 from sglcore.device.errors import ConfigError
 from sglcore.models.build import Architecture, Array, Batch, Build, Layer
 
@@ -99,6 +99,26 @@ class SandwichLayer:
         return after_mlp(self.mlp(hidden)), residual
 
 
+class SharedExpert:
+    """Routed experts plus a block that every token passes. With a gate, one number a token weighs that block, by its sigmoid."""
+
+    __slots__ = ("experts", "gate", "shared", "sigmoid")
+
+    def __init__(self, build: Build, experts: Layer, shared: Layer, gate: str = "") -> None:
+        """`gate` names a linear layer of this scope with one output."""
+        self.experts = experts
+        self.shared = shared
+        self.gate = build.linear(gate, build.config.hidden_size, 1) if gate else None
+        self.sigmoid = build.activation("sigmoid") if gate else None
+
+    def __call__(self, hidden: Array) -> Array:
+        """[T, H] to [T, H]."""
+        shared = self.shared(hidden)
+        if self.gate is not None and self.sigmoid is not None:
+            shared = self.sigmoid(self.gate(hidden)) * shared
+        return self.experts(hidden) + shared
+
+
 class CausalLM(Architecture):
     """Embedding, layers, norm and head. `embed`, `run_layers` over all layers in order, and `finish` are one forward.
 
@@ -139,6 +159,16 @@ class CausalLM(Architecture):
                 f"{config.path / 'config.json'} has {name} = {value!r}, which {config.architecture} does not heed here",
                 remedy="use another checkpoint",
             )
+
+    @property
+    def moe(self) -> MoeConfig:
+        """The sparse layers; raises `ConfigError` for a configuration that says nothing of them."""
+        if self.config.moe is None:
+            raise ConfigError(
+                f"{self.config.path / 'config.json'} has no number of experts with their intermediate size",
+                wanted="both",
+            )
+        return self.config.moe
 
     @property
     def embedding_scale(self) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from sglcore.device.errors import ConfigError
 from sglcore.models.build import Build, Layer
 from sglcore.models.qwen3 import Qwen3ForCausalLM
 
@@ -11,9 +10,4 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     """Experts, or a dense block where the configuration says so."""
 
     def make_mlp(self, build: Build, layer_id: int) -> Layer:
-        config = build.config
-        if config.moe is None:
-            raise ConfigError(
-                f"{config.path / 'config.json'} has no num_experts and moe_intermediate_size", wanted="both"
-            )
-        return build.experts("mlp", config.moe) if config.moe.layers[layer_id] else super().make_mlp(build, layer_id)
+        return build.experts("mlp", self.moe) if self.moe.layers[layer_id] else super().make_mlp(build, layer_id)

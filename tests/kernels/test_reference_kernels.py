@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
@@ -112,6 +114,22 @@ def test_gelu_tanh_and_mul_puts_the_gate_first(dtype, tokens: int) -> None:
 def test_softcap_bends_to_its_cap() -> None:
     x = random(3, 10)
     assert torch.equal(TABLE.softcap(x, 1.5), torch.tanh(x / 1.5) * 1.5)
+
+
+def test_sigmoid_is_the_logistic_function() -> None:
+    assert torch.equal(TABLE.sigmoid(random(3, 10)), F.sigmoid(random(3, 10)))
+
+
+@TOKENS
+def test_sigmoid_routing_is_glms(tokens: int) -> None:
+    rules = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5}
+    oracle = Glm4MoeTopkRouter(Glm4MoeConfig(n_routed_experts=16, hidden_size=16, **rules))
+    oracle.weight.data, bias = torch.eye(16), random(16, seed=2) * 0.3
+    oracle.e_score_correction_bias.copy_(bias)
+    logits = random(tokens, 16)
+    weights, ids = TABLE.sigmoid_routing(logits, bias, 3, 4, 2, True, 2.5)
+    wanted = torch.zeros(tokens, 16).scatter_(1, oracle(logits)[2], oracle(logits)[1])
+    torch.testing.assert_close(torch.zeros(tokens, 16).scatter_(1, ids.long(), weights), wanted)
 
 
 def test_gelu_is_the_exact_one() -> None:

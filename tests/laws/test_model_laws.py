@@ -11,7 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints import LLAMA3, exaone4, gemma3, llama, mistral, qwen2, qwen3, qwen3_moe, qwen3_next, rope, save
+from tests.checkpoints import (
+    LLAMA3,
+    exaone4,
+    gemma3,
+    glm4_moe,
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    qwen3_next,
+    rope,
+    save,
+)
 from tests.laws.engine import TokenEngine, check_greedy, check_logprobs, random_prompts
 
 CONTEXT = 128
@@ -24,6 +37,7 @@ ARCHITECTURES: MappingProxyType[str, Callable[[], Any]] = MappingProxyType(
         "qwen3": lambda: qwen3(max_position_embeddings=CONTEXT, tie_word_embeddings=True),
         "qwen3-moe": lambda: qwen3_moe(max_position_embeddings=CONTEXT),
         "gemma3": lambda: gemma3(max_position_embeddings=CONTEXT),
+        "glm4-moe": lambda: glm4_moe(max_position_embeddings=CONTEXT),
         "exaone4-transformers": lambda: exaone4(max_position_embeddings=CONTEXT),
         "qwen3-next-transformers": lambda: qwen3_next(max_position_embeddings=CONTEXT),
     }

@@ -131,6 +131,29 @@ def top_k_routing(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tens
     return weights.to(logits.dtype), ids.to(torch.int32)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """The logistic function."""
+    return torch.sigmoid(x)
+
+
+def sigmoid_routing(
+    logits: Tensor, bias: Tensor, k: int, groups: int, top_groups: int, normalize: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Routing whose balance a bias keeps (DeepSeek-V3, section 2.1.2): the best groups by their best two, then the best in
+    them. The bias chooses, and does not weigh."""
+    scores, (tokens, experts) = torch.sigmoid(logits.float()), logits.shape
+    biased = (scores + bias).view(tokens, groups, experts // groups)
+    if top_groups < groups:
+        best = biased.topk(2, dim=-1)[0].sum(dim=-1).topk(top_groups, dim=-1)[1]
+        left = torch.ones(tokens, groups, dtype=torch.bool, device=logits.device).scatter_(1, best, False)
+        biased = biased.masked_fill(left.unsqueeze(-1), -torch.inf)
+    ids = biased.view(tokens, experts).topk(k, dim=-1)[1]
+    weights = scores.gather(1, ids)
+    if normalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return (weights * scale).to(logits.dtype), ids.to(torch.int32)
+
+
 def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     """Every expert runs on every token, and what was not chosen is masked: no shape depends on the routing."""
     total = torch.zeros_like(hidden)

@@ -152,12 +152,21 @@ class KernelTable:
     """`gelu_tanh_and_mul(x [T, 2 * I]) -> [T, I]`: as `silu_and_mul`, by x * (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
     gelu = entry(reference.gelu, shapes=(("T I",),))
     """`gelu(x [T, I]) -> [T, I]`: x * Phi(x), with the exact error function."""
+    sigmoid = entry(reference.sigmoid, shapes=(("T I",),))
+    """`sigmoid(x [T, I]) -> [T, I]`: 1 / (1 + exp(-x))."""
     softcap = entry(reference.softcap, shapes=(("T I", 3.0),))
     """`softcap(x [T, I], cap) -> [T, I]`: cap * tanh(x / cap)."""
     top_k_routing = entry(reference.top_k_routing)
     """`top_k_routing(logits [T, E], K, normalize) -> (weights [T, K] of logits' dtype, ids int32 or int64 [T, K])`.
 
     The K largest of softmax(logits) in float32, largest first; `normalize` divides them by their sum.
+    """
+    sigmoid_routing = entry(reference.sigmoid_routing)
+    """`sigmoid_routing(logits [T, E], bias float32 [E], K, groups, top_groups, normalize, scale) -> (weights [T, K] of logits'
+    dtype, ids int32 or int64 [T, K])`.
+
+    The K largest of sigmoid(logits) + bias, largest first, in the `top_groups` groups of E / groups neighbours whose two largest
+    have the largest sums. Weights are sigmoid(logits); `normalize` divides them by their sum; times `scale`.
     """
     moe = entry(reference.moe)
     """`moe(hidden [T, H], weights [T, K], ids int [T, K], w13 [E, 2 * I, H], w2 [E, H, I]) -> [T, H]`.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
 import mlx.core as mx
 
-from sglcore.checkpoint.config import MoeConfig, RopeConfig
+from sglcore.checkpoint.config import EXPERT_PARTS, MoeConfig, RopeConfig
 from sglcore.device.errors import ConfigError
 from sglcore_mlx.layers.attention import AttentionLayer
 from sglcore_mlx.layers.mlp import GatedMlp, gelu
@@ -58,15 +58,24 @@ class Build(Scope):
         """The gated feed-forward block."""
         return GatedMlp(self.at(name), size, bias, fused)
 
-    def experts(self, name: str, moe: MoeConfig) -> SparseMoe:
+    def experts(
+        self,
+        name: str,
+        moe: MoeConfig,
+        *,
+        gate: str = "gate",
+        parts: Sequence[str] = EXPERT_PARTS,
+        is_sigmoid: bool = False,
+    ) -> SparseMoe:
         """The sparse feed-forward block."""
-        return SparseMoe(self.at(name), moe)
+        return SparseMoe(self.at(name), moe, gate, parts, is_sigmoid)
 
     def activation(self, name: str) -> Callable[[mx.array], mx.array]:
         """An elementwise function. Raises `ConfigError` for one that is not here."""
-        if name != "gelu":
-            raise ConfigError(f"MLX's layers have no activation {name!r}", wanted="'gelu'")
-        return gelu
+        activations = {"gelu": gelu, "sigmoid": mx.sigmoid}
+        if name not in activations:
+            raise ConfigError(f"MLX's layers have no activation {name!r}", wanted="'gelu' or 'sigmoid'")
+        return activations[name]
 
     if not TYPE_CHECKING:
 

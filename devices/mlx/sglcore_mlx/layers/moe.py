@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import mlx.core as mx
 
-from sglcore.checkpoint.config import MoeConfig
+from sglcore.checkpoint.config import EXPERT_PARTS, MoeConfig
 from sglcore_mlx.layers.linear import Packed
 from sglcore_mlx.layers.mlp import silu_and_mul
 from sglcore_mlx.layers.scope import Scope
@@ -90,19 +91,29 @@ class SparseMoe:
     """Gate and experts, from either form of checkpoint: `experts.N.gate_proj`, or all of a layer as
     `switch_mlp.gate_proj`."""
 
-    __slots__ = ("_normalize", "_top_k", "down_proj", "gate", "gate_up_proj")
+    __slots__ = ("_route", "_top_k", "down_proj", "gate_up_proj")
 
-    def __init__(self, build: Scope, moe: MoeConfig) -> None:
-        self.gate = build.linear("gate", build.config.hidden_size, moe.num_experts)
-        is_stacked = build.weights.has(f"{build.prefix}switch_mlp.gate_proj.weight")
-        make = _stacked if is_stacked else _separate
-        self.gate_up_proj, self.down_proj = make(build.at("switch_mlp" if is_stacked else "experts"), moe)
+    def __init__(
+        self,
+        build: Scope,
+        moe: MoeConfig,
+        gate: str = "gate",
+        parts: Sequence[str] = EXPERT_PARTS,
+        is_sigmoid: bool = False,
+    ) -> None:
+        """The names are those of `Build.experts`."""
+        self._route = (SigmoidRouting if is_sigmoid else SoftmaxRouting)(build, gate, moe)
+        if build.weights.has(f"{build.prefix}switch_mlp.gate_proj.weight"):
+            self.gate_up_proj, self.down_proj = _stacked(build.at("switch_mlp"), moe)
+        elif len(parts) == 2:
+            self.gate_up_proj, self.down_proj = _both_stacked(build, moe, parts)
+        else:
+            self.gate_up_proj, self.down_proj = _separate(build.at("experts"), moe, parts)
         self._top_k = moe.experts_per_token
-        self._normalize = moe.normalize
 
     def __call__(self, hidden: mx.array) -> mx.array:
         """[T, H] to [T, H]: the weighted sum of the chosen experts' outputs."""
-        weights, experts = top_k_routing(self.gate(hidden), self._top_k, self._normalize)
+        weights, experts = self._route(hidden)
         if experts.size < MIN_SORTED:
             rows = self._mix(hidden[:, None, None, :], experts, is_sorted=False)
         else:
@@ -121,6 +132,54 @@ class SparseMoe:
         is_told = flat.size <= MAX_SORTED or flat.size % SORTED_MULTIPLE == 0
         mixed = self._mix(rows, flat[order], is_told)
         return mixed[mx.argsort(order)].reshape(*experts.shape, 1, -1)
+
+
+class SoftmaxRouting:
+    """The largest of a softmax over all experts."""
+
+    __slots__ = ("_normalize", "_top_k", "gate")
+
+    def __init__(self, build: Scope, gate: str, moe: MoeConfig) -> None:
+        self.gate = build.linear(gate, build.config.hidden_size, moe.num_experts)
+        self._top_k, self._normalize = moe.experts_per_token, moe.normalize
+
+    def __call__(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
+        """Rows [T, H] to the weights of the k chosen, [T, k], and the experts uint32 [T, k]."""
+        return top_k_routing(self.gate(hidden), self._top_k, self._normalize)
+
+
+class SigmoidRouting:
+    """The largest sigmoids, each with a bias of its own, in the best groups (DeepSeek-V3, section 2.1.2), of float32 logits."""
+
+    __slots__ = ("_bias", "_moe", "_turned")
+
+    def __init__(self, build: Scope, gate: str, moe: MoeConfig) -> None:
+        scope = build.at(gate)
+        self._turned = scope.parameter("weight", moe.num_experts, build.config.hidden_size, offset=0.0).T
+        self._bias = scope.parameter("e_score_correction_bias", moe.num_experts, offset=0.0)
+        self._moe = moe
+
+    def __call__(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
+        """As `SoftmaxRouting`."""
+        moe, k = self._moe, self._moe.experts_per_token
+        scores = mx.sigmoid(hidden.astype(mx.float32) @ self._turned)
+        biased = scores + self._bias
+        if moe.top_groups < moe.num_groups:
+            size = moe.num_experts // moe.num_groups
+            biased = _best_groups(biased.reshape(hidden.shape[0], moe.num_groups, size), moe.top_groups)
+        experts = mx.argpartition(biased, kth=-k, axis=-1)[:, -k:]
+        weights = mx.take_along_axis(scores, experts, axis=-1)
+        if moe.normalize:
+            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+        return (weights * moe.scale).astype(hidden.dtype), experts
+
+
+def _best_groups(grouped: mx.array, count: int) -> mx.array:
+    """Scores [T, groups, E / groups] to [T, E], with nothing but -inf in groups whose two best are not among the best."""
+    sums = mx.topk(grouped, 2, axis=-1).sum(axis=-1)
+    lowest = mx.topk(sums, count, axis=-1).min(axis=-1, keepdims=True)
+    kept = mx.where((sums >= lowest)[..., None], grouped, -mx.inf)
+    return kept.reshape(grouped.shape[0], grouped.shape[1] * grouped.shape[2])
 
 
 def top_k_routing(logits: mx.array, k: int, normalize: bool) -> tuple[mx.array, mx.array]:
@@ -153,7 +212,14 @@ def _stacked_linear(build: Scope, names: tuple[str, ...], experts: int, inputs: 
     return _plain(build, arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=1))
 
 
-def _separate(build: Scope, moe: MoeConfig) -> tuple[ExpertLinear, ExpertLinear]:
+def _both_stacked(build: Scope, moe: MoeConfig, parts: Sequence[str]) -> tuple[ExpertLinear, ExpertLinear]:
+    """Experts of a checkpoint that has gate over up, and down, of a layer as tensors [experts, out, in]."""
+    hidden, size, (both, down) = build.config.hidden_size, moe.intermediate_size, parts
+    gate_up = _stacked_linear(build, (both,), moe.num_experts, hidden, 2 * size)
+    return gate_up, _stacked_linear(build, (down,), moe.num_experts, size, hidden)
+
+
+def _separate(build: Scope, moe: MoeConfig, parts: Sequence[str]) -> tuple[ExpertLinear, ExpertLinear]:
     """Experts of a checkpoint that has a tensor for each projection of each expert."""
     hidden, size = build.config.hidden_size, moe.intermediate_size
 
@@ -162,7 +228,7 @@ def _separate(build: Scope, moe: MoeConfig) -> tuple[ExpertLinear, ExpertLinear]
         rows = mx.concatenate([build.weights.take(name, outputs, inputs) for name in every])
         return _plain(build, rows.reshape(moe.num_experts, len(names) * outputs, inputs))
 
-    return stack(("gate_proj", "up_proj"), size, hidden), stack(("down_proj",), hidden, size)
+    return stack(tuple(parts[:2]), size, hidden), stack((parts[2],), hidden, size)
 
 
 def _plain(build: Scope, weight: mx.array) -> ExpertLinear:

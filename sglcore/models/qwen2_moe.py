@@ -1,0 +1,26 @@
+"""Qwen 1.5 and 2, sparse: Qwen 2's attention, and experts beside a block that every token passes, weighed by a gate."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from sglcore.models.build import Build, Layer
+from sglcore.models.decoder import CausalLM, DecoderLayer, SelfAttention, SharedExpert
+
+
+class Qwen2MoeForCausalLM(CausalLM):
+    """Experts, or a dense block where the configuration says so."""
+
+    knows: ClassVar[frozenset[str]] = frozenset({"shared_expert_intermediate_size"})
+
+    def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
+        bias = build.config.attention_bias
+        attention = SelfAttention(build.at("self_attn"), layer_id, self.rotary, qkv_bias=bias)
+        return DecoderLayer(build, attention, self._make_mlp(build, layer_id))
+
+    def _make_mlp(self, build: Build, layer_id: int) -> Layer:
+        if not self.moe.layers[layer_id]:
+            return build.mlp("mlp", build.config.intermediate_size)
+        block = build.at("mlp")
+        shared = block.mlp("shared_expert", self.moe.shared_size)
+        return SharedExpert(block, build.experts("mlp", self.moe), shared, "shared_expert_gate")
