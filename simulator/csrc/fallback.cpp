@@ -282,7 +282,17 @@ c10::OperatorHandle cpu_operator(const c10::OperatorHandle& op) {
   return c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
 }
 
+// The depthwise convolution of one vendor's backend: input, weight, kernel size, bias, stride, padding, dilation.
+void depthwise_on_cpu(Stack& stack) {
+  at::Tensor input = stack[0].toTensor();
+  std::optional<at::Tensor> bias = stack[3].toOptional<at::Tensor>();
+  std::vector<int64_t> stride = stack[4].toIntVector(), padding = stack[5].toIntVector(), dilation = stack[6].toIntVector();
+  at::Tensor found = at::convolution(input, stack[1].toTensor(), bias, stride, padding, dilation, false, {0, 0}, input.size(1));
+  stack.assign(1, found);
+}
+
 Kernel cpu_kernel(const c10::OperatorHandle& op) {
+  if (op.schema().name() == "aten::_conv_depthwise2d") return depthwise_on_cpu;
   return [op](Stack& stack) { op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack); };
 }
 

@@ -270,6 +270,10 @@ def custom_operators(sim, dev):
 def convolutions(sim, dev):
     x, kernel = torch.randn(1, 2, 5, 5), torch.randn(3, 2, 2, 2)
     same(F.conv2d(x.to(dev), kernel.to(dev)), F.conv2d(x, kernel))
+    rows, each = torch.randn(2, 6, 9), torch.randn(6, 1, 4)
+    for bias in (None, torch.randn(6)):
+        found = F.conv1d(rows.to(dev), each.to(dev), None if bias is None else bias.to(dev), padding=3, groups=6)
+        same(found, F.conv1d(rows, each, bias, padding=3, groups=6))
 
 
 @feature
