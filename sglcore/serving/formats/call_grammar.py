@@ -16,6 +16,7 @@ from typing import Any
 from sglcore.engine.guidance_schema import check_schema, embedded
 from sglcore.sampling.grammar import Grammar, GrammarError
 from sglcore.serving.formats.families import ToolFamily
+from sglcore.serving.formats.notated_calls import Notation
 from sglcore.serving.formats.parser import ReasoningFamily
 from sglcore.serving.formats.self_test import CALL_IDS, Sample, Turn
 from sglcore.serving.formats.xml_calls import Tags
@@ -44,6 +45,8 @@ def call_grammar(
     rules = _reasoning(literal, reasoning, reasoning_open)
     if isinstance(family.calls, Tags):
         rules += _tagged(literal, _written(family.calls, family, sample), functions, is_parallel)
+    elif isinstance(family.calls, Notation):
+        rules += _notated(literal, family.calls, functions, is_parallel and sample.two is not None)
     else:
         rules += _around_json(literal, family, sample, functions, is_parallel)
     return Grammar("lark", "\n".join(rules) + "\n")
@@ -142,6 +145,61 @@ def _parameters(function: Function) -> Mapping[str, Any]:
     return schema
 
 
+def _notated(literal: _Literals, notation: Notation, functions: Sequence[Function], is_parallel: bool) -> list[str]:
+    begin, end = (literal(mark) for mark in notation.marks)
+    opened, closed = (f"{begin} {_quoted('[')}", f"{_quoted(']')} {end}") if notation.is_list else (begin, end)
+    joint = _quoted(", ") if notation.is_list else f"{closed} {opened}"
+    again = f" ({joint} call){{0,{MOST_CALLS - 1}}}" if is_parallel else ""
+    rules = [f"calls: {opened} call{again} {closed}"]
+    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
+    for number, function in enumerate(functions):
+        rules += _notated_function(literal, notation, number, function)
+    return rules
+
+
+def _notated_function(literal: _Literals, notation: Notation, number: int, function: Function) -> list[str]:
+    schema = _parameters(function)
+    check_schema(schema)
+    names: dict[str, bool] = {}
+    rules: list[str] = []
+    properties = list(_properties(schema).items())
+    if notation.is_sorted:
+        properties.sort(key=lambda entry: entry[0].lower())
+    for place, (key, described) in enumerate(properties):
+        name = f"p_{number}_{place}"
+        names[name] = key in (schema.get("required") or ())
+        body, more = _notated_value(literal, notation, f"v_{number}_{place}", described)
+        rules += [f"{name}: {literal(key + notation.assign)} {body}", *more]
+    before, after = _quoted(notation.prefix + function["name"] + notation.around[0]), _quoted(notation.around[1])
+    choices = " | ".join(_series(names, _quoted(notation.joint)))
+    return [f"call_{number}: {before} ({choices}) {after}" if choices else f"call_{number}: {before} {after}", *rules]
+
+
+def _series(names: Mapping[str, bool], joint: str) -> list[str]:
+    """The ways to write names in their order with joints between them; those that are not required may be left out."""
+    found: list[str] = []
+    left = list(names)
+    for place, first in enumerate(left):
+        rest = (f"{joint} {name}" if names[name] else f"({joint} {name})?" for name in left[place + 1 :])
+        found.append(" ".join([first, *rest]))
+        if names[first]:
+            return found
+    return [*found, '""'] if found else []
+
+
+def _notated_value(
+    literal: _Literals, notation: Notation, name: str, schema: Mapping[str, Any]
+) -> tuple[str, list[str]]:
+    """A parameter's value: text in the notation's own quotes, constants by its words, anything else as JSON."""
+    quote = notation.quotes[0]
+    if schema.get("type") == "boolean" and notation.is_list:
+        return '("True" | "False")', []
+    if schema.get("type") != "string" or len(quote) == 1:
+        return name, [f"{name}: %json {embedded(schema)}"]
+    body, rules = _tagged_value(literal, name, schema, quote)
+    return f"{literal(quote)} {body}", rules
+
+
 @dataclass(frozen=True, slots=True)
 class _Written:
     """What a template writes around the parts of calls in tags."""
@@ -204,13 +262,11 @@ def _tagged_function(literal: _Literals, written: _Written, number: int, functio
     schema = _parameters(function)
     check_schema(schema)
     required = schema.get("required") or ()
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     parts: list[str] = []
     rules: list[str] = []
-    for place, (key, given) in enumerate((schema.get("properties") or {}).items()):
+    for place, (key, described) in enumerate(_properties(schema).items()):
         name = f"p_{number}_{place}"
         parts.append(name if key in required else f"{name}?")
-        described = {**found, **definitions} if isinstance(found := _resolved(given, schema), Mapping) else {}
         body, more = _tagged_value(literal, f"v_{number}_{place}", described, written.value_end)
         rules += [
             f"{name}: {literal(written.key + key + written.middle)} {body} {literal(written.gap)}".rstrip(),
@@ -218,6 +274,13 @@ def _tagged_function(literal: _Literals, written: _Written, number: int, functio
         ]
     head, end = literal(function["name"] + written.head), literal(written.end)
     return [" ".join([f"call_{number}:", head, *parts, end]), *rules]
+
+
+def _properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The schemas of the parameters, with the definitions that they may refer to."""
+    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    found = {key: _resolved(given, schema) for key, given in (schema.get("properties") or {}).items()}
+    return {key: {**each, **definitions} if isinstance(each, Mapping) else {} for key, each in found.items()}
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:

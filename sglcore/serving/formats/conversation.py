@@ -115,9 +115,10 @@ def _call(place: int, call: Any, form: MessageForm) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise TextError(f"messages[{place}].tool_calls holds a call without function.name")
     arguments = function.get("arguments", {})
-    if isinstance(arguments, str) and form.arguments:
+    wants_object = form.arguments or form.write is not None
+    if isinstance(arguments, str) and wants_object:
         arguments = _object(place, arguments)
-    if not isinstance(arguments, str) and not form.arguments:
+    if not isinstance(arguments, str) and not wants_object:
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 

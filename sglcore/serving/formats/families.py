@@ -8,7 +8,9 @@ from typing import Any
 
 from sglcore.serving.formats import harmony as channels
 from sglcore.serving.formats import json_calls as calls
-from sglcore.serving.formats import xml_calls
+from sglcore.serving.formats import notated_calls, xml_calls
+from sglcore.serving.formats.json_calls import Marked
+from sglcore.serving.formats.notated_calls import Notation
 from sglcore.serving.formats.parser import ReasoningFamily, ToolScan
 
 
@@ -39,9 +41,9 @@ def _tagged(name: str, tags: xml_calls.Tags, *aliases: str) -> ToolFamily:
     return ToolFamily(name, (tags.function[0], tags.key[0]), tags.opening, tags.marks, tags, aliases)
 
 
-def _marked(name: str, marked: calls.Marked, *aliases: str, writes: bool = False) -> ToolFamily:
-    evidence = (marked.begin,)
-    return ToolFamily(name, evidence, evidence, marked.marks, marked, aliases, write=marked.write if writes else None)
+def _marked(name: str, calls: Marked | Notation, *aliases: str, writes: bool = False) -> ToolFamily:
+    write = calls.write if writes else None
+    return ToolFamily(name, (calls.begin,), (calls.begin,), calls.marks, calls, aliases, write=write)
 
 
 TOOLS = (
@@ -84,7 +86,10 @@ TOOLS = (
     ),
     _marked("granite", calls.GRANITE, "phi4_mini_json", writes=True),
     _marked("nemotron", calls.NEMOTRON, "nemotron_json"),
+    _marked("lfm2", notated_calls.LFM2, "pythonic", writes=True),
     _marked("lfm2_json", calls.LFM2),
+    _marked("gemma", notated_calls.GEMMA, "gemma4"),
+    _marked("functiongemma", notated_calls.FUNCTION_GEMMA),
     _marked("hermes", calls.HERMES, "qwen", "qwen25", "granite4"),
     ToolFamily(
         name="llama3",
@@ -104,6 +109,7 @@ REASONING = (
         aliases=("qwen3", "deepseek_r1", "deepseek-r1", "deepseek_v3", "qwen3-thinking"),
     ),
     ReasoningFamily(name="mistral", marks=("[THINK]", "[/THINK]")),
+    ReasoningFamily(name="gemma", marks=("<|channel>thought", "<channel|>"), aliases=("gemma4",)),
     ReasoningFamily(
         name="harmony",
         marks=(f"{channels.CHANNEL}analysis{channels.MESSAGE}", channels.END),

@@ -14,6 +14,8 @@ from typing import Any
 from sglcore.serving.formats.scanner import Malformed, Scan, Scanner
 
 Tools = Sequence[Mapping[str, Any]]
+Sink = Callable[[str], None]
+"""Where the text of a call's arguments goes."""
 
 LONGEST_NAME = 1024
 """Characters of a function's name, or of a call's id."""
@@ -116,6 +118,11 @@ def _sections(s: Scanner, begin: str, head_of: Callable[[Scanner], Scan[Head]], 
             is_whole = is_whole and (yield from s.take(one_end))
             head = (yield from s.attempt(head_of(s))) if is_whole else None
         yield from s.take(end)
+
+
+def text_as_json(text: str) -> str:
+    """A JSON string, with letters that are not ASCII as they are."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _object_head(s: Scanner, *, needs_arguments: bool = False) -> Scan[Head]:

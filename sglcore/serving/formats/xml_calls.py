@@ -7,14 +7,12 @@ templates of these models.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglcore.serving.formats.json_calls import CALL, CALL_END, LONGEST_NAME, Tools
+from sglcore.serving.formats.json_calls import CALL, CALL_END, LONGEST_NAME, Sink, Tools, text_as_json
 from sglcore.serving.formats.scanner import Malformed, Scan, Scanner
-
-Sink = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,7 @@ class Tags:
             if key is None:
                 sink("{}" if before == "{" else "}")
                 return False
-            sink(f"{before}{_text(key)}: ")
+            sink(f"{before}{text_as_json(key)}: ")
             before = ", "
             read = self._string if is_string(properties.get(key)) else self._value
             if not (yield from read(s, sink, properties.get(key))):
@@ -95,7 +93,7 @@ class Tags:
     def _string(self, s: Scanner, sink: Sink, schema: Any) -> Scan[bool]:
         """A value that is text: handed on as it comes."""
         sink('"')
-        if not (yield from self._rest(s, lambda text: sink(_text(text)[1:-1]))):
+        if not (yield from self._rest(s, lambda text: sink(text_as_json(text)[1:-1]))):
             return False
         sink('"')
         return True
@@ -157,11 +155,11 @@ def as_json(text: str, schema: Any) -> str:
     if constant and (kinds & ({"null"} if constant == "null" else {"boolean"})):
         return constant
     if kinds and kinds <= {"string", "null"}:
-        return _text(text)
+        return text_as_json(text)
     try:
         json.loads(word, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return _text(text)
+        return text_as_json(text)
     return word
 
 
@@ -179,7 +177,3 @@ def _kinds(schema: Any) -> set[str]:
 
 def _refuse(word: str) -> None:
     raise ValueError(word)
-
-
-def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

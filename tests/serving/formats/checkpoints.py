@@ -209,6 +209,59 @@ NEMOTRON = """
 
 {% endif %}"""
 
+LFM = """{{ bos_token }}{% if tools %}<|im_start|>system
+List of tools: {{ tools | tojson }}<|im_end|>
+{% endif %}
+{%- macro value(v) %}{% if v is string %}'{{ v }}'{% elif v is mapping %}{{ v | tojson }}{% else %}{{ v }}{% endif %}{% endmacro %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}{{ m.content or '' }}
+{%- for c in m.tool_calls or [] %}{{ '<|tool_call_start|>[' if loop.first else ', ' }}{{ c.function.name }}(
+{%- for key, v in c.function.arguments.items() %}{{ ', ' if not loop.first }}{{ key }}={{ value(v) }}{% endfor %})
+{{- ']<|tool_call_end|>' if loop.last else '' }}
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+LFM_JSON = LFM.replace(
+    LFM[LFM.index("{{ c.function.name }}(") : LFM.index("{{- ']<|tool_call_end|>'")],
+    """{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n""",
+)
+LFM_SILENT = """{{ tools | tojson if tools }}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""Writes no calls, as LFM2's does."""
+LFM_TOKENS = ("<|im_start|>", "<|im_end|>", "<|tool_call_start|>", "<|tool_call_end|>")
+
+GEMMA = """
+{%- macro value(v) %}
+{%- if v is string %}{{ '<|"|>' + v + '<|"|>' }}
+{%- elif v is boolean %}{{ 'true' if v else 'false' }}
+{%- elif v is mapping %}{
+{%- for key, each in v | dictsort %}{{ ',' if not loop.first }}{{ key }}:{{ value(each) }}{% endfor %}}
+{%- elif v is iterable %}[
+{%- for each in v %}{{ ',' if not loop.first }}{{ value(each) }}{% endfor %}]
+{%- else %}{{ v }}{% endif %}
+{%- endmacro %}{{ bos_token }}
+{%- for t in tools or [] %}<|tool>{{ t | tojson }}<tool|>{% endfor %}
+{%- for m in messages %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}
+{% if m.reasoning_content %}<|channel>thought
+{{ m.reasoning_content }}<channel|>{% endif %}
+{%- for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name }}{{ value(c.function.arguments) }}<tool_call|>
+{%- endfor %}{{ m.content or '' }}<turn|>
+{% endfor %}
+{%- if add_generation_prompt %}<|turn>model
+{% endif %}"""
+FUNCTION_GEMMA = (
+    GEMMA.replace("<|tool_call>", "<start_function_call>")
+    .replace("<tool_call|>", "<end_function_call>")
+    .replace('<|"|>', "<escape>")
+    .replace("<|channel>thought\n{{ m.reasoning_content }}<channel|>", "")
+)
+
 HARMONY = """<|start|>system<|message|>Valid channels: analysis, commentary, final.<|end|>
 {%- for t in tools or [] %}{% if loop.first %}<|start|>developer<|message|>{% endif %}
 {{- '// ' + t.function.description + '\\ntype ' + t.function.name + ' = ' ~ (t.function.parameters | tojson) }}
@@ -280,6 +333,11 @@ FAMILIES = {
     "granite token": Family(GRANITE, ("<|end_of_text|>", "<|start_of_role|>", "<|tool_call|>"), (), "granite"),
     "phi": Family(PHI, ("<|end|>", "<|assistant|>"), ("<|tool_call|>", "<|/tool_call|>"), "granite"),
     "nemotron": Family(NEMOTRON, ("<SPECIAL_11>", "<SPECIAL_12>"), (*THINK, "<TOOLCALL>"), "nemotron", "think"),
+    "lfm2": Family(LFM, LFM_TOKENS, (), "lfm2", "think"),
+    "lfm2 json": Family(LFM_JSON, LFM_TOKENS, (), "lfm2_json", "think"),
+    "lfm2 silent": Family(LFM_SILENT, LFM_TOKENS, (), "lfm2"),
+    "gemma": Family(GEMMA, ("<turn|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<channel|>"), (), "gemma", "gemma"),
+    "functiongemma": Family(FUNCTION_GEMMA, ("<turn|>", "<escape>", "<end_function_call>"), (), "functiongemma"),
     "plain": Family(PLAIN, ("<|im_start|>", "<|im_end|>"), (), None),
 }
 

@@ -30,7 +30,7 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "description": "", "parameters": schema}}
     for name, schema in (("look", SCHEMA), ("look_up", {"type": "object"}), ("say-é", SCHEMA))
 ]
-TAGGED = ("coder", "glm", "glm close", "minimax")
+TAGGED = ("coder", "glm", "glm close", "minimax", "lfm2", "lfm2 silent", "gemma", "functiongemma")
 """Whose grammars take the parameters that are declared."""
 WITH_TOOLS = [name for name, family in FAMILIES.items() if family.tools]
 
@@ -82,7 +82,11 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 GOOD = {"place": 'a "b" é\nc', "count": 3}
 
 
-@pytest.mark.parametrize("name", WITH_TOOLS)
+SAME_QUOTES = [name for name in WITH_TOOLS if name != "lfm2"]
+"""Whose forced text is in the quotes of the template's."""
+
+
+@pytest.mark.parametrize("name", SAME_QUOTES)
 def test_what_the_template_writes_is_accepted(cases: dict[str, Case], name: str) -> None:
     case = cases[name]
     required = case.format.tool_grammar(TOOLS, "required")
@@ -112,7 +116,7 @@ def test_anything_else_is_refused(cases: dict[str, Case], name: str) -> None:
     assert not case.accepts(named, case.answer(("say-é", GOOD)))
 
 
-@pytest.mark.parametrize("name", [name for name in WITH_TOOLS if name not in ("llama", "harmony")])
+@pytest.mark.parametrize("name", [name for name in SAME_QUOTES if name not in ("llama", "harmony")])
 def test_several_calls_are_allowed_when_any_may_be_made(cases: dict[str, Case], name: str) -> None:
     case = cases[name]
     two = case.answer(("look", GOOD), ("say-é", GOOD))
@@ -178,3 +182,35 @@ def test_other_choices_force_nothing_and_unknown_names_are_refused(cases: dict[s
     assert found.tool_grammar(TOOLS, "auto") is None and found.tool_grammar(TOOLS, "none") is None
     with pytest.raises(TextError, match=r"names 'fly'.*look"):
         found.tool_grammar(TOOLS, {"type": "function", "function": {"name": "fly"}})
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "end", "near", "far"),
+    [
+        ("lfm2", "<|tool_call_start|>[f(", ")]<|tool_call_end|>", 'near="é\\"\\n"', "far=True"),
+        (
+            "functiongemma",
+            "<start_function_call>call:f{",
+            "}<end_function_call>",
+            "near:<escape>é\n<escape>",
+            "far:true",
+        ),
+    ],
+)
+def test_parameters_in_a_notation_may_be_left_out_and_keep_their_order(
+    cases: dict[str, Case], name: str, begin: str, end: str, near: str, far: str
+) -> None:
+    schema = {"type": "object", "properties": {"near": {"type": "string"}, "far": {"type": "boolean"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    optional = cases[name].format.tool_grammar([tool], "required")
+    first, second, joint = (near, far, ", ") if name == "lfm2" else (far, near, ",")
+    for given in ("", near, far, first + joint + second):
+        assert cases[name].accepts(optional, begin + given + end), given
+    for given in (second + joint + first, joint + near, near + joint, near + far, "near"):
+        assert not cases[name].accepts(optional, begin + given + end), given
+    schema["required"] = ["far"]
+    required = cases[name].format.tool_grammar([tool], "required")
+    assert cases[name].accepts(required, begin + far + end)
+    assert cases[name].accepts(required, begin + first + joint + second + end)
+    assert not cases[name].accepts(required, begin + near + end)
+    assert not cases[name].accepts(required, begin + end)

@@ -185,6 +185,82 @@ def test_values_in_tags_get_the_types_of_the_schema(name: str, calls: list[dict[
     assert split(parser(name, [{"function": TOOL}]), text, places) == whole
 
 
+def in_python(value: Any) -> str:
+    return repr(value)
+
+
+def in_gemma(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{in_gemma(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(in_gemma, value)) + "]"
+    return as_json(value)
+
+
+def lfm2(calls: list[tuple[str, Any]]) -> str:
+    made = (f"{n}({', '.join(f'{key}={in_python(value)}' for key, value in a.items())})" for n, a in calls)
+    return f"<|tool_call_start|>[{', '.join(made)}]<|tool_call_end|>"
+
+
+def gemma(calls: list[tuple[str, Any]]) -> str:
+    return "".join(f"<|tool_call>call:{n}{in_gemma(a)}<tool_call|>" for n, a in calls)
+
+
+NAMED = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | STRINGS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.mark.parametrize(("name", "write"), [("lfm2", lfm2), ("gemma", gemma)])
+@settings(max_examples=50)
+@given(
+    calls=st.lists(st.tuples(NAMES, st.dictionaries(NAMES, NAMED, max_size=4)), min_size=1, max_size=3),
+    places=st.lists(st.integers(0, 400), max_size=8),
+)
+def test_values_in_a_notation_become_json(
+    name: str, write: Callable[..., str], calls: list[tuple[str, Any]], places: list[int]
+) -> None:
+    text = f"First.\n{write(calls)} Last."
+    whole = parser(name).whole(text)
+    assert [(call.name, json.loads(call.arguments)) for call in calls_of(whole)] == calls
+    assert text_of(whole, "content") == "First.Last."
+    assert split(parser(name), text, places) == whole
+    assert split(parser(name), text, list(range(len(text)))) == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments", "content"),
+    [
+        ("lfm2", "(a='b\\'c\\x41\\u00e9\\U0001f642\\q\\u12')]<|tool_call_end|>", {"a": "b'cAé🙂\\q\\u12"}, ""),
+        (
+            "lfm2",
+            '(a="b", c=[True, None, {"d": 1.5}], e=text)]',
+            {"a": "b", "c": [True, None, {"d": 1.5}], "e": "text"},
+            "",
+        ),
+        ("lfm2", "()]<|tool_call_end|>Done.", {}, "Done."),
+        ("lfm2", '("positional")]', {}, '"positional")]'),
+        ("lfm2", "(a='cut o", '{"a": "cut o', ""),
+        ("lfm2", "(a=12", '{"a": 12', ""),
+        ("lfm2", "(a=)]", '{"a": ', ")]"),
+        ("lfm2", "(a=" + "[" * 100, '{"a": ' + "[" * 64, "[" * 36),
+    ],
+)
+def test_calls_in_pythons_notation_that_are_broken_keep_what_was_read(
+    name: str, text: str, arguments: Any, content: str
+) -> None:
+    text = f"<|tool_call_start|>[f{text}"
+    for places in ([], list(range(len(text)))):
+        deltas = split(parser(name), text, places)
+        (call,) = calls_of(deltas)
+        assert call.name == "f" and text_of(deltas, "content").strip() == content
+        assert (call.arguments if isinstance(arguments, str) else json.loads(call.arguments)) == arguments
+
+
 PIECES = st.lists(
     st.sampled_from(
         [
@@ -263,6 +339,10 @@ def test_any_text_is_read_without_an_error_and_the_same_however_it_is_split(
         ("granite", "<|tool_call|> I would call one"),
         ("granite", "<|tool_call|>[]"),
         ("nemotron", "<TOOLCALL>[1]</TOOLCALL>"),
+        ("lfm2", "<|tool_call_start|>no call<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[]<|tool_call_end|>"),
+        ("lfm2_json", "<|tool_call_start|>[f()]<|tool_call_end|>"),
+        ("gemma", "<|tool_call>call me{}<tool_call|>"),
         ("glm", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
         ("glm", "<tool_call>call me</tool_cal"),
         ("minimax", '<minimax:tool_call>\n<invoke name="f">nothing</invoke>'),
@@ -292,6 +372,8 @@ def test_arguments_come_while_they_are_written() -> None:
         ("qwen3_coder", "<function=f>\n<parameter=s>\nlong "),
         ("glm", "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>long "),
         ("minimax", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="s">long '),
+        ("lfm2", '<|tool_call_start|>[f(s="long '),
+        ("gemma", '<|tool_call>call:f{s:<|"|>long '),
     ):
         reader = parser(name, [{"function": TOOL}])
         reader.push(begin)
