@@ -39,8 +39,8 @@ Oracle = Any
 def make_oracle(config: Oracle, architecture: str, seed: int = 0) -> Oracle:
     """A random model in float32; norms and biases are random too, so that a lost one shows."""
     torch.manual_seed(seed)
-    config._attn_implementation = "eager" if "Gemma2" in architecture else "sdpa"
-    if "Moe" in architecture:
+    config._attn_implementation = "eager" if architecture.startswith(("Gemma2", "GptOss")) else "sdpa"
+    if "Moe" in architecture or "GptOss" in architecture:
         config._experts_implementation = "eager"
     model = getattr(transformers, architecture)(config).eval()
     with torch.no_grad():
@@ -105,6 +105,13 @@ def glm4_moe(**changes: Any) -> Oracle:
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.randn_like(buffer) * 0.1)
     return model
+
+
+def gpt_oss(**changes: Any) -> Oracle:
+    """A gpt-oss whose first layer has a window. Its experts' limit is low enough to clamp."""
+    sizes = {"head_dim": 12, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6, "swiglu_limit": 0.8}
+    yarn = rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0, truncate=False)
+    return make_oracle(transformers.GptOssConfig(**{**SIZES, **sizes, **yarn, **changes}), "GptOssForCausalLM")
 
 
 def gemma3(**changes: Any) -> Oracle:
@@ -207,6 +214,7 @@ CAUSAL: Mapping[str, Callable[[], Oracle]] = MappingProxyType(
         "mixtral-window": lambda: mixtral(sliding_window=5),
         "qwen2-moe": qwen2_moe,
         "qwen2-moe-windows": lambda: qwen2_moe(use_sliding_window=True, sliding_window=5),
+        "gpt-oss": gpt_oss,
         "glm4-moe": glm4_moe,
         "glm4-moe-plain": lambda: glm4_moe(n_group=1, topk_group=1, use_qk_norm=False, norm_topk_prob=False),
         "qwen3-moe": qwen3_moe,

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from sglcore.checkpoint.defaults import DEFAULTS, OPTIONS
 from sglcore.checkpoint.files import read_json
 from sglcore.checkpoint.gguf import is_gguf, read_header
 from sglcore.checkpoint.gguf_config import gguf_config
@@ -15,97 +16,6 @@ from sglcore.checkpoint.pooling import Pooling, read_pooling
 from sglcore.device.errors import ConfigError
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
-
-_GEMMA: Mapping[str, Any] = MappingProxyType(
-    {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
-)
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "GemmaForCausalLM": MappingProxyType(
-            {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16}
-        ),
-        "Gemma2ForCausalLM": MappingProxyType(
-            {
-                **_GEMMA,
-                "num_key_value_heads": 4,
-                "sliding_window": 4096,
-                "sliding_window_pattern": 2,
-                "attn_logit_softcapping": 50.0,
-                "final_logit_softcapping": 30.0,
-            }
-        ),
-        "Gemma3ForCausalLM": MappingProxyType(
-            {
-                **_GEMMA,
-                "num_key_value_heads": 4,
-                "sliding_window": 4096,
-                "sliding_window_pattern": 6,
-                "rope_theta": 1000000.0,
-                "rope_local_base_freq": 10000.0,
-            }
-        ),
-        "Glm4MoeForCausalLM": MappingProxyType(
-            {
-                "partial_rotary_factor": 0.5,
-                "num_key_value_heads": 8,
-                "n_routed_experts": 128,
-                "n_shared_experts": 1,
-                "moe_intermediate_size": 1408,
-                "first_k_dense_replace": 1,
-                "norm_topk_prob": True,
-                "rms_norm_eps": 1e-5,
-            }
-        ),
-        "MixtralForCausalLM": MappingProxyType(
-            {
-                "use_sliding_window": True,
-                "num_key_value_heads": 8,
-                "num_local_experts": 8,
-                "num_experts_per_tok": 2,
-                "norm_topk_prob": True,
-                "rms_norm_eps": 1e-5,
-                "rope_theta": 1000000.0,
-            }
-        ),
-        "MistralForCausalLM": MappingProxyType(
-            {"use_sliding_window": True, "sliding_window": 4096, "num_key_value_heads": 8}
-        ),
-        "Qwen2ForCausalLM": MappingProxyType({"max_window_layers": 28}),
-        "Qwen2MoeForCausalLM": MappingProxyType(
-            {
-                "use_sliding_window": False,
-                "sliding_window": 4096,
-                "sliding_window_pattern": 2,
-                "max_window_layers": 28,
-                "qkv_bias": True,
-                "num_key_value_heads": 16,
-                "num_experts": 60,
-                "num_experts_per_tok": 4,
-                "moe_intermediate_size": 1408,
-                "shared_expert_intermediate_size": 5632,
-            }
-        ),
-        "Qwen3ForCausalLM": MappingProxyType({"max_window_layers": 28, "head_dim": 128}),
-        "Qwen3MoeForCausalLM": MappingProxyType({"num_key_value_heads": 4}),
-    }
-)
-"""What an absent key means where architectures differ."""
-
-OPTIONS: Mapping[str, Any] = MappingProxyType(
-    {
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-        "n_group": 1,
-        "n_shared_experts": 0,
-        "query_pre_attn_scalar": None,
-        "rope_local_base_freq": None,
-        "routed_scaling_factor": 1.0,
-        "shared_expert_intermediate_size": 0,
-        "use_qk_norm": False,
-        "use_bidirectional_attention": False,
-    }
-)
-"""What some architectures know and others do not, with the value that changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +141,7 @@ def check_context(asked: int | None, config: ModelConfig) -> None:
 
 
 def _parse(folder: Path, architecture: str, raw: dict[str, Any], task: str) -> ModelConfig:
-    values = {**_DEFAULTS.get(architecture, EMPTY), **{key: value for key, value in raw.items() if value is not None}}
+    values = {**DEFAULTS.get(architecture, EMPTY), **{key: value for key, value in raw.items() if value is not None}}
     need = _Needed(values, folder / "config.json")
     heads, layers = need("num_attention_heads"), need("num_hidden_layers")
     max_positions = need("max_position_embeddings")

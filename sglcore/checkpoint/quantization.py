@@ -9,7 +9,7 @@ from typing import Any
 
 from sglcore.device.errors import CheckpointError
 
-SUPPORTED = "gptq, awq (gemm), fp8, and compressed-tensors that are pack-quantized, int-quantized or float-quantized"
+SUPPORTED = "gptq, awq (gemm), fp8, mxfp4 (experts), and compressed-tensors that are pack-quantized, int-quantized or float-quantized"
 _REMEDY = "use another quantisation of this model, or the plain one with --quantize int8 or int4"
 _UNPACKED = ("naive-quantized", "int-quantized", "float-quantized")
 
@@ -60,7 +60,7 @@ def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
     if given is None:
         return None
     method = given.get("quant_method") if isinstance(given, Mapping) else given
-    readers = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "compressed-tensors": _compressed}
+    readers = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "compressed-tensors": _compressed, "mxfp4": _mxfp4}
     if not isinstance(given, Mapping) or not isinstance(method, str) or method not in readers:
         raise CheckpointError(f"the checkpoint is quantised by {method!r}", wanted=SUPPORTED, remedy=_REMEDY)
     try:
@@ -112,6 +112,11 @@ def _target(text: Any) -> str:
     if text.startswith("re:"):
         re.compile(text.removeprefix("re:"))
     return text
+
+
+def _mxfp4(given: Mapping[str, Any]) -> Sequence[tuple[str, Scheme]]:
+    """Of experts alone, whose tensors say so by their names."""
+    return ()
 
 
 def _gptq(given: Mapping[str, Any]) -> Sequence[tuple[str, Scheme]]:

@@ -151,6 +151,13 @@ def moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
         yield hidden, weights, ids, drawn.values(experts, 64, WIDTH) * 0.15, drawn.values(experts, WIDTH, 32) * 0.15
 
 
+def clamped_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """As `moe`, with biases, and a limit that many values are beyond."""
+    for hidden, weights, ids, w13, w2 in moe(drawn, tokens, strided):
+        b13, b2 = drawn.values(*w13.shape[:2]), drawn.values(*w2.shape[:2])
+        yield hidden, weights, ids, w13, b13, w2, b2, 1.702, 1.5
+
+
 def store_kv(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Some padding rows name cell 0; every other cell is distinct."""
     dim = 16

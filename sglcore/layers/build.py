@@ -13,7 +13,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.layers.attention import AttentionLayer
 from sglcore.layers.linear import Embedding, Head, Linear, Softcap
 from sglcore.layers.mlp import GatedMlp
-from sglcore.layers.moe import SparseMoe
+from sglcore.layers.moe import ClampedMoe, SparseMoe
 from sglcore.layers.norm import LayerNorm, RMSNorm
 from sglcore.layers.rotary import cos_sin_cache
 from sglcore.layers.scope import Scope
@@ -87,6 +87,10 @@ class Build(Scope):
     ) -> SparseMoe:
         """The sparse feed-forward block."""
         return SparseMoe(self.at(name), moe, gate, parts, is_sigmoid)
+
+    def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> ClampedMoe:
+        """The sparse feed-forward block with biases and a clamped gate."""
+        return ClampedMoe(self.at(name), moe, alpha, limit)
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
         """An elementwise function. Raises `ConfigError` for one that there is no kernel of."""

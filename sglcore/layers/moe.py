@@ -40,6 +40,32 @@ class SparseMoe:
         return self._moe(hidden, *self._route(hidden), self.w13, self.w2)
 
 
+class ClampedMoe:
+    """Gate with a bias, and experts with biases and a clamped gate, every one of them here."""
+
+    __slots__ = ("_clamp", "_moe", "_route", "b2", "b13", "w2", "w13")
+
+    def __init__(self, build: Scope, moe: MoeConfig, alpha: float, limit: float) -> None:
+        hidden, size, count = build.config.hidden_size, moe.intermediate_size, moe.num_experts
+        each, choices = build.at("experts"), moe.experts_per_token
+        self._route = SoftmaxRouting(build, "router", moe, bias=True)
+        self.w13 = each.turned("gate_up_proj", count, 2 * size, hidden)
+        self.b13 = each.parameter("gate_up_proj_bias", count, 2 * size)
+        self.w2 = each.turned("down_proj", count, hidden, size)
+        self.b2 = each.parameter("down_proj_bias", count, hidden)
+        self._clamp = alpha, limit
+        given = build.rows(hidden), build.rows(choices), build.indices(choices), *self._weights, *self._clamp
+        self._moe = build.kernel(KernelTable.clamped_moe, *given)
+
+    @property
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.w13, self.b13, self.w2, self.b2
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[T, H] to the weighted sum [T, H] of the chosen experts' outputs."""
+        return self._moe(hidden, *self._route(hidden), *self._weights, *self._clamp)
+
+
 def _weights(build: Scope, moe: MoeConfig, parts: Sequence[str]) -> tuple[Tensor, Tensor]:
     """Gate over up [E, 2 * I, H], and down [E, H, I]."""
     hidden, size, count = build.config.hidden_size, moe.intermediate_size, moe.num_experts

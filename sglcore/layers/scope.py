@@ -115,6 +115,12 @@ class Scope:
             self.weights.targets[self.prefix + name] = target
         return parameter
 
+    def turned(self, name: str, experts: int, outputs: int, inputs: int) -> Tensor:
+        """Declare one weight [experts, outputs, inputs], which the checkpoint has as [experts, inputs, outputs]."""
+        parameter = self.weights.make((experts, outputs, inputs))
+        self.weights.targets[self.prefix + name] = parameter.transpose(1, 2)
+        return parameter
+
     def expert_stacked(self, experts: int, parts: Sequence[tuple[str, int]], *shape: int) -> Tensor:
         """Declare one weight [experts, rows, *shape]: of each expert, `prefix.N.name` for each part, in order."""
         each = [(f"{expert}.{name}", rows) for expert in range(experts) for name, rows in parts]

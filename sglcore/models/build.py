@@ -178,6 +178,11 @@ class Build(Protocol):
         gate over up, and down."""
         ...
 
+    def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> Layer:
+        """As `experts`, with biases of `router` and of `experts`, whose `gate_up_proj` [experts, size, 2 * inner] has gate and up in
+        turn. Inside, gate is at most `limit` and up within it: down((up + 1) * gate * sigmoid(alpha * gate))."""
+        ...
+
     def activation(self, name: str) -> Layer:
         """An elementwise function: "gelu" or "sigmoid"."""
         ...

@@ -58,6 +58,7 @@ class Packer:
         # By the bits of their codes; the output layer counts as 0, because it may be wider than was asked for.
         self._kept: Counter[int] = Counter()
         self._experts = 0
+        self._grown = 0
         self._quantize = quantize
         self._weights = weights
         self._kernels = kernels
@@ -68,8 +69,10 @@ class Packer:
         in_layers = {name for layer in (*weights.linears, *([head] if head else [])) for name in layer.names}
         for name, source in sources.items():
             if name not in in_layers:
-                source.copy(weights.targets.pop(name), report)
+                target = weights.targets.pop(name)
+                source.copy(target, report)
                 self.notes["dequantised, being embeddings or experts"] += source.form is not None
+                self._grown += 0 if source.form is None else target.nbytes - source.num_bytes
                 self._experts += _EXPERT.fullmatch(name) is not None
         for layer in weights.linears:
             self.forms[self._load_layer(layer, [sources[name] for name in layer.names], report)] += 1
@@ -92,6 +95,8 @@ class Packer:
         told = [f"{count} of {total} linear layers {form}" for form, count in self.forms.most_common()]
         told += [f"output layer {self.head}"] if self.head is not None else []
         told += [f"{count} weights {note}" for note, count in self.notes.items() if count]
+        if self._grown > 0:
+            told.append(f"embeddings and experts take {self._grown / (1 << 20):.1f} MiB more than in the files")
         if self._kept and self._quantize != "auto":
             told.append("the checkpoint's own codes are kept")
         remedy = PACKING if any(NOT_READ in note for note in self.notes) else "--quantize"

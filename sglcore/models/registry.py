@@ -17,6 +17,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "GemmaForCausalLM": "sglcore.models.gemma:GemmaForCausalLM",
         "Gemma2ForCausalLM": "sglcore.models.gemma2:Gemma2ForCausalLM",
         "Gemma3ForCausalLM": "sglcore.models.gemma3:Gemma3ForCausalLM",
+        "GptOssForCausalLM": "sglcore.models.gpt_oss:GptOssForCausalLM",
         "LlamaForCausalLM": "sglcore.models.llama:LlamaForCausalLM",
         "Glm4MoeForCausalLM": "sglcore.models.glm4_moe:Glm4MoeForCausalLM",
         "MixtralForCausalLM": "sglcore.models.mixtral:MixtralForCausalLM",

@@ -51,14 +51,25 @@ class SafetensorsFile:
             raise
 
     def copy(self, entry: Entry, target: Tensor, report: Callable[[int], None]) -> None:
-        """Fill a contiguous tensor of the same shape, cast to its dtype; calls `report` with the bytes of each piece.
+        """Fill a tensor of the same shape, cast to its dtype; calls `report` with the bytes of each piece.
 
-        Reads into the target's own memory where that is host memory of the same dtype.
+        Reads into the target's own memory where that is contiguous host memory of the same dtype. One that is not contiguous
+        is filled by its first dimension.
         """
+        self._file.seek(entry.start)
+        if target.is_contiguous():
+            self._fill(entry, target, report)
+            return
+        for part in target:
+            whole = torch.empty(part.shape, dtype=DTYPES[entry.dtype])
+            self._fill(entry, whole, report)
+            part.copy_(whole)
+
+    def _fill(self, entry: Entry, target: Tensor, report: Callable[[int], None]) -> None:
+        """Fill a contiguous tensor with what follows in the file."""
         dtype = DTYPES[entry.dtype]
         is_direct = target.is_cpu and target.dtype == dtype
         flat, count = target.view(target.numel()), PIECE_BYTES // dtype.itemsize
-        self._file.seek(entry.start)
         for first in range(0, flat.numel(), count):
             part = flat[first : first + count]
             piece = part if is_direct else torch.empty(part.shape, dtype=dtype)

@@ -17,6 +17,7 @@ from torch import Tensor
 from sglcore.checkpoint.quantization import Quantization
 from sglcore.checkpoint.safetensors_header import Entry
 from sglcore.device.errors import CheckpointError
+from sglcore.models.mxfp4 import PARTS, mxfp4_source
 from sglcore.models.quantized import Stored, fill
 from sglcore.models.quantized_formats.registry import FORMATS
 from sglcore.models.quantized_formats.tensors import LayerTensors
@@ -144,6 +145,9 @@ def find_sources(
             names = [f"{layer.module}.{suffix}" for suffix in layer.stored]
             found[name] = QuantizedSource(layer, sum(places[each].num_bytes for each in names))
             used.update(names)
+        elif (experts := mxfp4_source(name, target, places)) is not None:
+            found[name] = experts
+            used.update(f"{name}_{part}" for part in PARTS)
         elif name in places:
             found[name] = places[name]
             _check_plain(places[name], target)

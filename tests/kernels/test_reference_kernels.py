@@ -11,11 +11,14 @@ import torch.nn.functional as F
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from sglcore.models.quantized import QuantizedWeight
+from sglcore.runtime.kernels.grouped import grouped_clamped_moe
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.sampler import Sampler
@@ -130,6 +133,21 @@ def test_sigmoid_routing_is_glms(tokens: int) -> None:
     weights, ids = TABLE.sigmoid_routing(logits, bias, 3, 4, 2, True, 2.5)
     wanted = torch.zeros(tokens, 16).scatter_(1, oracle(logits)[2], oracle(logits)[1])
     torch.testing.assert_close(torch.zeros(tokens, 16).scatter_(1, ids.long(), weights), wanted)
+
+
+@TOKENS
+def test_clamped_moe_is_gpt_oss(tokens: int) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_local_experts": 5, "swiglu_limit": 0.8}
+    oracle = GptOssExperts(GptOssConfig(**sizes))
+    for seed, parameter in enumerate(oracle.parameters()):
+        parameter.data = random(*parameter.shape, seed=seed)
+    hidden, weights = random(tokens, 16), random(tokens, 2, seed=1)
+    ids = torch.tensor([[0, 3], [4, 1], [2, 0], [3, 4], [1, 2], [0, 4], [3, 1]], dtype=torch.int32)[:tokens]
+    w13, b13, w2, b2 = (oracle.gate_up_proj, oracle.gate_up_proj_bias, oracle.down_proj, oracle.down_proj_bias)
+    given = w13.transpose(1, 2), b13, w2.transpose(1, 2), b2, oracle.alpha, oracle.limit
+    wanted = oracle(hidden, ids.long(), weights)
+    torch.testing.assert_close(TABLE.clamped_moe(hidden, weights, ids, *given), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grouped_clamped_moe(hidden, weights, ids, *given), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_gelu_is_the_exact_one() -> None:

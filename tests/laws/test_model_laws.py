@@ -16,6 +16,7 @@ from tests.checkpoints import (
     exaone4,
     gemma3,
     glm4_moe,
+    gpt_oss,
     llama,
     mistral,
     qwen2,
@@ -38,6 +39,7 @@ ARCHITECTURES: MappingProxyType[str, Callable[[], Any]] = MappingProxyType(
         "qwen3-moe": lambda: qwen3_moe(max_position_embeddings=CONTEXT),
         "gemma3": lambda: gemma3(max_position_embeddings=CONTEXT),
         "glm4-moe": lambda: glm4_moe(max_position_embeddings=CONTEXT),
+        "gpt-oss": lambda: gpt_oss(max_position_embeddings=CONTEXT),
         "exaone4-transformers": lambda: exaone4(max_position_embeddings=CONTEXT),
         "qwen3-next-transformers": lambda: qwen3_next(max_position_embeddings=CONTEXT),
     }

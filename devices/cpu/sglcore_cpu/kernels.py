@@ -6,12 +6,15 @@ At batch 1 a call costs more than its arithmetic, so every entry here is about c
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sglcore.runtime.kernels.grouped import grouped_moe
+from sglcore.runtime.kernels.grouped import grouped_clamped_moe, grouped_moe
+from sglcore.runtime.kernels.reference import clamped_moe as reference_clamped_moe
 from sglcore.runtime.kernels.reference import moe as reference_moe
 from sglcore.runtime.kernels.reference import rotary as reference_rotary
 from sglcore.runtime.kernels.table import KernelTable, Limited, takes_one_dtype
@@ -60,9 +63,16 @@ def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -
     return grouped_moe(hidden, weights, ids, w13, w2)
 
 
-def takes_grouped(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> str:
+def clamped_moe(hidden: Tensor, *others: Any) -> Tensor:
+    """Only the chosen experts, as `moe`."""
+    if torch.compiler.is_compiling() and hidden.dtype is not torch.bfloat16:
+        return reference_clamped_moe(hidden, *others)
+    return grouped_clamped_moe(hidden, *others)
+
+
+def takes_grouped(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, *others: Any) -> str:
     """Torch's grouped product wants rows of a multiple of 16 bytes."""
-    sizes = hidden.shape[1], w2.shape[2]
+    sizes = hidden.shape[1], w13.shape[1] // 2
     if all(size * hidden.dtype.itemsize % 16 == 0 for size in sizes):
         return ""
     return f"rows of {sizes[0]} and {sizes[1]} elements are not multiples of 16 bytes"
@@ -158,6 +168,7 @@ def torch_kernels() -> KernelTable:
         rms_norm=Limited(rms_norm, takes_one_dtype),
         add_rms_norm=Limited(add_rms_norm, takes_one_dtype),
         moe=Limited(moe, takes_grouped),
+        clamped_moe=Limited(clamped_moe, takes_grouped),
         rotary=Limited(Rotary(), takes_whole_heads),
         store_kv=store_kv,
         cache_locations=CacheLocations(),

@@ -5,11 +5,13 @@ For a device whose torch has a grouped product: `KernelTable().replace(moe=group
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from sglcore.runtime.kernels.reference import silu_and_mul
+from sglcore.runtime.kernels.reference import clamped_swiglu, silu_and_mul
 
 
 def grouped_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
@@ -18,6 +20,38 @@ def grouped_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: T
     Rows of H and of I elements must be multiples of 16 bytes, and in bfloat16 if a compiler is to trace it; torch
     raises `RuntimeError` otherwise.
     """
+    return _grouped(hidden, weights, ids, w13, w2, lambda part, experts: silu_and_mul(part), None)
+
+
+def grouped_clamped_moe(
+    hidden: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    b13: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    alpha: float,
+    limit: float,
+) -> Tensor:
+    """The table's `clamped_moe`, in the same way."""
+
+    def activate(part: Tensor, experts: Tensor) -> Tensor:
+        return clamped_swiglu(part + b13[experts], alpha, limit)
+
+    return _grouped(hidden, weights, ids, w13, w2, activate, b2)
+
+
+def _grouped(
+    hidden: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    activate: Callable[[Tensor, Tensor], Tensor],
+    b2: Tensor | None,
+) -> Tensor:
+    """`activate` is called with what the first products give, and each row's expert."""
     tokens, choices = ids.shape
     experts, rows = w13.shape[0], tokens * choices
     # Rows without an expert sort behind the last group; what the products leave there is undefined until masked.
@@ -25,8 +59,10 @@ def grouped_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: T
     by_expert, order = torch.sort(chosen, stable=True)
     order, groups = order.to(ids.dtype), torch.arange(experts, dtype=ids.dtype, device=ids.device)
     ends = torch.searchsorted(by_expert, groups, right=True, out_int32=True)
+    those = by_expert.clamp(max=experts - 1)
     part = grouped_mm(hidden[order // choices], w13.transpose(1, 2), offs=ends)
-    part = grouped_mm(silu_and_mul(part), w2.transpose(1, 2), offs=ends)
+    part = grouped_mm(activate(part, those), w2.transpose(1, 2), offs=ends)
+    part = part if b2 is None else part + b2[those]
     part = (part * weights.view(rows, 1)[order]).masked_fill((by_expert == experts).unsqueeze(1), 0)
     back = torch.empty_like(part).index_put_((order,), part)
     return back.view(tokens, choices, hidden.shape[1]).sum(dim=1)

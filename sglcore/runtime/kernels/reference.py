@@ -165,6 +165,34 @@ def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -
     return total
 
 
+def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """SwiGLU with a sharper gate, plus the gate alone (gpt-oss); gate and up side by side, element by element."""
+    gate, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+def clamped_moe(
+    hidden: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    b13: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    alpha: float,
+    limit: float,
+) -> Tensor:
+    """As `moe`, every expert on every token."""
+    total = torch.zeros_like(hidden)
+    for expert in range(w13.shape[0]):
+        chosen = ids == expert
+        weight = weights.masked_fill(~chosen, 0).sum(dim=-1, keepdim=True)
+        inner = clamped_swiglu(F.linear(hidden, w13[expert], b13[expert]), alpha, limit)
+        rows = F.linear(inner, w2[expert], b2[expert]) * weight
+        total = total + rows.masked_fill(~chosen.any(dim=-1, keepdim=True), 0)
+    return total
+
+
 def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
     """Two indexed writes."""
     k_cache[out_cache_loc] = key.to(k_cache.dtype)

@@ -174,6 +174,11 @@ class KernelTable:
     Sum over k of weights[t, k] * w2[e] @ silu_and_mul(w13[e] @ hidden[t]) with e = ids[t, k], added by ascending expert
     in hidden's dtype. An id of -1 means no expert and adds nothing, whatever its weight and its row contain.
     """
+    clamped_moe = entry(reference.clamped_moe)
+    """`clamped_moe(hidden, weights, ids, w13, b13 [E, 2 * I], w2, b2 [E, H], alpha, limit) -> [T, H]`: as `moe`, of experts with
+    biases, whose rows of `w13` are gate and up in turn. Inside, gate is at most `limit`, up within it, and
+    (up + 1) * gate * sigmoid(alpha * gate) is taken.
+    """
     store_kv = entry(reference.store_kv, writes=("k_cache", "v_cache"))
     """`store_kv(key, value [T, kv_heads, D], k_cache, v_cache [cells, kv_heads, D], out_cache_loc int [T])`.
 

@@ -1,0 +1,116 @@
+"""What a configuration means where it says nothing, by architecture, and what not every architecture knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+_GEMMA: Mapping[str, Any] = MappingProxyType(
+    {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
+)
+DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "GemmaForCausalLM": MappingProxyType(
+            {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16}
+        ),
+        "Gemma2ForCausalLM": MappingProxyType(
+            {
+                **_GEMMA,
+                "num_key_value_heads": 4,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 2,
+                "attn_logit_softcapping": 50.0,
+                "final_logit_softcapping": 30.0,
+            }
+        ),
+        "Gemma3ForCausalLM": MappingProxyType(
+            {
+                **_GEMMA,
+                "num_key_value_heads": 4,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 6,
+                "rope_theta": 1000000.0,
+                "rope_local_base_freq": 10000.0,
+            }
+        ),
+        "GptOssForCausalLM": MappingProxyType(
+            {
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "attention_bias": True,
+                "sliding_window": 128,
+                "sliding_window_pattern": 2,
+                "num_local_experts": 128,
+                "num_experts_per_tok": 4,
+                "norm_topk_prob": True,
+                "swiglu_alpha": 1.702,
+                "swiglu_limit": 7.0,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 150000.0,
+            }
+        ),
+        "Glm4MoeForCausalLM": MappingProxyType(
+            {
+                "partial_rotary_factor": 0.5,
+                "num_key_value_heads": 8,
+                "n_routed_experts": 128,
+                "n_shared_experts": 1,
+                "moe_intermediate_size": 1408,
+                "first_k_dense_replace": 1,
+                "norm_topk_prob": True,
+                "rms_norm_eps": 1e-5,
+            }
+        ),
+        "MixtralForCausalLM": MappingProxyType(
+            {
+                "use_sliding_window": True,
+                "num_key_value_heads": 8,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+                "norm_topk_prob": True,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1000000.0,
+            }
+        ),
+        "MistralForCausalLM": MappingProxyType(
+            {"use_sliding_window": True, "sliding_window": 4096, "num_key_value_heads": 8}
+        ),
+        "Qwen2ForCausalLM": MappingProxyType({"max_window_layers": 28}),
+        "Qwen2MoeForCausalLM": MappingProxyType(
+            {
+                "use_sliding_window": False,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 2,
+                "max_window_layers": 28,
+                "qkv_bias": True,
+                "num_key_value_heads": 16,
+                "num_experts": 60,
+                "num_experts_per_tok": 4,
+                "moe_intermediate_size": 1408,
+                "shared_expert_intermediate_size": 5632,
+            }
+        ),
+        "Qwen3ForCausalLM": MappingProxyType({"max_window_layers": 28, "head_dim": 128}),
+        "Qwen3MoeForCausalLM": MappingProxyType({"num_key_value_heads": 4}),
+    }
+)
+"""What an absent key means where architectures differ."""
+
+OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "n_group": 1,
+        "n_shared_experts": 0,
+        "query_pre_attn_scalar": None,
+        "rope_local_base_freq": None,
+        "routed_scaling_factor": 1.0,
+        "shared_expert_intermediate_size": 0,
+        "swiglu_alpha": None,
+        "swiglu_limit": None,
+        "use_qk_norm": False,
+        "use_bidirectional_attention": False,
+    }
+)
+"""What some architectures know and others do not, with the value that changes nothing."""

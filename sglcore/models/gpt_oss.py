@@ -1,0 +1,23 @@
+"""gpt-oss: every second layer with a window, sinks beside the scores, and experts with biases and a clamped gate."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from sglcore.models.build import Build
+from sglcore.models.decoder import CausalLM, DecoderLayer, SelfAttention
+
+
+class GptOssForCausalLM(CausalLM):
+    """Norms multiply in float32. Experts in all layers."""
+
+    knows: ClassVar[frozenset[str]] = frozenset({"swiglu_alpha", "swiglu_limit"})
+    norm_offset: ClassVar[float | None] = 0.0
+
+    def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
+        options, bias = build.config.options, build.config.attention_bias
+        attention = SelfAttention(
+            build.at("self_attn"), layer_id, self.rotary, qkv_bias=bias, output_bias=bias, sinks=True
+        )
+        experts = build.clamped_experts("mlp", self.moe, options["swiglu_alpha"], options["swiglu_limit"])
+        return DecoderLayer(build, attention, experts, self.norm_offset)

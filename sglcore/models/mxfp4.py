@@ -1,0 +1,87 @@
+"""Experts in MXFP4 (OCP Microscaling Formats 1.0): 4-bit floats, and an exponent for each 32 of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sglcore.checkpoint.safetensors_header import Entry
+from sglcore.device.errors import CheckpointError
+from sglcore.models.quantized import Stored
+from sglcore.models.safetensors_file import SafetensorsFile
+
+GROUP = 32
+EXPONENT_BIAS = 127
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of the codes without their highest bit, which is the sign."""
+PARTS = ("blocks", "scales")
+
+
+class Place(Protocol):
+    """A tensor in an open file."""
+
+    @property
+    def file(self) -> SafetensorsFile:
+        """The file."""
+        ...
+
+    @property
+    def entry(self) -> Entry:
+        """Where it is there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Source:
+    """The weight [experts, inputs, outputs] of all experts of a layer. `blocks` are uint8 [experts, outputs, inputs / 32, 16] of
+    two codes each, the lower four bits first; `scales` uint8 [experts, outputs, inputs / 32]."""
+
+    blocks: Place
+    scales: Place
+    form: str = "4-bit floats in groups of 32"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the files."""
+        return self.blocks.entry.num_bytes + self.scales.entry.num_bytes
+
+    def copy(self, target: Tensor, report: Callable[[int], None]) -> None:
+        """Dequantise, one expert at a time. Exact in bfloat16 and float32, and in float16 wherever it has the exponents."""
+        blocks, scales = (place.file.read(place.entry) for place in (self.blocks, self.scales))
+        for expert, part in enumerate(target):
+            part.copy_(dequantized(blocks[expert], scales[expert]).T)
+        report(self.num_bytes)
+
+    def stored(self, report: Callable[[int], None]) -> Stored:
+        """Experts are no linear layers."""
+        raise TypeError(f"{self.blocks.entry.name!r} is of all experts")
+
+
+def mxfp4_source(name: str, target: Tensor, places: Mapping[str, Place]) -> Mxfp4Source | None:
+    """The source of a weight that is stored in this form; None if it is not. Raises `CheckpointError` for other shapes."""
+    parts = [f"{name}_{part}" for part in PARTS]
+    if target.dim() != 3 or not all(part in places for part in parts):
+        return None
+    blocks, scales = (places[part] for part in parts)
+    experts, inputs, outputs = target.shape
+    groups = (experts, outputs, inputs // GROUP)
+    for place, wanted in ((blocks, (*groups, GROUP // 2)), (scales, groups)):
+        if place.entry.shape != wanted or place.entry.dtype != "U8" or inputs % GROUP:
+            raise CheckpointError(
+                f"{place.entry.name!r} in {place.file.path.name} is {place.entry.dtype} {list(place.entry.shape)}",
+                wanted=f"U8 {list(wanted)} as config.json implies",
+                remedy="check that config.json belongs to these weights",
+            )
+    return Mxfp4Source(blocks, scales)
+
+
+def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
+    """uint8 [N, groups, 16] and [N, groups] to float32 [N, groups * 32]."""
+    table = torch.tensor([*VALUES, *(-value for value in VALUES)])
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2)
+    exponents = scales.to(torch.int32) - EXPONENT_BIAS
+    return torch.ldexp(table[codes.int()], exponents.unsqueeze(-1)).flatten(1)

@@ -1,0 +1,82 @@
+"""Experts in MXFP4 as gpt-oss is published: read exactly, named where they do not fit, and told in the ledger."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from sglcore.device.errors import CheckpointError
+from sglcore.device.ledger import DecisionLedger
+from sglcore.models.mxfp4 import dequantized
+from tests.checkpoints import gpt_oss, oracle_logprobs, save
+from tests.models.steps import Steps, load
+
+IDS = [3, 17, 60, 5, 88, 41, 12, 9, 33]
+
+
+def packed(experts: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+    """Random codes, and exponents about 2 ** -3."""
+    blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+    return blocks, torch.randint(121, 127, (experts, outputs, inputs // 32), dtype=torch.uint8)
+
+
+@pytest.fixture
+def published(tmp_path: Path):
+    """A checkpoint whose experts are codes, and transformers' model of their values."""
+    torch.manual_seed(4)
+    oracle = gpt_oss(hidden_size=64, intermediate_size=96)
+    folder = save(oracle, tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = weights.pop(name).shape
+        blocks, scales = packed(experts, outputs, inputs)
+        weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        oracle.get_parameter(name).data.copy_(values)
+    save_file(weights, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return oracle, folder
+
+
+def test_published_experts_are_read_exactly_and_the_ledger_says_what_they_take(published) -> None:
+    oracle, folder = published
+    ledger = DecisionLedger()
+    found = Steps(load(folder, ledger=ledger)).logprobs({1: IDS})
+    assert (found - oracle_logprobs(oracle, IDS)).abs().max() < 1e-4
+    (row,) = [row for row in ledger.rows if row.topic == "weights"]
+    assert "4 weights dequantised, being embeddings or experts" in row.reason
+    assert "MiB more than in the files" in row.reason
+
+
+def test_every_code_and_exponent_is_transformers_own_in_bfloat16() -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
+    for scale in (0, 1, 100, 127, 200, 254):
+        scales = torch.full((1, 1, 16), scale, dtype=torch.uint8)
+        wanted = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+        assert torch.equal(dequantized(blocks[0], scales[0]).T.bfloat16()[None], wanted)
+
+
+def test_swapped_nibbles_would_be_noticed(published, monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle, folder = published
+    monkeypatch.setattr("sglcore.models.mxfp4.dequantized", lambda b, s: dequantized(b << 4 | b >> 4, s))
+    found = Steps(load(folder)).logprobs({1: IDS})
+    assert (found - oracle_logprobs(oracle, IDS)).abs().max() > 1e-2
+
+
+def test_codes_of_another_shape_are_named(published) -> None:
+    _, folder = published
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    save_file({**weights, name: weights[name][:, :1].contiguous()}, folder / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"down_proj_scales' in model.safetensors is U8 \[5, 1, 3\]; wanted U8 \[5, 64, 3\]"
+    ):
+        load(folder)
