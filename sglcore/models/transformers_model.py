@@ -162,7 +162,7 @@ class _HandedOn:
 class _Decoded(nn.Module):
     """Stands where the decoder was: it hands on what it is given as the decoder's output, and has the decoder's attributes."""
 
-    def __init__(self, decoder: PreTrainedModel) -> None:
+    def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
         self._stood_here = (decoder,)  # no module of this one
 

@@ -56,10 +56,10 @@ class Naming:
             stacked, pattern = converter.rename_source_key(name)
             if pattern is None or stacked not in self._known:
                 continue
-            kinds = tuple(map(type, converter.operations))
-            if kinds == (Concatenate,):
-                return self._cut(stacked, name, converter, pattern, found)
-            if kinds not in _STACKED:
+            match converter.operations:
+                case [Concatenate(dim=dim)]:
+                    return self._cut(stacked, name, converter, pattern, found, dim)
+            if tuple(map(type, converter.operations)) not in _STACKED:
                 raise ConfigError(
                     f"{name!r} becomes {stacked!r} by a conversion that is not done here",
                     remedy="save the model by transformers' save_pretrained(save_original_format=False), or use another one",
@@ -67,10 +67,15 @@ class Naming:
             self._replace(stacked, name, converter, pattern)
 
     def _cut(
-        self, stacked: str, name: str, converter: WeightConverter, pattern: str, found: Mapping[str, tuple[int, ...]]
+        self,
+        stacked: str,
+        name: str,
+        converter: WeightConverter,
+        pattern: str,
+        found: Mapping[str, tuple[int, ...]],
+        dim: int,
     ) -> None:
         """The parts of tensors side by side, as long as the files have them."""
-        dim = converter.operations[0].dim
         names = [name.replace(_plain(pattern), _plain(other)) for other in converter.source_patterns]
         sizes = [found[part][dim] if part in found else 0 for part in names]
         if sum(sizes) != self._targets[stacked].shape[dim]:

@@ -1,0 +1,131 @@
+"""Layers of transformers' classes with states: what they keep, who forgets, what is refused, rows beside each other."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sglcore.device.batch import ForwardMode
+from sglcore.device.errors import ConfigError
+from sglcore.models.transformers_states import Mixer, check_mixers, find_mixers
+from sglcore.runtime.memory.states import StatePool, StateTensor
+from tests.models.steps import SLOTS, Steps
+from tests.models.transformers_cases import compare, load, tiny_model
+
+SIZES = tomllib.loads((Path(__file__).resolve().parents[2] / "tools" / "sweep_models.toml").read_text())
+
+
+def tiny(kind: str) -> Any:
+    """As the sweep makes it."""
+    return tiny_model(kind, {**SIZES["base"], **SIZES["types"].get(kind, {})})
+
+
+@pytest.mark.parametrize("kind", ["jamba", "minimax", "falcon_h1", "kimi_linear", "mamba2"])
+def test_recurrent_types_give_what_their_own_forward_gives(kind: str, tmp_path: Path) -> None:
+    assert compare(tiny(kind), tmp_path) <= 2e-4
+
+
+def test_a_layer_says_what_it_keeps_of_a_request(tmp_path: Path) -> None:
+    model = load(tiny("qwen3_next"), tmp_path)
+    kept = [dict(layer.kept) for layer in model.state_layers]
+    float32 = torch.float32
+    wanted = {"conv0": StateTensor((112, 4), float32), "recurrent0": StateTensor((4, 16, 12), float32)}
+    assert kept == [wanted, wanted] and len(model.attention_layers) == 1
+    assert not any(layer.forgets for layer in model.state_layers)
+
+
+def test_linear_layers_whose_weight_is_read_stay_and_others_are_packed(tmp_path: Path) -> None:
+    mixer = load(tiny("jamba"), tmp_path).state_layers[0]
+    assert {type(mixer.module.dt_proj), type(mixer.module.in_proj)} > {nn.Linear}
+    assert type(mixer.module.dt_proj) is nn.Linear and mixer.plain == {mixer.module.dt_proj}
+
+
+def test_who_forgets_between_chunks_gets_later_tokens_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("jamba")
+    assert all(layer.forgets for layer in load(model, tmp_path).state_layers)
+    monkeypatch.setattr(
+        "sglcore.models.transformers_model.check_mixers", lambda mixers: None
+    )  # nobody is told that it forgets
+    assert compare(model, tmp_path) > 0.01
+
+
+class Keeper(nn.Module):
+    """Keeps a sum over all tokens; `forward` is what a test makes of it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.weight, self.what = nn.Parameter(torch.ones(4)), what
+
+    def forward(self, hidden: Tensor, cache_params: Any = None) -> Tensor:
+        """[rows, T, 4]."""
+        before = cache_params.get_recurrent_state(0)
+        before = torch.zeros_like(hidden[:, 0]) if before is None else before[:, :4]
+        if self.what == "alone" and hidden.shape[1] == 1:
+            before = before * 0
+        sums = before[:, None] + hidden.cumsum(1) * self.weight
+        kept = sums[:, -1] if self.what != "long" else sums.flatten(1)
+        cache_params.update_recurrent_state(kept, 0)
+        return sums
+
+
+def mixer(what: str) -> Mixer:
+    """Walked over on shapes."""
+    with torch.device("meta"):
+        made = Mixer(0, Keeper(what))
+        for length in (3, 9):
+            made.module(torch.ones(1, length, 4))
+    made.module.to_empty(device="cpu")
+    made.module.weight = nn.Parameter(torch.ones(4))
+    return made
+
+
+def test_one_that_token_by_token_gives_something_else_is_refused() -> None:
+    check_mixers((mixer("sum"),))
+    with pytest.raises(ConfigError, match="Keeper can not be served .* token by token it does not give"):
+        check_mixers((mixer("alone"),))
+
+
+def test_one_whose_state_grows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="it keeps .*12,.* of fewer|it keeps .*36,.* of fewer"):
+        mixer("long")
+
+
+def test_only_modules_that_leave_a_state_in_transformers_cache_are_taken_over() -> None:
+    model = tiny("granitemoehybrid")
+    found = find_mixers(model)
+    assert [type(each.module).__name__ for each in found] == ["GraniteMoeHybridMambaLayer"] * 2
+    assert not find_mixers(tiny("gemma2"))
+
+
+def test_an_embedding_begins_with_zeros_and_leaves_no_state(tmp_path: Path) -> None:
+    steps = Steps(load(tiny("qwen3_next"), tmp_path))
+    states = steps.runner.state_pool
+    assert isinstance(states, StatePool)
+    before = states.read(torch.arange(SLOTS + 1))
+    steps.hidden({1: [5, 6, 7]})
+    after = states.read(torch.arange(SLOTS + 1))
+    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    layer = steps.model.state_layers[0]
+    batch = steps.staged({1: [8, 9], 2: [5]})
+    batch.forward_mode = ForwardMode.EMBED
+    hidden = torch.randn(3, 64)
+    with torch.inference_mode():
+        found = layer.mix(hidden, batch, states.states(0))
+        alone = [layer._call(row[None], {})[0][0] for row in hidden.split([2, 1])]
+    torch.testing.assert_close(found, torch.cat(alone))
+    assert all(torch.equal(a, b) for a, b in zip(after, states.read(torch.arange(SLOTS + 1)), strict=True))
+
+
+def test_lengths_that_only_the_device_knows_are_refused(tmp_path: Path) -> None:
+    steps = Steps(load(tiny("qwen3_next"), tmp_path))
+    batch = steps.staged({1: [5, 6, 7]})
+    batch.extend_seq_lens_cpu = None
+    with pytest.raises(ValueError, match="wanted extend_seq_lens_cpu"):
+        steps.model.state_layers[0].mix(torch.zeros(3, 64), batch, {})
