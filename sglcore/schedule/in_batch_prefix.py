@@ -35,15 +35,17 @@ class InBatchPrefixes:
             return True
         if request.compared == self._version:
             return False
+        # Whom it did not wait for when they were new it does not wait for later, when they have less left to give.
+        new = MOST_COMPARED if request.awaited else min(self._version - request.compared, MOST_COMPARED)
         request.compared = self._version
-        request.awaited = self._find(request)
+        request.awaited = self._find(request, self._computing[-new:])
         return request.awaited is not None
 
     def _goes_on(self, awaited: Awaited) -> bool:
         return _computes(awaited.request) and self._memory.will_share(awaited.request, awaited.pages)
 
-    def _find(self, request: Request) -> Awaited | None:
-        computing = [other for other in self._computing[-MOST_COMPARED:] if _computes(other)]
+    def _find(self, request: Request, among: list[Request]) -> Awaited | None:
+        computing = [other for other in among if _computes(other)]
         if not computing:
             return None
         tokens = request.tokens(0, request.num_tokens)

@@ -26,7 +26,7 @@ class Memory:
         self.cache = PrefixCache(limits.page_size, limits.lookahead)
         self.caches = prefix_cache and (limits.num_snapshots > 0 or not limits.keeps_state)
         self.takes_snapshots = self.caches and limits.keeps_state
-        self.snapshots = Snapshots(limits.num_snapshots if self.takes_snapshots else 0, limits.page_size)
+        self.snapshots = Snapshots(limits.num_snapshots if self.takes_snapshots else 0)
         self.version = 0
         self.hit_tokens = 0
         self.looked_up_tokens = 0

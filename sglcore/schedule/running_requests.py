@@ -98,8 +98,9 @@ class RunningRequests:
             pages = self.memory.pages_for(want - room)
             self._obtain(request, min(pages, max(self.memory.available, 1)))
         count = min(want, len(request.pages) * self._limits.page_size - request.num_cells)
-        if count and self.memory.takes_snapshots:
-            self.memory.snapshots.save(request, request.num_cells + count)
+        end = request.num_cells + count
+        if count and self.memory.takes_snapshots and end % self._limits.page_size == 0:
+            self.memory.snapshots.save(request, end)
         return count
 
     def save_states(self, chosen: NDArray[np.intp] | None) -> Ints | None:

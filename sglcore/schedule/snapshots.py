@@ -15,11 +15,10 @@ from sglcore.schedule.request import Request
 class Snapshots:
     """Places 1..num_places, each free, a node's (`Node.snapshot`), or one request's (`Request.snapshots`)."""
 
-    def __init__(self, num_places: int, page_size: int) -> None:
+    def __init__(self, num_places: int) -> None:
         self.num_places = num_places
         self.evicted = 0
         self.hits = 0
-        self._page_size = page_size
         self._free = list(range(num_places, 0, -1))
         self._nodes: dict[int, Node] = {}
 
@@ -44,12 +43,10 @@ class Snapshots:
         return min(ends) - request.num_cells
 
     def save(self, request: Request, end: int) -> int:
-        """The place into which the step that ends at `end` cells copies the request's state, 0 for none.
+        """The place into which the step that ends at `end` cells, a page multiple, copies the request's state; 0 for none.
 
-        Where a snapshot is wanted for others it has a place of its own; at any other page multiple it replaces the spare.
+        Where a snapshot is wanted for others it has a place of its own, elsewhere it replaces the spare.
         """
-        if end % self._page_size:
-            return 0
         if end in request.cuts:
             request.cuts.remove(end)
             place = self._take()
@@ -90,13 +87,11 @@ class Snapshots:
             if node.snapshot:
                 del self._nodes[node.snapshot]
                 self._free.append(node.snapshot)
-                node.snapshot = 0
 
     def release(self, request: Request) -> None:
         """Take back what the request still has."""
         self._free += request.snapshots.values()
         request.snapshots.clear()
-        request.cuts.clear()
         request.spare = 0
 
     def audit(self, holders: Iterable[Request], nodes: Iterable[Node]) -> None:
@@ -108,11 +103,9 @@ class Snapshots:
         assert places == list(range(1, self.num_places + 1)), f"snapshots lost or held twice: {places}"
 
     def _take(self) -> int:
-        """A free place, or that of the node least recently used; 0 if requests hold them all."""
+        """A free place, or that of the node least recently used; there is one of either."""
         if self._free:
             return self._free.pop()
-        if not self._nodes:
-            return 0
         place, node = next(iter(self._nodes.items()))
         del self._nodes[place]
         node.snapshot = 0

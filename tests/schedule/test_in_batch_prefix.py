@@ -254,7 +254,7 @@ def test_a_prompt_is_compared_once_for_each_admission(monkeypatch: pytest.Monkey
     drive, compared = wide(max_requests=2), []
     find = in_batch_prefix.InBatchPrefixes._find
     monkeypatch.setattr(
-        in_batch_prefix.InBatchPrefixes, "_find", lambda self, request: compared.append(request) or find(self, request)
+        in_batch_prefix.InBatchPrefixes, "_find", lambda self, *asked: compared.append(asked) or find(self, *asked)
     )
     for index in range(6):
         drive.add(f"r{index}", 20 + index, 40)
