@@ -152,9 +152,10 @@ def _evidence(codec: TextCodec, family: ReasoningFamily) -> str:
         literals = codec.template.literals()
     except TextError:
         literals = ""
-    if all(mark in literals for mark in family.marks):
+    marks = family.marks + family.hidden
+    if all(mark in literals for mark in marks):
         return "the chat template"
-    return "the tokenizer" if _added(codec).issuperset(family.marks) else ""
+    return "the tokenizer" if _added(codec).issuperset(marks) else ""
 
 
 def _added(codec: TextCodec) -> set[str]:

@@ -103,6 +103,7 @@ TOOLS = (
 """The more special ones first: the first that passes its test is taken."""
 
 REASONING = (
+    ReasoningFamily(name="granite", marks=("<think>", "</think>"), hidden=("<response>", "</response>")),
     ReasoningFamily(
         name="think",
         marks=("<think>", "</think>"),

@@ -34,6 +34,8 @@ class ReasoningFamily:
     """What stands between the end of reasoning and what follows."""
     opening: str = ""
     """What content begins with."""
+    hidden: tuple[str, ...] = ()
+    """Marks around content, which nobody should see either."""
     answer: AnswerScan | None = None
     """Reads the whole answer, calls as well, where reasoning may stand anywhere in it."""
 
@@ -52,7 +54,8 @@ class DeltaParser:
         new_id: Callable[[], str] | None = None,
     ) -> None:
         """Without `calls` what looks like one is content; `reasoning_open` if the prompt has the mark of its beginning."""
-        self._scanner = Scanner(new_id or long_id, controls)
+        hidden = reasoning.hidden if reasoning else ()
+        self._scanner = Scanner(new_id or long_id, (*controls, *hidden))
         self._steps = _answer(self._scanner, calls, tools, reasoning, reasoning_open)
         self._is_over = False
 

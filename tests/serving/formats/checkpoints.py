@@ -185,6 +185,9 @@ GRANITE = """<|start_of_role|>system<|end_of_role|>You are helpful
 {%- endfor %}<|end_of_text|>
 {% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}"""
 """Tells how calls are written, and writes none itself, as Granite 3.3's does."""
+GRANITE_THINKING = GRANITE.replace(
+    "{%- if tools %}", "{% if thinking %}: <think></think> and <response></response>{% endif %}{% if tools %}"
+)
 
 PHI = """
 {%- for t in tools or [] %}{{ '<|tool|>' + (t['function'] | tojson) + '<|/tool|>' }}{% endfor %}
@@ -331,6 +334,7 @@ FAMILIES = {
     "kimi": Family(KIMI, ("<|im_end|>", "<|im_user|>", "<|im_assistant|>"), KIMI_TOKENS, "kimi", "think"),
     "granite": Family(GRANITE, ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"), (), "granite"),
     "granite token": Family(GRANITE, ("<|end_of_text|>", "<|start_of_role|>", "<|tool_call|>"), (), "granite"),
+    "granite thinking": Family(GRANITE_THINKING, ("<|end_of_text|>", "<|start_of_role|>"), (), "granite", "granite"),
     "phi": Family(PHI, ("<|end|>", "<|assistant|>"), ("<|tool_call|>", "<|/tool_call|>"), "granite"),
     "nemotron": Family(NEMOTRON, ("<SPECIAL_11>", "<SPECIAL_12>"), (*THINK, "<TOOLCALL>"), "nemotron", "think"),
     "lfm2": Family(LFM, LFM_TOKENS, (), "lfm2", "think"),

@@ -444,6 +444,14 @@ def test_reasoning_ends_where_its_marker_is(text: str, is_open: bool, found: tup
         assert (text_of(deltas, "reasoning"), text_of(deltas, "content")) == found
 
 
+def test_marks_around_content_are_hidden() -> None:
+    granite = next(family for family in REASONING if family.name == "granite")
+    text = "<think>hm <response></think>\n<response> Yes, <b>. </response>\n"
+    for places in ([], list(range(len(text)))):
+        deltas = split(parser(None, reasoning=granite), text, places)
+        assert (text_of(deltas, "reasoning"), text_of(deltas, "content")) == ("hm", "Yes, <b>. \n")
+
+
 def test_calls_inside_reasoning_are_reasoning() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     deltas = parser("hermes", reasoning=THINK).whole(f"<think>maybe {call}</think>{call}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -22,6 +23,7 @@ from sglcore.serving.formats.scanner import Scan, Scanner
 from sglcore.serving.formats.self_test import Candidate, Failed, check_reasoning, check_tools
 from tests.serving.formats.checkpoints import FAMILIES, HERMES, codec_of, make_codec
 
+THINK = next(family for family in REASONING if family.name == "think")
 HERMES_FAMILY = next(family for family in TOOLS if family.name == "hermes")
 
 
@@ -138,9 +140,55 @@ def test_a_marker_left_after_the_only_call_of_a_turn_fails(tmp_path: Path) -> No
 
 def test_markers_that_are_no_tokens_of_the_tokenizer_fail_the_test_of_reasoning(tmp_path: Path) -> None:
     codec = make_codec(tmp_path, HERMES, special=("<think>", "</think>"))
-    check_reasoning(codec, REASONING[0], skip_special_tokens=False)
+    check_reasoning(codec, THINK, skip_special_tokens=False)
     with pytest.raises(Failed, match="from its tokens"):
-        check_reasoning(codec, REASONING[0], skip_special_tokens=True)
+        check_reasoning(codec, THINK, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "defect"),
+    [
+        ("glm", {"value": ("", "</arg_value>")}),
+        ("glm", {"end": "</arg_value>"}),
+        ("glm close", {"function": ("<tool_call>", "_")}),
+        ("minimax", {"section": ("", "")}),
+        ("minimax", {"key": ("<parameter name=", ">")}),
+        ("coder", {"margin": ""}),
+        ("granite", {"begin": "<|tool"}),
+        ("phi", {"end": "]"}),
+        ("nemotron", {"end": "</TOOL"}),
+        ("lfm2", {"quotes": ('"',)}),
+        ("lfm2", {"is_list": False}),
+        ("gemma", {"assign": "="}),
+        ("functiongemma", {"quotes": ("<esc", "ape>")}),
+    ],
+)
+def test_a_format_with_a_wrong_mark_fails(checkpoint: str, defect: dict[str, Any], tmp_path: Path) -> None:
+    codec = codec_of(checkpoint, tmp_path)
+    form = ChatFormat.detect(codec).form
+    family = next(family for family in TOOLS if family.name == FAMILIES[checkpoint].tools)
+    check_tools(Candidate(codec, family, None, False), form)
+    broken = replace(family, calls=replace(cast(Any, family.calls), **defect))
+    with pytest.raises(Failed):
+        check_tools(Candidate(codec, broken, None, False), form)
+
+
+def keeps_the_number(s: Scanner, tools: Tools) -> Scan[None]:
+    yield from s.pass_until(("<|tool_calls_section_begin|>",), "content")
+    while (yield from s.take("<|tool_call_begin|>")):
+        name, _ = yield from s.upto(("<|tool_call_argument_begin|>",))
+        yield from s.json_object(s.arguments(s.start_call(name.removeprefix("functions."))))
+        yield from s.take("<|tool_call_end|>")
+    yield from s.take("<|tool_calls_section_end|>")
+
+
+def test_a_name_with_its_number_fails(tmp_path: Path) -> None:
+    codec = codec_of("kimi", tmp_path)
+    family = next(family for family in TOOLS if family.name == "kimi")
+    form = ChatFormat.detect(codec).form
+    check_tools(Candidate(codec, family, THINK, True), form)
+    with pytest.raises(Failed, match="probe_alpha:0"):
+        check_tools(Candidate(codec, replace(family, calls=keeps_the_number), THINK, True), form)
 
 
 def forgets_the_channel(s: Scanner, tools: Tools, *, reads_calls: bool, is_open: bool) -> Scan[None]:
