@@ -26,6 +26,8 @@ class Case:
     kv_dtype: mx.Dtype = mx.float32
     strength: float = 1.0
     seed: int = 0
+    softcap: float | None = None
+    has_sinks: bool = False
 
     @property
     def width(self) -> int:
@@ -45,12 +47,13 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The arrays of a call of `paged_decode`, in its order."""
+    """The arrays of a call of `paged_decode`, in its order, and the sinks."""
 
     q: mx.array
     kv: mx.array
     page_table: mx.array
     seq_lens: mx.array
+    sinks: mx.array | None = None
 
     @property
     def all(self) -> tuple[mx.array, mx.array, mx.array, mx.array]:
@@ -76,6 +79,8 @@ def drawn(seed: int) -> Case:
         dtype=dtype,
         kv_dtype=dtype if rng.random() < 0.7 else mx.bfloat16,
         seed=seed,
+        softcap=None if rng.random() < 0.5 else float(rng.choice([0.7, 50.0])),
+        has_sinks=bool(rng.random() < 0.5),
     )
 
 
@@ -87,7 +92,9 @@ def row_of(case: Case, row: int, pages: int = 0) -> Case:
 def one_row(inputs: Inputs, row: int, width: int) -> Inputs:
     """One row of a call, in a batch of its own, with a page table of `width` columns."""
     at = slice(row, row + 1)
-    return Inputs(inputs.q[at], inputs.kv, mx.contiguous(inputs.page_table[at, :width]), inputs.seq_lens[at])
+    return Inputs(
+        inputs.q[at], inputs.kv, mx.contiguous(inputs.page_table[at, :width]), inputs.seq_lens[at], inputs.sinks
+    )
 
 
 def made(case: Case) -> Inputs:
@@ -108,6 +115,7 @@ def made(case: Case) -> Inputs:
         mx.array(kv).astype(case.kv_dtype),
         mx.array(table),
         mx.array(np.array(case.lengths, np.int32)),
+        mx.array(rng.standard_normal(case.heads).astype(np.float32)).astype(case.dtype) if case.has_sinks else None,
     )
 
 
@@ -122,8 +130,12 @@ def expected(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
         for head in range(case.heads):
             keys, values = np.moveaxis(kv[cells, :, head // (case.heads // case.kv_heads)], 1, 0)
             scores = keys @ q[row, head] * case.scale
-            weights = np.exp(scores - scores.max())
-            right[row, head] = weights @ values / weights.sum()
+            if case.softcap is not None:
+                scores = case.softcap * np.tanh(scores / case.softcap)
+            sink = -np.inf if inputs.sinks is None else _float64(inputs.sinks)[head]
+            most = max(sink, scores.max())
+            weights = np.exp(scores - most)
+            right[row, head] = weights @ values / (weights.sum() + np.exp(sink - most))
             bound[row, head] = 2.0**-21 * (2 + np.abs(scores).max()) * np.abs(values).max()
     digits = {mx.float32: 24, mx.float16: 11, mx.bfloat16: 8}[case.dtype]
     return right, bound + 2.0**-digits * np.abs(right)

@@ -245,6 +245,9 @@ using std::clamp;
 using std::exp2;
 using std::max;
 using std::min;
+namespace precise {
+using std::tanh;
+}
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 
 inline float simd_sum(float value) { return host::simd_sum(value); }

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from sglcore.checkpoint.config import read_config
+from sglcore_mlx.attention import dense
 from sglcore_mlx.forward_batch import Attend, ForwardBatch
 from sglcore_mlx.layers.linear import LinearParts
 from sglcore_mlx.load import load_model
@@ -52,7 +53,7 @@ def causal(model: Model) -> Attend:
         distance = at[:, None] - at[None, :]
         seen = (distance >= 0) & (distance < (shape.sliding_window or q.shape[0]))
         heads_first = [x.transpose(1, 0, 2)[None] for x in (q, k, v)]
-        return mx.fast.scaled_dot_product_attention(*heads_first, scale=shape.scale, mask=seen)[0].transpose(1, 0, 2)
+        return dense.attend(*heads_first, seen, shape)[0].transpose(1, 0, 2)
 
     return attend
 

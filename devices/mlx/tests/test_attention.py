@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger
 from sglcore_mlx.attention.contract import AttentionFacts, DecodeAttention, DecodeRows
+from sglcore_mlx.attention.dense import attend
 from sglcore_mlx.attention.encoder import EncoderRows
 from sglcore_mlx.attention.gathered import GatheredAttention
 from sglcore_mlx.attention.processor import ProcessorAttention
@@ -22,8 +25,12 @@ from sglcore_mlx.pool import store
 SIZE, PAGES = 4, 40
 
 
-def shape(window: int | None = None, heads: int = 6, kv_heads: int = 2, dim: int = 8) -> LayerShape:
-    return LayerShape(heads, kv_heads, dim, window, dim**-0.5)
+SINKS = mx.array([0.5, -1.0, 3.0, 0.0, -0.2, 1.5])
+EXTRAS = ({}, {"softcap": 0.7}, {"sinks": SINKS}, {"softcap": 0.7, "sinks": SINKS})
+
+
+def shape(window: int | None = None, heads: int = 6, kv_heads: int = 2, dim: int = 8, **extra: Any) -> LayerShape:
+    return LayerShape(heads, kv_heads, dim, window, dim**-0.5, **extra)
 
 
 def by_hand(q: np.ndarray, k: np.ndarray, v: np.ndarray, layer: LayerShape, places: np.ndarray) -> np.ndarray:
@@ -35,8 +42,11 @@ def by_hand(q: np.ndarray, k: np.ndarray, v: np.ndarray, layer: LayerShape, plac
         for head in range(layer.num_heads):
             own = head // (layer.num_heads // layer.num_kv_heads)
             scores = k[first : place + 1, own] @ query[head] * layer.scale
+            if layer.softcap is not None:
+                scores = layer.softcap * np.tanh(scores / layer.softcap)
+            ground = 0.0 if layer.sinks is None else np.exp(layer.sinks[head].item() - scores.max())
             weights = np.exp(scores - scores.max())
-            heads.append(weights @ v[first : place + 1, own] / weights.sum())
+            heads.append(weights @ v[first : place + 1, own] / (weights.sum() + ground))
         rows.append(heads)
     return np.array(rows)
 
@@ -65,10 +75,11 @@ class Paged:
 @pytest.mark.parametrize("kind", [GatheredAttention, ProcessorAttention])
 @pytest.mark.parametrize("window", [None, 1, 3, 7])
 @pytest.mark.parametrize("lens", [[1], [9, 1, 4, 16], [33, 2]])
+@pytest.mark.parametrize("extra", EXTRAS, ids=", ".join)
 def test_a_row_of_one_query_sees_its_own_cells_up_to_its_length(
-    lens: list[int], window: int | None, kind: type[DecodeAttention]
+    extra: dict[str, Any], lens: list[int], window: int | None, kind: type[DecodeAttention]
 ) -> None:
-    rng, layer = np.random.default_rng(len(lens)), shape(window)
+    rng, layer = np.random.default_rng(len(lens)), shape(window, **extra)
     paged = Paged(rng, lens, layer)
     q = rng.standard_normal((len(lens), 6, 8), np.float32)
     streams = (mx.new_stream(mx.cpu), mx.new_stream(mx.cpu)) if len(lens) > 2 else ()
@@ -81,8 +92,11 @@ def test_a_row_of_one_query_sees_its_own_cells_up_to_its_length(
 
 @pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
 @pytest.mark.parametrize("prefix, count", [(0, 5), (0, 2), (6, 4), (13, 9), (1, 1)])
-def test_a_row_of_several_queries_sees_its_prefix_and_itself(prefix: int, count: int, window: int | None) -> None:
-    rng, layer = np.random.default_rng(prefix + count), shape(window)
+@pytest.mark.parametrize("extra", EXTRAS, ids=", ".join)
+def test_a_row_of_several_queries_sees_its_prefix_and_itself(
+    extra: dict[str, Any], prefix: int, count: int, window: int | None
+) -> None:
+    rng, layer = np.random.default_rng(prefix + count), shape(window, **extra)
     paged = Paged(rng, [prefix + count], layer)
     q = rng.standard_normal((count + 2, 6, 8), np.float32)
     k, v = (mx.array(np.pad(x[0][prefix:], ((2, 0), (0, 0), (0, 0)))) for x in (paged.keys, paged.values))
@@ -92,8 +106,21 @@ def test_a_row_of_several_queries_sees_its_prefix_and_itself(prefix: int, count:
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("extra", [extra for extra in EXTRAS if "softcap" in extra], ids=", ".join)
+def test_half_precision_keeps_the_fractions_of_large_scores(extra: dict[str, Any]) -> None:
+    """Scores around 90, between which a half type knows a few values only."""
+    rng, layer = np.random.default_rng(5), shape(**{**extra, "softcap": 150.0})
+    layer = replace(layer, sinks=None if layer.sinks is None else SINKS + 90)
+    q, k, v = (mx.array(rng.standard_normal((1, heads, 9, 8), np.float32)).astype(mx.bfloat16) for heads in (6, 2, 2))
+    q[..., 0], k[..., 0] = 90.0 / 8 / layer.scale, 8.0
+    found = attend(q, k, v, "causal", layer)
+    queries, keys, values = (np.array(x[0].astype(mx.float32)).swapaxes(0, 1) for x in (q, k, v))
+    wanted = by_hand(queries, keys, values, layer, np.arange(9))
+    np.testing.assert_allclose(np.array(found[0].astype(mx.float32)).swapaxes(0, 1), wanted, atol=0.02)
+
+
 def test_every_token_of_an_encoder_sees_its_own_row_and_no_other() -> None:
-    rng, layer = np.random.default_rng(3), shape(heads=4, kv_heads=4)
+    rng, layer = np.random.default_rng(3), shape(heads=4, kv_heads=4, causal=False)
     offsets = np.array([0, 5, 6, 9], np.int32)
     q, k, v = (rng.standard_normal((9, 4, 8), np.float32) for _ in range(3))
     found = np.array(EncoderRows(offsets, (layer,)).attend(0, mx.array(q), mx.array(k), mx.array(v)))

@@ -17,6 +17,7 @@ SHORT = Case(lengths=(1, 37, 70), heads=6, kv_heads=2, head_dim=64, page_size=8)
 WINDOW = replace(SHORT, window=33)
 LONG = Case(lengths=(PART + 9, 5, PART + 40), heads=2, kv_heads=1)
 STRONG = replace(SHORT, strength=60.0)
+EXTRAS = replace(LONG, softcap=0.7, has_sinks=True)
 NEAREST = "metal::clamp(block + t, begin, end - 1) - block"
 FLAG = "mem_flags::mem_threadgroup"
 BARRIER = f"metal::threadgroup_barrier(metal::{FLAG});\n"
@@ -81,6 +82,9 @@ DEFECTS = (
     ("the last part left out", Defect("(length - oldest + PART - 1) / PART", "(length - oldest) / PART", LONG)),
     ("parts added without their weights", Defect("weight * part_values", "part_values", LONG)),
     ("parts' sums added without their weights", Defect("weight * part_sums", "part_sums", LONG)),
+    ("the softcap is forgotten", Defect("if (HAS_SOFTCAP)", "if (false)", EXTRAS)),
+    ("sinks in every part", Defect(" && part == 0", "", EXTRAS)),
+    ("sinks of the first heads for all", Defect("sinks[first_head + j]", "sinks[j]", replace(SHORT, has_sinks=True))),
 )
 
 
@@ -94,7 +98,13 @@ def run(defect: Defect, host: Host) -> None:
     """The defect's case on a host."""
     case, inputs = defect.case, made(defect.case)
     got = paged_decode(
-        *inputs.all, page_size=case.page_size, scale=case.scale, window=case.window, launcher=host.launch
+        *inputs.all,
+        page_size=case.page_size,
+        scale=case.scale,
+        window=case.window,
+        softcap=case.softcap,
+        sinks=inputs.sinks,
+        launcher=host.launch,
     )
     assert_right(case, inputs, got)
 
@@ -107,6 +117,8 @@ def test_a_planted_defect_is_caught(defect: Defect, folder: Path) -> None:
     assert not defect.sanitizer or "ThreadSanitizer: data race" in str(caught.value)
 
 
-@pytest.mark.parametrize("case", [SHORT, WINDOW, LONG, STRONG], ids=["short", "window", "long", "strong"])
+@pytest.mark.parametrize(
+    "case", [SHORT, WINDOW, LONG, STRONG, EXTRAS], ids=["short", "window", "long", "strong", "extras"]
+)
 def test_without_a_defect_their_cases_pass(case: Case, folder: Path) -> None:
     run(Defect("", "", case), Host(folder))

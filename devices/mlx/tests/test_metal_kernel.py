@@ -27,7 +27,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(case: Case, inputs: Inputs, host: Host) -> mx.array:
     """The case by the kernels' text."""
     return paged_decode(
-        *inputs.all, page_size=case.page_size, scale=case.scale, window=case.window, launcher=host.launch
+        *inputs.all,
+        page_size=case.page_size,
+        scale=case.scale,
+        window=case.window,
+        softcap=case.softcap,
+        sinks=inputs.sinks,
+        launcher=host.launch,
     )
 
 

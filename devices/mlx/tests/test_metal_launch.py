@@ -54,7 +54,7 @@ def both(of: Shape) -> list[Generated]:
     """What MLX makes of a call's launches."""
     walk, combine = walk_launch(of), combine_launch(of)
     partial = [mx.zeros(size, dtype) for size, dtype in zip(walk.output_shapes, walk.output_dtypes, strict=True)]
-    made = [generated(walk, (*arrays(of), 1.0))]
+    made = [generated(walk, (*arrays(of), 1.0, 50.0, mx.zeros((of.heads,))))]
     return made if of.parts == 1 else [*made, generated(combine, (*partial, arrays(of)[3]))]
 
 
@@ -161,6 +161,8 @@ def test_arrays_that_do_not_belong_together_are_refused_by_name() -> None:
     for name, inputs in wrong.items():
         with pytest.raises(ConfigError, match=f"^{name} of "):
             paged_decode(*inputs.all, page_size=16, scale=1.0)
+    with pytest.raises(ConfigError, match=r"^sinks of shape \(3,\)"):
+        paged_decode(*right.all, page_size=16, scale=1.0, sinks=mx.zeros((3,)))
 
 
 def test_the_text_takes_scores_in_base_two() -> None:
@@ -170,8 +172,8 @@ def test_the_text_takes_scores_in_base_two() -> None:
         given.append(inputs)
         return [mx.zeros(size) for size in launch.output_shapes]
 
-    paged_decode(*made(Case(lengths=(3,))).all, page_size=16, scale=0.5, launcher=launcher)
-    assert np.isclose(given[0][-1], 0.5 / math.log(2))
+    paged_decode(*made(Case(lengths=(3,))).all, page_size=16, scale=0.5, softcap=30.0, launcher=launcher)
+    assert np.allclose(given[0][4:6], (0.5 / math.log(2), 30.0 / math.log(2)))
 
 
 def _declared_bytes(launch: Launch) -> int:

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from sglcore_mlx.attention.dense import attend
 from sglcore_mlx.models.contract import LayerShape
 
 
@@ -25,10 +26,10 @@ class EncoderRows:
 
     def attend(self, layer_id: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         """[T, heads, D] of q [T, heads, D] and k, v [T, kv_heads, D]."""
-        rows = [x[self._padded].swapaxes(1, 2) for x in (q, k, v)]
         layer = self._layers[layer_id]
         mask = self._masks[layer.sliding_window, layer.causal]
-        mixed = mx.fast.scaled_dot_product_attention(*rows, scale=layer.scale, mask=mask).swapaxes(1, 2)
+        q, k, v = (x[self._padded].swapaxes(1, 2) for x in (q, k, v))
+        mixed = attend(q, k, v, mask, layer).swapaxes(1, 2)
         return mixed.reshape(-1, *mixed.shape[2:])[self._flat]
 
     def _mask(self, window: int | None, causal: bool) -> mx.array:

@@ -1,4 +1,4 @@
-"""Attention over gathered cells, by `mx.fast`: any device, any shape. The reference of faster backends.
+"""Attention over gathered cells: any device, any shape. The reference of faster backends.
 
 A column beyond a row's end repeats the row's last cell, so that nothing another request left there, not even a NaN,
 can reach a sum.
@@ -13,6 +13,7 @@ from typing import ClassVar
 import mlx.core as mx
 
 from sglcore_mlx.attention.contract import AttentionFacts, DecodeRows
+from sglcore_mlx.attention.dense import attend
 from sglcore_mlx.models.contract import LayerShape
 
 
@@ -28,8 +29,7 @@ class GatheredPlan:
         found = kv[self.cells]
         keys, values = found[:, :, 0].swapaxes(1, 2), found[:, :, 1].swapaxes(1, 2)
         mask = self.masks[layer.sliding_window]
-        mixed = mx.fast.scaled_dot_product_attention(q[:, :, None], keys, values, scale=layer.scale, mask=mask)
-        return mixed[:, :, 0]
+        return attend(q[:, :, None], keys, values, mask, layer)[:, :, 0]
 
 
 class GatheredAttention:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -38,6 +38,8 @@ MAX_THREADS = 1024
 """Threads of a threadgroup that Metal allows."""
 MAX_THREADGROUP_BYTES = 32 * 1024
 """Bytes of memory that a threadgroup may have."""
+LOG2_E = math.log2(math.e)
+"""Scores are kept in base 2."""
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 """Element types that the kernels read and write."""
 
@@ -61,7 +63,7 @@ def program(name: str, inputs: Sequence[str], outputs: Sequence[str], source: st
     return Program(name, tuple(inputs), tuple(outputs), source, cast("Callable[..., list[mx.array]]", kernel))
 
 
-_WALKED = ("queries", "kv", "page_table", "seq_lens", "scale")
+_WALKED = ("queries", "kv", "page_table", "seq_lens", "scale", "softcap", "sinks")
 _PARTIAL = ("part_values", "part_tops", "part_sums")
 DECODE = program("sglcore_paged_decode", _WALKED, ("out",), metal_source.DECODE)
 PARTS = program("sglcore_paged_parts", _WALKED, _PARTIAL, metal_source.PARTS)
@@ -97,6 +99,8 @@ class Shape:
     window: int | None
     dtype: mx.Dtype
     kv_dtype: mx.Dtype
+    has_softcap: bool = False
+    has_sinks: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what the kernels do not compute."""
@@ -166,6 +170,8 @@ def walk_launch(shape: Shape) -> Launch:
         "HEAD_DIM": shape.head_dim,
         "PAGE_SIZE": shape.page_size,
         "WINDOW": shape.window or 0,
+        "HAS_SOFTCAP": int(shape.has_softcap),
+        "HAS_SINKS": int(shape.has_sinks),
         "QUERIES": queries,
         "SIMDGROUPS": SIMDGROUPS,
         "BLOCK": shape.block,
@@ -210,18 +216,26 @@ def paged_decode(
     page_size: int,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
     launcher: Launcher = launch_on_metal,
 ) -> mx.array:
     """Attention of one new query per row over its cells; lazy, waits for nothing, works under `mx.compile`.
 
     `q` [B, heads, D], `kv` [cells, 2, kv_heads, D] (a page's cells lie together, K then V), `page_table` int32 [B, n],
     `seq_lens` int32 [B]. Row b attends to positions [0, seq_lens[b]), or to the last `window` of them; position p is cell
-    `page_table[b, p // page_size] * page_size + p % page_size`. 1 <= seq_lens <= n * page_size must hold: lengths are
+    `page_table[b, p // page_size] * page_size + p % page_size`. `softcap` and `sinks` [heads] are those of `LayerShape`.
+    1 <= seq_lens <= n * page_size must hold: lengths are
     not read here. Nothing beyond a row's length or before its window is read, neither cells nor pages. Returns
     [B, heads, D] in `q`'s type, computed in float32. ConfigError: sizes or types that the kernels do not compute.
     """
     shape = shape_of(q, kv, page_table, seq_lens, page_size=page_size, window=window)
-    walked = launcher(walk_launch(shape), (q, kv, page_table, seq_lens, scale * math.log2(math.e)))
+    shape = replace(shape, has_softcap=softcap is not None, has_sinks=sinks is not None)
+    if sinks is not None and tuple(sinks.shape) != (shape.heads,):
+        raise _unfit(f"sinks of shape {tuple(sinks.shape)}", f"({shape.heads},) with q of shape {tuple(q.shape)}")
+    # The text names an array of sinks; where there are none it is not read.
+    extras = (softcap or 0.0) * LOG2_E, seq_lens if sinks is None else sinks
+    walked = launcher(walk_launch(shape), (q, kv, page_table, seq_lens, scale * LOG2_E, *extras))
     if shape.parts == 1:
         return walked[0]
     return launcher(combine_launch(shape), (*walked, seq_lens))[0]

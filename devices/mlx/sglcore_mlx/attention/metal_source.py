@@ -2,8 +2,9 @@
 
 Names in capitals are template arguments: HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW (0: none), QUERIES (query heads
 of one threadgroup), SIMDGROUPS, BLOCK (positions that a simdgroup takes at once), PART (positions of one threadgroup),
-and the types T (result) and KV (cells). Online softmax: Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867,
-in base 2: `scale` comes multiplied by log2(e). Text and numbers only; `metal.py` launches it.
+HAS_SOFTCAP, HAS_SINKS and the types T (result) and KV (cells). Online softmax: Milakov and Gimelshein 2018,
+https://arxiv.org/abs/1805.02867, in base 2: `scale` and `softcap` come multiplied by log2(e). Text and numbers only;
+`metal.py` launches it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _WALK = (
     constexpr int PER_LANE = HEAD_DIM / 32;
     constexpr int CELL = 2 * KV_HEADS * HEAD_DIM;
     constexpr float LOWEST = -3.0e38f;
+    constexpr float LOG2_E = 1.44269504f;
     threadgroup float tops[SIMDGROUPS * QUERIES];
     threadgroup float sums[SIMDGROUPS * QUERIES];
     threadgroup float shares[SIMDGROUPS * HEAD_DIM];
@@ -48,9 +50,11 @@ _WALK = (
     float values[QUERIES][PER_LANE];
     float top[QUERIES];
     float sum[QUERIES];
+    // A sink counts as a key of the first part, and has no value.
+    const bool counts_sinks = HAS_SINKS && part == 0 && walker == 0;
     UNROLLED(j, QUERIES) {
-        top[j] = LOWEST;
-        sum[j] = 0.0f;
+        top[j] = counts_sinks ? float(sinks[first_head + j]) * LOG2_E : LOWEST;
+        sum[j] = counts_sinks ? 1.0f : 0.0f;
         UNROLLED(i, PER_LANE) {
             const int at = (row * HEADS + first_head + j) * HEAD_DIM + lane * PER_LANE + i;
             query[j][i] = float(queries[at]) * scale;
@@ -78,6 +82,9 @@ _WALK = (
                     dot += query[j][i] * key[i];
                 }
                 dot = metal::simd_sum(dot);
+                if (HAS_SOFTCAP) {
+                    dot = softcap * metal::precise::tanh(dot / softcap);
+                }
                 scores[t][j] = counts ? dot : LOWEST;
             }
         }
@@ -144,7 +151,8 @@ _WALK = (
 )
 
 DECODE = _WALK.replace("%WRITE%", "out[(row * HEADS + head) * HEAD_DIM + d] = T(value / total);")
-"""Rows of one part. In: queries [B, HEADS, HEAD_DIM], kv, page_table, seq_lens, scale. Out: out [B, HEADS, HEAD_DIM]."""
+"""Rows of one part. In: queries [B, HEADS, HEAD_DIM], kv, page_table, seq_lens, scale,
+softcap, sinks. Out: out [B, HEADS, HEAD_DIM]."""
 
 PARTS = _WALK.replace(
     "%WRITE%",

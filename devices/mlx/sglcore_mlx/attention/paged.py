@@ -31,6 +31,8 @@ class PagedPlan:
             page_size=self.page_size,
             scale=layer.scale,
             window=layer.sliding_window,
+            softcap=layer.softcap,
+            sinks=layer.sinks,
             launcher=self.launcher,
         )
 

@@ -10,6 +10,7 @@ from typing import ClassVar
 import mlx.core as mx
 
 from sglcore_mlx.attention.contract import AttentionFacts, DecodeRows
+from sglcore_mlx.attention.dense import attend
 from sglcore_mlx.attention.gathered import GatheredAttention, GatheredPlan
 from sglcore_mlx.models.contract import LayerShape
 
@@ -37,6 +38,9 @@ class ProcessorPlan:
         """The queries of some rows; sums of weights are in float32."""
         found, mask = kv[self.gathered.cells[rows]], self.gathered.masks[layer.sliding_window][rows]
         count, heads, size = q.shape
+        if layer.softcap is not None or layer.sinks is not None:
+            keys, values = found[:, :, 0].swapaxes(1, 2), found[:, :, 1].swapaxes(1, 2)
+            return attend(q[:, :, None], keys, values, mask, layer)[:, :, 0]
         shared = q.reshape(count, layer.num_kv_heads, heads // layer.num_kv_heads, size)
         scores = (shared * layer.scale) @ found[:, :, 0].transpose(0, 2, 3, 1)
         weights = mx.softmax(mx.where(mask, scores.astype(mx.float32), -mx.inf), axis=-1).astype(q.dtype)

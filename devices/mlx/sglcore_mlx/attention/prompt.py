@@ -1,4 +1,4 @@
-"""Attention of rows that bring several tokens: one call of `mx.fast` a row, over its own tokens or its gathered cells."""
+"""Attention of rows that bring several tokens: one call a row, over its own tokens or its gathered cells."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from sglcore_mlx.attention.dense import attend
 from sglcore_mlx.models.contract import LayerShape
 
 
@@ -62,9 +63,7 @@ class PromptPlan:
         else:
             found = kv[seen.cells]
             keys, values = found[:, 0], found[:, 1]
-        mixed = mx.fast.scaled_dot_product_attention(
-            _heads_first(q[own]), _heads_first(keys), _heads_first(values), scale=layer.scale, mask=seen.mask
-        )
+        mixed = attend(_heads_first(q[own]), _heads_first(keys), _heads_first(values), seen.mask, layer)
         return mixed[0].swapaxes(0, 1)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from sglcore.device.errors import ConfigError
 from sglcore_mlx.forward_batch import ForwardBatch
 from sglcore_mlx.layers.norm import HeadNorm
 from sglcore_mlx.layers.rotary import Rotary
@@ -28,19 +27,23 @@ class AttentionLayer:
         sinks: bool = False,
         is_encoder: bool = False,
     ) -> None:
-        """The options are those of `Build.attention`. Raises `ConfigError` for what attention lacks here."""
+        """The options are those of `Build.attention`."""
         config, size = build.config, build.config.head_dim
         heads, kv_heads, window = (
             config.num_attention_heads,
             config.num_key_value_heads,
             config.sliding_windows[layer_id],
         )
-        if sinks or config.options.get("attn_logit_softcapping") is not None:
-            raise ConfigError(
-                f"{config.architecture} wants {'sinks' if sinks else 'a soft cap'} of attention, which MLX's has not",
-                remedy="choose another device, such as --device cpu",
-            )
-        self.layer = LayerShape(heads, kv_heads, size, window, config.attention_scaling, not is_encoder)
+        self.layer = LayerShape(
+            heads,
+            kv_heads,
+            size,
+            window,
+            config.attention_scaling,
+            causal=not is_encoder,
+            softcap=config.options.get("attn_logit_softcapping"),
+            sinks=build.parameter("sinks", heads) if sinks else None,
+        )
         self._norm = HeadNorm(build, norm_offset) if qk_norm else None
         self._rotary = rotary
         self._layer_id = layer_id

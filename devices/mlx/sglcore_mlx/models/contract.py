@@ -14,7 +14,8 @@ from sglcore_mlx.forward_batch import ForwardBatch
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """The attention of one layer: `scale` multiplies the scores; `sliding_window` counts the token itself (None: all). Not
-    `causal`: a token sees the later ones too, and the window reaches both ways."""
+    `causal`: a token sees the later ones too, and the window reaches both ways. `softcap` c bends a scaled score s to
+    c * tanh(s / c); `sinks` [heads] are the scores of one more key, which has no value."""
 
     num_heads: int
     num_kv_heads: int
@@ -22,6 +23,8 @@ class LayerShape:
     sliding_window: int | None
     scale: float
     causal: bool = True
+    softcap: float | None = None
+    sinks: mx.array | None = None
 
 
 class Model(Protocol):

@@ -1,0 +1,30 @@
+"""Attention over keys at hand: that of `mx.fast`, or of plain operations for a softcap, which `mx.fast` has not."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from sglcore_mlx.models.contract import LayerShape
+
+
+def attend(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str, layer: LayerShape) -> mx.array:
+    """q's shape and dtype, of q [B, heads, L, D] and k, v [B, kv_heads, S, D]. `mask` is bool [L, S] or [B, 1, 1 or L, S], or
+    "causal": the last query sees the last key. Sums are in float32. Queues only."""
+    if layer.softcap is None:
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=layer.scale, mask=mask, sinks=layer.sinks)
+    grouped = q.reshape(q.shape[0], layer.num_kv_heads, -1, *q.shape[2:]).astype(mx.float32)
+    keys, values = (x[:, :, None].astype(mx.float32) for x in (k, v))
+    bent = layer.softcap * mx.tanh(grouped * (layer.scale / layer.softcap) @ keys.swapaxes(-1, -2))
+    scores = mx.where(_seen(mask, *bent.shape[-2:]), bent, -mx.inf)
+    if layer.sinks is not None:
+        sinks = layer.sinks.astype(mx.float32).reshape(layer.num_kv_heads, -1, 1, 1)
+        scores = mx.concatenate([scores, mx.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
+    weights = mx.softmax(scores, axis=-1)[..., : k.shape[2]]
+    return (weights @ values).reshape(q.shape).astype(q.dtype)
+
+
+def _seen(mask: mx.array | str, queries: int, keys: int) -> mx.array:
+    """A mask that broadcasts to [B, kv_heads, heads of one, L, S]."""
+    if isinstance(mask, str):
+        return mx.arange(keys)[None] <= mx.arange(keys - queries, keys)[:, None]
+    return mask if mask.ndim == 2 else mask[:, :, None]
