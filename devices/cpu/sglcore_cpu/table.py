@@ -20,6 +20,7 @@ from sglcore_cpu.operations import Operations
 from sglcore_cpu.packed import PackedWeight
 from sglcore_cpu.panels import pack, pack_parts
 from sglcore_cpu.quantized_form import pack_quantized, quantize
+from sglcore_cpu.recurrent import Recurrent
 
 TILED = ("amx",)
 """Where torch's grouped products use instructions that the native experts do not."""
@@ -115,7 +116,7 @@ class NativeExperts:
 def native_table(engine: Engine) -> KernelTable:
     """Every entry that the engine serves; the others are torch's."""
     operations = Operations(engine)
-    linear, draw = NativeLinear(engine, operations), NativeDraw(engine)
+    linear, draw, recurrent = NativeLinear(engine, operations), NativeDraw(engine), Recurrent(engine)
     moe = NativeExperts(operations) if engine.instruction_set in TILED else operations.moe
     return torch_kernels().replace(
         linear=linear.linear,
@@ -138,6 +139,10 @@ def native_table(engine: Engine) -> KernelTable:
         norm_rotary_and_store=Limited(operations.norm_rotary_and_store, takes),
         store_kv=Limited(operations.store_kv, takes),
         cache_locations=operations.cache_locations,
+        causal_conv=Limited(recurrent.causal_conv, takes),
+        gated_delta_rule=Limited(recurrent.gated_delta_rule, takes),
+        selective_scan=Limited(recurrent.selective_scan, takes),
+        gated_rms_norm=Limited(recurrent.gated_rms_norm, takes),
         top_k_routing=Limited(operations.top_k_routing, takes),
         draw=draw,
         greedy=draw.greedy,

@@ -1,0 +1,83 @@
+// Layers with a state for each request: row r's is state slots[r] of a pool, read and written in place. Its tokens are
+// [starts[r], starts[r] + lengths[r]), or token r alone where `starts` is null. Rows of slot 0 write no state; their
+// tokens and nobody's give zeros. Inputs and results have `type` (f32 or bf16); strides are elements from row to row.
+#pragma once
+
+#include "../operations/elements.h"
+
+#define SGL_ROWS_ARGS(P, I) P(slots) P(starts) P(lengths) I(rows) I(tokens) I(type)
+
+// out [tokens, size] = the sum over j of weight[j] * x[t - taps + 1 + j], plus bias if that is not null, and its silu if
+// wanted; weight [taps, size], tails [.., taps - 1, size] of `type`.
+#define SGL_CAUSAL_CONV_ARGS(P, I, D) \
+    P(x) I(x_stride) P(weight) P(bias) I(silu) P(tails) P(out) I(size) I(taps) SGL_ROWS_ARGS(P, I)
+SGL_ARGS(CausalConvArgs, SGL_CAUSAL_CONV_ARGS)
+
+// S = exp(-exp(a_log) softplus(a + dt_bias)) S; S += k (sigmoid(b) (v - S^T k))^T; out = S^T q / sqrt(key). qkv has
+// key_heads queries, as many keys, then heads values; states [.., heads, key, size], a_log and dt_bias [heads] f32.
+#define SGL_DELTA_RULE_ARGS(P, I, D)                                                                             \
+    P(qkv) I(qkv_stride) P(a) I(a_stride) P(b) I(b_stride) P(a_log) P(dt_bias) P(states) P(out) I(key_heads)     \
+    I(heads) I(key) I(size) D(eps) SGL_ROWS_ARGS(P, I)
+SGL_ARGS(DeltaRuleArgs, SGL_DELTA_RULE_ARGS)
+
+// dt = softplus(dt + dt_bias) in [dt_min, dt_max]; S = exp(-exp(a_log) dt) S + dt x B^T; out = S C + d x. xbc has heads
+// of x, then groups of B, then groups of C; states [.., heads, size, width], a_log, d and dt_bias [heads] f32.
+#define SGL_SELECTIVE_SCAN_ARGS(P, I, D)                                                                     \
+    P(xbc) I(xbc_stride) P(dt) I(dt_stride) P(a_log) P(d) P(dt_bias) D(dt_min) D(dt_max) P(states) P(out)    \
+    I(groups) I(heads) I(size) I(width) SGL_ROWS_ARGS(P, I)
+SGL_ARGS(SelectiveScanArgs, SGL_SELECTIVE_SCAN_ARGS)
+
+// out [rows, inner * size] = the norm of each `size` elements, times silu(gate) before it or after it; row g of the weight
+// [groups, size] for the groups g, g + groups, ... of a row.
+#define SGL_GATED_RMS_NORM_ARGS(P, I, D)                                                                        \
+    P(x) I(x_stride) P(gate) I(gate_stride) P(weight) P(out) I(rows) I(inner) I(groups) I(size) I(gate_first) I(type) \
+    D(eps)
+SGL_ARGS(GatedRmsNormArgs, SGL_GATED_RMS_NORM_ARGS)
+
+namespace sgl::SGL_ISA {
+
+void causal_conv(const CausalConvArgs& args, Pool& pool);
+void gated_delta_rule(const DeltaRuleArgs& args, Pool& pool);
+void selective_scan(const SelectiveScanArgs& args, Pool& pool);
+void gated_rms_norm(const GatedRmsNormArgs& args, Pool& pool);
+
+// The tokens of one row: none for padding.
+struct Row {
+    int64_t slot, first, last;
+};
+
+template <class Args>
+Row row_at(const Args& args, int64_t row) {
+    int64_t slot = static_cast<const int32_t*>(args.slots)[row];
+    if (!args.starts) return {slot, row, slot ? row + 1 : row};
+    int64_t first = static_cast<const int32_t*>(args.starts)[row];
+    return {slot, first, slot ? first + static_cast<const int32_t*>(args.lengths)[row] : first};
+}
+
+// body(row, part, thread) for every part of every row, by several threads; `work` is what one part of one token takes,
+// in elements. Results [tokens, width] of T of tokens that no row has are 0 afterwards.
+template <class T, class Args, class Body>
+void each_part(Pool& pool, const Args& args, int64_t parts, int64_t work, int64_t width, Body&& body) {
+    int64_t covered = 0;
+    for (int64_t row = 0; row < args.rows; ++row) covered += row_at(args, row).last - row_at(args, row).first;
+    if (covered < args.tokens) std::memset(args.out, 0, args.tokens * width * sizeof(T));
+    if (!covered) return;
+    int64_t each = work * covered / args.rows;
+    pool.run(args.rows * parts, rows_of_part(each), [&](int64_t first, int64_t last, int thread) {
+        for (int64_t i = first; i < last; ++i) {
+            Row row = row_at(args, i / parts);
+            if (row.last > row.first) body(row, i % parts, thread);
+        }
+    });
+}
+
+// log(1 + e^x).
+inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
+template <class T>
+float widened(T value) {
+    if constexpr (sizeof(T) == 2) return from_bf16(value);
+    return value;
+}
+
+}  // namespace sgl::SGL_ISA

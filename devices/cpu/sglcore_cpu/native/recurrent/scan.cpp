@@ -1,0 +1,64 @@
+#include "recurrent.h"
+
+namespace sgl::SGL_ISA {
+
+namespace {
+
+constexpr int64_t kElements = 16;  // their part of a state stays in the nearest cache while a row's tokens pass
+
+// One token over some rows of a state [size, width], each of which it reads and writes once.
+template <class T>
+void step(const SelectiveScanArgs& args, const float* before, const float* after, const T* x, float* state, T* out,
+          int64_t count, float time, float decay, float skip) {
+    for (int64_t i = 0; i < count; ++i) {
+        float value = widened(x[i]);
+        f32x16 taken = set1(time * value), kept = set1(decay), sum = zero();
+        float* row = state + i * args.width;
+        for (int64_t column = 0; column < args.width; column += 16) {
+            int64_t left = args.width - column;
+            f32x16 held = fma(taken, get(before + column, left), mul(kept, get(row + column, left)));
+            put(row + column, held, left);
+            sum = fma(held, get(after + column, left), sum);
+        }
+        float result = reduce_add(sum) + skip * value;
+        if constexpr (sizeof(T) == 2) out[i] = to_bf16(result);
+        else out[i] = result;
+    }
+}
+
+template <class T>
+void widen(const T* from, float* to, int64_t count) {
+    for (int64_t i = 0; i < count; i += 16) put(to + i, get(from + i, count - i), count - i);
+}
+
+}  // namespace
+
+// Floor of a step: each state read and written once, 8 * heads * size * width bytes a row.
+void selective_scan(const SelectiveScanArgs& args, Pool& pool) {
+    with_type(args.type, [&](auto element) {
+        using T = decltype(element);
+        int64_t of_head = (args.size + kElements - 1) / kElements, all = args.heads * args.size;
+        int64_t work = 3 * kElements * args.width;
+        each_part<T>(pool, args, args.heads * of_head, work, all, [&](const Row& row, int64_t part, int thread) {
+            auto* own = static_cast<float*>(pool.scratch(thread, 2 * args.width * sizeof(float)));
+            int64_t head = part / of_head, first = part % of_head * kElements;
+            int64_t group = head / (args.heads / args.groups) * args.width;
+            float rate = -std::exp(static_cast<const float*>(args.a_log)[head]);
+            float skip = static_cast<const float*>(args.d)[head], bias = static_cast<const float*>(args.dt_bias)[head];
+            float* state = static_cast<float*>(args.states) +
+                           ((row.slot * args.heads + head) * args.size + first) * args.width;
+            for (int64_t token = row.first; token < row.last; ++token) {
+                const T* given = row_of<T>(args.xbc, token, args.xbc_stride);
+                widen(given + all + group, own, args.width);
+                widen(given + all + args.groups * args.width + group, own + args.width, args.width);
+                float time = softplus(widened(row_of<T>(args.dt, token, args.dt_stride)[head]) + bias);
+                time = std::min(std::max(time, static_cast<float>(args.dt_min)), static_cast<float>(args.dt_max));
+                int64_t place = head * args.size + first;
+                step<T>(args, own, own + args.width, given + place, state, row_of<T>(args.out, token, all) + place,
+                        std::min(kElements, args.size - first), time, std::exp(rate * time), skip);
+            }
+        });
+    });
+}
+
+}  // namespace sgl::SGL_ISA
