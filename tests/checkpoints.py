@@ -164,6 +164,21 @@ def bert(architecture: str = "BertModel", **changes: Any) -> Oracle:
     return make_oracle(transformers.BertConfig(**{**sizes, **changes}), architecture)
 
 
+def roberta(architecture: str = "XLMRobertaModel", **changes: Any) -> Oracle:
+    """A RoBERTa or XLM-RoBERTa encoder, or one of the models around it; positions begin behind that of padding."""
+    sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+    kind = transformers.XLMRobertaConfig if architecture.startswith("XLM") else transformers.RobertaConfig
+    own = {"pad_token_id": 1, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+    return make_oracle(kind(**{**sizes, **own, **changes}), architecture)
+
+
+def modernbert(architecture: str = "ModernBertModel", **changes: Any) -> Oracle:
+    """A ModernBERT encoder, or one of the models around it: two of its three layers see three tokens to either side."""
+    sizes = {name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "num_hidden_layers")}
+    own = {"num_hidden_layers": 3, "local_attention": 6, "cls_token_id": 1, "sep_token_id": 2}
+    return make_oracle(transformers.ModernBertConfig(**{**sizes, **own, **changes}), architecture)
+
+
 def rope(kind: str, **numbers: Any) -> dict[str, Any]:
     """Rope parameters in the dialect of transformers 5."""
     return {"rope_parameters": {"rope_theta": 10000.0, "rope_type": kind, **numbers}}

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sglcore.checkpoint.defaults import DEFAULTS, OPTIONS
+from sglcore.checkpoint.encoders import common_words, language_model
 from sglcore.checkpoint.files import read_json
 from sglcore.checkpoint.gguf import is_gguf, read_header
 from sglcore.checkpoint.gguf_config import gguf_config
@@ -63,7 +64,7 @@ class ModelConfig:
     `dtype` is the checkpoint's own ("bfloat16", ...). `context_length` is how many tokens positions are defined for.
     `raw` is `config.json` as it is. `path` is the folder, or a GGUF file. `options` are those of `OPTIONS` that change
     something: an architecture refuses what it does not know. `local_rope` is that of layers with a window, None where all
-    layers have one. `pooling` is what a model that embeds or scores makes of its hidden states; None for one that generates
+    layers have one. `first_position` is that of a request's first token. `pooling` is what a model that embeds or scores makes of its hidden states; None for one that generates
     text.
     """
 
@@ -91,6 +92,7 @@ class ModelConfig:
     raw: Mapping[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)
     local_rope: RopeConfig | None = None
+    first_position: int = 0
 
     @property
     def attention_scaling(self) -> float:
@@ -141,7 +143,8 @@ def check_context(asked: int | None, config: ModelConfig) -> None:
 
 
 def _parse(folder: Path, architecture: str, raw: dict[str, Any], task: str) -> ModelConfig:
-    values = {**DEFAULTS.get(architecture, EMPTY), **{key: value for key, value in raw.items() if value is not None}}
+    given = {key: value for key, value in raw.items() if value is not None}
+    values = {**DEFAULTS.get(language_model(architecture), EMPTY), **common_words(architecture, raw), **given}
     need = _Needed(values, folder / "config.json")
     heads, layers = need("num_attention_heads"), need("num_hidden_layers")
     max_positions = need("max_position_embeddings")
@@ -157,7 +160,7 @@ def _parse(folder: Path, architecture: str, raw: dict[str, Any], task: str) -> M
         intermediate_size=need("intermediate_size"),
         vocab_size=need("vocab_size"),
         max_position_embeddings=max_positions,
-        context_length=_context_length(rope, max_positions),
+        context_length=_context_length(rope, max_positions) - values.get("first_position", 0),
         rms_norm_eps=values.get("rms_norm_eps", 1e-6),
         rope=rope,
         sliding_windows=_sliding_windows(raw, values, layers),
@@ -171,6 +174,7 @@ def _parse(folder: Path, architecture: str, raw: dict[str, Any], task: str) -> M
         raw=MappingProxyType(raw),
         options=MappingProxyType({name: values[name] for name in OPTIONS if _is_set(values.get(name), OPTIONS[name])}),
         local_rope=local_rope,
+        first_position=values.get("first_position", 0),
     )
     _check(config)
     return config

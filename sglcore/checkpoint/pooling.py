@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from sglcore.checkpoint.encoders import CLASSIFIER, ENCODERS
 from sglcore.checkpoint.files import read_json, read_list
 from sglcore.device.errors import ConfigError
 
@@ -28,14 +29,8 @@ MODES: Mapping[str, str] = MappingProxyType(
 )
 """Every way to make one vector of many, in the order in which several stand side by side, and its switch in old files."""
 
-ENCODERS = frozenset({"BertModel", "BertForMaskedLM"})
-"""Architectures that give hidden states and no logits."""
-
 HEADLESS = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
 """Decoders that were saved without their output layer."""
-
-CLASSIFIER = "ForSequenceClassification"
-"""How the name of an architecture ends whose pooled hidden states go through a head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +105,7 @@ def _classifier(architecture: str, raw: Mapping[str, Any]) -> Pooling:
     """Of a head for sequences: the token it reads is the architecture's, its end what sentence-transformers wrote down, or a
     sigmoid for a single label."""
     labels = len(raw.get("id2label") or ()) or int(raw.get("num_labels", 2))
-    if "Bert" in architecture or "berta" in architecture:
-        mode = raw.get("classifier_pooling", "cls")
-    else:
-        mode = "lasttoken"
+    mode = raw.get("classifier_pooling", "cls") if architecture in ENCODERS else "lasttoken"
     named = raw.get("sentence_transformers", {}).get("activation_fn", raw.get("sbert_ce_default_activation_function"))
     activation = (named or ("Sigmoid" if labels == 1 else "Identity")).rpartition(".")[2]
     if activation not in ("Sigmoid", "Identity"):

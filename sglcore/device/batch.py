@@ -112,6 +112,7 @@ class ScheduleBatch:
     `state_to` int32[B]: 0 nothing, n copy the slot's state into snapshot n after the forward. The worker copies in, runs,
     copies out, step by step as submitted; a batch names no snapshot twice in `state_to`. Both are None where no row
     moves a state, where the worker keeps none (`Limits.keeps_state`), and in an EMBED batch, whose rows begin with zeros.
+    `token_type_ids` int32[T]: the segment of each token in its text, in an EMBED batch where some are not of the first.
     `mrope_positions` int32[3, T]; `ngram_starts`, `ngram_lens` int32[B]: inputs of n-gram embeddings.
     """
 
@@ -136,6 +137,7 @@ class ScheduleBatch:
     masks: Ints | None = None
     state_from: Ints | None = None
     state_to: Ints | None = None
+    token_type_ids: Ints | None = None
     mrope_positions: Ints | None = None
     ngram_starts: Ints | None = None
     ngram_lens: Ints | None = None

@@ -25,7 +25,8 @@ class Limits:
     run, so that planning the next one meanwhile saves time. `can_overlap`: submit may be called before the
     previous ticket was collected. `takes_masks`: sampling keeps to the batch's `masks`, so requests may have a grammar.
     `keeps_state`: beside its cells a request has a state in its slot, which belongs to all of its tokens so far and to no
-    shorter prefix; 1..num_snapshots are the places in which the worker can keep copies of such states.
+    shorter prefix; 1..num_snapshots are the places in which the worker can keep copies of such states. `num_labels`: what
+    is answered to a prompt to embed are so many scores (0: a vector).
     """
 
     max_model_len: int
@@ -42,6 +43,7 @@ class Limits:
     takes_masks: bool = False
     keeps_state: bool = False
     num_snapshots: int = 0
+    num_labels: int = 0
 
     @property
     def capacity(self) -> int:

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,13 +18,14 @@ from sglcore.device.worker import ModelWorker
 from sglcore.engine.grammar import Grammars, Vocabulary, open_grammars
 from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.outputs import RequestOutput, TextDelta
-from sglcore.engine.text import TextCodec, TextError, eos_token_ids
+from sglcore.engine.text import EncodedPair, TextCodec, TextError, eos_token_ids
 from sglcore.engine.tokens import TokenEngine
 from sglcore.sampling.params import SamplingParams, fresh_seed
 from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Request
 
 Prompt = str | Sequence[int]
+Text = TypeVar("Text")
 
 
 class Engine:
@@ -94,16 +96,35 @@ class Engine:
 
         All or none: a prompt that can not run is an error that names its place, before any work.
         """
-        if self.worker.limits.generates:
+        limits = self.worker.limits
+        if limits.generates or limits.num_labels:
+            found = "generates text" if limits.generates else "has a classification head"
             raise TextError(
-                "this checkpoint generates text",
-                wanted="an encoder, such as BERT, or --task embed",
-                remedy="use generate",
+                f"this checkpoint {found}",
+                wanted="an encoder, such as BERT, or another with --task embed",
+                remedy="use generate" if limits.generates else "use score",
             )
+        return self._answers(
+            prompts, lambda prompt: (read_prompt(self.codec, prompted(self.codec, prompt, prompt_name)), None)
+        )
+
+    def score(self, pairs: Sequence[tuple[str, str]]) -> list[np.ndarray]:
+        """The scores float32 [labels] of each pair of texts by the checkpoint's classification head. Waits; all or none, as
+        `embed`."""
+        if not self.worker.limits.num_labels:
+            raise TextError(
+                "this checkpoint has no classification head",
+                wanted="an architecture ...ForSequenceClassification",
+                remedy="of a language model that answers yes or no, ask generate for those tokens' log-probabilities",
+            )
+        return self._answers(pairs, lambda pair: self.codec.encode_pair(*pair))
+
+    def _answers(self, texts: Sequence[Text], read: Callable[[Text], EncodedPair]) -> list[np.ndarray]:
+        """What the worker answers to each text; `read` gives its token ids and their segments."""
         requests: list[Request] = []
         try:
-            for place, prompt in enumerate(prompts):
-                requests.append(self._add_embedding(place, prompt, prompt_name))
+            for place, text in enumerate(texts):
+                requests.append(self._add_embedding(place, lambda text=text: read(text)))
             while self.loop.has_work:
                 self.step()
         except BaseException:
@@ -127,10 +148,9 @@ class Engine:
         names = (f"request-{number}" for number in self._numbers)
         return next(name for name in names if name not in self._texts)
 
-    def _add_embedding(self, place: int, prompt: Prompt, prompt_name: str | None) -> Request:
+    def _add_embedding(self, place: int, read: Callable[[], EncodedPair]) -> Request:
         try:
-            ids = read_prompt(self.codec, prompted(self.codec, prompt, prompt_name))
-            return self.tokens.embed(f"embed-{next(self._numbers)}", ids)
+            return self.tokens.embed(f"embed-{next(self._numbers)}", *read())
         except (TextError, ValueError) as error:
             raise TextError(f"text {place}: {error}") from None
 

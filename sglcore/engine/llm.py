@@ -106,6 +106,20 @@ class LLM:
         found = self.engine.embed(_as_list(prompts), prompt_name)
         return np.stack(found) if found else np.zeros((0, 0), np.float32)
 
+    def score(self, queries: str | Sequence[str], documents: str | Sequence[str]) -> np.ndarray:
+        """float32 [pairs] of a checkpoint with a classification head for one label, else [pairs, labels]; waits. Pairs are one
+        query with each document, or each query with its own. Ends as the checkpoint says: of one label, usually a sigmoid.
+        Raises as `embed`."""
+        firsts, seconds = ([texts] if isinstance(texts, str) else list(texts) for texts in (queries, documents))
+        firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
+        if len(firsts) != len(seconds):
+            found = f"found {len(firsts)} queries for {len(seconds)} documents"
+            raise TextError(found, wanted="one query, or one for each document")
+        found = self.engine.score(list(zip(firsts, seconds, strict=True)))
+        labels = self.engine.worker.limits.num_labels
+        scores = np.stack(found) if found else np.zeros((0, labels), np.float32)
+        return scores[:, 0] if labels == 1 else scores
+
     def close(self) -> None:
         """Free the device. Idempotent."""
         self.engine.close()

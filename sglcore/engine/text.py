@@ -31,6 +31,10 @@ INCOMPLETE = 4
 """Tokens at the end that may be an incomplete character: it has at most 3 bytes, and a token at least one."""
 
 
+EncodedPair = tuple[list[int], list[int] | None]
+"""Token ids, and the segment of each."""
+
+
 class TextCodec:
     """A checkpoint's tokenizer with its special tokens and chat template."""
 
@@ -55,6 +59,14 @@ class TextCodec:
             return self.tokenizer.encode(text, add_special_tokens=special).ids
         except TypeError:
             raise TextError(f"{text!r:.60} holds lone surrogates", wanted="text that UTF-8 can encode") from None
+
+    def encode_pair(self, first: str, second: str) -> EncodedPair:
+        """Token ids of two texts as the checkpoint joins them, and the segment of each token; None if all are of the first."""
+        try:
+            found = self.tokenizer.encode(first, second)
+        except TypeError:
+            raise TextError("a text of a pair is not one", wanted="text that UTF-8 can encode") from None
+        return found.ids, found.type_ids if any(found.type_ids) else None
 
     def prompted(self, text: str, name: str | None = None) -> str:
         """A text to embed behind the checkpoint's prompt of that name (None: the default one, if there is one). Raises

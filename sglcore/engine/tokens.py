@@ -128,10 +128,11 @@ class TokenEngine:
         found = self._received(self.loop.drain())
         return self._take_unsent() + found
 
-    def embed(self, name: str, prompt_ids: Sequence[int]) -> Request:
-        """Queue a prompt to embed; raises RequestError, and then it was not queued. Its `embedding` is there when it is
-        FINISHED, or `error` says why not."""
-        request = Request(name, np.asarray(prompt_ids), SamplingParams(), task="embed")
+    def embed(self, name: str, prompt_ids: Sequence[int], token_types: Sequence[int] | None = None) -> Request:
+        """Queue a prompt to embed, or to score; raises RequestError, and then it was not queued. Its `embedding` is there
+        when it is FINISHED, or `error` says why not. `token_types` are the segments of its tokens (None: all the first)."""
+        types = None if token_types is None else np.asarray(token_types, np.int32)
+        request = Request(name, np.asarray(prompt_ids), SamplingParams(), task="embed", token_types=types)
         self.scheduler.add(request)
         return request
 

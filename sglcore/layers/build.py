@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
+import torch
 from torch import Tensor
 
 from sglcore.checkpoint.config import EXPERT_PARTS, MoeConfig, RopeConfig
@@ -36,9 +37,9 @@ class Build(Scope):
         """Root mean square norm."""
         return RMSNorm(self.at(name), size, self.config.rms_norm_eps, offset=offset)
 
-    def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
+    def layer_norm(self, name: str, size: int, eps: float, bias: bool = True) -> LayerNorm:
         """Layer norm."""
-        return LayerNorm(self.at(name), size, eps)
+        return LayerNorm(self.at(name), size, eps, bias)
 
     def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> Embedding:
         """A row for each id."""
@@ -94,10 +95,12 @@ class Build(Scope):
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
         """An elementwise function. Raises `ConfigError` for one that there is no kernel of."""
+        if name == "tanh":
+            return torch.tanh
         if name == "sigmoid":
             return self.kernel(KernelTable.sigmoid, self.rows(1))
         if name != "gelu":
-            raise ConfigError(f"torch's layers have no activation {name!r}", wanted="'gelu' or 'sigmoid'")
+            raise ConfigError(f"torch's layers have no activation {name!r}", wanted="'gelu', 'sigmoid' or 'tanh'")
         return self.kernel(KernelTable.gelu, self.rows(self.config.intermediate_size))
 
     if not TYPE_CHECKING:

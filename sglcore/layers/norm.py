@@ -40,13 +40,13 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """Layer norm with weight and bias."""
+    """Layer norm with weight, and with bias or without."""
 
     __slots__ = ("_norm", "bias", "eps", "weight")
 
-    def __init__(self, build: Scope, size: int, eps: float) -> None:
+    def __init__(self, build: Scope, size: int, eps: float, bias: bool = True) -> None:
         self.weight = build.parameter("weight", size)
-        self.bias = build.parameter("bias", size)
+        self.bias = build.parameter("bias", size) if bias else torch.zeros_like(self.weight)
         self.eps = eps
         self._norm = build.kernel(KernelTable.layer_norm, build.rows(size), self.weight, self.bias, eps)
 

@@ -1,19 +1,20 @@
-"""BERT as an encoder: hidden states of whole sequences, every token attending to all. No KV cache, no logits."""
+"""BERT as an encoder: hidden states of whole sequences, every token attending to all, and the head that scores them."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 from sglcore.device.errors import ConfigError
-from sglcore.models.build import Architecture, Array, Batch, Build
+from sglcore.models.build import Architecture, Array, Batch, Build, Layer
 
 
 class BertEmbeddings:
-    """Word, segment and position embeddings, added and normalised. Every token is of the first segment."""
+    """Word, segment and position embeddings, added and normalised. Tokens are of the first segment unless the batch says."""
 
     def __init__(self, build: Build, eps: float) -> None:
         config, segments = build.config, build.config.raw.get("type_vocab_size", 2)
         size = config.hidden_size
+        self.segments, self.first_position = segments, config.first_position
         self.word_embeddings = build.embedding("word_embeddings", config.vocab_size, size)
         self.position_embeddings = build.embedding("position_embeddings", config.max_position_embeddings, size)
         self.token_type_embeddings = build.embedding("token_type_embeddings", segments, size)
@@ -21,8 +22,10 @@ class BertEmbeddings:
 
     def __call__(self, batch: Batch) -> Array:
         """T tokens to [T, H]."""
-        words = self.word_embeddings.embed(batch) + self.token_type_embeddings.row(0)
-        return self.norm(words + self.position_embeddings(batch.positions))
+        types, table = batch.token_type_ids, self.token_type_embeddings
+        segments = table.row(0) if types is None or self.segments == 1 else table(types)
+        positions = batch.positions + self.first_position if self.first_position else batch.positions
+        return self.norm(self.word_embeddings.embed(batch) + segments + self.position_embeddings(positions))
 
 
 class BertLayer:
@@ -47,8 +50,19 @@ class BertLayer:
         return self.output_norm(self.output(self.gelu(self.intermediate(hidden))) + hidden)
 
 
+class ScoreHead:
+    """A dense layer that tanh ends, and the scores of the labels."""
+
+    def __init__(self, dense: Layer, tanh: Layer, scores: Layer) -> None:
+        self.dense, self.tanh, self.scores = dense, tanh, scores
+
+    def __call__(self, pooled: Array) -> Array:
+        """[B, H] to [B, labels]."""
+        return self.scores(self.tanh(self.dense(pooled)))
+
+
 class BertModel(Architecture):
-    """The encoder alone: pooling is the worker's, and the heads of a checkpoint are left unread."""
+    """The encoder, with its head for sequences where it scores; other heads of a checkpoint are left unread."""
 
     ignored = (r"pooler\..*", r"cls\..*")
     stripped: ClassVar[str] = "bert."
@@ -63,6 +77,14 @@ class BertModel(Architecture):
         self.embeddings = BertEmbeddings(build.at("embeddings"), eps)
         self.layers = tuple(BertLayer(build.at("encoder", "layer", index), index, eps) for index in layers)
         self.attention_layers = tuple(layer.attention.layer for layer in self.layers)
+        labels = 0 if config.pooling is None else config.pooling.labels
+        self.head = self.make_head(build, labels) if labels else None
+
+    def make_head(self, build: Build, labels: int) -> ScoreHead:
+        """The checkpoint's pooler, which belongs to the head, and the scores."""
+        size = self.config.hidden_size
+        dense = build.at("pooler").linear("dense", size, size, bias=True)
+        return ScoreHead(dense, build.activation("tanh"), build.linear("classifier", size, labels, bias=True))
 
     def __call__(self, batch: Batch) -> Array:
         """T tokens to the last hidden states [T, H]."""
@@ -70,3 +92,7 @@ class BertModel(Architecture):
         for layer in self.layers:
             hidden = layer(hidden, batch)
         return hidden
+
+    def classify(self, pooled: Array) -> Array:
+        """[B, H] to [B, labels]; raises `ConfigError` without a head for that."""
+        return super().classify(pooled) if self.head is None else self.head(pooled)

@@ -33,6 +33,11 @@ class Batch(Protocol):
         """Integers [T]: each token's place in its request."""
         ...
 
+    @property
+    def token_type_ids(self) -> Array | None:
+        """Integers [T]: the segment of each token of its request, or None where all are of the first."""
+        ...
+
 
 class Layer(Protocol):
     """A function of rows: [T, inputs] to [T, outputs]."""
@@ -123,8 +128,8 @@ class Build(Protocol):
         the weight; with an `offset`, which is added to the weight, the product is in float32, and cast."""
         ...
 
-    def layer_norm(self, name: str, size: int, eps: float) -> Layer:
-        """Layer norm with weight and bias."""
+    def layer_norm(self, name: str, size: int, eps: float, bias: bool = True) -> Layer:
+        """Layer norm with weight, and with bias or without."""
         ...
 
     def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> Embedding:
@@ -184,7 +189,7 @@ class Build(Protocol):
         ...
 
     def activation(self, name: str) -> Layer:
-        """An elementwise function: "gelu" or "sigmoid"."""
+        """An elementwise function: "gelu", "sigmoid" or "tanh"."""
         ...
 
 

@@ -303,6 +303,7 @@ def worker(
     runner: ModelRunner,
 ) -> TpModelWorker:
     """The worker that the scheduler submits to."""
+    pooling = model.config.pooling
     limits = Limits(
         max_model_len=sizes.max_model_len,
         max_requests=sizes.max_requests,
@@ -316,8 +317,8 @@ def worker(
         takes_masks=True,
         keeps_state=pools.states is not None,
         num_snapshots=sizes.num_snapshots,
+        num_labels=0 if pooling is None else pooling.labels,
     )
-    pooling = model.config.pooling
     pooler = None if pooling is None else Pooler(pooling, model.classify, model.dtype)
     return resolve(package.worker, package.name)(runner, pools.token_table, limits, pooler)
 

@@ -133,6 +133,7 @@ class BatchBuilder:
             new_pages=zeros[:0],
             emits=np.zeros(len(requests), dtype=bool),
             composition=self._composition,
+            token_type_ids=_token_types(requests),
         )
 
     def _start_steady(self, step: int, rows: DecodeRows, collected: int, saves: Ints | None) -> ScheduleBatch:
@@ -189,6 +190,15 @@ def _mode(decodes: int, chunks: int) -> ForwardMode:
 
 def _join(column: Ints, values: list[int]) -> Ints:
     return np.concatenate([column, np.array(values, dtype=np.int32)])
+
+
+def _token_types(requests: list[Request]) -> Ints | None:
+    """Those of all tokens, if some are not of their text's first segment."""
+    if all(request.token_types is None for request in requests):
+        return None
+    types = [request.token_types for request in requests]
+    zeros = (np.zeros_like(request.prompt_ids) for request in requests)
+    return np.concatenate([none if given is None else given for given, none in zip(types, zeros, strict=True)])
 
 
 def _add_history(batch: ScheduleBatch, decodes: int, extended: list[Request]) -> None:

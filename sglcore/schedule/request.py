@@ -68,7 +68,8 @@ class Request:
 
     `rid` is its own name, `request_id` that of the request whose sample `sample_index` it is (none given: `rid`). `seed` is
     the resolved 64-bit seed. A sampled token in `stop_ids` ends the request ("stop"). `leader`: a sibling with the same
-    prompt, whose published prompt this one waits for.
+    prompt, whose published prompt this one waits for. `token_types` int32[P] are the segments of a text to embed that has
+    several.
     Results: `output_ids` (a stop token included); `logprobs`, one entry of N = 1 per emitted token; `prompt_logprobs`,
     entries that together cover prompt tokens 1..P-1. `stop_cause` is the stop token's id or the stop string found.
     `matcher`: has accepted all of `output_ids` but a stop token, and is dropped when the request ends.
@@ -86,6 +87,7 @@ class Request:
     sample_index: int = 0
     stop_ids: frozenset[int] = frozenset()
     task: Literal["generate", "embed"] = "generate"
+    token_types: Ints | None = None
     leader: Request | None = None
     matcher: Matcher | None = None
     request_id: str = ""

@@ -99,6 +99,9 @@ class ForwardInputs(Generic[Array]):
         axis=REQUESTS, split=Split.CLIP, mirror="extend_seq_lens", when=EXTEND
     )
 
+    token_type_ids: Array | None = batch_field(
+        axis=TOKENS, dtype="int32", padding=zero(), read="token_type_ids", when=IF_GIVEN
+    )
     mrope_positions: Array | None = batch_field(
         axis=TOKENS, dtype="int32", padding=zero(), read="mrope_positions", when=IF_GIVEN, lead=(3,)
     )

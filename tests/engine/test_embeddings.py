@@ -17,7 +17,7 @@ from sglcore import LLM
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.engine.text import TextError
 from sglcore.runtime.tp_worker import TpModelWorker
-from tests.checkpoints import qwen3, save
+from tests.checkpoints import bert, qwen3, save
 from tests.laws.test_pooling_laws import write_modules
 
 SENTENCES = [
@@ -124,6 +124,43 @@ def test_a_prompt_of_the_checkpoint_stands_before_the_text_by_its_name(decoder: 
             llm.embed("a fox", prompt_name="passage")
         with pytest.raises(TextError, match="token ids"):
             llm.embed([[3, 4]], prompt_name="query")
+
+
+@pytest.fixture
+def scorer(tmp_path: Path, folder: Path) -> tuple[Path, Any]:
+    """A tiny cross-encoder with a published tokenizer, and transformers' model of it."""
+    oracle = bert("BertForSequenceClassification", num_labels=1, vocab_size=30522)
+    save(oracle, tmp_path)
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    return tmp_path, oracle
+
+
+def test_scores_of_pairs_are_those_of_transformers(scorer: tuple[Path, Any], folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    path, oracle = scorer
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    wanted: list[float] = []
+    for document in SENTENCES[1:]:
+        with torch.no_grad():
+            wanted.append(float(oracle(**tokenizer(SENTENCES[0], document, return_tensors="pt")).logits.sigmoid()))
+    with LLM(str(path), threads=1) as llm:
+        found = llm.score(SENTENCES[0], SENTENCES[1:])
+        np.testing.assert_allclose(found, wanted, atol=2e-4)
+        assert np.ptp(found) > 0.02
+        np.testing.assert_allclose(llm.score([SENTENCES[0]] * 3, SENTENCES[1:]), found, atol=1e-6)
+        assert llm.score("a", []).shape == (0,)
+        with pytest.raises(TextError, match="2 queries for 3 documents"):
+            llm.score(["a", "b"], SENTENCES[1:])
+        with pytest.raises(TextError, match=r"text 1: .*at most 64"):
+            llm.score("a", ["b", "word " * 80])
+        with pytest.raises(TextError, match="use score"):
+            llm.embed("a")
+
+
+def test_a_model_without_a_classification_head_scores_nothing_and_says_so() -> None:
+    with LLM(threads=1, max_requests=1) as llm, pytest.raises(TextError, match=r"ForSequenceClassification.*generate"):
+        llm.score("a", ["b"])
 
 
 def test_a_model_that_generates_does_not_embed_and_says_so() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from sglcore.runtime.pooling import Pooler
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request
-from tests.checkpoints import bert, gemma3, mistral, qwen3, save
+from tests.checkpoints import bert, gemma3, make_oracle, mistral, modernbert, qwen3, roberta, save
 from tests.laws.engine import TOLERANCE, TokenEngine, random_prompts
 
 pytestmark = pytest.mark.needs("device")
@@ -78,6 +79,12 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "qwen3-last": Case(qwen3, unit(last), "lasttoken", True, base_model),
         "qwen3-weighted": Case(qwen3, weighted, "weightedmean"),
         "mistral-window": Case(lambda: mistral(sliding_window=5), unit(last), settings={"task": "embed"}),
+        "xlm-roberta": Case(roberta, unit(mean)),
+        "roberta-head-unread": Case(lambda: roberta("RobertaForMaskedLM", pad_token_id=2), unit(mean)),
+        "modernbert": Case(modernbert, unit(mean), "mean", True),
+        "modernbert-biases": Case(
+            lambda: modernbert("ModernBertForMaskedLM", norm_bias=True, attention_bias=True, mlp_bias=True), unit(mean)
+        ),
         "transformers": Case(gemma3, mean, "mean", settings={"model_impl": "transformers"}),
     }
 )
@@ -90,11 +97,11 @@ def open_engine(case: Case, oracle: Any, folder: Path) -> TokenEngine:
     return TokenEngine(folder, attention_backend="reference", **case.settings)
 
 
-def embed(made: TokenEngine, prompts: Sequence[list[int]], **inputs: Any) -> np.ndarray:
-    """float32 [prompts, size], of as few steps as there can be."""
+def embed(made: TokenEngine, prompts: Sequence[list[int]], types: Sequence[np.ndarray] = ()) -> np.ndarray:
+    """float32 [prompts, size], of as few steps as there can be. `types` are the segments of their tokens."""
     requests = [
-        Request(f"embed-{number}", np.array(prompt), SamplingParams(), task="embed", **inputs)
-        for number, prompt in enumerate(prompts)
+        Request(f"embed-{number}", np.array(prompt), SamplingParams(), task="embed", token_types=of_prompt)
+        for number, (prompt, of_prompt) in enumerate(zip_longest(prompts, types))
     ]
     for request in requests:
         made.scheduler.add(request)
@@ -118,6 +125,50 @@ def test_vectors_of_a_batch_and_of_one_alone_are_those_of_transformers(tmp_path:
     wanted = expected(case, oracle, texts)
     np.testing.assert_allclose(embed(made, texts), wanted, atol=TOLERANCE)
     np.testing.assert_allclose(embed(made, texts[1:2]), wanted[1:2], atol=TOLERANCE)
+    made.worker.close()
+
+
+SCORED: Mapping[str, Callable[[], Any]] = MappingProxyType(
+    {
+        "bert": lambda: bert("BertForSequenceClassification", num_labels=1),
+        "bert-three": lambda: bert("BertForSequenceClassification", num_labels=3),
+        "xlm-roberta": lambda: roberta("XLMRobertaForSequenceClassification", num_labels=1),
+        "modernbert": lambda: modernbert(
+            "ModernBertForSequenceClassification", num_labels=1, classifier_pooling="mean"
+        ),
+        "qwen3": lambda: make_oracle(qwen3(num_labels=2).config, "Qwen3ForSequenceClassification"),
+    }
+)
+
+
+def scores_of(oracle: Any, texts: Sequence[list[int]], types: Sequence[np.ndarray]) -> np.ndarray:
+    rows: list[np.ndarray] = []
+    for text, of_text in zip(texts, types, strict=True):
+        own = {"token_type_ids": torch.tensor(of_text[None]).long()} if "Bert" in type(oracle).__name__[:4] else {}
+        with torch.no_grad():
+            logits = oracle(torch.tensor([text]), **own).logits[0]
+        rows.append((logits.sigmoid() if len(logits) == 1 else logits).numpy())
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_scores_of_a_batch_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    oracle, texts = SCORED[name](), random_prompts(6, (9, 21, 4))
+    types = [np.arange(len(text), dtype=np.int32) >= len(text) // 2 for text in texts]
+    types = [each.astype(np.int32) for each in types]
+    made = TokenEngine(save(oracle, tmp_path), attention_backend="reference")
+    wanted = scores_of(oracle, texts, types)
+    assert made.worker.limits.num_labels == wanted.shape[1]
+    np.testing.assert_allclose(embed(made, texts, types), wanted, atol=TOLERANCE)
+    np.testing.assert_allclose(embed(made, texts[1:2], types[1:2]), wanted[1:2], atol=TOLERANCE)
+    made.worker.close()
+
+
+def test_segments_that_are_lost_would_be_noticed(tmp_path: Path) -> None:
+    oracle, texts = SCORED["bert-three"](), random_prompts(6, (9, 21))
+    types = [np.ones(len(text), np.int32) for text in texts]
+    made = TokenEngine(save(oracle, tmp_path), attention_backend="reference")
+    assert np.abs(embed(made, texts) - scores_of(oracle, texts, types)).max() > 50 * TOLERANCE
     made.worker.close()
 
 
@@ -179,6 +230,10 @@ def sees_all(made: TokenEngine) -> None:
         layer.sliding_window = None
 
 
+def counts_from_zero(made: TokenEngine) -> None:
+    made.worker.runner.model.embeddings.first_position = 0  # pyright: ignore[reportAttributeAccessIssue]
+
+
 DEFECTS = {
     "last-one-early": ("qwen3-last", pools_as(OneEarly)),
     "mean-over-padding": ("transformers", pools_as(Padded)),
@@ -188,6 +243,9 @@ DEFECTS = {
     "encoder-causal": ("bert-cls", sees_otherwise),
     "decoder-not-causal": ("qwen3-weighted", sees_otherwise),
     "window-lost": ("mistral-window", sees_all),
+    "window-one-way": ("modernbert", sees_otherwise),
+    "window-lost-both-ways": ("modernbert", sees_all),
+    "positions-from-zero": ("xlm-roberta", counts_from_zero),
 }
 
 

@@ -39,6 +39,7 @@ def parent(rows: Rows, decode: bool = False, facts: Any = SHARED) -> tuple[Site,
     tokens = {slot + 1: random_tokens(50 + slot, length) for slot, (_, length) in enumerate(rows)}
     count = sum(length for _, length in rows)
     extra = {
+        "token_type_ids": np.arange(count, dtype=np.int32) % 2,
         "mrope_positions": np.arange(3 * count, dtype=np.int32).reshape(3, count),
         "ngram_starts": ints([7 + prefix for prefix, _ in rows]),
         "ngram_lens": ints([length for _, length in rows]),
@@ -66,6 +67,7 @@ def counted(batch: ForwardBatch, rows: Rows, first: int, last: int) -> dict[str,
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
     info = batch.ngram_embedding_info
     assert info is not None and batch.mrope_positions is not None and batch.input_embeds is not None
+    assert batch.token_type_ids is not None
     decode = batch.extend_seq_lens is None
     own = {name: _list(getattr(batch, name)) for name in (*TENSORS, *EXTENDS)}
     return {
@@ -85,6 +87,7 @@ def counted(batch: ForwardBatch, rows: Rows, first: int, last: int) -> dict[str,
         "extend_start_loc": None if decode else [sum(lengths[:i]) for i in range(len(lengths))],
         "num_token_non_padded": [last - first],
         "global_num_tokens": None,
+        "token_type_ids": batch.token_type_ids.tolist()[first:last],
         "mrope_positions": [row[first:last] for row in batch.mrope_positions.tolist()],
         "input_embeds": batch.input_embeds.tolist()[first:last],
         "ngram_embedding_info": {
@@ -268,6 +271,6 @@ def test_a_field_that_refuses_makes_the_batch_unsplittable_only_while_it_is_ther
 def test_views_of_a_child_share_the_parents_memory_where_the_axis_is_only_cut() -> None:
     _, batch = parent([(0, 3), (0, 3)])
     child = filter_batch(batch, 2, 5)
-    for name in ("input_ids", "positions", "out_cache_loc", "mrope_positions"):
+    for name in ("input_ids", "positions", "out_cache_loc", "token_type_ids", "mrope_positions"):
         mine, theirs = getattr(batch, name), getattr(child, name)
         assert mine.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr()

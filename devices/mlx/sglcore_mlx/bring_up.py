@@ -213,6 +213,7 @@ def worker(
         runs_ahead=True,
         generates=not model.config.is_encoder,
         takes_masks=True,
+        num_labels=0 if model.config.pooling is None else model.config.pooling.labels,
     )
 
     def make() -> Stepper:

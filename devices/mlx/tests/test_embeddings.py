@@ -50,7 +50,18 @@ def test_embeddings_of_a_batch_and_of_one_alone_are_those_of_transformers(folder
         np.testing.assert_allclose(llm.embed(SENTENCES[2])[0], expected[2], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["bert-max-mean", "bert-root-mean", "qwen3-weighted", "qwen3-last", "mistral-window"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bert-max-mean",
+        "bert-root-mean",
+        "qwen3-weighted",
+        "qwen3-last",
+        "mistral-window",
+        "xlm-roberta",
+        "modernbert-biases",
+    ],
+)
 def test_poolings_of_encoders_and_decoders_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     from tests.checkpoints import save
     from tests.laws.engine import random_prompts
@@ -66,3 +77,25 @@ def test_poolings_of_encoders_and_decoders_are_those_of_transformers(tmp_path: P
         found = llm.embed(texts)
         np.testing.assert_allclose(llm.embed(texts[1])[0], found[1], atol=1e-5)
     np.testing.assert_allclose(found, expected(case, oracle, texts), atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["bert-three", "xlm-roberta", "modernbert", "qwen3"])
+def test_scores_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    from tests.checkpoints import save
+    from tests.laws.engine import random_prompts
+    from tests.laws.test_pooling_laws import SCORED, scores_of
+
+    oracle, texts = SCORED[name](), random_prompts(6, (9, 21, 4))
+    save(oracle, tmp_path)
+    shutil.copy(str(files("sglcore") / "assets" / "demo" / "tokenizer.json"), tmp_path)
+    types = [np.arange(len(text)) // 4 % 2 for text in texts]
+    with LLM(str(tmp_path), device="mlx", dtype="float32") as llm:
+        tokens = llm.engine.tokens
+        requests = [
+            tokens.embed(str(place), text, of_text.tolist())
+            for place, (text, of_text) in enumerate(zip(texts, types, strict=True))
+        ]
+        while llm.engine.has_work:
+            llm.engine.step()
+        found = np.stack([request.embedding for request in requests if request.embedding is not None])
+    np.testing.assert_allclose(found, scores_of(oracle, texts, types), atol=2e-4)

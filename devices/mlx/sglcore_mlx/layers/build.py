@@ -26,9 +26,9 @@ class Build(Scope):
         """Root mean square norm."""
         return RMSNorm(self.at(name), size, self.config.rms_norm_eps, offset)
 
-    def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
+    def layer_norm(self, name: str, size: int, eps: float, bias: bool = True) -> LayerNorm:
         """Layer norm."""
-        return LayerNorm(self.at(name), size, eps)
+        return LayerNorm(self.at(name), size, eps, bias)
 
     def rotary(self, rope: RopeConfig | None = None) -> Rotary:
         """The rotation of the configuration, or another, in one kernel or composed."""
@@ -72,9 +72,9 @@ class Build(Scope):
 
     def activation(self, name: str) -> Callable[[mx.array], mx.array]:
         """An elementwise function. Raises `ConfigError` for one that is not here."""
-        activations = {"gelu": gelu, "sigmoid": mx.sigmoid}
+        activations = {"gelu": gelu, "sigmoid": mx.sigmoid, "tanh": mx.tanh}
         if name not in activations:
-            raise ConfigError(f"MLX's layers have no activation {name!r}", wanted="'gelu' or 'sigmoid'")
+            raise ConfigError(f"MLX's layers have no activation {name!r}", wanted=", ".join(activations))
         return activations[name]
 
     if not TYPE_CHECKING:

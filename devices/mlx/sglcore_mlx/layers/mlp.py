@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import mlx.core as mx
 
@@ -32,6 +34,17 @@ def gelu_tanh_and_mul(gate_up: mx.array) -> mx.array:
     return (wide * turned).astype(gate.dtype) * up
 
 
+def gelu_and_mul(gate_up: mx.array) -> mx.array:
+    """The same with GELU, exact."""
+    size = gate_up.shape[-1] // 2
+    return gelu(gate_up[..., :size]) * gate_up[..., size:]
+
+
+ACTIVATIONS: Mapping[str, Callable[[mx.array], mx.array]] = MappingProxyType(
+    {"silu": silu_and_mul, "gelu_pytorch_tanh": gelu_tanh_and_mul, "gelu": gelu_and_mul}
+)
+
+
 class GatedMlp:
     """down(activation(gate(x)) * up(x)), with the configuration's activation."""
 
@@ -40,7 +53,7 @@ class GatedMlp:
     def __init__(self, build: Scope, intermediate_size: int, bias: bool = False, fused: str = "") -> None:
         """`fused` is that of `Build.mlp`."""
         hidden_size = build.config.hidden_size
-        self._activate = silu_and_mul if build.config.hidden_act == "silu" else gelu_tanh_and_mul
+        self._activate = ACTIVATIONS[build.config.hidden_act]
         names = [(fused, 2 * intermediate_size)] if fused else [(name, intermediate_size) for name in GATE_AND_UP]
         self.gate_up_proj = build.fused(names, hidden_size, bias)
         self.down_proj = build.linear("down_proj", intermediate_size, hidden_size, bias)

@@ -48,13 +48,13 @@ class HeadNorm:
 
 
 class LayerNorm:
-    """Layer norm with weight and bias [size] (Ba et al. 2016)."""
+    """Layer norm with weight, and with bias or without, [size] (Ba et al. 2016)."""
 
     __slots__ = ("_bias", "_eps", "_weight")
 
-    def __init__(self, build: Scope, size: int, eps: float) -> None:
+    def __init__(self, build: Scope, size: int, eps: float, bias: bool = True) -> None:
         self._weight = build.parameter("weight", size)
-        self._bias = build.parameter("bias", size)
+        self._bias = build.parameter("bias", size) if bias else None
         self._eps = eps
 
     def __call__(self, x: mx.array) -> mx.array:

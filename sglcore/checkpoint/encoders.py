@@ -1,0 +1,44 @@
+"""Configurations of encoders, and of decoders without their output layer, in the words of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+ENCODERS = frozenset(
+    {
+        *("BertModel", "BertForMaskedLM", "BertForSequenceClassification"),
+        *("RobertaModel", "RobertaForMaskedLM", "RobertaForSequenceClassification"),
+        *("XLMRobertaModel", "XLMRobertaForMaskedLM", "XLMRobertaForSequenceClassification"),
+        *("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification"),
+    }
+)
+"""Architectures whose tokens see the later ones."""
+
+CLASSIFIER = "ForSequenceClassification"
+"""How the name of an architecture ends whose pooled hidden states go through a head."""
+
+
+def language_model(architecture: str) -> str:
+    """The name of a decoder with its output layer."""
+    for end in (CLASSIFIER, "Model"):
+        if architecture.endswith(end) and architecture not in ENCODERS:
+            return architecture.removesuffix(end) + "ForCausalLM"
+    return architecture
+
+
+def common_words(architecture: str, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a configuration says in words of its own: ModernBERT of its layers, whose windows reach `local_attention` / 2 to
+    either side, and RoBERTa of positions, which it counts from behind that of padding."""
+    if "RobertaFor" in architecture or "RobertaModel" in architecture:
+        return {"first_position": int(raw.get("pad_token_id", 1)) + 1}
+    if not architecture.startswith("ModernBert"):
+        return {}
+    every, layers = raw.get("global_attn_every_n_layers", 3), raw.get("num_hidden_layers", 22)
+    return {
+        "layer_types": ["sliding_attention" if layer % every else "full_attention" for layer in range(layers)],
+        "sliding_window": raw.get("local_attention", 128) // 2 + 1,
+        "hidden_act": "gelu",
+        "rope_theta": raw.get("global_rope_theta", 160000.0),
+        "rope_local_base_freq": raw.get("local_rope_theta", 10000.0),
+    }

@@ -1,0 +1,21 @@
+"""RoBERTa and XLM-RoBERTa: BERT whose positions are counted from behind that of padding."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from sglcore.models.bert import BertModel, ScoreHead
+from sglcore.models.build import Build
+
+
+class RobertaModel(BertModel):
+    """The encoder, with its head for sequences where it scores."""
+
+    ignored = (r"pooler\..*", r"lm_head\..*")
+    stripped: ClassVar[str] = "roberta."
+
+    def make_head(self, build: Build, labels: int) -> ScoreHead:
+        """Both layers are the head's own."""
+        within, size = build.at("classifier"), self.config.hidden_size
+        scores = within.linear("out_proj", size, labels, bias=True)
+        return ScoreHead(within.linear("dense", size, size, bias=True), build.activation("tanh"), scores)
