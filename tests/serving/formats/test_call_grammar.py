@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import llguidance
@@ -13,7 +12,7 @@ from sglcore.engine.chat_template import TextError
 from sglcore.engine.text import TextCodec
 from sglcore.sampling.grammar import Grammar, GrammarError
 from sglcore.serving.formats.chat_format import ChatFormat
-from tests.serving.formats.checkpoints import FAMILIES, codec_of
+from tests.serving.formats.checkpoints import FAMILIES
 
 SCHEMA = {
     "type": "object",
@@ -38,10 +37,9 @@ WITH_TOOLS = [name for name, family in FAMILIES.items() if family.tools]
 class Case:
     """A checkpoint, its format, and the judge."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        self.codec: TextCodec = codec_of(name, folder)
+    def __init__(self, name: str, codec: TextCodec, form: ChatFormat) -> None:
+        self.codec, self.format = codec, form
         self.special = FAMILIES[name].special
-        self.format = ChatFormat.detect(self.codec)
         self.judge = llguidance.LLTokenizer(self.codec.tokenizer.to_str(), eos_token=256)
 
     def answer(self, *calls: tuple[str, Any]) -> str:
@@ -73,10 +71,9 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+def cases(codecs: dict[str, TextCodec], formats: dict[str, ChatFormat]) -> dict[str, Case]:
     """Of each family with tools."""
-    folder = tmp_path_factory.mktemp("grammars")
-    return {name: Case(name, folder) for name in WITH_TOOLS}
+    return {name: Case(name, codecs[name], formats[name]) for name in WITH_TOOLS}
 
 
 GOOD = {"place": 'a "b" é\nc', "count": 3}

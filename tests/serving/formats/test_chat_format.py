@@ -20,13 +20,6 @@ TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "para
 USER = {"role": "user", "content": "Hi"}
 
 
-@pytest.fixture(scope="module")
-def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatFormat]:
-    """Of each family."""
-    folder = tmp_path_factory.mktemp("formats")
-    return {name: ChatFormat.detect(codec_of(name, folder)) for name in FAMILIES}
-
-
 def called(arguments: Any, **given: Any) -> dict[str, Any]:
     """An answer with a call."""
     function = {"name": "f", "arguments": arguments}

@@ -22,10 +22,10 @@ RECIPIENT_FIRST = ' to=functions.f<|channel|>commentary json<|message|>{"a": [1]
 CALLED = [("f", '{"a": [1]}')]
 
 
-@pytest.fixture(scope="module")
-def form(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
+@pytest.fixture
+def form(formats: dict[str, ChatFormat]) -> ChatFormat:
     """Of a checkpoint whose template writes harmony."""
-    return ChatFormat.detect(codec_of("harmony", tmp_path_factory.mktemp("harmony")))
+    return formats["harmony"]
 
 
 @pytest.mark.parametrize(
