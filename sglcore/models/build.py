@@ -196,10 +196,11 @@ class Build(Protocol):
 class Architecture(ABC):
     """A model. `ignored` are patterns of checkpoint names that it leaves unread; `stripped` is a prefix that a checkpoint's
     names may have before ours. `attention_layers` has each layer's geometry, by its id, and `state_layers` those that keep a
-    state of each request, by an id of their own. `calls_library`: some of its
-    operations are the library's own, between those of the device's kernels."""
+    state of each request, by an id of their own. `calls_library`: some of its operations are the library's own, between those
+    of the device's kernels. `parts` says what of it the device's kernels compute, if not all."""
 
     calls_library: ClassVar[bool] = False
+    parts: str = ""
     ignored: tuple[str, ...] = ()
     stripped: ClassVar[str] = ""
     attention_layers: tuple[Any, ...]

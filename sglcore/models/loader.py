@@ -15,7 +15,7 @@ from sglcore.checkpoint.files import HARMLESS, checkpoint_files
 from sglcore.checkpoint.gguf import is_gguf
 from sglcore.checkpoint.quantization import read_quantization
 from sglcore.device.errors import ConfigError
-from sglcore.device.ledger import DecisionLedger
+from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.layers.build import Build
 from sglcore.layers.scope import Weights
 from sglcore.models.build import Architecture
@@ -68,6 +68,8 @@ def load_model(
         )
     if ledger is not None:
         ledger.record(*refusals.rows())
+        if model.parts:
+            ledger.record(Row("model parts", "auto", "the device's kernels", model.parts, "--model-impl native"))
     with ExitStack() as stack, torch.no_grad():
         sources = _sources(Path(path), config, model, weights, stack)
         packer.load(sources, _counted(sources, progress))

@@ -1,50 +1,207 @@
-"""Linear layers of transformers' classes by the engine's kernels, in whatever form a device reads fastest."""
+"""Layers of transformers' classes by the engine's kernels. Each gives shapes alone until it has weights and kernels by `place`."""
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from sglcore.layers.build import Build
-from sglcore.runtime.kernels.table import KernelTable
+from sglcore.layers.linear import Embedding, Linear
+from sglcore.layers.norm import RMSNorm
+from sglcore.models.transformers_sums import Addend, Sum, added
+from sglcore.runtime.kernels.table import Entry, KernelTable
 
-_CHOOSING = frozenset({"gate", "router", "wg"})
-"""Layers that choose experts stay as they are: a rounding would choose others, and their classes read their weights."""
+
+class Product:
+    """Linear layers (name, layer) with one input, as one product."""
+
+    def __init__(self, linears: Sequence[tuple[str, nn.Linear]]) -> None:
+        first = linears[0][1]
+        self.parts = [(name, each.out_features) for name, each in linears]
+        self.inputs, self.outputs = first.in_features, sum(size for _, size in self.parts)
+        self.has_bias = first.bias is not None
+        self.linear: Linear | None = None
+        self._x: Tensor | None = None
+        self._split: Sequence[Tensor] = ()
+
+    def place(self, build: Build) -> Linear:
+        """Declare the weights, and choose the kernel."""
+        self.linear = made = Linear(build, self.parts, self.inputs, self.has_bias)
+        return made
+
+    def rows(self, x: Tensor) -> Tensor:
+        """[T, in] to [T, out]."""
+        return x.new_empty(x.shape[0], self.outputs) if self.linear is None else self.linear(x)
+
+    def part(self, place: int, x: Tensor) -> Tensor:
+        """[..., in] to what the layer of this place gives. The whole is computed at the first call with an x, and forgotten
+        at the last place's; a call out of turn costs time, no more."""
+        if len(self.parts) == 1:
+            return self._whole(x)
+        if x is not self._x:
+            self._x, self._split = x, self._whole(x).split([size for _, size in self.parts], dim=-1)
+        part = self._split[place]
+        if place == len(self.parts) - 1:
+            self._x, self._split = None, ()
+        return part
+
+    def _whole(self, x: Tensor) -> Tensor:
+        return self.rows(x.reshape(-1, self.inputs)).view(*x.shape[:-1], self.outputs)
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b over any leading dimensions. Its weight is a `Packable`'s, which the loader may keep in another form."""
+    """y = x W^T + b over any leading dimensions, by itself or as a part of a product."""
 
-    def __init__(self, linear: nn.Linear, name: str, build: Build) -> None:
+    def __init__(self, linear: nn.Linear, name: str) -> None:
         super().__init__()
-        self.weights = _Weight(linear, name)
-        self.bias = linear.bias
-        self._sizes = linear.in_features, linear.out_features
-        self._linear = build.kernel(KernelTable.linear, build.rows(linear.in_features), linear.weight, linear.bias)
-        build.weights.linears.append(self.weights)
+        self.name = name
+        self._linear = (linear,)  # out of the reach of who looks for modules
+        self.product, self.part = Product([(name, linear)]), 0
+        self.is_addend = False
+        self.is_read = False
+
+    @property
+    def weight(self) -> Tensor:
+        """For shapes alone: who reads it computes with it by another way, which `is_read` tells."""
+        self.is_read = True
+        return self.linear.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """As `weight`."""
+        self.is_read = True
+        return self.linear.bias
+
+    @property
+    def linear(self) -> nn.Linear:
+        """The layer that it stands for."""
+        return self._linear[0]
+
+    def place(self, build: Build) -> None:
+        """Once for all parts of a product."""
+        if self.part == 0:
+            self.product.place(build)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        inputs, outputs = self._sizes
-        return self._linear(x.reshape(-1, inputs), self.weights.weight, self.bias).view(*x.shape[:-1], outputs)
+        return handed(self.product.part(self.part, x), self.is_addend)
 
 
-class _Weight:
-    """What the loader packs; no module, so that no class of torch's looks into it."""
-
-    def __init__(self, linear: nn.Linear, name: str) -> None:
-        self.names = (f"{name}.weight",)
-        self.may_round = True
-        self.weight: Tensor = linear.weight
+Activation = Entry[Callable[[Tensor], Tensor]]
+"""An entry of the kernel table: of gate and up side by side, their product [T, 2 * I] to [T, I]."""
 
 
-def pack_linears(model: PreTrainedModel, build: Build, plain: Set[nn.Module] = frozenset()) -> None:
-    """Replace every linear layer but those that choose experts, the output layer, whose weight may be the embedding's, and
-    those of `plain`, whose weights others read."""
-    head = model.get_output_embeddings()
-    for name, parent in list(model.named_modules()):
-        for own, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child is not head and child not in plain and own not in _CHOOSING:
-                setattr(parent, own, PackedLinear(child, f"{name}.{own}".removeprefix("."), build))
+class GatedBlock(nn.Module):
+    """down(activation(gate(x)) * up(x)); `gate_up` is the product of gate and up."""
+
+    def __init__(self, gate_up: Product, down: Product, activation: Activation) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+        self.is_addend = False
+        self._activation = activation
+        self._inner: Callable[[Tensor], Tensor] | None = None
+
+    def place(self, build: Build) -> None:
+        """Declare the weights, and choose the kernels."""
+        linear, gated = self.gate_up.place(build), None
+        self.down.place(build)
+        if self._activation is KernelTable.silu_and_mul and not self.gate_up.has_bias:
+            gated = build.kernel(KernelTable.gated_linear, build.rows(self.gate_up.inputs), linear.weight)
+        activate = build.kernel(self._activation, build.rows(self.gate_up.outputs))
+        self._inner = (lambda x: activate(linear(x))) if gated is None else (lambda x: gated(x, linear.weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] to [..., H]."""
+        if self._inner is None:
+            return torch.empty_like(x)
+        out = self.down.rows(self._inner(x.reshape(-1, self.gate_up.inputs)))
+        return handed(out.view(x.shape), self.is_addend)
+
+
+@dataclass(frozen=True, slots=True)
+class NormForm:
+    """Which root mean square norm. `offset` is that of `Build.norm`: None for a row that is cast before the product."""
+
+    eps: float
+    offset: float | None
+
+
+class Norm(nn.Module):
+    """Root mean square norm over the last dimension, together with the addition before it where a `Sum` comes. `heads`: so
+    many of them come as [1, T, heads, size]; None for rows [1, T, size]."""
+
+    def __init__(self, name: str, own: Tensor, form: NormForm) -> None:
+        """`own` is the weight that it stands for, on shapes alone."""
+        super().__init__()
+        self.heads: int | None = None
+        self.is_addend = False
+        self._name, self._form = name, form
+        self._own = (own,)  # no parameter of this module
+        self._norm: RMSNorm | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """As the class has it, for who asks its dtype. Raises `AttributeError` for one that is kept otherwise."""
+        if self._form.offset is not None:
+            raise AttributeError("weight")
+        return self._own[0] if self._norm is None else self._norm.weight
+
+    def place(self, build: Build) -> None:
+        """Declare the weight, and choose the kernels."""
+        scope = build.at(*self._name.split("."))
+        self._norm = RMSNorm(scope, self._own[0].shape[0], self._form.eps, self.heads, self._form.offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] to the same."""
+        if self._norm is None:
+            return torch.empty_like(x)
+        if type(x) is Sum and x.total is None:
+            normed, total = self._norm.add(x.addend[0], x.residual[0])
+            x.total = total[None]
+            return handed(normed[None], self.is_addend)
+        x = added(x)
+        normed = self._norm(x[0])[None] if x.dim() > 2 and x.shape[0] == 1 else self._norm(x)
+        return handed(normed, self.is_addend)
+
+
+class Rows(nn.Module):
+    """An embedding: a row of the weight `name` for each id."""
+
+    def __init__(self, embedding: nn.Embedding, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.is_read = False
+        self._own = (embedding,)  # out of the reach of who looks for modules
+        self._embedding: Embedding | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """For shapes alone: who reads it computes with it by another way, which `is_read` tells."""
+        self.is_read = True
+        return self.own.weight
+
+    @property
+    def own(self) -> nn.Embedding:
+        """The module that it stands for."""
+        return self._own[0]
+
+    def place(self, build: Build) -> Embedding:
+        """Declare the weight, and choose the kernel."""
+        rows, size = self.own.weight.shape
+        self._embedding = made = Embedding(build.at(*self.name.split(".")), rows, size)
+        return made
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """int [1, T] to [1, T, size]."""
+        return self.own(ids) if self._embedding is None else self._embedding(ids[0])[None]
+
+
+Replacement = PackedLinear | GatedBlock | Norm
+
+
+def handed(x: Tensor, is_addend: bool) -> Tensor:
+    """As what is to be added, where that is known; a compiler takes plain tensors."""
+    return x.as_subclass(Addend) if is_addend and not torch.compiler.is_compiling() else x

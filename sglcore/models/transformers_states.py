@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
-from torch.overrides import TorchFunctionMode
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from sglcore.device.batch import ForwardMode
 from sglcore.device.errors import ConfigError
+from sglcore.models.transformers_layers import PackedLinear
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.memory.states import StateTensor
 from sglcore.runtime.state_layer import StateLayer
@@ -92,13 +92,12 @@ class MixerCall:
 
 
 class Mixer(StateLayer):
-    """One such module. Before the walk it keeps nothing; `plain` are its linear layers whose weight its code reads itself.
+    """One such module. Before the walk it keeps nothing.
     `forgets`: with several tokens it begins with no state, whatever it is given; later tokens then come one by one."""
 
     def __init__(self, layer_id: int, module: nn.Module) -> None:
         super().__init__(layer_id, {})
         self.module = module
-        self.plain: set[nn.Module] = set()
         self.forgets = False
         self.size = self._gives_more = 0
         self._call = MixerCall(module)
@@ -142,31 +141,14 @@ class Mixer(StateLayer):
         """Write down what it keeps, by a prompt and a token after it. Raises `ConfigError` if it keeps another state after
         another number of tokens."""
         held: dict[str, Tensor] = {}
-        with _Reads(self.module) as reads:
-            mixed, self._gives_more = self._call(hidden, held)
-            kept = {name: StateTensor(tuple(state.shape[1:]), state.dtype) for name, state in held.items()}
-            self._call(hidden[:, :1], held)
+        mixed, self._gives_more = self._call(hidden, held)
+        kept = {name: StateTensor(tuple(state.shape[1:]), state.dtype) for name, state in held.items()}
+        self._call(hidden[:, :1], held)
         self.size = hidden.shape[2]
-        self.plain |= reads.found
         if self.kept and kept != self.kept:
             raise _refusal(self.module, f"it keeps {kept} of {hidden.shape[1]} tokens, and {self.kept} of fewer")
         self.kept = kept
         return (mixed, *[None] * self._gives_more) if self._gives_more else mixed
-
-
-class _Reads(TorchFunctionMode):
-    """Finds the linear layers of a module whose weight something else than their own product takes."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.found: set[nn.Module] = set()
-        self._owners = {id(each.weight): each for each in module.modules() if type(each) is nn.Linear}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Every function of torch."""
-        if func is not linear:
-            self.found |= {self._owners[id(each)] for each in args if id(each) in self._owners}
-        return func(*args, **(kwargs or {}))
 
 
 def find_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
@@ -216,10 +198,18 @@ def _in_parts(twin: nn.Module, mixer: Mixer, hidden: Tensor, size: int) -> Tenso
 def _twin(module: nn.Module) -> nn.Module:
     """The same module on the host, with random weights in float32, its own buffers, and a forward of its own."""
     copies: dict[int, Any] = {id(each): nn.Parameter(_random(each.shape)) for each in module.parameters()}
+    copies |= {id(each): _like(each.linear) for each in module.modules() if isinstance(each, PackedLinear)}
     copies |= {id(each): each.cpu().float() if each.is_floating_point() else each.cpu() for each in module.buffers()}
     twin = deepcopy(module, copies)
     del twin.forward
     return twin
+
+
+def _like(linear: nn.Linear) -> nn.Linear:
+    made = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None)
+    for parameter in made.parameters():
+        parameter.data = _random(parameter.shape)
+    return made
 
 
 def _random(shape: torch.Size) -> Tensor:

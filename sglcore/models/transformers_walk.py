@@ -6,7 +6,7 @@ function that writes down what it is called with. Masks tell the windows: a mask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ WALK = "sglcore_walk"
 LENGTHS = (3, 260)
 """Tokens of the two walks, which must agree: what begins at some length shows in the second."""
 
-FAR = 1 << 20
+FAR = 1 << 18
 """A place far behind every window."""
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -56,6 +56,7 @@ class _Walk:
     names: dict[int, str]
     calls: list[AttentionCall]
     keys: list[Tensor]
+    attended: dict[nn.Module, list[tuple[Tensor, ...]]]
     windows: dict[MaskFunction, int | None] = field(default_factory=dict)
 
     def window(self, function: MaskFunction) -> int | None:
@@ -94,24 +95,33 @@ class Ones(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def walk(model: PreTrainedModel, has_states: bool = False) -> tuple[AttentionCall, ...]:
-    """Every call of attention of a model on the meta device, in order. Raises `ConfigError` for a model that attends in a
-    way of its own, or nowhere unless it has states beside."""
+def walk(
+    model: PreTrainedModel,
+    attended: dict[nn.Module, list[tuple[Tensor, ...]]] | None = None,
+    lengths: Sequence[int] = LENGTHS,
+    *,
+    has_states: bool = False,
+) -> tuple[AttentionCall, ...]:
+    """Every call of attention of a model on the meta device, in order. `attended` gets the queries, keys and values of each
+    module's. Raises `ConfigError` for a model that attends in a way of its own, or nowhere unless it has states beside."""
     AttentionInterface.register(WALK, _write_down)
     AttentionMaskInterface.register(WALK, _mask)
     model.set_attn_implementation(WALK)
-    short, long = (_calls(model, length) for length in LENGTHS)
-    if not short and not has_states:
+    first, *others = (_calls(model, length, {} if attended is None else attended) for length in lengths)
+    if not first and not has_states:
         raise _refusal(model, "it never calls attention by transformers' interface")
-    if short != long:
-        raise _refusal(model, f"it calls attention otherwise with {LENGTHS[1]} tokens than with {LENGTHS[0]}")
-    return short
+    for length, found in zip(lengths[1:], others, strict=True):
+        if found != first:
+            raise _refusal(model, f"it calls attention otherwise with {length} tokens than with {lengths[0]}")
+    return first
 
 
-def _calls(model: PreTrainedModel, length: int) -> tuple[AttentionCall, ...]:
+def _calls(
+    model: PreTrainedModel, length: int, attended: dict[nn.Module, list[tuple[Tensor, ...]]]
+) -> tuple[AttentionCall, ...]:
     given = torch.ones(1, length, dtype=torch.int64, device="meta")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    with _walking_over(_Walk(names, [], [])) as found, torch.no_grad():
+    with _walking_over(_Walk(names, [], [], attended)) as found, torch.no_grad():
         try:
             model(input_ids=given, attention_mask=given.as_subclass(Ones), use_cache=False)
         except (RuntimeError, NotImplementedError, AttributeError, TypeError, LookupError) as error:
@@ -154,6 +164,7 @@ def _write_down(
     if key.shape[2] != query.shape[2]:
         raise _refusal(module, "it attends to other tokens than those of the step")
     record.keys.append(key)
+    record.attended.setdefault(module, []).append((query, key, value))
     call = AttentionCall(
         module,
         query.shape[1],
@@ -188,10 +199,9 @@ def window_of(mask_function: MaskFunction) -> int | None:
 def _seen_by(mask_function: MaskFunction, place: int) -> int | None:
     keys = torch.arange(place + 2)
     zero = torch.zeros((), dtype=torch.int64)
-    seen = torch.as_tensor(mask_function(zero, zero, torch.tensor(place), keys)).expand(len(keys)).nonzero()[:, 0]
-    count = len(seen)
-    is_tail = count and int(seen[-1]) == place and int(seen[0]) == place + 1 - count
-    if not is_tail:
+    seen = torch.as_tensor(mask_function(zero, zero, torch.tensor(place), keys)).expand(len(keys))
+    count = int(seen.sum())
+    if not count or not seen[place + 1 - count : place + 1].all():
         raise ConfigError(
             "a mask of the model does not show a token itself and those before it", remedy="use another model"
         )

@@ -1,0 +1,98 @@
+"""From attention as transformers' classes call it to the engine's: rows instead of heads, and rotary embedding with the store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from sglcore.device.errors import ConfigError
+from sglcore.layers.attention import Rows
+from sglcore.layers.build import Build
+from sglcore.models.transformers_rotary import Angles, Turn
+from sglcore.models.transformers_walk import AttentionCall
+from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.kernels.table import KernelTable
+
+PAGED = "sglcore_paged"
+"""The name under which transformers finds the engine's attention. It has no mask function, so no masks are made."""
+
+
+class PagedAttention:
+    """The attention of one module. `turn` is what turned its queries and keys, or still has to."""
+
+    __slots__ = ("_rotary_and_store", "_turn", "_wide", "layer")
+
+    def __init__(self, layer: Attention, turn: Turn | None, build: Build) -> None:
+        self.layer = layer
+        self._turn = turn if turn is not None and turn.is_direct else None
+        self._wide = layer.head_dim
+        self._rotary_and_store = None
+        if self._turn is not None and layer.cached:
+            q, kv = build.rows(layer.num_heads * self._wide), build.rows(layer.num_kv_heads * self._wide)
+            cell = build.rows(layer.num_kv_heads, self._wide)
+            turned = build.indices(), self._turn.table(build), self._wide
+            stored = cell, cell, build.indices(dtype=build.index_dtype)
+            self._rotary_and_store = build.kernel(KernelTable.rotary_and_store, q, kv, kv, *turned, *stored)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [1, heads, T, dim], key and value [1, kv_heads, T, dim or less] to [1, T, heads, value's dim]."""
+        wide, size = self._wide, value.shape[3]
+        rows = _rows(query, wide), _rows(key, wide), _rows(value, wide)
+        angles = None if self._turn is None else self._turn.take(query, key)
+        out = self.layer(*(rows if angles is None or self._turn is None else self._turned(self._turn, *rows, angles)))
+        out = out.view(1, query.shape[2], self.layer.num_heads, wide)
+        return out if size == wide else out[..., :size]
+
+    def _turned(self, turn: Turn, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Rows:
+        cells = None if self._rotary_and_store is None else self.layer.cells()
+        if self._rotary_and_store is not None and cells is not None:
+            return self._rotary_and_store(q, k, v, angles.positions, angles.table, self._wide, *cells), None, None
+        return *turn.rows(q, k, angles, self._wide), v
+
+
+def attention_layers(
+    model: nn.Module, calls: tuple[AttentionCall, ...], turns: Mapping[nn.Module, Turn], build: Build
+) -> tuple[Attention, ...]:
+    """One layer for each call, which its module finds again; they are numbered by call."""
+    parameters = dict(model.named_parameters())
+    layers = tuple(
+        Attention(
+            number,
+            call.num_heads,
+            call.num_kv_heads,
+            max(call.head_dim, call.value_dim),
+            call.scaling,
+            call.window,
+            cached=not build.config.is_encoder,
+            softcap=call.softcap,
+            sinks=None if call.sinks is None else parameters[call.sinks],
+        )
+        for number, call in enumerate(calls)
+    )
+    own: dict[nn.Module, list[Attention]] = {}
+    for call, layer in zip(calls, layers, strict=True):
+        own.setdefault(call.module, []).append(layer)
+    for module, found in own.items():
+        if len(found) > 1:
+            raise ConfigError(f"{type(module).__name__} attends {len(found)} times", remedy="use another model")
+        paged = PagedAttention(found[0], turns.get(module), build)
+        module.sglcore_attention = paged  # pyright: ignore[reportArgumentType]
+    return layers
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any
+) -> tuple[Tensor, None]:
+    """As transformers calls attention."""
+    paged: Any = module.sglcore_attention
+    return paged(query, key, value), None
+
+
+def _rows(part: Tensor, wide: int) -> Tensor:
+    """[1, heads, T, dim] to [T, heads * wide], with zeros where a head is narrower."""
+    part = part[0].transpose(0, 1)
+    tokens, heads, size = part.shape
+    return (part if size == wide else pad(part, (0, wide - size))).reshape(tokens, heads * wide)

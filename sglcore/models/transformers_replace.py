@@ -1,0 +1,195 @@
+"""Parts of a model of transformers by the engine's kernels, wherever they are found to compute the same.
+
+Everything happens on shapes alone: modules are replaced by what their twins show; then one walk tells which layers have an input in
+common, which sums go to a norm, and who reads the cosines; and another one that the model calls attention as before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from sglcore.device.errors import ConfigError
+from sglcore.layers.build import Build
+from sglcore.models.transformers_head import PackedHead
+from sglcore.models.transformers_layers import (
+    Activation,
+    GatedBlock,
+    Norm,
+    NormForm,
+    PackedLinear,
+    Product,
+    Replacement,
+    Rows,
+)
+from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn, put_turns, settle
+from sglcore.models.transformers_states import Mixer
+from sglcore.models.transformers_trace import Trace, shared_inputs
+from sglcore.models.transformers_twins import gated_block_of, is_embedding, rms_norm_of
+from sglcore.models.transformers_walk import LENGTHS, AttentionCall, walk
+
+_CHOOSING = frozenset({"gate", "router", "wg"})
+"""Layers that choose experts stay as they are: a rounding would choose others, and their classes read their weights."""
+
+Place = tuple[nn.Module, str, str, nn.Module]
+"""A module's owner, its name there, its name in the model, and itself."""
+
+
+@dataclass(slots=True)
+class Replaced:
+    """What stands in place of a model's own parts, and what attention it then asks for."""
+
+    calls: tuple[AttentionCall, ...] = ()
+    layers: list[Replacement] = field(default_factory=list)
+    head: PackedHead | None = None
+    rotaries: list[Rotary] = field(default_factory=list)
+    turns: Mapping[nn.Module, Turn] = field(default_factory=dict)
+
+    def place(self, build: Build) -> None:
+        """Declare weights, choose kernels and make tables, once the other weights have their places."""
+        heads = () if self.head is None else (self.head,)
+        for each in (*self.layers, *self.rotaries, *self.turns.values(), *heads):
+            each.place(build)
+
+    def __str__(self) -> str:
+        kinds = Counter(type(each) for each in self.layers)
+        products = {id(each.product) for each in self.layers if isinstance(each, PackedLinear)}
+        apart = sum(not turn.is_direct for turn in self.turns.values())
+        turned = {"turned with the store": len(self.turns) - apart, "turned apart": apart}
+        return ", ".join(
+            (
+                f"{kinds[PackedLinear]} linear layers in {len(products)} products",
+                f"{kinds[GatedBlock]} gated blocks",
+                f"{kinds[Norm]} norms",
+                f"{sum(each.is_addend for each in self.layers)} sums before a norm",
+                *([f"{count} {words}" for words, count in turned.items() if count] or ["0 turned"]),
+            )
+        )
+
+
+def replace(
+    model: PreTrainedModel, keeps: Callable[[str], bool], mixers: Sequence[Mixer] = (), *, is_whole: bool = True
+) -> Replaced:
+    """Replace what can be of a model on the meta device; without `is_whole`, and in layers with states, linear layers alone.
+    Parameters whose name `keeps` are the class's own. Raises what `walk` raises."""
+    found, dtype, has_states = Replaced(), model.dtype, bool(mixers)
+    if is_whole:
+        own = {part for mixer in mixers for part in mixer.module.modules()}
+        found.layers += _blocks([place for place in _places(model, keeps) if place[0] not in own], dtype)
+        found.layers += _norms([place for place in _places(model, keeps) if place[0] not in own], dtype)
+        found.head = _head(model, keeps)
+    linears = list(_linears(list(_places(model, keeps)), model.get_output_embeddings()))
+    turns, trace, seen = put_turns(model) if is_whole else {}, Trace(), RotaryTrace()
+    attended: dict[nn.Module, list[tuple[Tensor, ...]]] = {}
+    with seen.watching(model), trace.watching(model):
+        calls = walk(model, attended, has_states=has_states)
+    for owner, name, linear in linears:
+        if linear.is_read:
+            setattr(owner, name, linear.linear)
+    found.layers += [linear for _, _, linear in linears if not linear.is_read]
+    if found.head is not None and (found.head.is_read or (found.head.tied is not None and found.head.tied.is_read)):
+        _take_back(model, found.head)
+        found.head = None
+    if is_whole:
+        _join(trace)
+        found.rotaries, found.turns = settle(model, turns, seen, trace, attended)
+        if walk(model, lengths=LENGTHS[:1], has_states=has_states) != calls:
+            raise ConfigError("attention is called otherwise than before", remedy="use another model")
+    found.calls = calls
+    return found
+
+
+def _places(model: PreTrainedModel, keeps: Callable[[str], bool]) -> Iterator[Place]:
+    """Modules that one module owns, none of whose parameters is another's or `keeps`."""
+    owners = Counter(id(child) for module in model.modules() for child in module.children())
+    stored = model.state_dict(keep_vars=True)
+    uses = Counter(id(parameter) for parameter in stored.values())
+    fixed = {id(parameter) for name, parameter in stored.items() if uses[id(parameter)] > 1 or keeps(name)}
+    for prefix, owner in list(model.named_modules()):
+        for name, child in list(owner.named_children()):
+            if owners[id(child)] == 1 and not any(id(parameter) in fixed for parameter in child.parameters()):
+                yield owner, name, f"{prefix}.{name}".removeprefix("."), child
+
+
+def _blocks(places: Iterable[Place], dtype: torch.dtype) -> Iterator[GatedBlock]:
+    known: dict[object, tuple[tuple[str, ...], Activation] | None] = {}
+    for owner, name, path, module in places:
+        key = _kind(module)
+        if key not in known:
+            known[key] = gated_block_of(module, dtype)
+        if (form := known[key]) is not None:
+            roles, activation = form
+            *parts, down = ((f"{path}.{role}", cast("nn.Linear", module._modules[role])) for role in roles)
+            block = GatedBlock(Product(parts), Product([down]), activation)
+            setattr(owner, name, block)
+            yield block
+
+
+def _norms(places: Iterable[Place], dtype: torch.dtype) -> Iterator[Norm]:
+    known: dict[object, NormForm | None] = {}
+    for owner, name, path, module in places:
+        key = _kind(module)
+        if key not in known:
+            known[key] = rms_norm_of(module, dtype)
+        if (form := known[key]) is not None:
+            norm = Norm(path, cast("Tensor", module.weight), form)
+            setattr(owner, name, norm)
+            yield norm
+
+
+def _linears(places: Iterable[Place], head: nn.Module | None) -> Iterator[tuple[nn.Module, str, PackedLinear]]:
+    """All but those that choose experts, and the output layer, whose weight may be the embedding's."""
+    for owner, name, path, module in places:
+        if type(module) is nn.Linear and module is not head and name not in _CHOOSING:
+            linear = PackedLinear(module, path)
+            setattr(owner, name, linear)
+            yield owner, name, linear
+
+
+def _head(model: PreTrainedModel, keeps: Callable[[str], bool]) -> PackedHead | None:
+    """In place of the output layer; and of the embedding, where they have one weight. None where something else may have it."""
+    own, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if type(own) is not nn.Linear or own.bias is not None:
+        return None
+    names = {id(module): name for name, module in model.named_modules()}
+    shared = [name for name, each in model.state_dict(keep_vars=True).items() if each is own.weight]
+    name, given = names[id(own)], names[id(embedding)]
+    is_tied = sorted(shared) == sorted({f"{name}.weight", f"{given}.weight"}) and is_embedding(embedding)
+    if any(map(keeps, shared)) or not (is_tied or shared == [f"{name}.weight"]) or "." in name:
+        return None
+    tied = Rows(cast("nn.Embedding", embedding), given) if is_tied else None
+    if tied is not None:
+        model.set_input_embeddings(tied)
+    head = PackedHead(own, name, tied)
+    model.set_output_embeddings(head)
+    return head
+
+
+def _take_back(model: PreTrainedModel, head: PackedHead) -> None:
+    model.set_output_embeddings(head.own)
+    if head.tied is not None:
+        model.set_input_embeddings(head.tied.own)
+
+
+def _kind(module: nn.Module) -> object:
+    """Modules of one kind have twins that do the same."""
+    values = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
+    return type(module), repr(module), tuple(values.items())
+
+
+def _join(trace: Trace) -> None:
+    """Tell the layers what the walk has shown."""
+    for norm, heads in trace.heads().items():
+        norm.heads = next(iter(heads)) if len(heads) == 1 else None
+    for layer in trace.addends():
+        layer.is_addend = True
+    for group in shared_inputs(trace.products):
+        product = Product([(each.name, each.linear) for each in group])
+        for place, each in enumerate(group):
+            each.product, each.part = product, place

@@ -1,0 +1,287 @@
+"""Rotary embedding of transformers' classes: its cosines and sines as tables made once, its turning as the kernel's.
+
+A module that makes cosines and sines of positions hands on `Angles` in their place. The function by which an attention module
+turns queries and keys is known by what it does, and replaced in a copy of the globals of that module's forward: nothing of
+transformers is changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from sglcore.layers.build import Build
+from sglcore.models.transformers_trace import Trace
+from sglcore.runtime.kernels import reference
+from sglcore.runtime.kernels.table import KernelTable
+
+TurnFunction = Callable[..., tuple[Tensor, Tensor]]
+"""Of queries and keys [1, heads, T, D], cosines and sines [1, T, R]: both, turned."""
+Attended = Mapping[nn.Module, Sequence[tuple[Tensor, ...]]]
+"""The queries, keys and values that each module called attention with, in a walk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """In place of cosines and sines: float32 [P, R] as kernels want them, and the positions int [T] of the step's tokens."""
+
+    table: Tensor
+    positions: Tensor
+
+
+class Rotary(nn.Module):
+    """In place of a module that makes cosines and sines, `size` of each for a position. `calls` are what it is called with."""
+
+    def __init__(self, own: nn.Module, calls: Mapping[Any, tuple[Any, Any]], size: int) -> None:
+        super().__init__()
+        self.own = own
+        self._calls = calls
+        self._tables = {key: torch.empty(1, size, device="meta") for key in calls}
+
+    def place(self, build: Build) -> None:
+        """Make the tables, in float32; not where cosines are of neighbours instead of halves, which stay as they were."""
+        tables = {key: self._table(call, build.max_positions) for key, call in self._calls.items()}
+        self._tables = {key: table.to(build.weights.device) for key, table in tables.items() if table is not None}
+
+    def _table(self, call: tuple[Any, Any], count: int) -> Tensor | None:
+        """float32 [count, R]: R / 2 cosines, then R / 2 sines, of each position."""
+        own, places = deepcopy(self.own).cpu(), torch.arange(count)[None]
+        args, named = tree_map_only(Tensor, lambda each: torch.zeros(1) if each.is_floating_point() else places, call)
+        parts = [part[0].float().chunk(2, dim=-1) for part in own(*args, **named)]
+        if any(not torch.equal(*halves) for halves in parts):
+            return None
+        return torch.cat([first for first, _ in parts], dim=-1)
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """Twice the same angles."""
+        key, positions = _key(args, named)
+        if key not in self._tables:
+            return self.own(*args, **named)
+        angles = Angles(self._tables[key], positions[0])
+        return angles, angles
+
+
+def _key(args: Any, named: Any) -> tuple[Any, Tensor]:
+    """What a rotary module is called with beside tensors, and the positions among those."""
+    others = tuple(each for each in args if not isinstance(each, Tensor))
+    by_name = tuple((name, each) for name, each in named.items() if not isinstance(each, Tensor))
+    tensors = (each for each in (*args, *named.values()) if isinstance(each, Tensor))
+    return (others, by_name), next(each for each in tensors if not each.is_floating_point())
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of a function that turns: what it was given, and what it gave."""
+
+    q: Tensor
+    k: Tensor
+    cos: Tensor
+    sin: Tensor
+    is_plain: bool
+    turned: tuple[Tensor, Tensor]
+
+
+class Turn:
+    """In place of the function by which an attention module turns its queries and keys.
+
+    `is_direct`: what it gives goes to attention, so that turning may wait for it and be one kernel with storing keys.
+    """
+
+    def __init__(self, function: TurnFunction) -> None:
+        self.function = function
+        self.is_direct = False
+        self._size, self._heads = 0, (0, 0, 0)
+        self._calls: list[_Call] | None = []
+        self._held: tuple[Tensor, Tensor, Angles] | None = None
+        self._rotary = reference.rotary
+
+    def place(self, build: Build) -> None:
+        """Choose the kernel; what a walk left is forgotten."""
+        self._held = None
+        heads, kv_heads, head_dim = self._heads
+        given = build.rows(heads * head_dim), build.rows(kv_heads * head_dim), build.indices()
+        self._rotary = build.kernel(KernelTable.rotary, *given, self.table(build), head_dim)
+
+    def table(self, build: Build) -> Tensor:
+        """What angles look like, without content."""
+        return torch.empty(build.max_positions, self._size, device="meta")
+
+    def __call__(self, q: Tensor, k: Tensor, cos: Any, sin: Any, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        """Both turned, or as they are if that waits; a compiler takes them turned."""
+        if type(cos) is not Angles:
+            return self._by_class(q, k, cos, sin, *more, **named)
+        if self.is_direct and not torch.compiler.is_compiling():
+            self._held = q, k, cos
+            return q, k
+        shapes = [(part.shape[2], part.shape[1], part.shape[3]) for part in (q, k)]
+        rows = [
+            part[0].transpose(0, 1).reshape(size, heads * dim)
+            for part, (size, heads, dim) in zip((q, k), shapes, strict=True)
+        ]
+        turned = self.rows(rows[0], rows[1], cos, q.shape[3])
+        q, k = (part.view(shape).transpose(0, 1)[None] for part, shape in zip(turned, shapes, strict=True))
+        return q, k
+
+    def rows(self, q: Tensor, k: Tensor, angles: Angles, head_dim: int) -> tuple[Tensor, Tensor]:
+        """[T, heads * head_dim] and [T, kv_heads * head_dim], turned."""
+        return self._rotary(q, k, angles.positions, angles.table, head_dim)
+
+    def _by_class(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
+        if self._calls is None:
+            return self.function(q, k, cos, sin, *more, **named)
+        # Nothing reads the angles here: who else does shows.
+        turned = torch.empty_like(q), torch.empty_like(k)
+        is_plain = not more and named in ({}, {"unsqueeze_dim": 1})
+        self._calls.append(_Call(q, k, cos, sin, is_plain, turned))
+        return turned
+
+    @property
+    def read(self) -> Iterator[Tensor]:
+        """The cosines and sines that it was given."""
+        return (each for call in self._calls or () for each in (call.cos, call.sin))
+
+    def is_kernels(self) -> bool:
+        """Whether every call that was watched is the kernel's."""
+        return all(_is_kernels(self.function, call) for call in self._calls or ())
+
+    def settle(self, attended: Sequence[tuple[Tensor, ...]]) -> None:
+        """Watch no more. `attended` are the queries, keys and values that the module called attention with."""
+        calls, self._calls = self._calls or [], None
+        first = calls[0]
+        self._size, self._heads = first.cos.shape[2], (first.q.shape[1], first.k.shape[1], first.q.shape[3])
+        pairs = zip((call.turned for call in calls), attended, strict=False)
+        is_same = all(q is of[0] and k is of[1] and of[2].shape[3] == q.shape[3] for (q, k), of in pairs)
+        self.is_direct = is_same and len(calls) == len(attended)
+
+    def take(self, q: Tensor, k: Tensor) -> Angles | None:
+        """The angles by which these are still to be turned; None if they are as attention wants them."""
+        if self._held is None:
+            return None
+        (held_q, held_k, angles), self._held = self._held, None
+        assert q is held_q and k is held_k, "queries or keys changed between rotary embedding and attention"
+        return angles
+
+
+def _is_kernels(function: TurnFunction, call: _Call) -> bool:
+    is_heads = call.q.dim() == 4 and call.k.dim() == 4 and call.q.shape[-1] == call.k.shape[-1]
+    sizes = call.q.shape[-1], call.cos.shape[-1]
+    return call.is_plain and is_heads and call.cos.shape == call.sin.shape and is_of_halves(function, *sizes)
+
+
+def is_of_halves(function: TurnFunction, head_dim: int, size: int) -> bool:
+    """Whether a function turns the first `size` elements of each head as the kernel does."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, 5, head_dim, generator=generator) for heads in (3, 2))
+    table = torch.randn(5, size, generator=generator)
+    cos, sin = (torch.cat((half, half), dim=-1)[None] for half in table.chunk(2, dim=-1))
+    rows = [part[0].transpose(0, 1).reshape(5, -1) for part in (q, k)]
+    wanted = reference.rotary(rows[0], rows[1], torch.arange(5), table, head_dim)
+    try:
+        found = function(q, k, cos, sin)
+        return all(
+            torch.allclose(part[0].transpose(0, 1).reshape(5, -1), each, rtol=1e-5, atol=1e-6)
+            for part, each in zip(found, wanted, strict=True)
+        )
+    except (TypeError, RuntimeError, AttributeError, ValueError, LookupError, AssertionError):
+        return False
+
+
+def put_turns(model: nn.Module) -> dict[nn.Module, Turn]:
+    """A `Turn` in place of every such function that a module's forward calls by one name."""
+    names: dict[Any, str | None] = {}
+    found: dict[nn.Module, Turn] = {}
+    for module in model.modules():
+        forward = type(module).forward
+        if not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward:
+            continue
+        if forward not in names:
+            names[forward] = _turning_name(forward)
+        if (name := names[forward]) is not None:
+            found[module] = turn = Turn(forward.__globals__[name])
+            own = {**forward.__globals__, name: turn}
+            del own["__name__"]  # by it torch's compiler would look globals up in transformers' module
+            copied = FunctionType(forward.__code__, own, forward.__name__, forward.__defaults__, forward.__closure__)
+            copied.__kwdefaults__ = forward.__kwdefaults__
+            module.forward = MethodType(copied, module)
+    return found
+
+
+def _turning_name(forward: FunctionType) -> str | None:
+    own = forward.__globals__
+    named = [name for name in forward.__code__.co_names if inspect.isfunction(own.get(name))]
+    turning = [name for name in named if _takes_four(own[name]) and is_of_halves(own[name], 8, 8)]
+    return turning[0] if len(turning) == 1 else None
+
+
+def _takes_four(function: FunctionType) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return sum(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters) == 4
+
+
+class RotaryTrace:
+    """What modules without parameters give for positions, in a walk."""
+
+    def __init__(self) -> None:
+        self.calls: dict[nn.Module, dict[Any, tuple[Any, Any]]] = {}
+        self.made: dict[nn.Module, list[Tensor]] = {}
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """The calls of the model inside."""
+        found = [each for each in model.modules() if each._buffers and not each._modules and not each.state_dict()]
+        hooks = [each.register_forward_hook(self._after, with_kwargs=True) for each in found]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _after(self, module: nn.Module, args: Any, named: Any, out: Any) -> Any:
+        """Tensors in place of those that it gave, which nobody has read yet."""
+        tensors = [each for each in (*args, *named.values()) if isinstance(each, Tensor)]
+        positions = [each for each in tensors if not each.is_floating_point()]
+        if len(positions) != 1 or not isinstance(out, tuple) or len(out) != 2:
+            return None
+        size = positions[0].shape
+        if any(not isinstance(each, Tensor) or each.dim() != 3 or each.shape[:2] != size for each in out):
+            return None
+        made = tuple(torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in out)
+        self.calls.setdefault(module, {})[_key(args, named)[0]] = args, named
+        self.made.setdefault(module, []).extend(made)
+        return made
+
+
+def settle(
+    model: nn.Module, turns: Mapping[nn.Module, Turn], seen: RotaryTrace, trace: Trace, attended: Attended
+) -> tuple[list[Rotary], dict[nn.Module, Turn]]:
+    """Replace the modules whose angles only such turns read, and take back the turns that read others."""
+    own = {id(each): module for module, made in seen.made.items() for each in made}
+    makers = {module: {own.get(id(each)) for each in turn.read} for module, turn in turns.items()}
+    refused = {module for module, made in seen.made.items() if any(trace.is_read(each) for each in made)}
+    refused |= {maker for module, turn in turns.items() if not turn.is_kernels() for maker in makers[module]}
+    kept: dict[nn.Module, Turn] = {}
+    for module, turn in turns.items():
+        if makers[module] and makers[module] <= seen.made.keys() - refused:
+            turn.settle(attended.get(module, []))
+            kept[module] = turn
+        else:
+            del module.forward
+    used = {maker for module in kept for maker in makers[module] if maker is not None}
+    return _replaced(model, {each: Rotary(each, seen.calls[each], seen.made[each][0].shape[2]) for each in used}), kept
+
+
+def _replaced(model: nn.Module, made: Mapping[nn.Module, Rotary]) -> list[Rotary]:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child in made:
+                setattr(parent, name, made[child])
+    return list(made.values())

@@ -1,0 +1,146 @@
+"""What becomes of the layers' tensors in a walk: which layers take the same input, and which sums go to a norm and nowhere else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sglcore.models.transformers_layers import GatedBlock, Norm, PackedLinear, Replacement
+
+
+@dataclass(frozen=True, slots=True)
+class _Addition:
+    """At which step, of what."""
+
+    step: int
+    operands: tuple[Tensor, Tensor]
+
+
+class Trace(TorchDispatchMode):
+    """Inside `watching`: every operation of torch, and every call of the layers that stand for a model's own. Tensors are kept,
+    so that each is known by its identity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: list[tuple[PackedLinear, Tensor]] = []
+        self._normed: list[tuple[Norm, Tensor]] = []
+        self._given: dict[int, tuple[Replacement, int]] = {}
+        self._kept: list[Tensor] = []
+        self._step = 0
+        self._reads: dict[int, list[int]] = {}
+        self._additions: dict[int, _Addition] = {}
+        self._fixed: set[int] = set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch asks it while the class is made; yes would import its compiler, a second of every start.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._step += 1
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, Tensor):
+                self._kept.append(each)
+                self._reads.setdefault(_memory(each), []).append(self._step)
+        if func is torch.ops.aten.add.Tensor and isinstance(args[1], Tensor) and not kwargs:
+            self._kept.append(result)
+            self._additions[id(result)] = _Addition(self._step, (args[0], args[1]))
+        return result
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """The calls of the model inside."""
+        self._fixed = {_memory(each) for each in (*model.parameters(), *model.buffers())}
+        hooks = []
+        for module in model.modules():
+            if isinstance(module, PackedLinear | GatedBlock | Norm):
+                hooks += [module.register_forward_pre_hook(self._before), module.register_forward_hook(self._after)]
+        try:
+            with self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        (x,) = args
+        if isinstance(module, Norm):
+            self._normed.append((module, x))
+        if isinstance(module, PackedLinear):
+            self.products.append((module, x))
+
+    def _after(self, module: Any, _: Any, out: Tensor) -> None:
+        self._kept.append(out)
+        self._given[id(out)] = module, self._step
+
+    def is_read(self, tensor: Tensor, after: int = 0) -> bool:
+        """Whether an operation later than this has had a tensor's memory among its arguments."""
+        return any(step > after for step in self._reads.get(_memory(tensor), ()))
+
+    def heads(self) -> dict[Norm, set[int | None]]:
+        """How many of them each norm is called with; None for rows."""
+        found: dict[Norm, set[int | None]] = {}
+        for norm, x in self._normed:
+            found.setdefault(norm, set()).add(x.shape[2] if x.dim() == 4 else None)
+        return found
+
+    def addends(self) -> set[Replacement]:
+        """The layers all of whose results are added to a tensor, of which nobody hears afterwards, as nobody does of the
+        result, and whose sum comes to a norm."""
+        fused: Counter[Replacement] = Counter()
+        for norm, x in self._normed:
+            addition = self._additions.get(id(x))
+            if addition is not None and norm.heads is None and self._may_spoil(addition):
+                first, second = addition.operands
+                fused.update(self._giver(second, addition.step) or self._giver(first, addition.step))
+        calls = Counter(module for module, _ in self._given.values())
+        return {module for module, count in fused.items() if count == calls[module]}
+
+    def _giver(self, operand: Tensor, step: int) -> list[Replacement]:
+        """The layer that gave an operand, if nobody heard of it before this addition."""
+        if id(operand) not in self._given:
+            return []
+        module, given = self._given[id(operand)]
+        return [module] if [each for each in self._reads[_memory(operand)] if each > given] == [step] else []
+
+    def _may_spoil(self, addition: _Addition) -> bool:
+        first, second = addition.operands
+        is_rows = first.shape == second.shape and first.dim() == 3 and first.dtype is second.dtype
+        if not is_rows or _memory(first) == _memory(second):
+            return False
+        return all(
+            each.is_contiguous()
+            and each.untyped_storage().nbytes() == each.numel() * each.element_size()
+            and _memory(each) not in self._fixed
+            and not self.is_read(each, addition.step)
+            for each in addition.operands
+        )
+
+
+def shared_inputs(calls: Iterable[tuple[PackedLinear, Tensor]]) -> list[Sequence[PackedLinear]]:
+    """The linear layers that are always called with the same tensor, of each other's kind, in the order of their calls."""
+    by_input: dict[int, list[PackedLinear]] = {}
+    for module, x in calls:
+        by_input.setdefault(id(x), []).append(module)
+    groups = {tuple(group) for group in by_input.values()}
+    times = Counter(module for group in groups for module in group)
+    return [
+        group for group in groups if len(group) > 1 and _is_one_kind(group) and all(times[each] == 1 for each in group)
+    ]
+
+
+def _is_one_kind(group: Sequence[PackedLinear]) -> bool:
+    return len({(each.product.inputs, each.product.has_bias) for each in group}) == 1
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,140 @@
+"""What a module of transformers computes, found by trying: its twin, small and with random weights, against a kernel.
+
+No name of a class decides. A module is what a kernel is where both give the same, in float32 and, to the bit, in the model's own
+dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from itertools import permutations
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from sglcore.models.transformers_layers import Activation, NormForm
+from sglcore.runtime.kernels import reference
+from sglcore.runtime.kernels.table import KernelTable
+
+M = TypeVar("M", bound=nn.Module)
+
+OFFSETS = (None, 0.0, 1.0)
+"""Of a norm's weight, as in `NormForm`."""
+
+ACTIVATIONS: Sequence[Activation] = (KernelTable.silu_and_mul, KernelTable.gelu_tanh_and_mul)
+"""Of a gated block."""
+
+HIDDEN, INNER = 8, 6
+"""Sizes of a block's twin."""
+
+_SIZES = torch.tensor([1e-4, 1e-2, 1.0, 30.0])[:, None]
+"""Of a norm's rows: epsilon shows in small ones."""
+
+
+def rms_norm_of(module: nn.Module, dtype: torch.dtype) -> NormForm | None:
+    """As which norm of its weight a module computes; None if it is none."""
+    weight = module._parameters.get("weight")
+    if len(module._parameters) != 1 or weight is None or weight.dim() != 1 or module._modules or module._buffers:
+        return None
+    numbers = sorted({value for value in vars(module).values() if isinstance(value, float)})
+    forms = (NormForm(eps, offset) for offset in OFFSETS for eps in numbers)
+    return next((form for form in forms if _is_rms_norm(module, weight.shape[0], form, dtype)), None)
+
+
+def _is_rms_norm(module: nn.Module, size: int, form: NormForm, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = torch.randn(4, size, generator=generator) * _SIZES, torch.randn(size, generator=generator)
+    for kind in dict.fromkeys((torch.float32, dtype)):
+        x, own = rows.to(kind)[None], weight.to(kind)
+        found = _tried(_twin(module, parameters={"weight": nn.Parameter(own, requires_grad=False)}), x)
+        wide = own if form.offset is None else own.float() + form.offset
+        if found is None or not _is_same(found, reference.rms_norm(x, wide, form.eps)):
+            return False
+    return True
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """Whether a module gives the rows of its weight, and nothing else."""
+    weight = module._parameters.get("weight")
+    if len(module._parameters) != 1 or weight is None or weight.dim() != 2 or type(module) is nn.Linear:
+        return False
+    own, ids = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([[4, 0, 2, 4]])
+    found = _tried(_twin(module, parameters={"weight": nn.Parameter(own, requires_grad=False)}), ids)
+    return found is not None and torch.equal(found, own[ids])
+
+
+def gated_block_of(module: nn.Module, dtype: torch.dtype) -> tuple[tuple[str, ...], Activation] | None:
+    """The names of a module's linear layers in the order gate, up, down with which it is down(activation(gate(x)) * up(x)), or
+    gate with up, down; and the activation. None if it is not such a block."""
+    linears = {name: child for name, child in module._modules.items() if type(child) is nn.Linear}
+    others = [each for name, each in module.named_children() if name not in linears]
+    if len(linears) not in (2, 3) or module._parameters or module._buffers or any(_has_state(each) for each in others):
+        return None
+    fitting = [roles for roles in permutations(linears) if _fits(linears, roles)]
+    forms = ((roles, activation) for activation in ACTIVATIONS for roles in fitting)
+    return next((form for form in forms if _is_block(module, *form, dtype)), None)
+
+
+def _has_state(module: nn.Module) -> bool:
+    return any(True for _ in (*module.parameters(), *module.buffers()))
+
+
+def _fits(linears: Mapping[str, nn.Linear], roles: Sequence[str]) -> bool:
+    *parts, down = (linears[name] for name in roles)
+    inner = sum(each.out_features for each in parts)
+    one = {(each.in_features, each.out_features, each.bias is None) for each in parts}
+    return len(one) == 1 and inner == 2 * down.in_features and down.out_features == parts[0].in_features
+
+
+def _is_block(module: nn.Module, roles: Sequence[str], activation: Activation, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    for kind in dict.fromkeys((torch.float32, dtype)):
+        *parts, down = (
+            _small(module._modules[name], name == roles[-1], len(roles), generator).to(kind) for name in roles
+        )
+        x = torch.randn(1, 5, HIDDEN, generator=generator).to(kind)
+        gate_up = torch.cat([linear(x, each.weight, each.bias) for each in parts], dim=-1)
+        wanted = down(activation.reference(gate_up))
+        found = _tried(_twin(module, modules=dict(zip(roles, (*parts, down), strict=True))), x)
+        if found is None or not _is_same(found, wanted):
+            return False
+    return True
+
+
+def _small(own: Any, is_down: bool, count: int, generator: torch.Generator) -> nn.Linear:
+    """A linear layer as this one, with the sizes of a twin."""
+    inputs, outputs = (INNER, HIDDEN) if is_down else (HIDDEN, INNER if count == 3 else 2 * INNER)
+    made = nn.Linear(inputs, outputs, bias=own.bias is not None)
+    for parameter in made.parameters():
+        parameter.requires_grad_(False).copy_(torch.randn(parameter.shape, generator=generator))
+    return made
+
+
+def _twin(
+    module: M, parameters: Mapping[str, nn.Parameter] | None = None, modules: Mapping[str, nn.Module] | None = None
+) -> M:
+    """A module as this one, with other parameters or parts."""
+    twin = copy(module)
+    twin._parameters = {**module._parameters, **(parameters or {})}
+    twin._modules = {**module._modules, **(modules or {})}
+    return twin
+
+
+def _tried(module: nn.Module, x: Tensor) -> Tensor | None:
+    """What it gives, if it takes one tensor and gives one."""
+    try:
+        with torch.no_grad():
+            found = module(x)
+    except (TypeError, RuntimeError, AttributeError, ValueError, LookupError):
+        return None
+    return found if isinstance(found, Tensor) else None
+
+
+def _is_same(found: Tensor, wanted: Tensor) -> bool:
+    if found.shape != wanted.shape or found.dtype is not wanted.dtype:
+        return False
+    exact = wanted.dtype is not torch.float32
+    return torch.equal(found, wanted) if exact else torch.allclose(found, wanted, rtol=1e-5, atol=1e-7)

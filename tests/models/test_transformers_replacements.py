@@ -1,0 +1,309 @@
+"""Parts of transformers' models by the engine's kernels: only what computes the same is replaced, and a defect in any of it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, silu
+
+from sglcore.models.transformers_layers import GatedBlock, Norm, NormForm, PackedLinear, Product
+from sglcore.models.transformers_replace import Replaced, replace
+from sglcore.models.transformers_rotary import Rotary, Turn, is_of_halves
+from sglcore.models.transformers_sums import Addend, Sum, added
+from sglcore.models.transformers_twins import gated_block_of, is_embedding, rms_norm_of
+from sglcore.runtime.kernels.table import KernelTable
+from tests.models.test_transformers_models import empty, sizes_of
+from tests.models.transformers_cases import compare, load, tiny_model
+
+Patch = pytest.MonkeyPatch
+HALF = torch.bfloat16
+
+
+def replaced(kind: str, change: Callable[[Any], None] | None = None) -> tuple[Any, Replaced]:
+    """A model on shapes alone, changed, with what stands in it."""
+    model = empty(kind).eval()
+    if change is not None:
+        change(model)
+    return model, replace(model, lambda name: False)
+
+
+# -- what is replaced --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (
+            "llama",
+            "12 linear layers in 6 products, 3 gated blocks, 7 norms, 6 sums before a norm, 3 turned with the store",
+        ),
+        (
+            "gemma3_text",
+            "12 linear layers in 6 products, 3 gated blocks, 19 norms, 6 sums before a norm, 3 turned with the store",
+        ),
+        ("stablelm", "12 linear layers in 6 products, 3 gated blocks, 0 norms, 0 sums before a norm, 3 turned apart"),
+        ("glm4", "12 linear layers in 6 products, 3 gated blocks, 13 norms, 6 sums before a norm, 0 turned"),
+        (
+            "granite",
+            "12 linear layers in 6 products, 3 gated blocks, 7 norms, 0 sums before a norm, 3 turned with the store",
+        ),
+    ],
+    ids=lambda given: given if len(given) < 20 else "",
+)
+def test_what_is_replaced_is_told(kind: str, told: str) -> None:
+    assert str(replaced(kind)[1]) == told
+
+
+def test_a_class_that_does_not_run_with_them_keeps_its_own_parts(monkeypatch: Patch, tmp_path: Path) -> None:
+    def broken(self: Norm, x: Tensor) -> Tensor:
+        raise TypeError("found a norm of another kind")
+
+    monkeypatch.setattr(Norm, "forward", broken)
+    model = tiny_model("llama", sizes_of("llama"))
+    assert (
+        load(model, tmp_path).parts
+        == "21 linear layers in 21 products, 0 gated blocks, 0 norms, 0 sums before a norm, 0 turned"
+    )
+    assert compare(model, tmp_path) < 2e-4
+
+
+# -- twins -------------------------------------------------------------------------------------------------------------
+
+
+class Like(nn.Module):
+    """A norm by a formula."""
+
+    def __init__(self, formula: Callable[[Tensor, Tensor, float], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.eps, self.formula = nn.Parameter(torch.ones(16)), 1e-5, formula
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., 16]."""
+        return self.formula(x, self.weight, self.eps)
+
+
+def unit(x: Tensor, eps: float) -> Tensor:
+    return x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+
+
+@pytest.mark.parametrize(
+    ("formula", "form"),
+    [
+        (lambda x, w, eps: w * unit(x, eps).to(x.dtype), NormForm(1e-5, None)),
+        (lambda x, w, eps: (w.float() * unit(x, eps)).to(x.dtype), NormForm(1e-5, 0.0)),
+        (lambda x, w, eps: ((1 + w.float()) * unit(x, eps)).to(x.dtype), NormForm(1e-5, 1.0)),
+        (lambda x, w, eps: (1 + w) * unit(x, eps).to(x.dtype), None),
+        (lambda x, w, eps: w * unit(x, 0.0).to(x.dtype), None),
+        (lambda x, w, eps: w * unit(x - x.mean(-1, keepdim=True), eps).to(x.dtype), None),
+        (lambda x, w, eps: w * unit(x.flatten(0, -2), eps).to(x.dtype), None),
+        (lambda x, w, eps: w * (x / (x.norm(dim=-1, keepdim=True) * 0.25 + eps)), None),
+    ],
+    ids=["plain", "wide", "offset", "offset in half", "no epsilon", "centred", "other shape", "epsilon outside"],
+)
+def test_a_norm_is_known_by_what_it_computes(formula: Any, form: NormForm | None) -> None:
+    assert rms_norm_of(Like(formula), HALF) == form
+
+
+class Block(nn.Module):
+    """Three linear layers under names that say nothing."""
+
+    def __init__(self, formula: Callable[..., Tensor], bias: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(16, 24, bias), nn.Linear(24, 16, bias), nn.Linear(16, 24, bias)
+        self.formula = formula
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., 16]."""
+        return self.formula(x, self.a, self.b, self.c)
+
+
+@pytest.mark.parametrize(
+    ("formula", "found"),
+    [
+        (lambda x, a, b, c: b(silu(a(x)) * c(x)), (("a", "c", "b"), KernelTable.silu_and_mul)),
+        (lambda x, a, b, c: b(a(x) * silu(c(x))), (("c", "a", "b"), KernelTable.silu_and_mul)),
+        (
+            lambda x, a, b, c: b(gelu(a(x), approximate="tanh") * c(x)),
+            (("a", "c", "b"), KernelTable.gelu_tanh_and_mul),
+        ),
+        (lambda x, a, b, c: b(gelu(a(x)) * c(x)), None),
+        (lambda x, a, b, c: b(silu(a(x)) + c(x)), None),
+        (lambda x, a, b, c: b(silu(a(x)) * c(x)) * 0.5, None),
+        (lambda x, a, b, c: (b(silu(a(x)) * c(x)), None), None),
+    ],
+    ids=["silu", "the other", "gelu by tanh", "gelu", "sum", "scaled", "two results"],
+)
+def test_a_block_is_known_by_what_it_computes(formula: Any, found: Any) -> None:
+    assert gated_block_of(Block(formula), HALF) == found
+    assert gated_block_of(Block(formula, bias=True), HALF) == found
+
+
+def test_an_embedding_is_known_by_what_it_gives() -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * 2
+
+    assert is_embedding(nn.Embedding(9, 4)) and not is_embedding(Scaled(9, 4)) and not is_embedding(nn.Linear(4, 9))
+
+
+def halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: float = -1.0) -> tuple[Tensor, Tensor]:
+    def turn(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * cos[:, None] + torch.cat((sign * second, first), dim=-1) * sin[:, None]
+
+    return turn(q), turn(k)
+
+
+def test_a_function_that_turns_is_known_by_what_it_does() -> None:
+    def neighbours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        def turn(x: Tensor) -> Tensor:
+            other = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+            return x * cos[:, None] + other * sin[:, None]
+
+        return turn(q), turn(k)
+
+    assert is_of_halves(halves, 8, 8) and not is_of_halves(halves, 8, 4)
+    assert not is_of_halves(neighbours, 8, 8)
+    assert not is_of_halves(lambda q, k, cos, sin: halves(q, k, cos, sin, 1.0), 8, 8)
+    assert not is_of_halves(lambda q, k, cos, sin: halves(k, q, cos, sin), 8, 8)
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sum_that_waits_is_the_sum_to_every_other_operation() -> None:
+    residual, given = torch.randn(1, 3, 8), torch.randn(1, 3, 8)
+    wanted = residual + given
+    for made in (residual + given.as_subclass(Addend), given.as_subclass(Addend) + residual):
+        assert type(made) is Sum
+        torch.testing.assert_close(made * 2, wanted * 2)
+        torch.testing.assert_close(torch.cat([made, made]), torch.cat([wanted, wanted]))
+        torch.testing.assert_close(added(made + given.as_subclass(Addend)), wanted + given)
+        assert made.shape == (1, 3, 8) and added(made) is made.total
+    assert type(given.as_subclass(Addend) * 2) is Tensor
+
+
+class Twice(nn.Module):
+    """In place of a layer: what it adds is heard of again afterwards."""
+
+    def __init__(self, own: Any, what: str) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.what = own.input_layernorm, own.mlp, what
+        self.attention = own.self_attn
+
+    def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
+        """[1, T, 64]."""
+        hidden, _ = self.attention(hidden_states=hidden_states, **given)
+        x = self.mlp(hidden)
+        total = hidden_states + x
+        normed = self.norm(total)
+        return normed + {"addend": x, "residual": hidden_states, "neither": total}[self.what]
+
+
+@pytest.mark.parametrize("what", ["addend", "residual", "neither"])
+def test_only_a_sum_of_which_nobody_hears_again_waits(what: str) -> None:
+    def change(model: Any) -> None:
+        model.model.layers[0] = Twice(model.model.layers[0], what)
+
+    model, _ = replaced("llama", change)
+    assert model.model.layers[0].mlp.is_addend is (what == "neither")
+
+
+# -- linear layers -----------------------------------------------------------------------------------------------------
+
+
+def test_layers_with_one_input_are_one_product_in_any_order() -> None:
+    model, _ = replaced("llama")
+    own = model.model.layers[0].self_attn
+    product = own.q_proj.product
+    assert product is own.k_proj.product is own.v_proj.product is not own.o_proj.product
+    product.rows = lambda x: x[:, :1] * torch.arange(128.0)
+    x, other = torch.ones(1, 2, 64), torch.full((1, 2, 64), 2.0)
+    q, k = own.q_proj(x), own.k_proj(x)
+    again, v = own.q_proj(other), own.v_proj(x)
+    assert [part[0, 1, 0].item() for part in (q, k, again, v)] == [0, 64, 0, 96] and again[0, 0, 1] == 2
+    assert product._x is None
+
+
+def test_a_linear_layer_whose_weight_is_read_stays() -> None:
+    class Reads(nn.Module):
+        def __init__(self, own: Any) -> None:
+            super().__init__()
+            self.inner, self.own = nn.Linear(64, 64), own
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.own(x) @ self.inner.weight
+
+    def change(model: Any) -> None:
+        model.model.layers[0].mlp = Reads(model.model.layers[0].mlp)
+
+    model, _ = replaced("llama", change)
+    own = model.model.layers[0].mlp
+    assert type(own.inner) is nn.Linear and type(own.own) is GatedBlock
+
+
+# -- defects -----------------------------------------------------------------------------------------------------------
+
+
+def parts_in_another_order(patch: Patch) -> None:
+    own = Product.part
+    patch.setattr(Product, "part", lambda self, place, x: own(self, place if place == 0 else 3 - place, x))
+
+
+def another_epsilon(patch: Patch) -> None:
+    own = Norm.__init__
+    patch.setattr(
+        Norm, "__init__", lambda self, name, weight, form: own(self, name, weight, NormForm(0.1, form.offset))
+    )
+
+
+def gate_and_up_exchanged(patch: Patch) -> None:
+    own = GatedBlock.__init__
+
+    def exchanged(self: GatedBlock, gate_up: Product, down: Product, activation: Any) -> None:
+        gate_up.parts.reverse()
+        own(self, gate_up, down, activation)
+
+    patch.setattr(GatedBlock, "__init__", exchanged)
+
+
+def a_sum_without_its_first_part(patch: Patch) -> None:
+    own = Sum.of.__func__  # pyright: ignore[reportFunctionMemberAccess]
+    patch.setattr(Sum, "of", classmethod(lambda cls, residual, addend: own(cls, torch.zeros_like(residual), addend)))
+
+
+def a_table_one_position_late(patch: Patch) -> None:
+    own = Rotary._table
+    patch.setattr(Rotary, "_table", lambda self, call, count: own(self, call, count + 3)[3:] * 0.9)  # pyright: ignore[reportOptionalSubscript]
+
+
+def never_turned(patch: Patch) -> None:
+    patch.setattr(Turn, "take", lambda self, q, k: None)
+
+
+def a_wrong_bias(patch: Patch) -> None:
+    own = PackedLinear.forward
+    patch.setattr(PackedLinear, "forward", lambda self, x: own(self, x) + 0.1)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        parts_in_another_order,
+        another_epsilon,
+        gate_and_up_exchanged,
+        a_sum_without_its_first_part,
+        a_table_one_position_late,
+        never_turned,
+        a_wrong_bias,
+    ],
+    ids=lambda plant: plant.__name__,
+)
+def test_a_defect_in_what_is_replaced_shows(plant: Callable[[Patch], None], monkeypatch: Patch, tmp_path: Path) -> None:
+    plant(monkeypatch)
+    assert compare(tiny_model("llama", sizes_of("llama")), tmp_path) > 1e-2
