@@ -105,7 +105,7 @@ def check_tools(candidate: Candidate, form: MessageForm) -> Sample:
         for empty in (False, True):
             try:
                 sample = _check_form(candidate, replace(form, arguments=arguments, empty=empty))
-                return replace(sample, form=_completed(candidate.codec, sample))
+                return replace(sample, form=_completed(candidate.codec, sample.form))
             except (Failed, TextError) as error:
                 reasons.append(str(error))
     raise Failed(reasons[0])
@@ -150,21 +150,26 @@ def _check_form(candidate: Candidate, form: MessageForm) -> Sample:
     return Sample(form, one, _read_back(candidate, two, calls, range(len(two.text))))
 
 
-def _completed(codec: TextCodec, sample: Sample) -> MessageForm:
-    """The form, with what else the template wants: all that a request may leave out, or give beside calls."""
+def _completed(codec: TextCodec, form: MessageForm) -> MessageForm:
+    """The form, with what else the template wants: what a request may leave out of its tools, or give beside calls."""
 
-    def renders(form: MessageForm, message: Mapping[str, Any], tools: list[dict[str, Any]]) -> bool:
+    def rendered(form: MessageForm, tools: Sequence[Mapping[str, Any]], *answer: Mapping[str, Any]) -> str:
         try:
-            codec.template.render(as_template_reads([QUESTION, message], form), tools=form.tools(tools))
+            messages = as_template_reads([QUESTION, *answer], form)
+            return codec.template.render(messages, tools=form.tools(tools), add_generation_prompt=not answer)
         except TextError:
-            return False
-        return True
+            return ""
 
+    bare = [{"type": "function", "function": {"name": "probe_alpha"}}]
+    described = replace(form, described=True)
+    if not rendered(form, bare) and rendered(described, bare):
+        form = described
     calls = [_as_sent(call) for call in probe_calls()[:1]]
-    answer = {"role": "assistant", "content": "So.", "reasoning_content": "Since.", "tool_calls": calls}
-    joined = not renders(sample.form, answer, probe_tools())
-    described = not renders(sample.form, QUESTION, [{"type": "function", "function": {"name": "probe_alpha"}}])
-    return replace(sample.form, joined=joined, described=described)
+    answer = {"role": "assistant", "content": CALL_IDS[1], "reasoning_content": "Since.", "tool_calls": calls}
+    joined = replace(form, joined=True)
+    if not rendered(form, probe_tools(), answer) and CALL_IDS[1] in rendered(joined, probe_tools(), answer):
+        form = joined
+    return form
 
 
 def _turn(candidate: Candidate, form: MessageForm, calls: Sequence[Call]) -> Turn:

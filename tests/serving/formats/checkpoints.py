@@ -267,7 +267,7 @@ FUNCTION_GEMMA = (
 
 HARMONY = """<|start|>system<|message|>Valid channels: analysis, commentary, final.<|end|>
 {%- for t in tools or [] %}{% if loop.first %}<|start|>developer<|message|>{% endif %}
-{{- '// ' + t.function.description + '\\ntype ' + t.function.name + ' = ' ~ (t.function.parameters | tojson) }}
+{{- '// ' + t.function.description + '\\ntype ' + t.function.name + ' = ' ~ (t.function.parameters or {}) | tojson }}
 {%- if loop.last %}<|end|>{% endif %}{% endfor %}
 {%- for m in messages %}
 {%- if m.role == 'assistant' and 'tool_calls' in m %}

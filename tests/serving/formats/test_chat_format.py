@@ -14,7 +14,7 @@ from sglcore.engine.start import embedded_model
 from sglcore.engine.text import TextCodec
 from sglcore.serving.formats.chat_format import ChatFormat
 from sglcore.serving.formats.delta import calls_of, text_of
-from tests.serving.formats.checkpoints import FAMILIES, codec_of, make_codec
+from tests.serving.formats.checkpoints import FAMILIES, HERMES, codec_of, make_codec
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
 USER = {"role": "user", "content": "Hi"}
@@ -160,6 +160,23 @@ def test_calls_are_numbered_for_a_template_that_has_their_names_from_their_ids(f
     told = [part.partition("\n")[0] for part in text.split("## Return of ")[1:]]
     assert told == ["functions.f:0", "functions.f:1", "unknown"]
     assert first["tool_calls"][0]["id"] == "abcdefghi"
+
+
+def test_messages_are_changed_for_templates_that_refuse_them_alone(formats: dict[str, ChatFormat]) -> None:
+    def those(name: str) -> set[str]:
+        return {family for family, found in formats.items() if getattr(found.form, name)}
+
+    assert (those("joined"), those("described"), those("single")) == ({"harmony"}, {"harmony"}, {"harmony", "llama"})
+    assert (those("numbered"), those("write")) == (
+        {"kimi"},
+        {"granite", "granite token", "granite thinking", "lfm2 silent"},
+    )
+
+
+def test_a_template_that_refuses_thoughts_gets_no_other_form(tmp_path: Path) -> None:
+    refuses = "{%- if m.reasoning_content %}{{ raise_exception('no thoughts') }}{% endif %}{%- for c in"
+    form = ChatFormat.detect(make_codec(tmp_path, HERMES.replace("{%- for c in", refuses))).form
+    assert not form.joined and not form.described
 
 
 def test_calls_are_written_for_a_template_that_writes_none(formats: dict[str, ChatFormat], tmp_path: Path) -> None:
