@@ -114,6 +114,39 @@ def gpt_oss(**changes: Any) -> Oracle:
     return make_oracle(transformers.GptOssConfig(**{**SIZES, **sizes, **yarn, **changes}), "GptOssForCausalLM")
 
 
+def phi3(**changes: Any) -> Oracle:
+    """A Phi 3 or 4, which rotates part of a head."""
+    sizes = {"partial_rotary_factor": 0.5}
+    return make_oracle(transformers.Phi3Config(**{**SIZES, **sizes, **changes}), "Phi3ForCausalLM")
+
+
+GRANITE = {"embedding_multiplier": 1.7, "attention_multiplier": 0.4, "residual_multiplier": 0.6, "logits_scaling": 1.3}
+
+
+def granite(**changes: Any) -> Oracle:
+    """A Granite with all of its multipliers."""
+    return make_oracle(transformers.GraniteConfig(**{**SIZES, **GRANITE, **changes}), "GraniteForCausalLM")
+
+
+def granite_moe(**changes: Any) -> Oracle:
+    """A sparse Granite with five experts."""
+    sizes = {**SIZES, **GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2}
+    return make_oracle(transformers.GraniteMoeConfig(**{**sizes, **changes}), "GraniteMoeForCausalLM")
+
+
+def olmo2(**changes: Any) -> Oracle:
+    """An OLMo 2."""
+    return make_oracle(transformers.Olmo2Config(**{**SIZES, **changes}), "Olmo2ForCausalLM")
+
+
+def olmo3(**changes: Any) -> Oracle:
+    """An OLMo 3 whose layer without a window has a rotary embedding of its own."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 5e5}
+    kinds = {"full_attention": yarn, "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}
+    sizes = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "rope_parameters": kinds}
+    return make_oracle(transformers.Olmo3Config(**{**SIZES, **sizes, **changes}), "Olmo3ForCausalLM")
+
+
 def gemma3(**changes: Any) -> Oracle:
     """A Gemma 3 for text: every second layer has a window, and a rotary embedding of its own."""
     kinds = ["sliding_attention", "full_attention"]
@@ -232,6 +265,13 @@ CAUSAL: Mapping[str, Callable[[], Oracle]] = MappingProxyType(
         "gpt-oss": gpt_oss,
         "glm4-moe": glm4_moe,
         "glm4-moe-plain": lambda: glm4_moe(n_group=1, topk_group=1, use_qk_norm=False, norm_topk_prob=False),
+        "phi3": phi3,
+        "phi3-window-tied": lambda: phi3(sliding_window=5, tie_word_embeddings=True),
+        "granite": granite,
+        "granite-biases-tied": lambda: granite(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+        "granite-moe": granite_moe,
+        "olmo2": olmo2,
+        "olmo3": olmo3,
         "qwen3-moe": qwen3_moe,
         "qwen3-moe-normalised-one-dense": lambda: qwen3_moe(norm_topk_prob=True, mlp_only_layers=[1]),
         "qwen3-moe-every-second": lambda: qwen3_moe(decoder_sparse_step=2),

@@ -97,7 +97,8 @@ class ModelConfig:
     @property
     def attention_scaling(self) -> float:
         """What scores are multiplied with."""
-        return self.options.get("query_pre_attn_scalar", self.head_dim) ** -0.5
+        own = self.options.get("attention_multiplier")
+        return self.options.get("query_pre_attn_scalar", self.head_dim) ** -0.5 if own is None else own
 
     @property
     def is_encoder(self) -> bool:
@@ -218,15 +219,16 @@ def _ropes(values: Mapping[str, Any], max_positions: int) -> tuple[RopeConfig, R
 
 
 def _rope(given: Mapping[str, Any], values: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    """Of one kind of layers; the kind of a rope may be `rope_type` or `type`."""
+    """Of one kind of layers; the kind of a rope may be `rope_type` or `type`. Old checkpoints call longrope "su" or "yarn"."""
     scaling = dict(given)
     theta = scaling.pop("rope_theta", values.get("rope_theta", 10000.0))
     partial = scaling.pop("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
     old_kind = scaling.pop("type", "default")
+    kind = scaling.pop("rope_type", old_kind)
     original = values.get("original_max_position_embeddings", scaling.pop("original_max_position_embeddings", None))
     return RopeConfig(
         theta=float(theta),
-        kind=scaling.pop("rope_type", old_kind),
+        kind="longrope" if "long_factor" in scaling else kind,
         partial=float(partial),
         original_max=int(original or max_positions),
         scaling=MappingProxyType(scaling),

@@ -34,6 +34,21 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
                 "rope_local_base_freq": 10000.0,
             }
         ),
+        "GraniteForCausalLM": MappingProxyType({"attention_multiplier": 1.0}),
+        "GraniteMoeForCausalLM": MappingProxyType(
+            {"attention_multiplier": 1.0, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        ),
+        "Olmo2ForCausalLM": MappingProxyType({"rms_norm_eps": 1e-5}),
+        "Olmo3ForCausalLM": MappingProxyType(
+            {
+                "rms_norm_eps": 1e-5,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+                "rope_theta": 500000.0,
+                "rope_local_base_freq": 500000.0,
+            }
+        ),
+        "Phi3ForCausalLM": MappingProxyType({"use_sliding_window": True, "rms_norm_eps": 1e-5}),
         "GptOssForCausalLM": MappingProxyType(
             {
                 "num_key_value_heads": 8,
@@ -99,11 +114,15 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 OPTIONS: Mapping[str, Any] = MappingProxyType(
     {
+        "attention_multiplier": None,
         "attn_logit_softcapping": None,
+        "embedding_multiplier": 1.0,
         "final_logit_softcapping": None,
+        "logits_scaling": 1.0,
         "n_group": 1,
         "n_shared_experts": 0,
         "query_pre_attn_scalar": None,
+        "residual_multiplier": 1.0,
         "rope_local_base_freq": None,
         "routed_scaling_factor": 1.0,
         "shared_expert_intermediate_size": 0,

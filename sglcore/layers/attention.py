@@ -21,6 +21,7 @@ class AttentionLayer:
         "_cos_sin",
         "_head_dim",
         "_norm_rotary_and_store",
+        "_norms_heads",
         "_rotary",
         "_rotary_and_store",
         "_sizes",
@@ -37,6 +38,7 @@ class AttentionLayer:
         rotary: Tensor | None,
         *,
         qk_norm: bool = False,
+        whole_norm: bool = False,
         norm_offset: float | None = None,
         sinks: bool = False,
         is_encoder: bool = False,
@@ -45,9 +47,11 @@ class AttentionLayer:
         config = build.config
         size, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
         window = config.sliding_windows[layer_id]
-        eps = config.rms_norm_eps
-        self.q_norm = RMSNorm(build.at("q_norm"), size, eps, heads, norm_offset) if qk_norm else None
-        self.k_norm = RMSNorm(build.at("k_norm"), size, eps, kv_heads, norm_offset) if qk_norm else None
+        self._norms_heads = qk_norm
+        self.q_norm, self.k_norm = (
+            _norm(build.at(name), count, qk_norm, norm_offset) if qk_norm or whole_norm else None
+            for name, count in (("q_norm", heads), ("k_norm", kv_heads))
+        )
         self.layer = Attention(
             layer_id,
             heads,
@@ -79,7 +83,7 @@ class AttentionLayer:
         cell = build.rows(self.layer.num_kv_heads, self._head_dim)
         stored = q, k, v, *turned[2:], cell, cell, build.indices(dtype=build.index_dtype)
         self._rotary_and_store = build.kernel(KernelTable.rotary_and_store, *stored)
-        if self.q_norm is not None and self.k_norm is not None:
+        if self._norms_heads and self.q_norm is not None and self.k_norm is not None:
             norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
             self._norm_rotary_and_store = build.kernel(KernelTable.norm_rotary_and_store, *stored, *norms)
 
@@ -105,5 +109,15 @@ class AttentionLayer:
         return *self._rotary(q, k, positions, cos_sin, self._head_dim), v
 
     def _norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        if not self._norms_heads:
+            return norm(x)
         tokens, width = x.shape
         return norm(x.view(tokens, width // self._head_dim, self._head_dim)).view(tokens, width)
+
+
+def _norm(build: Scope, count: int, of_heads: bool, offset: float | None) -> RMSNorm:
+    """Of each of `count` heads, or of all at once."""
+    size, eps = build.config.head_dim, build.config.rms_norm_eps
+    if of_heads:
+        return RMSNorm(build, size, eps, count, offset)
+    return RMSNorm(build, count * size, eps, offset=offset)

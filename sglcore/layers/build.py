@@ -60,13 +60,21 @@ class Build(Scope):
         rotary: Tensor | None = None,
         *,
         qk_norm: bool = False,
+        whole_norm: bool = False,
         norm_offset: float | None = None,
         sinks: bool = False,
         is_encoder: bool = False,
     ) -> AttentionLayer:
         """Norms, rotary embedding, attention, in as few kernels as the device has."""
         return AttentionLayer(
-            self, layer_id, rotary, qk_norm=qk_norm, norm_offset=norm_offset, sinks=sinks, is_encoder=is_encoder
+            self,
+            layer_id,
+            rotary,
+            qk_norm=qk_norm,
+            whole_norm=whole_norm,
+            norm_offset=norm_offset,
+            sinks=sinks,
+            is_encoder=is_encoder,
         )
 
     def softcap(self, cap: float) -> Softcap:

@@ -150,12 +150,14 @@ class Build(Protocol):
         rotary: Any = None,
         *,
         qk_norm: bool = False,
+        whole_norm: bool = False,
         norm_offset: float | None = None,
         sinks: bool = False,
         is_encoder: bool = False,
     ) -> Attention:
         """Attention of the configuration's heads, with its window, scaling and softcap. `qk_norm`: each query and key head is
-        normalised, by `q_norm` and `k_norm` of this scope, with the `offset` of `norm`; then `rotary` turns them. `sinks` [heads]
+        normalised, by `q_norm` and `k_norm` of this scope, with the `offset` of `norm`; `whole_norm`: all queries of a token
+        at once, and all keys. Then `rotary` turns them. `sinks` [heads]
         of this scope are scores of one more key, which has no value. An encoder's tokens see all of their request and nothing
         is stored."""
         ...

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from sglcore.checkpoint.config import ModelConfig, MoeConfig
 from sglcore.device.errors import ConfigError
@@ -40,15 +40,20 @@ class SelfAttention:
         qkv_bias: bool = False,
         output_bias: bool = False,
         qk_norm: bool = False,
+        whole_norm: bool = False,
         norm_offset: float | None = None,
         sinks: bool = False,
+        fused: str = "",
     ) -> None:
-        """`rotary` and what is not here are those of `Build.attention`."""
+        """`fused` names a weight with the rows of queries, keys and values. The others are those of `Build.attention`."""
         config = build.config
         size, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
         parts = (("q_proj", heads * size), ("k_proj", kv_heads * size), ("v_proj", kv_heads * size))
+        parts = ((fused, (heads + 2 * kv_heads) * size),) if fused else parts
         self.qkv_proj = build.fused(parts, config.hidden_size, qkv_bias)
-        self.attention = build.attention(layer_id, rotary, qk_norm=qk_norm, norm_offset=norm_offset, sinks=sinks)
+        self.attention = build.attention(
+            layer_id, rotary, qk_norm=qk_norm, whole_norm=whole_norm, norm_offset=norm_offset, sinks=sinks
+        )
         self.o_proj = build.linear("o_proj", heads * size, config.hidden_size, output_bias)
 
     def __call__(self, hidden: Array, batch: Batch) -> Array:
@@ -75,6 +80,19 @@ class DecoderLayer:
         hidden = self.self_attn(hidden, batch)
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
         return self.mlp(hidden), residual
+
+
+class AnyLayer(Protocol):
+    """A layer of a `CausalLM`."""
+
+    @property
+    def self_attn(self) -> SelfAttention:
+        """Its attention."""
+        ...
+
+    def __call__(self, hidden: Array, residual: Array | None, batch: Batch, /) -> tuple[Array, Array | None]:
+        """`hidden` and `residual` of a `LayerState`, both used up, to those of the next."""
+        ...
 
 
 class SandwichLayer:
@@ -181,7 +199,7 @@ class CausalLM(Architecture):
         return name if name.startswith(("model.", "lm_head.", "score.")) else f"model.{name}"
 
     @abstractmethod
-    def make_layer(self, build: Build, layer_id: int) -> DecoderLayer | SandwichLayer:
+    def make_layer(self, build: Build, layer_id: int) -> AnyLayer:
         """One layer of this architecture."""
 
     def rotary_of(self, layer_id: int) -> Any:

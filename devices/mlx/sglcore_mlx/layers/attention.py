@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from sglcore_mlx.forward_batch import ForwardBatch
-from sglcore_mlx.layers.norm import HeadNorm
+from sglcore_mlx.layers.norm import HeadNorm, WholeNorm
 from sglcore_mlx.layers.rotary import Rotary
 from sglcore_mlx.layers.scope import Scope
 from sglcore_mlx.models.contract import LayerShape
@@ -23,6 +23,7 @@ class AttentionLayer:
         rotary: Rotary | None,
         *,
         qk_norm: bool = False,
+        whole_norm: bool = False,
         norm_offset: float | None = None,
         sinks: bool = False,
         is_encoder: bool = False,
@@ -44,7 +45,8 @@ class AttentionLayer:
             softcap=config.options.get("attn_logit_softcapping"),
             sinks=build.parameter("sinks", heads) if sinks else None,
         )
-        self._norm = HeadNorm(build, norm_offset) if qk_norm else None
+        norm = WholeNorm if whole_norm else HeadNorm
+        self._norm = norm(build, norm_offset) if qk_norm or whole_norm else None
         self._rotary = rotary
         self._layer_id = layer_id
 

@@ -12,7 +12,7 @@ from sglcore.checkpoint.config import EXPERT_PARTS, MoeConfig, RopeConfig
 from sglcore.device.errors import ConfigError
 from sglcore_mlx.layers.attention import AttentionLayer
 from sglcore_mlx.layers.mlp import GatedMlp, gelu
-from sglcore_mlx.layers.moe import SparseMoe
+from sglcore_mlx.layers.moe import ClampedExperts, GatedExperts, SigmoidRouting, SoftmaxRouting, SparseMoe
 from sglcore_mlx.layers.norm import LayerNorm, RMSNorm
 from sglcore_mlx.layers.rotary import Rotary
 from sglcore_mlx.layers.scope import Scope
@@ -41,13 +41,21 @@ class Build(Scope):
         rotary: Rotary | None = None,
         *,
         qk_norm: bool = False,
+        whole_norm: bool = False,
         norm_offset: float | None = None,
         sinks: bool = False,
         is_encoder: bool = False,
     ) -> AttentionLayer:
         """Norms of both kinds of heads in one call, their rotation in another, attention."""
         return AttentionLayer(
-            self, layer_id, rotary, qk_norm=qk_norm, norm_offset=norm_offset, sinks=sinks, is_encoder=is_encoder
+            self,
+            layer_id,
+            rotary,
+            qk_norm=qk_norm,
+            whole_norm=whole_norm,
+            norm_offset=norm_offset,
+            sinks=sinks,
+            is_encoder=is_encoder,
         )
 
     def softcap(self, cap: float) -> Callable[[mx.array], mx.array]:
@@ -68,7 +76,13 @@ class Build(Scope):
         is_sigmoid: bool = False,
     ) -> SparseMoe:
         """The sparse feed-forward block."""
-        return SparseMoe(self.at(name), moe, gate, parts, is_sigmoid)
+        scope, routing = self.at(name), SigmoidRouting if is_sigmoid else SoftmaxRouting
+        return SparseMoe(routing(scope, gate, moe), GatedExperts(scope, moe, parts))
+
+    def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> SparseMoe:
+        """The sparse feed-forward block with biases and a clamped gate."""
+        scope = self.at(name)
+        return SparseMoe(SoftmaxRouting(scope, "router", moe, bias=True), ClampedExperts(scope, moe, alpha, limit))
 
     def activation(self, name: str) -> Callable[[mx.array], mx.array]:
         """An elementwise function. Raises `ConfigError` for one that is not here."""

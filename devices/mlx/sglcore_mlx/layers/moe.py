@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
 import mlx.core as mx
 
-from sglcore.checkpoint.config import EXPERT_PARTS, MoeConfig
+from sglcore.checkpoint.config import MoeConfig
 from sglcore_mlx.layers.linear import Packed
 from sglcore_mlx.layers.mlp import silu_and_mul
+from sglcore_mlx.layers.quantization import Form
 from sglcore_mlx.layers.scope import Scope
 
+MXFP4 = Form(32, 4, "mxfp4")
 MIN_SORTED = 64
 """Choices (tokens times experts of each) from which rows are sorted by expert, so that each is read once."""
 
@@ -20,6 +22,10 @@ SORTED_MULTIPLE = 64
 """MLX is told that rows are sorted if there are at most so many or a multiple of 64, and for packed weights only if a row's
 elements are a multiple of 64. Metal's kernels for sorted rows give wrong numbers for others up to MLX 0.32.2; this can go
 when no such version is supported."""
+
+
+Routing: TypeAlias = Callable[[mx.array], tuple[mx.array, mx.array]]
+"""Rows [T, H] to the weights of the K chosen, [T, K], and the experts uint32 [T, K]."""
 
 
 class ExpertLinear(Protocol):
@@ -87,48 +93,90 @@ class ExpertsSideBySide:
         return mx.concatenate([part(x, experts, is_sorted) for part in (self._gate, self._up)], axis=-1)
 
 
-class SparseMoe:
-    """Gate and experts, from either form of checkpoint: `experts.N.gate_proj`, or all of a layer as
-    `switch_mlp.gate_proj`."""
+class GatedExperts:
+    """down(silu(gate(x)) * up(x)) of each row's expert, from either form of checkpoint: `experts.N.gate_proj`, or all of a
+    layer as `switch_mlp.gate_proj`."""
 
-    __slots__ = ("_route", "_top_k", "down_proj", "gate_up_proj")
+    __slots__ = ("down_proj", "gate_up_proj")
 
-    def __init__(
-        self,
-        build: Scope,
-        moe: MoeConfig,
-        gate: str = "gate",
-        parts: Sequence[str] = EXPERT_PARTS,
-        is_sigmoid: bool = False,
-    ) -> None:
+    def __init__(self, build: Scope, moe: MoeConfig, parts: Sequence[str]) -> None:
         """The names are those of `Build.experts`."""
-        self._route = (SigmoidRouting if is_sigmoid else SoftmaxRouting)(build, gate, moe)
         if build.weights.has(f"{build.prefix}switch_mlp.gate_proj.weight"):
             self.gate_up_proj, self.down_proj = _stacked(build.at("switch_mlp"), moe)
         elif len(parts) == 2:
             self.gate_up_proj, self.down_proj = _both_stacked(build, moe, parts)
         else:
             self.gate_up_proj, self.down_proj = _separate(build.at("experts"), moe, parts)
-        self._top_k = moe.experts_per_token
+
+    def __call__(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
+        """See `ExpertLinear`."""
+        return self.down_proj(silu_and_mul(self.gate_up_proj(x, experts, is_sorted)), experts, is_sorted)
+
+
+class ClampedExperts:
+    """Experts with biases and a clamped gate (gpt-oss), whose rows of gate and up take turns. Those that are stored in 4 bits
+    stay so."""
+
+    __slots__ = ("_alpha", "_b2", "_b13", "_limit", "_w2", "_w13")
+
+    def __init__(self, build: Scope, moe: MoeConfig, alpha: float, limit: float) -> None:
+        each, hidden, size, count = (
+            build.at("experts"),
+            build.config.hidden_size,
+            moe.intermediate_size,
+            moe.num_experts,
+        )
+        self._w13 = _turned(each, "gate_up_proj", count, hidden, 2 * size)
+        self._b13 = each.parameter("gate_up_proj_bias", count, 2 * size)
+        self._w2 = _turned(each, "down_proj", count, size, hidden)
+        self._b2 = each.parameter("down_proj_bias", count, hidden)
+        self._alpha, self._limit = alpha, limit
+
+    def __call__(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
+        """See `ExpertLinear`."""
+        both = self._w13(x, experts, is_sorted) + self._b13[experts][..., None, :]
+        gate = mx.minimum(both[..., ::2], self._limit)
+        up = mx.clip(both[..., 1::2], -self._limit, self._limit)
+        inner = (up + 1) * (gate * mx.sigmoid(gate * self._alpha))
+        return self._w2(inner, experts, is_sorted) + self._b2[experts][..., None, :]
+
+
+def _turned(build: Scope, name: str, experts: int, inputs: int, outputs: int) -> ExpertLinear:
+    """A weight that the checkpoint has as [experts, in, out], or in MXFP4 by blocks."""
+    if not build.weights.has(f"{build.prefix}{name}_blocks"):
+        weight = build.weights.keep(build.weights.take(f"{build.prefix}{name}", experts, inputs, outputs))
+        return PlainExperts(weight, not build.kernels.narrow_experts)
+    blocks = build.weights.take_raw(f"{build.prefix}{name}_blocks", "U8", experts, outputs, inputs // 32, 16)
+    scales = build.weights.take_raw(f"{build.prefix}{name}_scales", "U8", experts, outputs, inputs // 32)
+    words = blocks.reshape(experts, outputs, inputs // 2).view(mx.uint32)
+    build.weights.note_form(str(MXFP4))
+    return QuantisedExperts(Packed(build.weights.keep(words), build.weights.keep(scales), None, MXFP4))
+
+
+class SparseMoe:
+    """A gate and its experts."""
+
+    __slots__ = ("_mix", "_route")
+
+    def __init__(self, route: Routing, mix: ExpertLinear) -> None:
+        """`mix` computes the rows of experts."""
+        self._route = route
+        self._mix = mix
 
     def __call__(self, hidden: mx.array) -> mx.array:
         """[T, H] to [T, H]: the weighted sum of the chosen experts' outputs."""
         weights, experts = self._route(hidden)
         if experts.size < MIN_SORTED:
-            rows = self._mix(hidden[:, None, None, :], experts, is_sorted=False)
+            rows = self._mix(hidden[:, None, None, :], experts, False)
         else:
             rows = self._mix_sorted(hidden, experts)
         return (rows.squeeze(-2) * weights[..., None]).sum(axis=-2)
-
-    def _mix(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
-        inner = silu_and_mul(self.gate_up_proj(x, experts, is_sorted))
-        return self.down_proj(inner, experts, is_sorted)
 
     def _mix_sorted(self, hidden: mx.array, experts: mx.array) -> mx.array:
         flat = experts.flatten()
         order = mx.argsort(flat)
         # A dimension that is inserted after the gather leads Metal's sorted kernel to wrong rows, in MLX 0.31 and 0.32.0.
-        rows = hidden[:, None, :][order // self._top_k]
+        rows = hidden[:, None, :][order // experts.shape[1]]
         is_told = flat.size <= MAX_SORTED or flat.size % SORTED_MULTIPLE == 0
         mixed = self._mix(rows, flat[order], is_told)
         return mixed[mx.argsort(order)].reshape(*experts.shape, 1, -1)
@@ -139,12 +187,12 @@ class SoftmaxRouting:
 
     __slots__ = ("_normalize", "_top_k", "gate")
 
-    def __init__(self, build: Scope, gate: str, moe: MoeConfig) -> None:
-        self.gate = build.linear(gate, build.config.hidden_size, moe.num_experts)
+    def __init__(self, build: Scope, gate: str, moe: MoeConfig, bias: bool = False) -> None:
+        self.gate = build.linear(gate, build.config.hidden_size, moe.num_experts, bias)
         self._top_k, self._normalize = moe.experts_per_token, moe.normalize
 
     def __call__(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
-        """Rows [T, H] to the weights of the k chosen, [T, k], and the experts uint32 [T, k]."""
+        """See `Routing`."""
         return top_k_routing(self.gate(hidden), self._top_k, self._normalize)
 
 
@@ -160,7 +208,7 @@ class SigmoidRouting:
         self._moe = moe
 
     def __call__(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
-        """As `SoftmaxRouting`."""
+        """See `Routing`."""
         moe, k = self._moe, self._moe.experts_per_token
         scores = mx.sigmoid(hidden.astype(mx.float32) @ self._turned)
         biased = scores + self._bias

@@ -47,6 +47,30 @@ class HeadNorm:
         return normed.astype(heads.dtype)
 
 
+class WholeNorm:
+    """The norms of all query heads at once, and of all key heads, each with a weight of its own."""
+
+    __slots__ = ("_heads", "_k", "_q")
+
+    def __init__(self, build: Scope, offset: float | None = None) -> None:
+        """`offset` is that of `Build.norm`."""
+        config = build.config
+        self._heads = config.num_attention_heads
+        self._q, self._k = (
+            RMSNorm(build.at(name), count * config.head_dim, config.rms_norm_eps, offset)
+            for name, count in (("q_norm", config.num_attention_heads), ("k_norm", config.num_key_value_heads))
+        )
+
+    def __call__(self, heads: mx.array) -> mx.array:
+        """Queries and keys [T, heads + kv_heads, D], normalised."""
+        both = mx.split(heads, [self._heads], axis=1)
+        parts = [
+            norm(part.reshape(part.shape[0], part.shape[1] * part.shape[2])).reshape(part.shape)
+            for norm, part in zip((self._q, self._k), both, strict=True)
+        ]
+        return mx.concatenate(parts, axis=1)
+
+
 class LayerNorm:
     """Layer norm with weight, and with bias or without, [size] (Ba et al. 2016)."""
 

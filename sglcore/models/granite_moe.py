@@ -1,0 +1,13 @@
+"""Granite 3, sparse: the dense model with experts in every layer."""
+
+from __future__ import annotations
+
+from sglcore.models.build import Build, Layer
+from sglcore.models.granite import GraniteForCausalLM
+
+
+class GraniteMoeForCausalLM(GraniteForCausalLM):
+    """A layer's experts are stored as one."""
+
+    def make_mlp(self, build: Build) -> Layer:
+        return build.experts("block_sparse_moe", self.moe, gate="router.layer", parts=("input_linear", "output_linear"))

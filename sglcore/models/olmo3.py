@@ -1,0 +1,13 @@
+"""OLMo 3: OLMo 2 with windows in three layers of four, whose rotary embedding is not scaled."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from sglcore.models.olmo2 import Olmo2ForCausalLM
+
+
+class Olmo3ForCausalLM(Olmo2ForCausalLM):
+    """The same layers."""
+
+    knows: ClassVar[frozenset[str]] = frozenset({"rope_local_base_freq"})

@@ -1,0 +1,14 @@
+"""Phi 3 and 4: Llama's layers, with projections of one input stored as one, and part of a head rotated."""
+
+from __future__ import annotations
+
+from sglcore.models.build import Build
+from sglcore.models.decoder import CausalLM, DecoderLayer, SelfAttention
+
+
+class Phi3ForCausalLM(CausalLM):
+    """No biases anywhere."""
+
+    def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
+        attention = SelfAttention(build.at("self_attn"), layer_id, self.rotary, fused="qkv_proj")
+        return DecoderLayer(build, attention, build.mlp("mlp", build.config.intermediate_size, fused="gate_up_proj"))
