@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -112,6 +115,26 @@ def gpt_oss(**changes: Any) -> Oracle:
     sizes = {"head_dim": 12, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6, "swiglu_limit": 0.8}
     yarn = rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0, truncate=False)
     return make_oracle(transformers.GptOssConfig(**{**SIZES, **sizes, **yarn, **changes}), "GptOssForCausalLM")
+
+
+def with_mxfp4_experts(model: Oracle, folder: Path) -> Path:
+    """Save a gpt-oss as it is published, its experts as random codes, and give the model their values."""
+    generator = torch.Generator().manual_seed(4)
+    save(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = weights.pop(name).shape
+        groups = (experts, outputs, inputs // 32)
+        blocks = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(121, 127, groups, dtype=torch.uint8, generator=generator)
+        weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        model.get_parameter(name).data.copy_(values)
+    save_file(weights, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def phi3(**changes: Any) -> Oracle:

@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sglcore.device.errors import CheckpointError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.models.mxfp4 import dequantized
-from tests.checkpoints import gpt_oss, oracle_logprobs, save
+from tests.checkpoints import gpt_oss, oracle_logprobs, with_mxfp4_experts
 from tests.models.steps import Steps, load
 
 IDS = [3, 17, 60, 5, 88, 41, 12, 9, 33]
 
 
-def packed(experts: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
-    """Random codes, and exponents about 2 ** -3."""
-    blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-    return blocks, torch.randint(121, 127, (experts, outputs, inputs // 32), dtype=torch.uint8)
-
-
 @pytest.fixture
 def published(tmp_path: Path):
     """A checkpoint whose experts are codes, and transformers' model of their values."""
-    torch.manual_seed(4)
     oracle = gpt_oss(hidden_size=64, intermediate_size=96)
-    folder = save(oracle, tmp_path)
-    weights = load_file(folder / "model.safetensors")
-    for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        experts, inputs, outputs = weights.pop(name).shape
-        blocks, scales = packed(experts, outputs, inputs)
-        weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-        oracle.get_parameter(name).data.copy_(values)
-    save_file(weights, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (folder / "config.json").write_text(json.dumps(config))
-    return oracle, folder
+    return oracle, with_mxfp4_experts(oracle, tmp_path)
 
 
 def test_published_experts_are_read_exactly_and_the_ledger_says_what_they_take(published) -> None:

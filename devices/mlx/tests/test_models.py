@@ -60,9 +60,6 @@ CAUSAL = (
     "qwen3-moe-every-second",
 )
 """All names of `tests.checkpoints.CAUSAL`, which can not be imported where tests are only collected."""
-REFUSED = {"gpt-oss": "clamped_experts"}
-"""Those that want a layer which is not here."""
-SERVED = tuple(name for name in CAUSAL if name not in REFUSED)
 
 
 def saved(name: str, folder: Path) -> Any:
@@ -88,17 +85,10 @@ def test_every_language_model_of_the_torch_side_is_here() -> None:
 
 
 @pytest.mark.parametrize("parts", [LinearParts(), LinearParts(fused_rotary=False)], ids=["fused", "composed"])
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", CAUSAL)
 def test_log_probabilities_are_those_of_transformers(tmp_path: Path, name: str, parts: LinearParts) -> None:
     oracle = saved(name, tmp_path)
     np.testing.assert_allclose(logprobs(load(tmp_path, parts=parts), IDS), wanted(oracle), rtol=0, atol=ATOL)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_layer_that_is_not_here_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    saved(name, tmp_path)
-    with pytest.raises(ConfigError, match=f"asks for '{REFUSED[name]}', a kind of layer that MLX's do not have"):
-        load(tmp_path)
 
 
 @pytest.mark.parametrize("max_positions", [16, 64])
@@ -131,6 +121,17 @@ def test_a_compiled_forward_is_the_same_forward(tmp_path: Path, name: str) -> No
         logits = forward(mx.array(IDS, dtype=mx.int32))
         got = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         np.testing.assert_allclose(got, wanted(oracle), rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_experts_in_4_bits_stay_so_and_give_what_their_values_give(tmp_path: Path, count: int) -> None:
+    from tests import checkpoints
+
+    oracle = checkpoints.gpt_oss(hidden_size=64, intermediate_size=96)
+    checkpoints.with_mxfp4_experts(oracle, tmp_path)
+    model = load(tmp_path)
+    assert model.quantization == "mxfp4, groups of 32"
+    np.testing.assert_allclose(logprobs(model, IDS[:count]), wanted(oracle, IDS[:count]), rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize("count", [1, 4, 33])
