@@ -53,15 +53,17 @@ def test_a_shared_beginning_is_a_hit_from_the_third_prompt_on() -> None:
     assert run_one(drive, "again", prompts[1]).cached_tokens == 48
 
 
-def test_a_shared_beginning_is_a_hit_while_the_first_prompt_still_runs() -> None:
-    drive = make_drive()
-    drive.add("first", [*SYSTEM[:40], *[9] * 9], 150)
-    drive.step(4)
-    for own, cached in enumerate((0, 40, 40)):
-        request = drive.add(f"r{own}", [*SYSTEM[:40], *[own] * 9], 2)
-        drive.step(6)
-        assert (request.cached_tokens, request.output_ids) == (cached, drive.alone(request))
+@pytest.mark.parametrize(("lookahead", "common"), [(0, 40), (1, 36), (2, 36)])
+def test_a_shared_beginning_is_a_hit_while_all_before_still_run(lookahead: int, common: int) -> None:
+    """The second one's snapshot belongs to the first one's pages."""
+    drive = make_drive(lookahead=lookahead)
+    requests = [drive.make(f"r{own}", [*SYSTEM[:40], *[own] * 9], 60) for own in range(4)]
+    for request in requests:
+        drive.scheduler.add(request)
+        drive.step(5)
+    assert [request.cached_tokens for request in requests] == [0, 0, common, common]
     drive.run()
+    assert all(request.output_ids == drive.alone(request) for request in requests)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 9, 30])
