@@ -13,17 +13,20 @@ import pytest
 
 from sglcore.device.errors import ConfigError
 from sglcore.device.package import DevicePackage, resolve
+from tests.checkpoints import gemma2, gpt_oss
 from tests.laws import half
 
 __all__ = [
+    "capped",
     "engines",
+    "grounded",
     "model",
     "pytest_generate_tests",
-    "test_a_model_with_windows_is_served_by_decode_and_prefill_graphs_or_refused_by_name",
+    "test_a_model_with_windows_and_sinks_is_served_or_refused_by_name",
+    "test_a_model_with_windows_and_softcaps_is_served_by_decode_and_prefill_graphs_or_refused_by_name",
     "test_eager",
     "test_graphs",
     "test_replays_equal_eager_forwards_of_the_same_inputs",
-    "windowed",
 ]
 
 Oracle = tuple[Any, Path]
@@ -51,6 +54,14 @@ class Engines:
         paths = half.check(folder, oracle, self.package.name, attention, graph, page_size=page_size, **settings)
         return {path.partition(":")[0] for path in paths}
 
+    def refused(self, model: Oracle, attention: str, asked: set[str]) -> bool:
+        """Whether a backend lacks some of the features that a model asks for; it is refused by their names then."""
+        missing = sorted(asked - self.backend(attention).facts.features)
+        if missing:
+            with pytest.raises(ConfigError, match=f"{attention} refused: it lacks {', '.join(missing)}"):
+                self.run(model, attention, "off")
+        return bool(missing)
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Attention backends and graph kinds of the package; eager forwards, and replays beside them, with the next step planned
@@ -69,8 +80,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
 
 
 @pytest.fixture(scope="module")
-def windowed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
-    yield half.checkpoint(tmp_path_factory.mktemp("windowed"), 7)
+def capped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
+    yield half.checkpoint(tmp_path_factory.mktemp("capped"), gemma2)
+
+
+@pytest.fixture(scope="module")
+def grounded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
+    yield half.checkpoint(tmp_path_factory.mktemp("grounded"), gpt_oss)
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +102,18 @@ def test_graphs(engines: Engines, model: Oracle, attention: str, graph: str, ove
     assert {"full", graph} <= engines.run(model, attention, graph, overlap=overlap)
 
 
-def test_a_model_with_windows_is_served_by_decode_and_prefill_graphs_or_refused_by_name(
-    engines: Engines, windowed: Oracle, attention: str
+def test_a_model_with_windows_and_softcaps_is_served_by_decode_and_prefill_graphs_or_refused_by_name(
+    engines: Engines, capped: Oracle, attention: str
 ) -> None:
-    if "sliding_window" not in engines.backend(attention).facts.features:
-        with pytest.raises(ConfigError, match=f"{attention} refused: it lacks sliding_window"):
-            engines.run(windowed, attention, "off")
-    else:
-        assert {"full", "breakable"} <= engines.run(windowed, attention, "breakable")
+    if not engines.refused(capped, attention, {"sliding_window", "softcap"}):
+        assert {"full", "breakable"} <= engines.run(capped, attention, "breakable")
+
+
+def test_a_model_with_windows_and_sinks_is_served_or_refused_by_name(
+    engines: Engines, grounded: Oracle, attention: str
+) -> None:
+    if not engines.refused(grounded, attention, {"sliding_window", "sinks"}):
+        assert engines.run(grounded, attention, "off") == {"eager"}
 
 
 def test_replays_equal_eager_forwards_of_the_same_inputs(engines: Engines, model: Oracle, overlap: bool) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from tests.checkpoints import llama, mistral, save
+from tests.checkpoints import llama, save
 from tests.laws.engine import TokenEngine, random_prompts
 
 TOLERANCE = 0.01
@@ -17,9 +18,9 @@ TOLERANCE = 0.01
 SIZES = {"head_dim": 64, "max_position_embeddings": 128, "initializer_range": 0.1}
 
 
-def checkpoint(folder: Path, window: int | None = None) -> tuple[Any, Path]:
+def checkpoint(folder: Path, make: Callable[..., Any] = llama) -> tuple[Any, Path]:
     """A random model whose heads every library takes, and its oracle, whose weights are float16 values."""
-    oracle = llama(**SIZES) if window is None else mistral(**SIZES, sliding_window=window)
+    oracle = make(**SIZES)
     with torch.no_grad():
         for parameter in oracle.parameters():
             parameter.copy_(parameter.half().float())

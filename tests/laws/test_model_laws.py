@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from sglcore.conformance.mutant import become
+from sglcore.conformance.mutants_attention import forgets_sinks, forgets_softcap
+from sglcore.runtime.attention.reference import ReferenceAttention
 from tests.checkpoints import (
     LLAMA3,
     exaone4,
+    gemma2,
     gemma3,
     glm4_moe,
     gpt_oss,
@@ -181,3 +185,25 @@ def test_compiled_decode_changes_nothing(case: Case) -> None:
     stats = engine.scheduler.stats()
     assert stats.retractions > 0 and stats.hit_tokens > 0
     assert engine.paths == {"eager", "compiled:4"}
+
+
+@pytest.mark.needs("graphs.native")
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+@pytest.mark.parametrize("make", [gemma2, gpt_oss])
+def test_softcaps_and_sinks_run_by_the_preferred_attention_in_recorded_steps(
+    make: Callable[..., Any], implementation: str, tmp_path: Path
+) -> None:
+    oracle = make(max_position_embeddings=CONTEXT)
+    engine = TokenEngine(save(oracle, tmp_path), graph="native", model_impl=implementation)
+    assert not isinstance(engine.worker.runner.attn_backend, ReferenceAttention)
+    check_logprobs(engine.run(random_prompts(4, LENGTHS), 8, score_prompts=True, stagger=2), oracle)
+    check_paths(engine, "native")
+
+
+@pytest.mark.parametrize(("make", "defect"), [(gemma2, forgets_softcap), (gpt_oss, forgets_sinks)])
+def test_attention_that_forgets_them_is_caught(make: Callable[..., Any], defect: Any, tmp_path: Path) -> None:
+    oracle = make(max_position_embeddings=CONTEXT)
+    engine = TokenEngine(save(oracle, tmp_path), graph="off")
+    become(engine.worker.runner.attn_backend, defect)
+    with pytest.raises(AssertionError):
+        check_logprobs(engine.run(random_prompts(4, LENGTHS), 2, score_prompts=True), oracle)

@@ -125,7 +125,7 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 
 def top_k_routing(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     """Softmax over all experts, then the K largest."""
-    weights, ids = torch.topk(torch.softmax(logits, dim=-1, dtype=torch.float32), k, dim=-1)
+    weights, ids = torch.topk(torch.softmax(logits.float(), dim=-1), k, dim=-1)
     if normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return weights.to(logits.dtype), ids.to(torch.int32)
