@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from sglcore.engine.chat_template import Message, TextError
@@ -21,7 +23,7 @@ class MessageForm:
     empty: bool = False
     """Content that is missing as an empty string instead of None."""
     single: bool = False
-    """One call in a message at most."""
+    """One call in a message, and its results before the next."""
     joined: bool = False
     """Thoughts and content of a message with calls as one."""
     numbered: bool = False
@@ -44,7 +46,25 @@ def as_template_reads(messages: Sequence[Message], form: MessageForm) -> list[di
     listed = [_message(place, message, form) for place, message in enumerate(messages)]
     if form.numbered:
         _number_calls(listed)
-    return listed
+    return list(_one_by_one(listed, form)) if form.single else listed
+
+
+def _one_by_one(messages: Sequence[dict[str, Any]], form: MessageForm) -> Iterator[dict[str, Any]]:
+    """The same calls, one in a message, each before its own results."""
+    rest = deque(messages)
+    while rest:
+        message = rest.popleft()
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            yield message
+            continue
+        results = [rest.popleft() for _ in takewhile(lambda each: each["role"] == "tool", tuple(rest))]
+        for call in calls:
+            yield {**message, "tool_calls": [call]}
+            message = {"role": message["role"], "content": "" if form.empty else None}
+            yield from (each for each in results if each.get("tool_call_id") == call.get("id"))
+        ids = {call.get("id") for call in calls}
+        yield from (each for each in results if each.get("tool_call_id") not in ids)
 
 
 def _number_calls(messages: list[dict[str, Any]]) -> None:
@@ -75,8 +95,6 @@ def _message(place: int, message: Message, form: MessageForm) -> dict[str, Any]:
 
 
 def _add_calls(place: int, message: dict[str, Any], calls: Sequence[Any], form: MessageForm) -> None:
-    if form.single and len(calls) > 1:
-        raise TextError(f"messages[{place}] holds {len(calls)} tool calls", wanted="one, as the chat template writes")
     read = [_call(place, call, form) for call in calls]
     if form.write is None:
         message["tool_calls"] = read

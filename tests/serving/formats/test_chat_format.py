@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,20 @@ def test_a_template_that_refuses_thoughts_gets_no_other_form(tmp_path: Path) -> 
     refuses = "{%- if m.reasoning_content %}{{ raise_exception('no thoughts') }}{% endif %}{%- for c in"
     form = ChatFormat.detect(make_codec(tmp_path, HERMES.replace("{%- for c in", refuses))).form
     assert not form.joined and not form.described
+
+
+@pytest.mark.parametrize(("name", "begin"), [("harmony", "to=functions."), ("llama", '{"name": "')])
+def test_several_calls_are_told_one_by_one_to_a_template_that_writes_one(
+    formats: dict[str, ChatFormat], name: str, begin: str
+) -> None:
+    def result(call_id: str) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": call_id, "content": f"result {call_id}"}
+
+    calls = [{"id": each, "type": "function", "function": {"name": f"f_{each}", "arguments": "{}"}} for each in "ab"]
+    talk = [USER, called("{}"), result("abcdefghi"), {"role": "assistant", "content": "So.", "tool_calls": calls}]
+    text = formats[name].render([*talk, result("b"), result("a"), result("c"), USER], tools=TOOLS).text
+    told = re.findall(rf"(?<={re.escape(begin)})f\w*|result \w+", text[text.index("Hi") :])
+    assert told == ["f", "result abcdefghi", "f_a", "result a", "f_b", "result b", "result c"]
 
 
 def test_calls_are_written_for_a_template_that_writes_none(formats: dict[str, ChatFormat], tmp_path: Path) -> None:
