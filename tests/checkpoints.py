@@ -42,7 +42,7 @@ Oracle = Any
 def make_oracle(config: Oracle, architecture: str, seed: int = 0) -> Oracle:
     """A random model in float32; norms and biases are random too, so that a lost one shows."""
     torch.manual_seed(seed)
-    config._attn_implementation = "eager" if architecture.startswith(("Gemma2", "GptOss")) else "sdpa"
+    config._attn_implementation = "eager" if architecture.startswith(("Gemma2", "GptOss", "Mamba")) else "sdpa"
     if "Moe" in architecture or "GptOss" in architecture:
         config._experts_implementation = "eager"
     model = getattr(transformers, architecture)(config).eval()
@@ -212,6 +212,13 @@ def qwen3_next(**changes: Any) -> Oracle:
     }
     sizes = {**SIZES, "head_dim": 20, "layer_types": kinds, **rule, **experts, **changes}
     return make_oracle(transformers.Qwen3NextConfig(**sizes), "Qwen3NextForCausalLM")
+
+
+def mamba2(**changes: Any) -> Oracle:
+    """A Mamba 2, which has no attention."""
+    sizes = {name: size for name, size in SIZES.items() if "heads" not in name and name != "max_position_embeddings"}
+    heads = {"num_heads": 4, "head_dim": 24, "state_size": 8, "n_groups": 2, "chunk_size": 16}
+    return make_oracle(transformers.Mamba2Config(**{**sizes, **heads, **changes}), "Mamba2ForCausalLM")
 
 
 def bert(architecture: str = "BertModel", **changes: Any) -> Oracle:

@@ -5,7 +5,7 @@
     python tools/sweep_models.py --write            # all, and what follows from it: docs/models.md, the list of proven types
 
 Compared are log-probabilities in float32: a prompt in random chunks beside another request, then single tokens of both,
-ragged, as decode steps. Each type runs in a child process with bounded memory and time. Needs a machine without a device.
+ragged, as decode steps; then what the scheduler serves, with prefix hits and retraction. Each type runs in a child process with bounded memory and time. Needs a machine without a device.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 from sglcore.device.errors import SglcoreError  # noqa: E402
-from tests.models.transformers_cases import compare, tiny_model  # noqa: E402
+from tests.models.transformers_cases import compare, compare_served, tiny_model  # noqa: E402
 
 EQUAL = 2e-4
 """The greatest difference of log-probabilities that counts as equal."""
@@ -72,7 +72,7 @@ def sweep_one(kind: str, sizes: dict[str, Any]) -> Verdict:
         return Verdict(kind, "failed", says=_line(error))
     try:
         with tempfile.TemporaryDirectory() as folder:
-            error = compare(model, Path(folder))
+            error = max(compare(model, Path(folder)), compare_served(model, Path(folder)))
     except SglcoreError as refusal:
         return Verdict(kind, "refused", says=_line(refusal))
     except Exception as error:

@@ -37,7 +37,7 @@ def load(folder, dtype: torch.dtype = torch.float32, kernels: KernelTable | None
 class Steps:
     """A model with its runner. Slots 1 to 3 hold one sequence each; pages are handed out from the top, interleaved."""
 
-    def __init__(self, model: Architecture) -> None:
+    def __init__(self, model: Architecture, snapshots: int = 0) -> None:
         layers = tuple((layer.num_kv_heads, layer.head_dim) for layer in model.attention_layers)
         windows = tuple(dict.fromkeys(layer.sliding_window for layer in model.attention_layers))
         encoder = model.config.is_encoder
@@ -53,7 +53,7 @@ class Steps:
             build_decode_registry(FACTS, None if encoder else table, max_bs=SLOTS),
             build_prefill_registry(FACTS, None if encoder else table, max_bs=SLOTS, max_num_tokens=CONTEXT),
             TokenTable(SLOTS, CONTEXT, "cpu"),
-            state_pool=StatePool(model.state_layers, SLOTS, 0, "cpu"),
+            state_pool=StatePool(model.state_layers, SLOTS, snapshots, "cpu"),
         )
         self._free = list(range(1, SLOTS * CONTEXT // PAGE + 1))
         self._pages = dict.fromkeys(range(1, SLOTS + 1), 0)

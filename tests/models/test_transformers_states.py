@@ -15,7 +15,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.models.transformers_states import Mixer, check_mixers, find_mixers
 from sglcore.runtime.memory.states import StatePool, StateTensor
 from tests.models.steps import SLOTS, Steps
-from tests.models.transformers_cases import compare, load, tiny_model
+from tests.models.transformers_cases import compare, compare_served, load, tiny_model
 
 SIZES = tomllib.loads((Path(__file__).resolve().parents[2] / "tools" / "sweep_models.toml").read_text())
 
@@ -28,6 +28,10 @@ def tiny(kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["jamba", "minimax", "falcon_h1", "kimi_linear", "mamba2"])
 def test_recurrent_types_give_what_their_own_forward_gives(kind: str, tmp_path: Path) -> None:
     assert compare(tiny(kind), tmp_path) <= 2e-4
+
+
+def test_what_forgets_is_served_with_prefix_hits_and_retraction(tmp_path: Path) -> None:
+    assert compare_served(tiny("jamba"), tmp_path) <= 2e-4
 
 
 def test_a_layer_says_what_it_keeps_of_a_request(tmp_path: Path) -> None:
