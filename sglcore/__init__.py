@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sglcore.engine.llm import LLM as LLM
+    from sglcore.engine.llm import PromptEmbeds as PromptEmbeds
     from sglcore.sampling.params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ("LLM", "SamplingParams", "__version__")
+__all__ = ("LLM", "PromptEmbeds", "SamplingParams", "__version__")
 
-_HOMES = (("LLM", "sglcore.engine.llm"), ("SamplingParams", "sglcore.sampling.params"))
+_HOMES = (
+    ("LLM", "sglcore.engine.llm"),
+    ("PromptEmbeds", "sglcore.engine.llm"),
+    ("SamplingParams", "sglcore.sampling.params"),
+)
 
 
 def __getattr__(name: str) -> object:

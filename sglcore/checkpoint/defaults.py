@@ -106,6 +106,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
                 "shared_expert_intermediate_size": 5632,
             }
         ),
+        "Qwen2_5_VLForConditionalGeneration": MappingProxyType({"max_window_layers": 80}),
+        "Qwen3VLForConditionalGeneration": MappingProxyType({"head_dim": 128}),
         "Qwen3ForCausalLM": MappingProxyType({"max_window_layers": 28, "head_dim": 128}),
         "Qwen3MoeForCausalLM": MappingProxyType({"num_key_value_heads": 4}),
     }

@@ -1,4 +1,4 @@
-"""Configurations of encoders, and of decoders without their output layer, in the words of the others."""
+"""Configurations of encoders, of decoders without their output layer and of language parts, in the words of the others."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def language_model(architecture: str) -> str:
 
 
 def common_words(architecture: str, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a configuration says in words of its own: ModernBERT of its layers, whose windows reach `local_attention` / 2 to
+    """What a configuration says in words of its own: models of images of their language part, in newer files; ModernBERT of its layers, whose windows reach `local_attention` / 2 to
     either side, and RoBERTa of positions, which it counts from behind that of padding."""
+    if architecture.endswith("VLForConditionalGeneration"):
+        return {name: value for name, value in raw.get("text_config", {}).items() if value is not None}
     if "RobertaFor" in architecture or "RobertaModel" in architecture:
         return {"first_position": int(raw.get("pad_token_id", 1)) + 1}
     if not architecture.startswith("ModernBert"):

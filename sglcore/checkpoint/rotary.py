@@ -33,6 +33,20 @@ def rotary_frequencies(config: ModelConfig, max_positions: int) -> Frequencies:
         raise ConfigError(f"the rope parameters of {kind!r} have no {error.args[0]!r}", wanted="a number") from None
 
 
+def mrope_axes(config: ModelConfig) -> np.ndarray | None:
+    """int32 [R / 2]: by which of three positions (time, height, width) each frequency turns; None for a model with one.
+    Either in three sections (Qwen 2-VL, Wang et al. 2024, section 2.1), or in turn as far as the sections reach (Qwen 3-VL)."""
+    sections = config.rope.scaling.get("mrope_section")
+    if sections is None:
+        return None
+    if not config.rope.scaling.get("mrope_interleaved", config.architecture.startswith("Qwen3VL")):
+        return np.repeat(np.arange(3, dtype=np.int32), sections)
+    axes = np.zeros(rotary_dim(config) // 2, np.int32)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
+
+
 def rotary_dim(config: ModelConfig) -> int:
     """How many elements of a head are rotated."""
     return int(config.head_dim * config.rope.partial)

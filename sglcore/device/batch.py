@@ -113,7 +113,8 @@ class ScheduleBatch:
     copies out, step by step as submitted; a batch names no snapshot twice in `state_to`. Both are None where no row
     moves a state, where the worker keeps none (`Limits.keeps_state`), and in an EMBED batch, whose rows begin with zeros.
     `token_type_ids` int32[T]: the segment of each token in its text, in an EMBED batch where some are not of the first.
-    `mrope_positions` int32[3, T]; `ngram_starts`, `ngram_lens` int32[B]: inputs of n-gram embeddings.
+    `embed_rows` int32[N] and `prompt_embeds` float32[N, H]: tokens of the step whose embedding is given, ascending, and it.
+    `mrope_positions` int32[3, T]: time, height and width of each token where some differ. `ngram_starts`, `ngram_lens` int32[B]: inputs of n-gram embeddings.
     """
 
     step: int
@@ -138,6 +139,8 @@ class ScheduleBatch:
     state_from: Ints | None = None
     state_to: Ints | None = None
     token_type_ids: Ints | None = None
+    embed_rows: Ints | None = None
+    prompt_embeds: NDArray[np.float32] | None = None
     mrope_positions: Ints | None = None
     ngram_starts: Ints | None = None
     ngram_lens: Ints | None = None

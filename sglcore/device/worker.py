@@ -26,7 +26,8 @@ class Limits:
     previous ticket was collected. `takes_masks`: sampling keeps to the batch's `masks`, so requests may have a grammar.
     `keeps_state`: beside its cells a request has a state in its slot, which belongs to all of its tokens so far and to no
     shorter prefix; 1..num_snapshots are the places in which the worker can keep copies of such states. `num_labels`: what
-    is answered to a prompt to embed are so many scores (0: a vector).
+    is answered to a prompt to embed are so many scores (0: a vector). `embed_size`: prompts may be embeddings of so many
+    numbers a token (0: they may not); `takes_mrope`: with positions by three axes.
     """
 
     max_model_len: int
@@ -44,6 +45,8 @@ class Limits:
     keeps_state: bool = False
     num_snapshots: int = 0
     num_labels: int = 0
+    embed_size: int = 0
+    takes_mrope: bool = False
 
     @property
     def capacity(self) -> int:

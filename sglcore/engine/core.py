@@ -22,9 +22,10 @@ from sglcore.engine.text import EncodedPair, TextCodec, TextError, eos_token_ids
 from sglcore.engine.tokens import TokenEngine
 from sglcore.sampling.params import SamplingParams, fresh_seed
 from sglcore.schedule.output import EngineOutput
+from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Request
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | PromptEmbeds
 Text = TypeVar("Text")
 
 
@@ -74,7 +75,7 @@ class Engine:
         check_ids(params, self.vocab_size)
         seed = params.seed if params.seed is not None else fresh_seed()
         processor = OutputProcessor(self.codec, name, prompt if isinstance(prompt, str) else None, ids, params, seed)
-        self.tokens.add(name, ids, params, seed)
+        self.tokens.add(name, ids, params, seed, embeds=prompt if isinstance(prompt, PromptEmbeds) else None)
         self._texts[name] = processor
         return processor.output
 
@@ -181,6 +182,8 @@ def read_prompt(codec: TextCodec, prompt: Prompt, *, special: bool = True) -> li
     """The token ids of a prompt; raises TextError if it is neither text nor ids."""
     if isinstance(prompt, str):
         return codec.encode(prompt, special=special)
+    if isinstance(prompt, PromptEmbeds):
+        return list(prompt.ids)
     try:
         return [operator.index(token_id) for token_id in prompt]
     except TypeError as error:
@@ -192,6 +195,8 @@ def prompted(codec: TextCodec, prompt: Prompt, name: str | None) -> Prompt:
     raises TextError for a name beside them, or one that the checkpoint has not."""
     if isinstance(prompt, str):
         return codec.prompted(prompt, name)
+    if isinstance(prompt, PromptEmbeds):
+        raise TextError("found embeddings as a prompt to embed", wanted="text, or a list of token ids")
     if name is not None:
         raise TextError(
             f"found token ids with the prompt name {name!r}", wanted="text, which a prompt can stand before"

@@ -18,6 +18,7 @@ from sglcore.engine.progress import Progress
 from sglcore.engine.start import start
 from sglcore.engine.text import TextError
 from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.prompt_embeds import PromptEmbeds
 
 
 class LLM:
@@ -56,7 +57,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt (text, or token ids); waits for all. One output per prompt, in order.
+        """Complete each prompt (text, token ids, or `PromptEmbeds`); waits for all. One output per prompt, in order.
 
         A prompt that can not run ends with finish_reason "error" and its text in `error`; the others are not touched.
         """
@@ -167,7 +168,7 @@ def _refused(prompt: Prompt, params: SamplingParams, reason: str) -> RequestOutp
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, PromptEmbeds)):
         return [prompts]
     items = list(prompts)
     if items and all(isinstance(item, (int, np.integer)) for item in items):

@@ -16,6 +16,7 @@ from sglcore.sampling.grammar import Grammar, GrammarError
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.loop import Loop
 from sglcore.schedule.output import EngineOutput, FinishReason
+from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Request, RequestError, State
 from sglcore.schedule.results import check_request
 from sglcore.schedule.scheduler import Scheduler
@@ -74,9 +75,16 @@ class TokenEngine:
         return len(self._compiling)
 
     def add(
-        self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, seed: int, *, progress: bool = False
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        progress: bool = False,
+        embeds: PromptEmbeds | None = None,
     ) -> None:
-        """Queue a prompt with its `params.n` samples, under a grammar once that is compiled. Raises RequestError, and then
+        """Queue a prompt, by token ids or by embeddings in their place, with its `params.n` samples, under a grammar once that is compiled. Raises RequestError, and then
         nothing was queued; does not wait."""
         prompt = np.asarray(prompt_ids)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
@@ -84,7 +92,9 @@ class TokenEngine:
         for index in range(params.n):
             leader = requests[0] if requests else None
             name = f"{request_id}/{index}"
-            requests.append(Request(name, prompt, params, seed, index, stops, leader=leader, request_id=request_id))
+            requests.append(
+                Request(name, prompt, params, seed, index, stops, leader=leader, embeds=embeds, request_id=request_id)
+            )
         group = SampleGroup(params, requests)
         if params.grammar is None:
             self._queue(group)

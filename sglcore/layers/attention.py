@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sglcore.layers.norm import RMSNorm
+from sglcore.layers.rotary import axes_of, turned_by_axes
 from sglcore.layers.scope import Scope
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
@@ -18,6 +20,7 @@ class AttentionLayer:
     """From queries, keys and values side by side to what attention gives. `layer` is what backends see of it."""
 
     __slots__ = (
+        "_axes",
         "_cos_sin",
         "_head_dim",
         "_norm_rotary_and_store",
@@ -67,6 +70,7 @@ class AttentionLayer:
         self._sizes = [heads * size, kv_heads * size, kv_heads * size]
         self._head_dim = size
         self._cos_sin = rotary
+        self._axes = None if rotary is None else axes_of(config, rotary.device)
         self._choose(build)
         self._stores = self._rotary_and_store is not None or self._norm_rotary_and_store is not None
 
@@ -89,11 +93,15 @@ class AttentionLayer:
 
     def __call__(self, qkv: Tensor, batch: ForwardBatch) -> Tensor:
         """[T, (heads + 2 kv_heads) * head_dim] to [T, heads * head_dim]."""
-        return self.layer(*self._rows(qkv, batch.positions))
+        positions, cos_sin = batch.positions, self._cos_sin
+        if batch.mrope_positions is not None and cos_sin is not None and self._axes is not None:
+            cos_sin = turned_by_axes(cos_sin, batch.mrope_positions, self._axes)
+            positions = torch.arange(len(positions), dtype=positions.dtype, device=positions.device)
+        return self.layer(*self._rows(qkv, positions, cos_sin))
 
-    def _rows(self, qkv: Tensor, positions: Tensor) -> Rows:
+    def _rows(self, qkv: Tensor, positions: Tensor, cos_sin: Tensor | None) -> Rows:
         q, k, v = qkv.split(self._sizes, dim=-1)
-        cos_sin, q_norm, k_norm = self._cos_sin, self.q_norm, self.k_norm
+        q_norm, k_norm = self.q_norm, self.k_norm
         cells = self.layer.cells() if self._stores and cos_sin is not None else None
         if q_norm is not None and k_norm is not None:
             if self._norm_rotary_and_store is not None and cells is not None:

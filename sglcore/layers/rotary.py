@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sglcore.checkpoint.config import ModelConfig
-from sglcore.checkpoint.rotary import rotary_frequencies
+from sglcore.checkpoint.rotary import mrope_axes, rotary_frequencies
 
 
 def cos_sin_cache(config: ModelConfig, max_positions: int, device: torch.device) -> Tensor:
@@ -17,3 +17,17 @@ def cos_sin_cache(config: ModelConfig, max_positions: int, device: torch.device)
     frequencies, factor = rotary_frequencies(config, max_positions)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), torch.from_numpy(frequencies))
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).to(device)
+
+
+def axes_of(config: ModelConfig, device: torch.device) -> Tensor | None:
+    """`mrope_axes` on the device."""
+    axes = mrope_axes(config)
+    return None if axes is None else torch.from_numpy(axes).to(device)
+
+
+def turned_by_axes(cos_sin: Tensor, positions: Tensor, axes: Tensor) -> Tensor:
+    """float32 [T, R], a table with a row for each token, of the table of all positions [max_positions, R], positions
+    int32 [3, T] and axes int32 [R / 2]."""
+    rows = positions.index_select(0, axes).T.long()
+    cosines, sines = cos_sin.chunk(2, dim=-1)
+    return torch.cat((cosines.gather(0, rows), sines.gather(0, rows)), dim=-1)

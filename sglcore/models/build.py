@@ -233,6 +233,11 @@ class Architecture(ABC):
         """[N, H] to float32 [N, vocab]; raises `ConfigError` for an encoder."""
         raise ConfigError(f"{self.config.architecture} is an encoder and has no logits", remedy="use its embeddings")
 
+    def embed_ids(self, ids: Array) -> Array:
+        """Token ids [T] to the rows [T, H] that the first layer takes; raises `ConfigError` where prompts bring none of their
+        own."""
+        raise ConfigError(f"{self.config.architecture} takes no embeddings", remedy="give it text or token ids")
+
     def classify(self, pooled: Array) -> Array:
         """[B, labels] from pooled hidden states [B, H], by the classification head; raises `ConfigError` without one."""
         raise ConfigError(f"{self.config.architecture} has no classification head", remedy="use its embeddings")

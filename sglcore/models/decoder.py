@@ -232,6 +232,10 @@ class CausalLM(Architecture):
         logits = self.lm_head(hidden)
         return logits if self.softcap is None else self.softcap(logits)
 
+    def embed_ids(self, ids: Array) -> Array:
+        """[T] to [T, H]."""
+        return self.embed_tokens(ids)
+
     def classify(self, pooled: Array) -> Array:
         """[B, H] to [B, labels]; raises `ConfigError` without a head for that."""
         return super().classify(pooled) if self.score is None else self.score(pooled)

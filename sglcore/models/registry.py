@@ -31,6 +31,8 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "Qwen2ForCausalLM": "sglcore.models.qwen2:Qwen2ForCausalLM",
         "Qwen3ForCausalLM": "sglcore.models.qwen3:Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM": "sglcore.models.qwen3_moe:Qwen3MoeForCausalLM",
+        "Qwen2_5_VLForConditionalGeneration": "sglcore.models.qwen_vl:Qwen25VLForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration": "sglcore.models.qwen_vl:Qwen3VLForConditionalGeneration",
         "LlamaForSequenceClassification": "sglcore.models.llama:LlamaForCausalLM",
         "MistralForSequenceClassification": "sglcore.models.mistral:MistralForCausalLM",
         "Qwen2ForSequenceClassification": "sglcore.models.qwen2:Qwen2ForCausalLM",

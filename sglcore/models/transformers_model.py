@@ -68,6 +68,11 @@ class TransformersModel(Architecture):
         )
         return found.last_hidden_state[0]
 
+    def embed_ids(self, ids: Tensor) -> Tensor:
+        """[T] to [T, H]."""
+        table: Any = self._decoder.get_input_embeddings()
+        return table(ids)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] to float32 [N, vocab], with whatever scale or cap the class has."""
         if self._output is not None:

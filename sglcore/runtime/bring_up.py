@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sglcore.checkpoint.config import ModelConfig
+from sglcore.checkpoint.rotary import mrope_axes
 from sglcore.device.bring_up import BringUp
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
@@ -318,6 +319,8 @@ def worker(
         keeps_state=pools.states is not None,
         num_snapshots=sizes.num_snapshots,
         num_labels=0 if pooling is None else pooling.labels,
+        embed_size=model.config.hidden_size if pooling is None else 0,
+        takes_mrope=mrope_axes(model.config) is not None,
     )
     pooler = None if pooling is None else Pooler(pooling, model.classify, model.dtype)
     return resolve(package.worker, package.name)(runner, pools.token_table, limits, pooler)

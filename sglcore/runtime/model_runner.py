@@ -38,6 +38,10 @@ class Model(Protocol):
         """float32 [N, vocab] from hidden states [N, hidden]."""
         ...
 
+    def embed_ids(self, ids: Tensor) -> Tensor:
+        """[T] to the rows [T, hidden] that the first layer takes."""
+        ...
+
 
 class ModelRunner:
     """Composes a model, an attention backend, its registries and its graphs. Several may live in one process."""

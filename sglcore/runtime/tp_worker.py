@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
@@ -90,11 +91,15 @@ class TpModelWorker:
         """One forward on the current stream, and one sampled token for each row that emits."""
         rows = plan_rows(batch)
         inputs, states = self._sampling.inputs(batch, rows), self.runner.state_pool
-        sent = inputs.arrays if states is None else {**inputs.arrays, **states.changes(batch)}
+        sent = {**inputs.arrays, **prompt_embeds(batch)}
+        sent = sent if states is None else {**sent, **states.changes(batch)}
         arrays = StagedArrays(sent, lasting=inputs.new is not None) if sent else None
         staged = self.runner.init_batch(batch, arrays)
-        hidden, path = self.runner.forward(staged)
         arrived = {} if arrays is None else arrays.arrived
+        if batch.embed_rows is not None:
+            staged.input_embeds = self.runner.model.embed_ids(staged.input_ids)
+            staged.input_embeds[arrived["embed_rows"]] = arrived["prompt_embeds"].to(staged.input_embeds.dtype)
+        hidden, path = self.runner.forward(staged)
         if states is not None:
             states.copy_out(arrived)
         tokens, prompt = self._sampling.run(batch, staged, rows, hidden, inputs, arrived)
@@ -130,3 +135,10 @@ class TpModelWorker:
                     stream.synchronize()
             self.runner.close()
             del self.runner, self._sampling, self._pooler
+
+
+def prompt_embeds(batch: ScheduleBatch) -> dict[str, NDArray]:
+    """The embeddings that a step brings, and the tokens in whose place they stand."""
+    if batch.embed_rows is None or batch.prompt_embeds is None:
+        return {}
+    return {"embed_rows": batch.embed_rows, "prompt_embeds": batch.prompt_embeds}

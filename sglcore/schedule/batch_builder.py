@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from sglcore.device.batch import ForwardMode, HostSampling, ScheduleBatch, offsets_of
 from sglcore.device.worker import Limits
 from sglcore.schedule.decode_rows import DecodeRows
+from sglcore.schedule.prompt_embeds import add_embeds
 from sglcore.schedule.request import Matcher, Request
 
 Ints = NDArray[np.int32]
@@ -86,6 +87,7 @@ class BatchBuilder:
         if self._keeps_state:
             _add_states(batch, len(chosen), chunks, saves)
         self._add_masks(batch)
+        add_embeds(batch, self.requests)
         return batch
 
     def build_decode(self, step: int, rows: DecodeRows, collected: int, saves: Ints | None = None) -> ScheduleBatch:
@@ -100,6 +102,8 @@ class BatchBuilder:
         batch.state_from, batch.state_to = None if saves is None else self._kept, saves
         self._add_masks(batch)
         np.subtract(rows.seq_lens, 1, out=batch.prefix_lens)
+        if batch.mrope_positions is not None:
+            add_embeds(batch, self.requests)
         # Every row took part in the step before, so all the last tokens are known or none is.
         batch.input_ids = self._placeholders if collected < step - 1 else self.last_tokens[rows.slots]
         fresh = np.flatnonzero(rows.allocated_lens > rows.page_counts * self._page_size)

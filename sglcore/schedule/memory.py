@@ -48,7 +48,7 @@ class Memory:
     def admit(self, request: Request, promised: int) -> bool:
         """Give the request its cached prefix if its known tokens fit beside `promised` pages; False changes nothing."""
         total = request.num_tokens
-        known = self._match(request) if self.caches else []
+        known = self._match(request) if self.caches and request.embeds is None else []
         path = [] if request.scores_prompt else known[: self._shareable(known)]
         locked = sum(node.users == 0 for node in path)
         if self.pages_for(total) - len(path) + promised > self.available - locked:
@@ -61,7 +61,7 @@ class Memory:
         request.num_cells = len(path) * self.page_size
         if self.takes_snapshots:
             self.snapshots.restore(request, path[-1] if path else None)
-            request.cuts = self._cuts(request, known)
+            request.cuts = self._cuts(request, known) if request.embeds is None else set()
         self.hit_tokens += request.num_cells
         self.looked_up_tokens += total
         return True
@@ -106,7 +106,7 @@ class Memory:
         Where another running request was first with the same page, this one keeps its own and publishes nothing after it
         while both run: a page is locked only by those who hold it.
         """
-        if self.caches:
+        if self.caches and request.embeds is None:
             self._publish(request, cells, leaving=False)
 
     def release(self, request: Request, cells: int) -> None:
@@ -114,7 +114,8 @@ class Memory:
 
         Only after the last ticket that names the request was collected. `cells` 0 publishes nothing more.
         """
-        duplicates = self._publish(request, cells, leaving=True) if self.caches else []
+        shares = self.caches and request.embeds is None
+        duplicates = self._publish(request, cells, leaving=True) if shares else []
         self.pool.give(duplicates)
         self.pool.give(request.pages[request.shared :])
         self.snapshots.release(request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from sglcore.device.worker import TokenLogprobs
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput, FinishReason, TokenLogprob, token_logprobs
 from sglcore.schedule.prefix_cache import Node
+
+if TYPE_CHECKING:
+    from sglcore.schedule.prompt_embeds import PromptEmbeds
 
 Ints = NDArray[np.int32]
 MAX_TOKEN = 2**31 - 1
@@ -69,7 +72,7 @@ class Request:
     `rid` is its own name, `request_id` that of the request whose sample `sample_index` it is (none given: `rid`). `seed` is
     the resolved 64-bit seed. A sampled token in `stop_ids` ends the request ("stop"). `leader`: a sibling with the same
     prompt, whose published prompt this one waits for. `token_types` int32[P] are the segments of a text to embed that has
-    several.
+    several. `embeds` stand in place of the prompt's tokens; its pages are then its own, and shared with nobody.
     Results: `output_ids` (a stop token included); `logprobs`, one entry of N = 1 per emitted token; `prompt_logprobs`,
     entries that together cover prompt tokens 1..P-1. `stop_cause` is the stop token's id or the stop string found.
     `matcher`: has accepted all of `output_ids` but a stop token, and is dropped when the request ends.
@@ -88,6 +91,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     task: Literal["generate", "embed"] = "generate"
     token_types: Ints | None = None
+    embeds: PromptEmbeds | None = None
     leader: Request | None = None
     matcher: Matcher | None = None
     request_id: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sglcore.device.worker import BatchResult, Limits, TokenLogprobs
 from sglcore.schedule.overlap import BatchRecord
+from sglcore.schedule.prompt_embeds import check_embeds
 from sglcore.schedule.request import ContextError, Request, RequestError
 
 
@@ -22,6 +23,8 @@ def check_request(request: Request, limits: Limits, *, called: str = "") -> None
             f"the prompt of {name} has {length} tokens and the context holds {limits.max_model_len}, one of"
             f" them for the output; shorten the prompt by {length - limits.max_model_len + 1} or raise max_model_len, where the checkpoint allows it"
         )
+    if request.embeds is not None:
+        check_embeds(request, request.embeds, limits, name)
     if request.matcher is not None and not limits.takes_masks:
         raise RequestError(
             f"{name} has a grammar, and this device's sampler takes no masks; leave the grammar out or run it"

@@ -150,7 +150,7 @@ class RunningRequests:
         assert slots == list(range(1, self._limits.max_requests + 1)), f"slots lost or held twice: {slots}"
 
     def _follows(self, request: Request) -> bool:
-        if not self.memory.caches or request.scores_prompt:
+        if not self.memory.caches or request.scores_prompt or request.embeds is not None:
             return False
         leader = request.leader
         if leader is None or leader.prompt_published or leader.state is State.FINISHED:
@@ -185,7 +185,8 @@ class RunningRequests:
         request.last_step = -1
         request.state = State.EXTENDING
         request.awaited = None
-        self._in_batch_prefixes.add(request)
+        if request.embeds is None:
+            self._in_batch_prefixes.add(request)
         insort(self.extending, request, key=by_arrival)
         self.compare_waiting()
 

@@ -101,5 +101,5 @@ def test_a_slow_import_is_seen(tmp_path: Path) -> None:
 def test_the_public_classes_are_found_lazily_and_an_unknown_name_is_an_error() -> None:
     import sglcore
 
-    with pytest.raises(AttributeError, match="it offers LLM, SamplingParams, __version__"):
+    with pytest.raises(AttributeError, match="it offers LLM, PromptEmbeds, SamplingParams, __version__"):
         getattr(sglcore, "Nothing")  # noqa: B009

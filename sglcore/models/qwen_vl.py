@@ -1,0 +1,25 @@
+"""The language part of Qwen 2.5-VL (Bai et al. 2025) and Qwen 3-VL: embeddings of images come with the prompt, and heads are
+turned by three positions where it has them. The vision part is left unread, and so is what it would add to later layers."""
+
+from __future__ import annotations
+
+from sglcore.models.decoder import CausalLM
+from sglcore.models.qwen2 import Qwen2ForCausalLM
+from sglcore.models.qwen3 import Qwen3ForCausalLM
+
+
+class _LanguagePart(CausalLM):
+    ignored = (r"model\.visual\..*",)
+
+    @classmethod
+    def own_name(cls, name: str) -> str:
+        """The decoder's names without the part's, which newer files have."""
+        return super().own_name(name).replace("model.language_model.", "model.", 1)
+
+
+class Qwen25VLForConditionalGeneration(_LanguagePart, Qwen2ForCausalLM):
+    """Qwen 2's layers."""
+
+
+class Qwen3VLForConditionalGeneration(_LanguagePart, Qwen3ForCausalLM):
+    """Qwen 3's layers."""

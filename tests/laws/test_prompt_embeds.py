@@ -1,0 +1,214 @@
+"""Prompts as embeddings, with positions by three axes: chunks, retraction, neighbours and the prefix cache change no number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from sglcore.sampling.params import SamplingParams
+from sglcore.schedule import batch_builder
+from sglcore.schedule.memory import Memory
+from sglcore.schedule.prompt_embeds import PromptEmbeds, add_embeds
+from sglcore.schedule.request import Request, RequestError
+from tests.checkpoints import SIZES, gemma3, make_oracle, save
+from tests.laws.engine import TOLERANCE, TokenEngine, random_prompts
+
+pytestmark = pytest.mark.needs("device")
+
+NO_EYES = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 48}
+ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
+
+
+def qwen25_vl() -> Any:
+    """Heads of 12: sections of one, two and three frequencies."""
+    text = {**SIZES, "rope_parameters": {**ROPE, "mrope_section": [1, 2, 3]}}
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=NO_EYES, tie_word_embeddings=False)
+    return make_oracle(config, "Qwen2_5_VLForConditionalGeneration")
+
+
+def qwen3_vl() -> Any:
+    """Heads of 20, whose frequencies turn by the three axes in turn."""
+    text = {**SIZES, "head_dim": 20, "rope_parameters": {**ROPE, "mrope_section": [4, 3, 3], "mrope_interleaved": True}}
+    eyes = {**NO_EYES, "deepstack_visual_indexes": [0]}
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=eyes, tie_word_embeddings=False)
+    return make_oracle(config, "Qwen3VLForConditionalGeneration")
+
+
+MODELS: Mapping[str, Callable[[], Any]] = MappingProxyType({"qwen2.5-vl": qwen25_vl, "qwen3-vl": qwen3_vl})
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
+    oracle = MODELS[request.param]()
+    yield save(oracle, tmp_path_factory.mktemp("vl")), oracle
+
+
+def image_prompt(seed: int, before: int = 3, rows: int = 3, columns: int = 4, after: int = 5) -> PromptEmbeds:
+    """Text, an image whose places are a grid, text: positions as the models number them."""
+    grid = np.stack(np.meshgrid(np.arange(1), np.arange(rows), np.arange(columns), indexing="ij")).reshape(3, -1)
+    end = before + max(rows, columns)
+    parts = [np.tile(np.arange(before), (3, 1)), grid + before, np.tile(np.arange(after) + end, (3, 1))]
+    positions = np.concatenate(parts, axis=1)
+    source = np.random.default_rng(seed)
+    return PromptEmbeds(source.normal(size=(positions.shape[1], 48)).astype(np.float32), None, positions)
+
+
+def greedy(oracle: Any, prompt: PromptEmbeds | list[int], tokens: list[int]) -> np.ndarray:
+    """float32 [tokens]: transformers' log-probability of each token after the prompt and the tokens before it."""
+    table = oracle.get_input_embeddings()
+    with torch.no_grad():
+        if isinstance(prompt, PromptEmbeds):
+            start, axes = torch.from_numpy(prompt.rows)[None], prompt.axes
+            more = np.tile(np.arange(len(tokens)) + axes.max() + 1, (3, 1))
+            positions = torch.from_numpy(np.concatenate([axes, more], axis=1))[:, None].long()
+        else:
+            start = table(torch.tensor([prompt]))
+            positions = torch.arange(len(prompt) + len(tokens)).expand(3, 1, -1)
+        embeds = torch.cat((start, table(torch.tensor([tokens]))), dim=1)
+        decoder = getattr(oracle.model, "language_model", None)
+        if decoder is None:
+            hidden = oracle.model(inputs_embeds=embeds, position_ids=positions[0]).last_hidden_state
+        else:
+            hidden = decoder(inputs_embeds=embeds, position_ids=positions).last_hidden_state
+        found = oracle.lm_head(hidden)[0].log_softmax(-1)
+    first = start.shape[1] - 1
+    return np.array([float(found[first + place, token]) for place, token in enumerate(tokens)])
+
+
+def serve(made: TokenEngine, prompts: list[PromptEmbeds | list[int]], max_tokens: int = 6) -> list[Request]:
+    """All at once, greedily, with log-probabilities."""
+    params = SamplingParams(temperature=0.0, logprobs=0, ignore_eos=True, max_tokens=max_tokens)
+    requests: list[Request] = []
+    for number, prompt in enumerate(prompts):
+        embeds = prompt if isinstance(prompt, PromptEmbeds) else None
+        ids = np.array(prompt.ids if isinstance(prompt, PromptEmbeds) else prompt, np.int32)
+        made._count += 1
+        requests.append(Request(f"r{made._count}-{number}", ids, params, embeds=embeds))
+        made.scheduler.add(requests[-1])
+    while made.loop.has_work:
+        made.loop.step()
+    made.scheduler.audit()
+    return requests
+
+
+def check(oracle: Any, prompts: list[PromptEmbeds | list[int]], requests: list[Request]) -> None:
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert request.finish_reason == "length", request.error
+        found = [float(each.chosen[0]) for each in request.logprobs]
+        np.testing.assert_allclose(found, greedy(oracle, prompt, request.output_ids), atol=TOLERANCE, rtol=0)
+
+
+def mixed() -> list[PromptEmbeds | list[int]]:
+    return [image_prompt(1), random_prompts(3, (9,))[0], image_prompt(2, before=0, rows=5, columns=2), image_prompt(1)]
+
+
+@pytest.mark.parametrize("chunk", [7, 128])
+def test_images_among_texts_are_those_of_transformers(model: tuple[Path, Any], chunk: int) -> None:
+    folder, oracle = model
+    made, prompts = TokenEngine(folder, max_batch_tokens=chunk), mixed()
+    check(oracle, prompts, serve(made, prompts))
+    made.worker.close()
+
+
+def test_retracted_prompts_begin_again_by_their_embeddings(model: tuple[Path, Any]) -> None:
+    folder, oracle = model
+    made, prompts = TokenEngine(folder, max_batch_tokens=16, kv_cache_memory=60000), [*mixed(), image_prompt(5)]
+    check(oracle, prompts, serve(made, prompts, 24))
+    assert made.scheduler.stats().retractions
+    made.worker.close()
+
+
+def test_prompts_of_one_length_share_no_pages(model: tuple[Path, Any]) -> None:
+    folder, oracle = model
+    made = TokenEngine(folder)
+    one_after_another(made, oracle)
+    assert made.scheduler.stats().hit_tokens == 0
+    made.worker.close()
+
+
+def one_after_another(made: TokenEngine, oracle: Any) -> None:
+    """Two images, one of them twice, and a text of the ids that stand for them."""
+    prompts: list[PromptEmbeds | list[int]] = [image_prompt(1), image_prompt(2), image_prompt(1), [0] * 20]
+    for prompt in prompts:
+        check(oracle, [prompt], serve(made, [prompt]))
+
+
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_embeddings_without_positions_are_served_by_any_decoder(tmp_path: Path, impl: str) -> None:
+    oracle = gemma3()
+    made = TokenEngine(save(oracle, tmp_path), model_impl=impl, max_batch_tokens=9)
+    source = np.random.default_rng(3)
+    prompts: list[PromptEmbeds | list[int]] = [PromptEmbeds(source.normal(size=(14, 48))), random_prompts(3, (9,))[0]]
+    check(oracle, prompts, serve(made, prompts))
+    made.worker.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: PromptEmbeds(np.zeros(5)), "shape"),
+        (lambda: PromptEmbeds(np.zeros((5, 48)), [1, 2]), "token_ids"),
+        (lambda: PromptEmbeds(np.zeros((5, 48)), None, np.zeros((2, 5))), "positions"),
+        (lambda: PromptEmbeds("text"), "numbers"),
+        (lambda: PromptEmbeds(np.zeros((5, 47))), "48 numbers"),
+        (lambda: PromptEmbeds(np.zeros((5, 48)), None, np.full((3, 5), 9)), "positions"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(model: tuple[Path, Any], make: Callable[[], PromptEmbeds], said: str) -> None:
+    made = TokenEngine(model[0])
+    with pytest.raises(RequestError, match=said):
+        serve(made, [make()])
+    made.worker.close()
+
+
+# -- planted defects -----------------------------------------------------------------------------------------------------
+
+
+def no_delta(batch: Any, requests: Any) -> None:
+    """Tokens after the prompt are counted by their place."""
+    add_embeds(batch, requests)
+    if batch.embed_rows is None:
+        batch.mrope_positions = None
+
+
+def first_chunk_again(batch: Any, requests: Any) -> None:
+    """A later chunk brings the embeddings of the first."""
+    add_embeds(batch, requests)
+    if batch.embed_rows is not None and batch.prefix_lens.any():
+        batch.prompt_embeds = np.roll(batch.prompt_embeds, 1, axis=0)
+
+
+def one_axis(batch: Any, requests: Any) -> None:
+    add_embeds(batch, requests)
+    if batch.mrope_positions is not None:
+        batch.mrope_positions[:] = batch.mrope_positions[0]
+
+
+@pytest.mark.parametrize("defect", [no_delta, first_chunk_again, one_axis])
+def test_a_planted_defect_is_caught(
+    model: tuple[Path, Any], defect: Callable[[Any, Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, oracle = model
+    made, prompts = TokenEngine(folder, max_batch_tokens=7), mixed()
+    monkeypatch.setattr(batch_builder, "add_embeds", defect)
+    with pytest.raises(AssertionError, match="Not equal"):
+        check(oracle, prompts, serve(made, prompts))
+    made.worker.close()
+
+
+def test_pages_that_others_could_share_would_be_noticed(
+    model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, oracle = model
+    made = TokenEngine(folder)
+    monkeypatch.setattr(Memory, "publish", lambda self, request, cells: self._publish(request, cells, leaving=False))
+    with pytest.raises(AssertionError, match="Not equal"):
+        one_after_another(made, oracle)
+    made.worker.close()
