@@ -189,29 +189,28 @@ def gemma2(**changes: Any) -> Oracle:
     return make_oracle(transformers.Gemma2Config(**{**SIZES, **sizes, **caps, **changes}), "Gemma2ForCausalLM")
 
 
+def qwen3_next(**changes: Any) -> Oracle:
+    """A Qwen3-Next of three layers, the second with attention, of whose heads a half is rotated; the third is dense.
+    The epsilon keeps norms of small sums from making float32's own error large."""
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12}
+    sizes = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 24}
+    sizes |= {
+        "shared_expert_intermediate_size": 28,
+        "linear_value_head_dim": 8,
+        "num_hidden_layers": 3,
+        "rms_norm_eps": 1e-3,
+    }
+    kinds = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "mlp_only_layers": [2]}
+    turned = rope("default", partial_rotary_factor=0.5)
+    config = transformers.Qwen3NextConfig(**{**SIZES, **heads, **sizes, **kinds, **turned, **changes})
+    config._experts_implementation = "eager"
+    return make_oracle(config, "Qwen3NextForCausalLM")
+
+
 def exaone4(**changes: Any) -> Oracle:
     """An EXAONE 4, which has no file of ours: every second layer has a window, and full ones have no rotary embedding."""
     sizes = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
     return make_oracle(transformers.Exaone4Config(**{**SIZES, **sizes, **changes}), "Exaone4ForCausalLM")
-
-
-def qwen3_next(**changes: Any) -> Oracle:
-    """A Qwen 3 Next: a layer of the gated delta rule and one of attention, with experts."""
-    kinds = ["linear_attention", "full_attention"]
-    rule = {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12,
-    }
-    experts = {
-        "num_experts": 5,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 20,
-        "shared_expert_intermediate_size": 20,
-    }
-    sizes = {**SIZES, "head_dim": 20, "layer_types": kinds, **rule, **experts, **changes}
-    return make_oracle(transformers.Qwen3NextConfig(**sizes), "Qwen3NextForCausalLM")
 
 
 def mamba2(**changes: Any) -> Oracle:
@@ -291,6 +290,7 @@ CAUSAL: Mapping[str, Callable[[], Oracle]] = MappingProxyType(
         "mixtral": mixtral,
         "mixtral-window": lambda: mixtral(sliding_window=5),
         "qwen2-moe": qwen2_moe,
+        "qwen3-next": qwen3_next,
         "qwen2-moe-windows": lambda: qwen2_moe(use_sliding_window=True, sliding_window=5),
         "gpt-oss": gpt_oss,
         "glm4-moe": glm4_moe,

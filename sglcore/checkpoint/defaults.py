@@ -109,6 +109,18 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Qwen2_5_VLForConditionalGeneration": MappingProxyType({"max_window_layers": 80}),
         "Qwen3VLForConditionalGeneration": MappingProxyType({"head_dim": 128}),
         "Qwen3ForCausalLM": MappingProxyType({"max_window_layers": 28, "head_dim": 128}),
+        "Qwen3NextForCausalLM": MappingProxyType(
+            {
+                "num_key_value_heads": 2,
+                "head_dim": 256,
+                "partial_rotary_factor": 0.25,
+                "num_experts": 512,
+                "num_experts_per_tok": 10,
+                "moe_intermediate_size": 512,
+                "shared_expert_intermediate_size": 512,
+                "norm_topk_prob": True,
+            }
+        ),
         "Qwen3MoeForCausalLM": MappingProxyType({"num_key_value_heads": 4}),
     }
 )

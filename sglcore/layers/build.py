@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from sglcore.checkpoint.config import EXPERT_PARTS, MoeConfig, RopeConfig
+from sglcore.checkpoint.recurrent import DeltaNetConfig
 from sglcore.device.errors import ConfigError
 from sglcore.layers.attention import AttentionLayer
-from sglcore.layers.linear import Embedding, Head, Linear, Softcap
+from sglcore.layers.linear import Embedding, Head, Linear, OrderedLinear, Softcap
 from sglcore.layers.mlp import GatedMlp
 from sglcore.layers.moe import ClampedMoe, SparseMoe
 from sglcore.layers.norm import LayerNorm, RMSNorm
+from sglcore.layers.recurrent import GatedDeltaNet
 from sglcore.layers.rotary import cos_sin_cache
 from sglcore.layers.scope import Scope
+from sglcore.models.build import Layer
 from sglcore.runtime.kernels.table import KernelTable
 
 
@@ -32,6 +35,12 @@ class Build(Scope):
     def fused(self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False) -> Linear:
         """Several linear layers with one input as one product."""
         return Linear(self, parts, inputs, bias)
+
+    def ordered(
+        self, parts: Sequence[tuple[str, int]], inputs: int, order: Sequence[int], bias: bool = False
+    ) -> OrderedLinear:
+        """One product, its outputs in another order."""
+        return OrderedLinear(self, parts, inputs, order, bias)
 
     def norm(self, name: str, size: int, offset: float | None = None) -> RMSNorm:
         """Root mean square norm."""
@@ -76,6 +85,10 @@ class Build(Scope):
             sinks=sinks,
             is_encoder=is_encoder,
         )
+
+    def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Layer, output: Layer) -> GatedDeltaNet:
+        """The gated delta rule."""
+        return GatedDeltaNet(self, state_id, net, projection, output)
 
     def softcap(self, cap: float) -> Softcap:
         """cap * tanh(x / cap)."""

@@ -39,6 +39,23 @@ class Linear:
         return self._linear(x, self.weight, self.bias)
 
 
+class OrderedLinear:
+    """A linear layer whose outputs come in another order than the checkpoint's rows."""
+
+    __slots__ = ("_linear", "order")
+
+    def __init__(
+        self, build: Scope, parts: Sequence[tuple[str, int]], inputs: int, order: Sequence[int], bias: bool
+    ) -> None:
+        """Output i is the checkpoint's output order[i]."""
+        self._linear = Linear(build, parts, inputs, bias)
+        self.order = torch.tensor(order, device=build.weights.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] to [T, len(order)]."""
+        return self._linear(x).index_select(1, self.order)
+
+
 class Embedding:
     """A row for each id, times a scale in the model's dtype."""
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from sglcore.checkpoint.config import EXPERT_PARTS, ModelConfig, MoeConfig, RopeConfig
+from sglcore.checkpoint.recurrent import DeltaNetConfig
 from sglcore.device.errors import ConfigError
 
 Array: TypeAlias = Any
@@ -84,6 +85,16 @@ class Attention(Protocol):
         ...
 
 
+class Stateful(Protocol):
+    """A layer that keeps a state of each request, in the library's pool of states."""
+
+    layer_id: int
+
+    def __call__(self, hidden: Array, /) -> Array:
+        """[T, H] to [T, H]; the states of the batch's requests go on."""
+        ...
+
+
 class Build(Protocol):
     """The scope in which a layer is built, and the kinds of layers that there are. `name` is a module of this scope, by the
     checkpoint's own name.
@@ -123,6 +134,10 @@ class Build(Protocol):
         """Several linear layers with one input as one product, their outputs side by side."""
         ...
 
+    def ordered(self, parts: Parts, inputs: int, order: Sequence[int], bias: bool = False) -> Layer:
+        """`fused`, whose outputs come in this order."""
+        ...
+
     def norm(self, name: str, size: int, offset: float | None = None) -> Norm:
         """Root mean square norm with a weight and the configuration's epsilon. The normed row is cast before the product with
         the weight; with an `offset`, which is added to the weight, the product is in float32, and cast."""
@@ -160,6 +175,11 @@ class Build(Protocol):
         at once, and all keys. Then `rotary` turns them. `sinks` [heads]
         of this scope are scores of one more key, which has no value. An encoder's tokens see all of their request and nothing
         is stored."""
+        ...
+
+    def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Layer, output: Layer) -> Stateful:
+        """The gated delta rule between two projections, with the convolution, norm and gate of this scope. `projection` gives
+        queries, keys and values, the gate, and each head's b and a; `state_id` numbers the layers with states."""
         ...
 
     def softcap(self, cap: float) -> Layer:

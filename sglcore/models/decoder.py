@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from sglcore.checkpoint.config import ModelConfig, MoeConfig
 from sglcore.device.errors import ConfigError
-from sglcore.models.build import Architecture, Array, Batch, Build, Layer
+from sglcore.models.build import Architecture, Array, Attention, Batch, Build, Layer, Stateful
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 """Of the gated feed-forward block."""
@@ -30,6 +30,7 @@ class SelfAttention:
     """Projections in and out, and attention between them."""
 
     __slots__ = ("attention", "o_proj", "qkv_proj")
+    state = None
 
     def __init__(
         self,
@@ -61,12 +62,44 @@ class SelfAttention:
         return self.o_proj(self.attention(self.qkv_proj(hidden), batch))
 
 
+class Recurrent:
+    """A layer with a state, where others have attention."""
+
+    __slots__ = ("state",)
+    attention = None
+
+    def __init__(self, state: Stateful) -> None:
+        self.state = state
+
+    def __call__(self, hidden: Array, batch: Batch) -> Array:
+        """[T, H] to [T, H]."""
+        return self.state(hidden)
+
+
+class Mixer(Protocol):
+    """What mixes the tokens of a request: attention over cells, or a layer with a state."""
+
+    @property
+    def attention(self) -> Attention | None:
+        """None for a layer with a state."""
+        ...
+
+    @property
+    def state(self) -> Stateful | None:
+        """None for attention."""
+        ...
+
+    def __call__(self, hidden: Array, batch: Batch, /) -> Array:
+        """[T, H] to [T, H]."""
+        ...
+
+
 class DecoderLayer:
     """Norm, attention, norm, feed-forward; each norm also adds to the sum what came before it."""
 
     __slots__ = ("input_layernorm", "mlp", "post_attention_layernorm", "self_attn")
 
-    def __init__(self, build: Build, self_attn: SelfAttention, mlp: Layer, offset: float | None = None) -> None:
+    def __init__(self, build: Build, self_attn: Mixer, mlp: Layer, offset: float | None = None) -> None:
         """`offset` is that of `Build.norm`."""
         size = build.config.hidden_size
         self.input_layernorm = build.norm("input_layernorm", size, offset)
@@ -164,7 +197,9 @@ class CausalLM(Architecture):
             self.lm_head = build.head("lm_head", vocab, size, self.embed_tokens if config.tie_word_embeddings else None)
         elif config.pooling.labels:
             self.score = build.linear("score", size, config.pooling.labels)
-        self.attention_layers = tuple(layer.self_attn.attention.layer for layer in self.layers)
+        mixers: tuple[Mixer, ...] = tuple(layer.self_attn for layer in self.layers)
+        self.attention_layers = tuple(each.attention.layer for each in mixers if each.attention is not None)
+        self.state_layers = tuple(each.state for each in mixers if each.state is not None)
 
     def _check(self, config: ModelConfig) -> None:
         activations = ("silu",) if config.moe is not None else ACTIVATIONS

@@ -29,6 +29,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "Qwen2MoeForCausalLM": "sglcore.models.qwen2_moe:Qwen2MoeForCausalLM",
         "MistralForCausalLM": "sglcore.models.mistral:MistralForCausalLM",
         "Qwen2ForCausalLM": "sglcore.models.qwen2:Qwen2ForCausalLM",
+        "Qwen3NextForCausalLM": "sglcore.models.qwen3_next:Qwen3NextForCausalLM",
         "Qwen3ForCausalLM": "sglcore.models.qwen3:Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM": "sglcore.models.qwen3_moe:Qwen3MoeForCausalLM",
         "Qwen2_5_VLForConditionalGeneration": "sglcore.models.qwen_vl:Qwen25VLForConditionalGeneration",

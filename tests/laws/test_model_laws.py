@@ -45,7 +45,7 @@ ARCHITECTURES: MappingProxyType[str, Callable[[], Any]] = MappingProxyType(
         "glm4-moe": lambda: glm4_moe(max_position_embeddings=CONTEXT),
         "gpt-oss": lambda: gpt_oss(max_position_embeddings=CONTEXT),
         "exaone4-transformers": lambda: exaone4(max_position_embeddings=CONTEXT),
-        "qwen3-next-transformers": lambda: qwen3_next(max_position_embeddings=CONTEXT),
+        "qwen3-next": lambda: qwen3_next(max_position_embeddings=CONTEXT),
     }
 )
 COMPILED = ("llama", "llama3-rope", "mistral-window", "qwen2", "qwen3", "qwen3-moe", "exaone4-transformers")

@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path,
 
 def engine(folder: Path) -> TokenEngine:
     """Few slots, short chunks, the next step planned ahead."""
-    return TokenEngine(folder, graph="off", max_requests=2, max_batch_tokens=8)
+    return TokenEngine(folder, graph="off", max_requests=2, max_batch_tokens=8, model_impl="transformers")
 
 
 def run_laws(made: TokenEngine, oracle: Any) -> None:

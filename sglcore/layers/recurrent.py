@@ -1,0 +1,75 @@
+"""Layers that keep a state of each request: projections, a convolution and a recurrence, each one kernel for all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from sglcore.checkpoint.recurrent import DeltaNetConfig
+from sglcore.layers.scope import Scope
+from sglcore.models.build import Layer
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.memory.states import StateTensor
+from sglcore.runtime.state_layer import StateLayer
+
+PoolRows = tuple[Tensor, Tensor | None, Tensor | None]
+"""`slots`, `starts` and `lengths` as the kernel table's recurrent entries take them."""
+
+
+def pool_rows(batch: ForwardBatch) -> PoolRows:
+    """Of a batch; on decode steps each row is one token."""
+    if batch.forward_mode.is_decode:
+        return batch.req_pool_indices, None, None
+    return batch.req_pool_indices, batch.extend_start_loc, batch.extend_seq_lens
+
+
+class CausalConv:
+    """The depthwise convolution over a token and those before it, by `NAME.weight` [channels, 1, taps] of the checkpoint."""
+
+    __slots__ = ("_conv", "_silu", "bias", "tail", "weight")
+
+    def __init__(self, build: Scope, name: str, size: int, taps: int, *, bias: bool = False, silu: bool = True) -> None:
+        self.weight = build.weights.make((taps, size))
+        build.weights.targets[f"{build.prefix}{name}.weight"] = self.weight.t().unsqueeze(1)
+        self.bias = build.parameter(f"{name}.bias", size) if bias else None
+        self.tail = StateTensor((taps - 1, size), build.dtype)
+        self._silu = silu
+        given = build.rows(size), self.weight, self.bias, silu, build.rows(taps - 1, size)
+        self._conv = build.kernel(KernelTable.causal_conv, *given, build.indices(), None, None)
+
+    def __call__(self, x: Tensor, tails: Tensor, rows: PoolRows) -> Tensor:
+        """x [T, size] to [T, size]; the tails of the rows' slots go on."""
+        return self._conv(x, self.weight, self.bias, self._silu, tails, *rows)
+
+
+class GatedDeltaNet(StateLayer):
+    """Queries, keys and values through a convolution, then the gated delta rule, and a norm with a gate (Yang et al. 2024)."""
+
+    def __init__(self, build: Scope, layer_id: int, net: DeltaNetConfig, projection: Layer, output: Layer) -> None:
+        """`projection` gives queries, keys and values, the gate of the norm, b and a, side by side."""
+        heads, float32 = net.value_heads, torch.float32
+        width = 2 * net.keys + net.values
+        self.projection, self.output = projection, output
+        self.conv = CausalConv(build, "conv1d", width, net.taps)
+        self.a_log = build.parameter("A_log", heads, dtype=float32)
+        self.dt_bias = build.parameter("dt_bias", heads, dtype=float32)
+        self.norm = build.parameter("norm.weight", net.value_dim).view(1, net.value_dim)
+        self._sizes, self._eps = [width, net.values, heads, heads], build.config.rms_norm_eps
+        matrices = StateTensor((heads, net.key_dim, net.value_dim), float32)
+        super().__init__(layer_id, {"conv": self.conv.tail, "recurrent": matrices})
+        by_head, state = build.rows(heads), torch.empty(1, *matrices.shape, dtype=float32, device="meta")
+        given = build.rows(width), by_head, by_head, self.a_log, self.dt_bias, state, build.indices(), None, None
+        self._rule = build.kernel(KernelTable.gated_delta_rule, *given)
+        values = build.rows(net.values)
+        self._norm = build.kernel(KernelTable.gated_rms_norm, values, values, self.norm, self._eps, False)
+
+    def mix(self, hidden: Tensor, batch: ForwardBatch, states: Mapping[str, Tensor]) -> Tensor:
+        """hidden [T, H] to [T, H]."""
+        rows = pool_rows(batch)
+        qkv, gate, b, a = self.projection(hidden).split(self._sizes, dim=1)
+        qkv = self.conv(qkv, states["conv"], rows)
+        mixed = self._rule(qkv, a, b, self.a_log, self.dt_bias, states["recurrent"], *rows)
+        return self.output(self._norm(mixed, gate, self.norm, self._eps, False))

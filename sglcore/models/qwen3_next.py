@@ -1,0 +1,84 @@
+"""Qwen3-Next: layers with the gated delta rule, every fourth with attention behind a gate; experts beside a shared block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from sglcore.checkpoint.recurrent import FULL, DeltaNetConfig, delta_net_config, layer_kinds
+from sglcore.models.build import Array, Batch, Build, Layer
+from sglcore.models.decoder import CausalLM, DecoderLayer, Recurrent, SharedExpert
+
+
+class GatedAttention:
+    """Attention whose result is weighed, element by element, by the sigmoid of a part of the query projection."""
+
+    __slots__ = ("attention", "o_proj", "qkv_proj", "sigmoid", "width")
+    state = None
+
+    def __init__(self, build: Build, layer_id: int, rotary: Any) -> None:
+        config = build.config
+        size, heads, bias = config.head_dim, config.num_attention_heads, config.attention_bias
+        queries, keys = heads * size, config.num_key_value_heads * size
+        parts = (("q_proj", 2 * queries), ("k_proj", keys), ("v_proj", keys))
+        self.width = queries + 2 * keys
+        self.qkv_proj = build.ordered(parts, config.hidden_size, [*_halves_apart(heads, size, keys)], bias)
+        self.attention = build.attention(layer_id, rotary, qk_norm=True, norm_offset=1.0)
+        self.sigmoid = build.activation("sigmoid")
+        self.o_proj = build.linear("o_proj", queries, config.hidden_size, bias)
+
+    def __call__(self, hidden: Array, batch: Batch) -> Array:
+        """[T, H] to [T, H]."""
+        qkv = self.qkv_proj(hidden)
+        return self.o_proj(self.attention(qkv[:, : self.width], batch) * self.sigmoid(qkv[:, self.width :]))
+
+
+def _halves_apart(heads: int, size: int, keys: int) -> Iterator[int]:
+    """The outputs of the projections, where each head's query stands before its gate: queries, keys, values, gates."""
+    for offset in (0, size):
+        for head in range(heads):
+            yield from range(2 * head * size + offset, 2 * head * size + offset + size)
+        if not offset:
+            yield from range(2 * heads * size, 2 * heads * size + 2 * keys)
+
+
+def _parts_apart(net: DeltaNetConfig) -> Iterator[int]:
+    """The outputs of the projections, each of which has key head after key head: queries, keys, values, gates, b, a."""
+    each = net.value_heads // net.key_heads
+    sizes = (net.key_dim, net.key_dim, each * net.value_dim, each * net.value_dim)
+    for first, parts in ((0, sizes), (net.key_heads * sum(sizes), (each, each))):
+        for place, size in enumerate(parts):
+            for head in range(net.key_heads):
+                start = first + head * sum(parts) + sum(parts[:place])
+                yield from range(start, start + size)
+
+
+class Qwen3NextForCausalLM(CausalLM):
+    """The layers that predict further tokens are left unread."""
+
+    calls_library = True
+    ignored = (r"mtp\..*",)
+    knows: ClassVar[frozenset[str]] = frozenset({"shared_expert_intermediate_size"})
+    norm_offset: ClassVar[float | None] = 1.0
+
+    def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
+        kinds = layer_kinds(build.config)
+        of_its_kind = kinds[:layer_id].count(kinds[layer_id])
+        if kinds[layer_id] == FULL:
+            mixer = GatedAttention(build.at("self_attn"), of_its_kind, self.rotary)
+        else:
+            mixer = self._make_delta_net(build.at("linear_attn"), of_its_kind)
+        return DecoderLayer(build, mixer, self._make_mlp(build, layer_id), self.norm_offset)
+
+    def _make_delta_net(self, build: Build, state_id: int) -> Recurrent:
+        net, size = delta_net_config(build.config), build.config.hidden_size
+        parts = (("in_proj_qkvz", 2 * net.keys + 2 * net.values), ("in_proj_ba", 2 * net.value_heads))
+        projection = build.ordered(parts, size, [*_parts_apart(net)])
+        return Recurrent(build.gated_delta_net(state_id, net, projection, build.linear("out_proj", net.values, size)))
+
+    def _make_mlp(self, build: Build, layer_id: int) -> Layer:
+        if build.config.moe is None or not self.moe.layers[layer_id]:
+            return build.mlp("mlp", build.config.intermediate_size)
+        block = build.at("mlp")
+        shared = block.mlp("shared_expert", self.moe.shared_size)
+        return SharedExpert(block, build.experts("mlp", self.moe), shared, "shared_expert_gate")
