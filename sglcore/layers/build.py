@@ -17,10 +17,9 @@ from sglcore.layers.linear import Embedding, Head, Linear, OrderedLinear, Softca
 from sglcore.layers.mlp import GatedMlp
 from sglcore.layers.moe import ClampedMoe, SparseMoe
 from sglcore.layers.norm import LayerNorm, RMSNorm
-from sglcore.layers.recurrent import GatedDeltaNet
+from sglcore.layers.recurrent import GatedDeltaNet, Rows
 from sglcore.layers.rotary import cos_sin_cache
 from sglcore.layers.scope import Scope
-from sglcore.models.build import Layer
 from sglcore.runtime.kernels.table import KernelTable
 
 
@@ -86,7 +85,7 @@ class Build(Scope):
             is_encoder=is_encoder,
         )
 
-    def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Layer, output: Layer) -> GatedDeltaNet:
+    def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Rows, output: Rows) -> GatedDeltaNet:
         """The gated delta rule."""
         return GatedDeltaNet(self, state_id, net, projection, output)
 

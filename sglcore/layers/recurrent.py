@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from sglcore.checkpoint.recurrent import DeltaNetConfig
 from sglcore.layers.scope import Scope
-from sglcore.models.build import Layer
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.states import StateTensor
 from sglcore.runtime.state_layer import StateLayer
 
+Rows = Callable[[Tensor], Tensor]
+"""A function of rows."""
 PoolRows = tuple[Tensor, Tensor | None, Tensor | None]
 """`slots`, `starts` and `lengths` as the kernel table's recurrent entries take them."""
 
@@ -48,7 +49,7 @@ class CausalConv:
 class GatedDeltaNet(StateLayer):
     """Queries, keys and values through a convolution, then the gated delta rule, and a norm with a gate (Yang et al. 2024)."""
 
-    def __init__(self, build: Scope, layer_id: int, net: DeltaNetConfig, projection: Layer, output: Layer) -> None:
+    def __init__(self, build: Scope, layer_id: int, net: DeltaNetConfig, projection: Rows, output: Rows) -> None:
         """`projection` gives queries, keys and values, the gate of the norm, b and a, side by side."""
         heads, float32 = net.value_heads, torch.float32
         width = 2 * net.keys + net.values
