@@ -321,11 +321,13 @@ class FakeWorker:
         for place in [] if batch.state_to is None else batch.state_to[batch.state_to != 0].tolist():
             self.snapshots[place] = NOTHING
 
-    def _check_state(self, slot: Slot, request: Request, start: int) -> None:
+    def _continue_state(self, slot: Slot, request: Request, digests: list[int], start: int) -> None:
         """The one law of states: what a forward continues is the state after exactly its prefix."""
-        if self.limits.keeps_state and request.rid not in self.bad_requests:
-            wanted = self.truth.digests(request, start)[-1] if start else EMPTY
+        is_bad = request.rid in self.bad_requests
+        if self.limits.keeps_state and not is_bad:
+            wanted = digests[start - 1] if start else EMPTY
             _want(slot.state == wanted, f"the state of {request.rid} is not that of its {start} tokens")
+        slot.state = NOTHING if is_bad else digests[-1]
 
     def _check_cells(self, slot: Slot, request: Request, prefix: int) -> None:
         if not prefix or request.rid in self.bad_requests:
@@ -351,9 +353,9 @@ class FakeWorker:
             _want(len(ids) == 1, "a decode row with several tokens")
             ids = [slot.last_token]
         _want(ids == self.truth.tokens(request, end)[start:], f"{request.rid} brings wrong tokens")
-        self._check_state(slot, request, start)
-        slot.state = NOTHING if request.rid in self.bad_requests else self.truth.digests(request, end)[-1]
-        self._set(batch, row, np.arange(start, end), 0, self.truth.digests(request, end)[start:])
+        digests = self.truth.digests(request, end)
+        self._continue_state(slot, request, digests, start)
+        self._set(batch, row, np.arange(start, end), 0, digests[start:])
         for ahead in range(1, self.limits.lookahead + 1):
             first = max(start - ahead, 0)
             tokens = self.truth.tokens(request, end)[first + ahead : end]

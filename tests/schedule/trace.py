@@ -84,7 +84,7 @@ def draw_trace(rnd: Random) -> Trace:
         fail_collect={rnd.randint(1, 20)} if failing and rnd.random() < 0.5 else set(),
         bad_requests={request.rid for request in requests if rnd.random() < 0.04},
     )
-    if rnd.random() < 0.5:
+    if rnd.random() < 0.25:
         trace.limits = replace(limits, keeps_state=True, num_snapshots=rnd.choice([0, 1, 2, 3, 6, 20]))
     return trace
 
