@@ -110,6 +110,18 @@ def glm4_moe(**changes: Any) -> Oracle:
     return model
 
 
+def glm(**changes: Any) -> Oracle:
+    """A GLM-4 of 2024."""
+    sizes = {"head_dim": 12, "attention_bias": True}
+    return make_oracle(transformers.GlmConfig(**{**SIZES, **sizes, **changes}), "GlmForCausalLM")
+
+
+def glm4(**changes: Any) -> Oracle:
+    """A GLM-4 of 2025."""
+    sizes = {"head_dim": 12, "attention_bias": True}
+    return make_oracle(transformers.Glm4Config(**{**SIZES, **sizes, **changes}), "Glm4ForCausalLM")
+
+
 def gpt_oss(**changes: Any) -> Oracle:
     """A gpt-oss whose first layer has a window. Its experts' limit is low enough to clamp."""
     sizes = {"head_dim": 12, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6, "swiglu_limit": 0.8}
@@ -293,6 +305,8 @@ CAUSAL: Mapping[str, Callable[[], Oracle]] = MappingProxyType(
         "qwen3-next": qwen3_next,
         "qwen2-moe-windows": lambda: qwen2_moe(use_sliding_window=True, sliding_window=5),
         "gpt-oss": gpt_oss,
+        "glm": glm,
+        "glm4": glm4,
         "glm4-moe": glm4_moe,
         "glm4-moe-plain": lambda: glm4_moe(n_group=1, topk_group=1, use_qk_norm=False, norm_topk_prob=False),
         "phi3": phi3,

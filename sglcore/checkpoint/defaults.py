@@ -9,6 +9,15 @@ from typing import Any
 _GEMMA: Mapping[str, Any] = MappingProxyType(
     {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
 )
+_GLM: Mapping[str, Any] = MappingProxyType(
+    {
+        "partial_rotary_factor": 0.5,
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "rms_norm_eps": 0.00000015625,
+    }
+)
 DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "GemmaForCausalLM": MappingProxyType(
@@ -65,6 +74,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
                 "rope_theta": 150000.0,
             }
         ),
+        "GlmForCausalLM": _GLM,
+        "Glm4ForCausalLM": _GLM,
         "Glm4MoeForCausalLM": MappingProxyType(
             {
                 "partial_rotary_factor": 0.5,

@@ -52,6 +52,14 @@ def rotary_dim(config: ModelConfig) -> int:
     return int(config.head_dim * config.rope.partial)
 
 
+def halves_first(config: ModelConfig, heads: int) -> np.ndarray:
+    """int64 [heads * head_dim]: the rows of heads whose rotated pairs are neighbours, in the order in which the pairs are half of
+    the rotated part apart."""
+    size, turned = config.head_dim, rotary_dim(config)
+    head = np.concatenate((np.arange(0, turned, 2), np.arange(1, turned, 2), np.arange(turned, size)))
+    return (np.arange(heads)[:, None] * size + head).reshape(-1)
+
+
 def _exponents(config: ModelConfig) -> np.ndarray:
     size = rotary_dim(config)
     return np.arange(0, size, 2, dtype=np.float32) / np.float32(size)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sglcore.checkpoint.config import EXPERT_PARTS, MoeConfig, RopeConfig
 from sglcore.checkpoint.recurrent import DeltaNetConfig
+from sglcore.checkpoint.rotary import halves_first
 from sglcore.device.errors import ConfigError
 from sglcore.layers.attention import AttentionLayer
 from sglcore.layers.linear import Embedding, Head, Linear, OrderedLinear, Softcap
@@ -31,8 +32,14 @@ class Build(Scope):
         """x W^T + b."""
         return Linear(self, ((name, outputs),), inputs, bias)
 
-    def fused(self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False) -> Linear:
+    def fused(
+        self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False, interleaved: Sequence[str] = ()
+    ) -> Linear:
         """Several linear layers with one input as one product."""
+        for name, size in parts:
+            if name in interleaved:
+                order = torch.from_numpy(halves_first(self.config, size // self.config.head_dim))
+                self.weights.orders |= {f"{self.prefix}{name}.{kind}": order for kind in ("weight", "bias")}
         return Linear(self, parts, inputs, bias)
 
     def ordered(

@@ -37,10 +37,10 @@ class Weights:
 
     `linears` are the layers whose weight is packed once it is loaded. `head` is the output layer, packed by rules of its
     own because its weight is the embedding's too if `is_head_tied`; None where there is none. `offsets` are numbers that are
-    added to parameters once they are loaded.
+    added to parameters once they are loaded. `orders` has int64 [N] for targets whose row i is row order[i] of the checkpoint's.
     """
 
-    __slots__ = ("device", "dtype", "head", "is_head_tied", "linears", "offsets", "parameters", "targets")
+    __slots__ = ("device", "dtype", "head", "is_head_tied", "linears", "offsets", "orders", "parameters", "targets")
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -49,6 +49,7 @@ class Weights:
         self.is_head_tied = False
         self.linears: list[Packable] = []
         self.offsets: list[tuple[Tensor, float]] = []
+        self.orders: dict[str, Tensor] = {}
         self.parameters: list[Tensor] = []
         self.targets: dict[str, Tensor] = {}
 

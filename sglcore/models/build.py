@@ -130,8 +130,10 @@ class Build(Protocol):
         """x W^T + b."""
         ...
 
-    def fused(self, parts: Parts, inputs: int, bias: bool = False) -> Layer:
-        """Several linear layers with one input as one product, their outputs side by side."""
+    def fused(self, parts: Parts, inputs: int, bias: bool = False, interleaved: Sequence[str] = ()) -> Layer:
+        """Several linear layers with one input as one product, their outputs side by side. The heads of those that are
+        `interleaved` have their rotated pairs side by side in the checkpoint; their outputs have them half of the rotated part
+        apart, as `rotary` wants them."""
         ...
 
     def ordered(self, parts: Parts, inputs: int, order: Sequence[int], bias: bool = False) -> Layer:

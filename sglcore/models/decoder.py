@@ -45,13 +45,15 @@ class SelfAttention:
         norm_offset: float | None = None,
         sinks: bool = False,
         fused: str = "",
+        is_interleaved: bool = False,
     ) -> None:
-        """`fused` names a weight with the rows of queries, keys and values. The others are those of `Build.attention`."""
+        """`fused` names a weight with the rows of queries, keys and values. `is_interleaved`: rotated pairs are neighbours in the
+        checkpoint. The others are those of `Build.attention`."""
         config = build.config
         size, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
         parts = (("q_proj", heads * size), ("k_proj", kv_heads * size), ("v_proj", kv_heads * size))
         parts = ((fused, (heads + 2 * kv_heads) * size),) if fused else parts
-        self.qkv_proj = build.fused(parts, config.hidden_size, qkv_bias)
+        self.qkv_proj = build.fused(parts, config.hidden_size, qkv_bias, ("q_proj", "k_proj") if is_interleaved else ())
         self.attention = build.attention(
             layer_id, rotary, qk_norm=qk_norm, whole_norm=whole_norm, norm_offset=norm_offset, sinks=sinks
         )

@@ -22,6 +22,7 @@ from sglcore.models.build import Architecture
 from sglcore.models.gguf_file import gguf_sources
 from sglcore.models.packing import Packer
 from sglcore.models.registry import model_class
+from sglcore.models.reordered import ReorderedSource
 from sglcore.models.safetensors_file import SafetensorsFile
 from sglcore.models.sources import CountBytes, Source, find_sources
 from sglcore.runtime.kernels.choice import Refusals, fitted
@@ -102,7 +103,9 @@ def _sources(
     files = [stack.enter_context(closing(SafetensorsFile(file))) for file in checkpoint_files(path)]
     named = model.named({entry.name: entry.shape for file in files for entry in file.entries})
     harmless = (*HARMLESS, *model.ignored, *((TIED_HEAD,) if config.tie_word_embeddings or config.is_encoder else ()))
-    return find_sources(files, weights.targets, named, harmless, quantization)
+    found = find_sources(files, weights.targets, named, harmless, quantization)
+    orders = {name: order for name, order in weights.orders.items() if name in found}
+    return found | {name: ReorderedSource(found[name], order) for name, order in orders.items()}
 
 
 def _counted(sources: Mapping[str, Source], progress: Progress | None) -> CountBytes:

@@ -24,6 +24,8 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "Olmo3ForCausalLM": "sglcore.models.olmo3:Olmo3ForCausalLM",
         "Phi3ForCausalLM": "sglcore.models.phi3:Phi3ForCausalLM",
         "LlamaForCausalLM": "sglcore.models.llama:LlamaForCausalLM",
+        "GlmForCausalLM": "sglcore.models.glm:GlmForCausalLM",
+        "Glm4ForCausalLM": "sglcore.models.glm4:Glm4ForCausalLM",
         "Glm4MoeForCausalLM": "sglcore.models.glm4_moe:Glm4MoeForCausalLM",
         "MixtralForCausalLM": "sglcore.models.mixtral:MixtralForCausalLM",
         "Qwen2MoeForCausalLM": "sglcore.models.qwen2_moe:Qwen2MoeForCausalLM",

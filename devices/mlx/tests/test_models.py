@@ -46,6 +46,8 @@ CAUSAL = (
     "qwen2-moe",
     "qwen2-moe-windows",
     "gpt-oss",
+    "glm",
+    "glm4",
     "glm4-moe",
     "glm4-moe-plain",
     "phi3",

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 import mlx.core as mx
+import numpy as np
 
 from sglcore.checkpoint.config import ModelConfig
+from sglcore.checkpoint.rotary import halves_first
 from sglcore_mlx.layers.linear import (
     MIN_SPLIT,
     Embedding,
@@ -61,20 +63,22 @@ class Scope:
         """A linear layer of this scope."""
         return self.fused([(name, outputs)], inputs, bias)
 
-    def fused(self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False) -> Linear:
+    def fused(
+        self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool = False, interleaved: Sequence[str] = ()
+    ) -> Linear:
         """Several linear layers with one input, as one; `parts` are (name, outputs). One product if their weights are
         packed alike."""
         forms = {self.form_of(name) for name, _ in parts}
         if len(forms) > 1:
-            return SideBySide([self.fused([part], inputs, bias) for part in parts])
+            return SideBySide([self.fused([part], inputs, bias, interleaved) for part in parts])
         total, form = sum(size for _, size in parts), forms.pop()
-        offset = self._joined(
-            [self.weights.take(f"{self.prefix}{name}.bias", size) for name, size in parts] if bias else []
-        )
+        order = self._order(parts, interleaved) if interleaved else None
+        biases = [self.weights.take(f"{self.prefix}{name}.bias", size) for name, size in parts] if bias else []
+        offset = self._joined(biases, order)
         if form is not None:
-            return QuantisedLinear(self.packed([(name, (size,)) for name, size in parts], inputs, form), offset)
+            return QuantisedLinear(self.packed([(name, (size,)) for name, size in parts], inputs, form, order), offset)
         weights = [self.weights.take(f"{self.prefix}{name}.weight", size, inputs) for name, size in parts]
-        weight = self._joined(weights)
+        weight = self._joined(weights, order)
         assert weight is not None
         return self.plain(weight, offset, total)
 
@@ -110,28 +114,46 @@ class Scope:
             return None
         return quantization.form_of(module)
 
-    def packed(self, names: Sequence[tuple[str, tuple[int, ...]]], in_features: int, form: Form) -> Packed:
-        """The packed weights of modules of one form, rows below rows; `names` are (name, leading dimensions)."""
+    def packed(
+        self,
+        names: Sequence[tuple[str, tuple[int, ...]]],
+        in_features: int,
+        form: Form,
+        order: mx.array | None = None,
+    ) -> Packed:
+        """The packed weights of modules of one form, rows below rows, then in an order; `names` are (name, leading
+        dimensions)."""
         weights, width, groups = self.weights, in_features * form.bits // WORD_BITS, in_features // form.group_size
         weights.note_form(str(form))
         modules = [(self.prefix + name, shape) for name, shape in names]
         words = [weights.take_raw(f"{module}.weight", "U32", *shape, width) for module, shape in modules]
         if not form.is_affine:
             scales = [weights.take_raw(f"{module}.scales", "U8", *shape, groups) for module, shape in modules]
-            return Packed(self._rows(words), self._rows(scales), None, form)
+            return Packed(self._rows(words, order), self._rows(scales, order), None, form)
         scales = [weights.take(f"{module}.scales", *shape, groups) for module, shape in modules]
         biases = [weights.take(f"{module}.biases", *shape, groups) for module, shape in modules]
-        return Packed(self._rows(words), self._rows(scales), self._rows(biases), form)
+        return Packed(self._rows(words, order), self._rows(scales, order), self._rows(biases, order), form)
 
-    def _rows(self, arrays: list[mx.array]) -> mx.array:
+    def _rows(self, arrays: list[mx.array], order: mx.array | None) -> mx.array:
         """Arrays [..., rows, width] below one another, kept."""
-        return self.weights.keep(arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=-2))
+        joined = arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=-2)
+        return self.weights.keep(joined if order is None else joined[..., order, :])
 
-    def _joined(self, arrays: list[mx.array]) -> mx.array | None:
+    def _joined(self, arrays: list[mx.array], order: mx.array | None) -> mx.array | None:
         """Arrays one after the other along the first dimension, kept; none of none."""
         if not arrays:
             return None
-        return self.weights.keep(arrays[0] if len(arrays) == 1 else mx.concatenate(arrays))
+        joined = arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
+        return self.weights.keep(joined if order is None else joined[order])
+
+    def _order(self, parts: Sequence[tuple[str, int]], interleaved: Sequence[str]) -> mx.array:
+        """int32 [outputs]: where each row of the joined parts is among those of the checkpoint."""
+        rows, first = [], 0
+        for name, size in parts:
+            own = halves_first(self.config, size // self.config.head_dim) if name in interleaved else np.arange(size)
+            rows.append(own + first)
+            first += size
+        return mx.array(np.concatenate(rows).astype(np.int32))
 
     def _turned(self, weight: mx.array, bias: mx.array | None, first: int, last: int) -> PlainLinear:
         is_whole = last - first == weight.shape[0]

@@ -1,0 +1,17 @@
+"""GLM-4 of 2025: the layers of 2024 with norms behind attention and feed-forward too."""
+
+from __future__ import annotations
+
+from sglcore.models.build import Build
+from sglcore.models.decoder import SandwichLayer
+from sglcore.models.glm import GlmForCausalLM
+
+NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+
+
+class Glm4ForCausalLM(GlmForCausalLM):
+    """Four norms a layer."""
+
+    def make_layer(self, build: Build, layer_id: int) -> SandwichLayer:
+        mlp = build.mlp("mlp", build.config.intermediate_size, fused="gate_up_proj")
+        return SandwichLayer(build, self.make_attention(build, layer_id), mlp, NORMS)
