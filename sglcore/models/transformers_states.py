@@ -111,6 +111,13 @@ class Mixer(StateLayer):
         mixed = self(hidden_states[0])[None]
         return (mixed, *[None] * self._gives_more) if self._gives_more else mixed
 
+    @property
+    def remark(self) -> str:
+        """That it forgets."""
+        if not self.forgets:
+            return ""
+        return f"with several tokens {type(self.module).__name__} begins anew: behind a prefix they come one by one"
+
     def mix(self, hidden: Tensor, batch: ForwardBatch, states: Mapping[str, Tensor]) -> Tensor:
         """Leading rows of one token at once, longer rows one after the other."""
         slots = batch.req_pool_indices

@@ -163,6 +163,8 @@ def sizes(
             f"kv_cache_dtype is {config.kv_cache_dtype!r}, and this device keeps keys and values in the model's type",
             remedy="leave --kv-cache-dtype out",
         )
+    for remark in dict.fromkeys(layer.remark for layer in model.state_layers if layer.remark):
+        ledger.record(Row("prompts", "auto", "whole ones at once", remark, "raise max_batch_tokens above their length"))
     cell = 0 if model.config.is_encoder else pool_kind.cell_bytes(layer_shapes(model), model.dtype)
     return size_pools(
         config,

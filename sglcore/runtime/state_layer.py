@@ -37,6 +37,11 @@ class StateLayer(ABC):
         assert context.batch is not None
         return self.mix(hidden, context.batch, get_state_pool().states(self.layer_id))
 
+    @property
+    def remark(self) -> str:
+        """What a person should know of how its prompts run; empty: nothing."""
+        return ""
+
     @abstractmethod
     def mix(self, hidden: Tensor, batch: ForwardBatch, states: Mapping[str, Tensor]) -> Tensor:
         """hidden [T, H] of the batch's rows, and each state [rows, *shape], row s of which is slot s's. Begins with what a

@@ -40,7 +40,7 @@ def test_a_layer_says_what_it_keeps_of_a_request(tmp_path: Path) -> None:
     float32 = torch.float32
     wanted = {"conv0": StateTensor((112, 4), float32), "recurrent0": StateTensor((4, 16, 12), float32)}
     assert kept == [wanted, wanted] and len(model.attention_layers) == 1
-    assert not any(layer.forgets for layer in model.state_layers)
+    assert not any(layer.forgets or layer.remark for layer in model.state_layers)
 
 
 def test_linear_layers_whose_weight_is_read_stay_and_others_are_packed(tmp_path: Path) -> None:
@@ -53,7 +53,9 @@ def test_who_forgets_between_chunks_gets_later_tokens_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("jamba")
-    assert all(layer.forgets for layer in load(model, tmp_path).state_layers)
+    layers = load(model, tmp_path).state_layers
+    assert all(layer.forgets for layer in layers)
+    assert layers[0].remark.startswith("with several tokens JambaMambaMixer begins anew")
     monkeypatch.setattr(
         "sglcore.models.transformers_model.check_mixers", lambda mixers: None
     )  # nobody is told that it forgets

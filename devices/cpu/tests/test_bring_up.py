@@ -102,6 +102,14 @@ def test_pages_are_counted_by_what_the_cells_take_that_are_made(
     assert bring_up.sizes(config, none, model(), none, none, kind) == size
 
 
+def test_what_layers_with_states_say_of_prompts_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bring_up, "size_pools", lambda config, **given: None)
+    made, ledger, none = model(), DecisionLedger(), cast("Any", None)
+    made.state_layers = [SimpleNamespace(kept={}, remark=said) for said in ("", "slow", "slow")]
+    bring_up.sizes(EngineConfig(page_size=4), none, made, none, ledger)
+    assert [(row.topic, row.reason) for row in ledger.rows] == [("prompts", "slow")]
+
+
 @pytest.mark.parametrize(("is_encoder", "pages"), [(False, 64), (True, 1)])
 def test_an_encoder_has_cells_for_one_page_beside_that_of_padding(is_encoder: bool, pages: int) -> None:
     sizes = MemorySizes(page_size=4, num_pages=64, max_model_len=32, max_requests=2)

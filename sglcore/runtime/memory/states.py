@@ -33,6 +33,11 @@ class KeepsState(Protocol):
     layer_id: int
     kept: Mapping[str, StateTensor]
 
+    @property
+    def remark(self) -> str:
+        """What a person should know of how its prompts run; empty: nothing."""
+        ...
+
 
 def state_bytes(layers: Sequence[KeepsState]) -> int:
     """Bytes of one request's state over all layers."""
