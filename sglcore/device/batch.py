@@ -114,7 +114,8 @@ class ScheduleBatch:
     moves a state, where the worker keeps none (`Limits.keeps_state`), and in an EMBED batch, whose rows begin with zeros.
     `token_type_ids` int32[T]: the segment of each token in its text, in an EMBED batch where some are not of the first.
     `embed_rows` int32[N] and `prompt_embeds` float32[N, H]: tokens of the step whose embedding is given, ascending, and it.
-    `mrope_positions` int32[3, T]: time, height and width of each token where some differ. `ngram_starts`, `ngram_lens` int32[B]: inputs of n-gram embeddings.
+    `mrope_positions` int32[3, T]: time, height and width of each token where some differ. `ngram_starts`,
+    `ngram_lens` int32[B]: where each row's tokens are in its slot's history, of a worker that reads it, and how many.
     """
 
     step: int

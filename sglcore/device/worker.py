@@ -28,6 +28,7 @@ class Limits:
     shorter prefix; 1..num_snapshots are the places in which the worker can keep copies of such states. `num_labels`: what
     is answered to a prompt to embed are so many scores (0: a vector). `embed_size`: prompts may be embeddings of so many
     numbers a token (0: they may not); `takes_mrope`: with positions by three axes.
+    `reads_history`: the worker remembers all tokens of a request, for embeddings of several at once.
     """
 
     max_model_len: int
@@ -47,6 +48,7 @@ class Limits:
     num_labels: int = 0
     embed_size: int = 0
     takes_mrope: bool = False
+    reads_history: bool = False
 
     @property
     def capacity(self) -> int:

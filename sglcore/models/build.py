@@ -220,10 +220,12 @@ class Build(Protocol):
 class Architecture(ABC):
     """A model. `ignored` are patterns of checkpoint names that it leaves unread; `stripped` is a prefix that a checkpoint's
     names may have before ours. `attention_layers` has each layer's geometry, by its id, and `state_layers` those that keep a
-    state of each request, by an id of their own. `calls_library`: some of its operations are the library's own, between those
+    state of each request, by an id of their own. `reads_history`: what it makes of a token depends
+    on the ids before it, which are in the forward's context. `calls_library`: some of its operations are the library's own, between those
     of the device's kernels. `parts` says what of it the device's kernels compute, if not all."""
 
     calls_library: ClassVar[bool] = False
+    reads_history: ClassVar[bool] = False
     parts: str = ""
     ignored: tuple[str, ...] = ()
     stripped: ClassVar[str] = ""

@@ -82,6 +82,11 @@ class LoadedModel(Model, Protocol):
         """Some of its operations are torch's own, between those of the table."""
         ...
 
+    @property
+    def reads_history(self) -> bool:
+        """What it makes of a token depends on the ids before it."""
+        ...
+
     def classify(self, pooled: Tensor) -> Tensor:
         """[B, labels] from pooled hidden states [B, H]."""
         ...
@@ -270,6 +275,7 @@ def runner(
         is_narrow=facts.index_dtype == "int32",
         needs_host_lengths=facts.needs_host_lengths,
         state_pool=pools.states,
+        reads_history=model.reads_history,
     )
     if backend is not None:
         told = partial(progress, "capturing graphs")
@@ -323,6 +329,7 @@ def worker(
         num_labels=0 if pooling is None else pooling.labels,
         embed_size=model.config.hidden_size if pooling is None else 0,
         takes_mrope=mrope_axes(model.config) is not None,
+        reads_history=model.reads_history,
     )
     pooler = None if pooling is None else Pooler(pooling, model.classify, model.dtype)
     return resolve(package.worker, package.name)(runner, pools.token_table, limits, pooler)

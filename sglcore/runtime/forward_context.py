@@ -36,7 +36,8 @@ class ForwardContext:
 
     `batch` and `layers` (the model's attention layers, by id) let an operation that is opaque to a compiler find what
     it works on. What must not be captured asks `segments` to run it between two of them; None: nothing is captured in pieces.
-    `state_pool` is there for models that have layers with states.
+    `state_pool` is there for models that have layers with states, and `history`, the
+    tokens of each slot, int32[slots + 1, context + 1], for models that read it.
     """
 
     attn_backend: AttentionBackend
@@ -44,6 +45,7 @@ class ForwardContext:
     layers: tuple[Attention, ...] = ()
     segments: Segments | None = None
     state_pool: StatePool | None = None
+    history: Tensor | None = None
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("sglcore_forward_context", default=None)

@@ -61,6 +61,7 @@ class ModelRunner:
         is_narrow: bool = False,
         needs_host_lengths: bool = False,
         state_pool: StatePool | None = None,
+        reads_history: bool = False,
     ) -> None:
         """`is_narrow`: no tensor on the device may hold integers of 64 bits. `needs_host_lengths`: no forward runs without the
         host's mirrors of its lengths."""
@@ -73,6 +74,7 @@ class ModelRunner:
         self.streams = streams
         self.is_narrow = is_narrow
         self.state_pool = state_pool
+        self.history = token_table.history if reads_history else None
         self._needs_host_lengths = needs_host_lengths
         block = prefill_registry.block
         self.staging_ring = PinnedRing(block.device, block.pinned and not block.shares_memory)
@@ -143,8 +145,12 @@ class ModelRunner:
         view = self._eager_view(batch)
         if view.needs_forward_metadata_init(self.attn_backend):
             view.mark_forward_metadata_ready(self.attn_backend.plan(view))
-        with forward_context(ForwardContext(self.attn_backend, view, self._layers, state_pool=self.state_pool)):
+        with forward_context(self.context(view)):
             return self.model(view)
+
+    def context(self, batch: ForwardBatch | None) -> ForwardContext:
+        """The context in which a batch runs, or, with None, in which batches to come are captured."""
+        return ForwardContext(self.attn_backend, batch, self._layers, state_pool=self.state_pool, history=self.history)
 
     def _eager_view(self, batch: ForwardBatch) -> ForwardBatch:
         ctx = FillContext(batch.batch_size, batch.batch_size, batch.num_tokens, batch.num_tokens)

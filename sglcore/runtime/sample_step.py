@@ -73,7 +73,7 @@ class SampleStep:
         sampled = self._sampler.sample(logits, state)
         slots = self._known.slots
         self._table.publish(slots, sampled.token_ids)
-        if state.needs.any_penalty:
+        if state.needs.any_penalty or batch.ngram_starts is not None:
             self._table.admit_history(slots, positions, sampled.token_ids)
         return sampled, prompt
 

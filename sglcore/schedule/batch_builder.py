@@ -30,6 +30,7 @@ class BatchBuilder:
         self._page_size = limits.page_size
         self._mask_words = -(-limits.vocab_size // 32)
         self._keeps_state = limits.keeps_state
+        self._reads_history = limits.reads_history
         self._compose = compose
         self._composition = 0
         self._sampling: HostSampling | None = None
@@ -82,7 +83,9 @@ class BatchBuilder:
         )
         self.slots = slots[emits]
         rows.page_counts[chosen] = totals[: len(chosen)]
-        _add_history(batch, len(chosen), extended)
+        _add_history(batch, len(chosen), extended, self._reads_history)
+        if self._reads_history:
+            batch.ngram_starts, batch.ngram_lens = batch.prefix_lens, lengths
         _add_prompt_logprobs(batch, len(chosen), chunks)
         if self._keeps_state:
             _add_states(batch, len(chosen), chunks, saves)
@@ -205,9 +208,9 @@ def _token_types(requests: list[Request]) -> Ints | None:
     return np.concatenate([none if given is None else given for given, none in zip(types, zeros, strict=True)])
 
 
-def _add_history(batch: ScheduleBatch, decodes: int, extended: list[Request]) -> None:
-    """Rows that enter a slot bring all their tokens, if their sampling depends on them."""
-    entering = [request.last_step < 0 and request.params.needs_history for request in extended]
+def _add_history(batch: ScheduleBatch, decodes: int, extended: list[Request], reads_history: bool) -> None:
+    """Rows that enter a slot bring all their tokens, if their sampling or the model depends on them."""
+    entering = [request.last_step < 0 and (reads_history or request.params.needs_history) for request in extended]
     if not any(entering):
         return
     lengths = np.zeros(batch.batch_size, dtype=np.int32)

@@ -11,7 +11,6 @@ from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, resolve
 from sglcore.runtime.attention.contract import AttentionBackend
-from sglcore.runtime.forward_context import ForwardContext
 from sglcore.runtime.graph_runner import GraphRunner
 from sglcore.runtime.graphs.backend import GraphBackend, PromptBackend
 from sglcore.runtime.graphs.limits import Buckets, limit_row, within
@@ -98,7 +97,7 @@ def capture(
     captured = GraphRunner(
         backend,
         runner.decode_registry,
-        ForwardContext(runner.attn_backend, None, runner.model.attention_layers, state_pool=runner.state_pool),
+        runner.context(None),
         runner.model,
         buckets,
         progress,

@@ -1,0 +1,72 @@
+"""A Llama whose embedding of a token is that of the token, and that of it with the one before, from a table by their hash."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sglcore.models.build import Build
+from sglcore.models.decoder import LayerState
+from sglcore.models.llama import LlamaForCausalLM
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.forward_context import get_forward_context
+from tests.checkpoints import llama, save
+
+NAME, ROWS = "BigramLlamaForCausalLM", 41
+
+
+def pairs_of(tokens: Tensor, before: Tensor) -> Tensor:
+    """Rows of the table; a first token has -1 before it."""
+    return (tokens * 31 + before * 7 + 7) % ROWS
+
+
+class BigramLlama(LlamaForCausalLM):
+    """Reads the history of the requests' slots."""
+
+    reads_history = True
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.pairs = build.at("model").embedding("pairs", ROWS, build.config.hidden_size)
+
+    def embed(self, batch: ForwardBatch) -> LayerState:
+        """The sum of both embeddings; the first alone in a capture, whose graphs take no batch that says where its tokens are."""
+        found, info, history = super().embed(batch), batch.ngram_embedding_info, get_forward_context().history
+        if info is None:
+            return found
+        assert info.column_starts is not None and info.req_lens is not None and history is not None
+        counts = info.req_lens.long()
+        rows = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+        columns = info.column_starts[rows] + torch.arange(len(rows), device=counts.device)
+        columns = columns - (counts.cumsum(0) - counts)[rows]
+        before = history[batch.req_pool_indices[rows], (columns - 1).clamp(min=0)]
+        before = torch.where(columns > 0, before, -1)
+        return found._replace(hidden=found.hidden + self.pairs(pairs_of(batch.input_ids, before)))
+
+
+class Oracle:
+    """Transformers' Llama, given the same sums of embeddings."""
+
+    def __init__(self, seed: int = 9) -> None:
+        self.llama = llama()
+        self.pairs = torch.randn(ROWS, 48, generator=torch.Generator().manual_seed(seed)) * 0.3
+
+    def __call__(self, ids: Tensor) -> Any:
+        """The logits of ids [1, T]."""
+        before = torch.cat((torch.tensor([[-1]]), ids[:, :-1]), dim=1)
+        embeds = self.llama.get_input_embeddings()(ids) + self.pairs[pairs_of(ids, before)]
+        return self.llama(inputs_embeds=embeds)
+
+    def save(self, folder: Path) -> Path:
+        """As a checkpoint of that architecture."""
+        save(self.llama, folder)
+        weights = load_file(folder / "model.safetensors")
+        save_file({**weights, "model.pairs.weight": self.pairs}, folder / "model.safetensors", {"format": "pt"})
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        (folder / "config.json").write_text(json.dumps({**config, "architectures": [NAME]}), encoding="utf-8")
+        return folder

@@ -1,0 +1,75 @@
+"""A model whose embeddings look back: chunks, neighbours, prefix hits, retraction and overlap change no number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglcore.models import implementation, registry
+from sglcore.runtime.token_table import TokenTable
+from sglcore.schedule import batch_builder
+from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
+from tests.laws.ngram_model import NAME, Oracle
+
+pytestmark = pytest.mark.needs("device")
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Oracle]:
+    """Its checkpoint, in a registry that knows it."""
+    known = {**registry.ARCHITECTURES, NAME: "tests.laws.ngram_model:BigramLlama"}
+    for module in (registry, implementation):
+        monkeypatch.setattr(module, "ARCHITECTURES", known)
+    oracle = Oracle()
+    return oracle.save(tmp_path), oracle
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tokens_are_embedded_with_those_before_them(model: tuple[Path, Any], overlap: bool) -> None:
+    folder, oracle = model
+    made = TokenEngine(folder, max_batch_tokens=8, overlap=overlap)
+    check_logprobs(made.run(random_prompts(4, (21, 5, 1, 13)), 7, stagger=2, score_prompts=True), oracle)
+
+
+def test_prefix_hits_and_retractions_find_the_tokens_before_them(model: tuple[Path, Any]) -> None:
+    folder, oracle = model
+    made = TokenEngine(folder, max_batch_tokens=16, kv_cache_memory=60000)
+    prompts = random_prompts(4, (21, 18, 20, 13, 17))
+    for _ in range(2):
+        check_logprobs(made.run(prompts, 20), oracle)
+    assert made.scheduler.stats().retractions and made.scheduler.stats().hit_tokens
+
+
+def sampled_tokens_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = TokenTable.admit_history
+
+    def admit(self: TokenTable, slots: Any, positions: Any, tokens: Any) -> None:
+        if len(slots) > 4:
+            right(self, slots, positions, tokens)
+
+    monkeypatch.setattr(TokenTable, "admit_history", admit)
+
+
+def starts_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = batch_builder.BatchBuilder.build
+
+    def build(self: Any, *given: Any) -> Any:
+        batch: Any = right(self, *given)
+        batch.ngram_starts = batch.ngram_starts + 1
+        return batch
+
+    monkeypatch.setattr(batch_builder.BatchBuilder, "build", build)
+
+
+@pytest.mark.parametrize("defect", [sampled_tokens_forgotten, starts_one_late])
+def test_a_planted_defect_is_caught(
+    model: tuple[Path, Any], defect: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, oracle = model
+    made = TokenEngine(folder, max_batch_tokens=8)
+    defect(monkeypatch)
+    with pytest.raises(AssertionError, match="Not equal"):
+        check_logprobs(made.run(random_prompts(4, (21, 13)), 7, stagger=2), oracle)
