@@ -169,6 +169,15 @@ def granite_moe(**changes: Any) -> Oracle:
     return make_oracle(transformers.GraniteMoeConfig(**{**sizes, **changes}), "GraniteMoeForCausalLM")
 
 
+def granite_hybrid(**changes: Any) -> Oracle:
+    """A Granite 4 whose second layer has attention."""
+    space = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_chunk_size": 16, "mamba_d_conv": 3}
+    experts = {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 28}
+    kinds = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
+    config = transformers.GraniteMoeHybridConfig(**{**SIZES, **GRANITE, **space, **experts, **kinds, **changes})
+    return make_oracle(config, "GraniteMoeHybridForCausalLM")
+
+
 def olmo2(**changes: Any) -> Oracle:
     """An OLMo 2."""
     return make_oracle(transformers.Olmo2Config(**{**SIZES, **changes}), "Olmo2ForCausalLM")
@@ -314,6 +323,8 @@ CAUSAL: Mapping[str, Callable[[], Oracle]] = MappingProxyType(
         "granite": granite,
         "granite-biases-tied": lambda: granite(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
         "granite-moe": granite_moe,
+        "granite-hybrid": granite_hybrid,
+        "granite-hybrid-dense": lambda: granite_hybrid(num_local_experts=0, position_embedding_type="rope"),
         "olmo2": olmo2,
         "olmo3": olmo3,
         "qwen3-moe": qwen3_moe,

@@ -47,6 +47,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "GraniteMoeForCausalLM": MappingProxyType(
             {"attention_multiplier": 1.0, "num_experts_per_tok": 2, "norm_topk_prob": True}
         ),
+        "GraniteMoeHybridForCausalLM": MappingProxyType(
+            {"attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        ),
         "Olmo2ForCausalLM": MappingProxyType({"rms_norm_eps": 1e-5}),
         "Olmo3ForCausalLM": MappingProxyType(
             {

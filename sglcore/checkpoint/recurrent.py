@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from sglcore.checkpoint.config import ModelConfig
 from sglcore.device.errors import ConfigError
 
 LINEAR, FULL = "linear_attention", "full_attention"
+NAMES = MappingProxyType({"mamba": LINEAR, "attention": FULL})
+"""What older files call the kinds of layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,57 @@ def delta_net_config(config: ModelConfig) -> DeltaNetConfig:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Mamba2Config:
+    """Layers of Mamba 2: heads, their size, and the groups of heads that share their inputs and outputs of a state of `width`;
+    how many tokens, with their own, their convolution reaches over; the limits of a time step."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    width: int
+    taps: int
+    conv_bias: bool
+    proj_bias: bool
+    dt_min: float
+    dt_max: float
+
+    @property
+    def inner(self) -> int:
+        """Of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return self.inner + 2 * self.groups * self.width
+
+
+def mamba2_config(config: ModelConfig) -> Mamba2Config:
+    """Those of Granite 4 where the file says nothing. Raises `ConfigError` for heads that can not be grouped."""
+    raw = config.raw
+    heads, groups = raw.get("mamba_n_heads", 128), raw.get("mamba_n_groups", 1)
+    size, (dt_min, dt_max) = raw.get("mamba_d_head", "auto"), raw.get("time_step_limit") or (0.0, float("inf"))
+    if heads % groups:
+        raise ConfigError(f"{config.path / 'config.json'} gives {heads} heads in {groups} groups", wanted="a multiple")
+    return Mamba2Config(
+        heads=heads,
+        head_dim=raw.get("mamba_expand", 2) * config.hidden_size // heads if size == "auto" else size,
+        groups=groups,
+        width=raw.get("mamba_d_state", 256),
+        taps=raw.get("mamba_d_conv", 4),
+        conv_bias=raw.get("mamba_conv_bias", True),
+        proj_bias=raw.get("mamba_proj_bias", False),
+        dt_min=_number(dt_min),
+        dt_max=_number(dt_max),
+    )
+
+
+def _number(value: Any) -> float:
+    """A number, or what transformers writes where JSON has none: {"__float__": "Infinity"}."""
+    return float(value["__float__"] if isinstance(value, Mapping) else value)
+
+
 def layer_kinds(config: ModelConfig) -> tuple[str, ...]:
     """The kind of each layer: its own, or every so many layers full attention. Raises `ConfigError` for others."""
     raw, layers = config.raw, config.num_hidden_layers
@@ -68,4 +122,4 @@ def layer_kinds(config: ModelConfig) -> tuple[str, ...]:
 
 
 def _given(raw: Mapping[str, Any]) -> list[str]:
-    return list(raw.get("layer_types") or ())
+    return [NAMES.get(kind, kind) for kind in raw.get("layer_types") or ()]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sglcore.checkpoint.config import EXPERT_PARTS, MoeConfig, RopeConfig
-from sglcore.checkpoint.recurrent import DeltaNetConfig
+from sglcore.checkpoint.recurrent import DeltaNetConfig, Mamba2Config
 from sglcore.checkpoint.rotary import halves_first
 from sglcore.device.errors import ConfigError
 from sglcore.layers.attention import AttentionLayer
@@ -18,7 +18,7 @@ from sglcore.layers.linear import Embedding, Head, Linear, OrderedLinear, Softca
 from sglcore.layers.mlp import GatedMlp
 from sglcore.layers.moe import ClampedMoe, SparseMoe
 from sglcore.layers.norm import LayerNorm, RMSNorm
-from sglcore.layers.recurrent import GatedDeltaNet, Rows
+from sglcore.layers.recurrent import GatedDeltaNet, Mamba2, Rows
 from sglcore.layers.rotary import cos_sin_cache
 from sglcore.layers.scope import Scope
 from sglcore.runtime.kernels.table import KernelTable
@@ -95,6 +95,10 @@ class Build(Scope):
     def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Rows, output: Rows) -> GatedDeltaNet:
         """The gated delta rule."""
         return GatedDeltaNet(self, state_id, net, projection, output)
+
+    def mamba2(self, state_id: int, space: Mamba2Config, projection: Rows, output: Rows) -> Mamba2:
+        """Mamba 2."""
+        return Mamba2(self, state_id, space, projection, output)
 
     def softcap(self, cap: float) -> Softcap:
         """cap * tanh(x / cap)."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from sglcore.checkpoint.recurrent import DeltaNetConfig
+from sglcore.checkpoint.recurrent import DeltaNetConfig, Mamba2Config
 from sglcore.layers.scope import Scope
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.table import KernelTable
@@ -74,3 +74,33 @@ class GatedDeltaNet(StateLayer):
         qkv = self.conv(qkv, states["conv"], rows)
         mixed = self._rule(qkv, a, b, self.a_log, self.dt_bias, states["recurrent"], *rows)
         return self.output(self._norm(mixed, gate, self.norm, self._eps, False))
+
+
+class Mamba2(StateLayer):
+    """A convolution and the selective scan, then a norm with a gate before it (Dao and Gu 2024)."""
+
+    def __init__(self, build: Scope, layer_id: int, space: Mamba2Config, projection: Rows, output: Rows) -> None:
+        """`projection` gives the gate, what the convolution takes, and the time steps, side by side."""
+        heads, float32 = space.heads, torch.float32
+        self.projection, self.output = projection, output
+        self.conv = CausalConv(build, "conv1d", space.channels, space.taps, bias=space.conv_bias)
+        self.by_head = tuple(build.parameter(name, heads, dtype=float32) for name in ("A_log", "D", "dt_bias"))
+        self.norm = build.parameter("norm.weight", space.inner).view(space.groups, space.inner // space.groups)
+        self._sizes, self._eps = [space.inner, space.channels, heads], build.config.rms_norm_eps
+        self._limits = space.dt_min, space.dt_max
+        matrices = StateTensor((heads, space.head_dim, space.width), float32)
+        super().__init__(layer_id, {"conv": self.conv.tail, "recurrent": matrices})
+        state = torch.empty(1, *matrices.shape, dtype=float32, device="meta")
+        given = build.rows(space.channels), build.rows(heads), *self.by_head, *self._limits, state
+        self._scan = build.kernel(KernelTable.selective_scan, *given, build.indices(), None, None)
+        inner = build.rows(space.inner)
+        self._norm = build.kernel(KernelTable.gated_rms_norm, inner, inner, self.norm, self._eps, True)
+
+    def mix(self, hidden: Tensor, batch: ForwardBatch, states: Mapping[str, Tensor]) -> Tensor:
+        """hidden [T, H] to [T, H]."""
+        rows = pool_rows(batch)
+        gate, xbc, dt = self.projection(hidden).split(self._sizes, dim=1)
+        xbc = self.conv(xbc, states["conv"], rows)
+        a_log, d, dt_bias = self.by_head
+        mixed = self._scan(xbc, dt, a_log, d, dt_bias, *self._limits, states["recurrent"], *rows)
+        return self.output(self._norm(mixed, gate, self.norm, self._eps, True))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from sglcore.checkpoint.config import EXPERT_PARTS, ModelConfig, MoeConfig, RopeConfig
-from sglcore.checkpoint.recurrent import DeltaNetConfig
+from sglcore.checkpoint.recurrent import DeltaNetConfig, Mamba2Config
 from sglcore.device.errors import ConfigError
 
 Array: TypeAlias = Any
@@ -182,6 +182,11 @@ class Build(Protocol):
     def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Layer, output: Layer) -> Stateful:
         """The gated delta rule between two projections, with the convolution, norm and gate of this scope. `projection` gives
         queries, keys and values, the gate, and each head's b and a; `state_id` numbers the layers with states."""
+        ...
+
+    def mamba2(self, state_id: int, space: Mamba2Config, projection: Layer, output: Layer) -> Stateful:
+        """Mamba 2 between two projections, with the convolution and norm of this scope. `projection` gives the gate, what the
+        convolution takes, and each head's time step."""
         ...
 
     def softcap(self, cap: float) -> Layer:

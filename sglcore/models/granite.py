@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from sglcore.models.build import Array, Batch, Build, Layer
-from sglcore.models.decoder import CausalLM, DecoderLayer, LayerState, SelfAttention
+from sglcore.models.decoder import CausalLM, DecoderLayer, LayerState, Mixer, SelfAttention
 
 
 class GraniteLayer(DecoderLayer):
@@ -13,7 +13,7 @@ class GraniteLayer(DecoderLayer):
 
     __slots__ = ("multiplier",)
 
-    def __init__(self, build: Build, self_attn: SelfAttention, mlp: Layer) -> None:
+    def __init__(self, build: Build, self_attn: Mixer, mlp: Layer) -> None:
         super().__init__(build, self_attn, mlp)
         self.multiplier = build.config.options.get("residual_multiplier", 1.0)
 

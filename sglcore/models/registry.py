@@ -19,6 +19,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "Gemma3ForCausalLM": "sglcore.models.gemma3:Gemma3ForCausalLM",
         "GptOssForCausalLM": "sglcore.models.gpt_oss:GptOssForCausalLM",
         "GraniteForCausalLM": "sglcore.models.granite:GraniteForCausalLM",
+        "GraniteMoeHybridForCausalLM": "sglcore.models.granite_hybrid:GraniteMoeHybridForCausalLM",
         "GraniteMoeForCausalLM": "sglcore.models.granite_moe:GraniteMoeForCausalLM",
         "Olmo2ForCausalLM": "sglcore.models.olmo2:Olmo2ForCausalLM",
         "Olmo3ForCausalLM": "sglcore.models.olmo3:Olmo3ForCausalLM",

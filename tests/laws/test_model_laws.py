@@ -21,6 +21,7 @@ from tests.checkpoints import (
     gemma3,
     glm4_moe,
     gpt_oss,
+    granite_hybrid,
     llama,
     mistral,
     qwen2,
@@ -45,6 +46,7 @@ ARCHITECTURES: MappingProxyType[str, Callable[[], Any]] = MappingProxyType(
         "glm4-moe": lambda: glm4_moe(max_position_embeddings=CONTEXT),
         "gpt-oss": lambda: gpt_oss(max_position_embeddings=CONTEXT),
         "exaone4-transformers": lambda: exaone4(max_position_embeddings=CONTEXT),
+        "granite-hybrid": lambda: granite_hybrid(max_position_embeddings=CONTEXT),
         "qwen3-next": lambda: qwen3_next(max_position_embeddings=CONTEXT),
     }
 )

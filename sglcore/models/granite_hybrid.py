@@ -1,0 +1,43 @@
+"""Granite 4: Granite 3's multipliers around layers of Mamba 2, some with attention; experts beside a shared block, or it alone."""
+
+from __future__ import annotations
+
+from sglcore.checkpoint.recurrent import FULL, layer_kinds, mamba2_config
+from sglcore.models.build import Build, Layer
+from sglcore.models.decoder import Mixer, Recurrent, SelfAttention, SharedExpert
+from sglcore.models.granite import GraniteForCausalLM, GraniteLayer
+
+
+class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
+    """Attention has a rotary embedding where the configuration says so, and otherwise no positions."""
+
+    @classmethod
+    def own_name(cls, name: str) -> str:
+        """The shared block's output is called as in other blocks."""
+        return super().own_name(name).replace(".shared_mlp.output_linear.", ".shared_mlp.down_proj.")
+
+    def make_layer(self, build: Build, layer_id: int) -> GraniteLayer:
+        kinds = layer_kinds(build.config)
+        of_its_kind = kinds[:layer_id].count(kinds[layer_id])
+        mixer: Mixer
+        if kinds[layer_id] == FULL:
+            rotary = self.rotary if build.config.raw.get("position_embedding_type") == "rope" else None
+            bias = build.config.attention_bias
+            mixer = SelfAttention(build.at("self_attn"), of_its_kind, rotary, qkv_bias=bias, output_bias=bias)
+        else:
+            mixer = self._make_mamba(build.at("mamba"), of_its_kind)
+        return GraniteLayer(build, mixer, self.make_mlp(build))
+
+    def _make_mamba(self, build: Build, state_id: int) -> Recurrent:
+        space, size = mamba2_config(build.config), build.config.hidden_size
+        projection = build.linear("in_proj", size, space.inner + space.channels + space.heads, space.proj_bias)
+        output = build.linear("out_proj", space.inner, size, space.proj_bias)
+        return Recurrent(build.mamba2(state_id, space, projection, output))
+
+    def make_mlp(self, build: Build) -> Layer:
+        shared = build.mlp("shared_mlp", build.config.raw.get("shared_intermediate_size", 1024), fused="input_linear")
+        if build.config.moe is None:
+            return shared
+        parts = ("input_linear", "output_linear")
+        experts = build.experts("block_sparse_moe", self.moe, gate="router.layer", parts=parts)
+        return SharedExpert(build, experts, shared)
