@@ -234,6 +234,13 @@ def exaone4(**changes: Any) -> Oracle:
     return make_oracle(transformers.Exaone4Config(**{**SIZES, **sizes, **changes}), "Exaone4ForCausalLM")
 
 
+def falcon_h1(**changes: Any) -> Oracle:
+    """A Falcon H1, which has no file of ours: each layer attends and has a Mamba 2 beside it."""
+    heads = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_ssm": 96, "mamba_d_state": 8, "mamba_chunk_size": 16}
+    sizes = {**SIZES, "head_dim": 20, **heads, **changes}
+    return make_oracle(transformers.FalconH1Config(**sizes), "FalconH1ForCausalLM")
+
+
 def mamba2(**changes: Any) -> Oracle:
     """A Mamba 2, which has no attention."""
     sizes = {name: size for name, size in SIZES.items() if "heads" not in name and name != "max_position_embeddings"}

@@ -17,6 +17,7 @@ from sglcore.runtime.attention.reference import ReferenceAttention
 from tests.checkpoints import (
     LLAMA3,
     exaone4,
+    falcon_h1,
     gemma2,
     gemma3,
     glm4_moe,
@@ -48,6 +49,7 @@ ARCHITECTURES: MappingProxyType[str, Callable[[], Any]] = MappingProxyType(
         "exaone4-transformers": lambda: exaone4(max_position_embeddings=CONTEXT),
         "granite-hybrid": lambda: granite_hybrid(max_position_embeddings=CONTEXT),
         "qwen3-next": lambda: qwen3_next(max_position_embeddings=CONTEXT),
+        "falcon-h1-transformers": lambda: falcon_h1(max_position_embeddings=CONTEXT),
     }
 )
 COMPILED = ("llama", "llama3-rope", "mistral-window", "qwen2", "qwen3", "qwen3-moe", "exaone4-transformers")
