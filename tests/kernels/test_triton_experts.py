@@ -40,6 +40,10 @@ def moe(module: ModuleType, guards: Guards, tokens: int, choices: int, dtype: to
     for index_dtype in (torch.int32, torch.int64):
         given = [guards.place(part) for part in (weights, ids.to(index_dtype), w13, w2)]
         close(module.moe(rows, *given, SMALL), reference.moe(hidden, weights, ids, w13, w2))
+    b13, b2 = random(*w13.shape[:2], dtype=dtype, seed=8), random(*w2.shape[:2], dtype=dtype, seed=9)
+    biased = [guards.place(part) for part in (weights, ids, w13, b13, w2, b2)]
+    wanted = reference.clamped_moe(hidden, weights, ids, w13, b13, w2, b2, 1.702, 0.9)
+    close(module.clamped_moe(rows, *biased, 1.702, 0.9, SMALL), wanted)
 
 
 @DTYPES
@@ -132,7 +136,12 @@ MUTANTS = (
     ("(counts + ROWS - 1) // ROWS", "counts // ROWS"),
     ("first * ROWS", "first * ROWS + 1"),
     ("choice // CHOICES", "choice"),
-    ("weight + SIZE * HIDDEN", "weight"),
+    ("weight + apart * HIDDEN", "weight"),
+    ("column * 2 if CLAMPED", "column if CLAMPED"),
+    ("bias + 1", "bias"),
+    ("-alpha * gate", "-gate"),
+    ("tl.maximum(rounded(up, dtype), -limit)", "rounded(up, dtype)"),
+    ("b2 + expert * HIDDEN", "b2"),
     ("column < HIDDEN", "column <= HIDDEN"),
     ("token < tokens", "token <= tokens"),
     (">= 0\n", ">= -1\n"),

@@ -165,7 +165,16 @@ def test_the_table_replaces_what_has_a_kernel_and_says_so() -> None:
     table, plain = triton_kernels(SMALL), KernelTable()
     own = {name for name, origin in table.origin.items() if origin != plain.origin.get(name)}
     assert own == {
-        *("rms_norm", "add_rms_norm", "rotary", "silu_and_mul", "gelu_tanh_and_mul", "top_k_routing", "moe"),
+        *(
+            "rms_norm",
+            "add_rms_norm",
+            "rotary",
+            "silu_and_mul",
+            "gelu_tanh_and_mul",
+            "top_k_routing",
+            "moe",
+            "clamped_moe",
+        ),
         *("store_kv", "cache_locations", "draw", "rotary_and_store"),
         *("causal_conv", "gated_delta_rule", "selective_scan", "gated_rms_norm"),
     }

@@ -20,7 +20,7 @@ from sglcore.runtime.kernels.triton.activation import gelu_tanh_and_mul, silu_an
 from sglcore.runtime.kernels.triton.cells import cache_locations, store_kv
 from sglcore.runtime.kernels.triton.convolution import causal_conv
 from sglcore.runtime.kernels.triton.delta_rule import gated_delta_rule
-from sglcore.runtime.kernels.triton.experts import moe
+from sglcore.runtime.kernels.triton.experts import clamped_moe, moe
 from sglcore.runtime.kernels.triton.norm import add_rms_norm, gated_rms_norm, rms_norm
 from sglcore.runtime.kernels.triton.rotated_store import rotary_and_store
 from sglcore.runtime.kernels.triton.rotation import rotary
@@ -35,5 +35,14 @@ __all__ = ["LaunchConfig", "Tuning", "triton_kernels"]
 def triton_kernels(tuning: Tuning = Tuning()) -> KernelTable:
     """The reference table with the entries replaced for which there is a Triton kernel, launched as `tuning` says."""
     entries = (rms_norm, add_rms_norm, rotary, rotary_and_store, silu_and_mul, gelu_tanh_and_mul, top_k_routing, moe)
-    entries += (store_kv, cache_locations, draw, causal_conv, gated_delta_rule, selective_scan, gated_rms_norm)
+    entries += (
+        clamped_moe,
+        store_kv,
+        cache_locations,
+        draw,
+        causal_conv,
+        gated_delta_rule,
+        selective_scan,
+        gated_rms_norm,
+    )
     return KernelTable().replace(**{entry.__name__: partial(entry, tuning=tuning) for entry in entries})

@@ -9,11 +9,14 @@ No shape and no launch depends on the routing, so all of it can be captured; til
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sglcore.runtime.kernels.reference import clamped_moe as reference_clamped_moe
 from sglcore.runtime.kernels.triton.products import NARROWEST_DOT, wide_dot
 from sglcore.runtime.kernels.triton.rounding import narrow, rounded
 from sglcore.runtime.kernels.triton.tuning import MoeTile, Tuning, power_of_two, read_launch, tiles
@@ -68,20 +71,25 @@ def sort_kernel(
 def gate_up_kernel(
     hidden,
     w13,
+    b13,
     order,
     owners,
     out,
     choices,
     stride,
+    alpha,
+    limit,
     CHOICES: tl.constexpr,
     HIDDEN: tl.constexpr,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    CLAMPED: tl.constexpr,
 ):
     """Programs (tile, columns): silu(gate) * up of the tile's choices into out [tiles * ROWS, SIZE].
 
+    CLAMPED is the form of `clamped_moe`, whose gate and up take turns; the others have all of up behind gate.
     Floor: the w13 of each expert that has a choice, read once; above some hundred rows an expert, the matrix unit.
     """
     tile = tl.program_id(0)
@@ -95,17 +103,27 @@ def gate_up_kernel(
     column, depth = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     gate = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    gate_row = column * 2 if CLAMPED else column
+    apart = 1 if CLAMPED else SIZE
     for at in range(0, HIDDEN, DEPTH):
         part = at + depth
         loaded = live[:, None] & (part < HIDDEN)[None, :]
         rows = tl.load(hidden + token[:, None] * stride + part[None, :], mask=loaded, other=0.0)
-        weight = w13 + expert * (2 * SIZE * HIDDEN) + column[None, :] * HIDDEN + part[:, None]
+        weight = w13 + expert * (2 * SIZE * HIDDEN) + gate_row[None, :] * HIDDEN + part[:, None]
         inside = (part < HIDDEN)[:, None] & (column < SIZE)[None, :]
         gate += wide_dot(rows, tl.load(weight, mask=inside, other=0.0))
-        up += wide_dot(rows, tl.load(weight + SIZE * HIDDEN, mask=inside, other=0.0))
+        up += wide_dot(rows, tl.load(weight + apart * HIDDEN, mask=inside, other=0.0))
     dtype = out.dtype.element_ty
-    gate = rounded(gate, dtype)
-    active = rounded(gate / (1.0 + tl.exp(-gate)), dtype) * rounded(up, dtype)
+    if CLAMPED:
+        bias = b13 + expert * (2 * SIZE) + gate_row
+        gate += tl.load(bias, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias + 1, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
+        gate = tl.minimum(rounded(gate, dtype), limit)
+        up = tl.minimum(tl.maximum(rounded(up, dtype), -limit), limit)
+        active = rounded(gate / (1.0 + tl.exp(-alpha * gate)), dtype) * rounded(up + 1.0, dtype)
+    else:
+        gate = rounded(gate, dtype)
+        active = rounded(gate / (1.0 + tl.exp(-gate)), dtype) * rounded(up, dtype)
     place = out + line.to(tl.int64)[:, None] * SIZE + column[None, :]
     tl.store(place, narrow(active, dtype), mask=live[:, None] & (column < SIZE)[None, :])
 
@@ -114,6 +132,7 @@ def gate_up_kernel(
 def down_kernel(
     active,
     w2,
+    b2,
     weights,
     order,
     owners,
@@ -124,6 +143,7 @@ def down_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    CLAMPED: tl.constexpr,
 ):
     """Programs (tile, columns): each choice's row times its weight into out [choices, HIDDEN].
 
@@ -145,6 +165,9 @@ def down_kernel(
         weight = w2 + expert * (HIDDEN * SIZE) + column[None, :] * SIZE + part[:, None]
         inside = (part < SIZE)[:, None] & (column < HIDDEN)[None, :]
         total += wide_dot(rows, tl.load(weight, mask=inside, other=0.0))
+    if CLAMPED:
+        bias = tl.load(b2 + expert * HIDDEN + column, mask=column < HIDDEN, other=0.0)
+        total += bias.to(tl.float32)[None, :]
     dtype = out.dtype.element_ty
     share = tl.load(weights + choice, mask=live, other=0.0).to(tl.float32)
     place = out + choice.to(tl.int64)[:, None] * HIDDEN + column[None, :]
@@ -172,13 +195,46 @@ def sum_kernel(
 
 def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, tuning: Tuning = Tuning()) -> Tensor:
     """The table's `moe`; weights and ids lie side by side. To a compiler it is one operation."""
+    return _moe(hidden, weights, ids, w13, w2, None, tuning)
+
+
+def clamped_moe(
+    hidden: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    b13: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    alpha: float,
+    limit: float,
+    tuning: Tuning = Tuning(),
+) -> Tensor:
+    """The table's `clamped_moe`, in the same kernels. A compiler gets the reference."""
+    if torch.compiler.is_compiling():
+        return reference_clamped_moe(hidden, weights, ids, w13, b13, w2, b2, alpha, limit)
+    return _moe(hidden, weights, ids, w13, w2, Clamp(b13, b2, alpha, limit), tuning)
+
+
+class Clamp(NamedTuple):
+    """What `clamped_moe` has and `moe` has not."""
+
+    b13: Tensor
+    b2: Tensor
+    alpha: float
+    limit: float
+
+
+def _moe(
+    hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, clamp: Clamp | None, tuning: Tuning
+) -> Tensor:
     average = ids.numel() // w13.shape[0]
     tile = next(tile for tile in tuning.moe if average <= tile.most_rows)
     if torch.compiler.is_compiling():
         sizes = [tile.rows, tile.columns, tile.depth_bytes, tuning.lanes, tuning.elements]
         launches = f"{tile.config.text}\n{tuning.moe_sort.text}\n{tuning.moe_sum.text}"
         return torch.ops.sglcore.triton_moe(hidden, weights, ids, w13, w2, sizes, launches)
-    return moe_in_tiles(hidden, weights, ids, w13, w2, tile, tuning)
+    return moe_in_tiles(hidden, weights, ids, w13, w2, clamp, tile, tuning)
 
 
 @torch.library.custom_op("sglcore::triton_moe", mutates_args=())
@@ -189,7 +245,8 @@ def moe_op(
     rows, columns, depth_bytes, lanes, elements = sizes
     products, sort, total = map(read_launch, launches.splitlines())
     tuning = Tuning(lanes=lanes, elements=elements, moe_sort=sort, moe_sum=total)
-    return moe_in_tiles(hidden, weights, ids, w13, w2, MoeTile(0, rows, columns, depth_bytes, products), tuning)
+    tile = MoeTile(0, rows, columns, depth_bytes, products)
+    return moe_in_tiles(hidden, weights, ids, w13, w2, None, tile, tuning)
 
 
 @moe_op.register_fake
@@ -198,7 +255,14 @@ def _(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, siz
 
 
 def moe_in_tiles(
-    hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, tile: MoeTile, tuning: Tuning
+    hidden: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    clamp: Clamp | None,
+    tile: MoeTile,
+    tuning: Tuning,
 ) -> Tensor:
     """Sort, gate and up, down, sum."""
     tokens, width = hidden.shape
@@ -227,13 +291,26 @@ def moe_in_tiles(
     )
     active = torch.empty(most * rows, size, dtype=hidden.dtype, device=hidden.device)
     shape = {"SIZE": size, "HIDDEN": width, "ROWS": rows, "COLUMNS": tile.columns, "DEPTH": depth}
-    stride, per_token = hidden.stride(0), ids.shape[1]
+    stride, per_token, is_clamped = hidden.stride(0), ids.shape[1], clamp is not None
+    b13, b2, *bounds = (w13, w2, 0.0, 0.0) if clamp is None else clamp
     gate_up_kernel[(most, tiles(size, tile.columns))](
-        hidden, w13, order, owners, active, choices, stride, CHOICES=per_token, **shape, **options
+        hidden,
+        w13,
+        b13,
+        order,
+        owners,
+        active,
+        choices,
+        stride,
+        *bounds,
+        CHOICES=per_token,
+        CLAMPED=is_clamped,
+        **shape,
+        **options,
     )
     parts = torch.empty(choices, width, dtype=hidden.dtype, device=hidden.device)
     down_kernel[(most, tiles(width, tile.columns))](
-        active, w2, weights, order, owners, parts, choices, **shape, **options
+        active, w2, b2, weights, order, owners, parts, choices, CLAMPED=is_clamped, **shape, **options
     )
     block = min(power_of_two(width), tuning.elements)
     held = tuning.rows(block, tokens)
