@@ -254,6 +254,28 @@ def _(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, siz
     return hidden.new_empty(hidden.shape)
 
 
+def _in_tiles(ids: Tensor, experts: int, rows: int, tuning: Tuning) -> tuple[Tensor, Tensor]:
+    """Choices in tiles of one expert each, int32 [tiles * rows], and the tiles' experts, int32 [tiles]."""
+    choices = ids.numel()
+    # Every tile holds a choice, and every expert's tiles but its last are full.
+    most = min(choices, tiles(choices, rows) + experts)
+    order = torch.empty(most * rows, dtype=torch.int32, device=ids.device)
+    owners = torch.empty(most, dtype=torch.int32, device=ids.device)
+    sort_kernel[(experts,)](
+        ids,
+        order,
+        owners,
+        choices,
+        most,
+        EXPERTS=experts,
+        BINS=power_of_two(experts + 1),
+        BLOCK=min(SCANNED, power_of_two(choices)),
+        ROWS=rows,
+        **tuning.options(tuning.moe_sort),
+    )
+    return order, owners
+
+
 def moe_in_tiles(
     hidden: Tensor,
     weights: Tensor,
@@ -273,22 +295,8 @@ def moe_in_tiles(
     ids, weights = ids.contiguous(), weights.contiguous()
     rows, options = tile.rows, tuning.options(tile.config)
     depth = max(NARROWEST_DOT, tile.depth_bytes // hidden.itemsize)
-    # Every tile holds a choice, and every expert's tiles but its last are full.
-    most = min(choices, tiles(choices, rows) + experts)
-    order = torch.empty(most * rows, dtype=torch.int32, device=hidden.device)
-    owners = torch.empty(most, dtype=torch.int32, device=hidden.device)
-    sort_kernel[(experts,)](
-        ids,
-        order,
-        owners,
-        choices,
-        most,
-        EXPERTS=experts,
-        BINS=power_of_two(experts + 1),
-        BLOCK=min(SCANNED, power_of_two(choices)),
-        ROWS=rows,
-        **tuning.options(tuning.moe_sort),
-    )
+    order, owners = _in_tiles(ids, experts, rows, tuning)
+    most = owners.numel()
     active = torch.empty(most * rows, size, dtype=hidden.dtype, device=hidden.device)
     shape = {"SIZE": size, "HIDDEN": width, "ROWS": rows, "COLUMNS": tile.columns, "DEPTH": depth}
     stride, per_token, is_clamped = hidden.stride(0), ids.shape[1], clamp is not None
