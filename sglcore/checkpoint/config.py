@@ -62,10 +62,10 @@ class ModelConfig:
     """The geometry of a model. `sliding_windows` has one entry a layer (None: full attention).
 
     `dtype` is the checkpoint's own ("bfloat16", ...). `context_length` is how many tokens positions are defined for.
-    `raw` is `config.json` as it is. `path` is the folder, or a GGUF file. `options` are those of `OPTIONS` that change
-    something: an architecture refuses what it does not know. `local_rope` is that of layers with a window, None where all
-    layers have one. `first_position` is that of a request's first token. `pooling` is what a model that embeds or scores makes of its hidden states; None for one that generates
-    text.
+    `raw` is `config.json` as it is, `library` what a library that runs the model itself has read of it. `path` is the folder,
+    or a GGUF file. `options` are those of `OPTIONS` that change something: an architecture refuses what it does not know.
+    `local_rope` is that of layers with a window, None where all layers have one. `first_position` is that of a request's first
+    token. `pooling` is what a model that embeds or scores makes of its hidden states; None for one that generates text.
     """
 
     path: Path
@@ -90,6 +90,7 @@ class ModelConfig:
     moe: MoeConfig | None
     pooling: Pooling | None
     raw: Mapping[str, Any]
+    library: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
     local_rope: RopeConfig | None = None
     first_position: int = 0

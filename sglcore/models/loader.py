@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
 from io import FileIO
 from pathlib import Path
@@ -25,6 +25,7 @@ from sglcore.models.registry import model_class
 from sglcore.models.reordered import ReorderedSource
 from sglcore.models.safetensors_file import SafetensorsFile
 from sglcore.models.sources import CountBytes, Source, find_sources
+from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.kernels.choice import Refusals, fitted
 from sglcore.runtime.kernels.table import KernelTable
 
@@ -60,13 +61,13 @@ def load_model(
     model_type = model_class(config.architecture, architectures)
     weights = Weights(dtype, torch.device(device))
     packer, refusals = Packer(weights, kernels, quantize), Refusals()
-    if not config.is_encoder:
-        kernels = _storing(kernels, config, dtype, index_dtype, refusals)
     model = model_type(Build(config, kernels, weights, max_positions or config.context_length, index_dtype, refusals))
     if config.is_encoder and model.state_layers:
         raise ConfigError(
             f"{config.architecture} keeps states, and an embedding runs without", remedy="use another model"
         )
+    if not config.is_encoder:
+        model.kernels = _storing(kernels, model.attention_layers, dtype, index_dtype, refusals)
     if ledger is not None:
         ledger.record(*refusals.rows())
         if model.parts:
@@ -82,15 +83,17 @@ def load_model(
 
 def _storing(
     kernels: KernelTable,
-    config: ModelConfig,
+    layers: Iterable[Attention],
     dtype: torch.dtype,
     index_dtype: torch.dtype,
     refusals: Refusals,
 ) -> KernelTable:
-    """The table with a `store_kv` for this model's cells, which no layer calls."""
-    cell = torch.empty(1, config.num_key_value_heads, config.head_dim, dtype=dtype, device="meta")
+    """The table with a `store_kv` for the cells of these layers, none of which calls it."""
     cells = torch.empty(1, dtype=index_dtype, device="meta")
-    return fitted(kernels, KernelTable.store_kv, (cell, cell, cell, cell, cells), refusals=refusals)
+    for shape in dict.fromkeys((layer.num_kv_heads, layer.head_dim) for layer in layers):
+        cell = torch.empty(1, *shape, dtype=dtype, device="meta")
+        kernels = fitted(kernels, KernelTable.store_kv, (cell, cell, cell, cell, cells), refusals=refusals)
+    return kernels
 
 
 def _sources(

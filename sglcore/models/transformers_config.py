@@ -56,6 +56,7 @@ def transformers_config(folder: Path, task: str = "auto") -> ModelConfig:
         moe=None,
         pooling=read_pooling(folder, raw["architectures"][0], raw, task),
         raw=MappingProxyType(raw),
+        library=config,
     )
 
 

@@ -17,14 +17,16 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from sglcore.checkpoint.config import read_config
 from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.models.implementation import choose_implementation
+from sglcore.models.loader import load_model
 from sglcore.models.transformers_types import PROVEN, VERSION
 from sglcore.models.transformers_walk import AttentionCall, walk, window_of
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.kernels.reference import moe
-from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.kernels.reference import moe, quantize_linear
+from sglcore.runtime.kernels.table import KernelTable, Limited
 from tests.checkpoints import exaone4, gemma3, llama, save
 from tests.models.steps import Steps
 from tests.models.transformers_cases import compare, load, tiny_model
@@ -246,6 +248,32 @@ def test_linear_layers_are_packed_as_those_of_a_native_model(tmp_path: Path) -> 
     model = load(tiny_model("mixtral", sizes_of("mixtral")), tmp_path, torch.float32)
     packed = {name for layer in model.weights.linears for name in layer.names}
     assert packed == {f"model.layers.{layer}.self_attn.{name}_proj.weight" for layer in range(3) for name in "qkvo"}
+
+
+def test_the_store_is_chosen_for_the_layers_cells(tmp_path: Path) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def takes(key: torch.Tensor, *_: Any) -> str:
+        asked.append(tuple(key.shape))
+        return ""
+
+    table = KernelTable().replace(store_kv=Limited(KernelTable().store_kv, takes))
+    load(tiny_model("gemma2", sizes_of("gemma2")), tmp_path, kernels=table)
+    assert asked == [(1, 2, 16)]
+
+
+def test_rounded_linear_layers_are_those_of_the_native_model(tmp_path: Path) -> None:
+    save(llama(), tmp_path)
+    table = KernelTable().replace(quantize_linear=quantize_linear)
+    given: dict[str, Any] = {"kernels": table, "device": "cpu", "dtype": torch.float32, "quantize": "int8"}
+    config, added = choose_implementation("transformers", tmp_path, DecisionLedger())
+    found, wanted = (
+        Steps(load_model(tmp_path, each, architectures=names, **given)).hidden({1: [5, 9, 7, 11]})
+        for each, names in ((config, added), (read_config(tmp_path), {}))
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    plain = Steps(load_model(tmp_path, config, architectures=added, **{**given, "quantize": "auto"}))
+    assert float((plain.hidden({1: [5, 9, 7, 11]}) - found).abs().max()) > 1e-4
 
 
 @pytest.fixture(scope="module")
