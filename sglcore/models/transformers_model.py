@@ -92,7 +92,7 @@ def _replaced_model(build: Build) -> tuple[PreTrainedModel, tuple[Mixer, ...], R
 def _replaced(build: Build, is_whole: bool) -> tuple[PreTrainedModel, tuple[Mixer, ...], Replaced]:
     model = _empty_model(build)
     mixers = find_mixers(model)
-    return model, mixers, replace(model, _kept(model), mixers, is_whole=is_whole)
+    return model, mixers, replace(model, _kept(model, build.dtype), mixers, is_whole=is_whole)
 
 
 def _empty_model(build: Build) -> PreTrainedModel:
@@ -110,7 +110,7 @@ def _place(model: PreTrainedModel, build: Build) -> None:
     checkpoints have is a parameter to the loader."""
     weights, stored = build.weights, model.state_dict(keep_vars=True)
     made: dict[int, Any] = {}
-    is_wide = _kept(model)
+    is_wide = _kept(model, build.dtype)
     for name, empty in stored.items():
         if id(empty) not in made:
             dtype = torch.float32 if is_wide(name) else None
@@ -129,12 +129,12 @@ def _place(model: PreTrainedModel, build: Build) -> None:
     model.initialize_weights()
 
 
-def _kept(model: PreTrainedModel) -> Callable[[str], bool]:
+def _kept(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
     """Of a weight's name: whether the class keeps it in float32 whatever it computes in, as when transformers loads it."""
-    if model.dtype is torch.float32:
+    if dtype is torch.float32:
         return lambda name: False
     named = [*(model._keep_in_fp32_modules_strict or ())]
-    if model.dtype is torch.float16:
+    if dtype is torch.float16:
         named += model._keep_in_fp32_modules or ()
     pattern = re.compile("|".join(rf"(?:^|\.){name}(?:$|\.)" for name in named) or "(?!)")
     return lambda name: pattern.search(name) is not None

@@ -124,7 +124,7 @@ def _calls(
     with _walking_over(_Walk(names, [], [], attended)) as found, torch.no_grad():
         try:
             model(input_ids=given, attention_mask=given.as_subclass(Ones), use_cache=False)
-        except (RuntimeError, NotImplementedError, AttributeError, TypeError, LookupError) as error:
+        except (RuntimeError, NotImplementedError, AttributeError, TypeError, LookupError, StopIteration) as error:
             raise _refusal(model, f"it does not run on shapes alone ({type(error).__name__}: {error})") from error
     return tuple(found.calls)
 

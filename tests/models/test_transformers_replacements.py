@@ -72,6 +72,27 @@ def test_a_class_that_does_not_run_with_them_keeps_its_own_parts(monkeypatch: Pa
     assert compare(model, tmp_path) < 2e-4
 
 
+def test_an_output_layer_with_the_embeddings_weight_shares_its_form(tmp_path: Path) -> None:
+    model = tiny_model("llama", {**sizes_of("llama"), "tie_word_embeddings": True})
+    table = KernelTable().replace(pack_head=lambda weight: weight)
+    loaded = load(model, tmp_path, kernels=table)
+    assert loaded.weights.is_head_tied and loaded._output is not None
+    assert not list(loaded._decoder.parameters())
+    assert compare(model, tmp_path, kernels=table) < 2e-4
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "is_plain"),
+    [("llama", {}, True), ("granite", {"logits_scaling": 4.0}, False), ("gemma2", {}, False)],
+)
+def test_what_a_class_does_to_logits_is_its_own(
+    kind: str, changes: dict[str, Any], is_plain: bool, tmp_path: Path
+) -> None:
+    model = tiny_model(kind, {**sizes_of(kind), **changes})
+    assert (load(model, tmp_path)._output is not None) is is_plain
+    assert compare(model, tmp_path) < 2e-4
+
+
 # -- twins -------------------------------------------------------------------------------------------------------------
 
 
