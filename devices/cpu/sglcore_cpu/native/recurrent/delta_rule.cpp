@@ -4,7 +4,13 @@ namespace sgl::SGL_ISA {
 
 namespace {
 
-constexpr int64_t kColumns = 32;  // their part of a state stays in the nearest cache while a row's tokens pass
+constexpr int kVectors = 4;
+constexpr int64_t kColumns = 16 * kVectors;  // their part of a state stays in the nearest cache while a row's tokens pass
+constexpr int64_t kFew = 4;                  // tokens for which that part is not brought together
+
+void copy_rows(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t rows, int64_t count) {
+    for (int64_t i = 0; i < rows; ++i) std::memcpy(to + i * to_stride, from + i * from_stride, count * sizeof(float));
+}
 
 // What a head's tokens bring, widened; q and k of unit length.
 template <class T>
@@ -40,37 +46,44 @@ struct Head {
     }
 };
 
-// One token over up to kColumns columns of a state [key, size]. With S' = decay S and u = beta (v - S'^T k):
-// S = S' + k u^T and S^T q = S'^T q + (k q) u, so that one pass reads and one writes.
-template <class T>
-void step(const Head<T>& head, const T* values, float* state, T* out, int64_t count) {
-    int64_t key = head.args.key, size = head.args.size, second = count - 16;
-    f32x16 known[2] = {zero(), zero()}, seen[2] = {zero(), zero()};
-    f32x16 products = zero();
+// The first `left` lanes, all sixteen where a block of columns is full.
+template <bool kFull>
+SGL_INLINE f32x16 columns(const float* p, int64_t left) {
+    return kFull ? load(p) : get(p, left);
+}
+
+// One token over the `parts` <= kVectors vectors of up to kColumns columns of a state whose key rows
+// lie `stride` apart. With S' = decay S and
+// u = beta (v - S'^T k): S = S' + k u^T and S^T q = S'^T q + (k q) u, so that one pass reads and one writes.
+template <bool kFull, class T>
+SGL_INLINE void step(const Head<T>& head, const T* values, float* state, int64_t stride, T* out, int64_t count) {
+    int64_t key = head.args.key;
+    const int parts = kFull ? kVectors : static_cast<int>((count + 15) / 16);
+    f32x16 known[kVectors], seen[kVectors], products = zero();
+    for (int part = 0; part < kVectors; ++part) known[part] = seen[part] = zero();
     for (int64_t i = 0; i < key; i += 16) products = fma(get(head.q + i, key - i), get(head.k + i, key - i), products);
-    bool is_wide = second > 0;
     for (int64_t i = 0; i < key; ++i) {
         f32x16 k = set1(head.k[i]), q = set1(head.q[i]);
-        f32x16 held = get(state + i * size, count);
-        known[0] = fma(k, held, known[0]);
-        seen[0] = fma(q, held, seen[0]);
-        if (!is_wide) continue;
-        held = get(state + i * size + 16, second);
-        known[1] = fma(k, held, known[1]);
-        seen[1] = fma(q, held, seen[1]);
+        for (int part = 0; part < parts; ++part) {
+            f32x16 held = columns<kFull>(state + i * stride + 16 * part, count - 16 * part);
+            known[part] = fma(k, held, known[part]);
+            seen[part] = fma(q, held, seen[part]);
+        }
     }
     f32x16 decay = set1(head.decay), beta = set1(head.beta), together = set1(reduce_add(products));
-    f32x16 update[2];
-    for (int64_t part = 0; part <= is_wide; ++part) {
+    for (int part = 0; part < parts; ++part) {
         int64_t left = count - 16 * part;
-        update[part] = mul(beta, sub(get(values + 16 * part, left), mul(decay, known[part])));
-        put(out + 16 * part, fma(together, update[part], mul(decay, seen[part])), left);
+        known[part] = mul(beta, sub(get(values + 16 * part, left), mul(decay, known[part])));
+        put(out + 16 * part, fma(together, known[part], mul(decay, seen[part])), left);
     }
     for (int64_t i = 0; i < key; ++i) {
         f32x16 k = set1(head.k[i]);
-        float* row = state + i * size;
-        put(row, fma(k, update[0], mul(decay, get(row, count))), count);
-        if (is_wide) put(row + 16, fma(k, update[1], mul(decay, get(row + 16, second))), second);
+        for (int part = 0; part < parts; ++part) {
+            float* place = state + i * stride + 16 * part;
+            int64_t left = count - 16 * part;
+            f32x16 held = fma(k, known[part], mul(decay, columns<kFull>(place, left)));
+            kFull ? store(place, held) : put(place, held, left);
+        }
     }
 }
 
@@ -83,15 +96,23 @@ void gated_delta_rule(const DeltaRuleArgs& args, Pool& pool) {
         int64_t parts = args.heads * ((args.size + kColumns - 1) / kColumns), of_head = parts / args.heads;
         int64_t work = 4 * args.key * kColumns, width = args.heads * args.size;
         each_part<T>(pool, args, parts, work, width, [&](const Row& row, int64_t part, int thread) {
-            auto* own = static_cast<float*>(pool.scratch(thread, 2 * args.key * sizeof(float)));
+            auto* own = static_cast<float*>(pool.scratch(thread, (2 + kColumns) * args.key * sizeof(float)));
             Head<T> head{args, part / of_head, own, own + args.key, 0.0f, 0.0f};
             int64_t column = part % of_head * kColumns, count = std::min(kColumns, args.size - column);
-            float* state = static_cast<float*>(args.states) + (row.slot * args.heads + head.head) * args.key * args.size;
+            float* kept = static_cast<float*>(args.states) +
+                          (row.slot * args.heads + head.head) * args.key * args.size + column;
+            bool is_long = row.last - row.first > kFew;
+            float* state = is_long ? own + 2 * args.key : kept;
+            int64_t stride = is_long ? kColumns : args.size;
+            if (is_long) copy_rows(kept, args.size, state, stride, args.key, count);
             for (int64_t token = row.first; token < row.last; ++token) {
                 head.read(token);
                 T* out = row_of<T>(args.out, token, width) + head.head * args.size + column;
-                step(head, head.values(token) + column, state + column, out, count);
+                const T* values = head.values(token) + column;
+                if (count == kColumns) step<true>(head, values, state, stride, out, count);
+                else step<false>(head, values, state, stride, out, count);
             }
+            if (is_long) copy_rows(state, stride, kept, args.size, args.key, count);
         });
     });
 }
