@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sglcore.checkpoint.config import ModelConfig, read_config
+from sglcore.checkpoint.config import ModelConfig, MoeConfig, read_config
 from sglcore.device.errors import ConfigError
 from sglcore.models.registry import ARCHITECTURES, model_class
 from tests.checkpoints import CAUSAL
@@ -135,3 +136,104 @@ def test_a_mapping_adds_architectures_and_wins(tmp_path) -> None:
     extra = {"Mine": "sglcore.models.llama:LlamaForCausalLM"}
     assert read_config(tmp_path, extra).architecture == "Mine"
     assert model_class("Mine", extra).__name__ == "LlamaForCausalLM"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+PUBLISHED: tuple[tuple[dict, dict], ...] = (
+    (
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "num_hidden_layers": 7,
+            "num_key_value_heads": 1,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "rope_theta": 1000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+        },
+        {"sliding_windows": (512,) * 5 + (None, 512), "tie_word_embeddings": True, "attention_scaling": 1 / 16},
+    ),
+    (
+        {"architectures": ["GemmaForCausalLM"], "num_key_value_heads": 1, "hidden_act": "gelu", "head_dim": 16},
+        {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    ),
+    (
+        {
+            "architectures": ["GptOssForCausalLM"],
+            "num_key_value_heads": 2,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "experts_per_token": 4,
+            "initial_context_length": 4096,
+            "max_position_embeddings": 131072,
+            "rope_scaling": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "rope_type": "yarn",
+                "truncate": False,
+            },
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+        },
+        {
+            "sliding_windows": (128, None, 128, None),
+            "context_length": 131072,
+            "attention_bias": True,
+            "options": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        },
+    ),
+    (
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "original_max_position_embeddings": 32,
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": {"long_factor": [2.0] * 6, "short_factor": [1.0] * 6, "type": "su"},
+            "sliding_window": 2047,
+        },
+        {"sliding_windows": (2047,) * 4, "options": {}},
+    ),
+    (
+        {
+            "architectures": ["GraniteForCausalLM"],
+            "num_key_value_heads": 2,
+            "attention_multiplier": 0.015625,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0,
+            "residual_multiplier": 0.22,
+        },
+        {"attention_scaling": 0.015625},
+    ),
+)
+"""Parts of configurations as they are published, and what they mean."""
+
+
+@pytest.mark.parametrize(("changes", "wanted"), PUBLISHED, ids=lambda value: value.get("architectures", [""])[0])
+def test_published_dialects_are_understood(tmp_path, changes: dict, wanted: dict) -> None:
+    config = read(tmp_path, changes)
+    assert {name: getattr(config, name) for name in wanted} == wanted
+
+
+def test_rotary_sets_of_published_dialects(tmp_path) -> None:
+    gemma, _, gpt_oss, phi, _ = (read(tmp_path, changes) for changes, _ in PUBLISHED)
+    assert gemma.local_rope is not None and phi.local_rope is None
+    assert (gemma.rope.kind, gemma.rope.theta, gemma.local_rope.kind, gemma.local_rope.theta) == (
+        ("linear", 1e6, "default", 1e4)
+    )
+    assert (gpt_oss.rope.kind, gpt_oss.rope.theta, gpt_oss.rope.original_max) == ("yarn", 150000.0, 4096)
+    assert (phi.rope.kind, phi.rope.partial, phi.rope.original_max) == ("longrope", 0.75, 32)
+
+
+def test_experts_of_published_dialects(tmp_path) -> None:
+    def moe(**changes: Any) -> MoeConfig | None:
+        return read(tmp_path, {"num_key_value_heads": 2, **changes}).moe
+
+    glm = {"n_routed_experts": 16, "n_shared_experts": 2, "moe_intermediate_size": 8, "routed_scaling_factor": 2.5}
+    found = moe(architectures=["Glm4MoeForCausalLM"], first_k_dense_replace=3, **glm)
+    assert found == MoeConfig((False,) * 3 + (True,), 16, 8, 8, True, 2.5, shared_size=16)
+    assert moe(architectures=["MixtralForCausalLM"]) == MoeConfig((True,) * 4, 8, 2, BASE["intermediate_size"], True)
+    assert moe(architectures=["LlamaForCausalLM"]) is None
