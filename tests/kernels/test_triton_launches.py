@@ -20,6 +20,7 @@ from tools.kernel_cases import cases
 OTHERS = MappingProxyType(
     {
         **{"sort_kernel": "moe_sort", "gate_up_kernel": "moe", "down_kernel": "moe", "sum_kernel": "moe_sum"},
+        "gated_kernel": "silu_and_mul",
         **dict.fromkeys(("delta_step_kernel", "delta_chunks_kernel"), "gated_delta_rule"),
         **dict.fromkeys(("scan_step_kernel", "scan_chunks_kernel"), "selective_scan"),
         **dict.fromkeys(
