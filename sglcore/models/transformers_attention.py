@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from sglcore.device.errors import ConfigError
 from sglcore.layers.attention import Rows
 from sglcore.layers.build import Build
 from sglcore.models.transformers_rotary import Angles, Turn
@@ -53,10 +52,29 @@ class PagedAttention:
         return *turn.rows(q, k, angles, self._wide), v
 
 
+class Several:
+    """The attention of a module that attends more than once in a forward: `begin`, then each call in its turn."""
+
+    __slots__ = ("_calls", "_next")
+
+    def __init__(self, calls: Sequence[PagedAttention]) -> None:
+        self._calls = calls
+        self._next = 0
+
+    def begin(self) -> None:
+        """Before a forward, whatever became of the one before."""
+        self._next = 0
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As `PagedAttention`."""
+        self._next += 1
+        return self._calls[self._next - 1](query, key, value)
+
+
 def attention_layers(
     model: nn.Module, calls: tuple[AttentionCall, ...], turns: Mapping[nn.Module, Turn], build: Build
-) -> tuple[Attention, ...]:
-    """One layer for each call, which its module finds again; they are numbered by call."""
+) -> tuple[tuple[Attention, ...], list[Several]]:
+    """One layer for each call, which its module finds again, numbered by call; and what is to begin with a forward."""
     parameters = dict(model.named_parameters())
     layers = tuple(
         Attention(
@@ -75,12 +93,13 @@ def attention_layers(
     own: dict[nn.Module, list[Attention]] = {}
     for call, layer in zip(calls, layers, strict=True):
         own.setdefault(call.module, []).append(layer)
+    several: list[Several] = []
     for module, found in own.items():
-        if len(found) > 1:
-            raise ConfigError(f"{type(module).__name__} attends {len(found)} times", remedy="use another model")
-        paged = PagedAttention(found[0], turns.get(module), build)
-        module.sglcore_attention = paged  # pyright: ignore[reportArgumentType]
-    return layers
+        paged = [PagedAttention(layer, turns.get(module), build) for layer in found]
+        if len(paged) > 1:
+            several.append(Several(paged))
+        module.sglcore_attention = several[-1] if len(paged) > 1 else paged[0]  # pyright: ignore[reportArgumentType]
+    return layers, several
 
 
 def attend(

@@ -195,8 +195,10 @@ class Rows(nn.Module):
         return made
 
     def forward(self, ids: Tensor) -> Tensor:
-        """int [1, T] to [1, T, size]."""
-        return self.own(ids) if self._embedding is None else self._embedding(ids[0])[None]
+        """int [...] to [..., size]."""
+        if self._embedding is None:
+            return self.own(ids)
+        return self._embedding(ids.reshape(-1)).view(*ids.shape, self.own.weight.shape[1])
 
 
 Replacement = PackedLinear | GatedBlock | Norm

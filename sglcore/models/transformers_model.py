@@ -42,8 +42,8 @@ class TransformersModel(Architecture):
         _place(model, build)
         replaced.place(build)
         check_mixers(self.state_layers)
-        self.attention_layers = attention_layers(model, replaced.calls, replaced.turns, build)
-        self._decoder = model.base_model
+        self.attention_layers, self._several = attention_layers(model, replaced.calls, replaced.turns, build)
+        self._decoder: Any = model.base_model
         self._head = head_of(model)
         self._output = (
             None if replaced.head is None or not is_output_layer(model, replaced.head) else replaced.head.logits
@@ -61,6 +61,8 @@ class TransformersModel(Architecture):
         """Hidden states [T, H] after the last norm."""
         if not batch.num_tokens:
             return torch.zeros(0, self.config.hidden_size, dtype=self.dtype, device=self.weights.device)
+        for each in self._several:
+            each.begin()
         # Sums are written where their first part was, and the batch is not ours.
         given = batch.input_embeds
         ids, embeds = (batch.input_ids[None], None) if given is None else (None, given.clone()[None])
@@ -71,8 +73,7 @@ class TransformersModel(Architecture):
 
     def embed_ids(self, ids: Tensor) -> Tensor:
         """[T] to [T, H]."""
-        table: Any = self._decoder.get_input_embeddings()
-        return table(ids)
+        return self._decoder.get_input_embeddings()(ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] to float32 [N, vocab], with whatever scale or cap the class has."""

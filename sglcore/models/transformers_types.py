@@ -27,6 +27,7 @@ PROVEN: frozenset[str] = frozenset(
         "cwm",
         "deepseek_v2",
         "deepseek_v3",
+        "diffllama",
         "dots1",
         "ernie4_5",
         "ernie4_5_moe",

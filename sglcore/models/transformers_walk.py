@@ -55,7 +55,6 @@ class AttentionCall:
 class _Walk:
     names: dict[int, str]
     calls: list[AttentionCall]
-    keys: list[Tensor]
     attended: dict[nn.Module, list[tuple[Tensor, ...]]]
     windows: dict[MaskFunction, int | None] = field(default_factory=dict)
 
@@ -121,7 +120,7 @@ def _calls(
 ) -> tuple[AttentionCall, ...]:
     given = torch.ones(1, length, dtype=torch.int64, device="meta")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    with _walking_over(_Walk(names, [], [], attended)) as found, torch.no_grad():
+    with _walking_over(_Walk(names, [], attended)) as found, torch.no_grad():
         try:
             model(input_ids=given, attention_mask=given.as_subclass(Ones), use_cache=False)
         except (RuntimeError, NotImplementedError, AttributeError, TypeError, LookupError, StopIteration) as error:
@@ -159,11 +158,8 @@ def _write_down(
         raise _refusal(module, f"it calls attention with {', '.join(unknown)}")
     if not isinstance(attention_mask, Seen):
         raise _refusal(module, "it makes its masks itself")
-    if any(key is earlier for earlier in record.keys):
-        raise _refusal(module, "its layers share keys and values")
     if key.shape[2] != query.shape[2]:
         raise _refusal(module, "it attends to other tokens than those of the step")
-    record.keys.append(key)
     record.attended.setdefault(module, []).append((query, key, value))
     call = AttentionCall(
         module,
@@ -201,7 +197,7 @@ def _seen_by(mask_function: MaskFunction, place: int) -> int | None:
     zero = torch.zeros((), dtype=torch.int64)
     seen = torch.as_tensor(mask_function(zero, zero, torch.tensor(place), keys)).expand(len(keys))
     count = int(seen.sum())
-    if not count or not seen[place + 1 - count : place + 1].all():
+    if not 0 < count <= place + 1 or not seen[place + 1 - count : place + 1].all():
         raise ConfigError(
             "a mask of the model does not show a token itself and those before it", remedy="use another model"
         )
