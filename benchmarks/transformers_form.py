@@ -128,7 +128,7 @@ def _peak(way: str, model: Path, dtype: str) -> float:
 def _start_peak(way: str, model: Path, dtype: str) -> float:
     import transformers.models.auto.modeling_auto  # noqa: F401
 
-    settings = {**_settings(way, model, dtype), "kv_cache_memory": 1 << 22}
+    settings = {**_settings(way, model, dtype), "kv_cache_memory": 1 << 22, "max_model_len": 256}
     before = _memory("VmRSS")
     LLM(**settings).close()
     weights = sum(file.stat().st_size for file in checkpoint_files(model))
