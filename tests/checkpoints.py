@@ -107,6 +107,8 @@ def glm4_moe(**changes: Any) -> Oracle:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.randn_like(buffer) * 0.1)
+    # Files have a layer behind the last, which predicts a further token and which nobody runs.
+    model.model.layers.append(torch.nn.ModuleDict({"eh_proj": torch.nn.Linear(4, 4, bias=False)}))
     return model
 
 

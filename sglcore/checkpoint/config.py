@@ -229,7 +229,7 @@ def _rope(given: Mapping[str, Any], values: Mapping[str, Any], max_positions: in
     original = values.get("original_max_position_embeddings", scaling.pop("original_max_position_embeddings", None))
     return RopeConfig(
         theta=float(theta),
-        kind="longrope" if "long_factor" in scaling else {"mrope": "default"}.get(kind, kind),
+        kind="longrope" if "long_factor" in scaling else "default" if kind == "mrope" else kind,
         partial=float(partial),
         original_max=int(original or max_positions),
         scaling=MappingProxyType(scaling),

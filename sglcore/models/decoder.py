@@ -121,8 +121,8 @@ class AnyLayer(Protocol):
     """A layer of a `CausalLM`."""
 
     @property
-    def self_attn(self) -> SelfAttention:
-        """Its attention."""
+    def self_attn(self) -> Mixer:
+        """Its attention, or what stands in its place."""
         ...
 
     def __call__(self, hidden: Array, residual: Array | None, batch: Batch, /) -> tuple[Array, Array | None]:

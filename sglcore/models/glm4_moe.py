@@ -9,11 +9,14 @@ from sglcore.models.decoder import CausalLM, DecoderLayer, SelfAttention, Shared
 
 
 class Glm4MoeForCausalLM(CausalLM):
-    """Biases on queries, keys and values; half of a head is rotated. The layers that predict further tokens, behind the
-    last, are left unread."""
+    """Biases on queries, keys and values; half of a head is rotated. The layer that predicts a further token, behind the
+    last, is left unread."""
 
-    ignored = (r"model\.layers\.(46|92)\..*",)
     knows: ClassVar[frozenset[str]] = frozenset({"n_group", "n_shared_experts", "routed_scaling_factor", "use_qk_norm"})
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.ignored = (rf"model\.layers\.{build.config.num_hidden_layers}\..*",)
 
     def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
         config = build.config

@@ -73,6 +73,10 @@ class TinyModel:
         """[N, VOCAB]."""
         return hidden @ self.head
 
+    def embed_ids(self, ids: Tensor) -> Tensor:
+        """[T] to [T, HIDDEN]."""
+        return self.embedding[ids]
+
     def dense(self, tokens: Sequence[int]) -> Tensor:
         """The oracle: hidden states [n, HIDDEN] of one request alone, without pages, batches or registries."""
         hidden = self.embedding[torch.tensor(tokens)] + self.places[: len(tokens)]

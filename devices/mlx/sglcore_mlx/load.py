@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import cast
 
 import mlx.core as mx
 
@@ -13,6 +14,7 @@ from sglcore.checkpoint.config import EMPTY, ModelConfig
 from sglcore.checkpoint.files import HARMLESS, checkpoint_files
 from sglcore.checkpoint.safetensors_header import Entry, damaged, read_entries
 from sglcore.device.errors import CheckpointError
+from sglcore.models import build as models
 from sglcore.models.build import Architecture
 from sglcore.models.registry import model_class
 from sglcore_mlx.forward_batch import ForwardBatch
@@ -67,14 +69,16 @@ def load_model(
     entries, arrays = _tensors(checkpoint_files(folder), model_type.own_name)
     weights = Weights(entries, arrays, dtype, quantization)
     arrays.clear()  # a tensor that something else holds stays in memory once it is read
-    model = LoadedModel(model_type(Build(config, weights, parts, max_positions)), weights)
-    weights.check(re.compile("|".join(f"(?:{pattern})" for pattern in _harmless(model_type, config))).fullmatch)
+    # The kinds of layers that are not here are refused by name when a model asks for them.
+    model = model_type(cast("models.Build", Build(config, weights, parts, max_positions)))
+    weights.check(re.compile("|".join(f"(?:{pattern})" for pattern in _harmless(model))).fullmatch)
     weights.read(progress)
-    return model
+    return LoadedModel(model, weights)
 
 
-def _harmless(model_type: type[Architecture], config: ModelConfig) -> tuple[str, ...]:
-    return (*HARMLESS, *model_type.ignored, *((TIED_HEAD,) if config.tie_word_embeddings or config.is_encoder else ()))
+def _harmless(model: Architecture) -> tuple[str, ...]:
+    is_tied = model.config.tie_word_embeddings or model.config.is_encoder
+    return (*HARMLESS, *model.ignored, *((TIED_HEAD,) if is_tied else ()))
 
 
 def _tensors(files: tuple[Path, ...], own_name: Callable[[str], str]) -> tuple[dict[str, Entry], dict[str, mx.array]]:

@@ -52,8 +52,8 @@ def causal(model: Model) -> Attend:
         shape, at = model.layers[layer_id], mx.arange(q.shape[0])
         distance = at[:, None] - at[None, :]
         seen = (distance >= 0) & (distance < (shape.sliding_window or q.shape[0]))
-        heads_first = [x.transpose(1, 0, 2)[None] for x in (q, k, v)]
-        return dense.attend(*heads_first, seen, shape)[0].transpose(1, 0, 2)
+        queries, keys, values = (x.transpose(1, 0, 2)[None] for x in (q, k, v))
+        return dense.attend(queries, keys, values, seen, shape)[0].transpose(1, 0, 2)
 
     return attend
 

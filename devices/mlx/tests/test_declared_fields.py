@@ -48,7 +48,7 @@ class Weighing:
 
     def __init__(self, model: Any) -> None:
         self.config, self.dtype, self.layers, self.logits = model.config, model.dtype, model.layers, model.logits
-        self.num_bytes, self.quantization = model.num_bytes, model.quantization
+        self.num_bytes, self.quantization, self.classify = model.num_bytes, model.quantization, model.classify
         self._model = model
 
     def __call__(self, batch: ForwardBatch) -> mx.array:
