@@ -45,7 +45,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         ),
         "GraniteForCausalLM": MappingProxyType({"attention_multiplier": 1.0}),
         "GraniteMoeForCausalLM": MappingProxyType(
-            {"attention_multiplier": 1.0, "num_experts_per_tok": 2, "norm_topk_prob": True}
+            {"attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
         ),
         "GraniteMoeHybridForCausalLM": MappingProxyType(
             {"attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
@@ -135,7 +135,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
                 "norm_topk_prob": True,
             }
         ),
-        "Qwen3MoeForCausalLM": MappingProxyType({"num_key_value_heads": 4}),
+        "Qwen3MoeForCausalLM": MappingProxyType(
+            {"num_key_value_heads": 4, "num_experts": 128, "moe_intermediate_size": 768}
+        ),
     }
 )
 """What an absent key means where architectures differ."""

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from sglcore.checkpoint.config import ModelConfig, MoeConfig, read_config
+from sglcore.checkpoint.defaults import OPTIONS
+from sglcore.checkpoint.recurrent import mamba2_config
 from sglcore.device.errors import ConfigError
 from sglcore.models.registry import ARCHITECTURES, model_class
 from tests.checkpoints import CAUSAL
@@ -208,6 +211,10 @@ PUBLISHED: tuple[tuple[dict, dict], ...] = (
         },
         {"attention_scaling": 0.015625},
     ),
+    (
+        {"architectures": ["XLMRobertaModel"], "pad_token_id": 1, "max_position_embeddings": 514},
+        {"first_position": 2, "context_length": 512},
+    ),
 )
 """Parts of configurations as they are published, and what they mean."""
 
@@ -219,7 +226,7 @@ def test_published_dialects_are_understood(tmp_path, changes: dict, wanted: dict
 
 
 def test_rotary_sets_of_published_dialects(tmp_path) -> None:
-    gemma, _, gpt_oss, phi, _ = (read(tmp_path, changes) for changes, _ in PUBLISHED)
+    gemma, _, gpt_oss, phi, *_ = (read(tmp_path, changes) for changes, _ in PUBLISHED)
     assert gemma.local_rope is not None and phi.local_rope is None
     assert (gemma.rope.kind, gemma.rope.theta, gemma.local_rope.kind, gemma.local_rope.theta) == (
         ("linear", 1e6, "default", 1e4)
@@ -237,3 +244,45 @@ def test_experts_of_published_dialects(tmp_path) -> None:
     assert found == MoeConfig((False,) * 3 + (True,), 16, 8, 8, True, 2.5, shared_size=16)
     assert moe(architectures=["MixtralForCausalLM"]) == MoeConfig((True,) * 4, 8, 2, BASE["intermediate_size"], True)
     assert moe(architectures=["LlamaForCausalLM"]) is None
+
+
+SPARSE = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What configurations call the number of experts."""
+
+
+@pytest.mark.parametrize("architecture", sorted(name for name in ARCHITECTURES if name.endswith("ForCausalLM")))
+def test_what_a_file_leaves_out_is_what_transformers_takes(tmp_path, architecture: str) -> None:
+    given = {name: value for name, value in BASE.items() if name != "architectures"} | {"num_attention_heads": 32}
+    given["hidden_size"] = 4096
+    wanted = getattr(transformers, architecture).config_class(**given).to_dict()
+    found = read(tmp_path, {"architectures": [architecture], **given})
+    assert found.num_key_value_heads == wanted["num_key_value_heads"]
+    assert found.head_dim == (wanted.get("head_dim") or 128)
+    assert found.rms_norm_eps == wanted["rms_norm_eps"]
+    assert found.tie_word_embeddings == wanted["tie_word_embeddings"]
+    assert found.attention_bias == wanted.get("attention_bias", wanted.get("qkv_bias", False))
+    assert found.mlp_bias == wanted.get("mlp_bias", False)
+    assert found.hidden_act == wanted.get("hidden_activation", wanted.get("hidden_act"))
+    rope = wanted["rope_parameters"]
+    full, local = rope.get("full_attention", rope), rope.get("sliding_attention")
+    assert (found.rope.theta, found.rope.partial) == (full["rope_theta"], full.get("partial_rotary_factor", 1.0))
+    assert (found.local_rope and found.local_rope.theta) == (local and local["rope_theta"])
+    window = wanted.get("sliding_window")
+    kinds = wanted.get("layer_types") or ["sliding_attention"] * found.num_hidden_layers
+    assert found.sliding_windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    for name in OPTIONS.keys() & wanted.keys():
+        value = OPTIONS[name] if wanted[name] is None else wanted[name]
+        assert found.options.get(name, OPTIONS[name]) == value, name
+    experts = next((wanted[name] for name in SPARSE if wanted.get(name)), None)
+    assert (found.moe and found.moe.num_experts) == experts
+    if found.moe is not None:
+        size = wanted.get("moe_intermediate_size", wanted["intermediate_size"])
+        assert (found.moe.experts_per_token, found.moe.intermediate_size) == (wanted["num_experts_per_tok"], size)
+        assert found.moe.normalize == wanted.get("norm_topk_prob", True)
+
+
+def test_heads_of_mamba_share_what_the_layer_expands_to(tmp_path) -> None:
+    given = {"mamba_expand": 3, "mamba_n_heads": 8, "mamba_d_head": "auto"}
+    wanted = transformers.GraniteMoeHybridConfig(hidden_size=BASE["hidden_size"], **given)
+    found = mamba2_config(read(tmp_path, {"architectures": ["GraniteMoeHybridForCausalLM"], **given}))
+    assert (found.head_dim, found.inner) == (wanted.mamba_d_head, 144)

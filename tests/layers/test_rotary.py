@@ -9,6 +9,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from sglcore.checkpoint.config import ModelConfig, RopeConfig, read_config
+from sglcore.checkpoint.rotary import mrope_axes
 from sglcore.device.errors import ConfigError
 from sglcore.layers.rotary import cos_sin_cache
 from tests.checkpoints import LLAMA3, LONG, llama, rope, save
@@ -66,6 +67,14 @@ def test_the_cache_of_a_short_context_is_the_start_of_a_longer_one(tmp_path) -> 
         config = with_rope(tmp_path, kind=kind, scaling=scaling)
         short, long = (cos_sin_cache(config, size, torch.device("cpu")) for size in (16, 64))
         assert torch.equal(short, long[:16]), kind
+
+
+def test_axes_of_qwen_3_vl_take_turns_though_the_file_does_not_say_so(tmp_path) -> None:
+    config = with_rope(tmp_path, scaling={"mrope_section": [2, 2, 2]})
+    axes = mrope_axes(replace(config, architecture="Qwen3VLForConditionalGeneration"))
+    assert axes is not None and axes.tolist() == [0, 1, 2, 0, 1, 2]
+    axes = mrope_axes(replace(config, architecture="Qwen2_5_VLForConditionalGeneration"))
+    assert axes is not None and axes.tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_rope_config_is_frozen() -> None:

@@ -61,6 +61,26 @@ def test_bfloat16_is_as_near_to_float32_as_the_oracles_bfloat16(tmp_path) -> Non
     assert (got - wanted).abs().max() < 0.25
 
 
+@pytest.mark.parametrize("name", ["gemma", "gemma3", "gpt-oss", "granite", "olmo2"])
+def test_norms_and_embeddings_are_rounded_to_bfloat16_where_the_oracle_rounds(tmp_path, name: str) -> None:
+    oracle, ids = CAUSAL[name]().to(torch.bfloat16), torch.arange(97, dtype=torch.int32)
+    model = load(save(oracle, tmp_path), dtype=torch.bfloat16)
+    with torch.inference_mode():
+        found = model.embed_ids(ids) * model.config.options.get("embedding_multiplier", 1.0)
+        wanted = oracle.model(ids.long()[None, :64], output_hidden_states=True).hidden_states[0][0]
+        assert torch.equal(found[:64], wanted)
+        assert torch.equal(model.norm(found), oracle.model.norm(found))
+
+
+def test_a_gate_of_sigmoids_chooses_in_float32_whatever_the_model_computes_in(tmp_path) -> None:
+    oracle = CAUSAL["glm4-moe"]().to(torch.bfloat16)
+    model = load(save(oracle, tmp_path), dtype=torch.bfloat16)
+    hidden = torch.randn(256, 48, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+    with torch.inference_mode():
+        wanted = oracle.model.layers[1].mlp(hidden[None])[0]
+        assert (model.layers[1].mlp(hidden) - wanted).abs().max() < 0.02 * wanted.abs().max()
+
+
 def in_place_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

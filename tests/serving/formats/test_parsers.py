@@ -503,6 +503,23 @@ def test_a_parameter_of_a_senseless_schema_is_read_all_the_same(schema: Any) -> 
     assert [(call.name, call.arguments) for call in found] == [("f", '{"a": 3}')]
 
 
+@pytest.mark.parametrize(
+    ("schema", "value", "found"),
+    [
+        ({"type": ["string", "null"]}, "12", '"12"'),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "true", '"true"'),
+        ({"type": ["string", "null"]}, "None", "null"),
+        ({"type": ["integer", "null"]}, "None", "null"),
+        ({"type": ["integer", "string"]}, "12", "12"),
+        ({"type": "integer"}, "None", '"None"'),
+    ],
+)
+def test_a_value_in_tags_is_of_a_type_that_its_schema_allows(schema: Any, value: str, found: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}]
+    text = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    assert [call.arguments for call in calls_of(parser("qwen3_coder", tools).whole(text))] == [f'{{"a": {found}}}']
+
+
 @pytest.mark.parametrize("parameters", [{"properties": 5}, {"properties": ["a"]}, 5])
 def test_parameters_that_are_no_schema_are_read_all_the_same(parameters: Any) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
