@@ -75,7 +75,7 @@ def test_norms_and_embeddings_are_rounded_to_bfloat16_where_the_oracle_rounds(tm
 def test_a_gate_of_sigmoids_chooses_in_float32_whatever_the_model_computes_in(tmp_path) -> None:
     oracle = CAUSAL["glm4-moe"]().to(torch.bfloat16)
     model = load(save(oracle, tmp_path), dtype=torch.bfloat16)
-    hidden = torch.randn(256, 48, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+    hidden = torch.randn(4096, 48, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
     with torch.inference_mode():
         wanted = oracle.model.layers[1].mlp(hidden[None])[0]
         assert (model.layers[1].mlp(hidden) - wanted).abs().max() < 0.02 * wanted.abs().max()
