@@ -136,7 +136,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             }
         ),
         "Qwen3MoeForCausalLM": MappingProxyType(
-            {"num_key_value_heads": 4, "num_experts": 128, "moe_intermediate_size": 768}
+            {"num_key_value_heads": 4, "num_local_experts": 128, "moe_intermediate_size": 768}
         ),
     }
 )
