@@ -21,7 +21,7 @@ Ints = NDArray[np.int32]
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptEmbeds:
     """A prompt of P tokens by their embeddings [P, H], as a model's first layer takes them. `token_ids` [P], where they are
-    known, are what penalties and prompt log-probabilities read. `positions` [3, P] are those of time, height and width of a
+    known, are what penalties, prompt log-probabilities and n-grams read. `positions` [3, P] are those of time, height and width of a
     model that turns heads by three (None: the places in the prompt); tokens after the prompt go on behind the largest.
     """
 
@@ -81,8 +81,9 @@ def check_embeds(request: Request, embeds: PromptEmbeds, limits: Limits, called:
     if embeds.axes.min() < 0 or embeds.delta > 0:
         found = f"{embeds.axes.min()}..{embeds.axes.max()}"
         raise RequestError(f"the positions of {called} are {found}, wanted 0..{len(embeds.rows) - 1}")
-    if embeds.token_ids is None and (request.params.needs_history or request.scores_prompt):
-        raise RequestError(f"{called} asks for penalties or prompt_logprobs; give the token_ids beside its embeddings")
+    if embeds.token_ids is None and (request.params.needs_history or request.scores_prompt or limits.reads_history):
+        what = "is for a model that reads earlier ids" if limits.reads_history else "asks for penalties or prompt_logprobs"
+        raise RequestError(f"{called} {what}; give the token_ids beside its embeddings")
 
 
 def add_embeds(batch: ScheduleBatch, requests: Sequence[Request]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from sglcore import LLM, SamplingParams
+from sglcore import LLM, PromptEmbeds, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 PROMPTS = ["Once upon a time", "The capital of France is", "def add(a, b):", "2 + 3 ="]
@@ -176,6 +177,24 @@ def test_a_prompt_that_can_not_run_does_not_touch_the_others(llm: LLM) -> None:
     assert too_long.outputs[0].finish_reason == "error" and "5000" in too_long.outputs[0].error
     assert empty.outputs[0].finish_reason == "error" and "empty" in empty.outputs[0].error
     assert foreign.outputs[0].finish_reason == "error" and "1000000" in foreign.outputs[0].error
+
+
+def test_embeddings_in_place_of_tokens_give_what_the_tokens_give(llm: LLM, oracle: Any) -> None:
+    """Their ids are what penalties and the prompt's log-probabilities read."""
+    plain = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    scored = replace(plain, repetition_penalty=1.3, prompt_logprobs=0)
+    ids = llm.generate(PROMPTS[0], plain)[0].prompt_token_ids
+    rows = oracle.get_input_embeddings()(torch.tensor(ids)).detach().numpy()
+    for params, prompt in ((plain, PromptEmbeds(rows)), (scored, PromptEmbeds(rows, ids))):
+        (found,), wanted = llm.generate(prompt, params), llm.generate(PROMPTS[0], params)[0]
+        assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
+    assert found.prompt_token_ids == ids
+    scores = [[each.logprob for each in (output.prompt_logprobs or ()) if each] for output in (found, wanted)]
+    assert len(scores[0]) == len(ids) - 1
+    np.testing.assert_allclose(scores[0], scores[1], atol=2e-4)
+    good, refused = llm.generate([PromptEmbeds(rows), PromptEmbeds(rows[:, 1:])], plain)
+    assert good.outputs[0].finish_reason == "length"
+    assert refused.outputs[0].finish_reason == "error" and "numbers a token" in str(refused.outputs[0].error)
 
 
 def test_generation_ends_at_the_context(llm: LLM) -> None:

@@ -17,8 +17,10 @@ from sglcore.schedule import batch_builder
 from sglcore.schedule.memory import Memory
 from sglcore.schedule.prompt_embeds import PromptEmbeds, add_embeds
 from sglcore.schedule.request import Request, RequestError
+from sglcore.schedule.results import check_request
 from tests.checkpoints import SIZES, gemma3, make_oracle, save
 from tests.laws.engine import TOLERANCE, TokenEngine, random_prompts
+from tests.schedule.fake_worker import make_limits
 
 pytestmark = pytest.mark.needs("device")
 
@@ -134,8 +136,8 @@ def test_prompts_of_one_length_share_no_pages(model: tuple[Path, Any]) -> None:
 
 
 def one_after_another(made: TokenEngine, oracle: Any) -> None:
-    """Two images, one of them twice, and a text of the ids that stand for them."""
-    prompts: list[PromptEmbeds | list[int]] = [image_prompt(1), image_prompt(2), image_prompt(1), [0] * 20]
+    """Two images, and between them a text of the ids that stand for them."""
+    prompts: list[PromptEmbeds | list[int]] = [image_prompt(1), image_prompt(2), [0] * 20, image_prompt(1)]
     for prompt in prompts:
         check(oracle, [prompt], serve(made, [prompt]))
 
@@ -166,6 +168,30 @@ def test_what_is_no_prompt_is_refused(model: tuple[Path, Any], make: Callable[[]
     with pytest.raises(RequestError, match=said):
         serve(made, [make()])
     made.worker.close()
+
+
+@pytest.mark.parametrize(
+    ("embeds", "given", "limits", "said"),
+    [
+        (PromptEmbeds(np.zeros((3, 4)), None, [[0, -1, 0]] * 3), {}, {}, r"-1\.\.0, wanted 0\.\.2"),
+        (PromptEmbeds(np.zeros((3, 4)), None, [[0, 1, 2]] * 3), {}, {"takes_mrope": False}, "this model has one"),
+        (PromptEmbeds(np.zeros((3, 4))), {}, {"embed_size": 0}, "give text or token ids"),
+        (PromptEmbeds(np.zeros((3, 4))), {"prompt_logprobs": 1}, {}, "prompt_logprobs; give the token_ids"),
+        (PromptEmbeds(np.zeros((3, 4))), {"presence_penalty": 1.0}, {}, "penalties .*; give the token_ids"),
+        (PromptEmbeds(np.zeros((3, 4))), {}, {"reads_history": True}, "earlier ids; give the token_ids"),
+        (PromptEmbeds(np.zeros((3, 4)), [1, 2, 50]), {}, {}, "token id 50"),
+    ],
+)
+def test_what_a_worker_can_not_take_is_refused(
+    embeds: PromptEmbeds, given: dict[str, Any], limits: dict[str, Any], said: str
+) -> None:
+    request = Request("r", np.array(embeds.ids, np.int32), SamplingParams(**given), embeds=embeds)
+    with pytest.raises(RequestError, match=said):
+        check_request(request, make_limits(**{"embed_size": 4, "takes_mrope": True, **limits}))
+
+
+def test_tokens_go_on_behind_the_largest_position_wherever_it_is() -> None:
+    assert PromptEmbeds(np.zeros((3, 4)), None, [[0, 0, 0], [0, 1, 0], [0, 0, 0]]).delta == -1
 
 
 # -- planted defects -----------------------------------------------------------------------------------------------------
@@ -203,12 +229,30 @@ def test_a_planted_defect_is_caught(
     made.worker.close()
 
 
+def publishes_all(memory: Memory, request: Request, cells: int) -> None:
+    """Texts find the pages of embeddings."""
+    memory._publish(request, cells, leaving=False)
+
+
+def matches_all(memory: Memory, request: Request, promised: int) -> bool:
+    """Embeddings find the pages of texts."""
+    request.embeds, embeds = None, request.embeds
+    try:
+        return ADMIT(memory, request, promised)
+    finally:
+        request.embeds = embeds
+
+
+ADMIT = Memory.admit
+
+
+@pytest.mark.parametrize(("name", "defect"), [("publish", publishes_all), ("admit", matches_all)])
 def test_pages_that_others_could_share_would_be_noticed(
-    model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+    model: tuple[Path, Any], name: str, defect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, oracle = model
     made = TokenEngine(folder)
-    monkeypatch.setattr(Memory, "publish", lambda self, request, cells: self._publish(request, cells, leaving=False))
+    monkeypatch.setattr(Memory, name, defect)
     with pytest.raises(AssertionError, match="Not equal"):
         one_after_another(made, oracle)
     made.worker.close()
