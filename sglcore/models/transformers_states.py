@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from sglcore.device.batch import ForwardMode
 from sglcore.device.errors import ConfigError
 from sglcore.models.transformers_layers import PackedLinear
 from sglcore.runtime.forward_batch import ForwardBatch
@@ -126,8 +125,6 @@ class Mixer(StateLayer):
         if batch.extend_seq_lens_cpu is None or batch.extend_prefix_lens_cpu is None:
             raise ValueError("found a batch whose lengths the host does not know; wanted extend_seq_lens_cpu")
         lengths, before = batch.extend_seq_lens_cpu.tolist(), batch.extend_prefix_lens_cpu.tolist()
-        if batch.forward_mode is ForwardMode.EMBED:
-            return torch.cat([self._call(row[None], {})[0][0] for row in hidden.split(lengths)])
         count = next((row for row, length in enumerate(lengths) if length > 1), len(lengths))
         rows = hidden[count:].split(lengths[count:])
         parts = [self._advance(hidden[:count, None], slots[:count], states)] if count else []

@@ -82,7 +82,9 @@ def check_embeds(request: Request, embeds: PromptEmbeds, limits: Limits, called:
         found = f"{embeds.axes.min()}..{embeds.axes.max()}"
         raise RequestError(f"the positions of {called} are {found}, wanted 0..{len(embeds.rows) - 1}")
     if embeds.token_ids is None and (request.params.needs_history or request.scores_prompt or limits.reads_history):
-        what = "is for a model that reads earlier ids" if limits.reads_history else "asks for penalties or prompt_logprobs"
+        what = (
+            "is for a model that reads earlier ids" if limits.reads_history else "asks for penalties or prompt_logprobs"
+        )
         raise RequestError(f"{called} {what}; give the token_ids beside its embeddings")
 
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sglcore.device.batch import ForwardMode
 from sglcore.device.errors import ConfigError
 from sglcore.models.transformers_states import Mixer, check_mixers, find_mixers
-from sglcore.runtime.memory.states import StatePool, StateTensor
-from tests.models.steps import SLOTS, Steps
+from sglcore.runtime.memory.states import StateTensor
+from tests.checkpoints import qwen3_next, save
+from tests.laws.engine import TokenEngine
+from tests.models.steps import Steps
 from tests.models.transformers_cases import compare, compare_served, load, tiny_model
 
 SIZES = tomllib.loads((Path(__file__).resolve().parents[2] / "tools" / "sweep_models.toml").read_text())
@@ -110,23 +111,11 @@ def test_only_modules_that_leave_a_state_in_transformers_cache_are_taken_over() 
     assert not find_mixers(tiny("gemma2"))
 
 
-def test_an_embedding_begins_with_zeros_and_leaves_no_state(tmp_path: Path) -> None:
-    steps = Steps(load(tiny("qwen3_next"), tmp_path))
-    states = steps.runner.state_pool
-    assert isinstance(states, StatePool)
-    before = states.read(torch.arange(SLOTS + 1))
-    steps.hidden({1: [5, 6, 7]})
-    after = states.read(torch.arange(SLOTS + 1))
-    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    layer = steps.model.state_layers[0]
-    batch = steps.staged({1: [8, 9], 2: [5]})
-    batch.forward_mode = ForwardMode.EMBED
-    hidden = torch.randn(3, 64)
-    with torch.inference_mode():
-        found = layer.mix(hidden, batch, states.states(0))
-        alone = [layer._call(row[None], {})[0][0] for row in hidden.split([2, 1])]
-    torch.testing.assert_close(found, torch.cat(alone))
-    assert all(torch.equal(a, b) for a, b in zip(after, states.read(torch.arange(SLOTS + 1)), strict=True))
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_a_model_with_states_does_not_embed(impl: str, tmp_path: Path) -> None:
+    folder = save(qwen3_next(), tmp_path)
+    with pytest.raises(ConfigError, match="Qwen3NextForCausalLM keeps states, and an embedding runs without"):
+        TokenEngine(folder, model_impl=impl, task="embed")
 
 
 def test_lengths_that_only_the_device_knows_are_refused(tmp_path: Path) -> None:

@@ -113,10 +113,12 @@ def test_who_comes_while_a_long_prompt_is_computed_has_its_state_at_the_common_e
     assert late.cached_tokens == 96
 
 
-def test_who_comes_after_the_common_end_was_passed_takes_the_deepest_state_or_none() -> None:
-    drive = make_drive(max_batch_tokens=90)
+@pytest.mark.parametrize(("budget", "steps"), [(90, 2), (80, 1)])
+def test_who_comes_after_the_common_end_was_passed_takes_the_deepest_state_or_none(budget: int, steps: int) -> None:
+    """The second one's chunk leaves a state there, which is the request's own."""
+    drive = make_drive(max_batch_tokens=budget)
     drive.add("first", [*SYSTEM[:80], *[1] * 150], 2)
-    drive.step(2)
+    drive.step(steps)
     late = drive.add("late", [*SYSTEM[:80], 2, 2], 2)
     drive.step(1)
     assert late.awaited is None
