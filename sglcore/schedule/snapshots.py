@@ -45,8 +45,11 @@ class Snapshots:
     def save(self, request: Request, end: int) -> int:
         """The place into which the step that ends at `end` cells, a page multiple, copies the request's state; 0 for none.
 
-        Where a snapshot is wanted for others it has a place of its own, elsewhere it replaces the spare.
+        Where a snapshot is wanted for others it has a place of its own, elsewhere it replaces the spare. Embeddings get none:
+        nothing is matched with them, not even what they computed themselves.
         """
+        if request.embeds is not None:
+            return 0
         if end in request.cuts:
             request.cuts.remove(end)
             place = self._take()

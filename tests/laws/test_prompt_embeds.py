@@ -18,7 +18,7 @@ from sglcore.schedule.memory import Memory
 from sglcore.schedule.prompt_embeds import PromptEmbeds, add_embeds
 from sglcore.schedule.request import Request, RequestError
 from sglcore.schedule.results import check_request
-from tests.checkpoints import SIZES, gemma3, make_oracle, save
+from tests.checkpoints import SIZES, gemma3, make_oracle, qwen3_next, save
 from tests.laws.engine import TOLERANCE, TokenEngine, random_prompts
 from tests.schedule.fake_worker import make_limits
 
@@ -149,6 +149,19 @@ def test_embeddings_without_positions_are_served_by_any_decoder(tmp_path: Path, 
     source = np.random.default_rng(3)
     prompts: list[PromptEmbeds | list[int]] = [PromptEmbeds(source.normal(size=(14, 48))), random_prompts(3, (9,))[0]]
     check(oracle, prompts, serve(made, prompts))
+    made.worker.close()
+
+
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_embeddings_of_a_model_with_states_begin_with_zeros(tmp_path: Path, impl: str) -> None:
+    oracle = qwen3_next()
+    settings = {"max_batch_tokens": 9, "max_requests": 2, "kv_cache_memory": 26112, "max_model_len": 64}
+    made = TokenEngine(save(oracle, tmp_path), model_impl=impl, poison=True, **settings)
+    source = np.random.default_rng(4)
+    sources = [PromptEmbeds(source.normal(size=(size, 48)) * 0.1) for size in (14, 17, 3)]
+    prompts: list[PromptEmbeds | list[int]] = [*sources, random_prompts(3, (9,))[0], sources[0]]
+    check(oracle, prompts, serve(made, prompts, 24))
+    assert made.scheduler.stats().retractions
     made.worker.close()
 
 

@@ -12,7 +12,19 @@ from sglcore.device.errors import ConfigError
 from sglcore.runtime.kernels.grouped import grouped_moe
 from sglcore.runtime.kernels.reference import add_rms_norm, rms_norm
 from sglcore.runtime.kernels.table import KernelTable
-from tests.checkpoints import CAUSAL, LONG, gemma3, llama, oracle_logprobs, qwen3, qwen3_moe, rope, save
+from tests.checkpoints import (
+    CAUSAL,
+    LONG,
+    gemma3,
+    granite_hybrid,
+    llama,
+    oracle_logprobs,
+    qwen3,
+    qwen3_moe,
+    qwen3_next,
+    rope,
+    save,
+)
 from tests.models.steps import Steps, load
 
 TOLERANCE = 1e-4
@@ -79,6 +91,13 @@ def test_a_gate_of_sigmoids_chooses_in_float32_whatever_the_model_computes_in(tm
     with torch.inference_mode():
         wanted = oracle.model.layers[1].mlp(hidden[None])[0]
         assert (model.layers[1].mlp(hidden) - wanted).abs().max() < 0.02 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("make", [granite_hybrid, qwen3_next])
+def test_matrices_of_recurrences_stay_in_float32_and_tails_are_as_the_model_computes(tmp_path, make) -> None:
+    model = load(save(make(), tmp_path), dtype=torch.bfloat16)
+    kept = [{name: state.dtype for name, state in layer.kept.items()} for layer in model.state_layers]
+    assert kept == [{"conv": torch.bfloat16, "recurrent": torch.float32}] * 2
 
 
 def in_place_add_rms_norm(

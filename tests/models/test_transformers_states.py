@@ -63,6 +63,16 @@ def test_who_forgets_between_chunks_gets_later_tokens_one_by_one(
     assert compare(model, tmp_path) > 0.01
 
 
+def test_who_forgets_goes_on_beside_one_that_begins(tmp_path: Path) -> None:
+    model = tiny("jamba")
+    steps, (ids, other) = Steps(load(model, tmp_path)), torch.randint(3, 90, (2, 9))
+    steps.logprobs({2: ids[:4].tolist()})
+    found = steps.logprobs({1: other.tolist(), 2: ids[4:].tolist()})
+    with torch.no_grad():
+        wanted = [model(each[None], use_cache=False).logits[0].log_softmax(-1) for each in (other, ids)]
+    torch.testing.assert_close(found, torch.cat((wanted[0], wanted[1][4:])), rtol=0, atol=2e-4)
+
+
 class Keeper(nn.Module):
     """Keeps a sum over all tokens; `forward` is what a test makes of it."""
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Awaited, Request
 from tests.schedule.drive import Drive
 
@@ -230,6 +232,22 @@ def test_an_embedding_moves_no_state() -> None:
     request = drive.add("e", 9, task="embed")
     drive.run()
     assert request.embedding is not None and drive.worker.seen[0].state_from is None
+
+
+@pytest.mark.parametrize("keeps_state", [True, False])
+def test_embeddings_leave_nothing_and_nobody_waits_for_them(keeps_state: bool) -> None:
+    drive = make_drive(keeps_state=keeps_state, max_batch_tokens=100, embed_size=2)
+    embeds = PromptEmbeds(np.zeros((96, 2)), SYSTEM)
+    first, text = drive.add("first", SYSTEM, 20, embeds=embeds), drive.add("text", SYSTEM, 3)
+    for _ in range(20):
+        assert text.awaited is None
+        drive.step()
+        stats = drive.scheduler.stats()
+        held = stats.num_snapshots - stats.free_snapshots - stats.cached_snapshots
+        assert held <= len(text.snapshots), "the text's alone"
+    drive.run()
+    assert (first.cached_tokens, text.cached_tokens) == (0, 0)
+    assert run_one(drive, "again", SYSTEM).cached_tokens == 92
 
 
 def test_a_worker_without_states_is_told_of_none() -> None:
