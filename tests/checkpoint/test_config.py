@@ -11,7 +11,7 @@ import transformers
 
 from sglcore.checkpoint.config import ModelConfig, MoeConfig, read_config
 from sglcore.checkpoint.defaults import OPTIONS
-from sglcore.checkpoint.recurrent import mamba2_config
+from sglcore.checkpoint.recurrent import layer_kinds, mamba2_config
 from sglcore.device.errors import ConfigError
 from sglcore.models.registry import ARCHITECTURES, model_class
 from tests.checkpoints import CAUSAL
@@ -286,3 +286,20 @@ def test_heads_of_mamba_share_what_the_layer_expands_to(tmp_path) -> None:
     wanted = transformers.GraniteMoeHybridConfig(hidden_size=BASE["hidden_size"], **given)
     found = mamba2_config(read(tmp_path, {"architectures": ["GraniteMoeHybridForCausalLM"], **given}))
     assert (found.head_dim, found.inner) == (wanted.mamba_d_head, 144)
+
+
+def test_kinds_of_layers_are_named_in_two_ways_or_counted(tmp_path) -> None:
+    named = {"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["mamba", "attention", "mamba", "mamba"]}
+    kinds = ("linear_attention", "full_attention", "linear_attention", "linear_attention")
+    assert layer_kinds(read(tmp_path, named)) == kinds
+    for given in ({}, {"full_attention_interval": 3}):
+        wanted = transformers.Qwen3NextConfig(num_hidden_layers=4, **given).layer_types
+        found = read(tmp_path, {"architectures": ["Qwen3NextForCausalLM"], "num_attention_heads": 4, **given})
+        assert list(layer_kinds(found)) == wanted
+
+
+@pytest.mark.parametrize("end", [0.1, float("inf"), {"__float__": "Infinity"}])
+def test_a_time_step_has_the_limits_of_the_file(tmp_path, end: Any) -> None:
+    found = read(tmp_path, {"architectures": ["GraniteMoeHybridForCausalLM"], "time_step_limit": [0.01, end]})
+    space = mamba2_config(found)
+    assert (space.dt_min, space.dt_max) == (0.01, 0.1 if end == 0.1 else float("inf"))
