@@ -292,7 +292,8 @@ def test_kinds_of_layers_are_named_in_two_ways_or_counted(tmp_path) -> None:
     named = {"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["mamba", "attention", "mamba", "mamba"]}
     kinds = ("linear_attention", "full_attention", "linear_attention", "linear_attention")
     assert layer_kinds(read(tmp_path, named)) == kinds
-    for given in ({}, {"full_attention_interval": 3}):
+    more: list[dict[str, Any]] = [{}, {"full_attention_interval": 3}]
+    for given in more:
         wanted = transformers.Qwen3NextConfig(num_hidden_layers=4, **given).layer_types
         found = read(tmp_path, {"architectures": ["Qwen3NextForCausalLM"], "num_attention_heads": 4, **given})
         assert list(layer_kinds(found)) == wanted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn.functional import gelu, silu
 
 from sglcore.models.transformers_layers import GatedBlock, Norm, NormForm, PackedLinear, Product
 from sglcore.models.transformers_replace import Replaced, replace
-from sglcore.models.transformers_rotary import Rotary, Turn, is_of_halves
+from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn, is_of_halves
 from sglcore.models.transformers_sums import Addend, Sum, added
 from sglcore.models.transformers_twins import gated_block_of, is_embedding, rms_norm_of
 from sglcore.runtime.kernels.table import KernelTable
@@ -178,6 +179,34 @@ def halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: float = -1.0) -
         return x * cos[:, None] + torch.cat((sign * second, first), dim=-1) * sin[:, None]
 
     return turn(q), turn(k)
+
+
+class AnglesOfKinds(nn.Module):
+    """Cosines and sines of two frequencies for each kind of layers."""
+
+    frequencies: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.tensor([0.1, 0.7]), persistent=False)
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None] * self.frequencies * len(layer_type)
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+
+def test_each_kind_of_layers_has_angles_of_its_own_though_it_is_named() -> None:
+    own, trace, places, x = AnglesOfKinds(), RotaryTrace(), torch.arange(6)[None], torch.zeros(1, 6, 4)
+    with trace.watching(nn.Sequential(own)):
+        for kind in ("main", "local"):
+            own(x, position_ids=places, layer_type=kind)
+    rotary, build = Rotary(own, trace.calls[own], 4), SimpleNamespace(max_positions=6, weights=torch.empty(0))
+    rotary.place(build)  # pyright: ignore[reportArgumentType]
+    for kind in ("main", "local"):
+        cos, sin = own(x, places, kind)
+        angles, _ = rotary(x, position_ids=places, layer_type=kind)
+        assert torch.equal(angles.table, torch.cat((cos[0, :, :2], sin[0, :, :2]), dim=-1))
 
 
 def test_a_function_that_turns_is_known_by_what_it_does() -> None:
