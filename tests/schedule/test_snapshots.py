@@ -115,6 +115,19 @@ def test_who_comes_while_a_long_prompt_is_computed_has_its_state_at_the_common_e
     assert late.cached_tokens == 96
 
 
+def test_who_comes_when_the_state_at_the_common_end_is_planned_waits_and_asks_no_more() -> None:
+    drive = make_drive(max_batch_tokens=32)
+    first = drive.add("first", [*SYSTEM, *[1] * 90], 2)
+    late = drive.add("late", [*SYSTEM, 2, 2], 2)
+    while first.num_cells < 96:
+        drive.step()
+    last = drive.add("last", [*SYSTEM, 3, 3], 2)
+    drive.step()
+    assert last.awaited == Awaited(first, 24)
+    drive.run()
+    assert (late.cached_tokens, last.cached_tokens) == (96, 96)
+
+
 @pytest.mark.parametrize(("budget", "steps"), [(90, 2), (80, 1)])
 def test_who_comes_after_the_common_end_was_passed_takes_the_deepest_state_or_none(budget: int, steps: int) -> None:
     """The second one's chunk leaves a state there, which is the request's own."""
