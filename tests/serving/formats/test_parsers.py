@@ -380,6 +380,7 @@ def test_arguments_come_while_they_are_written() -> None:
         ("glm", "<tool_call>f\n<arg_key>i</arg_key>!</tool_call>", "{}", "<arg_key>i</arg_key>!</tool_call>"),
         ("glm", "<tool_call>f</tool_call>", "{}", ""),
         ("glm", "<tool_call>\nf\n</tool_call>\nDone.", "{}", "Done."),
+        ("qwen3_coder", "<function=f><parameter=s>no margin</parameter></function>", '{"s": "no margin"}', ""),
         ("minimax", '<invoke name="f">\n</invoke>\n', "{}", ""),
         ("minimax", '<minimax:tool_call><invoke name="f"><parameter name="i">1</parameter>', '{"i": 1}', ""),
     ],
