@@ -20,7 +20,7 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptEmbeds:
-    """A prompt of P tokens by their embeddings [P, H], as a model's first layer takes them. `token_ids` [P], where they are
+    """A prompt of P tokens by their embeddings [P, H], transformers' `inputs_embeds`. `token_ids` [P], where they are
     known, are what penalties, prompt log-probabilities and n-grams read. `positions` [3, P] are those of time, height and width of a
     model that turns heads by three (None: the places in the prompt); tokens after the prompt go on behind the largest.
     """
