@@ -269,7 +269,7 @@ def test_an_architecture_that_is_not_known_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_sparse_model_needs_its_experts_sizes(tmp_path: Path) -> None:
-    folder = write(tmp_path / "model", random_tensors(), architectures=["Qwen3MoeForCausalLM"])
+    folder = write(tmp_path / "model", random_tensors(), architectures=["Qwen3MoeForCausalLM"], num_local_experts=0)
     with pytest.raises(ConfigError, match="has no number of experts with their intermediate size; wanted both"):
         load(folder)
 
