@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ci.lanes import Lane
+from sglcore.checkpoint.pooling import Pooling
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.facts import Facts
 from sglcore.device.worker import BatchResult, Limits, Ticket
@@ -21,6 +22,7 @@ from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
 from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.pooling import Pooler
 from sglcore.runtime.readback import Readback, ReadbackQueue
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
 from sglcore.runtime.staging import RING, HostBlock, PinnedRing, StagedArrays
@@ -86,7 +88,8 @@ class WorkerSite:
             streams=streams(made.schedule, made.forward),
         )
         limits = Limits(CONTEXT, SLOTS, PAGE, PAGES, SLOTS * CONTEXT, VOCAB)
-        self.worker = worker(self.runner, tokens, limits)
+        pooler = Pooler(Pooling(("mean",), is_normalized=True), self.model.logits, torch.float32)
+        self.worker = worker(self.runner, tokens, limits, pooler)
 
     def collected(self, batch: ScheduleBatch) -> BatchResult:
         """Submit and collect."""
