@@ -16,9 +16,10 @@ class Qwen2MoeForCausalLM(CausalLM):
     def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
         bias = build.config.attention_bias
         attention = SelfAttention(build.at("self_attn"), layer_id, self.rotary, qkv_bias=bias)
-        return DecoderLayer(build, attention, self._make_mlp(build, layer_id))
+        return DecoderLayer(build, attention, self.make_mlp(build, layer_id))
 
-    def _make_mlp(self, build: Build, layer_id: int) -> Layer:
+    def make_mlp(self, build: Build, layer_id: int) -> Layer:
+        """The feed-forward block of one layer."""
         if not self.moe.layers[layer_id]:
             return build.mlp("mlp", build.config.intermediate_size)
         block = build.at("mlp")

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from sglcore.checkpoint.recurrent import FULL, DeltaNetConfig, delta_net_config, layer_kinds
 from sglcore.models.build import Array, Batch, Build, Layer
-from sglcore.models.decoder import CausalLM, DecoderLayer, Recurrent, SharedExpert
+from sglcore.models.decoder import DecoderLayer, Recurrent
+from sglcore.models.qwen2_moe import Qwen2MoeForCausalLM
 
 
 class GatedAttention:
@@ -53,12 +54,11 @@ def _parts_apart(net: DeltaNetConfig) -> Iterator[int]:
                 yield from range(start, start + size)
 
 
-class Qwen3NextForCausalLM(CausalLM):
+class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
     """The layers that predict further tokens are left unread."""
 
     calls_library = True
     ignored = (r"mtp\..*",)
-    knows: ClassVar[frozenset[str]] = frozenset({"shared_expert_intermediate_size"})
     norm_offset: ClassVar[float | None] = 1.0
 
     def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
@@ -68,7 +68,7 @@ class Qwen3NextForCausalLM(CausalLM):
             mixer = GatedAttention(build.at("self_attn"), of_its_kind, self.rotary)
         else:
             mixer = self._make_delta_net(build.at("linear_attn"), of_its_kind)
-        return DecoderLayer(build, mixer, self._make_mlp(build, layer_id), self.norm_offset)
+        return DecoderLayer(build, mixer, self.make_mlp(build, layer_id), self.norm_offset)
 
     def _make_delta_net(self, build: Build, state_id: int) -> Recurrent:
         net, size = delta_net_config(build.config), build.config.hidden_size
@@ -76,9 +76,8 @@ class Qwen3NextForCausalLM(CausalLM):
         projection = build.ordered(parts, size, [*_parts_apart(net)])
         return Recurrent(build.gated_delta_net(state_id, net, projection, build.linear("out_proj", net.values, size)))
 
-    def _make_mlp(self, build: Build, layer_id: int) -> Layer:
-        if build.config.moe is None or not self.moe.layers[layer_id]:
+    def make_mlp(self, build: Build, layer_id: int) -> Layer:
+        """Dense in all layers where the configuration has no experts."""
+        if build.config.moe is None:
             return build.mlp("mlp", build.config.intermediate_size)
-        block = build.at("mlp")
-        shared = block.mlp("shared_expert", self.moe.shared_size)
-        return SharedExpert(block, build.experts("mlp", self.moe), shared, "shared_expert_gate")
+        return super().make_mlp(build, layer_id)
