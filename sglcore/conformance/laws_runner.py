@@ -23,6 +23,8 @@ from sglcore.schedule.scheduler import Scheduler
 
 LENGTHS = (1, 5, 30, 17, 9)
 BUCKETS = (1, 2, 4, 6)
+TOKENS = (16, 32, 64)
+"""Token buckets of prompt graphs: few, for each is traced anew."""
 INTERPRETED = ((3, 9, 1, 14), (6,))
 """Prompts of a replay where each step takes a second: a full bucket, then one row of it."""
 CHECKED = ("dense", "window", "moe")
@@ -70,7 +72,9 @@ def padding_is_inert(trial: Trial) -> None:
     """Input buffers overwritten before every step; token 0, which padding rows hold, is no number, and neither is page 0
     where the kit can reach it."""
     never_token_0 = {"logit_bias": {0: -FLAT}, "temperature": 0.8, "seed": 5}
-    with trial.opened("spoiled", poison=True, graph=trial.case, graph_buckets=(4, 6)) as harness:
+    with trial.opened(
+        "spoiled", poison=True, graph=trial.case, graph_buckets=(4, 6), graph_token_buckets=TOKENS
+    ) as harness:
         if "cells" in trial.target.capabilities():
             _spoil_page_zero(harness)
         for lengths in ((1, 5, 9), (4, 2), (7,), (3, 8, 2, 6, 1, 4), (2, 3, 9)):
@@ -116,7 +120,7 @@ def replay_is_eager(trial: Trial) -> None:
     kind, model, *dtype = trial.case.split("/")
     buckets = BUCKETS if model == "dense" else (4,)
     given = {"dtype": dtype[0]} if dtype else {}
-    with trial.opened(model, graph=kind, graph_buckets=buckets, **given) as harness:
+    with trial.opened(model, graph=kind, graph_buckets=buckets, graph_token_buckets=TOKENS, **given) as harness:
         batches = ((3, 9, 1, 14, 5, 2), (6,), (8, 4), (11, 2, 7, 3, 1, 5))
         for lengths in INTERPRETED if trial.is_interpreted else batches:
             counts = [3 if trial.is_interpreted else 4 + 2 * place for place in range(len(lengths))]
