@@ -112,6 +112,13 @@ class ScheduleBatch:
     `state_to` int32[B]: 0 nothing, n copy the slot's state into snapshot n after the forward. The worker copies in, runs,
     copies out, step by step as submitted; a batch names no snapshot twice in `state_to`. Both are None where no row
     moves a state, where the worker keeps none (`Limits.keeps_state`), and in an EMBED batch, whose rows begin with zeros.
+    `window_starts` int32[B]: tokens of the row before its first window page, a multiple of the page size; None only where
+    the worker keeps no window pages (`Limits.num_window_pages`) and in an EMBED batch. `window_offsets` int32[B + 1] and
+    `window_pages` int32[N]: the whole new list of window pages of each row whose list changed (it entered a slot, grew, or
+    lost its first pages), nothing for the others; None where no list changed. Token t of a row is in cell
+    (t - window_starts) % page_size of window page (t - window_starts) // page_size of its list, which holds all of
+    `seq_lens`; what the window does not see is never read. The worker takes the lists in the order of submission, each before
+    its forward: a window page may be in another row's list as soon as no row submitted later has it in its own.
     `token_type_ids` int32[T]: the segment of each token in its text, in an EMBED batch where some are not of the first.
     `embed_rows` int32[N] and `prompt_embeds` float32[N, H]: tokens of the step whose embedding is given, ascending, and it.
     `mrope_positions` int32[3, T]: time, height and width of each token where some differ. `ngram_starts`,
@@ -139,6 +146,9 @@ class ScheduleBatch:
     masks: Ints | None = None
     state_from: Ints | None = None
     state_to: Ints | None = None
+    window_starts: Ints | None = None
+    window_offsets: Ints | None = None
+    window_pages: Ints | None = None
     token_type_ids: Ints | None = None
     embed_rows: Ints | None = None
     prompt_embeds: NDArray[np.float32] | None = None

@@ -25,9 +25,12 @@ class Limits:
     run, so that planning the next one meanwhile saves time. `can_overlap`: submit may be called before the
     previous ticket was collected. `takes_masks`: sampling keeps to the batch's `masks`, so requests may have a grammar.
     `keeps_state`: beside its cells a request has a state in its slot, which belongs to all of its tokens so far and to no
-    shorter prefix; 1..num_snapshots are the places in which the worker can keep copies of such states. `num_labels`: what
-    is answered to a prompt to embed are so many scores (0: a vector). `embed_size`: prompts may be embeddings of so many
-    numbers a token (0: they may not); `takes_mrope`: with positions by three axes.
+    shorter prefix; 1..num_snapshots are the places in which the worker can keep copies of such states. `window`: the
+    longest window of layers that have one: a query sees itself and the `window` - 1 tokens before it. 1..num_window_pages
+    are the pages, of `page_size` tokens too, in which such layers keep what is seen (0: they keep all, in the pages of the
+    other layers; window page 0 belongs to padding rows).
+    `num_labels`: what is answered to a prompt to embed are so many scores (0: a vector). `embed_size`: prompts may be
+    embeddings of so many numbers a token (0: they may not); `takes_mrope`: with positions by three axes.
     `reads_history`: the worker remembers all tokens of a request, for embeddings of several at once.
     """
 
@@ -45,6 +48,8 @@ class Limits:
     takes_masks: bool = False
     keeps_state: bool = False
     num_snapshots: int = 0
+    window: int = 0
+    num_window_pages: int = 0
     num_labels: int = 0
     embed_size: int = 0
     takes_mrope: bool = False
