@@ -51,7 +51,7 @@ def _experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tenso
     if hidden.device.type == "meta":
         return hidden
     if module.sglcore_moe is not None:
-        return module.sglcore_moe(hidden, weights, ids, module.gate_up_proj, module.down_proj)
+        return module.sglcore_moe(hidden, weights.to(hidden.dtype), ids, module.gate_up_proj, module.down_proj)
     total = torch.zeros_like(hidden)
     for expert in range(module.down_proj.shape[0]):
         chosen = ids == expert

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -236,6 +237,19 @@ def test_experts_of_the_kernels_form_are_the_kernels(
     assert bool(calls) is by_kernel
 
 
+def test_experts_get_weights_of_their_rows_dtype(tmp_path: Path) -> None:
+    """Mixtral's class routes in float32 whatever it computes in, and kernels take one dtype."""
+    given: list[torch.dtype] = []
+
+    def seen(hidden: torch.Tensor, weights: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        given.append(weights.dtype)
+        return moe(hidden, weights, *others)
+
+    model = load(tiny_model("mixtral", sizes_of("mixtral")), tmp_path, torch.bfloat16, KernelTable().replace(moe=seen))
+    assert Steps(model).hidden({1: [5, 9, 7]}).dtype is torch.bfloat16
+    assert set(given) == {torch.bfloat16}
+
+
 @pytest.mark.parametrize(("dtype", "kept"), [("bfloat16", "float32"), ("float32", "float32")])
 def test_what_a_class_keeps_in_float32_is_kept(dtype: str, kept: str, tmp_path: Path) -> None:
     model = load(tiny_model("deepseek_v3", sizes_of("deepseek_v3")), tmp_path, getattr(torch, dtype))
@@ -275,6 +289,22 @@ def test_rounded_linear_layers_are_those_of_the_native_model(tmp_path: Path) -> 
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     plain = Steps(load_model(tmp_path, config, architectures=added, **{**given, "quantize": "auto"}))
     assert float((plain.hidden({1: [5, 9, 7, 11]}) - found).abs().max()) > 1e-4
+
+
+def test_a_weight_that_got_another_form_is_given_up(tmp_path: Path) -> None:
+    plain: list[StorageWeakRef] = []
+
+    def seen(weight: torch.Tensor, kind: str) -> torch.Tensor:
+        plain.append(StorageWeakRef(weight.untyped_storage()))
+        return quantize_linear(weight, kind)
+
+    save(llama(), tmp_path)
+    config, added = choose_implementation("transformers", tmp_path, DecisionLedger())
+    table = KernelTable().replace(quantize_linear=seen)
+    model = load_model(
+        tmp_path, config, architectures=added, kernels=table, device="cpu", dtype=torch.float32, quantize="int8"
+    )
+    assert len(plain) == len(model.weights.linears) + 1 and all(each.expired() for each in plain)
 
 
 @pytest.fixture(scope="module")
