@@ -90,7 +90,7 @@ class Stateful(Protocol):
 
     layer_id: int
 
-    def __call__(self, hidden: Array, /) -> Array:
+    def __call__(self, hidden: Array, batch: Batch, /) -> Array:
         """[T, H] to [T, H]; the states of the batch's requests go on."""
         ...
 

@@ -75,7 +75,7 @@ class Recurrent:
 
     def __call__(self, hidden: Array, batch: Batch) -> Array:
         """[T, H] to [T, H]."""
-        return self.state(hidden)
+        return self.state(hidden, batch)
 
 
 class Mixer(Protocol):

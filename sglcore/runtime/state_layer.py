@@ -26,9 +26,9 @@ class StateLayer(ABC):
         self.layer_id = layer_id
         self.kept = kept
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, batch: object = None) -> Tensor:
         """[T, H] to [T, H]; states are read and written. A forward that is captured in pieces runs it between two of them,
-        and a compiler does not look into it."""
+        and a compiler does not look into it: the batch is the context's, whatever a model hands on."""
         if torch.compiler.is_compiling():
             return torch.ops.sglcore.state_layer(hidden, self.layer_id)
         context = get_forward_context()

@@ -30,6 +30,7 @@ from sglcore_mlx.memory import device_memory
 from sglcore_mlx.models.contract import Model
 from sglcore_mlx.pool import DeviceState, cell_bytes, make_cells
 from sglcore_mlx.residency import Residency
+from sglcore_mlx.states import StatePool, state_bytes
 from sglcore_mlx.stepper import Stepper
 from sglcore_mlx.thread import StreamThread
 from sglcore_mlx.worker import MlxWorker
@@ -149,6 +150,7 @@ def sizes(
         config,
         context_len=model.config.context_length,
         bytes_per_cell=0 if model.config.is_encoder else cell_bytes(model.layers, model.dtype),
+        bytes_per_state=state_bytes(model.states),
         page_size=config.page_size or facts.page_size,
         budget=device_memory,
         ledger=ledger,
@@ -156,13 +158,14 @@ def sizes(
 
 
 def pools(stream_thread: StreamThread, config: EngineConfig, model: Model, sizes: MemorySizes) -> DeviceState:
-    """The cells of every layer, and the tokens of every slot. Poisoned cells show whoever reads what nobody wrote."""
+    """The cells of every layer, the states and tokens of every slot. Poisoned cells show whoever reads what nobody wrote."""
     fill = float("nan") if config.poison else 0.0
 
     def make() -> DeviceState:
         num_cells = (sizes.num_pages + 1) * sizes.page_size
         cells = [] if model.config.is_encoder else make_cells(model.layers, model.dtype, num_cells, fill)
-        state = DeviceState(cells, mx.zeros((sizes.max_requests + 1,), mx.int32))
+        states = StatePool(model.states, sizes.max_requests, sizes.num_snapshots, config.poison)
+        state = DeviceState(cells, states, mx.zeros((sizes.max_requests + 1,), mx.int32))
         mx.eval(state.arrays())
         return state
 
@@ -213,6 +216,8 @@ def worker(
         runs_ahead=True,
         generates=not model.config.is_encoder,
         takes_masks=True,
+        keeps_state=bool(model.states),
+        num_snapshots=sizes.num_snapshots,
         num_labels=0 if model.config.pooling is None else model.config.pooling.labels,
     )
 

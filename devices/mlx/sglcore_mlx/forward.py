@@ -14,7 +14,7 @@ from sglcore.step.host_values import host_reader, make_batch
 from sglcore_mlx.attention.contract import AttentionPlan, DecodeAttention, DecodeRows
 from sglcore_mlx.attention.encoder import EncoderRows
 from sglcore_mlx.attention.prompt import PromptPlan, PromptRow
-from sglcore_mlx.forward_batch import ForwardBatch, arrays_of
+from sglcore_mlx.forward_batch import Advance, ForwardBatch, States, arrays_of
 from sglcore_mlx.inputs import SingleRows, extend_values, parts_of
 from sglcore_mlx.models.contract import LayerShape, Model
 from sglcore_mlx.pool import DeviceState, PageTable, store
@@ -29,16 +29,23 @@ class DecodeForward:
     batch_type: type[ForwardBatch] = ForwardBatch
 
     def __call__(
-        self, fields: dict[str, mx.array], page_table: mx.array, last: mx.array, cells: list[mx.array]
-    ) -> tuple[mx.array, list[mx.array]]:
-        """Logits float32 [B, V], and the cells with the new keys and values; B rows, as `DecodeInputs`."""
+        self,
+        fields: dict[str, mx.array],
+        page_table: mx.array,
+        last: mx.array,
+        cells: list[mx.array],
+        states: list[States],
+    ) -> tuple[mx.array, list[mx.array], list[States]]:
+        """Logits float32 [B, V], the cells with the new keys and values, and the states after the tokens; B rows, as
+        `DecodeInputs`."""
         plan = self.attention.plan(DecodeRows(page_table, fields["seq_lens"]))
-        attend = _Decoding(plan, fields["out_cache_loc"], self.model.layers, list(cells))
+        step = _Decoding(plan, fields["out_cache_loc"], self.model.layers, list(cells), list(states))
         rows = page_table.shape[0]
-        own = {"forward_mode": ForwardMode.DECODE, "batch_size": rows, "num_tokens": rows, "attend": attend}
+        own = {"forward_mode": ForwardMode.DECODE, "batch_size": rows, "num_tokens": rows}
+        own |= {"attend": step.attend, "recur": step.recur}
         ids = last[fields["req_pool_indices"]]
         batch = make_batch(self.batch_type, {**fields, **own, "input_ids": ids})
-        return self.model.logits(self.model(batch)), attend.cells
+        return self.model.logits(self.model(batch)), step.cells, step.states
 
 
 @dataclass(slots=True)
@@ -47,10 +54,15 @@ class _Decoding:
     out_cache_loc: mx.array
     layers: Sequence[LayerShape]
     cells: list[mx.array]
+    states: list[States]
 
-    def __call__(self, layer_id: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+    def attend(self, layer_id: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         self.cells[layer_id] = store(self.cells[layer_id], self.out_cache_loc, k, v)
         return self.plan.forward(q, self.cells[layer_id], self.layers[layer_id])
+
+    def recur(self, layer_id: int, advance: Advance, *inputs: mx.array) -> mx.array:
+        out, self.states[layer_id] = advance(self.states[layer_id], *(each[:, None] for each in inputs))
+        return out[:, 0]
 
 
 def extend_forward(
@@ -61,16 +73,22 @@ def extend_forward(
     state: DeviceState,
     batch_type: type[ForwardBatch] = ForwardBatch,
 ) -> mx.array:
-    """Hidden states [T, H] of any batch that writes to cells; `state.cells` become those with the new keys and values."""
+    """Hidden states [T, H] of any batch that writes to cells; in `state`, keys, values and states of requests go on."""
     reader = host_reader(batch_type, is_decode=False)
     values = extend_values(reader, batch, table)
     parts: list[_Singles | PromptPlan] = []
+    rows: list[int] = []
     for part in parts_of(batch, table):
         is_prompt = isinstance(part, PromptRow)
         parts.append(part.plan(model.layers) if is_prompt else _singles(part, attention, batch, table))
+        rows.append(1 if is_prompt else part.last - part.first)
     own = {"input_ids": resolve_ids(batch.input_ids, state.last), "out_cache_loc": mx.array(values["out_cache_loc"])}
-    attend = _Extending(parts, own["out_cache_loc"], model.layers, state.cells)
-    return model(make_batch(batch_type, {**values, **arrays_of(reader, values), **own, "attend": attend}))
+    states = state.states.take(batch, batch.batch_size)
+    step = _Extending(parts, rows, own["out_cache_loc"], model.layers, state.cells, list(states))
+    own |= {"attend": step.attend, "recur": step.recur}
+    hidden = model(make_batch(batch_type, {**values, **arrays_of(reader, values), **own}))
+    state.states.leave(batch, step.states)
+    return hidden
 
 
 def embed_forward(model: Model, batch: ScheduleBatch, batch_type: type[ForwardBatch] = ForwardBatch) -> mx.array:
@@ -110,12 +128,32 @@ def _singles(part: SingleRows, attention: DecodeAttention, batch: ScheduleBatch,
 
 @dataclass(slots=True)
 class _Extending:
+    """`rows` are those of each part."""
+
     parts: Sequence[_Singles | PromptPlan]
+    rows: Sequence[int]
     out_cache_loc: mx.array
     layers: Sequence[LayerShape]
     cells: list[mx.array]
+    states: list[States]
 
-    def __call__(self, layer_id: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+    def attend(self, layer_id: int, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         kv = self.cells[layer_id] = store(self.cells[layer_id], self.out_cache_loc, k, v)
         mixed = [part.forward(q, k, v, kv, self.layers[layer_id]) for part in self.parts]
         return mixed[0] if len(mixed) == 1 else mx.concatenate(mixed)
+
+    def recur(self, layer_id: int, advance: Advance, *inputs: mx.array) -> mx.array:
+        before, first = self.states[layer_id], 0
+        results: list[mx.array] = []
+        after: list[States] = []
+        for part, rows in zip(self.parts, self.rows, strict=True):
+            length = (part.end - part.start) // rows
+            given = [each[part.start : part.end].reshape(rows, length, each.shape[1]) for each in inputs]
+            out, states = advance([state[first : first + rows] for state in before], *given)
+            results.append(out.reshape(rows * length, out.shape[2]))
+            after.append(states)
+            first += rows
+        self.states[layer_id] = (
+            after[0] if len(after) == 1 else [mx.concatenate(list(each)) for each in zip(*after, strict=True)]
+        )
+        return results[0] if len(results) == 1 else mx.concatenate(results)

@@ -13,7 +13,7 @@ import mlx.core as mx
 from sglcore.checkpoint.config import EMPTY, ModelConfig
 from sglcore.checkpoint.files import HARMLESS, checkpoint_files
 from sglcore.checkpoint.safetensors_header import Entry, damaged, read_entries
-from sglcore.device.errors import CheckpointError
+from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.models import build as models
 from sglcore.models.build import Architecture
 from sglcore.models.registry import model_class
@@ -37,6 +37,7 @@ class LoadedModel:
         self.config = architecture.config
         self.dtype = weights.dtype
         self.layers = architecture.attention_layers
+        self.states = tuple(layer.kept for layer in architecture.state_layers)
         self.num_bytes = weights.num_bytes
         self.quantization = weights.forms
         self.logits = architecture.logits
@@ -71,6 +72,10 @@ def load_model(
     arrays.clear()  # a tensor that something else holds stays in memory once it is read
     # The kinds of layers that are not here are refused by name when a model asks for them.
     model = model_type(cast("models.Build", Build(config, weights, parts, max_positions)))
+    if config.is_encoder and model.state_layers:
+        raise ConfigError(
+            f"{config.architecture} keeps states, and an embedding runs without", remedy="use another model"
+        )
     weights.check(re.compile("|".join(f"(?:{pattern})" for pattern in _harmless(model))).fullmatch)
     weights.read(progress)
     return LoadedModel(model, weights)

@@ -13,6 +13,7 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.step.sizing import MemorySizes
 from sglcore.step.tables import new_pages
 from sglcore_mlx.models.contract import LayerShape
+from sglcore_mlx.states import StatePool
 
 
 def cell_bytes(layers: Sequence[LayerShape], dtype: mx.Dtype) -> int:
@@ -56,13 +57,14 @@ class PageTable:
 
 @dataclass(slots=True)
 class DeviceState:
-    """Lazy arrays that one step hands to the next: `cells` of each layer, `last` int32 [slots + 1], the token last sampled
+    """Lazy arrays that one step hands to the next: `cells` of each layer, `states` of requests, `last` int32 [slots + 1], the token last sampled
     for each slot, and `history` int32 [slots + 1, context + 1], made when sampling first looks back."""
 
     cells: list[mx.array]
+    states: StatePool
     last: mx.array
     history: mx.array | None = None
 
     def arrays(self) -> list[mx.array]:
         """All of them."""
-        return [*self.cells, self.last, *(() if self.history is None else (self.history,))]
+        return [*self.cells, *self.states.arrays(), self.last, *(() if self.history is None else (self.history,))]

@@ -20,7 +20,7 @@ from sglcore.step.sampling import score_prompts
 from sglcore.step.sizing import MemorySizes
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.forward import DecodeForward, embed_forward, extend_forward
-from sglcore_mlx.forward_batch import ForwardBatch
+from sglcore_mlx.forward_batch import ForwardBatch, States
 from sglcore_mlx.inputs import bucket, decode_inputs, row_bucket
 from sglcore_mlx.models.contract import Model
 from sglcore_mlx.pool import DeviceState, PageTable
@@ -71,7 +71,9 @@ class Stepper:
         self._row_buckets = row_buckets
         self._batch_type = batch_type
         decode = DecodeForward(model, attention, batch_type)
-        self._decode: Callable[..., tuple[mx.array, list[mx.array]]] = mx.compile(decode) if compiles else decode
+        self._decode: Callable[..., tuple[mx.array, list[mx.array], list[States]]] = (
+            mx.compile(decode) if compiles else decode
+        )
         self._compiles = compiles
         self._running: Future[None] = Future()
         self._running.set_result(None)
@@ -140,7 +142,10 @@ class Stepper:
         size = row_bucket(count, self._row_buckets, self._max_requests) if self._compiles else count
         given = decode_inputs(self._batch_type, batch, self._table, size, bucket(pages, most))
         fields = {name: mx.array(values) for name, values in given.fields.items()}
-        logits, state.cells = self._decode(fields, mx.array(given.page_table), state.last, state.cells)
+        states = state.states.take(batch, size)
+        made = self._decode(fields, mx.array(given.page_table), state.last, state.cells, states)
+        logits, state.cells, states = made
+        state.states.leave(batch, states)
         return logits[:count], f"compiled:{size}" if self._compiles else "eager"
 
     def _embed(self, batch: ScheduleBatch) -> StepOutput[mx.array]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from sglcore.checkpoint.config import read_config
 from sglcore_mlx.attention import dense
-from sglcore_mlx.forward_batch import Attend, ForwardBatch
+from sglcore_mlx.forward_batch import Advance, Attend, ForwardBatch, Recur
 from sglcore_mlx.layers.linear import LinearParts
 from sglcore_mlx.load import load_model
 from sglcore_mlx.models.contract import Model
@@ -72,7 +72,17 @@ def full(model: Model) -> Attend:
 def hidden_states(model: Model, ids: mx.array, attend: Attend) -> mx.array:
     """[T, H] of one sequence int32 [T] from its beginning."""
     positions = mx.arange(ids.size, dtype=mx.int32)
-    return model(ForwardBatch(input_ids=ids, positions=positions, attend=attend))
+    return model(ForwardBatch(input_ids=ids, positions=positions, attend=attend, recur=from_zeros(model)))
+
+
+def from_zeros(model: Model) -> Recur:
+    """All tokens are of one row, and nothing was before them."""
+
+    def recur(layer_id: int, advance: Advance, *inputs: mx.array) -> mx.array:
+        states = [mx.zeros((1, *each.shape), each.dtype) for each in model.states[layer_id]]
+        return advance(states, *(each[None] for each in inputs))[0][0]
+
+    return recur
 
 
 def logprobs(model: Model, ids: Sequence[int]) -> np.ndarray:

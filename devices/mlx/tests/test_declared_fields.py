@@ -47,7 +47,8 @@ class Weighing:
     """A model that is right only if every token comes with its own mark and weight."""
 
     def __init__(self, model: Any) -> None:
-        self.config, self.dtype, self.layers, self.logits = model.config, model.dtype, model.layers, model.logits
+        self.config, self.dtype, self.layers, self.states = model.config, model.dtype, model.layers, model.states
+        self.logits = model.logits
         self.num_bytes, self.quantization, self.classify = model.num_bytes, model.quantization, model.classify
         self._model = model
 

@@ -60,10 +60,11 @@ CAUSAL = (
     "qwen3-moe",
     "qwen3-moe-normalised-one-dense",
     "qwen3-moe-every-second",
+    "qwen3-next",
+    "granite-hybrid",
+    "granite-hybrid-dense",
 )
 """The names of `tests.checkpoints.CAUSAL`, which can not be imported where tests are only collected."""
-STATES = ("qwen3-next", "granite-hybrid", "granite-hybrid-dense")
-"""Those among them with states beside cells, of which the layers here have none."""
 
 
 def saved(name: str, folder: Path) -> Any:
@@ -85,14 +86,7 @@ def wanted(oracle: Any, ids: tuple[int, ...] = IDS) -> np.ndarray:
 def test_every_language_model_of_the_torch_side_is_here() -> None:
     from tests import checkpoints
 
-    assert set(checkpoints.CAUSAL) == {*CAUSAL, *STATES}
-
-
-@pytest.mark.parametrize("name", STATES)
-def test_a_layer_with_a_state_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    saved(name, tmp_path)
-    with pytest.raises(ConfigError, match="a kind of layer that MLX's do not have"):
-        load(tmp_path)
+    assert set(checkpoints.CAUSAL) == set(CAUSAL)
 
 
 @pytest.mark.parametrize("parts", [LinearParts(), LinearParts(fused_rotary=False)], ids=["fused", "composed"])

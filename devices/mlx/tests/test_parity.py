@@ -22,7 +22,7 @@ from sglcore.schedule.output import TokenLogprob
 
 pytestmark = pytest.mark.needs("torch")
 
-NAMES = ("llama", "llama3-rope", "mistral-window", "qwen2", "qwen3", "qwen3-moe")
+NAMES = ("llama", "llama3-rope", "mistral-window", "qwen2", "qwen3", "qwen3-moe", "qwen3-next")
 LENGTHS = (1, 5, 30, 17, 9)
 TO_DEVICE = 1e-3
 TO_TRANSFORMERS = 2e-4
@@ -42,6 +42,7 @@ def make_model(name: str) -> Any:
         "qwen2": lambda: tiny.qwen2(**context),
         "qwen3": lambda: tiny.qwen3(**context, tie_word_embeddings=True),
         "qwen3-moe": lambda: tiny.qwen3_moe(**context),
+        "qwen3-next": lambda: tiny.qwen3_next(**context),
     }
     return kinds[name]()
 
@@ -147,6 +148,8 @@ def test_prefix_hits_change_nothing(case: Case) -> None:
     others = [base, *(base[:21] + tail for tail in random_prompts(9, (3, 1, 6)))]
     session = case.mlx.session()
     session.run([base], 4)
+    if case.mlx.worker.limits.keeps_state:
+        session.run(others[1:], 4)  # a state is kept where prompts were seen to part
     found = session.run(others, 8)
     assert [result.cached for result in found] == [32, 20, 20, 20]
     check_same(found, case.host.session(prefix_cache=False).run(others, 8), TO_DEVICE)

@@ -184,7 +184,7 @@ class Exploding:
     further = 0
 
     def __init__(self, model: Model) -> None:
-        self.config, self.dtype, self.layers = model.config, model.dtype, model.layers
+        self.config, self.dtype, self.layers, self.states = model.config, model.dtype, model.layers, model.states
         self.num_bytes, self.quantization = model.num_bytes, model.quantization
         self._model = model
 

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, NoReturn
 import mlx.core as mx
 
 from sglcore.checkpoint.config import EXPERT_PARTS, MoeConfig, RopeConfig
+from sglcore.checkpoint.recurrent import DeltaNetConfig, Mamba2Config
 from sglcore.device.errors import ConfigError
 from sglcore_mlx.layers.attention import AttentionLayer
+from sglcore_mlx.layers.linear import Linear
 from sglcore_mlx.layers.mlp import GatedMlp, gelu
 from sglcore_mlx.layers.moe import ClampedExperts, GatedExperts, SigmoidRouting, SoftmaxRouting, SparseMoe
 from sglcore_mlx.layers.norm import LayerNorm, RMSNorm
+from sglcore_mlx.layers.recurrent import GatedDeltaNet, Mamba2
 from sglcore_mlx.layers.rotary import Rotary
 from sglcore_mlx.layers.scope import Scope
 
@@ -57,6 +60,14 @@ class Build(Scope):
             sinks=sinks,
             is_encoder=is_encoder,
         )
+
+    def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Linear, output: Linear) -> GatedDeltaNet:
+        """The gated delta rule."""
+        return GatedDeltaNet(self, state_id, net, projection, output)
+
+    def mamba2(self, state_id: int, space: Mamba2Config, projection: Linear, output: Linear) -> Mamba2:
+        """Mamba 2."""
+        return Mamba2(self, state_id, space, projection, output)
 
     def softcap(self, cap: float) -> Callable[[mx.array], mx.array]:
         """cap * tanh(x / cap)."""

@@ -137,6 +137,20 @@ class SideBySide:
         return mx.concatenate([part(x) for part in self._parts], axis=-1)
 
 
+class Ordered:
+    """A linear layer whose outputs come in another order, where its weights can not."""
+
+    __slots__ = ("_linear", "_order")
+
+    def __init__(self, linear: Linear, order: mx.array) -> None:
+        self._linear = linear
+        self._order = order
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[T, in] to [T, out]."""
+        return self._linear(x)[:, self._order]
+
+
 class Embedding:
     """A row of a plain weight [rows, size] or a packed one for each id, times a scale in the model's dtype."""
 

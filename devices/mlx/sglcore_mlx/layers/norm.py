@@ -71,6 +71,29 @@ class WholeNorm:
         return mx.concatenate(parts, axis=1)
 
 
+class GatedNorm:
+    """Root mean square norm of each group, with silu(gate) before it (Mamba 2) or after it (Gated Delta Networks)."""
+
+    __slots__ = ("_eps", "_gate_first", "_weight")
+
+    def __init__(self, build: Scope, groups: int, size: int, *, gate_first: bool) -> None:
+        """The weight is [groups * size]; rows may have several times as many elements."""
+        self._weight = build.parameter("weight", groups * size).reshape(groups, size)
+        self._eps = build.config.rms_norm_eps
+        self._gate_first = gate_first
+
+    def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
+        """x and gate [T, width] to [T, width], in x's dtype."""
+        (groups, size), (tokens, width) = self._weight.shape, x.shape
+        wide = gate.astype(mx.float32)
+        opened = wide * mx.sigmoid(wide)
+        wide = x.astype(mx.float32) * opened if self._gate_first else x.astype(mx.float32)
+        grouped = wide.reshape(tokens, width // (groups * size), groups, size)
+        normed = mx.fast.rms_norm(grouped, None, self._eps).astype(x.dtype)
+        out = (self._weight * normed).reshape(tokens, width)
+        return out if self._gate_first else (out * opened).astype(x.dtype)
+
+
 class LayerNorm:
     """Layer norm with weight, and with bias or without, [size] (Ba et al. 2016)."""
 

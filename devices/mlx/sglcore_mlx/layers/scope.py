@@ -20,6 +20,7 @@ from sglcore_mlx.layers.linear import (
     Head,
     Linear,
     LinearParts,
+    Ordered,
     Packed,
     PlainLinear,
     QuantisedLinear,
@@ -68,11 +69,22 @@ class Scope:
     ) -> Linear:
         """Several linear layers with one input, as one; `parts` are (name, outputs). One product if their weights are
         packed alike."""
-        forms = {self.form_of(name) for name, _ in parts}
-        if len(forms) > 1:
+        if len({self.form_of(name) for name, _ in parts}) > 1:
             return SideBySide([self.fused([part], inputs, bias, interleaved) for part in parts])
-        total, form = sum(size for _, size in parts), forms.pop()
-        order = self._order(parts, interleaved) if interleaved else None
+        return self._product(parts, inputs, bias, self._order(parts, interleaved) if interleaved else None)
+
+    def ordered(
+        self, parts: Sequence[tuple[str, int]], inputs: int, order: Sequence[int], bias: bool = False
+    ) -> Linear:
+        """`fused`, whose output i is output order[i] of the parts."""
+        indices = mx.array(np.asarray(order, np.int32))
+        if len({self.form_of(name) for name, _ in parts}) > 1:
+            return Ordered(self.fused(parts, inputs, bias), indices)
+        return self._product(parts, inputs, bias, indices)
+
+    def _product(self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool, order: mx.array | None) -> Linear:
+        """Weights that are packed alike, rows below rows, then in an order."""
+        total, form = sum(size for _, size in parts), self.form_of(parts[0][0])
         biases = [self.weights.take(f"{self.prefix}{name}.bias", size) for name, size in parts] if bias else []
         offset = self._joined(biases, order)
         if form is not None:

@@ -41,6 +41,10 @@ class Weights:
         """Whether the checkpoint has a tensor that was not taken yet."""
         return name in self._entries
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Of a tensor that was not taken yet, as the checkpoint has it; None if it has none."""
+        return self._entries[name].shape if name in self._entries else None
+
     def take(self, name: str, *shape: int, dtype: mx.Dtype | None = None) -> mx.array:
         """A weight of floating elements, in a dtype (None: the model's). Raises `CheckpointError` for another shape or type."""
         return self._take(name, shape, FLOATS).astype(dtype or self.dtype)

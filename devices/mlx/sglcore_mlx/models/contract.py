@@ -27,15 +27,25 @@ class LayerShape:
     sinks: mx.array | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """One array of what a layer keeps of a request."""
+
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+
+
 class Model(Protocol):
     """A model that a worker drives. Nothing here evaluates or reads on the host, so all of it can be compiled.
 
-    `num_bytes` is the size of all weights; `quantization` says their form ("none", "4-bit, groups of 64", ...).
+    `states` are what each layer with a state keeps of a request, by the layer's id. `num_bytes` is the size of all weights;
+    `quantization` says their form ("none", "4-bit, groups of 64", ...).
     """
 
     config: ModelConfig
     dtype: mx.Dtype
     layers: tuple[LayerShape, ...]
+    states: tuple[tuple[StateShape, ...], ...]
     num_bytes: int
     quantization: str
 

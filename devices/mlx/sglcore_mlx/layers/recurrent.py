@@ -1,0 +1,130 @@
+"""Layers that keep a state of each request: projections over all tokens, a convolution and a recurrence row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from sglcore.checkpoint.recurrent import DeltaNetConfig, Mamba2Config
+from sglcore_mlx.forward_batch import ForwardBatch, States
+from sglcore_mlx.layers.norm import GatedNorm
+from sglcore_mlx.layers.recurrence import gated_delta_rule, selective_scan
+from sglcore_mlx.layers.scope import Scope
+from sglcore_mlx.models.contract import StateShape
+
+Rows = Callable[[mx.array], mx.array]
+"""A function of rows."""
+L2_EPS = 1e-6
+"""Of the norm of queries and keys."""
+
+
+class CausalConv:
+    """The depthwise convolution over a token and those before it, then silu; by `NAME.weight` of the checkpoint, [channels, 1,
+    taps] or as MLX has them, [channels, taps, 1]."""
+
+    __slots__ = ("_bias", "_weight", "tail")
+
+    def __init__(self, build: Scope, name: str, size: int, taps: int, *, bias: bool = False) -> None:
+        given = build.weights.shape_of(f"{build.prefix}{name}.weight")
+        shape = (taps, 1) if given == (size, taps, 1) else (1, taps)
+        weight = build.weights.take(f"{build.prefix}{name}.weight", size, *shape, dtype=mx.float32)
+        self._weight = build.weights.keep(weight.reshape(size, taps).T)
+        self._bias = build.parameter(f"{name}.bias", size, offset=0.0) if bias else None
+        self.tail = StateShape((taps - 1, size), build.dtype)
+
+    def __call__(self, x: mx.array, tails: mx.array) -> tuple[mx.array, mx.array]:
+        """x [N, L, size] after the tokens `tails` [N, taps - 1, size]: the same shapes."""
+        joined, length = mx.concatenate([tails, x], axis=1), x.shape[1]
+        out = mx.zeros(x.shape[2:]) if self._bias is None else self._bias
+        for tap in range(self._weight.shape[0]):
+            out = out + joined[:, tap : tap + length] * self._weight[tap]
+        out = out.astype(x.dtype)
+        return out * mx.sigmoid(out), joined[:, length:]
+
+
+class GatedDeltaNet:
+    """Queries, keys and values through a convolution, then the gated delta rule, and a norm with a gate (Yang et al. 2024)."""
+
+    def __init__(self, build: Scope, layer_id: int, net: DeltaNetConfig, projection: Rows, output: Rows) -> None:
+        """`projection` gives queries, keys and values, the gate of the norm, b and a, side by side."""
+        width, heads = 2 * net.keys + net.values, net.value_heads
+        self.layer_id, self._net = layer_id, net
+        self._projection, self._output = projection, output
+        self._conv = CausalConv(build, "conv1d", width, net.taps)
+        self._rate = _rate(build, heads)
+        self._dt_bias = build.parameter("dt_bias", heads, offset=0.0)
+        self._norm = GatedNorm(build.at("norm"), 1, net.value_dim, gate_first=False)
+        self._edges = [width, width + net.values, width + net.values + heads]
+        self.kept = (self._conv.tail, StateShape((heads, net.key_dim, net.value_dim), mx.float32))
+
+    def __call__(self, hidden: mx.array, batch: ForwardBatch) -> mx.array:
+        """hidden [T, H] to [T, H]."""
+        qkv, gate, b, a = mx.split(self._projection(hidden), self._edges, axis=-1)
+        return self._output(self._norm(batch.recur(self.layer_id, self._advance, qkv, b, a), gate))
+
+    def _advance(self, states: States, qkv: mx.array, b: mx.array, a: mx.array) -> tuple[mx.array, States]:
+        net, (rows, length, _) = self._net, qkv.shape
+        qkv, tails = self._conv(qkv, states[0])
+        q, k, v = mx.split(qkv.astype(mx.float32), [net.keys, 2 * net.keys], axis=-1)
+        q, k = (self._unit(each.reshape(rows, length, net.key_heads, net.key_dim)) for each in (q, k))
+        v = v.reshape(rows, length, net.value_heads, net.value_dim).swapaxes(1, 2)
+        g = self._rate * _softplus(a.astype(mx.float32) + self._dt_bias)
+        beta = mx.sigmoid(b).astype(mx.float32)
+        out, matrices = gated_delta_rule(q * net.key_dim**-0.5, k, v, g.swapaxes(1, 2), beta.swapaxes(1, 2), states[1])
+        return out.swapaxes(1, 2).astype(qkv.dtype).reshape(rows, length, net.values), [tails, matrices]
+
+    def _unit(self, x: mx.array) -> mx.array:
+        """[N, L, key_heads, K] to [N, heads, L, K], every head of length 1, each for as many value heads in order."""
+        x = x * mx.rsqrt((x * x).sum(axis=-1, keepdims=True) + L2_EPS)
+        return mx.repeat(x, self._net.value_heads // self._net.key_heads, axis=2).swapaxes(1, 2)
+
+
+class Mamba2:
+    """A convolution and the selective scan, then a norm with a gate before it (Dao and Gu 2024)."""
+
+    def __init__(self, build: Scope, layer_id: int, space: Mamba2Config, projection: Rows, output: Rows) -> None:
+        """`projection` gives the gate, what the convolution takes, and the time steps, side by side."""
+        groups, each = space.groups, space.heads // space.groups
+        self.layer_id, self._space = layer_id, space
+        self._projection, self._output = projection, output
+        self._conv = CausalConv(build, "conv1d", space.channels, space.taps, bias=space.conv_bias)
+        self._rate = _rate(build, space.heads)
+        self._d, self._dt_bias = (build.parameter(name, space.heads, offset=0.0) for name in ("D", "dt_bias"))
+        self._norm = GatedNorm(build.at("norm"), groups, space.inner // groups, gate_first=True)
+        self.kept = (self._conv.tail, StateShape((groups, each, space.head_dim, space.width), mx.float32))
+
+    def __call__(self, hidden: mx.array, batch: ForwardBatch) -> mx.array:
+        """hidden [T, H] to [T, H]."""
+        space = self._space
+        gate, xbc, dt = mx.split(self._projection(hidden), [space.inner, space.inner + space.channels], axis=-1)
+        return self._output(self._norm(batch.recur(self.layer_id, self._advance, xbc, dt), gate))
+
+    def _advance(self, states: States, xbc: mx.array, dt: mx.array) -> tuple[mx.array, States]:
+        space, (rows, length, _) = self._space, xbc.shape
+        xbc, tails = self._conv(xbc, states[0])
+        shared = space.groups * space.width
+        x, before, after = mx.split(xbc.astype(mx.float32), [space.inner, space.inner + shared], axis=-1)
+        before, after = (each.reshape(rows, length, space.groups, 1, space.width) for each in (before, after))
+        dt = mx.clip(_softplus(dt.astype(mx.float32) + self._dt_bias), space.dt_min, space.dt_max)
+        x = x.reshape(rows, length, space.heads, space.head_dim)
+        before, after = (each.transpose(0, 2, 3, 1, 4) for each in (before, after))
+        inputs, g = self._by_group(x * dt[..., None]), self._by_group(dt * self._rate)
+        out, matrices = selective_scan(inputs, g, before, after, states[1])
+        out = out.transpose(0, 3, 1, 2, 4).reshape(x.shape) + self._d[:, None] * x
+        return out.astype(xbc.dtype).reshape(rows, length, space.inner), [tails, matrices]
+
+    def _by_group(self, x: mx.array) -> mx.array:
+        """[N, L, heads, ...] to [N, groups, each, L, ...]."""
+        rows, length, heads, *rest = x.shape
+        grouped = x.reshape(rows, length, self._space.groups, heads // self._space.groups, *rest)
+        return grouped.transpose(0, 2, 3, 1, *range(4, grouped.ndim))
+
+
+def _rate(build: Scope, heads: int) -> mx.array:
+    """float32 [heads], by `A_log` of this scope: what a time step of one adds to the logarithm of what is left."""
+    return build.weights.keep(-mx.exp(build.weights.take(f"{build.prefix}A_log", heads, dtype=mx.float32)))
+
+
+def _softplus(x: mx.array) -> mx.array:
+    return mx.logaddexp(x, 0)

@@ -1,0 +1,109 @@
+"""What layers keep of each request as a whole: pools by slot and snapshot, and the rows that steps compute with.
+
+A step takes its rows out of the pools and leaves new ones, which are written when a step is built that wants others. Nothing
+reads the pools any more by then, so that they are written in their own memory. While the same requests decode, nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore.step.states import entering_slots, state_moves
+from sglcore_mlx.forward_batch import States
+from sglcore_mlx.models.contract import StateShape
+
+Ints: TypeAlias = NDArray[np.signedinteger[Any]]
+NONE = np.frombuffer(b"", dtype=np.int32)
+
+
+def state_bytes(layers: Sequence[Sequence[StateShape]]) -> int:
+    """Bytes of one request's state over all layers."""
+    return sum(prod(each.shape) * each.dtype.size for layer in layers for each in layer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """The states after a step, by layer: of `slots` int32[N], where 0 is padding. Rows `kept` are also wanted in the pools'
+    rows `copies`."""
+
+    states: list[States]
+    slots: Ints
+    kept: Ints
+    copies: Ints
+
+
+class StatePool:
+    """For each array of each layer one of [1 + max_requests + num_snapshots, *shape]: row s is slot s's, row max_requests + n
+    is snapshot n. Row 0 is zeros: requests begin with it, and padding rows read it."""
+
+    def __init__(
+        self, layers: Sequence[Sequence[StateShape]], max_requests: int, num_snapshots: int, poison: bool = False
+    ) -> None:
+        """Allocates; waits. `poison`: what was never written is NaN, and a slot that is given to a request reads as NaN unless
+        it is zeroed or restored, so that a move that is missing is seen."""
+        self._max_requests, self._rows, self._poison = max_requests, 1 + max_requests + num_snapshots, poison
+        self._pools = [[self._make(each) for each in layer] for layer in layers]
+        self._left = _Left([], NONE, NONE, NONE)
+        mx.eval(self.arrays())
+
+    def take(self, batch: ScheduleBatch, rows: int) -> list[States]:
+        """The states of a batch's requests before its tokens, by layer, as `rows` rows, zeros behind the last request. Queues
+        only."""
+        if not self._pools:
+            return []
+        left, sources = self._left, self._sources(batch, rows)
+        if np.array_equal(sources, left.slots):
+            self._write(left.kept, left.copies)
+            return left.states
+        living = np.flatnonzero(left.slots)
+        self._write(np.concatenate((living, left.kept)), np.concatenate((left.slots[living], left.copies)))
+        found = mx.array(sources)
+        return [[pool[found] for pool in pools] for pools in self._pools]
+
+    def leave(self, batch: ScheduleBatch, states: list[States]) -> None:
+        """Take up the states after the batch's tokens, rows as `take` gave them. Queues only."""
+        if not self._pools:
+            return
+        moves, slots = state_moves(batch, self._max_requests), np.zeros(states[0][0].shape[0], dtype=np.int32)
+        slots[: batch.batch_size] = batch.slots
+        kept = np.flatnonzero(np.isin(batch.slots, moves.get("state_kept", NONE)))
+        self._left = _Left(states, slots, kept, moves.get("state_copies", NONE))
+
+    def arrays(self) -> list[mx.array]:
+        """All that later steps read."""
+        return [array for layer in (*self._pools, *self._left.states) for array in layer]
+
+    def _sources(self, batch: ScheduleBatch, rows: int) -> Ints:
+        """int32 [rows]: the pools' row with which each row of the batch begins."""
+        moves, of_slot = state_moves(batch, self._max_requests), np.arange(self._max_requests + 1, dtype=np.int32)
+        if self._poison:
+            of_slot[entering_slots(batch)] = self._rows
+        of_slot[moves.get("state_zeroed", NONE)] = 0
+        of_slot[moves.get("state_restored", NONE)] = moves.get("state_sources", NONE)
+        sources = np.zeros(rows, dtype=np.int32)
+        sources[: batch.batch_size] = of_slot[batch.slots]
+        return sources
+
+    def _write(self, rows: Ints, targets: Ints) -> None:
+        """These rows of what the last step left become the pools' rows `targets`."""
+        if not len(rows):
+            return
+        taken, places = mx.array(rows), mx.array(targets)
+        for pools, states in zip(self._pools, self._left.states, strict=True):
+            for place, left in enumerate(states):
+                pools[place][places] = left[taken]
+
+    def _make(self, each: StateShape) -> mx.array:
+        """With poison one row more, which stays NaN."""
+        fill, rows = (float("nan"), self._rows + 1) if self._poison else (0.0, self._rows)
+        pool = mx.full((rows, *each.shape), fill, each.dtype)
+        pool[0] = 0
+        return pool
