@@ -54,9 +54,9 @@ def test_a_replayed_decode_step_waits_for_nothing_and_copies_at_most_twice(
         return ticket
 
     monkeypatch.setattr(engine.worker, "submit", submit)
-    engine.run(random_prompts(5, (3, 20, 9)), 40, stagger=3)
+    engine.run(random_prompts(5, (3, 20, 9)), 18, stagger=3)
     print(
         f"{type(engine.worker.runner.attn_backend).__name__}: copies of {len(copies)} decode steps: {sorted(set(copies))}"
     )
-    assert len(copies) > 30 and max(copies) <= MOST_COPIES
+    assert len(copies) > 16 and max(copies) <= MOST_COPIES
     assert any(path.startswith("full:") for path in engine.paths)

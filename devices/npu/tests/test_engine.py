@@ -9,7 +9,7 @@ from tests.laws.device_engines import *  # noqa: F403
 
 
 def test_the_embedded_model_speaks() -> None:
-    with LLM(device=package.name) as engine:
+    with LLM(device=package.name, kv_cache_memory=8 << 20) as engine:
         rows = {row.topic: row for row in engine.ledger.rows}
         (output,) = engine.generate(["Once upon a time"], SamplingParams(max_tokens=4, temperature=0.0))
     assert rows["attention"].effective in package.attention and rows["extension"].effective.startswith("torch_npu")
