@@ -34,7 +34,7 @@ class Naming:
         self._renamings = [each for each in found if isinstance(each, WeightRenaming)]
         self._converters = [each for each in found if isinstance(each, WeightConverter)]
         self._prefix = model.base_model_prefix
-        self._known = dict.fromkeys(targets)  # the tensors themselves are given up as they are packed
+        self._known = dict.fromkeys(targets, True)  # no tensors, which are given up as they are packed
         self._targets = targets
 
     def __call__(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
