@@ -212,22 +212,72 @@ def gemma2(**changes: Any) -> Oracle:
     return make_oracle(transformers.Gemma2Config(**{**SIZES, **sizes, **caps, **changes}), "Gemma2ForCausalLM")
 
 
-def qwen3_next(**changes: Any) -> Oracle:
-    """A Qwen3-Next of three layers, the second with attention, of whose heads a half is rotated; the third is dense.
-    The epsilon keeps norms of small sums from making float32's own error large."""
+def _hybrid_sizes() -> dict[str, Any]:
+    """Three layers, the second with attention, of whose heads a half is rotated. The epsilon keeps norms of small sums from making
+    float32's own error large."""
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12}
-    sizes = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 24}
-    sizes |= {
-        "shared_expert_intermediate_size": 28,
-        "linear_value_head_dim": 8,
-        "num_hidden_layers": 3,
-        "rms_norm_eps": 1e-3,
-    }
-    kinds = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "mlp_only_layers": [2]}
-    turned = rope("default", partial_rotary_factor=0.5)
-    config = transformers.Qwen3NextConfig(**{**SIZES, **heads, **sizes, **kinds, **turned, **changes})
+    sizes = {"linear_value_head_dim": 8, "num_hidden_layers": 3, "head_dim": 24, "rms_norm_eps": 1e-3}
+    kinds = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    return {**SIZES, **heads, **sizes, **kinds, **rope("default", partial_rotary_factor=0.5)}
+
+
+_EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+}
+
+
+def qwen3_next(**changes: Any) -> Oracle:
+    """A Qwen3-Next whose third layer is dense."""
+    config = transformers.Qwen3NextConfig(**{**_hybrid_sizes(), **_EXPERTS, "mlp_only_layers": [2], **changes})
     config._experts_implementation = "eager"
     return make_oracle(config, "Qwen3NextForCausalLM")
+
+
+def qwen35(**changes: Any) -> Oracle:
+    """A dense Qwen 3.5."""
+    config = transformers.Qwen3_5TextConfig(**{**_hybrid_sizes(), **changes})
+    return make_oracle(config, "Qwen3_5ForCausalLM")
+
+
+def qwen35_moe(**changes: Any) -> Oracle:
+    """A sparse Qwen 3.5."""
+    sizes = {name: size for name, size in _hybrid_sizes().items() if name != "intermediate_size"}
+    config = transformers.Qwen3_5MoeTextConfig(**{**sizes, **_EXPERTS, **changes})
+    return make_oracle(config, "Qwen3_5MoeForCausalLM")
+
+
+def lfm2(**changes: Any) -> Oracle:
+    """An LFM2 whose second layer has attention; its feed-forward blocks are 48 wide, two thirds of what its file says."""
+    sizes = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "block_multiple_of": 16}
+    return make_oracle(transformers.Lfm2Config(**{**SIZES, **sizes, **changes}), "Lfm2ForCausalLM")
+
+
+def lfm2_moe(**changes: Any) -> Oracle:
+    """A sparse LFM2, whose first layer is dense."""
+    sizes = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1}
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "routed_scaling_factor": 1.5}
+    model = make_oracle(transformers.Lfm2MoeConfig(**{**SIZES, **sizes, **experts, **changes}), "Lfm2MoeForCausalLM")
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.copy_(torch.randn_like(buffer) * 0.1)
+    return model
+
+
+def nemotron_h(**changes: Any) -> Oracle:
+    """A Nemotron-H. Its class limits the time steps of prompts from below by another number than its file's limit, and those of
+    single tokens not at all; here it limits none."""
+    space = {"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 12, "conv_kernel": 3}
+    sizes = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"], "head_dim": 20}
+    model = make_oracle(
+        transformers.NemotronHConfig(**{**SIZES, **space, **sizes, "chunk_size": 16, **changes}), "NemotronHForCausalLM"
+    )
+    for layer in model.model.layers:
+        if layer.block_type == "linear_attention":
+            layer.mixer.time_step_limit = (0.0, float("inf"))
+    return model
 
 
 def exaone4(**changes: Any) -> Oracle:
@@ -321,6 +371,13 @@ CAUSAL: Mapping[str, Callable[[], Oracle]] = MappingProxyType(
         "mixtral-window": lambda: mixtral(sliding_window=5),
         "qwen2-moe": qwen2_moe,
         "qwen3-next": lambda: qwen3_next(attention_bias=True),
+        "qwen3.5": qwen35,
+        "qwen3.5-moe": lambda: qwen35_moe(attention_bias=True),
+        "lfm2": lfm2,
+        "lfm2-biases": lambda: lfm2(conv_bias=True, block_auto_adjust_ff_dim=False, tie_word_embeddings=False),
+        "lfm2-moe": lfm2_moe,
+        "nemotron-h": nemotron_h,
+        "nemotron-h-biases": lambda: nemotron_h(use_bias=True, mlp_bias=True, use_conv_bias=False),
         "qwen2-moe-windows": lambda: qwen2_moe(use_sliding_window=True, sliding_window=5),
         "gpt-oss": gpt_oss,
         "glm": glm,

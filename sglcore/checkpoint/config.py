@@ -14,6 +14,7 @@ from sglcore.checkpoint.files import read_json
 from sglcore.checkpoint.gguf import is_gguf, read_header
 from sglcore.checkpoint.gguf_config import gguf_config
 from sglcore.checkpoint.pooling import Pooling, read_pooling
+from sglcore.checkpoint.renamed import renamed
 from sglcore.device.errors import ConfigError
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
@@ -62,8 +63,8 @@ class ModelConfig:
     """The geometry of a model. `sliding_windows` has one entry a layer (None: full attention).
 
     `dtype` is the checkpoint's own ("bfloat16", ...). `context_length` is how many tokens positions are defined for.
-    `raw` is `config.json` as it is, `library` what a library that runs the model itself has read of it. `path` is the folder,
-    or a GGUF file. `options` are those of `OPTIONS` that change something: an architecture refuses what it does not know.
+    `raw` is `config.json` as it is, `words` the same with what the architecture takes for what is left out, in the words that most
+    use; `library` what a library that runs the model itself has read of it. `path` is the folder, or a GGUF file. `options` are those of `OPTIONS` that change something: an architecture refuses what it does not know.
     `local_rope` is that of layers with a window, None where all layers have one. `first_position` is that of a request's first
     token. `pooling` is what a model that embeds or scores makes of its hidden states; None for one that generates text.
     """
@@ -90,6 +91,7 @@ class ModelConfig:
     moe: MoeConfig | None
     pooling: Pooling | None
     raw: Mapping[str, Any]
+    words: Mapping[str, Any] = field(default_factory=dict)
     library: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
     local_rope: RopeConfig | None = None
@@ -147,6 +149,7 @@ def check_context(asked: int | None, config: ModelConfig) -> None:
 def _parse(folder: Path, architecture: str, raw: dict[str, Any], task: str) -> ModelConfig:
     given = {key: value for key, value in raw.items() if value is not None}
     values = {**DEFAULTS.get(language_model(architecture), EMPTY), **common_words(architecture, raw), **given}
+    values |= renamed(architecture, values)
     need = _Needed(values, folder / "config.json")
     heads, layers = need("num_attention_heads"), need("num_hidden_layers")
     max_positions = need("max_position_embeddings")
@@ -174,6 +177,7 @@ def _parse(folder: Path, architecture: str, raw: dict[str, Any], task: str) -> M
         moe=_moe(values, layers),
         pooling=read_pooling(folder, architecture, raw, task),
         raw=MappingProxyType(raw),
+        words=MappingProxyType(values),
         options=MappingProxyType({name: values[name] for name in OPTIONS if _is_set(values.get(name), OPTIONS[name])}),
         local_rope=local_rope,
         first_position=values.get("first_position", 0),

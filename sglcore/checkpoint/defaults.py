@@ -18,6 +18,24 @@ _GLM: Mapping[str, Any] = MappingProxyType(
         "rms_norm_eps": 0.00000015625,
     }
 )
+_QWEN35: Mapping[str, Any] = MappingProxyType(
+    {"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25, "max_position_embeddings": 32768}
+)
+_QWEN35_MOE: Mapping[str, Any] = MappingProxyType(
+    {
+        **_QWEN35,
+        "num_key_value_heads": 2,
+        "intermediate_size": 0,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    }
+)
+_LFM2: Mapping[str, Any] = MappingProxyType(
+    {"num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1000000.0, "tie_word_embeddings": True}
+)
 DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "GemmaForCausalLM": MappingProxyType(
@@ -135,6 +153,38 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
                 "norm_topk_prob": True,
             }
         ),
+        "Qwen3_5ForCausalLM": _QWEN35,
+        "Qwen3_5ForConditionalGeneration": _QWEN35,
+        "Qwen3_5MoeForCausalLM": _QWEN35_MOE,
+        "Qwen3_5MoeForConditionalGeneration": _QWEN35_MOE,
+        "Lfm2ForCausalLM": _LFM2,
+        "Lfm2MoeForCausalLM": MappingProxyType(
+            {
+                **_LFM2,
+                "num_experts": 32,
+                "num_experts_per_tok": 4,
+                "moe_intermediate_size": 1792,
+                "num_dense_layers": 2,
+                "norm_topk_prob": True,
+            }
+        ),
+        "NemotronHForCausalLM": MappingProxyType(
+            {
+                "layer_types": ("linear_attention", "moe", "full_attention", "mlp"),
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "layer_norm_epsilon": 1e-5,
+                "mlp_hidden_act": "relu2",
+                "mamba_head_dim": 64,
+                "n_groups": 8,
+                "ssm_state_size": 128,
+                "n_routed_experts": 8,
+                "n_shared_experts": 1,
+                "moe_intermediate_size": 7688,
+                "num_experts_per_tok": 2,
+                "norm_topk_prob": True,
+            }
+        ),
         "Qwen3MoeForCausalLM": MappingProxyType(
             {"num_key_value_heads": 4, "num_local_experts": 128, "moe_intermediate_size": 768}
         ),
@@ -158,6 +208,7 @@ OPTIONS: Mapping[str, Any] = MappingProxyType(
         "shared_expert_intermediate_size": 0,
         "swiglu_alpha": None,
         "swiglu_limit": None,
+        "use_expert_bias": True,
         "use_qk_norm": False,
         "use_bidirectional_attention": False,
     }

@@ -19,6 +19,10 @@ CLASSIFIER = "ForSequenceClassification"
 """How the name of an architecture ends whose pooled hidden states go through a head."""
 
 
+LANGUAGE_PARTS = ("VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+"""How the name of an architecture ends whose language part has a configuration of its own in it, in newer files."""
+
+
 def language_model(architecture: str) -> str:
     """The name of a decoder with its output layer."""
     for end in (CLASSIFIER, "Model"):
@@ -30,7 +34,7 @@ def language_model(architecture: str) -> str:
 def common_words(architecture: str, raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a configuration says in words of its own: models of images of their language part, in newer files; ModernBERT of its layers, whose windows reach `local_attention` / 2 to
     either side, and RoBERTa of positions, which it counts from behind that of padding."""
-    if architecture.endswith("VLForConditionalGeneration"):
+    if architecture.endswith(LANGUAGE_PARTS):
         return {name: value for name, value in raw.get("text_config", {}).items() if value is not None}
     if "RobertaFor" in architecture or "RobertaModel" in architecture:
         return {"first_position": int(raw.get("pad_token_id", 1)) + 1}

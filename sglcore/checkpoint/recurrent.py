@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -10,9 +10,11 @@ from typing import Any
 from sglcore.checkpoint.config import ModelConfig
 from sglcore.device.errors import ConfigError
 
-LINEAR, FULL = "linear_attention", "full_attention"
-NAMES = MappingProxyType({"mamba": LINEAR, "attention": FULL})
-"""What older files call the kinds of layers."""
+LINEAR, FULL, MLP = "linear_attention", "full_attention", "mlp"
+NAMES = MappingProxyType(
+    {"mamba": LINEAR, "conv": LINEAR, "attention": FULL, "M": LINEAR, "*": FULL, "-": MLP, "E": "moe"}
+)
+"""What some files call the kinds of layers, or write as a letter for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,13 @@ class DeltaNetConfig:
 
 def delta_net_config(config: ModelConfig) -> DeltaNetConfig:
     """Those of Qwen3-Next where the file says nothing. Raises `ConfigError` for heads that can not be grouped."""
-    raw = config.raw
+    words = config.words
     found = DeltaNetConfig(
-        raw.get("linear_num_key_heads", 16),
-        raw.get("linear_num_value_heads", 32),
-        raw.get("linear_key_head_dim", 128),
-        raw.get("linear_value_head_dim", 128),
-        raw.get("linear_conv_kernel_dim", 4),
+        words.get("linear_num_key_heads", 16),
+        words.get("linear_num_value_heads", 32),
+        words.get("linear_key_head_dim", 128),
+        words.get("linear_value_head_dim", 128),
+        words.get("linear_conv_kernel_dim", 4),
     )
     if found.value_heads % found.key_heads:
         raise ConfigError(
@@ -82,20 +84,20 @@ class Mamba2Config:
 
 
 def mamba2_config(config: ModelConfig) -> Mamba2Config:
-    """Those of Granite 4 where the file says nothing. Raises `ConfigError` for heads that can not be grouped."""
-    raw = config.raw
-    heads, groups = raw.get("mamba_n_heads", 128), raw.get("mamba_n_groups", 1)
-    size, (dt_min, dt_max) = raw.get("mamba_d_head", "auto"), raw.get("time_step_limit") or (0.0, float("inf"))
+    """Those of Granite 4 where nothing is said. Raises `ConfigError` for heads that can not be grouped."""
+    words = config.words
+    heads, groups = words.get("mamba_n_heads", 128), words.get("mamba_n_groups", 1)
+    size, (dt_min, dt_max) = words.get("mamba_d_head", "auto"), words.get("time_step_limit") or (0.0, float("inf"))
     if heads % groups:
         raise ConfigError(f"{config.path / 'config.json'} gives {heads} heads in {groups} groups", wanted="a multiple")
     return Mamba2Config(
         heads=heads,
-        head_dim=raw.get("mamba_expand", 2) * config.hidden_size // heads if size == "auto" else size,
+        head_dim=words.get("mamba_expand", 2) * config.hidden_size // heads if size == "auto" else size,
         groups=groups,
-        width=raw.get("mamba_d_state", 256),
-        taps=raw.get("mamba_d_conv", 4),
-        conv_bias=raw.get("mamba_conv_bias", True),
-        proj_bias=raw.get("mamba_proj_bias", False),
+        width=words.get("mamba_d_state", 256),
+        taps=words.get("mamba_d_conv", 4),
+        conv_bias=words.get("mamba_conv_bias", True),
+        proj_bias=words.get("mamba_proj_bias", False),
         dt_min=_number(dt_min),
         dt_max=_number(dt_max),
     )
@@ -106,20 +108,17 @@ def _number(value: Any) -> float:
     return float(value["__float__"] if isinstance(value, Mapping) else value)
 
 
-def layer_kinds(config: ModelConfig) -> tuple[str, ...]:
-    """The kind of each layer: its own, or every so many layers full attention. Raises `ConfigError` for others."""
-    raw, layers = config.raw, config.num_hidden_layers
-    kinds = _given(raw) or [
-        LINEAR if (layer + 1) % raw.get("full_attention_interval", 4) else FULL for layer in range(layers)
+def layer_kinds(config: ModelConfig, known: Sequence[str] = (LINEAR, FULL)) -> tuple[str, ...]:
+    """The kind of each layer: its own, or every so many layers full attention. Raises `ConfigError` for a kind that is not
+    `known`."""
+    words, layers = config.words, config.num_hidden_layers
+    kinds = [NAMES.get(kind, kind) for kind in words.get("layer_types", ())] or [
+        LINEAR if (layer + 1) % words.get("full_attention_interval", 4) else FULL for layer in range(layers)
     ]
-    unknown = sorted(set(kinds) - {LINEAR, FULL})
+    unknown = sorted(set(kinds) - set(known))
     if unknown or len(kinds) != layers:
         raise ConfigError(
             f"{config.path / 'config.json'} has {len(kinds)} layer_types, {', '.join(unknown) or 'all known'}",
-            wanted=f"{layers}, each {LINEAR} or {FULL}",
+            wanted=f"{layers}, each {' or '.join(known)}",
         )
     return tuple(kinds)
-
-
-def _given(raw: Mapping[str, Any]) -> list[str]:
-    return [NAMES.get(kind, kind) for kind in raw.get("layer_types") or ()]

@@ -39,7 +39,7 @@ def mrope_axes(config: ModelConfig) -> np.ndarray | None:
     sections = config.rope.scaling.get("mrope_section")
     if sections is None:
         return None
-    if not config.rope.scaling.get("mrope_interleaved", config.architecture.startswith("Qwen3VL")):
+    if not config.rope.scaling.get("mrope_interleaved", config.architecture.startswith(("Qwen3VL", "Qwen3_5"))):
         return np.repeat(np.arange(3, dtype=np.int32), sections)
     axes = np.zeros(rotary_dim(config) // 2, np.int32)
     for axis in (1, 2):

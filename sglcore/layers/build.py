@@ -18,7 +18,7 @@ from sglcore.layers.linear import Embedding, Head, Linear, OrderedLinear, Softca
 from sglcore.layers.mlp import GatedMlp
 from sglcore.layers.moe import ClampedMoe, SparseMoe
 from sglcore.layers.norm import LayerNorm, RMSNorm
-from sglcore.layers.recurrent import GatedDeltaNet, Mamba2, Rows
+from sglcore.layers.recurrent import GatedDeltaNet, Mamba2, Rows, ShortConv
 from sglcore.layers.rotary import cos_sin_cache
 from sglcore.layers.scope import Scope
 from sglcore.runtime.kernels.table import KernelTable
@@ -100,6 +100,10 @@ class Build(Scope):
         """Mamba 2."""
         return Mamba2(self, state_id, space, projection, output)
 
+    def short_conv(self, state_id: int, taps: int, projection: Rows, output: Rows, bias: bool = False) -> ShortConv:
+        """A convolution between two gates."""
+        return ShortConv(self, state_id, taps, projection, output, bias)
+
     def softcap(self, cap: float) -> Softcap:
         """cap * tanh(x / cap)."""
         return Softcap(self, cap)
@@ -128,10 +132,12 @@ class Build(Scope):
         """An elementwise function. Raises `ConfigError` for one that there is no kernel of."""
         if name == "tanh":
             return torch.tanh
+        if name == "relu2":
+            return _relu2
         if name == "sigmoid":
             return self.kernel(KernelTable.sigmoid, self.rows(1))
         if name != "gelu":
-            raise ConfigError(f"torch's layers have no activation {name!r}", wanted="'gelu', 'sigmoid' or 'tanh'")
+            raise ConfigError(f"torch's layers have no activation {name!r}", wanted="'gelu', 'relu2', 'sigmoid' or 'tanh'")
         return self.kernel(KernelTable.gelu, self.rows(self.config.intermediate_size))
 
     if not TYPE_CHECKING:
@@ -140,3 +146,7 @@ class Build(Scope):
             if kind.startswith("_"):
                 raise AttributeError(kind)
             raise ConfigError(f"{self.config.architecture} asks for {kind!r}, a kind of layer that torch's do not have")
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return torch.relu(x).square()

@@ -104,3 +104,18 @@ class Mamba2(StateLayer):
         a_log, d, dt_bias = self.by_head
         mixed = self._scan(xbc, dt, a_log, d, dt_bias, *self._limits, states["recurrent"], *rows)
         return self.output(self._norm(mixed, gate, self.norm, self._eps, True))
+
+
+class ShortConv(StateLayer):
+    """A convolution of what one gate lets through, behind another gate (Liquid AI's LFM2)."""
+
+    def __init__(self, build: Scope, layer_id: int, taps: int, projection: Rows, output: Rows, bias: bool) -> None:
+        """`projection` gives the first gate, the second, and what they weigh, side by side."""
+        self.projection, self.output = projection, output
+        self.conv = CausalConv(build, "conv", build.config.hidden_size, taps, bias=bias, silu=False)
+        super().__init__(layer_id, {"conv": self.conv.tail})
+
+    def mix(self, hidden: Tensor, batch: ForwardBatch, states: Mapping[str, Tensor]) -> Tensor:
+        """hidden [T, H] to [T, H]."""
+        before, after, x = self.projection(hidden).chunk(3, dim=1)
+        return self.output(after * self.conv(before * x, states["conv"], pool_rows(batch)))

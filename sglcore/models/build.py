@@ -189,6 +189,11 @@ class Build(Protocol):
         convolution takes, and each head's time step."""
         ...
 
+    def short_conv(self, state_id: int, taps: int, projection: Layer, output: Layer, bias: bool = False) -> Stateful:
+        """The convolution `conv` of this scope over `taps` tokens, between two gates and two projections: output(c * conv(b * x)).
+        `projection` gives b, c and x."""
+        ...
+
     def softcap(self, cap: float) -> Layer:
         """cap * tanh(x / cap), of logits."""
         ...
@@ -218,7 +223,7 @@ class Build(Protocol):
         ...
 
     def activation(self, name: str) -> Layer:
-        """An elementwise function: "gelu", "sigmoid" or "tanh"."""
+        """An elementwise function: "gelu", "relu2" (max(x, 0)^2), "sigmoid" or "tanh"."""
         ...
 
 

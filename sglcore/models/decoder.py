@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from sglcore.checkpoint.config import ModelConfig, MoeConfig
+from sglcore.checkpoint.recurrent import mamba2_config
 from sglcore.device.errors import ConfigError
 from sglcore.models.build import Architecture, Array, Attention, Batch, Build, Layer, Stateful
-
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-"""Of the gated feed-forward block."""
 
 
 class LayerState(NamedTuple):
@@ -76,6 +74,14 @@ class Recurrent:
     def __call__(self, hidden: Array, batch: Batch) -> Array:
         """[T, H] to [T, H]."""
         return self.state(hidden, batch)
+
+
+def make_mamba2(build: Build, state_id: int) -> Recurrent:
+    """Mamba 2 between the projections of this scope; `state_id` numbers the layers with states."""
+    space, size = mamba2_config(build.config), build.config.hidden_size
+    projection = build.linear("in_proj", size, space.inner + space.channels + space.heads, space.proj_bias)
+    output = build.linear("out_proj", space.inner, size, space.proj_bias)
+    return Recurrent(build.mamba2(state_id, space, projection, output))
 
 
 class Mixer(Protocol):
@@ -175,8 +181,11 @@ class SharedExpert:
 class CausalLM(Architecture):
     """Embedding, layers, norm and head. `embed`, `run_layers` over all layers in order, and `finish` are one forward.
 
-    `knows` are the options of the configuration that the architecture heeds; `norm_offset` is that of its norms.
+    `knows` are the options of the configuration that the architecture heeds; `activations` those that its feed-forward blocks may
+    have, of which experts have the first; `norm_offset` is that of its norms.
     """
+
+    activations: ClassVar[tuple[str, ...]] = ("silu", "gelu_pytorch_tanh")
 
     knows: ClassVar[frozenset[str]] = frozenset()
     norm_offset: ClassVar[float | None] = None
@@ -187,7 +196,7 @@ class CausalLM(Architecture):
         config, inner = build.config, build.at("model")
         self._check(config)
         vocab, size = config.vocab_size, config.hidden_size
-        self.rotary = build.rotary()
+        self.rotary = self.make_rotary(build)
         self.local_rotary = self.rotary if config.local_rope is None else build.rotary(config.local_rope)
         self.embed_tokens = inner.embedding("embed_tokens", vocab, size, self.embedding_scale)
         self.layers = tuple(self.make_layer(inner.at("layers", i), i) for i in range(config.num_hidden_layers))
@@ -204,7 +213,7 @@ class CausalLM(Architecture):
         self.state_layers = tuple(each.state for each in mixers if each.state is not None)
 
     def _check(self, config: ModelConfig) -> None:
-        activations = ("silu",) if config.moe is not None else ACTIVATIONS
+        activations = self.activations if config.moe is None else self.activations[:1]
         if config.hidden_act not in activations:
             wanted = " or ".join(map(repr, activations))
             raise ConfigError(f"hidden_act {config.hidden_act!r} is not supported here", wanted=wanted)
@@ -238,6 +247,10 @@ class CausalLM(Architecture):
     @abstractmethod
     def make_layer(self, build: Build, layer_id: int) -> AnyLayer:
         """One layer of this architecture."""
+
+    def make_rotary(self, build: Build) -> Any:
+        """What turns heads by their positions; None for a model without."""
+        return build.rotary()
 
     def rotary_of(self, layer_id: int) -> Any:
         """The rotary embedding of a layer: layers with a window may have one of their own."""

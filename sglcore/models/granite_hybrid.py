@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sglcore.checkpoint.recurrent import FULL, layer_kinds, mamba2_config
+from sglcore.checkpoint.recurrent import FULL, layer_kinds
 from sglcore.models.build import Build, Layer
-from sglcore.models.decoder import Mixer, Recurrent, SelfAttention, SharedExpert
+from sglcore.models.decoder import Mixer, SelfAttention, SharedExpert, make_mamba2
 from sglcore.models.granite import GraniteForCausalLM, GraniteLayer
 
 
@@ -25,14 +25,8 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
             bias = build.config.attention_bias
             mixer = SelfAttention(build.at("self_attn"), of_its_kind, rotary, qkv_bias=bias, output_bias=bias)
         else:
-            mixer = self._make_mamba(build.at("mamba"), of_its_kind)
+            mixer = make_mamba2(build.at("mamba"), of_its_kind)
         return GraniteLayer(build, mixer, self.make_mlp(build))
-
-    def _make_mamba(self, build: Build, state_id: int) -> Recurrent:
-        space, size = mamba2_config(build.config), build.config.hidden_size
-        projection = build.linear("in_proj", size, space.inner + space.channels + space.heads, space.proj_bias)
-        output = build.linear("out_proj", space.inner, size, space.proj_bias)
-        return Recurrent(build.mamba2(state_id, space, projection, output))
 
     def make_mlp(self, build: Build) -> Layer:
         shared = build.mlp("shared_mlp", build.config.raw.get("shared_intermediate_size", 1024), fused="input_linear")

@@ -72,9 +72,13 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
 
     def _make_delta_net(self, build: Build, state_id: int) -> Recurrent:
         net, size = delta_net_config(build.config), build.config.hidden_size
+        projection, output = self.make_projection(build, net), build.linear("out_proj", net.values, size)
+        return Recurrent(build.gated_delta_net(state_id, net, projection, output))
+
+    def make_projection(self, build: Build, net: DeltaNetConfig) -> Layer:
+        """Queries, keys and values, the gate, b and a of a layer with the delta rule."""
         parts = (("in_proj_qkvz", 2 * net.keys + 2 * net.values), ("in_proj_ba", 2 * net.value_heads))
-        projection = build.ordered(parts, size, [*_parts_apart(net)])
-        return Recurrent(build.gated_delta_net(state_id, net, projection, build.linear("out_proj", net.values, size)))
+        return build.ordered(parts, build.config.hidden_size, [*_parts_apart(net)])
 
     def make_mlp(self, build: Build, layer_id: int) -> Layer:
         """Dense in all layers where the configuration has no experts."""

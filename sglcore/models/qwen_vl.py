@@ -8,7 +8,9 @@ from sglcore.models.qwen2 import Qwen2ForCausalLM
 from sglcore.models.qwen3 import Qwen3ForCausalLM
 
 
-class _LanguagePart(CausalLM):
+class LanguagePart(CausalLM):
+    """A decoder beside a vision part."""
+
     ignored = (r"model\.visual\..*",)
 
     @classmethod
@@ -17,9 +19,9 @@ class _LanguagePart(CausalLM):
         return super().own_name(name).replace("model.language_model.", "model.", 1)
 
 
-class Qwen25VLForConditionalGeneration(_LanguagePart, Qwen2ForCausalLM):
+class Qwen25VLForConditionalGeneration(LanguagePart, Qwen2ForCausalLM):
     """Qwen 2's layers."""
 
 
-class Qwen3VLForConditionalGeneration(_LanguagePart, Qwen3ForCausalLM):
+class Qwen3VLForConditionalGeneration(LanguagePart, Qwen3ForCausalLM):
     """Qwen 3's layers."""

@@ -1,0 +1,59 @@
+"""What the configurations of some architectures call by words of their own, in those that most use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+_LFM2: Mapping[str, str] = MappingProxyType({"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"})
+WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "Lfm2ForCausalLM": MappingProxyType({**_LFM2, "block_ff_dim": "intermediate_size"}),
+        "Lfm2MoeForCausalLM": MappingProxyType({**_LFM2, "num_dense_layers": "first_k_dense_replace"}),
+        "NemotronHForCausalLM": MappingProxyType(
+            {
+                "layer_norm_epsilon": "rms_norm_eps",
+                "mlp_hidden_act": "hidden_act",
+                "hybrid_override_pattern": "layer_types",
+                "layers_block_type": "layer_types",
+                "mamba_num_heads": "mamba_n_heads",
+                "mamba_head_dim": "mamba_d_head",
+                "n_groups": "mamba_n_groups",
+                "ssm_state_size": "mamba_d_state",
+                "conv_kernel": "mamba_d_conv",
+                "use_conv_bias": "mamba_conv_bias",
+                "use_bias": "mamba_proj_bias",
+            }
+        ),
+    }
+)
+"""By architecture: a word of its own, and what others call the same. The last that is there counts."""
+
+
+def renamed(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What `values` say by words of the architecture's own; these count for more than the others' words."""
+    found = {ours: values[own] for own, ours in WORDS.get(architecture, {}).items() if own in values}
+    if architecture == "Lfm2ForCausalLM":
+        found |= _lfm2_layers(values)
+        found["intermediate_size"] = _lfm2_size({**values, **found})
+    if architecture == "NemotronHForCausalLM":
+        found["num_hidden_layers"] = len({**values, **found}["layer_types"])
+    return found
+
+
+def _lfm2_layers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Older files say which layers have attention, and without a word all have it."""
+    layers = range(values.get("num_hidden_layers", 0))
+    full = values.get("full_attn_idxs", layers)
+    kinds = ["full_attention" if layer in full else "conv" for layer in layers]
+    return {} if "layer_types" in values else {"layer_types": kinds}
+
+
+def _lfm2_size(values: Mapping[str, Any]) -> int:
+    """Two thirds of what the file says, and up to the next multiple, unless it says that its number is that already."""
+    size = values.get("intermediate_size", 12288)
+    if not values.get("block_auto_adjust_ff_dim", True):
+        return size
+    size, multiple = int(2 * size / 3), values.get("block_multiple_of", 256)
+    return -(-int(values.get("block_ffn_dim_multiplier", 1.0) * size) // multiple) * multiple

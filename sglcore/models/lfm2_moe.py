@@ -1,0 +1,20 @@
+"""LFM2, sparse: experts chosen by sigmoids with a bias, after some dense layers."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from sglcore.models.build import Build, Layer
+from sglcore.models.lfm2 import Lfm2ForCausalLM
+
+
+class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
+    """No block beside the experts."""
+
+    knows: ClassVar[frozenset[str]] = frozenset({"routed_scaling_factor"})
+
+    def make_mlp(self, build: Build, layer_id: int) -> Layer:
+        """Dense, or experts."""
+        if not self.moe.layers[layer_id]:
+            return super().make_mlp(build, layer_id)
+        return build.experts("mlp", self.moe, is_sigmoid=True)

@@ -1,0 +1,75 @@
+"""Nemotron-H: each layer is one norm and one mixer: Mamba 2, attention without positions, or a feed-forward block."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from sglcore.checkpoint.recurrent import FULL, LINEAR, MLP, layer_kinds
+from sglcore.models.build import Array, Batch, Build
+from sglcore.models.decoder import CausalLM, Mixer, SelfAttention, make_mamba2
+
+
+class FeedForward:
+    """down(max(up(x), 0)^2), where others have attention."""
+
+    __slots__ = ("activation", "down_proj", "up_proj")
+    attention = None
+    state = None
+
+    def __init__(self, build: Build) -> None:
+        size, inner, bias = build.config.hidden_size, build.config.intermediate_size, build.config.mlp_bias
+        self.up_proj = build.linear("up_proj", size, inner, bias)
+        self.activation = build.activation(build.config.hidden_act)
+        self.down_proj = build.linear("down_proj", inner, size, bias)
+
+    def __call__(self, hidden: Array, batch: Batch) -> Array:
+        """[T, H] to [T, H]."""
+        return self.down_proj(self.activation(self.up_proj(hidden)))
+
+
+class NemotronHLayer:
+    """What comes out of the mixer is added to the sum by the next layer's norm."""
+
+    __slots__ = ("norm", "self_attn")
+
+    def __init__(self, build: Build, mixer: Mixer, offset: float | None) -> None:
+        """`offset` is that of `Build.norm`."""
+        self.norm = build.norm("norm", build.config.hidden_size, offset)
+        self.self_attn = mixer
+
+    def __call__(self, hidden: Array, residual: Array | None, batch: Batch) -> tuple[Array, Array]:
+        """As `DecoderLayer`."""
+        hidden, residual = self.norm.add(hidden, residual)
+        return self.self_attn(hidden, batch), residual
+
+
+class NemotronHForCausalLM(CausalLM):
+    """Norms multiply in float32. The layers that predict further tokens are left unread."""
+
+    calls_library = True
+    ignored = (r"(model\.)?mtp\..*",)
+    activations: ClassVar[tuple[str, ...]] = ("relu2",)
+    knows: ClassVar[frozenset[str]] = frozenset({"n_group", "n_shared_experts", "routed_scaling_factor"})
+    norm_offset: ClassVar[float | None] = 0.0
+
+    @classmethod
+    def own_name(cls, name: str) -> str:
+        """In the words of other decoders; older files say `backbone` for the decoder."""
+        name = name.replace("backbone.", "model.", 1)
+        return super().own_name(name.replace("model.embeddings.", "model.embed_tokens.").replace(".norm_f.", ".norm."))
+
+    def make_rotary(self, build: Build) -> Any:
+        """There are no positions."""
+
+    def make_layer(self, build: Build, layer_id: int) -> NemotronHLayer:
+        config, mixer = build.config, build.at("mixer")
+        kinds = layer_kinds(config, (LINEAR, FULL, MLP))
+        of_its_kind = kinds[:layer_id].count(kinds[layer_id])
+        made: Mixer
+        if kinds[layer_id] == FULL:
+            made = SelfAttention(mixer, of_its_kind, None)
+        elif kinds[layer_id] == LINEAR:
+            made = make_mamba2(mixer, of_its_kind)
+        else:
+            made = FeedForward(mixer)
+        return NemotronHLayer(build, made, self.norm_offset)

@@ -1,0 +1,20 @@
+"""Qwen 3.5, dense and sparse: Qwen3-Next's layers with projections of their own for the delta rule, and a vision part beside them,
+which is left unread."""
+
+from __future__ import annotations
+
+from sglcore.checkpoint.recurrent import DeltaNetConfig
+from sglcore.models.build import Build, Layer
+from sglcore.models.qwen3_next import Qwen3NextForCausalLM
+from sglcore.models.qwen_vl import LanguagePart
+
+
+class Qwen35ForCausalLM(LanguagePart, Qwen3NextForCausalLM):
+    """The layers that predict further tokens are left unread."""
+
+    ignored = (*LanguagePart.ignored, *Qwen3NextForCausalLM.ignored)
+
+    def make_projection(self, build: Build, net: DeltaNetConfig) -> Layer:
+        """As Qwen3-Next's, each a weight of its own."""
+        gates = (("in_proj_z", net.values), ("in_proj_b", net.value_heads), ("in_proj_a", net.value_heads))
+        return build.fused((("in_proj_qkv", 2 * net.keys + net.values), *gates), build.config.hidden_size)
