@@ -212,7 +212,7 @@ def gemma2(**changes: Any) -> Oracle:
     return make_oracle(transformers.Gemma2Config(**{**SIZES, **sizes, **caps, **changes}), "Gemma2ForCausalLM")
 
 
-def _hybrid_sizes() -> dict[str, Any]:
+def hybrid_sizes() -> dict[str, Any]:
     """Three layers, the second with attention, of whose heads a half is rotated. The epsilon keeps norms of small sums from making
     float32's own error large."""
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12}
@@ -231,20 +231,20 @@ _EXPERTS = {
 
 def qwen3_next(**changes: Any) -> Oracle:
     """A Qwen3-Next whose third layer is dense."""
-    config = transformers.Qwen3NextConfig(**{**_hybrid_sizes(), **_EXPERTS, "mlp_only_layers": [2], **changes})
+    config = transformers.Qwen3NextConfig(**{**hybrid_sizes(), **_EXPERTS, "mlp_only_layers": [2], **changes})
     config._experts_implementation = "eager"
     return make_oracle(config, "Qwen3NextForCausalLM")
 
 
 def qwen35(**changes: Any) -> Oracle:
     """A dense Qwen 3.5."""
-    config = transformers.Qwen3_5TextConfig(**{**_hybrid_sizes(), **changes})
+    config = transformers.Qwen3_5TextConfig(**{**hybrid_sizes(), **changes})
     return make_oracle(config, "Qwen3_5ForCausalLM")
 
 
 def qwen35_moe(**changes: Any) -> Oracle:
     """A sparse Qwen 3.5."""
-    sizes = {name: size for name, size in _hybrid_sizes().items() if name != "intermediate_size"}
+    sizes = {name: size for name, size in hybrid_sizes().items() if name != "intermediate_size"}
     config = transformers.Qwen3_5MoeTextConfig(**{**sizes, **_EXPERTS, **changes})
     return make_oracle(config, "Qwen3_5MoeForCausalLM")
 

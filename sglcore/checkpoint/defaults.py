@@ -199,6 +199,7 @@ OPTIONS: Mapping[str, Any] = MappingProxyType(
         "embedding_multiplier": 1.0,
         "final_logit_softcapping": None,
         "logits_scaling": 1.0,
+        "mamba_hidden_act": "silu",
         "n_group": 1,
         "n_shared_experts": 0,
         "query_pre_attn_scalar": None,

@@ -137,7 +137,9 @@ class Build(Scope):
         if name == "sigmoid":
             return self.kernel(KernelTable.sigmoid, self.rows(1))
         if name != "gelu":
-            raise ConfigError(f"torch's layers have no activation {name!r}", wanted="'gelu', 'relu2', 'sigmoid' or 'tanh'")
+            raise ConfigError(
+                f"torch's layers have no activation {name!r}", wanted="'gelu', 'relu2', 'sigmoid' or 'tanh'"
+            )
         return self.kernel(KernelTable.gelu, self.rows(self.config.intermediate_size))
 
     if not TYPE_CHECKING:

@@ -74,8 +74,9 @@ def _weights(build: Scope, moe: MoeConfig, parts: Sequence[str]) -> tuple[Tensor
         gate_up = build.parameter(f"{both}.weight", count, 2 * size, hidden)
         return gate_up, build.parameter(f"{down}.weight", count, hidden, size)
     each, (first, second, down) = build.at("experts"), parts
-    gate_up = each.expert_stacked(count, ((f"{first}.weight", size), (f"{second}.weight", size)), hidden)
-    return gate_up, each.expert_stacked(count, ((f"{down}.weight", hidden),), size)
+    gate_up = ((f"{first}.weight", size), (f"{second}.weight", size))
+    w13 = each.expert_stacked("gate_up_proj", count, gate_up, hidden)
+    return w13, each.expert_stacked("down_proj", count, ((f"{down}.weight", hidden),), size)
 
 
 class SoftmaxRouting:

@@ -6,7 +6,7 @@ follow from that declaration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self, TypeVar
 
@@ -38,9 +38,21 @@ class Weights:
     `linears` are the layers whose weight is packed once it is loaded. `head` is the output layer, packed by rules of its
     own because its weight is the embedding's too if `is_head_tied`; None where there is none. `offsets` are numbers that are
     added to parameters once they are loaded. `orders` has int64 [N] for targets whose row i is row order[i] of the checkpoint's.
+    `stacks` are parameters that some checkpoints have whole and others in parts, with the names of the parts.
     """
 
-    __slots__ = ("device", "dtype", "head", "is_head_tied", "linears", "offsets", "orders", "parameters", "targets")
+    __slots__ = (
+        "device",
+        "dtype",
+        "head",
+        "is_head_tied",
+        "linears",
+        "offsets",
+        "orders",
+        "parameters",
+        "stacks",
+        "targets",
+    )
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -51,6 +63,7 @@ class Weights:
         self.offsets: list[tuple[Tensor, float]] = []
         self.orders: dict[str, Tensor] = {}
         self.parameters: list[Tensor] = []
+        self.stacks: dict[str, tuple[Tensor, tuple[str, ...]]] = {}
         self.targets: dict[str, Tensor] = {}
 
     def make(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
@@ -59,6 +72,14 @@ class Weights:
         parameter = nn.Parameter(made, requires_grad=False)
         self.parameters.append(parameter)
         return parameter
+
+    def choose_stacks(self, stored: Container[str]) -> None:
+        """Want whole what the checkpoint, which has tensors of these names, has whole."""
+        for name, (whole, parts) in self.stacks.items():
+            if name in stored:
+                for part in parts:
+                    del self.targets[part]
+                self.targets[name] = whole
 
     def place(self, layer: Packable, weight: Tensor) -> None:
         """Give a layer another form of its weight; the one before is freed, with the targets that were its parts."""
@@ -122,7 +143,10 @@ class Scope:
         self.weights.targets[self.prefix + name] = parameter.transpose(1, 2)
         return parameter
 
-    def expert_stacked(self, experts: int, parts: Sequence[tuple[str, int]], *shape: int) -> Tensor:
-        """Declare one weight [experts, rows, *shape]: of each expert, `prefix.N.name` for each part, in order."""
+    def expert_stacked(self, whole: str, experts: int, parts: Sequence[tuple[str, int]], *shape: int) -> Tensor:
+        """Declare one weight [experts, rows, *shape]: of each expert, `prefix.N.name` for each part, in order; or all of them, as
+        `prefix.whole`."""
         each = [(f"{expert}.{name}", rows) for expert in range(experts) for name, rows in parts]
-        return self.stacked(each, *shape).unflatten(0, (experts, -1))
+        weight = self.stacked(each, *shape).unflatten(0, (experts, -1))
+        self.weights.stacks[self.prefix + whole] = weight, tuple(self.prefix + name for name, _ in each)
+        return weight

@@ -105,6 +105,7 @@ def _sources(
     quantization = read_quantization(config.raw)
     files = [stack.enter_context(closing(SafetensorsFile(file))) for file in checkpoint_files(path)]
     named = model.named({entry.name: entry.shape for file in files for entry in file.entries})
+    weights.choose_stacks(named.values())
     harmless = (*HARMLESS, *model.ignored, *((TIED_HEAD,) if config.tie_word_embeddings or config.is_encoder else ()))
     found = find_sources(files, weights.targets, named, harmless, quantization)
     orders = {name: order for name, order in weights.orders.items() if name in found}

@@ -58,6 +58,7 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
     """The layers that predict further tokens are left unread."""
 
     calls_library = True
+    activations: ClassVar[tuple[str, ...]] = ("silu",)
     ignored = (r"mtp\..*",)
     norm_offset: ClassVar[float | None] = 1.0
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import transformers
+from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 from sglcore.checkpoint.config import ModelConfig, MoeConfig, read_config
 from sglcore.checkpoint.defaults import OPTIONS
-from sglcore.checkpoint.recurrent import layer_kinds, mamba2_config
+from sglcore.checkpoint.recurrent import FULL, LINEAR, MLP, layer_kinds, mamba2_config
 from sglcore.device.errors import ConfigError
 from sglcore.models.registry import ARCHITECTURES, model_class
 from tests.checkpoints import CAUSAL
@@ -33,6 +34,15 @@ def read(folder: Path, changes: dict) -> ModelConfig:
     return read_config(folder, ARCHITECTURES)
 
 
+NO_ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
+"""What is read of rotary embeddings where there are none."""
+
+
+def epsilon(config: dict[str, Any]) -> float:
+    """That of norms, by whatever name."""
+    return next(config[name] for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon") if name in config)
+
+
 @pytest.mark.parametrize("name", CAUSAL)
 def test_what_is_read_is_what_the_oracle_has(tmp_path, name: str) -> None:
     oracle = CAUSAL[name]().config
@@ -45,11 +55,12 @@ def test_what_is_read_is_what_the_oracle_has(tmp_path, name: str) -> None:
         "head_dim",
         "vocab_size",
         "tie_word_embeddings",
-        "rms_norm_eps",
     ):
         assert getattr(config, field) == getattr(oracle, field, None) or field == "head_dim", field
-    full = oracle.rope_parameters.get("full_attention", oracle.rope_parameters)
-    local = oracle.rope_parameters.get("sliding_attention")
+    wanted = oracle.to_dict()
+    assert config.rms_norm_eps == epsilon(wanted)
+    rope = wanted.get("rope_parameters", NO_ROPE)
+    full, local = rope.get("full_attention", rope), rope.get("sliding_attention")
     for found, wanted in ((config.rope, full), (config.local_rope, local)):
         assert (found and (found.theta, found.kind)) == (wanted and (wanted["rope_theta"], wanted["rope_type"]))
 
@@ -258,12 +269,13 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(tmp_path, architectur
     found = read(tmp_path, {"architectures": [architecture], **given})
     assert found.num_key_value_heads == wanted["num_key_value_heads"]
     assert found.head_dim == (wanted.get("head_dim") or 128)
-    assert found.rms_norm_eps == wanted["rms_norm_eps"]
+    assert found.rms_norm_eps == epsilon(wanted)
     assert found.tie_word_embeddings == wanted["tie_word_embeddings"]
     assert found.attention_bias == wanted.get("attention_bias", wanted.get("qkv_bias", False))
     assert found.mlp_bias == wanted.get("mlp_bias", False)
-    assert found.hidden_act == wanted.get("hidden_activation", wanted.get("hidden_act"))
-    rope = wanted["rope_parameters"]
+    acts = ("hidden_activation", "hidden_act", "mlp_hidden_act")
+    assert found.hidden_act == next((wanted[name] for name in acts if wanted.get(name)), "silu")
+    rope = wanted.get("rope_parameters", NO_ROPE)
     full, local = rope.get("full_attention", rope), rope.get("sliding_attention")
     assert (found.rope.theta, found.rope.partial) == (full["rope_theta"], full.get("partial_rotary_factor", 1.0))
     assert (found.local_rope and found.local_rope.theta) == (local and local["rope_theta"])
@@ -286,6 +298,35 @@ def test_heads_of_mamba_share_what_the_layer_expands_to(tmp_path) -> None:
     wanted = transformers.GraniteMoeHybridConfig(hidden_size=BASE["hidden_size"], **given)
     found = mamba2_config(read(tmp_path, {"architectures": ["GraniteMoeHybridForCausalLM"], **given}))
     assert (found.head_dim, found.inner) == (wanted.mamba_d_head, 144)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"block_ff_dim": 100, "norm_eps": 1e-4, "tie_embedding": False},
+        {"block_ffn_dim_multiplier": 1.3, "block_multiple_of": 32, "full_attn_idxs": [1, 3]},
+        {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "conv", "full_attention", "conv"]},
+    ],
+)
+def test_what_lfm2_calls_by_words_of_its_own(tmp_path, given: dict[str, Any]) -> None:
+    base = {name: value for name, value in BASE.items() if name != "architectures"}
+    wanted = transformers.Lfm2Config(**{**base, **given})
+    found = read(tmp_path, {"architectures": ["Lfm2ForCausalLM"], "num_key_value_heads": 2, **given})
+    assert found.intermediate_size == Lfm2MLP(wanted).w1.out_features
+    assert (found.rms_norm_eps, found.tie_word_embeddings) == (wanted.norm_eps, wanted.tie_word_embeddings)
+    kinds = wanted.layer_types or []
+    assert [kind == "full_attention" for kind in kinds] == [kind == FULL for kind in layer_kinds(found)]
+
+
+@pytest.mark.parametrize("word", ["layers_block_type", "hybrid_override_pattern"])
+def test_layers_of_nemotron_h_are_counted_by_their_kinds(tmp_path, word: str) -> None:
+    kinds = ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"]
+    given = {word: kinds if word == "layers_block_type" else "M-*EM"}
+    found = read(tmp_path, {"architectures": ["NemotronHForCausalLM"], "num_key_value_heads": 2, **given})
+    assert (found.num_hidden_layers, list(layer_kinds(found, kinds))) == (5, kinds)
+    with pytest.raises(ConfigError, match=r"has 5 layer_types, moe; wanted 5, each linear_attention or"):
+        layer_kinds(found, (LINEAR, FULL, MLP))
 
 
 def test_kinds_of_layers_are_named_in_two_ways_or_counted(tmp_path) -> None:

@@ -23,8 +23,10 @@ from tests.checkpoints import (
     glm4_moe,
     gpt_oss,
     granite_hybrid,
+    lfm2_moe,
     llama,
     mistral,
+    nemotron_h,
     qwen2,
     qwen3,
     qwen3_moe,
@@ -48,6 +50,8 @@ ARCHITECTURES: MappingProxyType[str, Callable[[], Any]] = MappingProxyType(
         "gpt-oss": lambda: gpt_oss(max_position_embeddings=CONTEXT),
         "exaone4-transformers": lambda: exaone4(max_position_embeddings=CONTEXT),
         "granite-hybrid": lambda: granite_hybrid(max_position_embeddings=CONTEXT),
+        "lfm2-moe": lambda: lfm2_moe(max_position_embeddings=CONTEXT),
+        "nemotron-h": lambda: nemotron_h(max_position_embeddings=CONTEXT),
         "qwen3-next": lambda: qwen3_next(max_position_embeddings=CONTEXT),
         "falcon-h1-transformers": lambda: falcon_h1(max_position_embeddings=CONTEXT),
     }
@@ -69,8 +73,8 @@ class Case:
         config = self.oracle.config
         head_dim = config.hidden_size // config.num_attention_heads
         head_dim = config.to_dict().get("head_dim") or head_dim
-        kinds = config.to_dict().get("layer_types") or ["full_attention"] * config.num_hidden_layers
-        layers = len(kinds) - kinds.count("linear_attention")
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        layers = sum(kind.endswith("_attention") and kind != "linear_attention" for kind in kinds)
         return page_size * layers * 2 * config.num_key_value_heads * head_dim * 4
 
 

@@ -18,7 +18,7 @@ from sglcore.schedule.memory import Memory
 from sglcore.schedule.prompt_embeds import PromptEmbeds, add_embeds
 from sglcore.schedule.request import Request, RequestError
 from sglcore.schedule.results import check_request
-from tests.checkpoints import SIZES, gemma3, make_oracle, qwen3_next, save
+from tests.checkpoints import SIZES, gemma3, hybrid_sizes, make_oracle, qwen3_next, save
 from tests.laws.engine import TOLERANCE, TokenEngine, random_prompts
 from tests.schedule.fake_worker import make_limits
 
@@ -43,7 +43,17 @@ def qwen3_vl() -> Any:
     return make_oracle(config, "Qwen3VLForConditionalGeneration")
 
 
-MODELS: Mapping[str, Callable[[], Any]] = MappingProxyType({"qwen2.5-vl": qwen25_vl, "qwen3-vl": qwen3_vl})
+def qwen35_vl() -> Any:
+    """Heads of 24, of which half is rotated; a layer with states before and after the one with attention."""
+    turned = {**ROPE, "mrope_section": [3, 2, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
+    text = {**hybrid_sizes(), "rope_parameters": turned}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=NO_EYES, tie_word_embeddings=False)
+    return make_oracle(config, "Qwen3_5ForConditionalGeneration")
+
+
+MODELS: Mapping[str, Callable[[], Any]] = MappingProxyType(
+    {"qwen2.5-vl": qwen25_vl, "qwen3-vl": qwen3_vl, "qwen3.5": qwen35_vl}
+)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -259,6 +269,7 @@ def matches_all(memory: Memory, request: Request, promised: int) -> bool:
 ADMIT = Memory.admit
 
 
+@pytest.mark.parametrize("model", ["qwen2.5-vl", "qwen3-vl"], indirect=True)  # of states, a hit needs a snapshot too
 @pytest.mark.parametrize(("name", "defect"), [("publish", publishes_all), ("admit", matches_all)])
 def test_pages_that_others_could_share_would_be_noticed(
     model: tuple[Path, Any], name: str, defect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.kernels.grouped import grouped_moe
@@ -17,11 +18,14 @@ from tests.checkpoints import (
     LONG,
     gemma3,
     granite_hybrid,
+    lfm2_moe,
     llama,
+    nemotron_h,
     oracle_logprobs,
     qwen3,
     qwen3_moe,
     qwen3_next,
+    qwen35,
     rope,
     save,
 )
@@ -93,7 +97,7 @@ def test_a_gate_of_sigmoids_chooses_in_float32_whatever_the_model_computes_in(tm
         assert (model.layers[1].mlp(hidden) - wanted).abs().max() < 0.02 * wanted.abs().max()
 
 
-@pytest.mark.parametrize("make", [granite_hybrid, qwen3_next])
+@pytest.mark.parametrize("make", [granite_hybrid, nemotron_h, qwen3_next, qwen35])
 def test_matrices_of_recurrences_stay_in_float32_and_tails_are_as_the_model_computes(tmp_path, make) -> None:
     model = load(save(make(), tmp_path), dtype=torch.bfloat16)
     kept = [{name: state.dtype for name, state in layer.kept.items()} for layer in model.state_layers]
@@ -159,6 +163,26 @@ def test_a_lost_offset_and_swapped_rotations_would_be_noticed(tmp_path) -> None:
     assert (Steps(model).logprobs({1: ids}) - wanted).abs().max() < TOLERANCE
     model.layers[1].norms[1].weight.sub_(1)
     assert (Steps(model).logprobs({1: ids}) - wanted).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-moe", "glm4-moe", "lfm2-moe"])
+def test_experts_in_one_tensor_are_those_in_many(tmp_path, name: str) -> None:
+    oracle, ids = CAUSAL[name](), prompt(9)
+    oracle.save_pretrained(tmp_path, save_original_format=False)
+    assert any(each.endswith(".experts.down_proj") for each in load_file(tmp_path / "model.safetensors"))
+    assert (Steps(load(tmp_path)).logprobs({1: ids}) - oracle_logprobs(oracle, ids)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value"),
+    [(lfm2_moe, "use_expert_bias", False), (nemotron_h, "mamba_hidden_act", "gelu"), (qwen35, "hidden_act", "gelu")],
+)
+def test_what_hybrids_do_not_heed_is_refused(tmp_path, make, name: str, value: object) -> None:
+    folder = save(make(), tmp_path)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
+    with pytest.raises(ConfigError, match=f"{name}.*{value}"):
+        load(folder)
 
 
 @pytest.mark.parametrize("name", ["attn_logit_softcapping", "rope_local_base_freq", "use_bidirectional_attention"])

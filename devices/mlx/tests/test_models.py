@@ -63,6 +63,13 @@ CAUSAL = (
     "qwen3-next",
     "granite-hybrid",
     "granite-hybrid-dense",
+    "qwen3.5",
+    "qwen3.5-moe",
+    "lfm2",
+    "lfm2-biases",
+    "lfm2-moe",
+    "nemotron-h",
+    "nemotron-h-biases",
 )
 """The names of `tests.checkpoints.CAUSAL`, which can not be imported where tests are only collected."""
 

@@ -16,7 +16,7 @@ from sglcore_mlx.layers.linear import Linear
 from sglcore_mlx.layers.mlp import GatedMlp, gelu
 from sglcore_mlx.layers.moe import ClampedExperts, GatedExperts, SigmoidRouting, SoftmaxRouting, SparseMoe
 from sglcore_mlx.layers.norm import LayerNorm, RMSNorm
-from sglcore_mlx.layers.recurrent import GatedDeltaNet, Mamba2
+from sglcore_mlx.layers.recurrent import GatedDeltaNet, Mamba2, ShortConv
 from sglcore_mlx.layers.rotary import Rotary
 from sglcore_mlx.layers.scope import Scope
 
@@ -69,6 +69,10 @@ class Build(Scope):
         """Mamba 2."""
         return Mamba2(self, state_id, space, projection, output)
 
+    def short_conv(self, state_id: int, taps: int, projection: Linear, output: Linear, bias: bool = False) -> ShortConv:
+        """A convolution between two gates."""
+        return ShortConv(self, state_id, taps, projection, output, bias)
+
     def softcap(self, cap: float) -> Callable[[mx.array], mx.array]:
         """cap * tanh(x / cap)."""
         return lambda x: mx.tanh(x / cap) * cap
@@ -97,7 +101,7 @@ class Build(Scope):
 
     def activation(self, name: str) -> Callable[[mx.array], mx.array]:
         """An elementwise function. Raises `ConfigError` for one that is not here."""
-        activations = {"gelu": gelu, "sigmoid": mx.sigmoid, "tanh": mx.tanh}
+        activations = {"gelu": gelu, "relu2": _relu2, "sigmoid": mx.sigmoid, "tanh": mx.tanh}
         if name not in activations:
             raise ConfigError(f"MLX's layers have no activation {name!r}", wanted=", ".join(activations))
         return activations[name]
@@ -108,3 +112,7 @@ class Build(Scope):
             if kind.startswith("_"):
                 raise AttributeError(kind)
             raise ConfigError(f"{self.config.architecture} asks for {kind!r}, a kind of layer that MLX's do not have")
+
+
+def _relu2(x: mx.array) -> mx.array:
+    return mx.square(mx.maximum(x, 0))

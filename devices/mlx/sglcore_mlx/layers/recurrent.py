@@ -20,18 +20,19 @@ L2_EPS = 1e-6
 
 
 class CausalConv:
-    """The depthwise convolution over a token and those before it, then silu; by `NAME.weight` of the checkpoint, [channels, 1,
+    """The depthwise convolution over a token and those before it, then perhaps silu; by `NAME.weight` of the checkpoint, [channels, 1,
     taps] or as MLX has them, [channels, taps, 1]."""
 
-    __slots__ = ("_bias", "_weight", "tail")
+    __slots__ = ("_bias", "_silu", "_weight", "tail")
 
-    def __init__(self, build: Scope, name: str, size: int, taps: int, *, bias: bool = False) -> None:
+    def __init__(self, build: Scope, name: str, size: int, taps: int, *, bias: bool = False, silu: bool = True) -> None:
         given = build.weights.shape_of(f"{build.prefix}{name}.weight")
         shape = (taps, 1) if given == (size, taps, 1) else (1, taps)
         weight = build.weights.take(f"{build.prefix}{name}.weight", size, *shape, dtype=mx.float32)
         self._weight = build.weights.keep(weight.reshape(size, taps).T)
         self._bias = build.parameter(f"{name}.bias", size, offset=0.0) if bias else None
         self.tail = StateShape((taps - 1, size), build.dtype)
+        self._silu = silu
 
     def __call__(self, x: mx.array, tails: mx.array) -> tuple[mx.array, mx.array]:
         """x [N, L, size] after the tokens `tails` [N, taps - 1, size]: the same shapes."""
@@ -40,7 +41,7 @@ class CausalConv:
         for tap in range(self._weight.shape[0]):
             out = out + joined[:, tap : tap + length] * self._weight[tap]
         out = out.astype(x.dtype)
-        return out * mx.sigmoid(out), joined[:, length:]
+        return out * mx.sigmoid(out) if self._silu else out, joined[:, length:]
 
 
 class GatedDeltaNet:
@@ -119,6 +120,26 @@ class Mamba2:
         rows, length, heads, *rest = x.shape
         grouped = x.reshape(rows, length, self._space.groups, heads // self._space.groups, *rest)
         return grouped.transpose(0, 2, 3, 1, *range(4, grouped.ndim))
+
+
+class ShortConv:
+    """A convolution of what one gate lets through, behind another gate (Liquid AI's LFM2)."""
+
+    def __init__(self, build: Scope, layer_id: int, taps: int, projection: Rows, output: Rows, bias: bool) -> None:
+        """`projection` gives the first gate, the second, and what they weigh, side by side."""
+        self.layer_id = layer_id
+        self._projection, self._output = projection, output
+        self._conv = CausalConv(build, "conv", build.config.hidden_size, taps, bias=bias, silu=False)
+        self.kept = (self._conv.tail,)
+
+    def __call__(self, hidden: mx.array, batch: ForwardBatch) -> mx.array:
+        """hidden [T, H] to [T, H]."""
+        before, after, x = mx.split(self._projection(hidden), 3, axis=-1)
+        return self._output(after * batch.recur(self.layer_id, self._advance, before * x))
+
+    def _advance(self, states: States, x: mx.array) -> tuple[mx.array, States]:
+        mixed, tails = self._conv(x, states[0])
+        return mixed, [tails]
 
 
 def _rate(build: Scope, heads: int) -> mx.array:
