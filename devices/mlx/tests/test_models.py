@@ -103,6 +103,14 @@ def test_log_probabilities_are_those_of_transformers(tmp_path: Path, name: str, 
     np.testing.assert_allclose(logprobs(load(tmp_path, parts=parts), IDS), wanted(oracle), rtol=0, atol=ATOL)
 
 
+def test_experts_in_one_tensor_are_those_in_many(tmp_path: Path) -> None:
+    from tests import checkpoints
+
+    oracle = checkpoints.CAUSAL["qwen3.5-moe"]()
+    oracle.save_pretrained(tmp_path, save_original_format=False)
+    np.testing.assert_allclose(logprobs(load(tmp_path), IDS), wanted(oracle), rtol=0, atol=ATOL)
+
+
 @pytest.mark.parametrize("max_positions", [16, 64])
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_longrope_follows_the_length_that_the_model_is_opened_for(tmp_path, max_positions: int, is_fused: bool) -> None:

@@ -94,8 +94,8 @@ class ExpertsSideBySide:
 
 
 class GatedExperts:
-    """down(silu(gate(x)) * up(x)) of each row's expert, from either form of checkpoint: `experts.N.gate_proj`, or all of a
-    layer as `switch_mlp.gate_proj`."""
+    """down(silu(gate(x)) * up(x)) of each row's expert, from any form of checkpoint: `experts.N.gate_proj`, or all of a layer as
+    `switch_mlp.gate_proj`, or as `experts.gate_up_proj`."""
 
     __slots__ = ("down_proj", "gate_up_proj")
 
@@ -105,6 +105,8 @@ class GatedExperts:
             self.gate_up_proj, self.down_proj = _stacked(build.at("switch_mlp"), moe)
         elif len(parts) == 2:
             self.gate_up_proj, self.down_proj = _both_stacked(build, moe, parts)
+        elif build.weights.has(f"{build.prefix}experts.gate_up_proj"):
+            self.gate_up_proj, self.down_proj = _whole(build.at("experts"), moe)
         else:
             self.gate_up_proj, self.down_proj = _separate(build.at("experts"), moe, parts)
 
@@ -265,6 +267,14 @@ def _both_stacked(build: Scope, moe: MoeConfig, parts: Sequence[str]) -> tuple[E
     hidden, size, (both, down) = build.config.hidden_size, moe.intermediate_size, parts
     gate_up = _stacked_linear(build, (both,), moe.num_experts, hidden, 2 * size)
     return gate_up, _stacked_linear(build, (down,), moe.num_experts, size, hidden)
+
+
+def _whole(build: Scope, moe: MoeConfig) -> tuple[ExpertLinear, ExpertLinear]:
+    """The same as plain tensors, named after no layer."""
+    hidden, size, count = build.config.hidden_size, moe.intermediate_size, moe.num_experts
+    shapes = (("gate_up_proj", 2 * size, hidden), ("down_proj", hidden, size))
+    gate_up, down = (build.weights.take(f"{build.prefix}{name}", count, *shape) for name, *shape in shapes)
+    return _plain(build, gate_up), _plain(build, down)
 
 
 def _separate(build: Scope, moe: MoeConfig, parts: Sequence[str]) -> tuple[ExpertLinear, ExpertLinear]:
