@@ -30,7 +30,9 @@ def load_checkpoint(
     """The model of a checkpoint folder, as the configuration asks, on the device of `facts`. How it runs, the dtype and the
     form of quantised weights go to the ledger. Raises ConfigError and what `load_model` raises; waits.
     """
-    model_config, architectures = choose_implementation(config.model_impl, folder, ledger, task=config.task)
+    model_config, architectures = choose_implementation(
+        config.model_impl, folder, ledger, task=config.task, trusts_code=config.trust_remote_code
+    )
     check_context(config.max_model_len, model_config)
     dtype = choose_dtype(config.dtype, model_config.dtype, facts)
     ledger.record(dtype)

@@ -7,12 +7,14 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from sglcore.checkpoint.config import EMPTY, ModelConfig, read_config
 from sglcore.checkpoint.files import read_json
 from sglcore.checkpoint.gguf import is_gguf
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.models.checkpoint_code import brings_code, code_files, code_modules
 from sglcore.models.registry import ARCHITECTURES
 from sglcore.models.transformers_types import PROVEN, VERSION
 
@@ -22,14 +24,19 @@ REMEDY = "choose with --model-impl"
 
 
 def choose_implementation(
-    asked: str, path: Path, ledger: DecisionLedger, has_torch: bool = True, task: str = "auto"
+    asked: str,
+    path: Path,
+    ledger: DecisionLedger,
+    has_torch: bool = True,
+    task: str = "auto",
+    trusts_code: bool = False,
 ) -> tuple[ModelConfig, Mapping[str, str]]:
     """The configuration of a checkpoint for a task (EngineConfig's), and what to add to the registry for it: nothing for an
     architecture with a file of ours, or for a device without torch. The choice goes to the ledger, and so does the pooling
-    of a model that has one.
+    of a model that has one. `trusts_code`: code in the checkpoint's folder may run where nothing else serves it.
 
     Raises `ConfigError` for an implementation that is not known, or not there for this device or file, an architecture that
-    neither has, one of transformers that was not shown to give the same as it does by itself, and what reading the
+    neither has, one of transformers that does not give the same as it does by itself, and what reading the
     configuration raises.
     """
     _check_asked(asked, path, has_torch)
@@ -37,25 +44,43 @@ def choose_implementation(
         config = read_config(path, ARCHITECTURES, task)
         module = ARCHITECTURES[config.architecture].partition(":")[0]
         ledger.record(Row("model impl", asked, "native", f"{config.architecture} has a file here, {module}", REMEDY))
-        _record_pooling(config, task, ledger)
-        return config, EMPTY
-    kind = _check_transformers(path)
-    from sglcore.models.transformers_config import transformers_config
-
-    config = transformers_config(path, task)
-    why = "asked for" if asked == "transformers" else f"{config.architecture} has no file here"
-    found = version("transformers")
-    reason = f"{why}; {kind!r} of transformers {VERSION} gives what its own forward gives"
-    if found != VERSION:
-        reason = f"{reason}, and {found} is installed"
-    ledger.record(Row("model impl", asked, "transformers", reason, REMEDY, downgrade=found != VERSION))
-    _record_pooling(config, task, ledger)
-    return config, MappingProxyType({config.architecture: TRANSFORMERS})
-
-
-def _record_pooling(config: ModelConfig, task: str, ledger: DecisionLedger) -> None:
+    else:
+        config = _by_transformers(asked, path, ledger, task, trusts_code)
     if config.pooling is not None:
         ledger.record(Row("pooling", task, str(config.pooling), config.pooling.reason, "choose with --task"))
+    return config, EMPTY if config.library is None else MappingProxyType({config.architecture: TRANSFORMERS})
+
+
+def _by_transformers(asked: str, path: Path, ledger: DecisionLedger, task: str, trusts_code: bool) -> ModelConfig:
+    raw = read_json(path / "config.json", "this is not a checkpoint folder; point at the one with config.json")
+    kind = str(raw.get("model_type", ""))
+    _check_transformers(raw, kind, asked, trusts_code)
+    runs_code = kind not in PROVEN and brings_code(raw)
+    if runs_code:
+        files = ", ".join(code_files(path, raw))
+        why = "--trust-remote-code: these files of the checkpoint run with all rights of this process"
+        ledger.record(Row("remote code", "none", files, why, "use a model without code", downgrade=True))
+    from sglcore.models.transformers_config import transformers_config
+
+    config = transformers_config(path, task, runs_code)
+    why = "asked for" if asked == "transformers" else f"{config.architecture} has no file here"
+    reason, downgrade = _proof(config, kind)
+    ledger.record(Row("model impl", asked, "transformers", f"{why}; {reason}", REMEDY, downgrade))
+    return config
+
+
+def _proof(config: ModelConfig, kind: str) -> tuple[str, bool]:
+    """Why a model gives what its class's own forward gives, and whether that says less than the comparison of all types
+    does. Raises `ConfigError` where it does not."""
+    found = version("transformers")
+    if kind not in PROVEN:
+        from sglcore.models.transformers_check import check
+
+        error = check(config, TRANSFORMERS)
+        what = f"{kind!r} was not compared before; checked at load, on a tiny model of the same options"
+        return f"{what}: log-probabilities differ by at most {error:.1g} from those of its own forward", True
+    reason = f"{kind!r} of transformers {VERSION} gives what its own forward gives"
+    return (reason, False) if found == VERSION else (f"{reason}, and {found} is installed", True)
 
 
 def _check_asked(asked: str, path: Path, has_torch: bool) -> None:
@@ -80,26 +105,25 @@ def _architecture(path: Path) -> str:
     return (read_json(file).get("architectures") or [""])[0] if file.is_file() else ""
 
 
-def _check_transformers(path: Path) -> str:
-    """The model's type for transformers. Raises `ConfigError` where it can not be served."""
-    raw = read_json(path / "config.json", "this is not a checkpoint folder; point at the one with config.json")
-    name, kind = (raw.get("architectures") or ["an architecture without a name"])[0], str(raw.get("model_type", ""))
-    if "auto_map" in raw and kind not in PROVEN:
-        raise ConfigError(
-            f"{name!r} brings code of its own, which is never run",
-            wanted="an architecture of sglcore or of transformers",
-            remedy="use another model",
-        )
-    if kind not in PROVEN:
+def _check_transformers(raw: Mapping[str, Any], kind: str, asked: str, trusts_code: bool) -> None:
+    """Raise `ConfigError` for a type that is not served, or not as it is asked for."""
+    name = (raw.get("architectures") or ["an architecture without a name"])[0]
+    if kind not in PROVEN and brings_code(raw):
+        if not trusts_code:
+            raise ConfigError(
+                f"{name!r} brings code of its own, {', '.join(code_modules(raw))}, which is not run",
+                wanted="an architecture of sglcore or of transformers",
+                remedy="use another model, or read that code and start with --trust-remote-code",
+            )
+    elif kind not in PROVEN and asked != "transformers":
         raise ConfigError(
             f"the architecture {name!r} is not supported: sglcore has no file of it, and transformers' type {kind!r} is not "
             "among those that were compared with transformers' own forward",
             wanted=f"one of {', '.join(sorted(ARCHITECTURES))}, or a type that docs/models.md lists",
-            remedy="use another model",
+            remedy="use another model, or have this one compared at load with --model-impl transformers",
         )
     if find_spec("transformers") is None:
         raise ConfigError(
             f"{name!r} runs by transformers' own class, and transformers is not installed",
             remedy="pip install 'sglcore[transformers]'",
         )
-    return kind

@@ -3,35 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sglcore.checkpoint.config import EMPTY, ModelConfig, RopeConfig
 from sglcore.checkpoint.files import read_json
 from sglcore.checkpoint.pooling import read_pooling
 from sglcore.device.errors import ConfigError
+from sglcore.models.checkpoint_code import CAUSAL
 from sglcore.models.registry import ARCHITECTURES
 
 UNBOUNDED = 1 << 17
 """The context of a model that has no positions."""
 
 
-def transformers_config(folder: Path, task: str = "auto") -> ModelConfig:
+@dataclass(frozen=True, slots=True)
+class Library:
+    """What transformers makes a checkpoint's model of. `code` is the folder whose class it is; None: transformers has it."""
+
+    config: PreTrainedConfig
+    code: Path | None = None
+
+    def model(self, **options: Any) -> PreTrainedModel:
+        """A new causal model, without the checkpoint's weights. Raises what the class raises."""
+        config = deepcopy(self.config)  # the class writes into it
+        if self.code is None:
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+        # Transformers would keep one class for all folders whose configuration is of one class.
+        found: Any = get_class_from_dynamic_module(config.auto_map[CAUSAL], self.code, local_files_only=True)
+        return found._from_config(config, **options)
+
+
+def transformers_config(folder: Path, task: str = "auto", runs_code: bool = False) -> ModelConfig:
     """What the engine asks of a model's configuration. Heads, windows and positions are not in it: the model itself tells
-    them. Raises `ConfigError` for what transformers refuses, remote code among it."""
+    them. `runs_code`: its classes are those of the folder. Raises `ConfigError` for what transformers refuses."""
     raw = read_json(folder / "config.json")
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, LookupError, TypeError, AttributeError, StrictDataclassError) as error:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=runs_code)
+    except Exception as error:
         raise ConfigError(
             f"transformers refuses {folder / 'config.json'}: {' '.join(str(error).split())}", remedy="use another model"
         ) from error
+    _check(folder, raw, config, runs_code)
+    try:
+        return described(folder, raw, Library(config, folder if runs_code else None), task)
+    except AttributeError as error:
+        raise ConfigError(f"{folder / 'config.json'} has no {error.name!r}", remedy="use another model") from error
+
+
+def described(folder: Path, raw: Mapping[str, Any], library: Library, task: str) -> ModelConfig:
+    """The same of a configuration that was read."""
+    config = library.config
     text = config.get_text_config(decoder=True)
-    _check(folder, config, text)
     length = _length(text)
     return ModelConfig(
         path=folder,
@@ -55,8 +85,8 @@ def transformers_config(folder: Path, task: str = "auto") -> ModelConfig:
         dtype=str(text.dtype or "float32").removeprefix("torch."),
         moe=None,
         pooling=read_pooling(folder, raw["architectures"][0], raw, task),
-        raw=MappingProxyType(raw),
-        library=config,
+        raw=MappingProxyType(dict(raw)),
+        library=library,
     )
 
 
@@ -68,16 +98,19 @@ def _length(text: PreTrainedConfig) -> int:
         return UNBOUNDED
 
 
-def _check(folder: Path, config: PreTrainedConfig, text: PreTrainedConfig) -> None:
+def _check(folder: Path, raw: Mapping[str, Any], config: PreTrainedConfig, runs_code: bool) -> None:
     """Raise `ConfigError` for what transformers' classes would do otherwise in a batch than alone."""
-    known, name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type], (config.architectures or [""])[0]
+    name = (config.architectures or [""])[0]
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "none")
+    if runs_code:
+        known = raw["auto_map"][CAUSAL].rpartition(".")[2]
     if name != known:
         raise ConfigError(
-            f"the architecture {name!r} is not supported: transformers' language model of type {config.model_type!r} is "
-            f"{known}",
+            f"the architecture {name!r} is not supported: the language model of type {config.model_type!r} is {known}",
             wanted=f"that, or one of {', '.join(sorted(ARCHITECTURES))}",
             remedy="use another model",
         )
+    text = config.get_text_config(decoder=True)
     ropes = text.to_dict().get("rope_parameters") or {}
     kinds = {str(each.get("rope_type")) for each in (ropes, *ropes.values()) if isinstance(each, Mapping)}
     for kind in sorted(kinds & {"dynamic", "longrope"}):

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from sglcore.device.errors import ConfigError
@@ -98,9 +97,8 @@ def _replaced(build: Build, is_whole: bool) -> tuple[PreTrainedModel, tuple[Mixe
 
 def _empty_model(build: Build) -> PreTrainedModel:
     """The causal class of the checkpoint's configuration, on the meta device."""
-    config = deepcopy(build.config.library)  # the class writes into it
     with torch.device("meta"), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=build.dtype, trust_remote_code=False)
+        model = build.config.library.model(dtype=build.dtype)
     model.tie_weights()
     serve_experts(model)
     return model.eval()

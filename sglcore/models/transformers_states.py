@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
+from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from sglcore.device.errors import ConfigError
 from sglcore.models.transformers_layers import PackedLinear
@@ -24,6 +25,8 @@ from sglcore.runtime.state_layer import StateLayer
 
 _UPDATES = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache"})
 """What a module calls to leave its state."""
+_CLASSES = ("transformers.models.", f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}.")
+"""Where transformers' classes are, and those of a checkpoint's own code."""
 _CACHES = ("cache_params", "past_key_values")
 """What it calls the cache."""
 EQUAL = 1e-3
@@ -162,8 +165,8 @@ def find_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
 
 
 def _names_in(kind: type[nn.Module]) -> set[str]:
-    """The names that the code of a class of transformers has."""
-    own = [each for each in kind.__mro__ if each.__module__.startswith("transformers.models.")]
+    """The names that the code of a model's class has."""
+    own = [each for each in kind.__mro__ if each.__module__.startswith(_CLASSES)]
     functions = [inspect.unwrap(each) for one in own for each in vars(one).values() if inspect.isfunction(each)]
     return {name for function in functions for name in function.__code__.co_names}
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sglcore.device.worker import Limits
 from sglcore.models.implementation import TRANSFORMERS
 from sglcore.models.loader import load_model
+from sglcore.models.transformers_check import difference, whole
 from sglcore.models.transformers_config import transformers_config
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.tp_worker import TpModelWorker
@@ -24,8 +24,6 @@ from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 from tests.models.steps import PAGE, SLOTS, Steps
 
-LENGTH, OTHER = 40, 23
-"""Tokens of the two requests."""
 SNAPSHOTS = 4
 
 
@@ -52,17 +50,8 @@ def load(
 
 
 def compare(model: PreTrainedModel, folder: Path, seed: int = 0, kernels: KernelTable | None = None) -> float:
-    """The greatest difference of log-probabilities [T, vocab] between a model's own forward and the engine's steps: two
-    prompts in random chunks side by side, then their other tokens one by one, and both in one batch. A model with states has
-    two forwards of its own, of all tokens at once, and of one after the other from its cache, of which the nearer one counts:
-    they are not always one."""
-    loaded = load(model, folder, kernels=kernels)
-    generator = torch.Generator().manual_seed(seed)
-    tokens = [torch.randint(3, loaded.config.vocab_size, (length,), generator=generator) for length in (LENGTH, OTHER)]
-    found = _by_steps(Steps(loaded), [each.tolist() for each in tokens], generator)
-    forwards = (_whole, _cached) if loaded.state_layers else (_whole,)
-    wanted = [[forward(model, each) for each in tokens] for forward in forwards]
-    return min(max(float((a - b).abs().max()) for a, b in zip(own, found, strict=True)) for own in wanted)
+    """`difference` of a model."""
+    return difference(model, load(model, folder, kernels=kernels), seed)
 
 
 def compare_served(model: PreTrainedModel, folder: Path) -> float:
@@ -107,54 +96,7 @@ def _error(model: PreTrainedModel, request: Request) -> float:
     """Of the log-probabilities of its tokens."""
     assert request.finish_reason == "length", request.error
     prompt, tokens = request.prompt_ids.tolist(), list(request.output_ids)
-    wanted = _whole(model, torch.tensor(prompt + tokens))[len(prompt) - 1 : -1]
+    wanted = whole(model, torch.tensor(prompt + tokens))[len(prompt) - 1 : -1]
     chosen = wanted[torch.arange(len(tokens)), torch.tensor(tokens)]
     found = torch.tensor([float(each.chosen[0]) for each in request.logprobs])
     return float((chosen - found).abs().max())
-
-
-def _whole(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    with torch.no_grad():
-        return torch.log_softmax(model(tokens[None], use_cache=False).logits[0].float(), dim=-1)
-
-
-def _cached(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Half of the tokens at once, then each from the model's own cache."""
-    half, found, kept = len(tokens) // 2, [], {}
-    with torch.no_grad():
-        for part in (tokens[:half], *tokens[half:].split(1)):
-            out = model(part[None], use_cache=True, **kept)
-            kept = {name: out[name] for name in ("past_key_values", "cache_params") if name in out}
-            found.append(torch.log_softmax(out.logits[0].float(), dim=-1))
-    return torch.cat(found)
-
-
-def _by_steps(steps: Steps, tokens: list[list[int]], generator: torch.Generator) -> list[Tensor]:
-    """Chunks until half of each prompt is done, then single tokens of both."""
-    found: list[list[Tensor]] = [[], []]
-    done = [0, 0]
-    while any(at < len(own) // 2 for at, own in zip(done, tokens, strict=True)):
-        sizes = torch.randint(0, 9, (2,), generator=generator).tolist()
-        _step(steps, tokens, done, found, sizes)
-    while any(at < len(own) for at, own in zip(done, tokens, strict=True)):
-        _step(steps, tokens, done, found, [1, 1])
-    return [torch.cat(own) for own in found]
-
-
-def _step(
-    steps: Steps,
-    tokens: list[list[int]],
-    done: list[int],
-    found: list[list[Tensor]],
-    sizes: list[int],
-) -> None:
-    given = {row + 1: tokens[row][done[row] : done[row] + size] for row, size in enumerate(sizes)}
-    given = {slot: part for slot, part in given.items() if part}
-    if not given:
-        return
-    hidden = steps.hidden(given)
-    with torch.inference_mode():
-        logprobs = torch.log_softmax(steps.runner.logits(hidden, None), dim=-1)
-    for (slot, part), own in zip(given.items(), logprobs.split([len(part) for part in given.values()]), strict=True):
-        found[slot - 1].append(own)
-        done[slot - 1] += len(part)

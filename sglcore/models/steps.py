@@ -1,0 +1,97 @@
+"""Drives a model through the runtime's own runner, page table and reference attention, one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.device.facts import Facts
+from sglcore.models.build import Architecture
+from sglcore.runtime.attention.contract import AttentionShape
+from sglcore.runtime.attention.reference import ReferenceAttention
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
+from sglcore.runtime.memory.states import StatePool
+from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
+from sglcore.runtime.token_table import TokenTable
+
+PAGE, SLOTS, CONTEXT = 4, 3, 128
+FACTS = Facts(tensor_device="cpu", shares_host_memory=True)
+
+
+class Steps:
+    """A model on the processor, with its runner. Slots 1 to 3 hold one sequence each; pages are handed out from the top, interleaved."""
+
+    def __init__(self, model: Architecture, snapshots: int = 0) -> None:
+        layers = tuple((layer.num_kv_heads, layer.head_dim) for layer in model.attention_layers)
+        windows = tuple(dict.fromkeys(layer.sliding_window for layer in model.attention_layers))
+        encoder = model.config.is_encoder
+        shape = AttentionShape(
+            max((layer.num_heads for layer in model.attention_layers), default=1), layers, windows, encoder
+        )
+        table = ReqToTokenPool(SLOTS, CONTEXT, PAGE, "cpu")
+        cells = MHATokenToKVPool(SLOTS * CONTEXT // PAGE, PAGE, layers, model.dtype, "cpu", model.kernels)
+        self.model = model
+        self.runner = ModelRunner(
+            model,
+            ReferenceAttention(shape, table, cells, model.kernels),
+            build_decode_registry(FACTS, None if encoder else table, max_bs=SLOTS),
+            build_prefill_registry(FACTS, None if encoder else table, max_bs=SLOTS, max_num_tokens=CONTEXT),
+            TokenTable(SLOTS, CONTEXT, "cpu"),
+            state_pool=StatePool(model.state_layers, SLOTS, snapshots, "cpu"),
+        )
+        self._free = list(range(1, SLOTS * CONTEXT // PAGE + 1))
+        self._pages = dict.fromkeys(range(1, SLOTS + 1), 0)
+        self._lens = dict.fromkeys(range(1, SLOTS + 1), 0)
+
+    def hidden(self, tokens: Mapping[int, Sequence[int]], mode: ForwardMode = ForwardMode.EXTEND) -> Tensor:
+        """One step in which slot s gets tokens[s]: the hidden states of all tokens, slot after slot."""
+        with torch.inference_mode():
+            return self.runner.run_eager(self.staged(tokens, mode))
+
+    def staged(self, tokens: Mapping[int, Sequence[int]], mode: ForwardMode = ForwardMode.EXTEND) -> ForwardBatch:
+        """The step's batch on the device, not run yet."""
+        return self.runner.init_batch(self._batch(tokens, mode))
+
+    def logprobs(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
+        """float32 [T, vocab]: log-probabilities after each token of the step."""
+        hidden = self.hidden(tokens)
+        with torch.inference_mode():
+            return torch.log_softmax(self.runner.logits(hidden, None), dim=-1)
+
+    def _batch(self, tokens: Mapping[int, Sequence[int]], mode: ForwardMode) -> ScheduleBatch:
+        slots = list(tokens)
+        prefix = [self._lens[slot] for slot in slots]
+        counts = [self._pages[slot] for slot in slots]
+        for slot in slots:
+            self._lens[slot] += len(tokens[slot])
+        pages = [self._take(slot) for slot in slots]
+        ids = [token for slot in slots for token in tokens[slot]]
+        return ScheduleBatch(
+            step=0,
+            forward_mode=mode,
+            slots=_ints(slots),
+            seq_lens=_ints([self._lens[slot] for slot in slots]),
+            prefix_lens=_ints(prefix),
+            token_offsets=_ints(np.cumsum([0, *(len(tokens[slot]) for slot in slots)])),
+            input_ids=_ints(ids),
+            page_counts=_ints(counts),
+            new_page_offsets=_ints(np.cumsum([0, *map(len, pages)])),
+            new_pages=_ints([page for row in pages for page in row]),
+            emits=np.ones(len(slots), dtype=np.bool_),
+        )
+
+    def _take(self, slot: int) -> list[int]:
+        wanted = -(-self._lens[slot] // PAGE) - self._pages[slot]
+        self._pages[slot] += wanted
+        return [self._free.pop() for _ in range(wanted)]
+
+
+def _ints(values: object) -> NDArray[np.int32]:
+    return np.asarray(values, dtype=np.int32)

@@ -1,0 +1,156 @@
+"""Whether the engine gives what a model of transformers gives by itself: a tiny random one, of the same class and options.
+
+Both compute on the processor in float32: the class by its own forward, the engine by its reference's kernels and attention.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from sglcore.checkpoint.config import ModelConfig
+from sglcore.device.errors import ConfigError, SglcoreError
+from sglcore.models.build import Architecture
+from sglcore.models.loader import load_model
+from sglcore.models.steps import CONTEXT, Steps
+from sglcore.models.transformers_config import Library, described
+from sglcore.models.transformers_shrink import shrunk
+from sglcore.runtime.kernels.table import KernelTable
+
+EQUAL = 2e-4
+"""The greatest difference of log-probabilities that counts as equal."""
+
+LENGTH, OTHER = 40, 23
+"""Tokens of the two requests."""
+
+
+def check(config: ModelConfig, implementation: str) -> float:
+    """The greatest difference of log-probabilities between the engine and a class of transformers, whose configuration
+    `transformers_config` read. `implementation` refers to what the engine runs it by. Raises `ConfigError` where the two are
+    not equal, or can not be compared."""
+    kind = config.library.config.model_type
+    try:
+        with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(0)
+            small = shrunk(config.library)
+            own = random_model(small)
+            _save(own, folder)
+            tiny = described(Path(folder), config.raw, small, "generate")
+            found = difference(own, _loaded(tiny, implementation))
+    except SglcoreError as error:
+        raise ConfigError(f"transformers' type {kind!r} can not be served: {error}") from error
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise _refusal(kind, f"a tiny model of it fails ({type(error).__name__}: {said})") from error
+    if not found <= EQUAL:
+        raise _refusal(
+            kind, f"a tiny model of it gives log-probabilities that differ by {found:.2g} from its own forward's"
+        )
+    return found
+
+
+def _save(model: PreTrainedModel, folder: str) -> None:
+    """Without a word about it."""
+    is_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if is_shown:
+            logging.enable_progress_bar()
+
+
+def _loaded(config: ModelConfig, implementation: str) -> Architecture:
+    return load_model(
+        config.path,
+        config,
+        kernels=KernelTable(),
+        device="cpu",
+        dtype=torch.float32,
+        max_positions=min(CONTEXT, config.context_length),
+        architectures={config.architecture: implementation},
+    )
+
+
+def _refusal(kind: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"transformers' type {kind!r} can not be served: {what}",
+        wanted=f"a difference of at most {EQUAL:g}",
+        remedy="use another model",
+    )
+
+
+def random_model(library: Library) -> PreTrainedModel:
+    """A model with random weights, of which none is near nothing, computed by its own eager attention."""
+    model = library.model(attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = 0.8 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.15
+            parameter.add_(torch.randn_like(parameter) * scale)
+    return model
+
+
+def difference(own: PreTrainedModel, loaded: Architecture, seed: int = 0) -> float:
+    """The greatest difference of log-probabilities [T, vocab] between a model's own forward and the engine's steps: two
+    prompts in random chunks side by side, then their other tokens one by one, and both in one batch. A model with states has
+    two forwards of its own, of all tokens at once, and of one after the other from its cache, of which the nearer one counts:
+    they are not always one."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(3, loaded.config.vocab_size, (length,), generator=generator) for length in (LENGTH, OTHER)]
+    found = _by_steps(Steps(loaded), [each.tolist() for each in tokens], generator)
+    forwards = (whole, _cached) if loaded.state_layers else (whole,)
+    wanted = [[forward(own, each) for each in tokens] for forward in forwards]
+    return min(max(float((a - b).abs().max()) for a, b in zip(one, found, strict=True)) for one in wanted)
+
+
+def whole(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Log-probabilities [T, vocab] after each token, by the model's own forward of all."""
+    with torch.no_grad():
+        return torch.log_softmax(model(tokens[None], use_cache=False).logits[0].float(), dim=-1)
+
+
+def _cached(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Half of the tokens at once, then each from the model's own cache."""
+    half, found, kept = len(tokens) // 2, [], {}
+    with torch.no_grad():
+        for part in (tokens[:half], *tokens[half:].split(1)):
+            out = model(part[None], use_cache=True, **kept)
+            kept = {name: out[name] for name in ("past_key_values", "cache_params") if name in out}
+            found.append(torch.log_softmax(out.logits[0].float(), dim=-1))
+    return torch.cat(found)
+
+
+def _by_steps(steps: Steps, tokens: list[list[int]], generator: torch.Generator) -> list[Tensor]:
+    """Chunks until half of each prompt is done, then single tokens of both."""
+    found: list[list[Tensor]] = [[], []]
+    done = [0, 0]
+    while any(at < len(own) // 2 for at, own in zip(done, tokens, strict=True)):
+        sizes = torch.randint(0, 9, (2,), generator=generator).tolist()
+        _step(steps, tokens, done, found, sizes)
+    while any(at < len(own) for at, own in zip(done, tokens, strict=True)):
+        _step(steps, tokens, done, found, [1, 1])
+    return [torch.cat(own) for own in found]
+
+
+def _step(
+    steps: Steps,
+    tokens: list[list[int]],
+    done: list[int],
+    found: list[list[Tensor]],
+    sizes: list[int],
+) -> None:
+    given = {row + 1: tokens[row][done[row] : done[row] + size] for row, size in enumerate(sizes)}
+    given = {slot: part for slot, part in given.items() if part}
+    if not given:
+        return
+    hidden = steps.hidden(given)
+    with torch.inference_mode():
+        logprobs = torch.log_softmax(steps.runner.logits(hidden, None), dim=-1)
+    for (slot, part), own in zip(given.items(), logprobs.split([len(part) for part in given.values()]), strict=True):
+        found[slot - 1].append(own)
+        done[slot - 1] += len(part)

@@ -1,0 +1,173 @@
+"""A configuration of transformers made small: fewer layers, heads, experts and words, and every kind of layer that there was.
+
+Sizes are known by their names; what is not a size stays as it is. Whether that was right, the models tell: each layer of the
+whole one, by the classes and choices in it, has to be in the small one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from sglcore.device.errors import ConfigError
+from sglcore.models.transformers_config import Library
+
+PARAMETERS = 80_000_000
+"""Of a small model at most."""
+_SMALL = 4_000_000
+"""One that has no more stays as it is."""
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = (
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "attention_heads",
+    "mamba_n_heads",
+    "mamba_num_heads",
+)
+_HEADS += ("n_mamba_heads", "linear_num_key_heads", "linear_num_value_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "num_global_key_value_heads")
+_WIDTHS = (
+    "hidden_size",
+    "n_embd",
+    "d_model",
+    "embed_dim",
+    "word_embed_proj_dim",
+    "mamba_d_ssm",
+    "lru_width",
+    "conv_dim",
+)
+_WIDTHS += ("block_dim", "attention_hidden_size", "embedding_size")
+_INNER = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_ff", "dff", "block_ff_dim", "mlp_dim")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "n_group")
+_GROUPS = ("n_groups", "mamba_n_groups")
+_SHARED = ("num_kv_shared_layers",)
+_WINDOWS = ("sliding_window", "window_size", "attention_window_size")
+"""A window that hides something of a short text too."""
+LEAST_HEADS, LEAST_WIDTH, INNER, WINDOW, WORDS = 4, 64, 128, 6, 512
+
+
+def shrunk(library: Library) -> Library:
+    """A small configuration with the same options. Raises `ConfigError` where none is found."""
+    whole = _empty(library)
+    if _count(whole) <= _SMALL:
+        return library
+    kinds, values = set(_kinds(whole)), library.config.to_dict()
+    said = ""
+    for layers in (4, 8, 16, 32, 64, 128):
+        try:
+            config = type(library.config).from_dict(_smaller(values, layers))
+            model = _empty(small := Library(config, library.code))
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            continue
+        missing, count = kinds - set(_kinds(model)), _count(model)
+        said = f"with {layers} layers it has {count} parameters, and {len(missing)} kinds of layers are missing"
+        if count > PARAMETERS:
+            break
+        if not missing:
+            return small
+    raise ConfigError(
+        f"no small model like {library.config.model_type!r} was found to compare: {said}", remedy="use another model"
+    )
+
+
+def _empty(library: Library) -> PreTrainedModel:
+    with torch.device("meta"), no_init_weights():
+        return library.model(dtype=torch.float32)
+
+
+def _count(model: nn.Module) -> int:
+    return sum(each.numel() for each in model.parameters())
+
+
+def _smaller(values: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """A configuration's values with small sizes; also of those inside it."""
+    depth = next((values[name] for name in _LAYERS if _is_size(values.get(name))), None)
+    divisor, made = _divisor(values), dict(values)
+    for name, value in values.items():
+        if isinstance(value, Mapping) and "model_type" in value:
+            made[name] = _smaller(value, layers)
+            continue
+        if isinstance(value, list) and len(value) == depth:
+            value = value[:layers]
+        made[name] = (
+            [_size(name, each, values, divisor) for each in value]
+            if isinstance(value, list)
+            else _size(name, value, values, divisor)
+        )
+    return made | {name: min(layers, values[name]) for name in _LAYERS if _is_size(values.get(name))}
+
+
+def _size(name: str, value: Any, values: Mapping[str, Any], divisor: int) -> Any:
+    if "token_id" in name and _is_size(value):
+        return value % WORDS
+    if not _is_size(value):
+        return value
+    if name in _HEADS or name in _WIDTHS:
+        return value // divisor
+    if name in _KV_HEADS:
+        return _kv_heads(value, values, divisor)
+    if name in _SHARED:
+        return value // 2
+    if name.endswith(_INNER):
+        return min(value, INNER)
+    if name in _EXPERTS:
+        return _experts(value, values)
+    if name in _WINDOWS:
+        return min(value, WINDOW)
+    return min(value, WORDS) if "vocab_size" in name else value
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _divisor(values: Mapping[str, Any]) -> int:
+    """The greatest number by which heads and widths can be divided alike."""
+    heads = [values[name] for name in _HEADS if _is_size(values.get(name))]
+    widths = [values[name] for name in _WIDTHS if _is_size(values.get(name))]
+    least = max([LEAST_HEADS, *(values[name] for name in _GROUPS if _is_size(values.get(name)))])
+    most = min((*(each // least for each in heads), *(each // LEAST_WIDTH for each in widths)), default=1)
+    return next((by for by in range(most, 1, -1) if not any(each % by for each in (*heads, *widths))), 1)
+
+
+def _kv_heads(count: int, values: Mapping[str, Any], divisor: int) -> int:
+    """As many as heads, one, or between."""
+    heads = {values[name] for name in _HEADS if _is_size(values.get(name))}
+    return count // divisor if count in heads else min(count, 2)
+
+
+def _experts(count: int, values: Mapping[str, Any]) -> int:
+    """So few that each token still chooses among them."""
+    least = max([4, *(2 * values[name] for name in _CHOSEN if _is_size(values.get(name)))])
+    return next(size for size in range(min(least, count), count + 1) if count % size == 0)
+
+
+def _kinds(model: PreTrainedModel) -> Iterator[object]:
+    """What each of a model's layers is."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            yield from map(_kind, module)
+
+
+def _kind(module: nn.Module) -> object:
+    """Classes, and all in them that is no number."""
+    chosen = ((name, value) for name, value in vars(module).items() if value is None or isinstance(value, str | bool))
+    tensors = ((name, value is None) for name, value in (*module._parameters.items(), *module._buffers.items()))
+    return type(module), tuple(chosen), tuple(tensors), _parts(module.named_children())
+
+
+def _parts(children: Iterable[tuple[str, nn.Module]]) -> object:
+    return tuple(
+        (name, frozenset(map(_kind, child)) if isinstance(child, nn.ModuleList) else _kind(child))
+        for name, child in children
+    )

@@ -1,0 +1,235 @@
+"""Types of transformers that nobody compared before, and code that a checkpoint brings: compared at load, or refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
+
+from sglcore.device.errors import ConfigError, StrictError
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.models import transformers_check
+from sglcore.models.implementation import choose_implementation
+from sglcore.models.transformers_config import Library, transformers_config
+from sglcore.models.transformers_shrink import PARAMETERS, shrunk
+from sglcore.models.transformers_types import PROVEN
+from tests.checkpoints import SIZES, llama, save
+from tests.laws.engine import TokenEngine, check_logprobs
+
+CONFIGURATION = """
+from transformers import LlamaConfig
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+"""
+MODELING = """
+import torch
+from transformers import LlamaForCausalLM
+from .configuration_own import OwnConfig
+from .positions_own import FIRST
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.places = torch.nn.Embedding(128, config.hidden_size)
+        self.model.register_forward_pre_hook(self._place, with_kwargs=True)
+
+    @staticmethod
+    def _place(model, args, given):
+        ids, places = given.pop("input_ids", None), given.get("position_ids")
+        embeds = given["inputs_embeds"] if ids is None else model.embed_tokens(ids)
+        if places is None:
+            places = FIRST + torch.arange(embeds.shape[1], device=embeds.device)[None]
+        return args, {**given, "inputs_embeds": embeds + model.places(places)}
+"""
+AUTO_MAP = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where transformers copies a checkpoint's code to."""
+    with pytest.MonkeyPatch.context() as patch:
+        cache = str(tmp_path_factory.mktemp("modules"))
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
+        patch.setattr(sys, "path", [*sys.path])
+        yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME]:
+        del sys.modules[name]
+
+
+def own_model(folder: Path, first: int = 0) -> Path:
+    """A checkpoint with code of its own: a Llama with learned positions beside, which by itself count from `first`."""
+    folder.mkdir()
+    files = {
+        "configuration_own.py": CONFIGURATION,
+        "modeling_own.py": MODELING,
+        "positions_own.py": f"FIRST = {first}\n",
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    raw = {**SIZES, "model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": AUTO_MAP}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def chosen(folder: Path, asked: str = "transformers", strict: bool = False, **given: Any) -> dict[str, Row]:
+    """The ledger's rows by topic."""
+    ledger = DecisionLedger(strict=strict)
+    choose_implementation(asked, folder, ledger, **given)
+    return {row.topic: row for row in ledger.rows}
+
+
+# -- types of transformers ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unproven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Llama, as if its type had never been compared."""
+    monkeypatch.setattr("sglcore.models.implementation.PROVEN", PROVEN - {"llama"})
+    return save(llama(), tmp_path / "model")
+
+
+def test_a_type_that_was_not_compared_is_compared_at_load_where_it_is_asked_for(unproven: Path) -> None:
+    row = chosen(unproven)["model impl"]
+    assert row.effective == "transformers" and row.downgrade
+    assert "'llama' was not compared before; checked at load" in row.reason and "at most " in row.reason
+
+
+def test_strict_refuses_it(unproven: Path) -> None:
+    with pytest.raises(StrictError, match=r"model impl: found transformers \(asked for; 'llama' was not compared"):
+        chosen(unproven, strict=True)
+
+
+def test_random_numbers_of_the_process_go_on_as_if_nothing_was_compared(unproven: Path) -> None:
+    torch.manual_seed(3)
+    wanted = torch.rand(2)
+    torch.manual_seed(3)
+    chosen(unproven)
+    torch.testing.assert_close(torch.rand(2), wanted)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (transformers.RobertaConfig(**SIZES, is_decoder=True), "'roberta' can not be served: .* differ by [1-9]"),
+        (transformers.BertConfig(**{**SIZES, "max_position_embeddings": 300}), "'bert' can not be served: a mask"),
+        (transformers.XLMConfig(emb_dim=48, n_layers=2, n_heads=4, vocab_size=97), "'xlm' .* never calls"),
+    ],
+    ids=["positions from another place", "an encoder", "attention of its own"],
+)
+def test_what_is_not_equal_is_refused_by_its_type(config: Any, words: str, tmp_path: Path) -> None:
+    folder = save(AutoModelForCausalLM.from_config(config), tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        chosen(folder)
+
+
+def test_a_class_that_fails_is_refused_with_what_it_says(unproven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> float:
+        raise IndexError("no place\nfor it")
+
+    monkeypatch.setattr(transformers_check, "difference", fails)
+    with pytest.raises(ConfigError, match=r"'llama' can not be served: .*\(IndexError: no place for it\)"):
+        chosen(unproven)
+
+
+# -- small configurations ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [
+        ("llama", {"num_key_value_heads": 4}),
+        ("gemma3_text", {"final_logit_softcapping": None, "sliding_window": 6}),
+        ("deepseek_v3", {"n_group": 8, "num_experts_per_tok": 8, "n_routed_experts": 16}),
+        ("qwen3_next", {"num_key_value_heads": 2}),
+    ],
+)
+def test_a_small_model_has_every_kind_of_layer_of_the_whole_one(kind: str, kept: dict[str, Any]) -> None:
+    library = Library(CONFIG_MAPPING[kind]())
+    small = shrunk(library)
+    assert {name: small.config.to_dict()[name] for name in kept} == kept
+    with torch.device("meta"):
+        assert sum(each.numel() for each in small.model().parameters()) < PARAMETERS
+    assert shrunk(Library(llama().config)).config.hidden_size == SIZES["hidden_size"]
+
+
+# -- code in a checkpoint ----------------------------------------------------------------------------------------------
+
+
+def test_code_is_not_run_and_the_refusal_names_it_and_the_flag(tmp_path: Path) -> None:
+    folder = own_model(tmp_path / "model")
+    (folder / "modeling_own.py").write_text("raise SystemExit")
+    for asked in ("auto", "transformers"):
+        with pytest.raises(ConfigError, match=r"configuration_own.py, modeling_own.py, .* --trust-remote-code"):
+            chosen(folder, asked)
+
+
+def test_trusted_code_runs_once_it_is_shown_to_give_the_same(tmp_path: Path) -> None:
+    rows = chosen(own_model(tmp_path / "model"), "auto", trusts_code=True)
+    assert rows["remote code"].effective == "configuration_own.py, modeling_own.py, positions_own.py"
+    assert rows["remote code"].downgrade and rows["model impl"].downgrade
+    assert "'own' was not compared before; checked at load" in rows["model impl"].reason
+
+
+def test_strict_refuses_code_before_it_runs(tmp_path: Path) -> None:
+    folder = own_model(tmp_path / "model")
+    (folder / "modeling_own.py").write_text("raise SystemExit")
+    with pytest.raises(StrictError, match=r"remote code: found .*; wanted none"):
+        chosen(folder, strict=True, trusts_code=True)
+
+
+def test_positions_that_begin_elsewhere_are_found(tmp_path: Path) -> None:
+    """As RoBERTa's do, whose log-probabilities are wrong by several without any error."""
+    with pytest.raises(ConfigError, match=r"'own' can not be served: .* differ by [0-9.]+ "):
+        chosen(own_model(tmp_path / "model", first=2), trusts_code=True)
+
+
+def test_a_checkpoint_with_code_is_served(tmp_path: Path) -> None:
+    folder = own_model(tmp_path / "model")
+    oracle = transformers_check.random_model(transformers_config(folder, runs_code=True).library)
+    oracle.save_pretrained(folder)
+    engine = TokenEngine(folder, trust_remote_code=True)
+    check_logprobs(engine.run([[5, 9, 7, 11, 3], [4, 8]], 6), oracle)
+
+
+def without(name: str) -> Callable[[Path], None]:
+    """A folder in which a file is missing."""
+    return lambda folder: (folder / name).unlink()
+
+
+def mapped(**changes: str) -> Callable[[Path], None]:
+    """A folder whose configuration names other classes."""
+
+    def change(folder: Path) -> None:
+        raw = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**raw, "auto_map": changes}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without("positions_own.py"), "positions_own.py is not there"),
+        (without("modeling_own.py"), "modeling_own.py is not there"),
+        (mapped(AutoModel="modeling_own.OwnModel"), "for AutoModel; wanted a class for AutoModelForCausalLM"),
+        (mapped(AutoModelForCausalLM="a/b--modeling_own.Own"), "code of another repository.* write 'modeling_own.Own'"),
+        (mapped(**{**AUTO_MAP, "AutoModelForCausalLM": "modeling_own.Other"}), "OwnForCausalLM.* is Other"),
+    ],
+)
+def test_code_that_is_not_there_is_one_line(change: Callable[[Path], None], words: str, tmp_path: Path) -> None:
+    folder = own_model(tmp_path / "model")
+    change(folder)
+    with pytest.raises(ConfigError, match=words):
+        chosen(folder, trusts_code=True)
