@@ -124,9 +124,9 @@ def test_random_numbers_of_the_process_go_on_as_if_nothing_was_compared(unproven
     [
         (transformers.RobertaConfig(**SIZES, is_decoder=True), "'roberta' can not be served: .* differ by [1-9]"),
         (transformers.BertConfig(**{**SIZES, "max_position_embeddings": 300}), "'bert' can not be served: a mask"),
-        (transformers.XLMConfig(emb_dim=48, n_layers=2, n_heads=4, vocab_size=97), "'xlm' .* never calls"),
+        (transformers.XLMConfig(emb_dim=48, n_layers=2, n_heads=4, vocab_size=97), "'xlm' .* does not run on shapes alone"),
     ],
-    ids=["positions from another place", "an encoder", "attention of its own"],
+    ids=["positions from another place", "an encoder", "what can not be tried"],
 )
 def test_what_is_not_equal_is_refused_by_its_type(config: Any, words: str, tmp_path: Path) -> None:
     folder = save(AutoModelForCausalLM.from_config(config), tmp_path)
