@@ -124,7 +124,10 @@ def test_random_numbers_of_the_process_go_on_as_if_nothing_was_compared(unproven
     [
         (transformers.RobertaConfig(**SIZES, is_decoder=True), "'roberta' can not be served: .* differ by [1-9]"),
         (transformers.BertConfig(**{**SIZES, "max_position_embeddings": 300}), "'bert' can not be served: a mask"),
-        (transformers.XLMConfig(emb_dim=48, n_layers=2, n_heads=4, vocab_size=97), "'xlm' .* does not run on shapes alone"),
+        (
+            transformers.XLMConfig(emb_dim=48, n_layers=2, n_heads=4, vocab_size=97),
+            "'xlm' .* does not run on shapes alone",
+        ),
     ],
     ids=["positions from another place", "an encoder", "what can not be tried"],
 )
