@@ -43,7 +43,7 @@ def make_oracle(config: Oracle, architecture: str, seed: int = 0) -> Oracle:
     """A random model in float32; norms and biases are random too, so that a lost one shows."""
     torch.manual_seed(seed)
     config._attn_implementation = "eager" if architecture.startswith(("Gemma2", "GptOss", "Mamba")) else "sdpa"
-    if "Moe" in architecture or "GptOss" in architecture:
+    if any(name in architecture for name in ("Moe", "GptOss", "NemotronH")):
         config._experts_implementation = "eager"
     model = getattr(transformers, architecture)(config).eval()
     with torch.no_grad():
@@ -267,14 +267,17 @@ def lfm2_moe(**changes: Any) -> Oracle:
 
 
 def nemotron_h(**changes: Any) -> Oracle:
-    """A Nemotron-H. Its class limits the time steps of prompts from below by another number than its file's limit, and those of
+    """A Nemotron-H with a layer of each kind. Its class limits the time steps of prompts from below by another number than its file's limit, and those of
     single tokens not at all; here it limits none."""
     space = {"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 12, "conv_kernel": 3}
-    sizes = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"], "head_dim": 20}
-    model = make_oracle(
-        transformers.NemotronHConfig(**{**SIZES, **space, **sizes, "chunk_size": 16, **changes}), "NemotronHForCausalLM"
-    )
+    kinds = ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"]
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 4}
+    experts |= {"topk_group": 3, "moe_shared_expert_intermediate_size": 28, "routed_scaling_factor": 1.5}
+    sizes = {**SIZES, **space, **experts, "layers_block_type": kinds, "head_dim": 20, "chunk_size": 16}
+    model = make_oracle(transformers.NemotronHConfig(**{**sizes, **changes}), "NemotronHForCausalLM")
     for layer in model.model.layers:
+        if layer.block_type == "moe":
+            layer.mixer.gate.e_score_correction_bias.copy_(torch.randn(8) * 0.1)
         if layer.block_type == "linear_attention":
             layer.mixer.time_step_limit = (0.0, float("inf"))
     return model
@@ -377,7 +380,7 @@ CAUSAL: Mapping[str, Callable[[], Oracle]] = MappingProxyType(
         "lfm2-biases": lambda: lfm2(conv_bias=True, block_auto_adjust_ff_dim=False, tie_word_embeddings=False),
         "lfm2-moe": lfm2_moe,
         "nemotron-h": nemotron_h,
-        "nemotron-h-biases": lambda: nemotron_h(use_bias=True, mlp_bias=True, use_conv_bias=False),
+        "nemotron-h-biases": lambda: nemotron_h(use_bias=True, mlp_bias=True, use_conv_bias=False, moe_latent_size=16),
         "qwen2-moe-windows": lambda: qwen2_moe(use_sliding_window=True, sliding_window=5),
         "gpt-oss": gpt_oss,
         "glm": glm,

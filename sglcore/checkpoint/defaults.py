@@ -181,6 +181,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
                 "n_routed_experts": 8,
                 "n_shared_experts": 1,
                 "moe_intermediate_size": 7688,
+                "moe_shared_expert_intermediate_size": 7688,
                 "num_experts_per_tok": 2,
                 "norm_topk_prob": True,
             }

@@ -10,9 +10,9 @@ from typing import Any
 from sglcore.checkpoint.config import ModelConfig
 from sglcore.device.errors import ConfigError
 
-LINEAR, FULL, MLP = "linear_attention", "full_attention", "mlp"
+LINEAR, FULL, MLP, MOE = "linear_attention", "full_attention", "mlp", "moe"
 NAMES = MappingProxyType(
-    {"mamba": LINEAR, "conv": LINEAR, "attention": FULL, "M": LINEAR, "*": FULL, "-": MLP, "E": "moe"}
+    {"mamba": LINEAR, "conv": LINEAR, "attention": FULL, "M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
 )
 """What some files call the kinds of layers, or write as a letter for each."""
 

@@ -24,6 +24,7 @@ WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "conv_kernel": "mamba_d_conv",
                 "use_conv_bias": "mamba_conv_bias",
                 "use_bias": "mamba_proj_bias",
+                "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
             }
         ),
     }

@@ -151,6 +151,12 @@ def moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
         yield hidden, weights, ids, drawn.values(experts, 64, WIDTH) * 0.15, drawn.values(experts, WIDTH, 32) * 0.15
 
 
+def relu2_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """As `moe`, without gates."""
+    for hidden, weights, ids, w13, w2 in moe(drawn, tokens, strided):
+        yield hidden, weights, ids, w13[:, :32].contiguous(), w2
+
+
 def clamped_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """As `moe`, with biases, and a limit that many values are beyond."""
     for hidden, weights, ids, w13, w2 in moe(drawn, tokens, strided):

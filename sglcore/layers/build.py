@@ -16,11 +16,12 @@ from sglcore.device.errors import ConfigError
 from sglcore.layers.attention import AttentionLayer
 from sglcore.layers.linear import Embedding, Head, Linear, OrderedLinear, Softcap
 from sglcore.layers.mlp import GatedMlp
-from sglcore.layers.moe import ClampedMoe, SparseMoe
+from sglcore.layers.moe import ClampedMoe, Relu2Moe, SparseMoe
 from sglcore.layers.norm import LayerNorm, RMSNorm
 from sglcore.layers.recurrent import GatedDeltaNet, Mamba2, Rows, ShortConv
 from sglcore.layers.rotary import cos_sin_cache
 from sglcore.layers.scope import Scope
+from sglcore.runtime.kernels.reference import relu2
 from sglcore.runtime.kernels.table import KernelTable
 
 
@@ -128,12 +129,16 @@ class Build(Scope):
         """The sparse feed-forward block with biases and a clamped gate."""
         return ClampedMoe(self.at(name), moe, alpha, limit)
 
+    def relu2_experts(self, name: str, moe: MoeConfig, latent: int = 0) -> Relu2Moe:
+        """The sparse feed-forward block without gates."""
+        return Relu2Moe(self.at(name), moe, latent)
+
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
         """An elementwise function. Raises `ConfigError` for one that there is no kernel of."""
         if name == "tanh":
             return torch.tanh
         if name == "relu2":
-            return _relu2
+            return relu2
         if name == "sigmoid":
             return self.kernel(KernelTable.sigmoid, self.rows(1))
         if name != "gelu":
@@ -148,7 +153,3 @@ class Build(Scope):
             if kind.startswith("_"):
                 raise AttributeError(kind)
             raise ConfigError(f"{self.config.architecture} asks for {kind!r}, a kind of layer that torch's do not have")
-
-
-def _relu2(x: Tensor) -> Tensor:
-    return torch.relu(x).square()

@@ -66,6 +66,35 @@ class ClampedMoe:
         return self._moe(hidden, *self._route(hidden), *self._weights, *self._clamp)
 
 
+class Relu2Moe:
+    """Gate, and experts without gates of their own, perhaps in a narrower space."""
+
+    __slots__ = ("_moe", "_route", "fc1", "fc2", "w1", "w2")
+
+    def __init__(self, build: Scope, moe: MoeConfig, latent: int) -> None:
+        """`latent` is that of `Build.relu2_experts`."""
+        hidden, size, count, bias = (
+            build.config.hidden_size,
+            moe.intermediate_size,
+            moe.num_experts,
+            build.config.mlp_bias,
+        )
+        width, each, choices = latent or hidden, build.at("experts"), moe.experts_per_token
+        self._route = SigmoidRouting(build, "gate", moe)
+        self.fc1 = Linear(build, (("fc1_latent_proj", latent),), hidden, bias) if latent else None
+        self.fc2 = Linear(build, (("fc2_latent_proj", hidden),), latent, bias) if latent else None
+        self.w1 = each.expert_stacked("up_proj", count, (("up_proj.weight", size),), width)
+        self.w2 = each.expert_stacked("down_proj", count, (("down_proj.weight", width),), size)
+        given = build.rows(width), build.rows(choices), build.indices(choices), self.w1, self.w2
+        self._moe = build.kernel(KernelTable.relu2_moe, *given)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[T, H] to the weighted sum [T, H] of the chosen experts' outputs."""
+        narrow = hidden if self.fc1 is None else self.fc1(hidden)
+        mixed = self._moe(narrow, *self._route(hidden), self.w1, self.w2)
+        return mixed if self.fc2 is None else self.fc2(mixed)
+
+
 def _weights(build: Scope, moe: MoeConfig, parts: Sequence[str]) -> tuple[Tensor, Tensor]:
     """Gate over up [E, 2 * I, H], and down [E, H, I]."""
     hidden, size, count = build.config.hidden_size, moe.intermediate_size, moe.num_experts

@@ -222,6 +222,11 @@ class Build(Protocol):
         turn. Inside, gate is at most `limit` and up within it: down((up + 1) * gate * sigmoid(alpha * gate))."""
         ...
 
+    def relu2_experts(self, name: str, moe: MoeConfig, latent: int = 0) -> Layer:
+        """As `experts`, chosen by sigmoids, of `up_proj` and `down_proj`: down(max(up(x), 0)^2). With a `latent` size, `fc1_latent_proj`
+        stands before them and `fc2_latent_proj` behind their sum."""
+        ...
+
     def activation(self, name: str) -> Layer:
         """An elementwise function: "gelu", "relu2" (max(x, 0)^2), "sigmoid" or "tanh"."""
         ...

@@ -1,30 +1,44 @@
-"""Nemotron-H: each layer is one norm and one mixer: Mamba 2, attention without positions, or a feed-forward block."""
+"""Nemotron-H: each layer is one norm and one mixer: Mamba 2, attention without positions, or a feed-forward block, dense or
+sparse."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from sglcore.checkpoint.recurrent import FULL, LINEAR, MLP, layer_kinds
-from sglcore.models.build import Array, Batch, Build
-from sglcore.models.decoder import CausalLM, Mixer, SelfAttention, make_mamba2
+from sglcore.checkpoint.recurrent import FULL, LINEAR, MLP, MOE, layer_kinds
+from sglcore.models.build import Array, Batch, Build, Layer
+from sglcore.models.decoder import CausalLM, Mixer, SelfAttention, SharedExpert, make_mamba2
 
 
-class FeedForward:
-    """down(max(up(x), 0)^2), where others have attention."""
+class Relu2Mlp:
+    """down(max(up(x), 0)^2)."""
 
     __slots__ = ("activation", "down_proj", "up_proj")
-    attention = None
-    state = None
 
-    def __init__(self, build: Build) -> None:
-        size, inner, bias = build.config.hidden_size, build.config.intermediate_size, build.config.mlp_bias
+    def __init__(self, build: Build, inner: int) -> None:
+        size, bias = build.config.hidden_size, build.config.mlp_bias
         self.up_proj = build.linear("up_proj", size, inner, bias)
         self.activation = build.activation(build.config.hidden_act)
         self.down_proj = build.linear("down_proj", inner, size, bias)
 
-    def __call__(self, hidden: Array, batch: Batch) -> Array:
+    def __call__(self, hidden: Array) -> Array:
         """[T, H] to [T, H]."""
         return self.down_proj(self.activation(self.up_proj(hidden)))
+
+
+class FeedForward:
+    """A feed-forward block where others have attention."""
+
+    __slots__ = ("block",)
+    attention = None
+    state = None
+
+    def __init__(self, block: Layer) -> None:
+        self.block = block
+
+    def __call__(self, hidden: Array, batch: Batch) -> Array:
+        """[T, H] to [T, H]."""
+        return self.block(hidden)
 
 
 class NemotronHLayer:
@@ -49,7 +63,9 @@ class NemotronHForCausalLM(CausalLM):
     calls_library = True
     ignored = (r"(model\.)?mtp\..*",)
     activations: ClassVar[tuple[str, ...]] = ("relu2",)
-    knows: ClassVar[frozenset[str]] = frozenset({"n_group", "n_shared_experts", "routed_scaling_factor"})
+    knows: ClassVar[frozenset[str]] = frozenset(
+        {"n_group", "n_shared_experts", "routed_scaling_factor", "shared_expert_intermediate_size"}
+    )
     norm_offset: ClassVar[float | None] = 0.0
 
     @classmethod
@@ -63,7 +79,7 @@ class NemotronHForCausalLM(CausalLM):
 
     def make_layer(self, build: Build, layer_id: int) -> NemotronHLayer:
         config, mixer = build.config, build.at("mixer")
-        kinds = layer_kinds(config, (LINEAR, FULL, MLP))
+        kinds = layer_kinds(config, (LINEAR, FULL, MLP, MOE))
         of_its_kind = kinds[:layer_id].count(kinds[layer_id])
         made: Mixer
         if kinds[layer_id] == FULL:
@@ -71,5 +87,10 @@ class NemotronHForCausalLM(CausalLM):
         elif kinds[layer_id] == LINEAR:
             made = make_mamba2(mixer, of_its_kind)
         else:
-            made = FeedForward(mixer)
+            dense = kinds[layer_id] == MLP
+            made = FeedForward(Relu2Mlp(mixer, config.intermediate_size) if dense else self._make_experts(build))
         return NemotronHLayer(build, made, self.norm_offset)
+
+    def _make_experts(self, build: Build) -> Layer:
+        experts = build.relu2_experts("mixer", self.moe, build.config.words.get("moe_latent_size", 0))
+        return SharedExpert(build, experts, Relu2Mlp(build.at("mixer", "shared_experts"), self.moe.shared_size))

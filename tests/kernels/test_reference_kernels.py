@@ -14,11 +14,13 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from sglcore.models.quantized import QuantizedWeight
-from sglcore.runtime.kernels.grouped import grouped_clamped_moe
+from sglcore.runtime.kernels.grouped import grouped_clamped_moe, grouped_relu2_moe
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.sampler import Sampler
@@ -133,6 +135,19 @@ def test_sigmoid_routing_is_glms(tokens: int) -> None:
     weights, ids = TABLE.sigmoid_routing(logits, bias, 3, 4, 2, True, 2.5)
     wanted = torch.zeros(tokens, 16).scatter_(1, oracle(logits)[2], oracle(logits)[1])
     torch.testing.assert_close(torch.zeros(tokens, 16).scatter_(1, ids.long(), weights), wanted)
+
+
+@TOKENS
+def test_relu2_moe_is_nemotron_hs(tokens: int) -> None:
+    oracle = NemotronHExperts(NemotronHConfig(hidden_size=16, moe_intermediate_size=24, n_routed_experts=5))
+    for seed, parameter in enumerate(oracle.parameters()):
+        parameter.data = random(*parameter.shape, seed=seed)
+    hidden, weights = random(tokens, 16), random(tokens, 2, seed=1)
+    ids = torch.tensor([[0, 3], [4, 1], [2, 0], [3, 4], [1, 2], [0, 4], [3, 1]], dtype=torch.int32)[:tokens]
+    wanted = oracle(hidden, ids.long(), weights)
+    given = hidden, weights, ids, oracle.up_proj, oracle.down_proj
+    torch.testing.assert_close(TABLE.relu2_moe(*given), wanted, rtol=1e-5, atol=5e-5)
+    torch.testing.assert_close(grouped_relu2_moe(*given), wanted, rtol=1e-5, atol=5e-5)
 
 
 @TOKENS

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sglcore.runtime.kernels.grouped import grouped_clamped_moe, grouped_moe
+from sglcore.runtime.kernels.grouped import grouped_clamped_moe, grouped_moe, grouped_relu2_moe
 from sglcore.runtime.kernels.reference import clamped_moe as reference_clamped_moe
 from sglcore.runtime.kernels.reference import moe as reference_moe
+from sglcore.runtime.kernels.reference import relu2_moe as reference_relu2_moe
 from sglcore.runtime.kernels.reference import rotary as reference_rotary
 from sglcore.runtime.kernels.table import KernelTable, Limited, takes_one_dtype
 
@@ -70,9 +71,25 @@ def clamped_moe(hidden: Tensor, *others: Any) -> Tensor:
     return grouped_clamped_moe(hidden, *others)
 
 
+def relu2_moe(hidden: Tensor, *others: Any) -> Tensor:
+    """Only the chosen experts, as `moe`."""
+    if torch.compiler.is_compiling() and hidden.dtype is not torch.bfloat16:
+        return reference_relu2_moe(hidden, *others)
+    return grouped_relu2_moe(hidden, *others)
+
+
 def takes_grouped(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, *others: Any) -> str:
     """Torch's grouped product wants rows of a multiple of 16 bytes."""
-    sizes = hidden.shape[1], w13.shape[1] // 2
+    return _whole_rows(hidden, w13.shape[1] // 2)
+
+
+def takes_plain_grouped(hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, *others: Any) -> str:
+    """The same of experts without a gate."""
+    return _whole_rows(hidden, w1.shape[1])
+
+
+def _whole_rows(hidden: Tensor, inner: int) -> str:
+    sizes = hidden.shape[1], inner
     if all(size * hidden.dtype.itemsize % 16 == 0 for size in sizes):
         return ""
     return f"rows of {sizes[0]} and {sizes[1]} elements are not multiples of 16 bytes"
@@ -168,6 +185,7 @@ def torch_kernels() -> KernelTable:
         rms_norm=Limited(rms_norm, takes_one_dtype),
         add_rms_norm=Limited(add_rms_norm, takes_one_dtype),
         moe=Limited(moe, takes_grouped),
+        relu2_moe=Limited(relu2_moe, takes_plain_grouped),
         clamped_moe=Limited(clamped_moe, takes_grouped),
         rotary=Limited(Rotary(), takes_whole_heads),
         store_kv=store_kv,

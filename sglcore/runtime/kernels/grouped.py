@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from sglcore.runtime.kernels.reference import clamped_swiglu, silu_and_mul
+from sglcore.runtime.kernels.reference import clamped_swiglu, relu2, silu_and_mul
 
 
 def grouped_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
@@ -21,6 +21,11 @@ def grouped_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: T
     raises `RuntimeError` otherwise.
     """
     return _grouped(hidden, weights, ids, w13, w2, lambda part, experts: silu_and_mul(part), None)
+
+
+def grouped_relu2_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """The table's `relu2_moe`, in the same way."""
+    return _grouped(hidden, weights, ids, w1, w2, lambda part, experts: relu2(part), None)
 
 
 def grouped_clamped_moe(

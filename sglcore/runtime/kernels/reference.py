@@ -156,11 +156,27 @@ def sigmoid_routing(
 
 def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     """Every expert runs on every token, and what was not chosen is masked: no shape depends on the routing."""
+    return _every_expert(hidden, weights, ids, w13, w2, silu_and_mul)
+
+
+def relu2_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """As `moe`, of experts without a gate."""
+    return _every_expert(hidden, weights, ids, w1, w2, relu2)
+
+
+def relu2(x: Tensor) -> Tensor:
+    """max(x, 0)^2 (So et al. 2021, Primer)."""
+    return torch.relu(x).square()
+
+
+def _every_expert(
+    hidden: Tensor, weights: Tensor, ids: Tensor, first: Tensor, second: Tensor, activate: Callable[[Tensor], Tensor]
+) -> Tensor:
     total = torch.zeros_like(hidden)
-    for expert in range(w13.shape[0]):
+    for expert in range(first.shape[0]):
         chosen = ids == expert
         weight = weights.masked_fill(~chosen, 0).sum(dim=-1, keepdim=True)
-        rows = F.linear(silu_and_mul(F.linear(hidden, w13[expert])), w2[expert]) * weight
+        rows = F.linear(activate(F.linear(hidden, first[expert])), second[expert]) * weight
         total = total + rows.masked_fill(~chosen.any(dim=-1, keepdim=True), 0)
     return total
 

@@ -174,6 +174,8 @@ class KernelTable:
     Sum over k of weights[t, k] * w2[e] @ silu_and_mul(w13[e] @ hidden[t]) with e = ids[t, k], added by ascending expert
     in hidden's dtype. An id of -1 means no expert and adds nothing, whatever its weight and its row contain.
     """
+    relu2_moe = entry(reference.relu2_moe)
+    """`relu2_moe(hidden, weights, ids, w1 [E, I, H], w2 [E, H, I]) -> [T, H]`: as `moe`, of w2[e] @ max(w1[e] @ hidden[t], 0)^2."""
     clamped_moe = entry(reference.clamped_moe)
     """`clamped_moe(hidden, weights, ids, w13, b13 [E, 2 * I], w2, b2 [E, H], alpha, limit) -> [T, H]`: as `moe`, of experts with
     biases, whose rows of `w13` are gate and up in turn. Inside, gate is at most `limit`, up within it, and

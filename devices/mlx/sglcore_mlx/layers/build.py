@@ -13,8 +13,16 @@ from sglcore.checkpoint.recurrent import DeltaNetConfig, Mamba2Config
 from sglcore.device.errors import ConfigError
 from sglcore_mlx.layers.attention import AttentionLayer
 from sglcore_mlx.layers.linear import Linear
-from sglcore_mlx.layers.mlp import GatedMlp, gelu
-from sglcore_mlx.layers.moe import ClampedExperts, GatedExperts, SigmoidRouting, SoftmaxRouting, SparseMoe
+from sglcore_mlx.layers.mlp import GatedMlp, gelu, relu2
+from sglcore_mlx.layers.moe import (
+    ClampedExperts,
+    GatedExperts,
+    LatentMoe,
+    Relu2Experts,
+    SigmoidRouting,
+    SoftmaxRouting,
+    SparseMoe,
+)
 from sglcore_mlx.layers.norm import LayerNorm, RMSNorm
 from sglcore_mlx.layers.recurrent import GatedDeltaNet, Mamba2, ShortConv
 from sglcore_mlx.layers.rotary import Rotary
@@ -99,9 +107,17 @@ class Build(Scope):
         scope = self.at(name)
         return SparseMoe(SoftmaxRouting(scope, "router", moe, bias=True), ClampedExperts(scope, moe, alpha, limit))
 
+    def relu2_experts(self, name: str, moe: MoeConfig, latent: int = 0) -> SparseMoe | LatentMoe:
+        """The sparse feed-forward block without gates."""
+        scope = self.at(name)
+        if latent:
+            return LatentMoe(scope, moe, latent)
+        experts = Relu2Experts(scope.at("experts"), moe, self.config.hidden_size)
+        return SparseMoe(SigmoidRouting(scope, "gate", moe), experts)
+
     def activation(self, name: str) -> Callable[[mx.array], mx.array]:
         """An elementwise function. Raises `ConfigError` for one that is not here."""
-        activations = {"gelu": gelu, "relu2": _relu2, "sigmoid": mx.sigmoid, "tanh": mx.tanh}
+        activations = {"gelu": gelu, "relu2": relu2, "sigmoid": mx.sigmoid, "tanh": mx.tanh}
         if name not in activations:
             raise ConfigError(f"MLX's layers have no activation {name!r}", wanted=", ".join(activations))
         return activations[name]
@@ -112,7 +128,3 @@ class Build(Scope):
             if kind.startswith("_"):
                 raise AttributeError(kind)
             raise ConfigError(f"{self.config.architecture} asks for {kind!r}, a kind of layer that MLX's do not have")
-
-
-def _relu2(x: mx.array) -> mx.array:
-    return mx.square(mx.maximum(x, 0))

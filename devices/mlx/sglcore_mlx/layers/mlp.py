@@ -40,6 +40,11 @@ def gelu_and_mul(gate_up: mx.array) -> mx.array:
     return gelu(gate_up[..., :size]) * gate_up[..., size:]
 
 
+def relu2(x: mx.array) -> mx.array:
+    """max(x, 0)^2, elementwise."""
+    return mx.square(mx.maximum(x, 0))
+
+
 ACTIVATIONS: Mapping[str, Callable[[mx.array], mx.array]] = MappingProxyType(
     {"silu": silu_and_mul, "gelu_pytorch_tanh": gelu_tanh_and_mul, "gelu": gelu_and_mul}
 )

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from sglcore.checkpoint.config import MoeConfig
 from sglcore_mlx.layers.linear import Packed
-from sglcore_mlx.layers.mlp import silu_and_mul
+from sglcore_mlx.layers.mlp import relu2, silu_and_mul
 from sglcore_mlx.layers.quantization import Form
 from sglcore_mlx.layers.scope import Scope
 
@@ -167,7 +167,10 @@ class SparseMoe:
 
     def __call__(self, hidden: mx.array) -> mx.array:
         """[T, H] to [T, H]: the weighted sum of the chosen experts' outputs."""
-        weights, experts = self._route(hidden)
+        return self.mixed(hidden, *self._route(hidden))
+
+    def mixed(self, hidden: mx.array, weights: mx.array, experts: mx.array) -> mx.array:
+        """The same of rows for which `Routing` chose."""
         if experts.size < MIN_SORTED:
             rows = self._mix(hidden[:, None, None, :], experts, False)
         else:
@@ -182,6 +185,40 @@ class SparseMoe:
         is_told = flat.size <= MAX_SORTED or flat.size % SORTED_MULTIPLE == 0
         mixed = self._mix(rows, flat[order], is_told)
         return mixed[mx.argsort(order)].reshape(*experts.shape, 1, -1)
+
+
+class Relu2Experts:
+    """down(max(up(x), 0)^2) of each row's expert, of `width` numbers in and out."""
+
+    __slots__ = ("_down", "_up")
+
+    def __init__(self, build: Scope, moe: MoeConfig, width: int) -> None:
+        size = moe.intermediate_size
+        self._up, self._down = (
+            _stack(build, moe, ("up_proj",), size, width),
+            _stack(build, moe, ("down_proj",), width, size),
+        )
+
+    def __call__(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
+        """See `ExpertLinear`."""
+        return self._down(relu2(self._up(x, experts, is_sorted)), experts, is_sorted)
+
+
+class LatentMoe:
+    """A gate, and experts in a narrower space."""
+
+    __slots__ = ("_experts", "_fc1", "_fc2", "_route")
+
+    def __init__(self, build: Scope, moe: MoeConfig, latent: int) -> None:
+        hidden, bias = build.config.hidden_size, build.config.mlp_bias
+        self._fc1 = build.linear("fc1_latent_proj", hidden, latent, bias)
+        self._fc2 = build.linear("fc2_latent_proj", latent, hidden, bias)
+        self._route = SigmoidRouting(build, "gate", moe)
+        self._experts = SparseMoe(self._route, Relu2Experts(build.at("experts"), moe, latent))
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        """[T, H] to [T, H]."""
+        return self._fc2(self._experts.mixed(self._fc1(hidden), *self._route(hidden)))
 
 
 class SoftmaxRouting:
@@ -280,13 +317,13 @@ def _whole(build: Scope, moe: MoeConfig) -> tuple[ExpertLinear, ExpertLinear]:
 def _separate(build: Scope, moe: MoeConfig, parts: Sequence[str]) -> tuple[ExpertLinear, ExpertLinear]:
     """Experts of a checkpoint that has a tensor for each projection of each expert."""
     hidden, size = build.config.hidden_size, moe.intermediate_size
+    return _stack(build, moe, parts[:2], size, hidden), _stack(build, moe, parts[2:], hidden, size)
 
-    def stack(names: tuple[str, ...], outputs: int, inputs: int) -> ExpertLinear:
-        every = [f"{build.prefix}{expert}.{name}.weight" for expert in range(moe.num_experts) for name in names]
-        rows = mx.concatenate([build.weights.take(name, outputs, inputs) for name in every])
-        return _plain(build, rows.reshape(moe.num_experts, len(names) * outputs, inputs))
 
-    return stack(tuple(parts[:2]), size, hidden), stack((parts[2],), hidden, size)
+def _stack(build: Scope, moe: MoeConfig, names: Sequence[str], outputs: int, inputs: int) -> ExpertLinear:
+    every = [f"{build.prefix}{expert}.{name}.weight" for expert in range(moe.num_experts) for name in names]
+    rows = mx.concatenate([build.weights.take(name, outputs, inputs) for name in every])
+    return _plain(build, rows.reshape(moe.num_experts, len(names) * outputs, inputs))
 
 
 def _plain(build: Scope, weight: mx.array) -> ExpertLinear:
