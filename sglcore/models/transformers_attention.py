@@ -20,16 +20,18 @@ PAGED = "sglcore_paged"
 
 
 class PagedAttention:
-    """The attention of one module. `turn` is what turned its queries and keys, or still has to."""
+    """The attention of one module. `turn` is what turned its queries and keys, or still has to. Without `stores`, another
+    call of the forward has left the same keys and values in the layer's cells."""
 
-    __slots__ = ("_rotary_and_store", "_turn", "_wide", "layer")
+    __slots__ = ("_rotary_and_store", "_stores", "_turn", "_wide", "layer")
 
-    def __init__(self, layer: Attention, turn: Turn | None, build: Build) -> None:
+    def __init__(self, layer: Attention, turn: Turn | None, stores: bool, build: Build) -> None:
         self.layer = layer
+        self._stores = stores
         self._turn = turn if turn is not None and turn.is_direct else None
         self._wide = layer.head_dim
         self._rotary_and_store = None
-        if self._turn is not None and layer.cached:
+        if self._turn is not None and layer.cached and stores:
             q, kv = build.rows(layer.num_heads * self._wide), build.rows(layer.num_kv_heads * self._wide)
             cell = build.rows(layer.num_kv_heads, self._wide)
             turned = build.indices(), self._turn.table(build), self._wide
@@ -41,7 +43,9 @@ class PagedAttention:
         wide, size = self._wide, value.shape[3]
         rows = _rows(query, wide), _rows(key, wide), _rows(value, wide)
         angles = None if self._turn is None else self._turn.take(query, key)
-        out = self.layer(*(rows if angles is None or self._turn is None else self._turned(self._turn, *rows, angles)))
+        q, k, v = rows if angles is None or self._turn is None else self._turned(self._turn, *rows, angles)
+        is_there = not self._stores and self.layer.cells() is not None
+        out = self.layer(q, None, None) if is_there else self.layer(q, k, v)
         out = out.view(1, query.shape[2], self.layer.num_heads, wide)
         return out if size == wide else out[..., :size]
 
@@ -74,32 +78,33 @@ class Several:
 def attention_layers(
     model: nn.Module, calls: tuple[AttentionCall, ...], turns: Mapping[nn.Module, Turn], build: Build
 ) -> tuple[tuple[Attention, ...], list[Several]]:
-    """One layer for each call, which its module finds again, numbered by call; and what is to begin with a forward."""
+    """One layer for each call that stores, which its module finds again, as do those that read the same cells, numbered by
+    call; and what is to begin with a forward."""
     parameters = dict(model.named_parameters())
-    layers = tuple(
-        Attention(
-            number,
-            call.num_heads,
-            call.num_kv_heads,
-            max(call.head_dim, call.value_dim),
-            call.scaling,
-            call.window,
-            cached=not build.config.is_encoder,
-            softcap=call.softcap,
-            sinks=None if call.sinks is None else parameters[call.sinks],
-        )
-        for number, call in enumerate(calls)
-    )
-    own: dict[nn.Module, list[Attention]] = {}
-    for call, layer in zip(calls, layers, strict=True):
-        own.setdefault(call.module, []).append(layer)
+    layers: dict[int, Attention] = {}
+    own: dict[nn.Module, list[PagedAttention]] = {}
+    for number, call in enumerate(calls):
+        stores = call.cells == number
+        if stores:
+            layers[number] = Attention(
+                len(layers),
+                call.num_heads,
+                call.num_kv_heads,
+                max(call.head_dim, call.value_dim),
+                call.scaling,
+                call.window,
+                cached=not build.config.is_encoder,
+                softcap=call.softcap,
+                sinks=None if call.sinks is None else parameters[call.sinks],
+            )
+        paged = PagedAttention(layers[call.cells], turns.get(call.module), stores, build)
+        own.setdefault(call.module, []).append(paged)
     several: list[Several] = []
     for module, found in own.items():
-        paged = [PagedAttention(layer, turns.get(module), build) for layer in found]
-        if len(paged) > 1:
-            several.append(Several(paged))
-        module.sglcore_attention = several[-1] if len(paged) > 1 else paged[0]  # pyright: ignore[reportArgumentType]
-    return layers, several
+        if len(found) > 1:
+            several.append(Several(found))
+        module.sglcore_attention = several[-1] if len(found) > 1 else found[0]  # pyright: ignore[reportArgumentType]
+    return tuple(layers.values()), several
 
 
 def attend(

@@ -38,7 +38,8 @@ _UNTOUCHED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of attention: which module made it, and what it asks for. `sinks` is the parameter's name."""
+    """One call of attention: which module made it, and what it asks for. `sinks` is the parameter's name; `cells` the number of
+    the first call with the same keys and values, if that asked for the same."""
 
     module: nn.Module
     num_heads: int
@@ -49,6 +50,7 @@ class AttentionCall:
     window: int | None
     softcap: float | None
     sinks: str | None
+    cells: int
 
 
 @dataclass(slots=True)
@@ -56,6 +58,7 @@ class _Walk:
     names: dict[int, str]
     calls: list[AttentionCall]
     attended: dict[nn.Module, list[tuple[Tensor, ...]]]
+    stored: dict[tuple[object, ...], int] = field(default_factory=dict)
     windows: dict[MaskFunction, int | None] = field(default_factory=dict)
 
     def window(self, function: MaskFunction) -> int | None:
@@ -161,8 +164,7 @@ def _write_down(
     if key.shape[2] != query.shape[2]:
         raise _refusal(module, "it attends to other tokens than those of the step")
     record.attended.setdefault(module, []).append((query, key, value))
-    call = AttentionCall(
-        module,
+    asked = (
         query.shape[1],
         key.shape[1],
         query.shape[3],
@@ -172,7 +174,9 @@ def _write_down(
         softcap,
         None if s_aux is None else record.names[id(s_aux)],
     )
-    record.calls.append(call)
+    # A tensor that was written to since is another.
+    same = (id(key), key._version, id(value), value._version, *asked)
+    record.calls.append(AttentionCall(module, *asked, record.stored.setdefault(same, len(record.calls))))
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

@@ -1,0 +1,79 @@
+"""Layers of transformers' classes that attend to the keys and values of another layer: those are kept once."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglcore.models import transformers_model
+from sglcore.models.transformers_attention import attention_layers
+from sglcore.models.transformers_walk import AttentionCall, walk
+from tests.checkpoints import save
+from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
+from tests.models.test_transformers_models import empty
+from tests.models.transformers_cases import compare, compare_served, load, tiny_model
+
+SIZES = tomllib.loads((Path(__file__).resolve().parents[2] / "tools" / "sweep_models.toml").read_text())
+
+
+def tiny(kind: str) -> Any:
+    """As the sweep makes it: four layers, of which the last two have no keys of their own."""
+    return tiny_model(kind, {**SIZES["base"], **SIZES["types"][kind]})
+
+
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text"])
+def test_keys_that_layers_share_are_kept_once(kind: str, tmp_path: Path) -> None:
+    model = tiny(kind)
+    assert [layer.sliding_window for layer in load(model, tmp_path).attention_layers] == [6, None]
+    assert max(compare(model, tmp_path), compare_served(model, tmp_path)) <= 2e-4
+
+
+@pytest.mark.parametrize("graph", ["off", "native"])
+def test_they_are_in_graphs_with_poisoned_buffers(graph: str, tmp_path: Path) -> None:
+    model = tiny("gemma4_text")
+    engine = TokenEngine(save(model, tmp_path), graph=graph, poison=True, max_batch_tokens=7, model_impl="transformers")
+    check_logprobs(engine.run(random_prompts(3, (11, 5, 17)), 8, stagger=2), model)
+    assert any(graph in path for path in engine.paths) is (graph != "off")
+
+
+def shared(calls: tuple[AttentionCall, ...], reader: int, source: int) -> tuple[AttentionCall, ...]:
+    """Calls of which one reads what another stores."""
+    return tuple(replace(each, cells=source) if place == reader else each for place, each in enumerate(calls))
+
+
+@pytest.mark.parametrize(
+    "defect",
+    [
+        lambda calls: shared(calls, 2, 1),  # the cells of a layer without a window
+        lambda calls: shared(shared(calls, 1, 0), 3, 0),  # by a layer with keys of its own
+    ],
+    ids=["another layer's", "where there are others"],
+)
+def test_cells_of_another_layer_are_found(
+    defect: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        transformers_model,
+        "attention_layers",
+        lambda model, calls, *given: attention_layers(model, defect(calls), *given),
+    )
+    assert compare(tiny("gemma4_text"), tmp_path) > 0.01
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["as they are", "written to between"])
+def test_only_what_nobody_wrote_to_is_the_same(changes: bool) -> None:
+    model = empty("gemma4_text")
+    if changes:
+        model.model.layers[3].self_attn.register_forward_pre_hook(_write_to_values, with_kwargs=True)
+    assert [call.cells for call in walk(model)] == [0, 1, 0, 3 if changes else 1]
+
+
+def _write_to_values(module: Any, args: Any, given: dict[str, Any]) -> None:
+    for keys_and_values in given["shared_kv_states"].values():
+        torch.mul(keys_and_values[1], 2, out=keys_and_values[1])
