@@ -30,6 +30,7 @@ class BatchBuilder:
         self._page_size = limits.page_size
         self._mask_words = -(-limits.vocab_size // 32)
         self._keeps_state = limits.keeps_state
+        self._keeps_windows = limits.num_window_pages > 0
         self._reads_history = limits.reads_history
         self._compose = compose
         self._composition = 0
@@ -89,6 +90,8 @@ class BatchBuilder:
         _add_prompt_logprobs(batch, len(chosen), chunks)
         if self._keeps_state:
             _add_states(batch, len(chosen), chunks, saves)
+        if self._keeps_windows:
+            self._add_windows(batch, rows, chosen, extended)
         self._add_masks(batch)
         add_embeds(batch, self.requests)
         return batch
@@ -110,6 +113,7 @@ class BatchBuilder:
         # Every row took part in the step before, so all the last tokens are known or none is.
         batch.input_ids = self._placeholders if collected < step - 1 else self.last_tokens[rows.slots]
         fresh = np.flatnonzero(rows.allocated_lens > rows.page_counts * self._page_size)
+        batch.window_offsets = batch.window_pages = None
         if not len(fresh):
             batch.page_counts = rows.page_counts
             batch.new_page_offsets, batch.new_pages = self._no_offsets, self._no_pages
@@ -118,6 +122,9 @@ class BatchBuilder:
         rows.page_counts[fresh] += 1
         batch.new_page_offsets = offsets_of(rows.page_counts - batch.page_counts)
         batch.new_pages = np.array([rows.requests[row].pages[-1] for row in fresh.tolist()], dtype=np.int32)
+        if self._keeps_windows:
+            rows.sent_window_starts[fresh] = rows.window_starts[fresh]
+            self._add_window_lists(batch, fresh.tolist())
         return batch
 
     def build_embed(self, step: int, requests: list[Request]) -> ScheduleBatch:
@@ -146,6 +153,8 @@ class BatchBuilder:
     def _start_steady(self, step: int, rows: DecodeRows, collected: int, saves: Ints | None) -> ScheduleBatch:
         batch = self.build(step, rows, np.arange(len(rows.requests)), [], collected, saves)
         batch.seq_lens = rows.seq_lens
+        if self._keeps_windows:
+            batch.window_starts = rows.window_starts
         self._steady, self._steady_version = batch, rows.version
         self._placeholders = -rows.slots
         self._kept = np.full(len(rows.requests), KEEP, dtype=np.int32)
@@ -176,6 +185,26 @@ class BatchBuilder:
         batch.masks = np.empty((len(emitting), self._mask_words), dtype=np.int32)
         for words, (_, matcher) in zip(batch.masks, emitting, strict=True):
             matcher.fill(words)
+
+    def _add_windows(
+        self, batch: ScheduleBatch, rows: DecodeRows, chosen: NDArray[np.intp], extended: list[Request]
+    ) -> None:
+        """Where each row's window pages begin, and the lists of rows that grew or whose first pages are gone."""
+        size = self._page_size
+        starts = _join(rows.window_starts[chosen], [request.window_first * size for request in extended])
+        sent = _join(rows.sent_window_starts[chosen], [request.sent_window_first * size for request in extended])
+        rows.sent_window_starts[chosen] = starts[: len(chosen)]
+        batch.window_starts = starts
+        changed = np.flatnonzero((np.diff(batch.new_page_offsets) > 0) | (starts != sent)).tolist()
+        if changed:
+            self._add_window_lists(batch, changed)
+
+    def _add_window_lists(self, batch: ScheduleBatch, changed: list[int]) -> None:
+        lengths, pages = np.zeros(batch.batch_size, dtype=np.int32), list[int]()
+        for row in changed:
+            pages += self.requests[row].window_pages
+            lengths[row] = len(self.requests[row].window_pages)
+        batch.window_offsets, batch.window_pages = offsets_of(lengths), np.array(pages, dtype=np.int32)
 
     def _new_pages(self, page_counts: Ints, totals: Ints) -> Ints:
         pages: list[int] = []

@@ -39,6 +39,10 @@ class DecodeRows:
     """The last step that named the row."""
     page_counts: Ints = _column(lambda request, _: request.sent_pages)
     """Page-table entries that the device has."""
+    window_starts: Ints = _column(lambda request, page_size: request.window_first * page_size)
+    """Tokens before the first window page."""
+    sent_window_starts: Ints = _column(lambda request, page_size: request.sent_window_first * page_size)
+    """Those of the list that the device has."""
 
     def __init__(self, capacity: int) -> None:
         self.requests = []

@@ -1,6 +1,7 @@
 """Which pages a request holds: shared ones from the prefix cache first, then its own, in the order of its cells.
 
-Where requests keep a state too, a prefix is shared up to its deepest page with a snapshot of the state.
+Where requests keep a state too, a prefix is shared up to its deepest page with a snapshot of the state; where layers have
+window pages, up to one before which they have all that is seen.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from sglcore.schedule.pages import PagePool
 from sglcore.schedule.prefix_cache import Node, PrefixCache
 from sglcore.schedule.request import Request
 from sglcore.schedule.snapshots import Snapshots, restorable
+from sglcore.schedule.windows import Windows
 
 
 class Memory:
     """The pool and the cache together. Every page is free, cached, or held by exactly one request.
 
-    `takes_snapshots`: requests keep a state, and share their prefixes by snapshots of it.
+    `takes_snapshots`: requests keep a state, and share their prefixes by snapshots of it. `keeps_windows`: with each page a
+    request takes a window page. `needs_asking`: one of these, so others share what a request computes if they ask in time.
     """
 
     def __init__(self, limits: Limits, prefix_cache: bool) -> None:
@@ -27,6 +30,9 @@ class Memory:
         self.caches = prefix_cache and (limits.num_snapshots > 0 or not limits.keeps_state)
         self.takes_snapshots = self.caches and limits.keeps_state
         self.snapshots = Snapshots(limits.num_snapshots if self.takes_snapshots else 0)
+        self.keeps_windows = limits.num_window_pages > 0
+        self.needs_asking = self.takes_snapshots or self.keeps_windows
+        self.windows = Windows(limits)
         self.version = 0
         self.hit_tokens = 0
         self.looked_up_tokens = 0
@@ -37,6 +43,11 @@ class Memory:
         """Pages that are free, or cached and unused."""
         return self.pool.free + self.cache.num_unused
 
+    @property
+    def room(self) -> int:
+        """Pages by which a request can grow."""
+        return min(self.available, self.windows.available) if self.keeps_windows else self.available
+
     def pages_for(self, cells: int) -> int:
         """Pages that hold so many cells."""
         return -(-cells // self.page_size)
@@ -45,13 +56,17 @@ class Memory:
         """Pages of its known tokens that the request could share; locks nothing."""
         return self._shareable(self._match(request))
 
-    def admit(self, request: Request, promised: int) -> bool:
-        """Give the request its cached prefix if its known tokens fit beside `promised` pages; False changes nothing."""
+    def admit(self, request: Request, promised: int, promised_windows: int = 0) -> bool:
+        """Give the request its cached prefix if its known tokens fit beside `promised` pages, and what is seen of them beside
+        `promised_windows` window pages; False changes nothing."""
         total = request.num_tokens
         known = self._match(request) if self.caches and request.embeds is None else []
         path = [] if request.scores_prompt else known[: self._shareable(known)]
         locked = sum(node.users == 0 for node in path)
-        if self.pages_for(total) - len(path) + promised > self.available - locked:
+        missing = self.pages_for(total) - len(path)
+        if missing + promised > self.available - locked:
+            return False
+        if self.keeps_windows and not self.windows.has_room(path, missing, promised_windows):
             return False
         self.cache.use(path)
         request.node = path[-1] if path else self.cache.root
@@ -61,43 +76,50 @@ class Memory:
         request.num_cells = len(path) * self.page_size
         if self.takes_snapshots:
             self.snapshots.restore(request, path[-1] if path else None)
-            request.cuts = self._cuts(request, known) if request.embeds is None else set()
+            request.cuts = {pages * self.page_size for pages in self._ends(request, known)}
+        if self.keeps_windows:
+            self.windows.restore(request, path)
+            request.window_ends = self._ends(request, known)
         self.hit_tokens += request.num_cells
         self.looked_up_tokens += total
         return True
 
     def grow(self, request: Request, count: int) -> bool:
         """Append `count` own pages, evicting cached ones if need be; False, and nothing taken, if there are too few."""
+        if count > self.room:
+            return False
         missing = count - self.pool.free
         if missing > 0:
-            if missing > self.cache.num_unused:
-                return False
             nodes = self.cache.evict(missing)
             self.evicted_pages += len(nodes)
             self.pool.give([node.page for node in nodes])
             self.snapshots.withdraw(nodes)
+            self.windows.withdraw(nodes)
         request.pages += self.pool.take(count)
+        if self.keeps_windows:
+            self.windows.grow(request, count)
         return True
 
     def offered_pages(self, request: Request, common: int) -> int:
         """How many of its first `common` pages others will find in the cache because this request computes them."""
-        if not self.takes_snapshots:
-            return 0 if request.is_duplicate else common
-        if common > len(request.pages):
-            return common
-        ends = [end for end in self._expected(request) if end <= common * self.page_size]
-        return max(ends, default=0) // self.page_size
+        if self.takes_snapshots:
+            is_offered = common > len(request.pages)
+        else:
+            is_offered = not request.is_duplicate and request.window_first <= self.windows.first_seen(common)
+        return common if is_offered else max((end for end in self._expected(request) if end <= common), default=0)
 
     def will_share(self, request: Request, pages: int) -> bool:
         """It has not published its first `pages` pages, and will while it computes its prompt."""
-        if self.takes_snapshots:
-            return pages * self.page_size in self._expected(request)
+        if self.needs_asking:
+            return pages in self._expected(request)
         return request.shared < pages and not request.is_duplicate
 
     def ask(self, request: Request, pages: int) -> None:
         """Others wait for the request's first `pages` pages, as offered."""
         if pages > len(request.pages) and self.takes_snapshots:
             request.cuts.add(pages * self.page_size)
+        if self.keeps_windows:
+            request.window_ends.add(pages)
 
     def publish(self, request: Request, cells: int) -> None:
         """Let others use the full pages among the first `cells` cells, which a collected ticket has written, and the snapshots
@@ -119,15 +141,17 @@ class Memory:
         self.pool.give(duplicates)
         self.pool.give(request.pages[request.shared :])
         self.snapshots.release(request)
+        self.windows.release(request)
         self.cache.leave(request.node)
         self.version += 1
         request.pages = []
         request.node = None
 
     def audit(self, holders: Iterable[Request]) -> None:
-        """Raise AssertionError unless every page and every snapshot is in exactly one place; O(num_pages)."""
+        """Raise AssertionError unless every page, snapshot and window page is in exactly one place; O(num_pages)."""
         holders, nodes = list(holders), self.cache.nodes()
         self.snapshots.audit(holders, nodes)
+        self.windows.audit(holders, nodes)
         cached = [node.page for node in nodes]
         held = [page for request in holders for page in request.pages[request.shared :]]
         places = [*self.pool.free_pages(), *cached, *held]
@@ -140,18 +164,28 @@ class Memory:
         return self.cache.match(request.tokens(0, request.num_tokens))
 
     def _expected(self, request: Request) -> set[int]:
-        """Lengths of which others will find a snapshot of the request's."""
-        return request.cuts | (request.snapshots.keys() - {request.spare})
+        """Numbers of pages after which others will go on because of this request."""
+        if not self.takes_snapshots:
+            return request.window_ends
+        return {end // self.page_size for end in request.cuts | (request.snapshots.keys() - {request.spare})}
 
     def _shareable(self, path: list[Node]) -> int:
-        return restorable(path) if self.takes_snapshots else len(path)
+        """The most pages of `path` after which a request can go on."""
+        depth = len(path)
+        while True:
+            seen = self.windows.reachable(path[:depth]) if self.keeps_windows else depth
+            depth = restorable(path[:seen]) if self.takes_snapshots else seen
+            if depth == seen:
+                return depth
 
-    def _cuts(self, request: Request, known: list[Node]) -> set[int]:
-        """Where the request should leave snapshots: at the end of what it has in common with others, and at the end of the
-        last page that one with the same tokens could share."""
+    def _ends(self, request: Request, known: list[Node]) -> set[int]:
+        """Numbers of pages after which the request should let others go on: at the end of what it has in common with others,
+        and after the last page that one with the same tokens could share."""
+        if not self.caches or request.embeds is not None:
+            return set()
         last = (request.num_tokens - max(1, self.cache.lookahead)) // self.page_size
-        deepest = restorable(known)
-        return {pages * self.page_size for pages in (len(known), last) if pages > deepest}
+        deepest = self._shareable(known)
+        return {pages for pages in (len(known), last) if pages > deepest}
 
     def _publish(self, request: Request, cells: int, leaving: bool) -> list[int]:
         """Returns the pages that the cache had already from others."""
@@ -159,6 +193,8 @@ class Memory:
         duplicates = self._publish_pages(request, full, leaving)
         if request.snapshots:
             self._publish_snapshots(request, full, leaving)
+        if self.keeps_windows:
+            self._publish_windows(request, full)
         return duplicates
 
     def _publish_pages(self, request: Request, full: int, leaving: bool) -> list[int]:
@@ -192,20 +228,30 @@ class Memory:
         for end in sorted(request.snapshots):
             if end > full * self.page_size or (end == request.spare and not leaving):
                 continue
-            node = self._node(request, end // self.page_size)
+            pages = end // self.page_size
+            (node,) = self._path(request, pages - 1, pages)
             if node is None:
                 self.snapshots.keep(request, end)
             else:
                 self.snapshots.publish(request, end, node)
                 self.version += 1
 
-    def _node(self, request: Request, pages: int) -> Node | None:
-        """The node of the request's first `pages` pages, whoever published it."""
-        node, shared = request.node, request.shared
-        for _ in range(pages, shared):
+    def _publish_windows(self, request: Request, full: int) -> None:
+        first = min(request.kept_windows, default=request.window_first)
+        for index, node in enumerate(self._path(request, first, full), start=first):
+            if index in request.kept_windows or index >= request.window_first:
+                self.windows.publish(request, index, node)
+        request.window_ends = {end for end in request.window_ends if end > full}
+
+    def _path(self, request: Request, first: int, end: int) -> list[Node | None]:
+        """The nodes of the request's pages `first`..`end` - 1, whoever published them."""
+        shared, above, node = request.shared, [], request.node
+        for _ in range(first, shared):
+            above.append(node)
             node = node and node.parent
-        if pages > shared:
-            tokens = request.tokens(shared * self.page_size, pages * self.page_size + self.cache.lookahead)
-            for index in range(pages - shared):
-                node = node and node.children.get(self.cache.key(tokens, index))
-        return node
+        nodes, node = above[::-1], request.node
+        tokens = request.tokens(shared * self.page_size, end * self.page_size + self.cache.lookahead)
+        for index in range(end - shared):
+            node = node and node.children.get(self.cache.key(tokens, index))
+            nodes.append(node)
+        return nodes[max(0, first - shared) :][: max(0, end - first)]

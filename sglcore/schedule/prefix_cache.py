@@ -17,9 +17,10 @@ SLACK = 64
 
 class Node:
     """One published page. `users` counts the running requests whose page tables hold it; `snapshot` is where a copy of the
-    state after all of its tokens is (0: nowhere)."""
+    state after all of its tokens is (0: nowhere). `window_page` has its tokens for layers with a window (0: none does), and
+    `window_users` counts the requests that have it in their lists."""
 
-    __slots__ = ("children", "key", "page", "parent", "snapshot", "tick", "users")
+    __slots__ = ("children", "key", "page", "parent", "snapshot", "tick", "users", "window_page", "window_users")
 
     def __init__(self, parent: Node | None, key: bytes, page: int) -> None:
         self.parent = parent
@@ -29,6 +30,8 @@ class Node:
         self.users = 0
         self.tick = 0
         self.snapshot = 0
+        self.window_page = 0
+        self.window_users = 0
 
 
 class PrefixCache:

@@ -81,6 +81,9 @@ class Request:
     hold anything, however it ended. `is_duplicate`: another running request has published a page that it computed too.
     `restored`: the snapshot with which its state begins. `cuts`: the lengths after which it is to leave a snapshot for
     others. `snapshots`: by length, the places with copies of its state; that of length `spare` is renewed while it runs.
+    `window_pages`: its list of them, of the pages from `window_first` on; the device has it from `sent_window_first` on.
+    `window_ends`: numbers of pages after which others are to go on; `kept_windows`: window pages that this takes, by page,
+    which have left the list and are not published yet.
     """
 
     rid: str
@@ -127,6 +130,11 @@ class Request:
     cuts: set[int] = field(default_factory=set)
     snapshots: dict[int, int] = field(default_factory=dict)
     spare: int = 0
+    window_first: int = 0
+    window_pages: list[int] = field(default_factory=list)
+    sent_window_first: int = 0
+    window_ends: set[int] = field(default_factory=set)
+    kept_windows: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.request_id = self.request_id or self.rid

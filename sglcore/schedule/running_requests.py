@@ -39,6 +39,7 @@ class RunningRequests:
         self._most = min(limits.max_requests, limits.max_batch_tokens)
         self._free_slots = list(range(limits.max_requests, 0, -1))
         self._refused: tuple[Request, int] | None = None
+        self._chunked: list[Request] = []
 
     def __len__(self) -> int:
         return len(self.rows.requests) + len(self.extending)
@@ -49,18 +50,19 @@ class RunningRequests:
         Only those are passed over whose prefix is computed right now, by their leader or another request; slots and
         pages that they will want are kept for them.
         """
-        room, passed, kept = min(len(self._free_slots), self._most - len(self)), 0, 0
+        room, kept = min(len(self._free_slots), self._most - len(self)), list[int]()
         for request in self.waiting:
-            if passed >= min(room, MOST_PASSED_OVER):
+            if len(kept) >= min(room, MOST_PASSED_OVER):
                 return None
             if not self._follows(request):
                 break
-            passed, kept = passed + 1, kept + self._own_pages(request)
+            kept.append(self._own_pages(request))
         else:
             return None
         if request.leaving or self._refused == (request, self.memory.version):
             return None
-        if not self.memory.admit(request, self._promised() + kept):
+        kept_windows = sum(min(pages, self.memory.windows.span) for pages in kept)
+        if not self.memory.admit(request, self._promised() + sum(kept), len(self) + kept_windows):
             self._refused = (request, self.memory.version)
             return None
         self.waiting.remove(request)
@@ -68,10 +70,24 @@ class RunningRequests:
         return request
 
     def compare_waiting(self) -> None:
-        """Where prefixes are shared by snapshots: who waits asks for one at the common end before the next chunk passes it."""
-        if self.memory.takes_snapshots:
+        """Where prefixes are shared by what others ask for: who waits does before the next chunk passes the common end."""
+        if self.memory.needs_asking:
             for request in islice(self.waiting, MOST_COMPARED):
                 self._follows(request)
+
+    def slide_windows(self) -> None:
+        """Window pages that only the chunks of the step before saw go back."""
+        computed, self._chunked = self._chunked, []
+        for request in computed:
+            is_decoding = request.state is State.DECODING
+            if request.leaving or not (is_decoding or request.state is State.EXTENDING):
+                continue
+            if not self.memory.windows.slide(request, request.num_cells):
+                continue
+            self.memory.version += 1
+            if is_decoding:
+                row = self.rows.requests.index(request)
+                self.rows.window_starts[row] = request.window_first * self._limits.page_size
 
     def claim_pages(self) -> bool:
         """One more page for every decode row that has no room, taken from younger requests if need be.
@@ -81,6 +97,8 @@ class RunningRequests:
         rows, size = self.rows, self._limits.page_size
         full = np.flatnonzero(rows.seq_lens >= rows.allocated_lens).tolist()
         version, all_served = rows.version, True
+        if self.memory.keeps_windows:
+            self._slide_rows(full)
         for row, request in [(row, rows.requests[row]) for row in full]:
             if request.state is not State.DECODING:
                 continue
@@ -96,11 +114,13 @@ class RunningRequests:
         want = self.memory.snapshots.shorten(request, min(budget, request.target - request.num_cells))
         if want > room:
             pages = self.memory.pages_for(want - room)
-            self._obtain(request, min(pages, max(self.memory.available, 1)))
+            self._obtain(request, min(pages, max(self.memory.room, 1)))
         count = min(want, len(request.pages) * self._limits.page_size - request.num_cells)
         end = request.num_cells + count
         if count and self.memory.takes_snapshots and end % self._limits.page_size == 0:
             self.memory.snapshots.save(request, end)
+        if count and self.memory.keeps_windows:
+            self._chunked.append(request)
         return count
 
     def save_states(self, chosen: NDArray[np.intp] | None) -> Ints | None:
@@ -143,7 +163,7 @@ class RunningRequests:
         return [*self.rows.requests, *self.extending, *(gone for record in self.in_flight for gone in record.released)]
 
     def audit(self) -> None:
-        """Raise AssertionError if a page, a slot or a snapshot is lost or held twice; O(num_pages)."""
+        """Raise AssertionError if a page, a slot, a snapshot or a window page is lost or held twice; O(num_pages)."""
         holders = self.holders()
         self.memory.audit(holders)
         slots = sorted(self._free_slots + [request.slot for request in holders])
@@ -193,7 +213,7 @@ class RunningRequests:
     def _obtain(self, request: Request, count: int) -> bool:
         """`count` more pages for the request; if they are not there, younger requests are retracted, youngest first."""
         while not self.memory.grow(request, count):
-            if self._pages_leaving() >= count:
+            if self._comes_back(count):
                 return False
             victim = max((*self.rows.requests, *self.extending), key=by_arrival)
             if victim.arrival <= request.arrival:
@@ -201,8 +221,20 @@ class RunningRequests:
             self._retract(victim)
         return True
 
-    def _pages_leaving(self) -> int:
-        return sum(len(request.pages) for record in self.in_flight for request in record.released)
+    def _comes_back(self, count: int) -> bool:
+        """`count` pages are there once what is in flight was collected."""
+        memory = self.memory
+        released = [request for record in self.in_flight for request in record.released]
+        pages = memory.available + sum(len(request.pages) for request in released)
+        windows = memory.windows.available + memory.windows.kept + sum(len(each.window_pages) for each in released)
+        return pages >= count and (windows >= count or not memory.keeps_windows)
+
+    def _slide_rows(self, rows: list[int]) -> None:
+        """Of the decode rows that begin a page, what later steps do not see."""
+        for row in rows:
+            request = self.rows.requests[row]
+            self.memory.windows.slide(request, int(self.rows.seq_lens[row]))
+            self.rows.window_starts[row] = request.window_first * self._limits.page_size
 
     def _retract(self, victim: Request) -> None:
         """Back to its place in the queue; it will recompute its prompt and its output so far, less what stays cached.

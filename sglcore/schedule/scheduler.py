@@ -19,6 +19,7 @@ from sglcore.schedule.results import check_request, check_result, cut_logprobs, 
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.sampling_rows import SamplingRows
 from sglcore.schedule.stats import SchedulerStats
+from sglcore.schedule.windows import least_window_pages
 
 
 class Scheduler:
@@ -34,6 +35,13 @@ class Scheduler:
                 f"the KV pool holds {limits.capacity} tokens and the context is {limits.max_model_len}",
                 wanted="room for one request of full length",
                 remedy="lower max_model_len or raise kv_cache_memory",
+            )
+        if limits.num_window_pages and limits.num_window_pages < (least := least_window_pages(limits)):
+            raise ConfigError(
+                f"the KV pool of layers with a window holds {limits.num_window_pages} pages; a window of {limits.window}"
+                f" tokens and a step of {limits.max_batch_tokens} take {least}",
+                wanted="room for the window of one request, and for a step's tokens",
+                remedy="lower max_batch_tokens or raise kv_cache_memory",
             )
         self.limits = limits
         self._waiting = WaitingQueue()
@@ -126,9 +134,9 @@ class Scheduler:
         return outputs
 
     def stats(self) -> SchedulerStats:
-        """Counts of requests, steps, pages, snapshots and tokens."""
+        """Counts of requests, steps, pages, snapshots, window pages and tokens."""
         running, memory = self._running, self._running.memory
-        snapshots = memory.snapshots
+        snapshots, windows = memory.snapshots, memory.windows
         return SchedulerStats(
             waiting=len(self._waiting) + len(self._embedding),
             running=len(running),
@@ -146,13 +154,17 @@ class Scheduler:
             cached_snapshots=snapshots.cached,
             evicted_snapshots=snapshots.evicted,
             snapshot_hits=snapshots.hits,
+            num_window_pages=windows.num_pages,
+            free_window_pages=windows.free,
+            cached_window_pages=windows.cached,
+            evicted_window_pages=windows.evicted,
             hit_tokens=memory.hit_tokens,
             looked_up_tokens=memory.looked_up_tokens,
             retractions=running.retractions,
         )
 
     def audit(self) -> None:
-        """Raise AssertionError if a page, a slot or a snapshot is lost or held twice; O(num_pages)."""
+        """Raise AssertionError if a page, a slot, a snapshot or a window page is lost or held twice; O(num_pages)."""
         self._running.audit()
 
     def _queue_of(self, request: Request) -> WaitingQueue:
@@ -162,6 +174,8 @@ class Scheduler:
         running, mixed = self._running, self.limits.allows_mixed_batches
         prompts = bool(running.extending or len(self._waiting))
         decodes = mixed or not prompts or (self._extended_last and bool(running.rows.requests))
+        running.compare_waiting()
+        running.slide_windows()
         served = running.claim_pages() if decodes else True
         chunks: list[Chunk] = []
         if prompts and (mixed or not decodes):
@@ -175,7 +189,6 @@ class Scheduler:
         """Chunks for what the decode rows leave of the step's tokens: running prompts first, then new ones. Where somebody gave
         way nobody new comes: the pages are for whom they were taken."""
         running, chunks = self._running, []
-        running.compare_waiting()
         retractions = running.retractions
         budget = self.limits.max_batch_tokens - decodes
         for request in tuple(running.extending):
@@ -236,7 +249,7 @@ class Scheduler:
         for request, count in chunks:
             request.num_cells += count
             request.last_step = record.step
-            request.sent_pages = len(request.pages)
+            request.sent_pages, request.sent_window_first = len(request.pages), request.window_first
             if request.num_cells < request.target:
                 continue
             running.extending.remove(request)

@@ -6,8 +6,8 @@ import msgspec
 
 
 class SchedulerStats(msgspec.Struct):
-    """Counters since the start; requests in a state (`waiting` to `in_flight`, which counts steps), pages and snapshots but
-    those evicted and `snapshot_hits` are of this moment.
+    """Counters since the start; requests in a state (`waiting` to `in_flight`, which counts steps), pages, snapshots and
+    window pages but those evicted and `snapshot_hits` are of this moment.
 
     `hit_tokens` of `looked_up_tokens`: prompt tokens that the prefix cache had. `computed_prompt_tokens`: those that the
     device worked on, again after a retraction. `snapshot_hits`: requests that began with a cached copy of a state.
@@ -27,6 +27,10 @@ class SchedulerStats(msgspec.Struct):
     cached_snapshots: int = 0
     evicted_snapshots: int = 0
     snapshot_hits: int = 0
+    num_window_pages: int = 0
+    free_window_pages: int = 0
+    cached_window_pages: int = 0
+    evicted_window_pages: int = 0
     hit_tokens: int = 0
     looked_up_tokens: int = 0
     retractions: int = 0

@@ -100,7 +100,7 @@ def compose(requests: Sequence[Request]) -> FakeSampling:
 
 @dataclass
 class Slot:
-    """The device's view of one slot: who is in it, page table, last token, cells written, history received."""
+    """The device's view of one slot: who is in it, page table, last token, cells written, history received, window pages."""
 
     owner: Request | None = None
     pages: list[int] = field(default_factory=list)
@@ -108,6 +108,8 @@ class Slot:
     length: int = 0
     state: int = NOTHING
     history: list[int] = field(default_factory=list)
+    window_start: int = 0
+    window_pages: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -118,6 +120,7 @@ class InFlightStep:
     result: BatchResult
     pages: dict[int, set[int]]
     written: list[np.ndarray]
+    windows: list[np.ndarray]
     batch: ScheduleBatch
     snapshot: dict[str, np.ndarray]
 
@@ -159,6 +162,9 @@ class FakeWorker:
         cells = (limits.num_pages + 1) * limits.page_size
         self.cells = np.full((cells, 1 + limits.lookahead), NOTHING, dtype=np.int64)
         self.writer = np.zeros(limits.num_pages + 1, dtype=np.int64)
+        cells = (limits.num_window_pages + 1) * limits.page_size
+        self.window_cells = np.full((cells, 1 + limits.lookahead), NOTHING, dtype=np.int64)
+        self.window_writer = np.zeros(limits.num_window_pages + 1, dtype=np.int64)
         self.slots = [Slot() for _ in range(limits.max_requests + 1)]
         self.snapshots = [NOTHING] * (limits.num_snapshots + 1)
         self.in_flight: list[InFlightStep] = []
@@ -181,9 +187,11 @@ class FakeWorker:
             raise RuntimeError(f"planned failure of submit {batch.step}")
         self._check_shape(batch)
         self._written: list[np.ndarray] = []
+        self._windows: list[np.ndarray] = []
         result = self._embed(batch) if batch.forward_mode is ForwardMode.EMBED else self._run(batch)
         touched = {int(slot): set(self.slots[slot].pages) for slot in batch.slots if slot}
-        self.in_flight.append(InFlightStep(batch.step, result, touched, self._written, batch, _arrays(batch)))
+        written = (self._written, self._windows)
+        self.in_flight.append(InFlightStep(batch.step, result, touched, *written, batch, _arrays(batch)))
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         return Ticket(batch.step, result)
 
@@ -194,6 +202,9 @@ class FakeWorker:
         if ticket.step in self.fail_collect:
             for places in step.written:
                 self.cells[places] = NOTHING
+            for places in step.windows:
+                last = self.window_writer[places // self.limits.page_size] == step.step
+                self.window_cells[places[last]] = NOTHING
             self._spoil_states(step.batch)
             raise RuntimeError(f"planned failure of collect {ticket.step}")
         for name, before in step.snapshot.items():
@@ -225,6 +236,7 @@ class FakeWorker:
         self._check_masks(batch, requests)
         for row, request in enumerate(requests):
             self._enter(batch, row, request)
+        self._enter_windows(batch, requests)
         self._load_states(batch)
         for row, request in enumerate(requests):
             self._write(batch, row, request)
@@ -332,15 +344,72 @@ class FakeWorker:
     def _check_cells(self, slot: Slot, request: Request, prefix: int) -> None:
         if not prefix or request.rid in self.bad_requests:
             return
-        ahead = self.limits.lookahead
-        truth = np.array(self.truth.tokens(request, prefix + ahead))
-        found = self.cells[self._places(slot, np.arange(prefix))]
-        right = found[:, 0] == self.truth.digests(request, prefix)
-        _want(right.all(), f"cells of {request.rid} hold another request's tokens")
+        self._check_found(request, self.cells[self._places(slot, np.arange(prefix))], prefix, "page")
+
+    def _check_found(self, request: Request, found: np.ndarray, prefix: int, kind: str) -> None:
+        """Cells of the last tokens of a prefix."""
+        start, ahead = prefix - len(found), self.limits.lookahead
+        truth = np.array(self.truth.tokens(request, prefix + ahead))[start:]
+        right = found[:, 0] == self.truth.digests(request, prefix)[start:]
+        _want(right.all(), f"{kind} cells of {request.rid} hold another request's tokens")
         for step in range(1, ahead + 1):
-            known = np.where(found[:, step] == NOTHING, truth[step : step + prefix], found[:, step])
-            _want((known == truth[step : step + prefix]).all(), "a page depends on other following tokens")
-            _want((found[: max(prefix - step, 0), step] != NOTHING).all(), "a page is not complete")
+            known = np.where(found[:, step] == NOTHING, truth[step : step + len(found)], found[:, step])
+            _want((known == truth[step : step + len(found)]).all(), f"a {kind} depends on other following tokens")
+            _want((found[: max(len(found) - step, 0), step] != NOTHING).all(), f"a {kind} is not complete")
+
+    def _enter_windows(self, batch: ScheduleBatch, requests: list[Request]) -> None:
+        """Take in the lists of window pages, then check that each is right and holds all that its row sees."""
+        given = (batch.window_starts, batch.window_offsets, batch.window_pages)
+        if not self.limits.num_window_pages:
+            _want(given == (None, None, None), "window pages of a worker that keeps none")
+            return
+        _want(batch.window_starts is not None and len(batch.window_starts) == batch.batch_size, "window_starts")
+        _want((batch.window_offsets is None) == (batch.window_pages is None), "window pages in half")
+        _want(all(each is None or each.dtype == np.int32 for each in given), "window pages are not int32")
+        if batch.window_offsets is not None:
+            _want(len(batch.window_offsets) == batch.batch_size + 1, "window lists are not the batch's rows")
+            _want(0 < batch.window_offsets[-1] == len(batch.window_pages), "window lists without pages")
+        lists: list[int] = []
+        for row, request in enumerate(requests):
+            slot = self.slots[batch.slots[row]]
+            self._take_window_list(batch, row, slot)
+            self._check_window_list(batch, row, slot, request)
+            lists += slot.window_pages[int(batch.prefix_lens[row] - slot.window_start) // self.limits.page_size :]
+        _want(len(set(lists)) == len(lists), f"a window page is written by two rows: {lists}")
+
+    def _take_window_list(self, batch: ScheduleBatch, row: int, slot: Slot) -> None:
+        start, pages = int(batch.window_starts[row]), []
+        if batch.window_offsets is not None:
+            pages = batch.window_pages[batch.window_offsets[row] : batch.window_offsets[row + 1]].tolist()
+        if not pages:
+            _want(batch.page_counts[row], f"slot {batch.slots[row]} has the window pages of its last request")
+            _want(start == slot.window_start, f"window_starts {start}, the device's list begins at {slot.window_start}")
+            return
+        _want((start, pages) != (slot.window_start, slot.window_pages), "a window list that the device has")
+        if not batch.page_counts[row]:
+            prefix = int(batch.prefix_lens[row])
+            collected = self.in_flight[0].step if self.in_flight else batch.step
+            shared = pages[: (prefix - start) // self.limits.page_size]
+            _want(
+                (self.window_writer[shared] < collected).all(), "a window page is shared before its writer is collected"
+            )
+        slot.window_start, slot.window_pages = start, pages
+
+    def _check_window_list(self, batch: ScheduleBatch, row: int, slot: Slot, request: Request) -> None:
+        size, prefix = self.limits.page_size, int(batch.prefix_lens[row])
+        start, pages = slot.window_start, slot.window_pages
+        _want(start % size == 0, f"a list of window pages begins at {start}, within a page")
+        _want(len(pages) == -(-int(batch.seq_lens[row]) // size) - start // size, f"{len(pages)} window pages")
+        _want(len(set(pages)) == len(pages), "a window page twice in a list")
+        _want(all(1 <= page <= self.limits.num_window_pages for page in pages), f"window pages {pages}")
+        seen = max(0, prefix - self.limits.window + 1)
+        whole = (prefix // size * size - self.limits.lookahead) // size * size
+        first = max(0, whole - self.limits.window + 1) // size * size
+        _want(start <= seen, f"window pages from {start} on, {request.rid} sees from {seen} on")
+        _want(start >= first, f"window pages from {start} on, those before {first} are dead at {prefix}")
+        if request.rid not in self.bad_requests:
+            found = self.window_cells[self._window_places(slot, np.arange(seen, prefix))]
+            self._check_found(request, found, prefix, "window page")
 
     def _write(self, batch: ScheduleBatch, row: int, request: Request) -> None:
         slot = self.slots[batch.slots[row]]
@@ -356,6 +425,8 @@ class FakeWorker:
         digests = self.truth.digests(request, end)
         self._continue_state(slot, request, digests, start)
         self._set(batch, row, np.arange(start, end), 0, digests[start:])
+        if self.limits.num_window_pages:
+            self._write_window(batch, slot, request, start, end)
         for ahead in range(1, self.limits.lookahead + 1):
             first = max(start - ahead, 0)
             tokens = self.truth.tokens(request, end)[first + ahead : end]
@@ -382,6 +453,24 @@ class FakeWorker:
             self.cells[places] = NOTHING
             self._written.append(places)
         self.cells[places, column] = values
+
+    def _write_window(self, batch: ScheduleBatch, slot: Slot, request: Request, start: int, end: int) -> None:
+        places = self._window_places(slot, np.arange(start, end))
+        self.window_cells[places] = NOTHING
+        self._windows.append(places)
+        if request.rid in self.bad_requests:
+            return
+        tokens = np.array(self.truth.tokens(request, end))
+        self.window_cells[places, 0] = self.truth.digests(request, end)[start:]
+        for ahead in range(1, self.limits.lookahead + 1):
+            first = max(start - ahead, slot.window_start)
+            rewritten = self._window_places(slot, np.arange(first, end - ahead))
+            self.window_cells[rewritten, ahead] = tokens[first + ahead : end]
+        self.window_writer[slot.window_pages[max(start - slot.window_start, 0) // self.limits.page_size :]] = batch.step
+
+    def _window_places(self, slot: Slot, positions: np.ndarray) -> np.ndarray:
+        size, places = self.limits.page_size, positions - slot.window_start
+        return np.array(slot.window_pages, dtype=np.int64)[places // size] * size + places % size
 
     def _places(self, slot: Slot, positions: np.ndarray) -> np.ndarray:
         pages = np.array(slot.pages, dtype=np.int64)

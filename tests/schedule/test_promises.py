@@ -76,8 +76,8 @@ def test_who_was_refused_is_asked_again_when_pages_that_it_shares_are_there(kind
 class Impatient(RunningRequests):
     """Mutant: pages that come back with a step in flight do not count."""
 
-    def _pages_leaving(self) -> int:
-        return 0
+    def _comes_back(self, count: int) -> bool:
+        return False
 
 
 @pytest.mark.parametrize(("kind", "retractions"), [(RunningRequests, 0), (Impatient, 1)])

@@ -116,7 +116,7 @@ class SharesPagesWithoutAState(Memory):
     def _shareable(self, path: list[Node]) -> int:
         return len(path)
 
-    def _cuts(self, request: Request, known: list[Node]) -> set[int]:
+    def _ends(self, request: Request, known: list[Node]) -> set[int]:
         return set()
 
 
@@ -132,8 +132,8 @@ class PublishesWhatFailed(Memory):
 class PublishesOneNodeUp(Memory):
     """A snapshot is taken for that of the page before."""
 
-    def _node(self, request: Request, pages: int) -> Node | None:
-        return super()._node(request, max(pages - 1, 1))
+    def _path(self, request: Request, first: int, end: int) -> list[Node | None]:
+        return super()._path(request, max(first - 1, 0), max(end - 1, 1))
 
 
 class KeepsWhatWasEvicted(Snapshots):

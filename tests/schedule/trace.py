@@ -16,6 +16,7 @@ from sglcore.schedule.loop import Loop
 from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.windows import least_window_pages
 from tests.schedule.fake_worker import FakeWorker, compose, make_limits, make_params
 
 VOCABULARY = 30
@@ -86,7 +87,15 @@ def draw_trace(rnd: Random) -> Trace:
     )
     if rnd.random() < 0.25:
         trace.limits = replace(limits, keeps_state=True, num_snapshots=rnd.choice([0, 1, 2, 3, 6, 20]))
+    if rnd.random() < 0.25:
+        trace.limits = with_windows(rnd, trace.limits)
     return trace
+
+
+def with_windows(rnd: Random, limits: Limits) -> Limits:
+    """The limits of a worker that keeps window pages, not many more than one request wants."""
+    limits = replace(limits, window=rnd.choice([1, 2, 3, 5, 9, 14]))
+    return replace(limits, num_window_pages=least_window_pages(limits) + rnd.choice([0, 0, 1, 3, 10, 40]))
 
 
 def _draw_arrivals(rnd: Random, limits: Limits) -> list[tuple[int, Request]]:
@@ -206,6 +215,7 @@ def check(outcome: Outcome) -> None:
     held = stats.num_pages - stats.free_pages - stats.cached_pages
     assert (held, stats.running, stats.waiting, stats.in_flight) == (0, 0, 0, 0), stats
     assert stats.unused_cached_pages == stats.cached_pages, stats
+    assert stats.free_window_pages + stats.cached_window_pages == stats.num_window_pages, stats
     assert outcome.trace.prefix_cache or stats.cached_pages == 0
     assert len(outcome.worker.in_flight) == 0
     for _, request in outcome.trace.arrivals:

@@ -1,0 +1,173 @@
+"""Window pages: what layers with a sliding window keep of a request, in pages of their own and only as far as they see.
+
+A request has a list of them, one for each of its pages from the first that its next query sees. A node of the prefix cache
+may have one beside its page, with the same tokens; a prefix is shared up to a page before which no seen one is missing.
+The worker takes lists in the order of the steps, so what no step planned later has in a list is free for others at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from sglcore.device.worker import Limits
+from sglcore.schedule.pages import PagePool
+from sglcore.schedule.prefix_cache import Node
+from sglcore.schedule.request import Request
+
+
+class Windows:
+    """Window pages 1..num_pages, each free, a node's (`Node.window_page`), or one request's. A node's is used by the requests
+    that have it in their lists too; one without users goes to who wants one, least recently used first.
+
+    `span`: pages that a request's list has at most beside those of a step's chunk. `kept`: pages in `Request.kept_windows`.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.num_pages = limits.num_window_pages
+        self.span = -(-(limits.window - 1) // limits.page_size) + 1 + -(-limits.lookahead // limits.page_size)
+        self.evicted = 0
+        self.kept = 0
+        self._page_size = limits.page_size
+        self._lookahead = limits.lookahead
+        self._seen = limits.window - 1
+        self._pool = PagePool(limits.num_window_pages)
+        self._nodes: dict[int, Node] = {}
+        self._unused: dict[int, None] = {}
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody has."""
+        return self._pool.free
+
+    @property
+    def cached(self) -> int:
+        """Pages that nodes have."""
+        return len(self._nodes)
+
+    @property
+    def available(self) -> int:
+        """Pages that are free, or a node's and unused."""
+        return self._pool.free + len(self._unused)
+
+    def first_seen(self, pages: int) -> int:
+        """The page in which the first token is that the query after so many pages sees."""
+        return max(0, pages * self._page_size - self._seen) // self._page_size
+
+    def reachable(self, path: Sequence[Node]) -> int:
+        """The most pages of `path` after which a request can go on."""
+        depth = index = len(path)
+        while index > self.first_seen(depth):
+            index -= 1
+            if not path[index].window_page:
+                depth = index
+        return depth
+
+    def has_room(self, path: Sequence[Node], missing: int, promised: int) -> bool:
+        """A request can begin with `path` and go on, with `missing` pages to come, beside `promised` pages of others."""
+        seen = path[self.first_seen(len(path)) :]
+        locked = sum(node.window_users == 0 for node in seen)
+        return min(missing, self.span - len(seen)) + promised <= self.available - locked
+
+    def restore(self, request: Request, path: Sequence[Node]) -> None:
+        """The request's list begins with what is seen after `path`."""
+        request.window_first = self.first_seen(len(path))
+        seen = path[request.window_first :]
+        request.window_pages = [node.window_page for node in seen]
+        for node in seen:
+            self._unused.pop(node.window_page, None)
+            node.window_users += 1
+
+    def grow(self, request: Request, count: int) -> None:
+        """Append `count` pages, of those that are available, to the request's list."""
+        for _ in range(count - self._pool.free):
+            self._evict()
+        request.window_pages += self._pool.take(count)
+
+    def slide(self, request: Request, cells: int) -> bool:
+        """After a step that ends at `cells` cells: what later ones do not see leaves the request's list; False if it is all seen.
+
+        Others could go on from the last page that is complete then, so what is seen from there stays. Pages that the cache
+        should have for others, and that are not published yet, are kept until they are.
+        """
+        first = self.first_seen((cells - self._lookahead) // self._page_size)
+        count = first - request.window_first
+        if count <= 0:
+            return False
+        wanted = {index for end in request.window_ends for index in range(self.first_seen(end), end)}
+        for index, page in enumerate(request.window_pages[:count], start=request.window_first):
+            if index in wanted and page not in self._nodes:
+                request.kept_windows[index] = page
+                self.kept += 1
+            else:
+                self._drop(page)
+        del request.window_pages[:count]
+        request.window_first = first
+        return True
+
+    def publish(self, request: Request, index: int, node: Node | None) -> None:
+        """What the request has of its page `index`, which a collected step has written, is its node's too, if that has none."""
+        is_kept = index in request.kept_windows
+        page = request.kept_windows.pop(index) if is_kept else request.window_pages[index - request.window_first]
+        self.kept -= is_kept
+        if node is not None and not node.window_page:
+            node.window_page, node.window_users = page, 1
+            self._nodes[page] = node
+        if is_kept:
+            self._drop(page)
+
+    def withdraw(self, nodes: Iterable[Node]) -> None:
+        """Nodes left the cache: their window pages are free, or those of the requests that still use them."""
+        for node in nodes:
+            if node.window_page:
+                del self._nodes[node.window_page]
+                if not node.window_users:
+                    del self._unused[node.window_page]
+                    self._pool.give([node.window_page])
+
+    def release(self, request: Request) -> None:
+        """Take back what the request still has."""
+        for page in [*request.kept_windows.values(), *request.window_pages]:
+            self._drop(page)
+        self.kept -= len(request.kept_windows)
+        request.kept_windows.clear()
+        request.window_ends.clear()
+        request.window_pages = []
+
+    def audit(self, holders: Iterable[Request], nodes: Iterable[Node]) -> None:
+        """Raise AssertionError unless every page is in exactly one place and its users are counted; O(pages)."""
+        holders = list(holders)
+        cached = {node.window_page: node for node in nodes if node.window_page}
+        assert cached == self._nodes, f"nodes have window pages {sorted(cached)}; wanted {sorted(self._nodes)}"
+        listed = [page for request in holders for page in request.window_pages]
+        users = {page: listed.count(page) for page in cached}
+        assert users == {page: node.window_users for page, node in cached.items()}, f"window pages' users are {users}"
+        assert self._unused.keys() == {page for page, count in users.items() if not count}, "unused window pages"
+        kept = [page for request in holders for page in request.kept_windows.values()]
+        assert len(kept) == self.kept, f"{len(kept)} window pages are kept, {self.kept} are counted"
+        own = [page for page in listed if page not in cached]
+        places = sorted([*self._pool.free_pages(), *cached, *own, *kept])
+        assert places == list(range(1, self.num_pages + 1)), f"window pages lost or held twice: {places}"
+
+    def _drop(self, page: int) -> None:
+        """One user less of a node's page; a request's own is free."""
+        node = self._nodes.get(page)
+        if node is None:
+            self._pool.give([page])
+            return
+        node.window_users -= 1
+        if not node.window_users:
+            self._unused[page] = None
+
+    def _evict(self) -> None:
+        """The page that is unused the longest is free, and its node has none."""
+        page = next(iter(self._unused))
+        del self._unused[page]
+        self._nodes.pop(page).window_page = 0
+        self._pool.give([page])
+        self.evicted += 1
+
+
+def least_window_pages(limits: Limits) -> int:
+    """Window pages with which one request of any length goes on, with a chunk of a step's tokens."""
+    tokens = limits.window + limits.max_batch_tokens
+    return -(-tokens // limits.page_size) + 1 + max(1, -(-limits.lookahead // limits.page_size))

@@ -1,0 +1,267 @@
+"""Random traces on a worker that keeps window pages, which fails where a row's list does not hold what the window sees of
+exactly its prefix; and schedulers with one planted bug, which the traces must catch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore.schedule.batch_builder import BatchBuilder, Chunk
+from sglcore.schedule.memory import Memory
+from sglcore.schedule.overlap import BatchRecord
+from sglcore.schedule.prefix_cache import Node
+from sglcore.schedule.request import Request
+from sglcore.schedule.running_requests import RunningRequests
+from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.windows import Windows
+from tests.schedule.test_state_traces import draw as draw_conversations
+from tests.schedule.trace import Trace, plant, play, with_windows
+
+SEEDS = range(2000, 2300)
+
+
+def draw(seed: int) -> Trace:
+    """A trace with a window; most of those that come late go on with what an earlier one said, some keep a state too."""
+    trace, rnd = draw_conversations(seed), Random(seed)
+    limits = trace.limits if rnd.random() < 0.2 else replace(trace.limits, keeps_state=False, num_snapshots=0)
+    return replace(trace, limits=with_windows(rnd, limits))
+
+
+def test_the_traces_reach_what_they_are_meant_to_reach() -> None:
+    names = ("hits", "evicted", "lost with pages", "retracted", "overlapped", "long", "states")
+    seen = dict.fromkeys(names, 0)
+    for seed in range(60):
+        print("seed", seed)
+        outcome = play(draw(seed))
+        stats, limits = outcome.scheduler.stats(), outcome.trace.limits
+        seen["hits"] += stats.hit_tokens > 0
+        seen["evicted"] += stats.evicted_window_pages > 0
+        seen["lost with pages"] += stats.evicted_pages > 0
+        seen["retracted"] += stats.retractions > 0
+        seen["overlapped"] += outcome.worker.most_in_flight > 1 and stats.hit_tokens > 0
+        seen["long"] += limits.num_window_pages < limits.max_model_len // limits.page_size
+        seen["states"] += stats.snapshot_hits > 0
+    assert min(seen.values()) >= 3, seen
+
+
+class Silent(Windows):
+    """The worker is to notice it."""
+
+    def audit(self, holders, nodes) -> None:
+        """Nothing."""
+
+
+class FreesAPageEarly(Silent):
+    def first_seen(self, pages: int) -> int:
+        return max(0, pages * self._page_size - self._seen + self._page_size) // self._page_size
+
+
+class SeesATokenLess(Windows):
+    """The window without the token that it sees last."""
+
+    def __init__(self) -> None:
+        raise AssertionError("planted only")
+
+    def first_seen(self, pages: int) -> int:
+        return max(0, pages * self._page_size - self._seen + 1) // self._page_size
+
+
+class FreesAPageLate(Windows):
+    def slide(self, request: Request, cells: int) -> bool:
+        return super().slide(request, cells - self._page_size)
+
+
+class NeverSlidesRows(RunningRequests):
+    """Decode rows keep all window pages."""
+
+    def _slide_rows(self, rows: list[int]) -> None:
+        """Nothing."""
+
+
+class KeepsTheEntry(Silent):
+    """A node goes on naming the window page that was taken from it."""
+
+    def _evict(self) -> None:
+        node = self._nodes[next(iter(self._unused))]
+        page = node.window_page
+        super()._evict()
+        node.window_page = page
+
+    def restore(self, request: Request, path: Sequence[Node]) -> None:
+        for node in path[self.first_seen(len(path)) :]:
+            self._nodes.setdefault(node.window_page, node)
+        super().restore(request, path)
+
+
+class SharesWithAHole(Windows):
+    """The last page alone is looked at."""
+
+    def reachable(self, path: Sequence[Node]) -> int:
+        return next((depth for depth in range(len(path), 0, -1) if path[depth - 1].window_page), 0)
+
+    def restore(self, request: Request, path: Sequence[Node]) -> None:
+        super().restore(request, path)
+        if 0 in request.window_pages:
+            request.window_pages = [page or 1 for page in request.window_pages]
+
+    def audit(self, holders, nodes) -> None:
+        """The worker is to notice it."""
+
+
+class GivesAUsedPageAway(Silent):
+    """A node's page is unused as soon as one of its users drops it."""
+
+    def _drop(self, page: int) -> None:
+        super()._drop(page)
+        if page in self._nodes:
+            self._unused[page] = None
+
+
+class ForgetsUsers(Silent):
+    """A hit does not keep its window pages."""
+
+    def restore(self, request: Request, path: Sequence[Node]) -> None:
+        super().restore(request, path)
+        for node in path[request.window_first :]:
+            self._unused[node.window_page] = None
+
+
+class LosesPagesOfWhoLeaves(Windows):
+    def release(self, request: Request) -> None:
+        request.window_pages = request.window_pages[1:]
+        super().release(request)
+
+
+class LosesKeptPages(Windows):
+    def release(self, request: Request) -> None:
+        self.kept -= len(request.kept_windows)
+        request.kept_windows.clear()
+        super().release(request)
+
+
+class LosesPagesOfEvictedNodes(Windows):
+    def withdraw(self, nodes) -> None:
+        for node in nodes:
+            self._nodes.pop(node.window_page, None)
+            self._unused.pop(node.window_page, None)
+
+
+class FreesPagesOfDuplicates(Silent):
+    """A node that leaves the cache takes the window page with it, whoever has it in a list."""
+
+    def withdraw(self, nodes) -> None:
+        for node in nodes:
+            if node.window_page:
+                del self._nodes[node.window_page]
+                self._unused.pop(node.window_page, None)
+                self._pool.give([node.window_page])
+
+
+class PublishesBeforeCollect(Scheduler):
+    def _advance_chunks(self, record: BatchRecord, chunks: list[tuple[Request, int]]) -> None:
+        super()._advance_chunks(record, chunks)
+        for request, _ in chunks:
+            self._running.memory.publish(request, request.num_cells)
+
+
+class PublishesWhatFailed(Memory):
+    def release(self, request: Request, cells: int) -> None:
+        if not cells and request.node is not None:
+            self._publish_windows(request, request.num_cells // self.page_size)
+        super().release(request, cells)
+
+
+class PublishesIncompletePages(Memory):
+    def _publish_windows(self, request: Request, full: int) -> None:
+        super()._publish_windows(request, min(full + 1, len(request.pages)))
+
+
+class PublishesOneNodeUp(Memory):
+    def _path(self, request: Request, first: int, end: int) -> list[Node | None]:
+        return super()._path(request, max(first - 1, 0), max(end - 1, 0))
+
+
+class StartsAPageOff(BatchBuilder):
+    def _add_windows(self, batch: ScheduleBatch, rows, chosen, extended) -> None:
+        super()._add_windows(batch, rows, chosen, extended)
+        assert batch.window_starts is not None
+        batch.window_starts += self._page_size * (batch.window_starts > 0)
+
+
+class SendsNoListAfterADrop(BatchBuilder):
+    """Only a row that grew brings its list."""
+
+    def build(self, step: int, rows, chosen, chunks: list[Chunk], collected: int, saves=None) -> ScheduleBatch:
+        rows.sent_window_starts[chosen] = rows.window_starts[chosen]
+        for request, _ in chunks:
+            request.sent_window_first = request.window_first
+        return super().build(step, rows, chosen, chunks, collected, saves)
+
+
+class KeepsTheListOfBefore(BatchBuilder):
+    """A steady batch repeats the lists of an earlier step."""
+
+    def build_decode(self, step: int, rows, collected: int, saves=None) -> ScheduleBatch:
+        before = self._steady
+        kept = (None, None) if before is None else (before.window_offsets, before.window_pages)
+        batch = super().build_decode(step, rows, collected, saves)
+        if batch is before and batch.window_pages is None:
+            batch.window_offsets, batch.window_pages = kept
+        return batch
+
+
+class SendsNoListsToSteadyRows(BatchBuilder):
+    def build_decode(self, step: int, rows, collected: int, saves=None) -> ScheduleBatch:
+        batch = super().build_decode(step, rows, collected, saves)
+        batch.window_offsets = batch.window_pages = None
+        return batch
+
+
+class ForgetsPagesOnTheirWayBack(RunningRequests):
+    """Waits for nothing: pages short, and nobody to retract."""
+
+    def _obtain(self, request: Request, count: int) -> bool:
+        return self.memory.grow(request, count)
+
+
+BUILDER, RUNNING, MEMORY, WINDOWS = "_builder", "_running", "_running.memory", "_running.memory.windows"
+MUTANTS = (
+    (FreesAPageEarly, WINDOWS, "sees from"),
+    (SeesATokenLess, WINDOWS, "sees from"),
+    (FreesAPageLate, WINDOWS, "are dead"),
+    (NeverSlidesRows, RUNNING, "are dead"),
+    (KeepsTheEntry, WINDOWS, "another request's tokens"),
+    (SharesWithAHole, WINDOWS, "another request's tokens"),
+    (GivesAUsedPageAway, WINDOWS, "another request's tokens"),
+    (ForgetsUsers, WINDOWS, "another request's tokens"),
+    (LosesPagesOfWhoLeaves, WINDOWS, "lost or held twice"),
+    (LosesKeptPages, WINDOWS, "lost or held twice"),
+    (LosesPagesOfEvictedNodes, WINDOWS, "lost or held twice"),
+    (FreesPagesOfDuplicates, WINDOWS, "another request's tokens"),
+    (PublishesBeforeCollect, "", "before its writer is collected"),
+    (PublishesWhatFailed, MEMORY, "another request's tokens"),
+    (PublishesIncompletePages, MEMORY, ""),
+    (PublishesOneNodeUp, MEMORY, "another request's tokens"),
+    (StartsAPageOff, BUILDER, "window pages"),
+    (SendsNoListAfterADrop, BUILDER, "the device's list begins"),
+    (KeepsTheListOfBefore, BUILDER, "a window list that the device has"),
+    (SendsNoListsToSteadyRows, BUILDER, "window pages"),
+    (ForgetsPagesOnTheirWayBack, RUNNING, "nothing can run"),
+)
+
+
+@pytest.mark.parametrize(("kind", "path", "message"), MUTANTS)
+def test_a_planted_bug_is_caught_by_some_trace(kind: type, path: str, message: str) -> None:
+    for seed in SEEDS:
+        try:
+            play(draw(seed), plant(kind, path))
+        except Exception as error:
+            if message in str(error):
+                print(f"caught by seed {seed}: {type(error).__name__}: {error}")
+                return
+    pytest.fail(f"no trace of seeds {SEEDS} noticed")
