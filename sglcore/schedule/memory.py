@@ -86,9 +86,9 @@ class Memory:
 
     def grow(self, request: Request, count: int) -> bool:
         """Append `count` own pages, evicting cached ones if need be; False, and nothing taken, if there are too few."""
-        if count > self.room:
-            return False
         missing = count - self.pool.free
+        if missing > self.cache.num_unused or (self.keeps_windows and count > self.windows.available):
+            return False
         if missing > 0:
             nodes = self.cache.evict(missing)
             self.evicted_pages += len(nodes)

@@ -77,8 +77,7 @@ class RunningRequests:
 
     def slide_windows(self) -> None:
         """Window pages that only the chunks of the step before saw go back."""
-        computed, self._chunked = self._chunked, []
-        for request in computed:
+        for request in self._chunked:
             is_decoding = request.state is State.DECODING
             if request.leaving or not (is_decoding or request.state is State.EXTENDING):
                 continue
@@ -88,6 +87,7 @@ class RunningRequests:
             if is_decoding:
                 row = self.rows.requests.index(request)
                 self.rows.window_starts[row] = request.window_first * self._limits.page_size
+        self._chunked.clear()
 
     def claim_pages(self) -> bool:
         """One more page for every decode row that has no room, taken from younger requests if need be.

@@ -263,12 +263,20 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         lambda n: n.num_snapshots - n.free_snapshots,
     ),
     ("prefix_cache_snapshots", "Copies of states that the prefix cache keeps.", lambda n: n.cached_snapshots),
+    ("window_pages", "Pages of the KV cache of layers with a window.", lambda n: n.num_window_pages),
+    ("window_pages_free", "Such pages that nobody holds.", lambda n: n.free_window_pages),
+    ("prefix_cache_window_pages", "Such pages that the prefix cache keeps.", lambda n: n.cached_window_pages),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prefix_cache_queries_tokens", "Prompt tokens looked up in the prefix cache.", lambda n: n.looked_up_tokens),
     ("prefix_cache_hits_tokens", "Prompt tokens found in the prefix cache.", lambda n: n.hit_tokens),
     ("state_snapshot_hits", "Requests that began with a cached copy of a state.", lambda n: n.snapshot_hits),
     ("state_snapshots_evicted", "Cached copies of states given up for others.", lambda n: n.evicted_snapshots),
+    (
+        "window_pages_evicted",
+        "Cached pages of layers with a window given up for others.",
+        lambda n: n.evicted_window_pages,
+    ),
     ("prompt_tokens", "Tokens of prompts.", lambda n: n.prompt_tokens),
     ("prompt_tokens_computed", "Prompt tokens that were computed.", lambda n: n.computed_prompt_tokens),
     ("generation_tokens", "Tokens drawn.", lambda n: n.generation_tokens),

@@ -324,6 +324,9 @@ def past_only(stats: EngineStats) -> EngineStats:
             "num_snapshots",
             "free_snapshots",
             "cached_snapshots",
+            "num_window_pages",
+            "free_window_pages",
+            "cached_window_pages",
         ),
         0,
     )

@@ -1,0 +1,335 @@
+"""Window pages: how many a request holds, when they go back, and which prefixes are shared by what the cache has of them.
+
+The fake worker keeps their cells and fails where a list does not hold what the window sees of exactly the row's prefix.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglcore.device.errors import ConfigError
+from sglcore.schedule.prompt_embeds import PromptEmbeds
+from sglcore.schedule.request import Awaited, Request
+from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.windows import least_window_pages
+from tests.schedule.drive import Drive
+from tests.schedule.fake_worker import compose, make_limits
+
+SYSTEM = [(3 * index) % 5 for index in range(96)]
+
+
+def make_drive(**given: Any) -> Drive:
+    """Pages of 4 tokens, a window of 9, room for everybody."""
+    room = {"max_model_len": 256, "num_pages": 200, "max_batch_tokens": 400, "max_requests": 8}
+    return Drive(**{**room, "window": 9, "num_window_pages": 160, **given})
+
+
+def run_one(drive: Drive, rid: str, prompt: list[int], max_tokens: int = 1, **given: Any) -> Request:
+    """Run a request from its beginning to its end."""
+    request = drive.add(rid, prompt, max_tokens, **given)
+    drive.run()
+    assert request.output_ids == drive.alone(request)
+    return request
+
+
+def conversation(drive: Drive, request: Request) -> list[int]:
+    """Its prompt and its output."""
+    return [*request.prompt_ids.tolist(), *request.output_ids]
+
+
+def in_use(drive: Drive) -> int:
+    """Window pages that requests hold."""
+    stats = drive.scheduler.stats()
+    return stats.num_window_pages - stats.free_window_pages - stats.cached_window_pages
+
+
+@pytest.mark.parametrize(("window", "most"), [(1, 1), (2, 2), (5, 2), (6, 3), (9, 3), (10, 4)])
+def test_a_request_that_decodes_holds_the_window_and_the_page_that_it_writes(window: int, most: int) -> None:
+    drive = make_drive(window=window, prefix_cache=False)
+    drive.add("long", [1, 2], 200)
+    held = []
+    for _ in range(150):
+        drive.step()
+        held.append(in_use(drive))
+    assert max(held) == most and len(set(held[40:])) == 1
+    drive.run()
+    assert in_use(drive) == 0
+
+
+def test_a_list_is_sent_when_a_page_is_begun_and_at_no_other_time() -> None:
+    drive = make_drive(prefix_cache=False)
+    drive.add("a", [1, 2, 3, 4, 5], 40)
+    drive.run()
+    batches = drive.worker.seen
+    assert [int(batch.seq_lens[0]) for batch in batches if batch.window_pages is not None] == [5, *range(9, 45, 4)]
+    assert [int(batch.window_starts[0]) for batch in batches[-6:]] == [28, 28, 32, 32, 32, 32]
+
+
+def test_a_long_prompt_s_pages_go_back_before_the_next_step_takes_any() -> None:
+    """Two prompts in chunks of 16 tokens, with the window pages of one window each and of one step's tokens."""
+    drive = make_drive(window=5, max_batch_tokens=16, num_window_pages=9, prefix_cache=False)
+    requests = [drive.add(rid, 150, 3) for rid in "ab"]
+    drive.run()
+    assert drive.scheduler.stats().retractions == 0
+    assert len(drive.worker.seen) <= 2 * 10 + 4
+    assert all(request.output_ids == drive.alone(request) for request in requests)
+
+
+def test_a_prompt_that_decodes_next_gives_its_pages_back_with_its_first_token() -> None:
+    drive = make_drive(prefix_cache=False)
+    drive.add("a", 151, 40)
+    drive.step()
+    assert in_use(drive) == 38
+    drive.step()
+    assert in_use(drive) == 3
+    assert drive.worker.seen[1].window_starts.tolist() == [140]
+    drive.run()
+
+
+@pytest.mark.parametrize(("length", "cached"), [(4, 0), (5, 4), (8, 4), (9, 8), (41, 40), (44, 40)])
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_prompt_that_comes_again_begins_at_its_last_page(length: int, cached: int, lookahead: int) -> None:
+    drive = make_drive(lookahead=lookahead)
+    for rid in ("a", "b"):
+        request = run_one(drive, rid, SYSTEM[:length], 30)
+    assert request.cached_tokens == cached
+    assert drive.scheduler.stats().hit_tokens == cached
+
+
+@pytest.mark.parametrize("suffix", [2, 9, 60])
+def test_a_shared_beginning_is_a_hit_from_the_third_prompt_on(suffix: int) -> None:
+    """Where the first one's suffix is longer than the window, the second finds pages without windows, and leaves those."""
+    drive = make_drive()
+    prompts = [[*SYSTEM[:40], *[own] * suffix] for own in range(4)]
+    cached = [run_one(drive, f"r{own}", prompt, 3).cached_tokens for own, prompt in enumerate(prompts)]
+    assert cached == [0, 40 if suffix == 2 else 0, 40, 40]
+
+
+@pytest.mark.parametrize(("lookahead", "common"), [(0, 40), (1, 36), (2, 36)])
+@pytest.mark.parametrize("suffix", [9, 60])
+def test_a_shared_beginning_is_a_hit_while_all_before_still_run(lookahead: int, common: int, suffix: int) -> None:
+    """The second one's window pages belong to the first one's pages."""
+    drive = make_drive(lookahead=lookahead, num_pages=300)
+    requests = [drive.make(f"r{own}", [*SYSTEM[:40], *[own] * suffix], 60) for own in range(4)]
+    for request in requests:
+        drive.scheduler.add(request)
+        drive.step(5)
+    assert [request.cached_tokens for request in requests] == [0, 0, common, common]
+    drive.run()
+    assert all(request.output_ids == drive.alone(request) for request in requests)
+
+
+def test_a_short_suffix_leaves_the_common_window_while_its_request_runs() -> None:
+    """The second one still has it in its list, though the pages are the first one's."""
+    drive = make_drive(window=30)
+    prompts = [[*SYSTEM[:40], *[1] * 60], [*SYSTEM[:40], 2, 2], [*SYSTEM[:40], 3, 3]]
+    requests = [drive.make(f"r{own}", prompt, 60) for own, prompt in enumerate(prompts)]
+    for request in requests:
+        drive.scheduler.add(request)
+        drive.step(4)
+    assert [request.cached_tokens for request in requests] == [0, 0, 40]
+    drive.run()
+    assert all(request.output_ids == drive.alone(request) for request in requests)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 9, 30])
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_the_next_turn_of_a_conversation_begins_at_its_last_full_page(most: int, lookahead: int) -> None:
+    drive = make_drive(lookahead=lookahead)
+    first = run_one(drive, "first", SYSTEM[:21], most)
+    second = run_one(drive, "second", [*conversation(drive, first), 7, 7, 7, 7])
+    assert second.cached_tokens == (21 + most - 1 - lookahead) // 4 * 4
+
+
+def test_samples_of_one_prompt_begin_where_its_last_page_begins() -> None:
+    for length, cached in ((41, 40), (44, 40)):
+        drive = make_drive()
+        leader = drive.add("s0", SYSTEM[:length], 5, seed=0)
+        others = [drive.add(f"s{seed}", SYSTEM[:length], 5, seed=seed, leader=leader) for seed in (1, 2, 3)]
+        drive.run()
+        assert [request.cached_tokens for request in (leader, *others)] == [0, cached, cached, cached]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("budget", [30, 100, 400])
+def test_a_common_prefix_of_prompts_that_come_at_once_is_computed_once(overlap: bool, budget: int) -> None:
+    drive = make_drive(overlap=overlap, max_batch_tokens=budget)
+    requests = [drive.add(f"r{index}", [*SYSTEM, index, *[index] * 30], 3) for index in range(5)]
+    drive.run()
+    assert [request.cached_tokens for request in requests] == [0, 96, 96, 96, 96]
+    assert drive.scheduler.stats().computed_prompt_tokens == 127 + 4 * 31
+
+
+def test_who_comes_in_the_step_that_passes_the_common_end_still_has_its_window() -> None:
+    drive = make_drive()
+    first = drive.add("first", [*SYSTEM, *[1] * 90], 2)
+    drive.step()
+    late = drive.add("late", [*SYSTEM, 2, 2], 2)
+    drive.step()
+    assert late.awaited == Awaited(first, 24) or late.cached_tokens == 96
+    drive.run()
+    assert late.cached_tokens == 96
+
+
+def test_who_comes_after_the_window_was_given_back_computes_its_prompt() -> None:
+    drive = make_drive(max_batch_tokens=150)
+    drive.add("first", [*SYSTEM[:80], *[1] * 150], 2)
+    drive.step(2)
+    late = drive.add("late", [*SYSTEM[:80], 2, 2], 2)
+    drive.step()
+    assert late.awaited is None
+    drive.run()
+    assert late.cached_tokens == 0
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_a_retracted_request_goes_on_from_its_last_full_page(lookahead: int) -> None:
+    drive = make_drive(max_model_len=40, num_pages=14, max_batch_tokens=64, lookahead=lookahead)
+    requests = [drive.add(rid, [first] * 9, 24) for first, rid in enumerate("ab")]
+    drive.run()
+    assert drive.scheduler.stats().retractions > 0 and drive.scheduler.stats().hit_tokens > 0
+    assert all(request.output_ids == drive.alone(request) for request in requests)
+
+
+def test_who_is_short_of_window_pages_alone_takes_them_from_the_youngest() -> None:
+    drive = make_drive(window=33, max_batch_tokens=4, num_window_pages=12, prefix_cache=False)
+    requests = [drive.add(rid, 4, 60) for rid in "abc"]
+    drive.run()
+    stats = drive.scheduler.stats()
+    assert stats.retractions > 0 and stats.evicted_pages == 0
+    assert drive.finishes() == ["a", "b", "c"]
+    assert all(request.output_ids == drive.alone(request) for request in requests)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 3])
+@pytest.mark.parametrize("page_size", [1, 2, 4, 16])
+@pytest.mark.parametrize(("window", "budget"), [(1, 1), (2, 3), (9, 1), (9, 16), (40, 7)])
+def test_one_request_of_full_length_always_fits(lookahead: int, page_size: int, window: int, budget: int) -> None:
+    sizes = {"max_model_len": 96, "page_size": page_size, "num_pages": 96 // page_size, "lookahead": lookahead}
+    limits = make_limits(**sizes, window=window, max_batch_tokens=budget)
+    least = least_window_pages(limits)
+    if lookahead <= page_size:
+        assert least == -(-(window + budget) // page_size) + 2
+    drive = Drive(**sizes, window=window, max_batch_tokens=budget, num_window_pages=least)
+    for rid, prompt in (("a", SYSTEM[:90]), ("b", [*SYSTEM[:70], 9]), ("c", SYSTEM[:90])):
+        run_one(drive, rid, prompt, 200)
+    assert drive.scheduler.stats().retractions == 0
+
+
+def test_a_pool_that_holds_no_window_and_step_is_refused() -> None:
+    limits = make_limits(window=9, num_window_pages=8)
+    with pytest.raises(ConfigError, match="holds 8 pages; a window of 9 tokens and a step of 16 take 9"):
+        Scheduler(limits, compose=compose)
+
+
+def test_nobody_is_admitted_to_the_window_page_that_a_running_request_needs_next() -> None:
+    drive = make_drive(window=33, max_batch_tokens=4, num_window_pages=12, prefix_cache=False)
+    drive.add("old", 4, 33)
+    drive.step(30)
+    newcomer = drive.add("new", 12, 2)
+    drive.step(2)
+    assert newcomer.slot == 0
+    drive.run()
+    assert drive.scheduler.stats().retractions == 0
+
+
+def test_the_window_used_least_recently_gives_way() -> None:
+    drive = make_drive(max_batch_tokens=16, num_window_pages=9)
+    for first in (1, 2, 3, 1, 4):
+        run_one(drive, f"{drive.scheduler.stats().steps}", [first] * 13, 2)
+    assert drive.scheduler.stats().evicted_window_pages > 0 and drive.scheduler.stats().evicted_pages == 0
+    assert run_one(drive, "kept", [1] * 13).cached_tokens == 12
+    assert run_one(drive, "gone", [2] * 13).cached_tokens == 0
+
+
+def test_a_page_that_is_evicted_gives_its_window_page_back() -> None:
+    drive = Drive(max_model_len=40, num_pages=10, max_batch_tokens=64, window=9, num_window_pages=60)
+    for first in range(6):
+        run_one(drive, f"r{first}", [first] * 17)
+    stats = drive.scheduler.stats()
+    assert stats.evicted_pages > 0 and stats.evicted_window_pages == 0
+    assert stats.cached_window_pages <= stats.cached_pages and in_use(drive) == 0
+
+
+def test_a_state_and_a_window_are_shared_where_both_are() -> None:
+    drive = make_drive(keeps_state=True, num_snapshots=16)
+    prompts = [[*SYSTEM[:40], *[own] * 30] for own in range(4)]
+    assert [run_one(drive, f"r{own}", prompt).cached_tokens for own, prompt in enumerate(prompts)] == [0, 0, 40, 40]
+    first = run_one(drive, "again", prompts[1], 9)
+    assert first.cached_tokens == 68
+    assert run_one(drive, "next", [*conversation(drive, first), 7, 7, 7, 7]).cached_tokens == 76
+
+
+def test_a_state_that_is_left_without_the_window_before_it_is_of_no_use() -> None:
+    drive = make_drive(keeps_state=True, num_snapshots=16, max_batch_tokens=16, num_window_pages=9)
+    for first in (1, 2, 3, 4):
+        run_one(drive, f"r{first}", [first] * 17)
+    assert drive.scheduler.stats().cached_snapshots >= 4
+    assert run_one(drive, "gone", [1] * 17).cached_tokens == 0
+
+
+@pytest.mark.parametrize("given", [{"prefix_cache": False}, {"keeps_state": True}])
+def test_where_nothing_is_cached_no_window_page_is(given: dict[str, Any]) -> None:
+    drive = make_drive(**given)
+    assert [run_one(drive, rid, SYSTEM[:41], 9).cached_tokens for rid in "ab"] == [0, 0]
+    assert drive.scheduler.stats().free_window_pages == 160
+
+
+def test_a_prompt_whose_scores_are_wanted_begins_with_nothing_and_leaves_its_window() -> None:
+    drive = make_drive()
+    scored = [run_one(drive, rid, SYSTEM[:21], 2, prompt_logprobs=0) for rid in "ab"]
+    assert [request.cached_tokens for request in scored] == [0, 0]
+    assert run_one(drive, "plain", SYSTEM[:21]).cached_tokens == 20
+
+
+def test_an_embedding_has_no_window_pages() -> None:
+    drive = make_drive()
+    request = drive.add("e", 9, task="embed")
+    drive.run()
+    batch = drive.worker.seen[0]
+    assert request.embedding is not None
+    assert (batch.window_starts, batch.window_offsets, batch.window_pages) == (None, None, None)
+
+
+def test_embeddings_as_a_prompt_share_no_window() -> None:
+    drive = make_drive(embed_size=2)
+    embeds = PromptEmbeds(np.zeros((96, 2)), SYSTEM)
+    run_one(drive, "first", SYSTEM, 20, embeds=embeds)
+    assert drive.scheduler.stats().free_window_pages == 160
+    assert run_one(drive, "text", SYSTEM).cached_tokens == 0
+
+
+def test_a_step_that_failed_leaves_no_window_page() -> None:
+    for fails in ("fail_submit", "fail_collect"):
+        drive = make_drive()
+        setattr(drive.worker, fails, {3})
+        drive.add("a", SYSTEM[:41], 9)
+        drive.step(2)
+        drive.add("b", [9] * 30, 9)
+        with pytest.raises(RuntimeError, match="planned failure"):
+            drive.step(2)
+        drive.loop.drain()
+        drive.scheduler.audit()
+        assert in_use(drive) == 0
+        run_one(drive, "c", SYSTEM[:41], 9)
+        run_one(drive, "d", [9] * 30, 9)
+
+
+def test_an_aborted_request_leaves_the_window_of_its_last_full_page() -> None:
+    drive = make_drive()
+    drive.add("a", SYSTEM[:30], 60)
+    drive.step(3)
+    drive.scheduler.abort("a")
+    drive.run()
+    assert in_use(drive) == 0
+    assert run_one(drive, "again", SYSTEM[:40]).cached_tokens == 28
+
+
+def test_a_worker_without_window_pages_is_told_of_none() -> None:
+    drive = make_drive(num_window_pages=0)
+    assert [run_one(drive, rid, SYSTEM[:41], 9).cached_tokens for rid in "ab"] == [0, 40]
+    assert all(batch.window_starts is None and batch.window_pages is None for batch in drive.worker.seen)
+    assert drive.scheduler.stats().num_window_pages == 0
