@@ -363,24 +363,27 @@ class FakeWorker:
         if not self.limits.num_window_pages:
             _want(given == (None, None, None), "window pages of a worker that keeps none")
             return
-        _want(batch.window_starts is not None and len(batch.window_starts) == batch.batch_size, "window_starts")
-        _want((batch.window_offsets is None) == (batch.window_pages is None), "window pages in half")
-        _want(all(each is None or each.dtype == np.int32 for each in given), "window pages are not int32")
-        if batch.window_offsets is not None:
-            _want(len(batch.window_offsets) == batch.batch_size + 1, "window lists are not the batch's rows")
-            _want(0 < batch.window_offsets[-1] == len(batch.window_pages), "window lists without pages")
-        lists: list[int] = []
-        for row, request in enumerate(requests):
+        starts, lists = batch.window_starts, self._window_lists(batch)
+        assert starts is not None and len(starts) == batch.batch_size and starts.dtype == np.int32
+        written: list[int] = []
+        for row, (start, request) in enumerate(zip(starts.tolist(), requests, strict=True)):
             slot = self.slots[batch.slots[row]]
-            self._take_window_list(batch, row, slot)
+            self._take_window_list(batch, row, slot, start, lists[row])
             self._check_window_list(batch, row, slot, request)
-            lists += slot.window_pages[int(batch.prefix_lens[row] - slot.window_start) // self.limits.page_size :]
-        _want(len(set(lists)) == len(lists), f"a window page is written by two rows: {lists}")
+            written += slot.window_pages[(int(batch.prefix_lens[row]) - start) // self.limits.page_size :]
+        _want(len(set(written)) == len(written), f"a window page is written by two rows: {written}")
 
-    def _take_window_list(self, batch: ScheduleBatch, row: int, slot: Slot) -> None:
-        start, pages = int(batch.window_starts[row]), []
-        if batch.window_offsets is not None:
-            pages = batch.window_pages[batch.window_offsets[row] : batch.window_offsets[row + 1]].tolist()
+    def _window_lists(self, batch: ScheduleBatch) -> list[list[int]]:
+        offsets, pages = batch.window_offsets, batch.window_pages
+        if offsets is None or pages is None:
+            _want(offsets is pages, "window lists in half")
+            return [[]] * batch.batch_size
+        _want(offsets.dtype == pages.dtype == np.int32, "window lists are not int32")
+        _want(len(offsets) == batch.batch_size + 1, "window lists are not the batch's rows")
+        _want(0 < offsets[-1] == len(pages), "window lists without pages")
+        return [part.tolist() for part in np.split(pages, offsets[1:-1])]
+
+    def _take_window_list(self, batch: ScheduleBatch, row: int, slot: Slot, start: int, pages: list[int]) -> None:
         if not pages:
             _want(batch.page_counts[row], f"slot {batch.slots[row]} has the window pages of its last request")
             _want(start == slot.window_start, f"window_starts {start}, the device's list begins at {slot.window_start}")
