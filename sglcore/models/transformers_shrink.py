@@ -32,7 +32,7 @@ _HEADS = (
     "mamba_n_heads",
     "mamba_num_heads",
 )
-_HEADS += ("n_mamba_heads", "linear_num_key_heads", "linear_num_value_heads")
+_HEADS += ("n_mamba_heads", "linear_num_heads", "linear_num_key_heads", "linear_num_value_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "num_global_key_value_heads")
 _WIDTHS = (
     "hidden_size",
@@ -47,7 +47,15 @@ _WIDTHS = (
 _WIDTHS += ("block_dim", "attention_hidden_size", "embedding_size")
 _INNER = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_ff", "dff", "block_ff_dim", "mlp_dim")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "n_group")
+_CHOSEN = (
+    "num_experts_per_tok",
+    "top_k_experts",
+    "moe_topk",
+    "moe_k",
+    "num_experts_per_token",
+    "n_group",
+    "num_expert_group",
+)
 _GROUPS = ("n_groups", "mamba_n_groups")
 _SHARED = ("num_kv_shared_layers",)
 _WINDOWS = ("sliding_window", "window_size", "attention_window_size")
@@ -91,19 +99,19 @@ def _count(model: nn.Module) -> int:
 
 def _smaller(values: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """A configuration's values with small sizes; also of those inside it."""
-    depth = next((values[name] for name in _LAYERS if _is_size(values.get(name))), None)
-    divisor, made = _divisor(values), dict(values)
+    depth = next((values[name] for name in _LAYERS if _is_size(values.get(name))), layers)
+    divisor, made = _divisor(values), {}
     for name, value in values.items():
-        if isinstance(value, Mapping) and "model_type" in value:
-            made[name] = _smaller(value, layers)
-            continue
-        if isinstance(value, list) and len(value) == depth:
-            value = value[:layers]
-        made[name] = (
-            [_size(name, each, values, divisor) for each in value]
-            if isinstance(value, list)
-            else _size(name, value, values, divisor)
-        )
+        match value:
+            case {"model_type": _}:
+                made[name] = _smaller(value, layers)
+            case dict():
+                made[name] = {key: each for key, each in value.items() if not str(key).isdigit() or int(key) < layers}
+            case list():
+                kept = value[:layers] if len(value) == depth else value
+                made[name] = [_size(name, each, values, divisor) for each in kept]
+            case _:
+                made[name] = _size(name, value, values, divisor)
     return made | {name: min(layers, values[name]) for name in _LAYERS if _is_size(values.get(name))}
 
 

@@ -21,6 +21,7 @@ from sglcore.models import transformers_check
 from sglcore.models.implementation import choose_implementation
 from sglcore.models.transformers_config import Library, transformers_config
 from sglcore.models.transformers_shrink import PARAMETERS, shrunk
+from sglcore.models.transformers_states import find_mixers
 from sglcore.models.transformers_types import PROVEN
 from tests.checkpoints import SIZES, llama, save
 from tests.laws.engine import TokenEngine, check_logprobs
@@ -167,6 +168,13 @@ def test_a_small_model_has_every_kind_of_layer_of_the_whole_one(kind: str, kept:
     assert shrunk(Library(llama().config)).config.hidden_size == SIZES["hidden_size"]
 
 
+def test_what_is_said_of_single_layers_is_cut_with_them() -> None:
+    """By position in a list, or by number."""
+    small = shrunk(Library(CONFIG_MAPPING["gemma4_text"]())).config
+    assert len(small.layer_types) == small.num_hidden_layers < 30
+    assert all(int(layer) < small.num_hidden_layers for layer in small.to_dict()["per_layer_config"])
+
+
 # -- code in a checkpoint ----------------------------------------------------------------------------------------------
 
 
@@ -204,6 +212,17 @@ def test_a_checkpoint_with_code_is_served(tmp_path: Path) -> None:
     oracle.save_pretrained(folder)
     engine = TokenEngine(folder, trust_remote_code=True)
     check_logprobs(engine.run([[5, 9, 7, 11, 3], [4, 8]], 6), oracle)
+
+
+def test_layers_with_states_in_it_are_found() -> None:
+    """As long as they leave them in transformers' cache."""
+
+    def forward(self: Any, hidden: torch.Tensor, cache_params: Any = None) -> torch.Tensor:
+        return cache_params.update_recurrent_state(hidden, 0)
+
+    body = {"__module__": f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}.own.modeling_own", "forward": forward}
+    model: Any = torch.nn.Sequential(type("Own", (torch.nn.Module,), body)())
+    assert [mixer.module for mixer in find_mixers(model)] == [model[0]]
 
 
 def without(name: str) -> Callable[[Path], None]:
