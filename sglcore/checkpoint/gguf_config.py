@@ -8,44 +8,17 @@ from types import MappingProxyType
 from typing import Any
 
 from sglcore.checkpoint.gguf import REMEDY, GgufHeader
+from sglcore.checkpoint.gguf_architectures import ARCHITECTURES, COMMON, SPARSE_LLAMA, architecture_name
 from sglcore.device.errors import CheckpointError
-
-ARCHITECTURES: Mapping[str, str] = MappingProxyType(
-    {
-        "llama": "LlamaForCausalLM",
-        "qwen2": "Qwen2ForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
-        "qwen3moe": "Qwen3MoeForCausalLM",
-    }
-)
-"""`general.architecture` -> the architecture of a `config.json`."""
 
 LARGEST = 1 << 24
 """More of anything is a damaged number."""
 
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+LONG_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 
 _OUTER: Mapping[str, str] = MappingProxyType(
     {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-)
-_INNER: Mapping[str, str] = MappingProxyType(
-    {
-        "attn_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "attn_q_norm": "self_attn.q_norm",
-        "attn_k_norm": "self_attn.k_norm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-        "ffn_gate_inp": "mlp.gate",
-        "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-        "ffn_up_exps": "mlp.experts.{}.up_proj",
-        "ffn_down_exps": "mlp.experts.{}.down_proj",
-    }
 )
 CONTROL = 3
 """The type of tokens that no text has."""
@@ -58,27 +31,23 @@ _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get
 
 
-def checkpoint_name(name: str) -> str | None:
+def checkpoint_name(header: GgufHeader, name: str) -> str | None:
     """A tensor's name in a checkpoint, with a "{}" for the expert where it holds several; None if there is none."""
     block = _BLOCK.fullmatch(name)
-    if block is not None and block[2] in _INNER:
-        return f"model.layers.{block[1]}.{_INNER[block[2]]}.{block[3]}"
+    parts = {**COMMON, **ARCHITECTURES[architecture_name(header)].parts}
+    if block is not None and block[2] in parts:
+        return f"model.layers.{block[1]}.{parts[block[2]]}.{block[3]}"
     outer, _, kind = name.rpartition(".")
     return f"{_OUTER[outer]}.{kind}" if outer in _OUTER else None
 
 
-def has_paired_rotation(header: GgufHeader) -> bool:
-    """Whether heads are stored with the two numbers that are rotated together side by side, not half a head apart."""
-    return header.metadata.get("general.architecture") == "llama"
-
-
 def gguf_config(header: GgufHeader) -> dict[str, Any]:
     """The keys of a `config.json` that the metadata means; raises `CheckpointError` for an architecture that we lack."""
-    name = header.need("general.architecture", str)
-    if name not in ARCHITECTURES:
+    kind, name = architecture_name(header), header.need("general.architecture", str)
+    if kind not in ARCHITECTURES:
         raise CheckpointError(
             f"{header.path} has the architecture {name!r}",
-            wanted=f"one of {', '.join(ARCHITECTURES)}",
+            wanted=f"one of {', '.join(name for name in ARCHITECTURES if name != SPARSE_LLAMA)}",
             remedy="choose another model",
         )
     if EMBEDDING not in header.tensors:
@@ -90,8 +59,9 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
     heads, hidden, layers = number("attention.head_count"), number("embedding_length"), number("block_count")
     head_dim = number("attention.key_length", hidden // heads)
     _check_sizes(header, hidden, layers)
-    return {
-        "architectures": [ARCHITECTURES[name]],
+    own = ARCHITECTURES[kind]
+    config = {
+        "architectures": [own.name],
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -107,8 +77,14 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
         "sliding_window": None,
         "dtype": _dtype(header),
-        **_experts(header, name),
+        **{
+            word: _number(header, f"{name}.{key}")
+            for key, word in own.words.items()
+            if f"{name}.{key}" in header.metadata
+        },
     }
+    config["sliding_window"] = config["sliding_window"] or None
+    return {**config, **own.more(header, config)}
 
 
 def _count(header: GgufHeader, key: str, default: int | None = None) -> int:
@@ -118,6 +94,14 @@ def _count(header: GgufHeader, key: str, default: int | None = None) -> int:
     found = header.need(key, int)
     if not 1 <= found <= LARGEST:
         raise CheckpointError(f"{header.path} says {key} = {found}", wanted=f"1 to {LARGEST}", remedy=REMEDY)
+    return found
+
+
+def _number(header: GgufHeader, key: str) -> float:
+    """Any number from 0 to `LARGEST`."""
+    found = header.metadata[key]
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found <= LARGEST:
+        raise CheckpointError(f"{header.path} says {key} = {found!r:.60}", wanted=f"0 to {LARGEST}", remedy=REMEDY)
     return found
 
 
@@ -166,32 +150,24 @@ def _dtype(header: GgufHeader) -> str:
 
 
 def _rope(header: GgufHeader, name: str, head_dim: int) -> dict[str, Any]:
-    """Scaling by type; a tensor of factors, one for each frequency, is what longrope means with a factor of 1 for heads."""
+    """Scaling by type; a tensor of factors, one for each frequency, is what longrope means with a factor of 1 for heads. Two such
+    tensors are longrope's own."""
     get, base_key = header.metadata.get, f"{name}.rope.freq_base"
     base = header.need(base_key, float) if base_key in header.metadata else 10000.0
-    found: dict[str, Any] = {"rope_theta": base, "rope_type": "default"}
     rotated = _count(header, f"{name}.rope.dimension_count", head_dim)
-    if rotated != head_dim:
-        found["partial_rotary_factor"] = rotated / head_dim
+    found: dict[str, Any] = {"rope_theta": base, "rope_type": "default", "partial_rotary_factor": rotated / head_dim}
     kind = get(f"{name}.rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn"):
         raise CheckpointError(f"{header.path} scales positions by {kind!r}", wanted="none, linear or yarn")
     if kind != "none":
         found |= {"rope_type": kind, "factor": float(header.need(f"{name}.rope.scaling.factor", float))}
-        key = f"{name}.rope.scaling.original_context_length"
-        found |= {"original_max_position_embeddings": _count(header, key)} if get(key) else {}
+    key = f"{name}.rope.scaling.original_context_length"
+    if get(key):
+        found["original_max_position_embeddings"] = _count(header, key)
+    if all(factors in header.tensors for factors in LONG_FACTORS):
+        long, short = (list(header.floats(factors)) for factors in LONG_FACTORS)
+        found |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
     if ROPE_FACTORS in header.tensors:
         factors = list(header.floats(ROPE_FACTORS))
         found |= {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
     return found
-
-
-def _experts(header: GgufHeader, name: str) -> dict[str, Any]:
-    if name != "qwen3moe":
-        return {}
-    return {
-        "num_experts": _count(header, f"{name}.expert_count"),
-        "num_experts_per_tok": _count(header, f"{name}.expert_used_count"),
-        "moe_intermediate_size": _count(header, f"{name}.expert_feed_forward_length"),
-        "norm_topk_prob": True,
-    }

@@ -25,10 +25,12 @@ SPACE = "\u2581"
 
 _CONTRACTIONS, _SYMBOLS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UP_TO_THREE = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_SYMBOLS}|{_SPACES}"
 _SPLITS: Mapping[str, str] = MappingProxyType(
     {
-        "llama-bpe": rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_SYMBOLS}|{_SPACES}",
+        "llama-bpe": _UP_TO_THREE,
         "qwen2": rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_SYMBOLS}|{_SPACES}",
+        "dbrx": _UP_TO_THREE,
     }
 )
 _SAME: Mapping[str, str] = MappingProxyType(
@@ -37,7 +39,11 @@ _SAME: Mapping[str, str] = MappingProxyType(
         "llama-v3": "llama-bpe",
         "smaug-bpe": "llama-bpe",
         "deepseek-r1-qwen": "qwen2",
+        "chatglm-bpe": "dbrx",
+        "glm4": "dbrx",
         "gpt2": "gpt-2",
+        "olmo": "gpt-2",
+        "refact": "smollm",
     }
 )
 PLAIN_BYTES, DIGITS = "gpt-2", "smollm"

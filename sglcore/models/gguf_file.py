@@ -13,7 +13,8 @@ from torch import Tensor
 
 from sglcore.checkpoint.config import ModelConfig
 from sglcore.checkpoint.gguf import GgufHeader, GgufTensor, read_header
-from sglcore.checkpoint.gguf_config import ROPE_FACTORS, checkpoint_name, has_paired_rotation
+from sglcore.checkpoint.gguf_architectures import ARCHITECTURES, architecture_name
+from sglcore.checkpoint.gguf_config import LONG_FACTORS, ROPE_FACTORS, checkpoint_name
 from sglcore.device.errors import CheckpointError
 from sglcore.models.gguf_blocks import BlockWeight
 from sglcore.models.quantized import Stored, fill, pieces
@@ -24,6 +25,9 @@ PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
     {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 )
 """The types that are not quantised."""
+
+ONE_ROW = ".shared_expert_gate.weight"
+"""A matrix of one row, which files have as a list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +89,9 @@ def gguf_sources(file: FileIO, path: Path, config: ModelConfig, targets: Mapping
     unknown: list[str] = []
     header = read_header(path)
     for tensor in header.tensors.values():
-        name = checkpoint_name(tensor.name)
+        name = checkpoint_name(header, tensor.name)
         parts = dict(_parts(file, path, header, config, tensor, name)) if name else {}
-        if not parts.keys() <= targets.keys() or (not parts and tensor.name != ROPE_FACTORS):
+        if not parts.keys() <= targets.keys() or (not parts and tensor.name not in (ROPE_FACTORS, *LONG_FACTORS)):
             unknown.append(tensor.name)
             continue
         for part, source in parts.items():
@@ -104,7 +108,8 @@ def _parts(
     size = tensor.end - tensor.start
     if "{}" not in name:
         heads = _paired_heads(header, config, name)
-        yield name, GgufSource(file, path, tensor, tensor.start, size, tensor.shape, heads)
+        shape = (1, *tensor.shape) if name.endswith(ONE_ROW) else tensor.shape
+        yield name, GgufSource(file, path, tensor, tensor.start, size, shape, heads)
         return
     experts = tensor.shape[0]
     for expert in range(experts):
@@ -113,7 +118,7 @@ def _parts(
 
 
 def _paired_heads(header: GgufHeader, config: ModelConfig, name: str) -> int:
-    if not has_paired_rotation(header):
+    if not ARCHITECTURES[architecture_name(header)].is_paired:
         return 0
     if ".q_proj." in name:
         return config.num_attention_heads

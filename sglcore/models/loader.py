@@ -101,15 +101,21 @@ def _sources(
 ) -> Mapping[str, Source]:
     """Where each weight is, in files that stay open as long as `stack`."""
     if is_gguf(path):
-        return gguf_sources(stack.enter_context(FileIO(path)), path, config, weights.targets)
+        weights.offsets.clear()  # the file's weights have them already
+        found = gguf_sources(stack.enter_context(FileIO(path)), path, config, weights.targets)
+        return _reordered(found, weights)
     quantization = read_quantization(config.raw)
     files = [stack.enter_context(closing(SafetensorsFile(file))) for file in checkpoint_files(path)]
     named = model.named({entry.name: entry.shape for file in files for entry in file.entries})
     weights.choose_stacks(named.values())
     harmless = (*HARMLESS, *model.ignored, *((TIED_HEAD,) if config.tie_word_embeddings or config.is_encoder else ()))
     found = find_sources(files, weights.targets, named, harmless, quantization)
+    return _reordered(found, weights)
+
+
+def _reordered(found: Mapping[str, Source], weights: Weights) -> Mapping[str, Source]:
     orders = {name: order for name, order in weights.orders.items() if name in found}
-    return found | {name: ReorderedSource(found[name], order) for name, order in orders.items()}
+    return {**found, **{name: ReorderedSource(found[name], order) for name, order in orders.items()}}
 
 
 def _counted(sources: Mapping[str, Source], progress: Progress | None) -> CountBytes:

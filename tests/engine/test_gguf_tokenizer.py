@@ -63,12 +63,13 @@ def byte_level(tokenizer: Tokenizer, pre: str, **more: Any) -> dict[str, Any]:
     return {**values, "ggml.merges": merges, **more}
 
 
-def test_our_own_tokenizer_comes_back_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pre", ["smollm", "refact"])
+def test_our_own_tokenizer_comes_back_whole(pre: str, tmp_path: Path) -> None:
     own = TextCodec(embedded_model())
     more = {"ggml.bos_token_id": 1, "ggml.eos_token_id": 2, "ggml.padding_token_id": 0, "ggml.add_bos_token": True}
     template = own.template.source()
     assert template is not None
-    file = write(tmp_path / "m.gguf", byte_level(own.tokenizer, "smollm", chat_template=template, **more))
+    file = write(tmp_path / "m.gguf", byte_level(own.tokenizer, pre, chat_template=template, **more))
     codec = TextCodec(file)
     for text in (*TEXTS, *random_texts(100)):
         for special in (True, False):
@@ -80,7 +81,7 @@ def test_our_own_tokenizer_comes_back_whole(tmp_path: Path) -> None:
     assert codec.special_ids == own.special_ids and eos_token_ids(file) == {2}
 
 
-@pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "gpt-2"])
+@pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "gpt-2", "dbrx", "olmo"])
 def test_bytes_are_cut_as_by_transformers(pre: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     split: Any = pre_tokenizers.Split(Regex(r"\s+|\w+|\W"), behavior="isolated")
@@ -158,7 +159,7 @@ def test_pieces_are_merged_as_by_sentencepiece(tmp_path: Path) -> None:
         ({"ggml.model": "gpt2"}, "says tokenizer.ggml.tokens = None; wanted a value of kind list"),
         (
             {"ggml.model": "gpt2", "ggml.tokens": ["a", "b", "ab"], "ggml.merges": ["a b"], "ggml.pre": "tekken"},
-            "cuts text by the rule 'tekken' .*; wanted one of llama-bpe, qwen2, gpt-2",
+            "cuts text by the rule 'tekken' .*; wanted one of llama-bpe, qwen2, dbrx",
         ),
     ],
 )

@@ -20,30 +20,16 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 SUPER = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Types that it reads only, and where their float16 scales are in a block; they are made of random blocks."""
 
-OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-INNER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-}
+ARCHITECTURES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
-def gguf_name(name: str) -> str:
-    """The GGUF name of a parameter."""
-    module, _, kind = name.rpartition(".")
-    if module in OUTER:
-        return f"{OUTER[module]}.{kind}"
-    _, _, layer, rest = module.split(".", 3)
-    return f"blk.{layer}.{INNER[rest]}.{kind}"
+def gguf_name(name: str, arch: str) -> str:
+    """The gguf package's name of a parameter; an architecture that we lack has those of a Llama."""
+    found = None
+    for each in (arch, "llama"):
+        found = found or gguf.get_tensor_name_map(ARCHITECTURES[each], 8).get_name(name, (".weight", ".bias"))
+    assert found is not None, name
+    return found
 
 
 def random_blocks(kind: str, shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
@@ -83,13 +69,30 @@ def add_metadata(writer: GGUFWriter, config: Any, tokenizer: Mapping[str, Any]) 
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads)
+    head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if "Moe" in type(config).__name__:
-        writer.add_expert_count(config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    full = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(full["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1.0)))
+    words = config.to_dict()
+    for name, add in (
+        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+        ("attention_multiplier", writer.add_attention_scale),
+        ("embedding_multiplier", writer.add_embedding_scale),
+        ("residual_multiplier", writer.add_residual_scale),
+        ("logits_scaling", writer.add_logit_scale),
+        ("num_local_experts", writer.add_expert_count),
+        ("num_experts", writer.add_expert_count),
+        ("num_experts_per_tok", writer.add_expert_used_count),
+        ("moe_intermediate_size", writer.add_expert_feed_forward_length),
+        ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
+    ):
+        if words.get(name) is not None:
+            add(words[name])
+    if words.get("sliding_window") and words.get("use_sliding_window", True):
+        writer.add_sliding_window(words["sliding_window"])
     for key, value in tokenizer.items():
         if isinstance(value, list):
             writer.add_array(key, value)
@@ -137,12 +140,18 @@ def _add(
         _add_experts(writer, name, parameter, kind, rng)
         return
     values = parameter.numpy()
+    if arch.startswith("gemma") and name.endswith("norm.weight"):
+        values = values + 1
+    if name.endswith("shared_expert_gate.weight"):
+        values = values[0]
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2], 0)
-    values = paired(values, heads) if arch == "llama" and heads else values
-    data, meant = _stored(values, kind, rng)
-    writer.add_tensor(gguf_name(name), data, raw_dtype=None if kind is None else GGMLQuantizationType[kind])
-    meant = unpaired(meant, heads) if arch == "llama" and heads else meant
-    parameter.copy_(torch.from_numpy(np.ascontiguousarray(meant)))
+    is_paired = heads and arch in ("llama", "granite")
+    data, meant = _stored(paired(values, heads) if is_paired else values, kind if values.ndim > 1 else None, rng)
+    number = None if kind is None or values.ndim < 2 else GGMLQuantizationType[kind]
+    writer.add_tensor(gguf_name(name, arch), data, raw_dtype=number)
+    if kind is not None and values.ndim > 1:
+        meant = unpaired(meant, heads) if is_paired else meant
+        parameter.copy_(torch.from_numpy(np.ascontiguousarray(meant)))
 
 
 def _add_experts(writer: GGUFWriter, name: str, parameter: torch.Tensor, kind: str | None, rng: Any) -> None:

@@ -21,12 +21,35 @@ from sglcore.models.gguf_blocks import KINDS, BlockWeight
 from sglcore.models.implementation import choose_implementation
 from sglcore.models.quantized import packable, rounded
 from sglcore.models.registry import ARCHITECTURES
-from tests.checkpoints import LLAMA3, llama, qwen2, qwen3, qwen3_moe, rope
+from tests.checkpoints import (
+    LLAMA3,
+    gemma,
+    gemma2,
+    gemma3,
+    glm4,
+    granite,
+    llama,
+    mixtral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    rope,
+)
 from tests.models.gguf_checkpoints import SIMPLE, SUPER, random_blocks, write
 from tests.models.steps import load
 from tests.models.test_quantized_checkpoints import TOLERANCE, Packs, difference
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
+GEMMA3 = {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
+OLMO3 = {
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 5e5} for kind in ("full_attention", "sliding_attention")
+    }
+}
 LARGE = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.05}
 
 
@@ -85,6 +108,27 @@ ORACLES = {
     "qwen3-moe": (
         lambda: qwen3_moe(**SIZES, head_dim=16, moe_intermediate_size=32, norm_topk_prob=True),
         "qwen3moe",
+        "Q8_0",
+    ),
+    "qwen2-moe": (
+        lambda: qwen2_moe(**SIZES, moe_intermediate_size=32, shared_expert_intermediate_size=32, mlp_only_layers=[]),
+        "qwen2moe",
+        "Q4_0",
+    ),
+    "mixtral": (lambda: mixtral(**SIZES), "llama", "Q8_0"),
+    "gemma": (lambda: gemma(hidden_size=64, intermediate_size=96, head_dim=16), "gemma", "Q8_0"),
+    "gemma2": (lambda: gemma2(**SIZES, head_dim=16, query_pre_attn_scalar=16), "gemma2", "Q4_1"),
+    "gemma3": (lambda: gemma3(**SIZES, head_dim=16, query_pre_attn_scalar=16, **GEMMA3), "gemma3", "Q8_0"),
+    "gemma3-halves": (lambda: gemma3(**SIZES, head_dim=16, query_pre_attn_scalar=16, **GEMMA3), "gemma3", "BF16"),
+    "phi3": (lambda: phi3(**SIZES, sliding_window=7), "phi3", "Q4_0"),
+    "glm4": (lambda: glm4(**SIZES, head_dim=16), "glm4", "Q8_0"),
+    "granite": (lambda: granite(**SIZES), "granite", "Q4_0"),
+    "olmo2": (lambda: olmo2(**SIZES), "olmo2", "Q8_0"),
+    "olmo3": (
+        lambda: olmo3(
+            **SIZES, num_hidden_layers=4, layer_types=["sliding_attention"] * 3 + ["full_attention"], **OLMO3
+        ),
+        "olmo2",
         "Q8_0",
     ),
 }
@@ -233,7 +277,9 @@ def test_what_we_lack_is_named(spoil: Any, text: str, tmp_path: Path) -> None:
 
 def test_an_architecture_that_we_lack_is_an_error(tmp_path: Path) -> None:
     file = write(llama(**SIZES), tmp_path / "m.gguf", "falcon", lambda name: None)
-    with pytest.raises(CheckpointError, match="has the architecture 'falcon'; wanted one of llama, qwen2, qwen3"):
+    with pytest.raises(
+        CheckpointError, match="has the architecture 'falcon'; wanted one of llama, qwen2, qwen2moe, qwen3, "
+    ):
         load(file)
 
 
