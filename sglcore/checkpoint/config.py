@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,10 +16,13 @@ from sglcore.checkpoint.files import read_json
 from sglcore.checkpoint.gguf import is_gguf, read_header
 from sglcore.checkpoint.gguf_config import gguf_config
 from sglcore.checkpoint.pooling import Pooling, read_pooling
-from sglcore.checkpoint.renamed import renamed
+from sglcore.checkpoint.renamed import WORDS, renamed
+from sglcore.checkpoint.values import check_values
 from sglcore.device.errors import ConfigError
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
+NEAR = 0.6
+"""How much two names have in common of which one may be meant by the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +125,19 @@ def read_config(path: str | Path, known: Collection[str] = (), task: str = "auto
     if not folder.is_dir():
         raise ConfigError(f"there is no model at {str(path)!r}", wanted="a checkpoint folder", remedy="check the path")
     raw = read_json(folder / "config.json", "this is not a checkpoint folder; point at the one with config.json")
-    names = raw.get("architectures") or []
-    if not names:
+    name = architecture_of(folder / "config.json", raw)
+    if not name:
         raise ConfigError(f"{folder / 'config.json'} names no architecture", wanted='"architectures": ["..."]')
-    check_architecture(names[0], known)
-    return _parse(folder, names[0], raw, task)
+    check_architecture(name, known)
+    check_values(folder / "config.json", raw, WORDS.get(name, EMPTY))
+    return _parse(folder, name, raw, task)
+
+
+def architecture_of(file: Path, raw: Mapping[str, Any]) -> str:
+    """The first that a `config.json` names; empty where it names none. Raises `ConfigError` where they are no list."""
+    names = raw.get("architectures")
+    check_values(file, {"architectures": names})
+    return names[0] if names else ""
 
 
 def check_architecture(name: str, known: Collection[str]) -> None:
@@ -132,9 +145,16 @@ def check_architecture(name: str, known: Collection[str]) -> None:
     if known and name not in known:
         raise ConfigError(
             f"the architecture {name!r} is not supported",
-            wanted=f"one of {', '.join(sorted(known))}",
+            wanted=served(name, known),
             remedy="choose another model, or map its name to a class of yours",
         )
+
+
+def served(name: str, known: Collection[str]) -> str:
+    """What is wanted instead of an architecture that is not among `known`: those with the nearest names."""
+    stems = {each: re.sub("(For[A-Z].*|Model)$", "", each).lower() for each in (name, *known)}
+    near = [each for each in sorted(known) if SequenceMatcher(None, stems[name], stems[each]).ratio() > NEAR]
+    return f"one that docs/models.md lists{', such as ' if near else ''}{', '.join(near[:4])}"
 
 
 def check_context(asked: int | None, config: ModelConfig) -> None:
@@ -194,7 +214,7 @@ class _Needed:
     def __call__(self, name: str) -> int:
         if name not in self.values:
             raise ConfigError(f"{self.file} has no {name!r}", wanted="a number", remedy="download the checkpoint again")
-        return int(self.values[name])
+        return self.values[name]
 
 
 def _is_set(value: Any, neutral: Any) -> bool:
@@ -290,6 +310,8 @@ def _moe(values: Mapping[str, Any], layers: int) -> MoeConfig | None:
 
 
 def _check(config: ModelConfig) -> None:
+    _check_kinds(config)
+    _check_experts(config)
     found = f"{config.num_attention_heads} query heads for {config.num_key_value_heads} key-value heads"
     if config.num_key_value_heads < 1 or config.num_attention_heads % config.num_key_value_heads:
         raise ConfigError(f"{config.path / 'config.json'} gives {found}", wanted="a multiple")
@@ -302,4 +324,27 @@ def _check(config: ModelConfig) -> None:
         raise ConfigError(
             f"{config.path / 'config.json'} has {len(config.sliding_windows)} layer_types",
             wanted=f"{config.num_hidden_layers}, one for each layer",
+        )
+
+
+def _check_kinds(config: ModelConfig) -> None:
+    """Raise `ConfigError` for a way to attend that no file here knows, whose weights would fit all the same."""
+    known = ("attention", "full_attention", "sliding_attention", "linear_attention")
+    unknown = [kind for kind in config.words.get("layer_types", ()) if kind.endswith("attention") and kind not in known]
+    if unknown:
+        raise ConfigError(
+            f"{config.path / 'config.json'} has layers of {unknown[0]!r}", wanted=f"one of {', '.join(known)}"
+        )
+
+
+def _check_experts(config: ModelConfig) -> None:
+    moe = config.moe
+    if moe is None or not any(moe.layers):
+        return
+    grouped = moe.num_experts // moe.num_groups * moe.top_groups
+    if moe.num_experts % moe.num_groups or moe.top_groups > moe.num_groups or not 0 < moe.experts_per_token <= grouped:
+        raise ConfigError(
+            f"{config.path / 'config.json'} gives {moe.experts_per_token} experts for each token, of {moe.top_groups} of "
+            f"{moe.num_groups} groups of {moe.num_experts} experts",
+            wanted="no more than there are",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -55,9 +56,18 @@ def model_folder(config: EngineConfig) -> Path:
         raise ConfigError(
             f"there is no model at {str(folder)!r}",
             wanted="a checkpoint folder with config.json, or a .gguf file",
-            remedy="check the path, or leave the model out to use the embedded one",
+            remedy=_remedy(str(config.model)),
         )
     return folder
+
+
+def _remedy(name: str) -> str:
+    """What to do where there is no such path; a name of two parts may be that of a repository."""
+    remedy = "check the path, or leave the model out to use the embedded one"
+    is_repository = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None
+    return (
+        f"{remedy}; for one of Hugging Face, `hf download {name} --local-dir FOLDER` first" if is_repository else remedy
+    )
 
 
 def choose(config: EngineConfig, ledger: DecisionLedger) -> Choice:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sglcore.checkpoint.config import EMPTY, ModelConfig, read_config
+from sglcore.checkpoint.config import EMPTY, ModelConfig, architecture_of, read_config, served
 from sglcore.checkpoint.files import read_json
 from sglcore.checkpoint.gguf import is_gguf
 from sglcore.device.errors import ConfigError
@@ -54,7 +54,7 @@ def choose_implementation(
 def _by_transformers(asked: str, path: Path, ledger: DecisionLedger, task: str, trusts_code: bool) -> ModelConfig:
     raw = read_json(path / "config.json", "this is not a checkpoint folder; point at the one with config.json")
     kind = str(raw.get("model_type", ""))
-    _check_transformers(raw, kind, asked, trusts_code)
+    _check_transformers(path, raw, kind, asked, trusts_code)
     runs_code = kind not in PROVEN and brings_code(raw)
     if runs_code:
         files = ", ".join(code_files(path, raw))
@@ -87,6 +87,12 @@ def _check_asked(asked: str, path: Path, has_torch: bool) -> None:
     """Raise `ConfigError` for an implementation that is not known, or not there for this device or file."""
     if asked not in IMPLEMENTATIONS:
         raise ConfigError(f"model_impl is {asked!r}", wanted=f"one of {', '.join(IMPLEMENTATIONS)}")
+    if asked == "native" and (name := _architecture(path)) not in {*ARCHITECTURES, ""}:
+        raise ConfigError(
+            f"sglcore has no file of the architecture {name!r}",
+            wanted=served(name, ARCHITECTURES),
+            remedy="leave --model-impl out: transformers' class may run it",
+        )
     if asked == "transformers" and not has_torch:
         raise ConfigError(
             "transformers' own classes compute by torch, which this device has not",
@@ -102,12 +108,12 @@ def _check_asked(asked: str, path: Path, has_torch: bool) -> None:
 def _architecture(path: Path) -> str:
     """By its configuration; empty where that names none, or is not there: for a GGUF file, and where `read_config` says so."""
     file = path / "config.json"
-    return (read_json(file).get("architectures") or [""])[0] if file.is_file() else ""
+    return architecture_of(file, read_json(file)) if file.is_file() else ""
 
 
-def _check_transformers(raw: Mapping[str, Any], kind: str, asked: str, trusts_code: bool) -> None:
+def _check_transformers(path: Path, raw: Mapping[str, Any], kind: str, asked: str, trusts_code: bool) -> None:
     """Raise `ConfigError` for a type that is not served, or not as it is asked for."""
-    name = (raw.get("architectures") or ["an architecture without a name"])[0]
+    name = architecture_of(path / "config.json", raw) or "an architecture without a name"
     if kind not in PROVEN and brings_code(raw):
         if not trusts_code:
             raise ConfigError(
@@ -119,7 +125,7 @@ def _check_transformers(raw: Mapping[str, Any], kind: str, asked: str, trusts_co
         raise ConfigError(
             f"the architecture {name!r} is not supported: sglcore has no file of it, and transformers' type {kind!r} is not "
             "among those that were compared with transformers' own forward",
-            wanted=f"one of {', '.join(sorted(ARCHITECTURES))}, or a type that docs/models.md lists",
+            wanted=served(name, ARCHITECTURES),
             remedy="use another model, or have this one compared at load with --model-impl transformers",
         )
     if find_spec("transformers") is None:

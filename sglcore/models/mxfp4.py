@@ -62,10 +62,17 @@ class Mxfp4Source:
 
 
 def mxfp4_source(name: str, target: Tensor, places: Mapping[str, Place]) -> Mxfp4Source | None:
-    """The source of a weight that is stored in this form; None if it is not. Raises `CheckpointError` for other shapes."""
+    """The source of a weight that is stored in this form; None if it is not. Raises `CheckpointError` for other shapes, and
+    where one of its two tensors is missing."""
     parts = [f"{name}_{part}" for part in PARTS]
-    if target.dim() != 3 or not all(part in places for part in parts):
+    absent = [part for part in parts if part not in places]
+    if target.dim() != 3 or len(absent) == len(parts):
         return None
+    if absent:
+        raise CheckpointError(
+            f"{absent[0]!r} not in the checkpoint, which has the other one of {name!r}",
+            remedy="check config.json, or download it again",
+        )
     blocks, scales = (places[part] for part in parts)
     experts, inputs, outputs = target.shape
     groups = (experts, outputs, inputs // GROUP)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from sglcore.checkpoint.config import EMPTY, ModelConfig, RopeConfig
+from sglcore.checkpoint.config import EMPTY, ModelConfig, RopeConfig, served
 from sglcore.checkpoint.files import read_json
 from sglcore.checkpoint.pooling import read_pooling
 from sglcore.device.errors import ConfigError
@@ -107,7 +107,7 @@ def _check(folder: Path, raw: Mapping[str, Any], config: PreTrainedConfig, runs_
     if name != known:
         raise ConfigError(
             f"the architecture {name!r} is not supported: the language model of type {config.model_type!r} is {known}",
-            wanted=f"that, or one of {', '.join(sorted(ARCHITECTURES))}",
+            wanted=f"that, or {served(name, ARCHITECTURES)}",
             remedy="use another model",
         )
     text = config.get_text_config(decoder=True)

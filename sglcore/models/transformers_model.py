@@ -96,9 +96,16 @@ def _replaced(build: Build, is_whole: bool) -> tuple[PreTrainedModel, tuple[Mixe
 
 
 def _empty_model(build: Build) -> PreTrainedModel:
-    """The causal class of the checkpoint's configuration, on the meta device."""
-    with torch.device("meta"), no_init_weights():
-        model = build.config.library.model(dtype=build.dtype)
+    """The causal class of the checkpoint's configuration, on the meta device. Raises `ConfigError` for what the class refuses."""
+    try:
+        with torch.device("meta"), no_init_weights():
+            model = build.config.library.model(dtype=build.dtype)
+    except Exception as error:
+        raise ConfigError(
+            f"{build.config.architecture} of transformers refuses {build.config.path / 'config.json'}: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}",
+            remedy="download the checkpoint again, or use another model",
+        ) from error
     model.tie_weights()
     serve_experts(model)
     return model.eval()

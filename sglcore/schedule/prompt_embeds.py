@@ -71,21 +71,21 @@ class PromptEmbeds:
         return int(self.axes.max()) + 1 - len(self.rows)
 
 
-def check_embeds(request: Request, embeds: PromptEmbeds, limits: Limits, called: str) -> None:
+def check_embeds(request: Request, embeds: PromptEmbeds, limits: Limits) -> None:
     """Raise RequestError for embeddings that a worker with these limits does not take."""
     if embeds.rows.shape[1] != limits.embed_size:
         wanted = f"{limits.embed_size} numbers a token" if limits.embed_size else "text or token ids"
-        raise RequestError(f"the embeddings of {called} have {embeds.rows.shape[1]} numbers a token; give {wanted}")
+        raise RequestError(f"the embeddings of this request have {embeds.rows.shape[1]} numbers a token; give {wanted}")
     if embeds.positions is not None and not limits.takes_mrope:
-        raise RequestError(f"{called} has positions by three axes, and this model has one; leave the positions out")
+        raise RequestError("this request has positions by three axes, and this model has one; leave the positions out")
     if embeds.axes.min() < 0 or embeds.delta > 0:
         found = f"{embeds.axes.min()}..{embeds.axes.max()}"
-        raise RequestError(f"the positions of {called} are {found}, wanted 0..{len(embeds.rows) - 1}")
+        raise RequestError(f"the positions of this request are {found}, wanted 0..{len(embeds.rows) - 1}")
     if embeds.token_ids is None and (request.params.needs_history or request.scores_prompt or limits.reads_history):
         what = (
             "is for a model that reads earlier ids" if limits.reads_history else "asks for penalties or prompt_logprobs"
         )
-        raise RequestError(f"{called} {what}; give the token_ids beside its embeddings")
+        raise RequestError(f"this request {what}; give the token_ids beside its embeddings")
 
 
 def add_embeds(batch: ScheduleBatch, requests: Sequence[Request]) -> None:

@@ -8,44 +8,43 @@ from sglcore.schedule.prompt_embeds import check_embeds
 from sglcore.schedule.request import ContextError, Request, RequestError
 
 
-def check_request(request: Request, limits: Limits, *, called: str = "") -> None:
-    """Raise RequestError if the request can never run on a worker with these limits; errors call it `called`, or by its
-    name."""
-    length, name = len(request.prompt_ids), called or f"{request.rid!r}"
+def check_request(request: Request, limits: Limits) -> None:
+    """Raise RequestError if the request can never run on a worker with these limits."""
+    length = len(request.prompt_ids)
     if request.prompt_ids.ndim != 1 or length == 0:
-        raise RequestError(f"the prompt of {name} is empty; give at least one token")
+        raise RequestError("the prompt of this request is empty; give at least one token")
     if request.task == "embed":
-        _check_embedding(request, limits, name)
+        _check_embedding(request, limits)
     elif not limits.generates:
-        raise RequestError(f"{name} wants to generate, but this model only embeds; ask for an embedding")
+        raise RequestError("this request wants to generate, but this model only embeds; ask for an embedding")
     elif length >= limits.max_model_len:
         raise ContextError(
-            f"the prompt of {name} has {length} tokens and the context holds {limits.max_model_len}, one of"
+            f"the prompt of this request has {length} tokens and the context holds {limits.max_model_len}, one of"
             f" them for the output; shorten the prompt by {length - limits.max_model_len + 1} or raise max_model_len, where the checkpoint allows it"
         )
     if request.embeds is not None:
-        check_embeds(request, request.embeds, limits, name)
+        check_embeds(request, request.embeds, limits)
     if request.matcher is not None and not limits.takes_masks:
         raise RequestError(
-            f"{name} has a grammar, and this device's sampler takes no masks; leave the grammar out or run it"
+            "this request has a grammar, and this device's sampler takes no masks; leave the grammar out or run it"
             " on a device whose package does"
         )
     low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
     if low < 0 or high >= limits.vocab_size:
         found = low if low < 0 else high
         raise RequestError(
-            f"the prompt of {name} has token id {found}, wanted 0..{limits.vocab_size - 1};"
+            f"the prompt of this request has token id {found}, wanted 0..{limits.vocab_size - 1};"
             " encode the prompt with this model's tokenizer"
         )
 
 
-def _check_embedding(request: Request, limits: Limits, called: str) -> None:
+def _check_embedding(request: Request, limits: Limits) -> None:
     most = min(limits.max_model_len, limits.max_batch_tokens)
     length = len(request.prompt_ids)
     if length > most:
         name = "max_model_len" if most == limits.max_model_len else "max_batch_tokens"
         raise ContextError(
-            f"the prompt of {called} has {length} tokens and an embedding runs in one step of at most {most};"
+            f"the prompt of this request has {length} tokens and an embedding runs in one step of at most {most};"
             f" shorten the prompt by {length - most} or raise {name}"
         )
 

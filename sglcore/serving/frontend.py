@@ -189,7 +189,7 @@ class Frontend:
         if most is not None and len(ids) > most:
             raise TextError(f"the prompt has {len(ids)} tokens", wanted=f"at most {most}", remedy="shorten the prompt")
         request = Request("unsent", np.array(ids), params, task=task)  # pyright: ignore[reportArgumentType]
-        check_request(request, Limits(**info.limits), called="this request")
+        check_request(request, Limits(**info.limits))
 
     def _count_closed(self, samples: int) -> None:
         self._open -= samples

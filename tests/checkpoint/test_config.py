@@ -27,6 +27,8 @@ BASE = {
     "max_position_embeddings": 64,
 }
 
+MOE = {"num_experts": 4, "moe_intermediate_size": 8}
+
 
 def read(folder: Path, changes: dict) -> ModelConfig:
     """Write a configuration and read it."""
@@ -114,8 +116,36 @@ def test_dtype_is_read_in_both_spellings(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"architectures": ["GptForCausalLM"]}, "'GptForCausalLM' is not supported; wanted one of BertForMaskedLM, "),
+        (
+            {"architectures": ["Lama3ForCausalLM"]},
+            r"'Lama3ForCausalLM' is not supported; wanted .*, such as LlamaForCausalLM, ",
+        ),
         ({"architectures": []}, "names no architecture"),
+        (
+            {"architectures": "LlamaForCausalLM"},
+            "has architectures = 'LlamaForCausalLM'; wanted a list of texts; download",
+        ),
+        ({"hidden_size": "many"}, "has hidden_size = 'many'; wanted a whole number above zero"),
+        ({"num_hidden_layers": 2.0}, "has num_hidden_layers = 2.0; wanted a whole number above zero"),
+        ({"vocab_size": True}, "has vocab_size = True; wanted a whole number above zero"),
+        ({"sliding_window": -1}, "has sliding_window = -1; wanted a whole number"),
+        ({"rms_norm_eps": "1e-6"}, "has rms_norm_eps = '1e-6'; wanted a number"),
+        ({"tie_word_embeddings": "false"}, "has tie_word_embeddings = 'false'; wanted true or false"),
+        ({"rope_scaling": "linear"}, "has rope_scaling = 'linear'; wanted a JSON object"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "8"}}, "has factor = '8'; wanted a number"),
+        ({"mlp_only_layers": [0, "1"]}, "has mlp_only_layers = .*; wanted a list of whole numbers"),
+        (
+            {"layer_types": ["full_attention", "chunked_attention"] * 2},
+            "has layers of 'chunked_attention'; wanted one of att",
+        ),
+        ({**MOE, "num_experts_per_tok": 5}, "gives 5 experts for each token, of 1 of 1 groups of 4 experts"),
+        ({**MOE, "num_experts_per_tok": 0}, "gives 0 experts for each token"),
+        ({**MOE, "num_experts_per_tok": 3, "n_group": 2}, "gives 3 experts for each token, of 1 of 2 groups"),
+        ({**MOE, "num_experts_per_tok": 1, "n_group": 3}, "of 1 of 3 groups of 4 experts"),
+        (
+            {"architectures": ["Lfm2ForCausalLM"], "norm_eps": "small"},
+            "has norm_eps = 'small'; wanted a number",
+        ),
         ({"hidden_size": None}, "has no 'hidden_size'"),
         ({"num_key_value_heads": 3}, "4 query heads for 3 key-value heads; wanted a multiple"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, r"differ by layer \(full_attention\)"),

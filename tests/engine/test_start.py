@@ -11,7 +11,7 @@ import pytest
 from sglcore.device.config import EngineConfig, resolve_config
 from sglcore.device.errors import ConfigError, DeviceError
 from sglcore.device.worker import Limits
-from sglcore.engine.start import choose_overlap, choose_prefix_cache, start
+from sglcore.engine.start import choose_overlap, choose_prefix_cache, model_folder, start
 
 LIMITS = Limits(64, 4, 4, 64, 64, 100)
 
@@ -53,6 +53,15 @@ def test_prefixes_of_requests_that_keep_a_state_are_shared_only_with_places_for_
     row = choose_prefix_cache(resolve_config(given), limits)
     assert (row.effective, row.downgrade) == (effective, downgrade)
     assert ("4 snapshots" in row.reason) == (snapshots > 0 and effective == "on")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_repository"), [("google/gemma-3-4b-it", True), ("/data/gemma", False), ("gemma", False)]
+)
+def test_the_name_of_a_repository_is_no_path_and_is_told_how_to_become_one(name: str, is_repository: bool) -> None:
+    with pytest.raises(ConfigError, match="there is no model at") as raised:
+        model_folder(EngineConfig(model=name))
+    assert (f"`hf download {name} --local-dir FOLDER` first" in str(raised.value)) == is_repository
 
 
 def test_a_start_says_both_decisions() -> None:

@@ -50,6 +50,17 @@ def test_swapped_nibbles_would_be_noticed(published, monkeypatch: pytest.MonkeyP
     assert (found - oracle_logprobs(oracle, IDS)).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("part", ["blocks", "scales"])
+def test_half_of_a_weight_is_named_by_what_is_missing(published, part: str) -> None:
+    _, folder = published
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj"
+    del weights[f"{name}_{part}"]
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"'{name}_{part}' not in the checkpoint, which has the other one"):
+        load(folder)
+
+
 def test_codes_of_another_shape_are_named(published) -> None:
     _, folder = published
     weights = load_file(folder / "model.safetensors")

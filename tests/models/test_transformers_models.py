@@ -119,7 +119,7 @@ def test_one_with_a_file_runs_by_it_unless_the_other_is_asked_for(tmp_path: Path
 def test_what_can_not_be_served_is_one_line_that_says_why(foreign: Path) -> None:
     with pytest.raises(ConfigError, match="model_impl is 'both'"):
         chosen(foreign, "both")
-    with pytest.raises(ConfigError, match="'Exaone4ForCausalLM' is not supported.*LlamaForCausalLM"):
+    with pytest.raises(ConfigError, match="no file of the architecture 'Exaone4ForCausalLM'; .*leave --model-impl out"):
         chosen(foreign, "native")
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     by_length = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -132,10 +132,25 @@ def test_what_can_not_be_served_is_one_line_that_says_why(foreign: Path) -> None
         ({"rope_parameters": by_length}, "the rope type 'longrope'"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantised"),
         ({"num_attention_heads": "four"}, "transformers refuses"),
+        ({"architectures": "Exaone4ForCausalLM"}, "wanted a list of texts"),
     ):
         (foreign / "config.json").write_text(kept)
         with pytest.raises(ConfigError, match=words):
             chosen(rewritten(foreign, **changes))
+
+
+def test_what_the_class_refuses_is_one_line_too(foreign: Path) -> None:
+    config, extra, _ = chosen(rewritten(foreign, hidden_act="warp"))
+    with pytest.raises(ConfigError, match="Exaone4ForCausalLM of transformers refuses .*: KeyError: 'warp'; download"):
+        load_model(
+            foreign,
+            config,
+            kernels=KernelTable(),
+            device="cpu",
+            dtype=torch.float32,
+            max_positions=64,
+            architectures=extra,
+        )
 
 
 def test_rope_types_of_one_kind_of_layers_are_refused_too(tmp_path: Path) -> None:

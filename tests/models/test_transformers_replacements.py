@@ -170,7 +170,8 @@ def test_an_embedding_is_known_by_what_it_gives() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) * 2
 
-    assert is_embedding(nn.Embedding(9, 4)) and not is_embedding(Scaled(9, 4)) and not is_embedding(nn.Linear(4, 9))
+    assert is_embedding(nn.Embedding(9, 4)) and is_embedding(nn.Embedding(9, 4, padding_idx=8))
+    assert not is_embedding(Scaled(9, 4, padding_idx=8)) and not is_embedding(nn.Linear(4, 9))
 
 
 def halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: float = -1.0) -> tuple[Tensor, Tensor]:

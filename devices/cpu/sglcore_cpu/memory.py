@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
-from sglcore.checkpoint.files import checkpoint_files
+from sglcore.checkpoint.files import checkpoint_files, read_json
 from sglcore.checkpoint.gguf import is_gguf
 from sglcore.device.config import EngineConfig
-from sglcore.device.errors import CheckpointError
+from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore_cpu.weight_size import folder_bytes, gguf_bytes
 
 UNLIMITED = 1 << 60
@@ -32,8 +31,8 @@ def weight_bytes(model: Path, asked: EngineConfig = EngineConfig()) -> int:
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(folder / "config.json")
+    except ConfigError:
         return {}
 
 

@@ -24,6 +24,8 @@ def test_the_weights_of_a_folder_are_the_files_that_are_loaded(tmp_path: Path) -
     sparse(tmp_path / "other.safetensors", 200)
     sparse(tmp_path / "tokenizer.json", 999)
     assert weight_bytes(tmp_path) == 300
+    (tmp_path / "config.json").write_text("[]")
+    assert weight_bytes(tmp_path) == 300
     assert weight_bytes(tmp_path / "other.safetensors") == 200
     (tmp_path / "model.safetensors").unlink()
     assert weight_bytes(tmp_path) == 0

@@ -152,10 +152,10 @@ def _evidence(codec: TextCodec, family: ReasoningFamily) -> str:
         literals = codec.template.literals()
     except TextError:
         literals = ""
-    marks = family.marks + family.hidden
-    if all(mark in literals for mark in marks):
+    # Marks around content are told of side by side; apart they may be those of a tool's answer.
+    if all(mark in literals for mark in (*family.marks, "".join(family.hidden))):
         return "the chat template"
-    return "the tokenizer" if _added(codec).issuperset(marks) else ""
+    return "the tokenizer" if _added(codec).issuperset(family.marks + family.hidden) else ""
 
 
 def _added(codec: TextCodec) -> set[str]:

@@ -99,6 +99,8 @@ MINIMAX = """]~!b[]~b]system
 {{- '<parameter name="' ~ key ~ '">' ~ (value if value is string else value | tojson) ~ '</parameter>\\n' }}
 {%- endfor %}{{- '</invoke>\\n' }}{{ '</minimax:tool_call>' if loop.last else '' }}
 {%- endfor %}
+{%- elif m.role == 'tool' %}]~b]tool
+<response>{{ m.content }}</response>
 {%- else %}{{ ']~b]' ~ m.role ~ '\\n' ~ m.content }}{% endif %}[e~[
 {% endfor %}
 {%- if add_generation_prompt %}]~b]ai

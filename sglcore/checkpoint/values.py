@@ -1,0 +1,74 @@
+"""What kind of value each name of a configuration has, so that a wrong one is an error with its name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from sglcore.device.errors import ConfigError
+
+Kind = tuple[str, Callable[[Any], bool]]
+"""What is wanted, and whether a value is that."""
+
+
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and value >= least
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_list_of(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(type(each) in kinds for each in value)
+
+
+_NAMES: Mapping[Kind, str] = MappingProxyType(
+    {
+        ("a whole number above zero", _whole(1)): """
+            hidden_size vocab_size num_hidden_layers num_attention_heads num_key_value_heads max_position_embeddings
+            decoder_sparse_step n_group topk_group sliding_window_pattern global_attn_every_n_layers
+            full_attention_interval linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim
+            linear_conv_kernel_dim mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv mamba_expand""",
+        ("a whole number", _whole(0)): """
+            num_experts_per_tok head_dim intermediate_size sliding_window local_attention max_window_layers first_k_dense_replace num_experts
+            num_local_experts n_routed_experts n_shared_experts moe_intermediate_size shared_intermediate_size
+            shared_expert_intermediate_size num_labels""",
+        ("a number", _is_number): """
+            rms_norm_eps layer_norm_eps norm_eps rope_theta global_rope_theta local_rope_theta rope_local_base_freq
+            partial_rotary_factor original_max_position_embeddings factor low_freq_factor high_freq_factor attention_factor
+            beta_fast beta_slow mscale mscale_all_dim attention_multiplier embedding_multiplier residual_multiplier
+            logits_scaling attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar routed_scaling_factor
+            swiglu_alpha swiglu_limit""",
+        ("true or false", lambda value: type(value) is bool): """
+            tie_word_embeddings attention_bias qkv_bias mlp_bias use_sliding_window norm_topk_prob use_qk_norm
+            mamba_conv_bias mamba_proj_bias norm_bias classifier_bias truncate mrope_interleaved""",
+        ("a text", lambda value: type(value) is str): """
+            model_type hidden_act hidden_activation rope_type type dtype torch_dtype position_embedding_type
+            hybrid_override_pattern""",
+        ("a list of texts", _is_list_of(str)): "architectures layer_types",
+        ("a list of whole numbers", _is_list_of(int)): "mlp_only_layers mrope_section",
+        ("a list of numbers", _is_list_of(int, float)): "long_factor short_factor",
+        ("a JSON object", lambda value: isinstance(value, dict)): """
+            text_config rope_parameters rope_scaling full_attention sliding_attention sentence_transformers""",
+    }
+)
+KINDS: Mapping[str, Kind] = MappingProxyType({name: kind for kind, names in _NAMES.items() for name in names.split()})
+
+
+def check_values(file: Path, values: Mapping[str, Any], words: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raise `ConfigError` for a value of the wrong kind, also in objects of `values`. `words` are those of `renamed.WORDS`. Null
+    is no value, and names that are not known are others' business."""
+    for name, value in values.items():
+        kind = KINDS.get(name) or KINDS.get(words.get(name, ""))
+        if kind is None or value is None:
+            continue
+        if not kind[1](value):
+            raise ConfigError(
+                f"{file} has {name} = {value!r:.60}", wanted=kind[0], remedy="download the checkpoint again"
+            )
+        if isinstance(value, dict):
+            check_values(file, value)
