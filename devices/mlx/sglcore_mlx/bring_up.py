@@ -126,9 +126,9 @@ def model(
             model_config,
             dtype=getattr(mx, dtype.effective),
             max_positions=config.max_model_len or model_config.context_length,
-            parts=LinearParts(
-                hardware.streams, fused_rotary=hardware.kind != "cpu", narrow_experts=hardware.kind != "cpu"
-            ),
+            parts=LinearParts.of_processor(hardware.streams)
+            if hardware.kind == "cpu"
+            else LinearParts(hardware.streams),
             progress=told,
         )
 

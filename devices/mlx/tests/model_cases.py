@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +39,9 @@ def load(
 
 
 def split_parts() -> LinearParts:
-    """Products on two streams, rotations composed, experts in float32: what a processor likes."""
+    """Products on two streams, and all else as a processor likes it."""
     streams = tuple(mx.new_stream(mx.default_device()) for _ in range(TWO_STREAMS))
-    return replace(LinearParts(), streams=streams, fused_rotary=False, narrow_experts=False)
+    return LinearParts.of_processor(streams)
 
 
 def causal(model: Model) -> Attend:

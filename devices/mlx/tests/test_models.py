@@ -96,7 +96,7 @@ def test_every_language_model_of_the_torch_side_is_here() -> None:
     assert set(checkpoints.CAUSAL) == set(CAUSAL)
 
 
-@pytest.mark.parametrize("parts", [LinearParts(), LinearParts(fused_rotary=False)], ids=["fused", "composed"])
+@pytest.mark.parametrize("parts", [LinearParts(), LinearParts.of_processor()], ids=["gpu", "processor"])
 @pytest.mark.parametrize("name", CAUSAL)
 def test_log_probabilities_are_those_of_transformers(tmp_path: Path, name: str, parts: LinearParts) -> None:
     oracle = saved(name, tmp_path)

@@ -20,12 +20,19 @@ class LinearParts:
 
     With two or more `streams`, a plain linear layer computes an equal share of its outputs on each; without, it is one
     product on the default stream. `fused_rotary` says whether `mx.fast.rope` is a kernel of its own, rather than a
-    composition of small operations; `narrow_experts` whether `mx.gather_mm` takes 16-bit elements, or float32 only.
+    composition of small operations; `narrow_experts` whether `mx.gather_mm` takes 16-bit elements, or float32 only; `chunk`
+    is how many tokens a recurrence computes at once, a power of two.
     """
 
     streams: tuple[mx.Stream, ...] = ()
     fused_rotary: bool = True
     narrow_experts: bool = True
+    chunk: int = 64
+
+    @classmethod
+    def of_processor(cls, streams: tuple[mx.Stream, ...] = ()) -> LinearParts:
+        """What MLX's build for processors likes."""
+        return cls(streams, fused_rotary=False, narrow_experts=False, chunk=16)
 
 
 class Identified(Protocol):

@@ -1,29 +1,29 @@
 """Recurrences over the tokens of rows, for one token of each and for many at once. All arrays are float32.
 
-What happens inside a chunk of tokens is products of matrices; from chunk to chunk only the state goes on.
+What happens inside a chunk of tokens is products of matrices; from chunk to chunk only the state goes on. `chunk` is its size,
+a power of two.
 """
 
 from __future__ import annotations
 
 import mlx.core as mx
 
-CHUNK = 64
-"""Tokens that are computed at once: a power of two."""
-
 
 def gated_delta_rule(
-    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, states: mx.array
+    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, states: mx.array, chunk: int
 ) -> tuple[mx.array, mx.array]:
     """S = exp(g) S; S = S + k (beta (v - S^T k))^T; the result is S^T q (Yang et al. 2024, Gated Delta Networks).
 
     q and k [N, heads, L, K], v [N, heads, L, V], g and beta [N, heads, L], states S [N, heads, K, V]; gives results [N, heads,
     L, V] and the states after the last token.
     """
-    return (_delta_step if q.shape[2] == 1 else _delta_chunks)(q, k, v, g, beta, states)
+    if q.shape[2] == 1:
+        return _delta_step(q, k, v, g, beta, states)
+    return _delta_chunks(q, k, v, g, beta, states, chunk)
 
 
 def selective_scan(
-    x: mx.array, g: mx.array, before: mx.array, after: mx.array, states: mx.array
+    x: mx.array, g: mx.array, before: mx.array, after: mx.array, states: mx.array, chunk: int
 ) -> tuple[mx.array, mx.array]:
     """S = exp(g) S + x B^T; the result is S C (Dao and Gu 2024, Mamba 2), where x is times its time step already.
 
@@ -31,7 +31,9 @@ def selective_scan(
     [N, groups, 1, L, W], states S [N, groups, each, P, W]; gives results [N, groups, each, L, P] and the states after the last
     token.
     """
-    return (_scan_step if x.shape[3] == 1 else _scan_chunks)(x, g, before, after, states)
+    if x.shape[3] == 1:
+        return _scan_step(x, g, before, after, states)
+    return _scan_chunks(x, g, before, after, states, chunk)
 
 
 def _delta_step(
@@ -46,21 +48,21 @@ def _delta_step(
 
 
 def _delta_chunks(
-    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, states: mx.array
+    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, states: mx.array, chunk: int
 ) -> tuple[mx.array, mx.array]:
     """Section 3.3 there: what the tokens of a chunk find of each other is a triangular system."""
     length = q.shape[2]
-    q, k, v, g, beta = (_chunked(each, 2) for each in (q, k, v, g, beta))
+    q, k, v, g, beta = (_chunked(each, 2, chunk) for each in (q, k, v, g, beta))
     passed, kept, within = _decays(g)
     weighed = k * beta[..., None]
     solved = _inverse(mx.tril(weighed @ k.swapaxes(-1, -2) * within, -1))
     own, found = solved @ (v * beta[..., None]), solved @ (weighed * passed)
     scores, q, k = q @ k.swapaxes(-1, -2) * within, q * passed, (k * kept).swapaxes(-1, -2)
     results: list[mx.array] = []
-    for chunk in range(q.shape[2]):
-        new = own[:, :, chunk] - found[:, :, chunk] @ states
-        results.append(q[:, :, chunk] @ states + scores[:, :, chunk] @ new)
-        states = states * passed[:, :, chunk, -1:] + k[:, :, chunk] @ new
+    for i in range(q.shape[2]):
+        new = own[:, :, i] - found[:, :, i] @ states
+        results.append(q[:, :, i] @ states + scores[:, :, i] @ new)
+        states = states * passed[:, :, i, -1:] + k[:, :, i] @ new
     return mx.concatenate(results, axis=2)[:, :, :length], states
 
 
@@ -73,16 +75,16 @@ def _scan_step(
 
 
 def _scan_chunks(
-    x: mx.array, g: mx.array, before: mx.array, after: mx.array, states: mx.array
+    x: mx.array, g: mx.array, before: mx.array, after: mx.array, states: mx.array, chunk: int
 ) -> tuple[mx.array, mx.array]:
     """Section 6 there."""
     length = x.shape[3]
-    x, g, before, after = (_chunked(each, 3) for each in (x, g, before, after))
+    x, g, before, after = (_chunked(each, 3, chunk) for each in (x, g, before, after))
     passed, kept, within = _decays(g)
     inside, x = after @ before.swapaxes(-1, -2) * within @ x, (x * kept).swapaxes(-1, -2)
     results: list[mx.array] = []
-    for chunk in range(x.shape[3]):
-        at = (slice(None), slice(None), slice(None), chunk)
+    for i in range(x.shape[3]):
+        at = (slice(None), slice(None), slice(None), i)
         results.append(inside[at] + after[at] @ states.swapaxes(-1, -2) * passed[at])
         states = states * passed[at][..., -1:, :] + x[at] @ before[at]
     return mx.concatenate(results, axis=3)[..., :length, :], states
@@ -96,10 +98,10 @@ def _decays(g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     return mx.exp(total)[..., None], mx.exp(total[..., -1:] - total)[..., None], mx.exp(between)
 
 
-def _chunked(x: mx.array, axis: int) -> mx.array:
+def _chunked(x: mx.array, axis: int, most: int) -> mx.array:
     """The axis of L tokens as two, of chunks and of their tokens; with zeros behind the last one, which change no state."""
     lead, length, rest = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
-    size = min(CHUNK, 1 << (length - 1).bit_length())
+    size = min(most, 1 << (length - 1).bit_length())
     missing = -length % size
     if missing:
         x = mx.concatenate([x, mx.zeros((*lead, missing, *rest), x.dtype)], axis=axis)

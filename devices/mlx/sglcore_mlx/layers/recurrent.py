@@ -50,7 +50,7 @@ class GatedDeltaNet:
     def __init__(self, build: Scope, layer_id: int, net: DeltaNetConfig, projection: Rows, output: Rows) -> None:
         """`projection` gives queries, keys and values, the gate of the norm, b and a, side by side."""
         width, heads = 2 * net.keys + net.values, net.value_heads
-        self.layer_id, self._net = layer_id, net
+        self.layer_id, self._net, self._chunk = layer_id, net, build.kernels.chunk
         self._projection, self._output = projection, output
         self._conv = CausalConv(build, "conv1d", width, net.taps)
         self._rate = _rate(build, heads)
@@ -72,7 +72,9 @@ class GatedDeltaNet:
         v = v.reshape(rows, length, net.value_heads, net.value_dim).swapaxes(1, 2)
         g = self._rate * _softplus(a.astype(mx.float32) + self._dt_bias)
         beta = mx.sigmoid(b).astype(mx.float32)
-        out, matrices = gated_delta_rule(q * net.key_dim**-0.5, k, v, g.swapaxes(1, 2), beta.swapaxes(1, 2), states[1])
+        out, matrices = gated_delta_rule(
+            q * net.key_dim**-0.5, k, v, g.swapaxes(1, 2), beta.swapaxes(1, 2), states[1], self._chunk
+        )
         return out.swapaxes(1, 2).astype(qkv.dtype).reshape(rows, length, net.values), [tails, matrices]
 
     def _unit(self, x: mx.array) -> mx.array:
@@ -87,7 +89,7 @@ class Mamba2:
     def __init__(self, build: Scope, layer_id: int, space: Mamba2Config, projection: Rows, output: Rows) -> None:
         """`projection` gives the gate, what the convolution takes, and the time steps, side by side."""
         groups, each = space.groups, space.heads // space.groups
-        self.layer_id, self._space = layer_id, space
+        self.layer_id, self._space, self._chunk = layer_id, space, build.kernels.chunk
         self._projection, self._output = projection, output
         self._conv = CausalConv(build, "conv1d", space.channels, space.taps, bias=space.conv_bias)
         self._rate = _rate(build, space.heads)
@@ -111,7 +113,7 @@ class Mamba2:
         x = x.reshape(rows, length, space.heads, space.head_dim)
         before, after = (each.transpose(0, 2, 3, 1, 4) for each in (before, after))
         inputs, g = self._by_group(x * dt[..., None]), self._by_group(dt * self._rate)
-        out, matrices = selective_scan(inputs, g, before, after, states[1])
+        out, matrices = selective_scan(inputs, g, before, after, states[1], self._chunk)
         out = out.transpose(0, 3, 1, 2, 4).reshape(x.shape) + self._d[:, None] * x
         return out.astype(xbc.dtype).reshape(rows, length, space.inner), [tails, matrices]
 
