@@ -55,7 +55,7 @@ def _delta_chunks(
     q, k, v, g, beta = (_chunked(each, 2, chunk) for each in (q, k, v, g, beta))
     passed, kept, within = _decays(g)
     weighed = k * beta[..., None]
-    solved = _inverse(mx.tril(weighed @ k.swapaxes(-1, -2) * within, -1))
+    solved = _inverse(weighed @ k.swapaxes(-1, -2) * within)
     own, found = solved @ (v * beta[..., None]), solved @ (weighed * passed)
     scores, q, k = q @ k.swapaxes(-1, -2) * within, q * passed, (k * kept).swapaxes(-1, -2)
     results: list[mx.array] = []
@@ -109,8 +109,8 @@ def _chunked(x: mx.array, axis: int, most: int) -> mx.array:
 
 
 def _inverse(lower: mx.array) -> mx.array:
-    """The inverses of I + lower, strictly lower triangular [..., C, C], C a power of two: of blocks of two, from these of
-    four, and so on. That is substitution; a series of powers would cancel where keys are alike."""
+    """The inverses of I + lower, of which only what is below the diagonal counts, [..., C, C], C a power of two: of blocks of
+    two, from these of four, and so on. That is substitution; a series of powers would cancel where keys are alike."""
     places, found, width = mx.arange(lower.shape[-1]), mx.eye(lower.shape[-1]), 1
     while width < lower.shape[-1]:
         block = places // width
