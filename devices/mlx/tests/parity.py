@@ -49,22 +49,60 @@ TINY: Mapping[str, Any] = MappingProxyType(
         "torch_dtype": "float32",
     }
 )
+HYBRID: Mapping[str, Any] = MappingProxyType(
+    {
+        **TINY,
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "shared_intermediate_size": TINY["intermediate_size"],
+        "num_local_experts": 0,
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 2,
+        "mamba_d_head": 8,
+        "mamba_d_state": 6,
+        "mamba_d_conv": 3,
+    }
+)
+"""Two layers of Mamba 2 around one with attention and no positions."""
 
 
-def write_tiny(folder: Path, seed: int = 0, *, spoiled: bool = False) -> Path:
-    """Write a random decoder of two layers as a float32 checkpoint, by numpy alone; returns the folder."""
+def write_tiny(folder: Path, seed: int = 0, *, spoiled: bool = False, hybrid: bool = False) -> Path:
+    """Write a random decoder of two layers, or a hybrid of three, as a float32 checkpoint, by numpy alone; returns the folder."""
     rng = np.random.default_rng(seed)
     weights: dict[str, np.ndarray] = {}
-    for name, shape in _shapes().items():
+    for name, shape in (_hybrid_shapes() if hybrid else _shapes()).items():
         drawn = rng.standard_normal(shape).astype(np.float32)
         scale = 1.0 if "embed" in name else 1.2 * shape[-1] ** -0.5
         weights[name] = 1 + np.float32(0.2) * drawn if "norm" in name else drawn * np.float32(scale)
     if spoiled:
         weights["model.embed_tokens.weight"][list(SPOILED)] = np.nan
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(dict(TINY), indent=1))
+    (folder / "config.json").write_text(json.dumps(dict(HYBRID if hybrid else TINY), indent=1))
     save_file(weights, folder / "model.safetensors")
     return folder
+
+
+def _hybrid_shapes() -> dict[str, tuple[int, ...]]:
+    hidden, inner, heads = HYBRID["hidden_size"], HYBRID["shared_intermediate_size"], HYBRID["mamba_n_heads"]
+    mixed = heads * HYBRID["mamba_d_head"]
+    channels = mixed + 2 * HYBRID["mamba_n_groups"] * HYBRID["mamba_d_state"]
+    plain, shapes = _shapes(), {"model.norm.weight": (hidden,)}
+    for layer, kind in enumerate(HYBRID["layer_types"]):
+        prefix = f"model.layers.{layer}"
+        shapes |= {f"{prefix}.{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
+        shapes |= {f"{prefix}.shared_mlp.input_linear.weight": (2 * inner, hidden)}
+        shapes |= {f"{prefix}.shared_mlp.output_linear.weight": (hidden, inner)}
+        if kind == "attention":
+            shapes |= {name: shape for name, shape in plain.items() if name.startswith(f"{prefix}.self_attn.")}
+            continue
+        mamba = f"{prefix}.mamba"
+        shapes |= {f"{mamba}.in_proj.weight": (mixed + channels + heads, hidden), f"{mamba}.norm.weight": (mixed,)}
+        shapes |= {f"{mamba}.conv1d.weight": (channels, 1, HYBRID["mamba_d_conv"]), f"{mamba}.conv1d.bias": (channels,)}
+        shapes |= {f"{mamba}.{name}": (heads,) for name in ("A_log", "D", "dt_bias")}
+        shapes |= {f"{mamba}.out_proj.weight": (hidden, mixed)}
+    return shapes | {name: plain[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
 
 
 def _shapes() -> dict[str, tuple[int, ...]]:
