@@ -50,8 +50,8 @@ class OwnForCausalLM(LlamaForCausalLM):
     def _place(model, args, given):
         ids, places = given.pop("input_ids", None), given.get("position_ids")
         embeds = given["inputs_embeds"] if ids is None else model.embed_tokens(ids)
-        if places is None:
-            places = FIRST + torch.arange(embeds.shape[1], device=embeds.device)[None]
+        if places is None or FIRST is None:
+            places = (FIRST or 0) + torch.arange(embeds.shape[1], device=embeds.device)[None]
         return args, {**given, "inputs_embeds": embeds + model.places(places)}
 """
 AUTO_MAP = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
@@ -69,8 +69,9 @@ def _modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         del sys.modules[name]
 
 
-def own_model(folder: Path, first: int = 0) -> Path:
-    """A checkpoint with code of its own: a Llama with learned positions beside, which by itself count from `first`."""
+def own_model(folder: Path, first: int | None = 0) -> Path:
+    """A checkpoint with code of its own: a Llama with learned positions beside, which by itself count from `first`. None: from 0,
+    whatever positions it is given."""
     folder.mkdir()
     files = {
         "configuration_own.py": CONFIGURATION,
@@ -200,10 +201,11 @@ def test_strict_refuses_code_before_it_runs(tmp_path: Path) -> None:
         chosen(folder, strict=True, trusts_code=True)
 
 
-def test_positions_that_begin_elsewhere_are_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [2, None], ids=["from elsewhere", "in each step from 0"])
+def test_positions_that_count_otherwise_are_found(first: int | None, tmp_path: Path) -> None:
     """As RoBERTa's do, whose log-probabilities are wrong by several without any error."""
     with pytest.raises(ConfigError, match=r"'own' can not be served: .* differ by [0-9.]+ "):
-        chosen(own_model(tmp_path / "model", first=2), trusts_code=True)
+        chosen(own_model(tmp_path / "model", first), trusts_code=True)
 
 
 def test_a_checkpoint_with_code_is_served(tmp_path: Path) -> None:
