@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,17 +13,13 @@ import torch
 from sglcore.models import transformers_model
 from sglcore.models.transformers_attention import attention_layers
 from sglcore.models.transformers_walk import AttentionCall, walk
-from tests.checkpoints import save
-from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
-from tests.models.test_transformers_models import empty
+from tests.models.test_transformers_models import empty, sizes_of
 from tests.models.transformers_cases import compare, compare_served, load, tiny_model
-
-SIZES = tomllib.loads((Path(__file__).resolve().parents[2] / "tools" / "sweep_models.toml").read_text())
 
 
 def tiny(kind: str) -> Any:
     """As the sweep makes it: four layers, of which the last two have no keys of their own."""
-    return tiny_model(kind, {**SIZES["base"], **SIZES["types"][kind]})
+    return tiny_model(kind, sizes_of(kind))
 
 
 @pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text"])
@@ -32,14 +27,6 @@ def test_keys_that_layers_share_are_kept_once(kind: str, tmp_path: Path) -> None
     model = tiny(kind)
     assert [layer.sliding_window for layer in load(model, tmp_path).attention_layers] == [6, None]
     assert max(compare(model, tmp_path), compare_served(model, tmp_path)) <= 2e-4
-
-
-@pytest.mark.parametrize("graph", ["off", "native"])
-def test_they_are_in_graphs_with_poisoned_buffers(graph: str, tmp_path: Path) -> None:
-    model = tiny("gemma4_text")
-    engine = TokenEngine(save(model, tmp_path), graph=graph, poison=True, max_batch_tokens=7, model_impl="transformers")
-    check_logprobs(engine.run(random_prompts(3, (11, 5, 17)), 8, stagger=2), model)
-    assert any(graph in path for path in engine.paths) is (graph != "off")
 
 
 def shared(calls: tuple[AttentionCall, ...], reader: int, source: int) -> tuple[AttentionCall, ...]:
