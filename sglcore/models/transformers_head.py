@@ -34,6 +34,11 @@ class PackedHead(nn.Module):
         return self.own.weight
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether something else has computed with the weight."""
+        return self.is_read or (self.tied is not None and self.tied.is_read)
+
+    @property
     def own(self) -> nn.Linear:
         """The layer that it stands for."""
         return self._own[0]

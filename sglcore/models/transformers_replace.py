@@ -1,7 +1,7 @@
 """Parts of a model of transformers by the engine's kernels, wherever they are found to compute the same.
 
 Everything happens on shapes alone: modules are replaced by what their twins show; then one walk tells which layers have an input in
-common, which sums go to a norm, and who reads the cosines; and another one that the model calls attention as before.
+common, which sums go to a norm, and who reads the cosines; and another one, of more tokens, that the model calls attention as before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sglcore.models.transformers_layers import (
 from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn, put_turns, settle
 from sglcore.models.transformers_states import Mixer
 from sglcore.models.transformers_trace import Trace, shared_inputs
-from sglcore.models.transformers_twins import gated_block_of, is_embedding, rms_norm_of
+from sglcore.models.transformers_twins import gated_block_of, is_embedding, may_be_block, may_be_norm, rms_norm_of
 from sglcore.models.transformers_walk import LENGTHS, AttentionCall, walk
 
 _CHOOSING = frozenset({"gate", "router", "wg"})
@@ -79,30 +79,42 @@ def replace(
     """Replace what can be of a model on the meta device; without `is_whole`, and in layers with states, linear layers alone.
     Parameters whose name `keeps` are the class's own. Raises what `walk` raises."""
     found, dtype, has_states = Replaced(), model.dtype, bool(mixers)
+    places = list(_places(model, keeps))
     if is_whole:
         own = {part for mixer in mixers for part in mixer.module.modules()}
-        found.layers += _blocks([place for place in _places(model, keeps) if place[0] not in own], dtype)
-        found.layers += _norms([place for place in _places(model, keeps) if place[0] not in own], dtype)
+        found.layers += _blocks([place for place in places if place[0] not in own], dtype)
+        found.layers += _norms([place for place in _still(model, places) if place[0] not in own], dtype)
         found.head = _head(model, keeps)
-    linears = list(_linears(list(_places(model, keeps)), model.get_output_embeddings()))
+    linears = list(_linears(_still(model, places), model.get_output_embeddings()))
     turns, trace, seen = put_turns(model) if is_whole else {}, Trace(), RotaryTrace()
     attended: dict[nn.Module, list[tuple[Tensor, ...]]] = {}
     with seen.watching(model), trace.watching(model):
-        calls = walk(model, attended, has_states=has_states)
+        found.calls = walk(model, attended, LENGTHS[:1], has_states=has_states)
     for owner, name, linear in linears:
         if linear.is_read:
             setattr(owner, name, linear.linear)
-    found.layers += [linear for _, _, linear in linears if not linear.is_read]
-    if found.head is not None and (found.head.is_read or (found.head.tied is not None and found.head.tied.is_read)):
+    kept = [linear for _, _, linear in linears if not linear.is_read]
+    found.layers += kept
+    if found.head is not None and found.head.is_elsewhere:
         _take_back(model, found.head)
         found.head = None
     if is_whole:
         _join(trace)
         found.rotaries, found.turns = settle(model, turns, seen, trace, attended)
-        if walk(model, lengths=LENGTHS[:1], has_states=has_states) != calls:
-            raise ConfigError("attention is called otherwise than before", remedy="use another model")
-    found.calls = calls
+    _check(model, found, kept, has_states)
     return found
+
+
+def _check(model: PreTrainedModel, found: Replaced, linears: Sequence[PackedLinear], has_states: bool) -> None:
+    """Raise `ConfigError` for a model that, with more tokens, does something else than what `found` tells."""
+    again = walk(model, lengths=LENGTHS[1:], has_states=has_states)
+    is_read = any(each.is_read for each in linears) or (found.head is not None and found.head.is_elsewhere)
+    if again != found.calls or is_read:
+        raise ConfigError(
+            f"{type(model).__name__} can not be served by transformers' classes: it calls attention otherwise with "
+            f"{LENGTHS[1]} tokens than with {LENGTHS[0]}",
+            remedy="use another model",
+        )
 
 
 def _places(model: PreTrainedModel, keeps: Callable[[str], bool]) -> Iterator[Place]:
@@ -117,9 +129,17 @@ def _places(model: PreTrainedModel, keeps: Callable[[str], bool]) -> Iterator[Pl
                 yield owner, name, f"{prefix}.{name}".removeprefix("."), child
 
 
+def _still(model: nn.Module, places: Iterable[Place]) -> list[Place]:
+    """Those where the module still is."""
+    modules = set(model.modules())
+    return [place for place in places if place[0] in modules and place[0]._modules[place[1]] is place[3]]
+
+
 def _blocks(places: Iterable[Place], dtype: torch.dtype) -> Iterator[GatedBlock]:
     known: dict[object, tuple[tuple[str, ...], Activation] | None] = {}
     for owner, name, path, module in places:
+        if not may_be_block(module):
+            continue
         key = _kind(module)
         if key not in known:
             known[key] = gated_block_of(module, dtype)
@@ -134,6 +154,8 @@ def _blocks(places: Iterable[Place], dtype: torch.dtype) -> Iterator[GatedBlock]
 def _norms(places: Iterable[Place], dtype: torch.dtype) -> Iterator[Norm]:
     known: dict[object, NormForm | None] = {}
     for owner, name, path, module in places:
+        if not may_be_norm(module):
+            continue
         key = _kind(module)
         if key not in known:
             known[key] = rms_norm_of(module, dtype)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from sglcore.models.transformers_layers import GatedBlock, Norm, PackedLinear, Replacement
 
@@ -47,10 +46,9 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self._step += 1
-        for each in tree_leaves((args, kwargs)):
-            if isinstance(each, Tensor):
-                self._kept.append(each)
-                self._reads.setdefault(_memory(each), []).append(self._step)
+        for each in _tensors((*args, *(kwargs or {}).values())):
+            self._kept.append(each)
+            self._reads.setdefault(_memory(each), []).append(self._step)
         if func is torch.ops.aten.add.Tensor and isinstance(args[1], Tensor) and not kwargs:
             self._kept.append(result)
             self._additions[id(result)] = _Addition(self._step, (args[0], args[1]))
@@ -140,6 +138,15 @@ def shared_inputs(calls: Iterable[tuple[PackedLinear, Tensor]]) -> list[Sequence
 
 def _is_one_kind(group: Sequence[PackedLinear]) -> bool:
     return len({(each.product.inputs, each.product.has_bias) for each in group}) == 1
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    """Those of an operation, some of which it takes in lists."""
+    for each in arguments:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from (part for part in each if isinstance(part, Tensor))
 
 
 def _memory(tensor: Tensor) -> int:

@@ -34,11 +34,18 @@ _SIZES = torch.tensor([1e-4, 1e-2, 1.0, 30.0])[:, None]
 """Of a norm's rows: epsilon shows in small ones."""
 
 
+def may_be_norm(module: nn.Module) -> bool:
+    """Whether all that a module has is one weight with one dimension."""
+    weight = module._parameters.get("weight")
+    is_alone = len(module._parameters) == 1 and not module._modules and not module._buffers
+    return is_alone and weight is not None and weight.dim() == 1
+
+
 def rms_norm_of(module: nn.Module, dtype: torch.dtype) -> NormForm | None:
     """As which norm of its weight a module computes; None if it is none."""
-    weight = module._parameters.get("weight")
-    if len(module._parameters) != 1 or weight is None or weight.dim() != 1 or module._modules or module._buffers:
+    if not may_be_norm(module):
         return None
+    weight: Any = module.weight
     numbers = sorted({value for value in vars(module).values() if isinstance(value, float)})
     forms = (NormForm(eps, offset) for offset in OFFSETS for eps in numbers)
     return next((form for form in forms if _is_rms_norm(module, weight.shape[0], form, dtype)), None)
@@ -69,13 +76,20 @@ def is_embedding(module: nn.Module) -> bool:
     return found is not None and torch.equal(found, own[ids])
 
 
+def may_be_block(module: nn.Module) -> bool:
+    """Whether all that a module has are the weights of two or three linear layers."""
+    linears = [child for child in module._modules.values() if type(child) is nn.Linear]
+    if len(linears) not in (2, 3) or module._parameters or module._buffers:
+        return False
+    return not any(_has_state(child) for child in module.children() if type(child) is not nn.Linear)
+
+
 def gated_block_of(module: nn.Module, dtype: torch.dtype) -> tuple[tuple[str, ...], Activation] | None:
     """The names of a module's linear layers in the order gate, up, down with which it is down(activation(gate(x)) * up(x)), or
     gate with up, down; and the activation. None if it is not such a block."""
-    linears = {name: child for name, child in module._modules.items() if type(child) is nn.Linear}
-    others = [each for name, each in module.named_children() if name not in linears]
-    if len(linears) not in (2, 3) or module._parameters or module._buffers or any(_has_state(each) for each in others):
+    if not may_be_block(module):
         return None
+    linears = {name: child for name, child in module._modules.items() if type(child) is nn.Linear}
     fitting = [roles for roles in permutations(linears) if _fits(linears, roles)]
     forms = ((roles, activation) for activation in ACTIVATIONS for roles in fitting)
     return next((form for form in forms if _is_block(module, *form, dtype)), None)
