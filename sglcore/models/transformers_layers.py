@@ -116,7 +116,7 @@ class GatedBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] to [..., H]."""
         if self._inner is None:
-            return torch.empty_like(x)
+            return x.new_empty(x.shape)
         out = self.down.rows(self._inner(x.reshape(-1, self.gate_up.inputs)))
         return handed(out.view(x.shape), self.is_addend)
 
@@ -157,7 +157,7 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to the same."""
         if self._norm is None:
-            return torch.empty_like(x)
+            return x.new_empty(x.shape)
         if type(x) is Sum and x.total is None:
             normed, total = self._norm.add(x.addend[0], x.residual[0])
             x.total = total[None]

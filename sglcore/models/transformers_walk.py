@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -26,6 +27,9 @@ LENGTHS = (3, 260)
 
 FAR = 1 << 18
 """A place far behind every window."""
+
+_KEYS = 1 << 14
+"""So many keys a mask is asked about at once, because torch wakes its threads for more."""
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Of batch, head, query's place and key's place: whether the query sees the key."""
@@ -197,10 +201,11 @@ def window_of(mask_function: MaskFunction) -> int | None:
 
 
 def _seen_by(mask_function: MaskFunction, place: int) -> int | None:
-    keys = torch.arange(place + 2)
-    zero = torch.zeros((), dtype=torch.int64)
-    seen = torch.as_tensor(mask_function(zero, zero, torch.tensor(place), keys)).expand(len(keys))
-    count = int(seen.sum())
+    zero, query = torch.zeros((), dtype=torch.int64), torch.tensor(place)
+    keys = torch.from_numpy(np.arange(place + 2)).split(_KEYS)
+    parts = [torch.as_tensor(mask_function(zero, zero, query, each)).expand(len(each)) for each in keys]
+    seen = np.concatenate([part.numpy() for part in parts])
+    count = np.count_nonzero(seen)
     if not 0 < count <= place + 1 or not seen[place + 1 - count : place + 1].all():
         raise ConfigError(
             "a mask of the model does not show a token itself and those before it", remedy="use another model"

@@ -125,6 +125,8 @@ class Watch(TorchDispatchMode):
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self._recording = recording
+        # What torch takes apart, it always does.
+        self._plain: set[Any] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -133,10 +135,12 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        with self:
-            decomposed = func.decompose(*args, **named)
-        if decomposed is not NotImplemented:
-            return decomposed
+        if func not in self._plain:
+            with self:
+                decomposed = func.decompose(*args, **named)
+            if decomposed is not NotImplemented:
+                return decomposed
+            self._plain.add(func)
         result = func(*args, **named)
         if not func.is_view:
             self._recording.keep(func, args, named, result)
