@@ -117,6 +117,8 @@ def attend(
 
 def _rows(part: Tensor, wide: int) -> Tensor:
     """[1, heads, T, dim] to [T, heads * wide], with zeros where a head is narrower."""
-    part = part[0].transpose(0, 1)
-    tokens, heads, size = part.shape
-    return (part if size == wide else pad(part, (0, wide - size))).reshape(tokens, heads * wide)
+    _, heads, tokens, size = part.shape
+    if size != wide:
+        part, size = pad(part, (0, wide - size)), wide
+    rows, shape = part.transpose(1, 2), (tokens, heads * size)
+    return rows.view(shape) if part.stride()[1::2] == (size, 1) else rows.reshape(shape)

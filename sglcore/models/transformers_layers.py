@@ -49,7 +49,7 @@ class Product:
         return part
 
     def _whole(self, x: Tensor) -> Tensor:
-        return self.rows(x.reshape(-1, self.inputs)).view(*x.shape[:-1], self.outputs)
+        return self.rows(as_rows(x)).view(*x.shape[:-1], self.outputs)
 
 
 class PackedLinear(nn.Module):
@@ -117,7 +117,7 @@ class GatedBlock(nn.Module):
         """[..., H] to [..., H]."""
         if self._inner is None:
             return x.new_empty(x.shape)
-        out = self.down.rows(self._inner(x.reshape(-1, self.gate_up.inputs)))
+        out = self.down.rows(self._inner(as_rows(x)))
         return handed(out.view(x.shape), self.is_addend)
 
 
@@ -199,6 +199,11 @@ class Rows(nn.Module):
         if self._embedding is None:
             return self.own(ids)
         return self._embedding(ids.reshape(-1)).view(*ids.shape, self.own.weight.shape[1])
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[..., size] as [T, size]."""
+    return x.view(-1, x.shape[-1]) if x.is_contiguous() else x.reshape(-1, x.shape[-1])
 
 
 Replacement = PackedLinear | GatedBlock | Norm

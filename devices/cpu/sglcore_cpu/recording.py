@@ -91,7 +91,7 @@ class Block:
         held[:] = 0
         tensor = torch.frombuffer(held.data, dtype=dtype)
         self.user = StorageWeakRef(tensor.untyped_storage())
-        return tensor[: size // dtype.itemsize].view(tuple(shape))
+        return (tensor if size else tensor[:0]).view(tuple(shape))
 
 
 class StepArena:
