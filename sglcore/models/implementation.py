@@ -54,8 +54,15 @@ def choose_implementation(
 def _by_transformers(asked: str, path: Path, ledger: DecisionLedger, task: str, trusts_code: bool) -> ModelConfig:
     raw = read_json(path / "config.json", "this is not a checkpoint folder; point at the one with config.json")
     kind = str(raw.get("model_type", ""))
-    _check_transformers(path, raw, kind, asked, trusts_code)
-    runs_code = kind not in PROVEN and brings_code(raw)
+    name = architecture_of(path / "config.json", raw) or "an architecture without a name"
+    _check_transformers(raw, name, kind, asked)
+    runs_code = _needs_code(raw, name, kind)
+    if runs_code and not trusts_code:
+        raise ConfigError(
+            f"{name!r} brings code of its own, {', '.join(code_modules(raw))}, which is not run",
+            wanted="an architecture of sglcore or of transformers",
+            remedy="use another model, or read that code and start with --trust-remote-code",
+        )
     if runs_code:
         files = ", ".join(code_files(path, raw))
         why = "--trust-remote-code: these files of the checkpoint run with all rights of this process"
@@ -64,20 +71,29 @@ def _by_transformers(asked: str, path: Path, ledger: DecisionLedger, task: str, 
 
     config = transformers_config(path, task, runs_code)
     why = "asked for" if asked == "transformers" else f"{config.architecture} has no file here"
-    reason, downgrade = _proof(config, kind)
+    reason, downgrade = _proof(config, kind, is_proven=kind in PROVEN and not runs_code)
     ledger.record(Row("model impl", asked, "transformers", f"{why}; {reason}", REMEDY, downgrade))
     return config
 
 
-def _proof(config: ModelConfig, kind: str) -> tuple[str, bool]:
+def _needs_code(raw: Mapping[str, Any], name: str, kind: str) -> bool:
+    """Whether an architecture is in the checkpoint's code alone, as far as is known of types that were compared."""
+    if kind not in PROVEN or not brings_code(raw):
+        return brings_code(raw)
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return name != MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+
+
+def _proof(config: ModelConfig, kind: str, is_proven: bool) -> tuple[str, bool]:
     """Why a model gives what its class's own forward gives, and whether that says less than the comparison of all types
     does. Raises `ConfigError` where it does not."""
     found = version("transformers")
-    if kind not in PROVEN:
+    if not is_proven:
         from sglcore.models.transformers_check import check
 
         error = check(config, TRANSFORMERS)
-        what = f"{kind!r} was not compared before; checked at load, on a tiny model of the same options"
+        what = f"{config.architecture} was not compared before; checked at load, on a tiny model of the same options"
         return f"{what}: log-probabilities differ by at most {error:.1g} from those of its own forward", True
     reason = f"{kind!r} of transformers {VERSION} gives what its own forward gives"
     return (reason, False) if found == VERSION else (f"{reason}, and {found} is installed", True)
@@ -111,17 +127,9 @@ def _architecture(path: Path) -> str:
     return architecture_of(file, read_json(file)) if file.is_file() else ""
 
 
-def _check_transformers(path: Path, raw: Mapping[str, Any], kind: str, asked: str, trusts_code: bool) -> None:
-    """Raise `ConfigError` for a type that is not served, or not as it is asked for."""
-    name = architecture_of(path / "config.json", raw) or "an architecture without a name"
-    if kind not in PROVEN and brings_code(raw):
-        if not trusts_code:
-            raise ConfigError(
-                f"{name!r} brings code of its own, {', '.join(code_modules(raw))}, which is not run",
-                wanted="an architecture of sglcore or of transformers",
-                remedy="use another model, or read that code and start with --trust-remote-code",
-            )
-    elif kind not in PROVEN and asked != "transformers":
+def _check_transformers(raw: Mapping[str, Any], name: str, kind: str, asked: str) -> None:
+    """Raise `ConfigError` for a type that is not served unless it is asked for, and where transformers is not there."""
+    if kind not in PROVEN and not brings_code(raw) and asked != "transformers":
         raise ConfigError(
             f"the architecture {name!r} is not supported: sglcore has no file of it, and transformers' type {kind!r} is not "
             "among those that were compared with transformers' own forward",

@@ -105,11 +105,13 @@ def unproven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_type_that_was_not_compared_is_compared_at_load_where_it_is_asked_for(unproven: Path) -> None:
     row = chosen(unproven)["model impl"]
     assert row.effective == "transformers" and row.downgrade
-    assert "'llama' was not compared before; checked at load" in row.reason and "at most " in row.reason
+    assert "LlamaForCausalLM was not compared before; checked at load" in row.reason and "at most " in row.reason
 
 
 def test_strict_refuses_it(unproven: Path) -> None:
-    with pytest.raises(StrictError, match=r"model impl: found transformers \(asked for; 'llama' was not compared"):
+    with pytest.raises(
+        StrictError, match=r"model impl: found transformers \(asked for; LlamaForCausalLM was not compared"
+    ):
         chosen(unproven, strict=True)
 
 
@@ -191,7 +193,17 @@ def test_trusted_code_runs_once_it_is_shown_to_give_the_same(tmp_path: Path) -> 
     rows = chosen(own_model(tmp_path / "model"), "auto", trusts_code=True)
     assert rows["remote code"].effective == "configuration_own.py, modeling_own.py, positions_own.py"
     assert rows["remote code"].downgrade and rows["model impl"].downgrade
-    assert "'own' was not compared before; checked at load" in rows["model impl"].reason
+    assert "OwnForCausalLM was not compared before; checked at load" in rows["model impl"].reason
+
+
+def test_an_architecture_of_its_own_is_that_of_the_code_whatever_its_type(tmp_path: Path) -> None:
+    """A type that was compared says nothing of a class that transformers has not."""
+    folder = own_model(tmp_path / "model")
+    changed = {**json.loads((folder / "config.json").read_text()), "model_type": "exaone4"}
+    (folder / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(ConfigError, match="'OwnForCausalLM' brings code of its own"):
+        chosen(folder)
+    assert chosen(folder, trusts_code=True)["model impl"].downgrade
 
 
 def test_strict_refuses_code_before_it_runs(tmp_path: Path) -> None:

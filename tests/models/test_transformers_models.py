@@ -97,7 +97,8 @@ def test_an_architecture_without_a_file_runs_by_transformers_class(foreign: Path
 
 
 def test_code_that_a_checkpoint_of_a_compared_type_brings_is_passed_by(foreign: Path) -> None:
-    assert chosen(rewritten(foreign, auto_map={"AutoModelForCausalLM": "own.Own"}))[2].startswith("transformers: ")
+    brought = {"AutoModelForCausalLM": "own.Exaone4ForCausalLM"}
+    assert chosen(rewritten(foreign, auto_map=brought))[2].startswith("transformers: ")
 
 
 @pytest.mark.parametrize(("stored", "dtype"), [({"dtype": "bfloat16"}, "bfloat16"), ({}, "float32")])
