@@ -168,6 +168,7 @@ class Windows:
 
 
 def least_window_pages(limits: Limits) -> int:
-    """Window pages with which one request of any length goes on, with a chunk of a step's tokens."""
-    tokens = limits.window + limits.max_batch_tokens
-    return -(-tokens // limits.page_size) + 1 + max(1, -(-limits.lookahead // limits.page_size))
+    """Window pages that one request's list may have, with a chunk of a step's tokens: a worker has at least so many."""
+    # The first two tokens of lookahead are in what the pages at both ends are rounded up by.
+    tokens = limits.window + limits.max_batch_tokens + max(0, limits.lookahead - 2)
+    return -(-tokens // limits.page_size) + 2

@@ -15,6 +15,7 @@ from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.worker import BatchResult, Limits, Ticket, TokenLogprobs
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request
+from sglcore.schedule.windows import least_window_pages
 
 NOTHING = -7
 EMPTY = 0
@@ -403,6 +404,7 @@ class FakeWorker:
         start, pages = slot.window_start, slot.window_pages
         _want(start % size == 0, f"a list of window pages begins at {start}, within a page")
         _want(len(pages) == -(-int(batch.seq_lens[row]) // size) - start // size, f"{len(pages)} window pages")
+        _want(len(pages) <= least_window_pages(self.limits), f"{len(pages)} window pages are too many")
         _want(len(set(pages)) == len(pages), "a window page twice in a list")
         _want(all(1 <= page <= self.limits.num_window_pages for page in pages), f"window pages {pages}")
         seen = max(0, prefix - self.limits.window + 1)
