@@ -70,13 +70,16 @@ class RunningRequests:
         return request
 
     def compare_waiting(self) -> None:
-        """Where prefixes are shared by what others ask for: who waits does before the next chunk passes the common end."""
+        """Where prefixes are shared by what others ask for: who waits does before the common end is passed."""
         if self.memory.needs_asking:
             for request in islice(self.waiting, MOST_COMPARED):
                 self._follows(request)
 
     def slide_windows(self) -> None:
-        """Window pages that only the chunks of the step before saw go back."""
+        """Window pages that only the chunks of the step before saw go back, unless somebody who waits asks for them."""
+        if not self._chunked:
+            return
+        self.compare_waiting()
         for request in self._chunked:
             is_decoding = request.state is State.DECODING
             if request.leaving or not (is_decoding or request.state is State.EXTENDING):

@@ -174,7 +174,6 @@ class Scheduler:
         running, mixed = self._running, self.limits.allows_mixed_batches
         prompts = bool(running.extending or len(self._waiting))
         decodes = mixed or not prompts or (self._extended_last and bool(running.rows.requests))
-        running.compare_waiting()
         running.slide_windows()
         served = running.claim_pages() if decodes else True
         chunks: list[Chunk] = []
@@ -189,6 +188,7 @@ class Scheduler:
         """Chunks for what the decode rows leave of the step's tokens: running prompts first, then new ones. Where somebody gave
         way nobody new comes: the pages are for whom they were taken."""
         running, chunks = self._running, []
+        running.compare_waiting()
         retractions = running.retractions
         budget = self.limits.max_batch_tokens - decodes
         for request in tuple(running.extending):
