@@ -125,6 +125,27 @@ class ForgetsUsers(Silent):
             self._unused[node.window_page] = None
 
 
+class CountsNoUsers(Windows):
+    def restore(self, request: Request, path: Sequence[Node]) -> None:
+        super().restore(request, path)
+        for node in path[request.window_first :]:
+            node.window_users -= 1
+
+
+class KeepsUsedPagesAmongTheUnused(Windows):
+    def restore(self, request: Request, path: Sequence[Node]) -> None:
+        super().restore(request, path)
+        self._unused.update(dict.fromkeys(request.window_pages))
+
+
+class ForgetsWhatItKeeps(Windows):
+    def slide(self, request: Request, cells: int) -> bool:
+        kept = self.kept
+        has_slid = super().slide(request, cells)
+        self.kept = kept
+        return has_slid
+
+
 class LosesPagesOfWhoLeaves(Windows):
     def release(self, request: Request) -> None:
         request.window_pages = request.window_pages[1:]
@@ -226,6 +247,9 @@ MUTANTS = (
     (SharesWithAHole, WINDOWS, "another request's tokens"),
     (GivesAUsedPageAway, WINDOWS, "another request's tokens"),
     (ForgetsUsers, WINDOWS, "another request's tokens"),
+    (CountsNoUsers, WINDOWS, "window pages' users are"),
+    (KeepsUsedPagesAmongTheUnused, WINDOWS, "unused window pages"),
+    (ForgetsWhatItKeeps, WINDOWS, "window pages are kept"),
     (LosesPagesOfWhoLeaves, WINDOWS, "lost or held twice"),
     (LosesKeptPages, WINDOWS, "lost or held twice"),
     (LosesPagesOfEvictedNodes, WINDOWS, "lost or held twice"),

@@ -53,9 +53,15 @@ def starts(batch: ScheduleBatch) -> list[int]:
     return batch.window_starts.tolist()
 
 
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 5])
 @pytest.mark.parametrize(("window", "most"), [(1, 1), (2, 2), (5, 2), (6, 3), (9, 3), (10, 4)])
-def test_a_request_that_decodes_holds_the_window_and_the_page_that_it_writes(window: int, most: int) -> None:
-    drive = make_drive(window=window, prefix_cache=False)
+def test_a_request_that_decodes_holds_the_window_and_the_page_that_it_writes(
+    window: int, most: int, lookahead: int
+) -> None:
+    """And what others could go on from, where that is a page before."""
+    drive = make_drive(window=window, prefix_cache=False, lookahead=lookahead)
+    most += -(-lookahead // 4)
+    assert drive.scheduler._running.memory.windows.span == most
     drive.add("long", [1, 2], 200)
     held = []
     for _ in range(150):
@@ -223,8 +229,7 @@ def test_one_request_of_full_length_always_fits(lookahead: int, page_size: int, 
     }
     limits = make_limits(**sizes, window=window, max_batch_tokens=budget)
     least = least_window_pages(limits)
-    if lookahead <= 2:
-        assert least == -(-(window + budget) // page_size) + 2
+    assert least == -(-(window + budget + (lookahead == 3)) // page_size) + 2
     drive = Drive(**sizes, window=window, max_batch_tokens=budget, num_window_pages=least)
     for rid, prompt in (("a", SYSTEM[:90]), ("b", [*SYSTEM[:70], 9]), ("c", SYSTEM[:90])):
         run_one(drive, rid, prompt, 200)
@@ -235,6 +240,19 @@ def test_a_pool_that_holds_no_window_and_step_is_refused() -> None:
     limits = make_limits(window=9, num_window_pages=8)
     with pytest.raises(ConfigError, match="holds 8 pages; a window of 9 tokens and a step of 16 take 9"):
         Scheduler(limits, compose=compose)
+
+
+@pytest.mark.parametrize("users", [0, 1, 2])
+def test_who_begins_with_cached_window_pages_needs_room_for_those_that_it_is_the_first_to_use(users: int) -> None:
+    """Of 8 pages 3 are a node's; two are seen after the third, and a list is 3 long at most."""
+    drive = make_drive(num_window_pages=8, max_batch_tokens=12)
+    memory = drive.scheduler._running.memory
+    run_one(drive, "a", SYSTEM[:12])
+    path = memory.cache.match(np.array(SYSTEM[:13], dtype=np.int32))
+    for index in range(users):
+        memory.windows.restore(drive.make(f"r{index}", 13), path)
+    rooms = [memory.windows.has_room(path, missing, promised) for missing, promised in ((9, 5), (9, 6), (1, 6), (0, 6))]
+    assert rooms == [True, False, False, True]
 
 
 def test_nobody_is_admitted_to_the_window_page_that_a_running_request_needs_next() -> None:
