@@ -13,8 +13,9 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """The shared block's output is called as in other blocks."""
-        return super().own_name(name).replace(".shared_mlp.output_linear.", ".shared_mlp.down_proj.")
+        """The shared block's output is called as in other blocks. Where it is alone, some checkpoints call it so too."""
+        name = super().own_name(name).replace(".mlp.", ".shared_mlp.")
+        return name.replace(".shared_mlp.output_linear.", ".shared_mlp.down_proj.")
 
     def make_layer(self, build: Build, layer_id: int) -> GraniteLayer:
         kinds = layer_kinds(build.config)

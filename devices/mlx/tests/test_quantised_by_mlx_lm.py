@@ -15,6 +15,14 @@ from devices.mlx.tests.model_cases import load, logprobs
 pytestmark = pytest.mark.needs("torch")
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
+HYBRID = {
+    **SIZES,
+    "mamba_n_groups": 1,
+    "shared_intermediate_size": 32,
+    "time_step_limit": [0.01, 2.0],
+    "position_embedding_type": "rope",
+}
+"""What mlx_lm has of Granite 4: its norm knows no groups, and its positions are rotated unless a file calls them "nope"."""
 IDS = tuple(int(token) for token in np.random.default_rng(8).integers(3, 97, 40))
 
 
@@ -28,6 +36,13 @@ def oracle(name: str) -> Any:
         "qwen2": lambda: checkpoints.qwen2(**SIZES),
         "qwen3": lambda: checkpoints.qwen3(**SIZES, head_dim=32),
         "qwen3-moe": lambda: checkpoints.qwen3_moe(**SIZES, head_dim=32, moe_intermediate_size=32, num_experts=6),
+        "qwen3-next": lambda: checkpoints.qwen3_next(
+            **SIZES, moe_intermediate_size=32, shared_expert_intermediate_size=32, full_attention_interval=2
+        ),
+        "granite-hybrid": lambda: checkpoints.granite_hybrid(**HYBRID),
+        "granite-hybrid-dense": lambda: checkpoints.granite_hybrid(
+            **{**HYBRID, "shared_intermediate_size": 96}, num_local_experts=0
+        ),
     }
     return made[name]()
 
@@ -51,8 +66,11 @@ def converted(name: str, folder: Path, **form: Any) -> Any:
 def name_as_published(file: Path) -> None:
     """Give the numbers that transformers renamed the names that checkpoints were published with, which mlx_lm reads."""
     config = json.loads(file.read_text())
-    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
-    if "num_local_experts" in config:
+    config |= {"rope_scaling": None, **config.pop("rope_parameters")}
+    if "mamba_n_heads" in config:
+        names = {"linear_attention": "mamba", "full_attention": "attention"}
+        config["layer_types"] = [names[kind] for kind in config["layer_types"]]
+    elif "num_local_experts" in config:
         config["num_experts"] = config.pop("num_local_experts")
     file.write_text(json.dumps(config))
 
@@ -70,7 +88,19 @@ def by_name(path: str, module: Any) -> bool | dict[str, Any]:
     return not path.endswith("mlp.gate")
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied-biases", "qwen2", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "llama-tied-biases",
+        "qwen2",
+        "qwen3",
+        "qwen3-moe",
+        "qwen3-next",
+        "granite-hybrid",
+        "granite-hybrid-dense",
+    ],
+)
 def test_a_checkpoint_of_four_bits_gives_mlx_lms_numbers(tmp_path: Path, name: str) -> None:
     theirs = converted(name, tmp_path, group_size=32, bits=4)
     ours = load(tmp_path / "made")
@@ -78,7 +108,7 @@ def test_a_checkpoint_of_four_bits_gives_mlx_lms_numbers(tmp_path: Path, name: s
     np.testing.assert_allclose(logprobs(ours, IDS), wanted(theirs), rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "qwen3-next"])
 def test_forms_by_module_give_mlx_lms_numbers(tmp_path: Path, name: str) -> None:
     theirs = converted(name, tmp_path, group_size=32, bits=4, quant_predicate=by_name)
     given = json.loads((tmp_path / "made" / "config.json").read_text())["quantization"]

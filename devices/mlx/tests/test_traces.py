@@ -197,11 +197,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("hybrid"), hybrid=True)
-
-
 def open_engine(folder: Path, **settings: Any) -> TokenEngine:
     """A device on a checkpoint, with a short context, and with work on more than one stream where it is a processor."""
     fixed = {"max_model_len": CONTEXT, "max_requests": 4, "page_size": PAGE_SIZE, "poison": True, "threads": 2}

@@ -56,10 +56,11 @@ class GatedMlp:
     __slots__ = ("_activate", "down_proj", "gate_up_proj")
 
     def __init__(self, build: Scope, intermediate_size: int, bias: bool = False, fused: str = "") -> None:
-        """`fused` is that of `Build.mlp`."""
+        """`fused` is that of `Build.mlp`; a checkpoint that mlx_lm wrote may have two weights in its place."""
         hidden_size = build.config.hidden_size
         self._activate = ACTIVATIONS[build.config.hidden_act]
-        names = [(fused, 2 * intermediate_size)] if fused else [(name, intermediate_size) for name in GATE_AND_UP]
+        is_fused = fused and build.weights.has(f"{build.prefix}{fused}.weight")
+        names = [(fused, 2 * intermediate_size)] if is_fused else [(name, intermediate_size) for name in GATE_AND_UP]
         self.gate_up_proj = build.fused(names, hidden_size, bias)
         self.down_proj = build.linear("down_proj", intermediate_size, hidden_size, bias)
 

@@ -38,7 +38,7 @@ class HeadNorm:
         dtype = None if offset is None else mx.float32
         q, k = (weights.take(f"{build.prefix}{x}_norm.weight", config.head_dim, dtype=dtype) for x in "qk")
         weight = mx.stack([q] * config.num_attention_heads + [k] * config.num_key_value_heads)
-        self._weight = weights.keep(weight + offset if offset else weight)
+        self._weight = weights.keep(weight + offset if offset and not weights.has_offsets else weight)
         self._eps = config.rms_norm_eps
 
     def __call__(self, heads: mx.array) -> mx.array:

@@ -51,9 +51,9 @@ class Scope:
         return replace(self, prefix=self.prefix + "".join(f"{name}." for name in names))
 
     def parameter(self, name: str, *shape: int, offset: float | None = None) -> mx.array:
-        """One weight, `prefix.name` in the checkpoint. With an `offset`, which is added to it, it is float32."""
+        """One weight, `prefix.name` in the checkpoint. With an `offset`, which is added unless it is in it, it is float32."""
         taken = self.weights.take(self.prefix + name, *shape, dtype=None if offset is None else mx.float32)
-        return self.weights.keep(taken + offset if offset else taken)
+        return self.weights.keep(taken + offset if offset and not self.weights.has_offsets else taken)
 
     @property
     def dtype(self) -> mx.Dtype:

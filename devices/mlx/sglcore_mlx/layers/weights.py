@@ -16,10 +16,11 @@ FLOATS = ("F32", "F16", "BF16")
 class Weights:
     """The tensors of a checkpoint, each taken once, cast to `dtype` and kept. Nothing is read before `read`.
 
-    A tensor that is not there is noted, and `check` names all of them.
+    A tensor that is not there is noted, and `check` names all of them. `has_offsets`: what models add to the weights of norms is
+    in them already, as mlx_lm writes checkpoints whose convolutions it turns.
     """
 
-    __slots__ = ("_arrays", "_entries", "_forms", "_kept", "_missing", "_views", "dtype", "quantization")
+    __slots__ = ("_arrays", "_entries", "_forms", "_kept", "_missing", "_views", "dtype", "has_offsets", "quantization")
 
     def __init__(
         self,
@@ -30,6 +31,7 @@ class Weights:
     ) -> None:
         self.dtype = dtype
         self.quantization = quantization
+        self.has_offsets = any(_is_turned(entry) for entry in entries.values())
         self._entries = dict(entries)
         self._arrays = dict(arrays)
         self._kept: list[mx.array] = []
@@ -119,6 +121,11 @@ class Weights:
                 remedy="check that config.json belongs to these weights",
             )
         return array
+
+
+def _is_turned(entry: Entry) -> bool:
+    """A convolution [channels, taps, 1], where others have [channels, 1, taps]."""
+    return entry.name.endswith(".conv1d.weight") and entry.shape[1] != 1
 
 
 def _some(names: Sequence[str], shown: int = 8) -> str:
