@@ -55,7 +55,7 @@ def main() -> int:
     threading.Thread(target=_follow_parent, name="parent", daemon=True).start()
     channel = EngineChannel(spec.address, lambda: os._exit(LINK_BROKE))
     try:
-        service = _start(spec, channel)
+        service = start_service(spec, channel)
         code = service.run()
     except SglcoreError as error:
         channel.send(Failed(str(error), error.exit_code))
@@ -75,7 +75,7 @@ def _follow_parent() -> None:
     os._exit(PARENT_GONE)
 
 
-def _start(spec: EngineSpec, channel: EngineChannel) -> EngineService:
+def start_service(spec: EngineSpec, channel: EngineChannel) -> EngineService:
     """Bring the model up, sample a real token by the path that will serve, and say so."""
     config = engine_config(spec.config)
     if spec.chosen:

@@ -132,7 +132,7 @@ class Frontend:
                 "this checkpoint generates text", wanted="an encoder, such as BERT", remedy="use completions"
             )
         if info.limits["num_labels"]:
-            raise TextError("this checkpoint has a classification head", wanted="one that embeds")
+            raise TextError("this model has a classification head", wanted="one that embeds", remedy="use LLM.score")
         self._refuse_overload(info, len(prompts))
         tokenized = [await self.tokenize(prompted(self.codec, prompt, prompt_name)) for prompt in prompts]
         for ids in tokenized:

@@ -28,16 +28,16 @@ NO_EYES = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 1
 ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
 
 
-def qwen25_vl() -> Any:
+def qwen25_vl(**changes: Any) -> Any:
     """Heads of 12: sections of one, two and three frequencies."""
-    text = {**SIZES, "rope_parameters": {**ROPE, "mrope_section": [1, 2, 3]}}
+    text = {**SIZES, "rope_parameters": {**ROPE, "mrope_section": [1, 2, 3]}, **changes}
     config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=NO_EYES, tie_word_embeddings=False)
     return make_oracle(config, "Qwen2_5_VLForConditionalGeneration")
 
 
-def qwen3_vl() -> Any:
+def qwen3_vl(**changes: Any) -> Any:
     """Heads of 20, whose frequencies turn by the three axes in turn."""
-    text = {**SIZES, "head_dim": 20, "rope_parameters": {**ROPE, "mrope_section": [4, 3, 3], "mrope_interleaved": True}}
+    text = {**SIZES, "head_dim": 20, "rope_parameters": {**ROPE, "mrope_section": [4, 3, 3], "mrope_interleaved": True}, **changes}
     eyes = {**NO_EYES, "deepstack_visual_indexes": [0]}
     config = transformers.Qwen3VLConfig(text_config=text, vision_config=eyes, tie_word_embeddings=False)
     return make_oracle(config, "Qwen3VLForConditionalGeneration")

@@ -36,9 +36,9 @@ async def _answer(frontend: Frontend, body: EmbeddingBody) -> Response:
     check_limit("input", len(inputs), frontend.config.max_prompts, "texts")
     if frontend.info is not None and frontend.info.generates:
         raise InvalidRequest(
-            "this checkpoint generates text and has no embeddings",
-            wanted="an encoder, such as BERT",
-            remedy="use /v1/completions, or serve an encoder",
+            "this model generates text and has no embeddings",
+            wanted="an encoder, such as BERT, or this one with --task embed",
+            remedy="use /v1/completions, or serve one of those",
             param="model",
             code="model_does_not_embed",
         )

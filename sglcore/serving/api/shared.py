@@ -81,12 +81,13 @@ def check_ready(frontend: Frontend) -> None:
 
 
 def check_generates(frontend: Frontend) -> None:
-    """Raise NotReady, or InvalidRequest if the model only embeds."""
+    """Raise NotReady, or InvalidRequest if the model only embeds or scores."""
     check_ready(frontend)
     if frontend.info is not None and not frontend.info.generates:
+        scores = frontend.info.limits["num_labels"] > 0
         raise InvalidRequest(
-            "this checkpoint is an encoder, which generates no text",
-            remedy="use /v1/embeddings, or serve a language model",
+            f"this model answers with {'scores' if scores else 'vectors'}, and generates no text",
+            remedy=f"use {'LLM.score' if scores else '/v1/embeddings'}, or serve a language model",
             param="model",
             code="model_does_not_generate",
         )

@@ -1,0 +1,104 @@
+"""A whole server in the test's own process: the frontend on an event loop in one thread, its engine in another."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from sglcore.device.config import EngineConfig
+from sglcore.device.server_config import ServerConfig
+from sglcore.serving.app import make_app
+from sglcore.serving.channel import EngineChannel
+from sglcore.serving.engine_process import start_service
+from sglcore.serving.frontend import Frontend
+from sglcore.serving.ipc import EngineSpec, Failed
+
+LONGEST_START_S = 60.0
+
+
+class ThreadedEngine:
+    """What an engine process does, in a thread; the real channel between it and the frontend."""
+
+    last_words = name = "thread"
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._task = asyncio.get_running_loop().run_in_executor(None, _run, spec)
+
+    async def wait(self) -> int:
+        """As a process' exit code."""
+        return await asyncio.shield(self._task)
+
+    def kill(self) -> None:
+        """It ends when the frontend says so."""
+
+
+def _run(spec: EngineSpec) -> int:
+    channel = EngineChannel(spec.address)
+    try:
+        return start_service(spec, channel).run()
+    except BaseException as error:
+        channel.send(Failed(str(error), 1))
+        return 1
+    finally:
+        channel.close()
+
+
+class ThreadLauncher:
+    """Starts threads of this process."""
+
+    is_remote = False
+
+    async def frontend_host(self) -> str:
+        """Nobody asks."""
+        return ""
+
+    async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> ThreadedEngine:
+        """Start one."""
+        return ThreadedEngine(spec)
+
+    async def close(self) -> None:
+        """Nothing was taken."""
+
+
+@contextmanager
+def served_here(folder: Path, **settings: Any) -> Iterator[str]:
+    """Serve a checkpoint with these settings of EngineConfig; gives the address once its engine answers."""
+    config = EngineConfig(model=str(folder), **settings)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(16)
+        ended, started = threading.Event(), threading.Event()
+        faults: list[str] = []
+        thread = threading.Thread(target=lambda: asyncio.run(_serve(config, listener, started, ended, faults)))
+        thread.start()
+        try:
+            assert started.wait(LONGEST_START_S) and not faults, faults
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            ended.set()
+            thread.join()
+
+
+async def _serve(
+    config: EngineConfig, listener: socket.socket, started: threading.Event, ended: threading.Event, faults: list[str]
+) -> None:
+    frontend = Frontend(config, ServerConfig(), launcher=ThreadLauncher())
+    server = uvicorn.Server(uvicorn.Config(make_app(frontend), log_level="error", timeout_graceful_shutdown=1))
+    await frontend.start()
+    while not frontend.health.ready and frontend.health.live:
+        await asyncio.sleep(0.005)
+    if not frontend.health.ready:
+        faults.append(frontend.health.reason)
+    serving = asyncio.create_task(server.serve([listener]))
+    started.set()
+    await asyncio.to_thread(ended.wait)
+    server.should_exit = True
+    await serving
+    await frontend.stop()
