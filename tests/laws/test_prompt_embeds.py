@@ -37,7 +37,12 @@ def qwen25_vl(**changes: Any) -> Any:
 
 def qwen3_vl(**changes: Any) -> Any:
     """Heads of 20, whose frequencies turn by the three axes in turn."""
-    text = {**SIZES, "head_dim": 20, "rope_parameters": {**ROPE, "mrope_section": [4, 3, 3], "mrope_interleaved": True}, **changes}
+    text = {
+        **SIZES,
+        "head_dim": 20,
+        "rope_parameters": {**ROPE, "mrope_section": [4, 3, 3], "mrope_interleaved": True},
+        **changes,
+    }
     eyes = {**NO_EYES, "deepstack_visual_indexes": [0]}
     config = transformers.Qwen3VLConfig(text_config=text, vision_config=eyes, tie_word_embeddings=False)
     return make_oracle(config, "Qwen3VLForConditionalGeneration")
