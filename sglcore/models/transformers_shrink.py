@@ -149,9 +149,11 @@ def _divisor(values: Mapping[str, Any]) -> int:
 
 
 def _kv_heads(count: int, values: Mapping[str, Any], divisor: int) -> int:
-    """As many as heads, one, or between."""
+    """As many as heads, one, or between if heads can be divided."""
     heads = {values[name] for name in _HEADS if _is_size(values.get(name))}
-    return count // divisor if count in heads else min(count, 2)
+    if count in heads:
+        return count // divisor
+    return min(count, 1 if any(each // divisor % 2 for each in heads) else 2)
 
 
 def _experts(count: int, values: Mapping[str, Any]) -> int:

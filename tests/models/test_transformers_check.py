@@ -160,6 +160,7 @@ def test_a_class_that_fails_is_refused_with_what_it_says(unproven: Path, monkeyp
         ("gemma3_text", {"final_logit_softcapping": None, "sliding_window": 6}),
         ("deepseek_v3", {"n_group": 8, "num_experts_per_tok": 8, "n_routed_experts": 16}),
         ("qwen3_next", {"num_key_value_heads": 2}),
+        ("seed_oss", {"num_attention_heads": 5, "num_key_value_heads": 1}),
     ],
 )
 def test_a_small_model_has_every_kind_of_layer_of_the_whole_one(kind: str, kept: dict[str, Any]) -> None:
