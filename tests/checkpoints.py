@@ -289,6 +289,13 @@ def exaone4(**changes: Any) -> Oracle:
     return make_oracle(transformers.Exaone4Config(**{**SIZES, **sizes, **changes}), "Exaone4ForCausalLM")
 
 
+def falcon(**changes: Any) -> Oracle:
+    """A Falcon, which attends by itself, with one head of keys and values."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 97}
+    own = {"initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return make_oracle(transformers.FalconConfig(**{**sizes, **own, **changes}), "FalconForCausalLM")
+
+
 def falcon_h1(**changes: Any) -> Oracle:
     """A Falcon H1, which has no file of ours: each layer attends and has a Mamba 2 beside it."""
     heads = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_ssm": 96, "mamba_d_state": 8, "mamba_chunk_size": 16}

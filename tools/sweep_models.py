@@ -1,11 +1,16 @@
-"""Every text decoder that the installed transformers has, as a tiny random model: by its own forward, and by this engine.
+"""Every causal language model that the installed transformers has, as a tiny random one: by its own forward, and by this engine.
 
     python tools/sweep_models.py                    # all types: a line each, and build/sweep/models.json
     python tools/sweep_models.py gemma2 gpt_oss     # some
     python tools/sweep_models.py --write            # all, and what follows from it: docs/models.md, the list of proven types
 
 Compared are log-probabilities in float32: a prompt in random chunks beside another request, then single tokens of both,
-ragged, as decode steps; then what the scheduler serves, with prefix hits and retraction. Each type runs in a child process with bounded memory and time. Needs a machine without a device.
+ragged, as decode steps; then what the scheduler serves, with prefix hits and retraction. Each type runs in a child process
+with bounded memory and time. Needs a machine without a device.
+
+What a type is, is told by its configuration and its class: a wrapper has configurations of other models in its own, the
+decoder of an encoder says so or attends to one, and an encoder has masked words to guess, or sees what comes. The others are
+text decoders.
 """
 
 from __future__ import annotations
@@ -17,12 +22,11 @@ import resource
 import signal
 import sys
 import tempfile
-import tomllib
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -31,12 +35,15 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
+from transformers.models.auto.modeling_auto import (  # noqa: E402
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from sglcore.device.errors import SglcoreError  # noqa: E402
-from tests.models.transformers_cases import compare, compare_served, tiny_model  # noqa: E402
+from tests.models.transformers_cases import compare, compare_served, sizes_of, tiny_model  # noqa: E402
 
 EQUAL = 2e-4
 """The greatest difference of log-probabilities that counts as equal."""
@@ -45,6 +52,7 @@ SMALL = 3_000_000
 SECONDS, BYTES = 90, 6 << 30
 TYPES = ROOT / "sglcore" / "models" / "transformers_types.py"
 PAGE = ROOT / "docs" / "models.md"
+DECODER = "text decoder"
 BEGIN, END = "<!-- written by tools/sweep_models.py -->", "<!-- end -->"
 
 
@@ -56,28 +64,56 @@ class Verdict:
     verdict: str
     error: float | None = None
     says: str = ""
+    group: str = DECODER
 
 
 def sweep_one(kind: str, sizes: dict[str, Any]) -> Verdict:
     """Compare one type."""
+    group = _declared(kind)
     try:
         with torch.device("meta"):
-            count = sum(
-                each.numel() for each in AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes)).parameters()
-            )
+            empty = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes))
+        if any("encoder_attn" in name for name, _ in empty.named_modules()):
+            group = "decoder of an encoder"
+        count = sum(each.numel() for each in empty.parameters())
         if count > SMALL:
-            return Verdict(kind, "failed", says=f"{count} parameters: the configuration is not shrunk")
+            return Verdict(kind, "failed", None, f"{count} parameters: the configuration is not shrunk", group)
         model = tiny_model(kind, sizes)
+        if group == DECODER and not _is_causal(model):
+            group = "encoder"
     except Exception as error:
-        return Verdict(kind, "failed", says=_line(error))
+        return Verdict(kind, "failed", None, _line(error), group)
+    return Verdict(kind, *_compared(model), group)
+
+
+def _declared(kind: str) -> str:
+    """What a type is, by its configuration alone."""
+    made = CONFIG_MAPPING[kind]
+    if any(getattr(each, "model_type", "any") for each in cast("Mapping[str, Any]", made.sub_configs).values()):
+        return "wrapper"
+    if made().is_encoder_decoder:
+        return "decoder of an encoder"
+    return "encoder" if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES else DECODER
+
+
+def _is_causal(model: PreTrainedModel) -> bool:
+    """Whether a later token changes nothing of what is said of earlier ones."""
+    tokens = torch.tensor([[5, 7, 9, 11, 13], [5, 7, 9, 11, 17]])
+    with torch.no_grad():
+        first, second = model(tokens, use_cache=False).logits[:, :4]
+    return torch.allclose(first, second, atol=1e-4)
+
+
+def _compared(model: PreTrainedModel) -> tuple[str, float | None, str]:
+    """The verdict, the greatest difference, and words."""
     try:
         with tempfile.TemporaryDirectory() as folder:
             error = max(compare(model, Path(folder)), compare_served(model, Path(folder)))
     except SglcoreError as refusal:
-        return Verdict(kind, "refused", says=_line(refusal))
+        return "refused", None, _line(refusal)
     except Exception as error:
-        return Verdict(kind, "failed", says=_line(error))
-    return Verdict(kind, "equal" if error <= EQUAL else "differs", error)
+        return "failed", None, _line(error)
+    return ("equal" if error <= EQUAL else "differs"), error, ""
 
 
 def _line(error: BaseException) -> str:
@@ -104,9 +140,9 @@ def in_child(kind: str, sizes: dict[str, Any]) -> Verdict:
     with os.fdopen(reader, "rb") as pipe:
         said = pipe.read()
     _, status = os.waitpid(child, 0)
-    return (
-        Verdict(**json.loads(said)) if said else Verdict(kind, "failed", says=f"the process ended with status {status}")
-    )
+    if said:
+        return Verdict(**json.loads(said))
+    return Verdict(kind, "failed", None, f"the process ended with status {status}", _declared(kind))
 
 
 def main() -> None:
@@ -116,18 +152,13 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    table = tomllib.loads((ROOT / "tools" / "sweep_models.toml").read_text())
     kinds = options.types or [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind in CONFIG_MAPPING]
     verdicts: list[Verdict] = []
     for kind in kinds:
-        sizes = {**table["base"], **table["types"].get(kind, {})}
-        verdicts.append(in_child(kind, sizes))
+        verdicts.append(in_child(kind, sizes_of(kind)))
         found = verdicts[-1]
         print(kind, found.verdict, "" if found.error is None else f"{found.error:.2g}", found.says, flush=True)
-    counts = {
-        name: sum(each.verdict == name for each in verdicts) for name in ("equal", "differs", "refused", "failed")
-    }
-    print(counts)
+    print(_counts(verdicts))
     out = ROOT / "build" / "sweep" / "models.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     told = {"transformers": transformers.__version__, "types": [asdict(each) for each in verdicts]}
@@ -136,6 +167,15 @@ def main() -> None:
         if options.types:
             parser.error("--write takes all types")
         write(verdicts)
+
+
+def _counts(verdicts: Sequence[Verdict]) -> str:
+    decoders = [each.verdict for each in verdicts if each.group == DECODER]
+    equal = [each.verdict for each in verdicts].count("equal")
+    return (
+        f"{decoders.count('equal')} of {len(decoders)} text decoders and {equal} of {len(verdicts)} types of transformers "
+        f"{transformers.__version__} are equal"
+    )
 
 
 def write(verdicts: Sequence[Verdict]) -> None:
@@ -147,11 +187,11 @@ def write(verdicts: Sequence[Verdict]) -> None:
     TYPES.write_text(f"{head}{version}PROVEN: frozenset[str] = frozenset(\n    {{\n{names}    }}\n)\n")
     before, _, rest = PAGE.read_text().partition(BEGIN)
     rows = [f"| `{kind}` | {error:.1e} |" for kind, error in equal]
-    others = [f"| `{each.kind}` | {_why(each)} |" for each in verdicts if each.verdict != "equal"]
     table = "\n".join(["| type | greatest difference |", "|---|---|", *rows])
-    table += "\n\n" + "\n".join(["| not served | why |", "|---|---|", *others])
-    said = f"{len(equal)} of {len(verdicts)} types of transformers {transformers.__version__} are equal.\n\n"
-    PAGE.write_text(f"{before}{BEGIN}\n\n{said}{table}\n\n{END}{rest.partition(END)[2]}")
+    others = sorted((each for each in verdicts if each.verdict != "equal"), key=lambda each: each.group != DECODER)
+    refused = [f"| `{each.kind}` | {each.group} | {_why(each)} |" for each in others]
+    table += "\n\n" + "\n".join(["| not served | what it is | why |", "|---|---|---|", *refused])
+    PAGE.write_text(f"{before}{BEGIN}\n\n{_counts(verdicts)}.\n\n{table}\n\n{END}{rest.partition(END)[2]}")
 
 
 def _why(found: Verdict) -> str:

@@ -22,8 +22,10 @@ from sglcore.models.transformers_attention import PAGED, attend, attention_layer
 from sglcore.models.transformers_experts import choose_experts, serve_experts
 from sglcore.models.transformers_head import head_of, is_output_layer
 from sglcore.models.transformers_names import Naming
+from sglcore.models.transformers_own import try_own
 from sglcore.models.transformers_replace import Replaced, replace
 from sglcore.models.transformers_states import Mixer, check_mixers, find_mixers
+from sglcore.models.transformers_walk import use_attention
 from sglcore.runtime.forward_batch import ForwardBatch
 
 
@@ -37,11 +39,12 @@ class TransformersModel(Architecture):
         super().__init__(build)
         AttentionInterface.register(PAGED, attend)
         model, self.state_layers, replaced = _replaced_model(build)
-        model.set_attn_implementation(PAGED)
+        use_attention(model, PAGED)
         _place(model, build)
         replaced.place(build)
         check_mixers(self.state_layers)
-        self.attention_layers, self._several = attention_layers(model, replaced.calls, replaced.turns, build)
+        calls = try_own(replaced.owns, replaced.calls)
+        self.attention_layers, self._several = attention_layers(model, calls, replaced.turns, build)
         self._decoder: Any = model.base_model
         self._head = head_of(model)
         self._output = (

@@ -28,10 +28,18 @@ from sglcore.models.transformers_layers import (
     Replacement,
     Rows,
 )
+from sglcore.models.transformers_own import Own, find_own
 from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn, put_turns, settle
 from sglcore.models.transformers_states import Mixer
 from sglcore.models.transformers_trace import Trace, shared_inputs
-from sglcore.models.transformers_twins import gated_block_of, is_embedding, may_be_block, may_be_norm, rms_norm_of
+from sglcore.models.transformers_twins import (
+    gated_block_of,
+    is_embedding,
+    is_linear,
+    may_be_block,
+    may_be_norm,
+    rms_norm_of,
+)
 from sglcore.models.transformers_walk import LENGTHS, AttentionCall, walk
 
 _CHOOSING = frozenset({"gate", "router", "wg"})
@@ -50,6 +58,7 @@ class Replaced:
     head: PackedHead | None = None
     rotaries: list[Rotary] = field(default_factory=list)
     turns: Mapping[nn.Module, Turn] = field(default_factory=dict)
+    owns: list[Own] = field(default_factory=list)
 
     def place(self, build: Build) -> None:
         """Declare weights, choose kernels and make tables, once the other weights have their places."""
@@ -88,8 +97,10 @@ def replace(
     linears = list(_linears(_still(model, places), model.get_output_embeddings()))
     turns, trace, seen = put_turns(model) if is_whole else {}, Trace(), RotaryTrace()
     attended: dict[nn.Module, list[tuple[Tensor, ...]]] = {}
+    owns = find_own(model)
     with seen.watching(model), trace.watching(model):
         found.calls = walk(model, attended, LENGTHS[:1], has_states=has_states)
+    found.owns = [own for own in owns if own.settle()]
     for owner, name, linear in linears:
         if linear.is_read:
             setattr(owner, name, linear.linear)
@@ -168,7 +179,7 @@ def _norms(places: Iterable[Place], dtype: torch.dtype) -> Iterator[Norm]:
 def _linears(places: Iterable[Place], head: nn.Module | None) -> Iterator[tuple[nn.Module, str, PackedLinear]]:
     """All but those that choose experts, and the output layer, whose weight may be the embedding's."""
     for owner, name, path, module in places:
-        if type(module) is nn.Linear and module is not head and name not in _CHOOSING:
+        if isinstance(module, nn.Linear) and module is not head and name not in _CHOOSING and is_linear(module):
             linear = PackedLinear(module, path)
             setattr(owner, name, linear)
             yield owner, name, linear

@@ -87,10 +87,39 @@ class MixerCall:
         self._cache = next(each.name for each in given if each.name in _CACHES)
         self._absent = dict.fromkeys(wanted[1:])
 
-    def __call__(self, hidden: Tensor, states: dict[str, Tensor]) -> tuple[Tensor, int]:
-        """hidden [rows, T, H] from `states`, which become those after it; and how much it gives beside its result."""
+    def __call__(self, hidden: Tensor, states: dict[str, Tensor]) -> tuple[Any, ...]:
+        """What it gives of hidden [rows, T, H] from `states`, which become those after it."""
         found = self._forward(hidden, **{**self._absent, self._cache: Held(states)})
-        return (found[0], len(found) - 1) if isinstance(found, tuple) else (found, 0)
+        return found if isinstance(found, tuple) else (found,)
+
+
+class Results:
+    """What a module gives of each token, [rows, T, *shape] each, as rows of numbers side by side; beside it, what nobody
+    needs. `found` is what it gave of hidden [rows, T, H]."""
+
+    def __init__(self, hidden: Tensor, found: tuple[Any, ...]) -> None:
+        shapes = [each.shape if isinstance(each, Tensor) else torch.Size() for each in found]
+        self._shapes = [shape[2:] if shape[:2] == hidden.shape[:2] else None for shape in shapes]
+        self._sizes = [shape.numel() for shape in self._shapes if shape is not None]
+        self.width = max(hidden.shape[2], sum(self._sizes))
+        """Numbers in a row of the module's hidden states or of its results, whichever are more."""
+
+    def pack(self, found: tuple[Any, ...]) -> Tensor:
+        """To [rows * T, width]."""
+        parts = [each.flatten(2) for each, shape in zip(found, self._shapes, strict=True) if shape is not None]
+        return self.widen((parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).flatten(0, 1))
+
+    def widen(self, rows: Tensor) -> Tensor:
+        """[T, n] to [T, width], with zeros behind."""
+        return rows if rows.shape[1] == self.width else pad(rows, (0, self.width - rows.shape[1]))
+
+    def unpack(self, rows: Tensor) -> Any:
+        """[T, width] to what the module gives of one row of T tokens; None instead of what nobody needs."""
+        parts = iter(rows[:, : sum(self._sizes)].split(self._sizes, dim=1))
+        found = tuple(
+            None if shape is None else next(parts).reshape(1, rows.shape[0], *shape) for shape in self._shapes
+        )
+        return found if len(found) > 1 else next(iter(found))
 
 
 class Mixer(StateLayer):
@@ -101,8 +130,9 @@ class Mixer(StateLayer):
         super().__init__(layer_id, {})
         self.module = module
         self.forgets = False
-        self.size = self._gives_more = 0
+        self.size = 0
         self._call = MixerCall(module)
+        self._results: Results | None = None
         module.forward = self.forward
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
@@ -110,8 +140,9 @@ class Mixer(StateLayer):
         padding, of which there is none."""
         if hidden_states.device.type == "meta":
             return self._walk(hidden_states)
-        mixed = self(hidden_states[0])[None]
-        return (mixed, *[None] * self._gives_more) if self._gives_more else mixed
+        results = self._results
+        assert results is not None
+        return results.unpack(self(results.widen(hidden_states[0])))
 
     @property
     def remark(self) -> str:
@@ -120,9 +151,15 @@ class Mixer(StateLayer):
             return ""
         return f"with several tokens {type(self.module).__name__} begins anew: behind a prefix they come one by one"
 
+    def results(self, found: tuple[Any, ...]) -> Tensor:
+        """What the module gave, [rows * T, width]."""
+        assert self._results is not None
+        return self._results.pack(found)
+
     def mix(self, hidden: Tensor, batch: ForwardBatch, states: Mapping[str, Tensor]) -> Tensor:
-        """Leading rows of one token at once, longer rows one after the other."""
-        slots = batch.req_pool_indices
+        """Leading rows of one token at once, longer rows one after the other. Hidden states, and what it gives, are as wide as
+        whichever has more numbers."""
+        hidden, slots = hidden[:, : self.size], batch.req_pool_indices
         if batch.forward_mode.is_decode:
             return self._advance(hidden[:, None], slots, states)
         if batch.extend_seq_lens_cpu is None or batch.extend_prefix_lens_cpu is None:
@@ -137,34 +174,34 @@ class Mixer(StateLayer):
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _advance(self, hidden: Tensor, slots: Tensor, states: Mapping[str, Tensor]) -> Tensor:
-        """hidden [rows, T, H] with the states of its slots, to [rows * T, H]; the states are written back."""
+        """hidden [rows, T, H] with the states of its slots, to [rows * T, width]; the states are written back."""
         held = {name: state.index_select(0, slots) for name, state in states.items()}
-        mixed, _ = self._call(hidden, held)
+        mixed = self.results(self._call(hidden, held))
         for name, state in states.items():
             state[slots] = held[name].to(state.dtype)
-        return mixed.flatten(0, 1)
+        return mixed
 
     def _walk(self, hidden: Tensor) -> Any:
         """Write down what it keeps, by a prompt and a token after it. Raises `ConfigError` if it keeps another state after
         another number of tokens."""
         held: dict[str, Tensor] = {}
-        mixed, self._gives_more = self._call(hidden, held)
+        found = self._call(hidden, held)
         kept = {name: StateTensor(tuple(state.shape[1:]), state.dtype) for name, state in held.items()}
         self._call(hidden[:, :1], held)
         self.size = hidden.shape[2]
         if self.kept and kept != self.kept:
             raise _refusal(self.module, f"it keeps {kept} of {hidden.shape[1]} tokens, and {self.kept} of fewer")
-        self.kept = kept
-        return (mixed, *[None] * self._gives_more) if self._gives_more else mixed
+        self.kept, self._results = kept, Results(hidden, found)
+        return self._results.unpack(self._results.pack(found))
 
 
 def find_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
     """Every module that leaves a state in transformers' cache, taken over. What they keep shows in the walk."""
-    modules = [module for module in model.modules() if _UPDATES & _names_in(type(module))]
+    modules = [module for module in model.modules() if _UPDATES & names_in(type(module))]
     return tuple(Mixer(number, module) for number, module in enumerate(modules))
 
 
-def _names_in(kind: type[nn.Module]) -> set[str]:
+def names_in(kind: type[nn.Module]) -> set[str]:
     """The names that the code of a model's class has."""
     own = [each for each in kind.__mro__ if each.__module__.startswith(_CLASSES)]
     functions = [inspect.unwrap(each) for one in own for each in vars(one).values() if inspect.isfunction(each)]
@@ -197,9 +234,9 @@ def _forgets(mixer: Mixer) -> bool:
 
 
 def _in_parts(twin: nn.Module, mixer: Mixer, hidden: Tensor, size: int) -> Tensor:
-    """Its results, so many tokens at a time, from a state of zeros."""
+    """Its results [T, width], so many tokens at a time, from a state of zeros."""
     call, states = MixerCall(twin), {name: torch.zeros(1, *kept.shape) for name, kept in mixer.kept.items()}
-    return torch.cat([call(part, states)[0] for part in hidden.split(size, dim=1)], dim=1)
+    return torch.cat([mixer.results(call(part, states)) for part in hidden.split(size, dim=1)])
 
 
 def _twin(module: nn.Module) -> nn.Module:

@@ -63,6 +63,19 @@ def _is_rms_norm(module: nn.Module, size: int, form: NormForm, dtype: torch.dtyp
     return True
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer, by its class or by what a class made of it gives."""
+    if type(module) is nn.Linear or not isinstance(module, nn.Linear):
+        return type(module) is nn.Linear
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(3, 4, generator=generator), torch.randn(1, 5, 4, generator=generator)
+    own: dict[str, nn.Parameter] = {"weight": nn.Parameter(weight, requires_grad=False)}
+    if module.bias is not None:
+        own["bias"] = nn.Parameter(torch.randn(3, generator=generator), requires_grad=False)
+    found = _tried(_twin(module, parameters=own), x)
+    return found is not None and _is_same(found, linear(x, weight, own.get("bias")))
+
+
 def is_embedding(module: nn.Module) -> bool:
     """Whether a module gives the rows of its weight, and nothing else."""
     weight = module._parameters.get("weight")

@@ -110,16 +110,23 @@ def walk(
 ) -> tuple[AttentionCall, ...]:
     """Every call of attention of a model on the meta device, in order. `attended` gets the queries, keys and values of each
     module's. Raises `ConfigError` for a model that attends in a way of its own, or nowhere unless it has states beside."""
-    AttentionInterface.register(WALK, _write_down)
-    AttentionMaskInterface.register(WALK, _mask)
-    model.set_attn_implementation(WALK)
+    AttentionInterface.register(WALK, write_down)
+    AttentionMaskInterface.register(WALK, make_mask)
+    use_attention(model, WALK)
     first, *others = (_calls(model, length, {} if attended is None else attended) for length in lengths)
     if not first and not has_states:
-        raise _refusal(model, "it never calls attention by transformers' interface")
+        raise refusal(model, "it never calls attention by transformers' interface")
     for length, found in zip(lengths[1:], others, strict=True):
         if found != first:
-            raise _refusal(model, f"it calls attention otherwise with {length} tokens than with {lengths[0]}")
+            raise refusal(model, f"it calls attention otherwise with {length} tokens than with {lengths[0]}")
     return first
+
+
+def use_attention(model: PreTrainedModel, name: str) -> None:
+    """Attention and masks are those of a name, also where a class says that it has but one attention, its own."""
+    for each in model.modules():
+        if isinstance(each, PreTrainedModel):
+            each.config._attn_implementation = name
 
 
 def _calls(
@@ -131,7 +138,7 @@ def _calls(
         try:
             model(input_ids=given, attention_mask=given.as_subclass(Ones), use_cache=False)
         except (RuntimeError, NotImplementedError, AttributeError, TypeError, LookupError, StopIteration) as error:
-            raise _refusal(model, f"it does not run on shapes alone ({type(error).__name__}: {error})") from error
+            raise refusal(model, f"it does not run on shapes alone ({type(error).__name__}: {error})") from error
     return tuple(found.calls)
 
 
@@ -144,7 +151,7 @@ def _walking_over(record: _Walk) -> Iterator[_Walk]:
         _walking.reset(token)
 
 
-def _write_down(
+def write_down(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -162,11 +169,11 @@ def _write_down(
     record = _walking.get()
     unknown = sorted(name for name, given in others.items() if given is not None and name not in _UNTOUCHED)
     if unknown:
-        raise _refusal(module, f"it calls attention with {', '.join(unknown)}")
+        raise refusal(module, f"it calls attention with {', '.join(unknown)}")
     if not isinstance(attention_mask, Seen):
-        raise _refusal(module, "it makes its masks itself")
+        raise refusal(module, "it makes its masks itself")
     if key.shape[2] != query.shape[2]:
-        raise _refusal(module, "it attends to other tokens than those of the step")
+        raise refusal(module, "it attends to other tokens than those of the step")
     record.attended.setdefault(module, []).append((query, key, value))
     asked = (
         query.shape[1],
@@ -184,7 +191,7 @@ def _write_down(
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
-def _mask(batch_size: int, q_length: int, kv_length: int, mask_function: MaskFunction, **_: Any) -> Seen:
+def make_mask(batch_size: int, q_length: int, kv_length: int, mask_function: MaskFunction, **_: Any) -> Seen:
     """In place of a mask: its function."""
     mask = torch.empty(batch_size, 1, q_length, kv_length, device="meta").as_subclass(Seen)
     mask.function = mask_function
@@ -194,13 +201,15 @@ def _mask(batch_size: int, q_length: int, kv_length: int, mask_function: MaskFun
 def window_of(mask_function: MaskFunction) -> int | None:
     """The window of a mask `mask_function(batch, head, query, key)`, the token itself counted; None: every token before is
     seen. Raises `ConfigError` for any other mask."""
-    windows = {_seen_by(mask_function, place) for place in (FAR, FAR + 1, FAR + 4095)}
+    windows = {seen_by(mask_function, place) for place in (FAR, FAR + 1, FAR + 4095)}
     if len(windows) > 1:
         raise ConfigError("a mask of the model is neither causal nor a sliding window", remedy="use another model")
     return windows.pop()
 
 
-def _seen_by(mask_function: MaskFunction, place: int) -> int | None:
+def seen_by(mask_function: MaskFunction, place: int) -> int | None:
+    """How many tokens the one at a place sees, itself counted; None: all up to it. Raises `ConfigError` for others than the
+    last ones."""
     zero, query = torch.zeros((), dtype=torch.int64), torch.tensor(place)
     keys = torch.from_numpy(np.arange(place + 2)).split(_KEYS)
     parts = [torch.as_tensor(mask_function(zero, zero, query, each)).expand(len(each)) for each in keys]
@@ -213,7 +222,8 @@ def _seen_by(mask_function: MaskFunction, place: int) -> int | None:
     return None if count == place + 1 else count
 
 
-def _refusal(module: nn.Module, what: str) -> ConfigError:
+def refusal(module: nn.Module, what: str) -> ConfigError:
+    """For a module that does something which is not served."""
     return ConfigError(
         f"{type(module).__name__} can not be served by transformers' classes: {what}",
         wanted="attention by transformers' attention interface alone",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,8 @@ from sglcore.runtime.kernels.reference import moe, quantize_linear
 from sglcore.runtime.kernels.table import KernelTable, Limited
 from tests.checkpoints import exaone4, gemma3, llama, save
 from tests.models.steps import Steps
-from tests.models.transformers_cases import compare, load, tiny_model
+from tests.models.transformers_cases import compare, load, sizes_of, tiny_model
 
-ROOT = Path(__file__).resolve().parents[2]
-SIZES: Mapping[str, Any] = tomllib.loads((ROOT / "tools" / "sweep_models.toml").read_text())
 SAMPLE = (
     "gemma2",  # softcap, windows, norms around each block
     "gemma3_text",  # a rotary embedding for each kind of layer
@@ -49,11 +46,6 @@ SAMPLE = (
     "diffllama",  # two calls of attention in a layer
     "opt",  # the head calls a part of the decoder
 )
-
-
-def sizes_of(kind: str) -> dict[str, Any]:
-    """A tiny configuration."""
-    return {**SIZES["base"], **SIZES["types"].get(kind, {})}
 
 
 @pytest.mark.parametrize("kind", SAMPLE)

@@ -18,8 +18,8 @@ from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn, is_of_
 from sglcore.models.transformers_sums import Addend, Sum, added
 from sglcore.models.transformers_twins import gated_block_of, is_embedding, rms_norm_of
 from sglcore.runtime.kernels.table import KernelTable
-from tests.models.test_transformers_models import empty, sizes_of
-from tests.models.transformers_cases import compare, load, tiny_model
+from tests.models.test_transformers_models import empty
+from tests.models.transformers_cases import compare, load, sizes_of, tiny_model
 
 Patch = pytest.MonkeyPatch
 HALF = torch.bfloat16

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,15 @@ from sglcore.runtime.memory.states import StateTensor
 from tests.checkpoints import qwen3_next, save
 from tests.laws.engine import TokenEngine
 from tests.models.steps import Steps
-from tests.models.transformers_cases import compare, compare_served, load, tiny_model
-
-SIZES = tomllib.loads((Path(__file__).resolve().parents[2] / "tools" / "sweep_models.toml").read_text())
+from tests.models.transformers_cases import compare, compare_served, load, sizes_of, tiny_model
 
 
 def tiny(kind: str) -> Any:
     """As the sweep makes it."""
-    return tiny_model(kind, {**SIZES["base"], **SIZES["types"].get(kind, {})})
+    return tiny_model(kind, sizes_of(kind))
 
 
-@pytest.mark.parametrize("kind", ["jamba", "minimax", "falcon_h1", "kimi_linear", "mamba2"])
+@pytest.mark.parametrize("kind", ["jamba", "minimax", "falcon_h1", "kimi_linear", "mamba2", "zaya"])
 def test_recurrent_types_give_what_their_own_forward_gives(kind: str, tmp_path: Path) -> None:
     assert compare(tiny(kind), tmp_path) <= 2e-4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,17 @@ from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 from tests.models.steps import PAGE, SLOTS, Steps
 
+SIZES: Mapping[str, Any] = tomllib.loads(
+    (Path(__file__).resolve().parents[2] / "tools" / "sweep_models.toml").read_text()
+)
 SNAPSHOTS = 4
+
+
+def sizes_of(kind: str) -> dict[str, Any]:
+    """A tiny configuration of a type."""
+    own = dict(SIZES["types"].get(kind, {}))
+    without = own.pop("without", ())
+    return {**{name: size for name, size in SIZES["base"].items() if name not in without}, **own}
 
 
 def tiny_model(kind: str, sizes: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:

@@ -1,0 +1,201 @@
+"""Attention that a class of transformers computes itself: a product of queries and keys, a softmax, a product with values.
+
+Such a module keeps its forward. While it runs, its scores have no contents, and the engine's attention answers in their place.
+What the class does to its scores is told by the walk on shapes, and tried with numbers before a model is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from sglcore.models.transformers_layers import PackedLinear
+from sglcore.models.transformers_rotary import Angles
+from sglcore.models.transformers_scores import Between, Last, Product, Traced, memory
+from sglcore.models.transformers_states import names_in
+from sglcore.models.transformers_walk import LENGTHS, AttentionCall, Ones, Seen, make_mask, refusal, seen_by, write_down
+
+
+class OwnAttention(nn.Module):
+    """A module that attends by itself: mixed into its class, beside which it has `sglcore_own`."""
+
+    sglcore_own: Own
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """As its class; the engine attends."""
+        named = self.sglcore_own.with_masks(args, named)
+        with self.sglcore_own.between(args, named):
+            return super().__call__(*args, **named)
+
+
+class Own:
+    """How one such module attends. Before the walk it is not known to."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._kind = type(module)
+        self._numbers: tuple[int, int] | None = None
+        self._between: Between | None = None
+        self._given: tuple[Any, Any] | None = None
+        self._buffers: set[str] = set()
+        self._masks: list[str] = []
+        module.sglcore_own = self  # pyright: ignore[reportArgumentType]
+        module.__class__ = type(self._kind.__name__, (OwnAttention, self._kind), {})
+
+    def between(self, args: Any, named: Any) -> Between | Traced:
+        """For one call of the module with these."""
+        if torch.compiler.is_compiling() and self._numbers is not None:
+            return Traced(self._attend, self._numbers)
+        if any(isinstance(each, Tensor) and each.is_meta for each in (*args, *named.values())):
+            self._given = args, named
+        self._between = Between(self._attend, None if self._numbers is None else self._numbers[0])
+        return self._between
+
+    def with_masks(self, args: Any, named: dict[str, Any]) -> dict[str, Any]:
+        """With zeros, which are one, for the masks [1, 1, T, T] that are not made any more: some classes add them unasked."""
+        absent = [name for name in self._masks if named.get(name) is None]
+        if not absent:
+            return named
+        hidden = next(each for each in (*args, *named.values()) if isinstance(each, Tensor))
+        zeros = hidden.new_zeros(()).expand(1, 1, hidden.shape[1], hidden.shape[1])
+        return {**named, **dict.fromkeys(absent, zeros)}
+
+    def settle(self) -> bool:
+        """Whether it attends; if not, it is of its own class again."""
+        if self._given is not None:
+            self._masks = [name for name, each in self._given[1].items() if isinstance(each, Seen)]
+        if self._numbers is None:
+            self.module.__class__ = self._kind
+            del self.module.sglcore_own
+        return self._numbers is not None
+
+    def _attend(self, product: Product, value: Tensor) -> Tensor:
+        if value.device.type != "meta":
+            attend: Any = self.module.sglcore_attention
+            return attend(product.query.to(value.dtype), product.key.to(value.dtype), value)
+        assert self._between is not None and self._between.number is not None
+        self._numbers = self._between.number, self._between.count
+        self._buffers |= {name for name, each in self.module.named_buffers() if memory(each) in product.memory}
+        masks = product.masks or [make_mask(1, 1, 1, lambda batch, head, query, key: key <= query)] * bool(
+            self._buffers
+        )
+        mask = masks[0] if masks else None
+        return write_down(self.module, product.query, product.key, value, mask, scaling=product.scaling)[0]
+
+    def tried(self, call: AttentionCall) -> AttentionCall:
+        """The call with the window that the module's own mask has, once buffers have their values. Raises `ConfigError` if
+        the class does something else than the engine's attention."""
+        for name in self._buffers:
+            window = _window(self.module.get_buffer(name))
+            if window is not None and not window < min(LENGTHS[-1], call.window or LENGTHS[-1]):
+                raise refusal(self.module, f"its own mask has a window of {window}, which is not tried")
+            call = replace(call, window=window or call.window)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            wanted, (query, key, value) = self._by_class()
+        places = torch.arange(query.shape[2])
+        back = places[:, None] - places
+        seen = (back >= 0) & (back < (call.window or len(places)))
+        found = scaled_dot_product_attention(query, key, value, seen, scale=call.scaling, enable_gqa=True)
+        if not torch.allclose(found.flatten(), wanted.flatten(), rtol=1e-4, atol=1e-4):
+            raise refusal(
+                self.module, f"it attends otherwise, by {float((found - wanted.view_as(found)).abs().max()):.2g}"
+            )
+        return call
+
+    def _by_class(self) -> tuple[Tensor, Sequence[Tensor]]:
+        """What a twin attends to with random queries, keys and values, and these."""
+        assert self._numbers is not None and self._given is not None
+        (first, last), twin, found = self._numbers, self._twin(), []
+        args, named = tree_map(_real, self._given)
+
+        def keep(product: Product, value: Tensor) -> Tensor:
+            found.extend((product.query, product.key, value))
+            return value.new_zeros(1, product.query.shape[2], product.query.shape[1], value.shape[3])
+
+        with Between(keep, first):
+            twin(*args, **named)
+        with Last(last) as own:
+            twin(*args, **named)
+        return own.result, found
+
+    def _twin(self) -> nn.Module:
+        """The module on the host in float32, whose layers give the same random numbers whatever they are given."""
+        twin = copy(self.module)
+        vars(twin).pop("forward", None)
+        twin.__class__ = self._kind
+        twin._modules = {
+            name: _Noise(each) if isinstance(each, PackedLinear | nn.Linear | Conv1D) else each
+            for name, each in self.module._modules.items()
+        }
+        twin._buffers = {name: _on_host(each) for name, each in self.module._buffers.items()}
+        return twin
+
+
+def _on_host(buffer: Tensor | None) -> Tensor | None:
+    if buffer is None:
+        return None
+    return buffer.cpu().float() if buffer.is_floating_point() else buffer.cpu()
+
+
+class _Noise(nn.Module):
+    """In place of a linear layer."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        own = layer.linear if isinstance(layer, PackedLinear) else layer
+        self._size = own.nf if isinstance(own, Conv1D) else own.out_features
+        self._made: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+        if self._made is None:
+            self._made = torch.randn(*x.shape[:-1], self._size)
+        return self._made
+
+
+def _real(given: Any) -> Any:
+    """With contents, what a module was given in the walk on shapes."""
+    if isinstance(given, Angles):
+        return torch.randn(1, len(given.positions), given.table.shape[1])
+    if isinstance(given, Seen):
+        places = torch.arange(given.shape[-1])
+        seen = given.function(torch.tensor(0), torch.tensor(0), places[:, None], places)
+        return torch.zeros(given.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    if not isinstance(given, Tensor) or isinstance(given, Ones):
+        return None if isinstance(given, Ones) else given
+    if given.is_floating_point():
+        return torch.randn(given.shape)
+    return torch.arange(given.shape[-1]).expand(given.shape)
+
+
+def _window(mask: Tensor) -> int | None:
+    """The window of a mask [..., P, P] of ones and zeros."""
+    last = mask.flatten(0, -3)[0, -1].cpu() != 0
+    return seen_by(lambda batch, head, query, key: last[key.clamp(max=query)] & (key <= query), len(last) - 1)
+
+
+def find_own(model: PreTrainedModel) -> list[Own]:
+    """Every module of a model whose code may attend by itself. Those that do show in the walk."""
+    return [Own(module) for module in model.modules() if _may_attend(names_in(type(module)))]
+
+
+def try_own(owns: Sequence[Own], calls: Sequence[AttentionCall]) -> tuple[AttentionCall, ...]:
+    """The calls of a model, those of such modules as `tried` gives them."""
+    own = {each.module: each for each in owns}
+    return tuple(own[call.module].tried(call) if call.module in own else call for call in calls)
+
+
+def _may_attend(names: set[str]) -> bool:
+    return (
+        bool(names & {"softmax", "Softmax", "scaled_dot_product_attention"}) and "ALL_ATTENTION_FUNCTIONS" not in names
+    )

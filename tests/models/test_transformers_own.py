@@ -1,0 +1,90 @@
+"""Attention that transformers' classes compute themselves: what is served, and that nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sglcore.device.errors import ConfigError
+from sglcore.models.transformers_own import find_own, try_own
+from sglcore.models.transformers_types import PROVEN
+from sglcore.models.transformers_walk import AttentionCall, walk
+from tests.models.test_transformers_models import empty
+from tests.models.transformers_cases import compare, load, sizes_of, tiny_model
+
+
+@pytest.mark.parametrize("kind", ["falcon", "gpt_neo", "openai-gpt"])
+def test_what_classes_attend_to_by_themselves_is_the_engines(kind: str, tmp_path: Path) -> None:
+    assert kind in PROVEN
+    assert compare(tiny_model(kind, sizes_of(kind)), tmp_path) < 2e-4
+
+
+def test_a_window_in_a_mask_of_the_class_is_the_layers(tmp_path: Path) -> None:
+    layers = load(tiny_model("gpt_neo", sizes_of("gpt_neo")), tmp_path).attention_layers
+    assert [layer.sliding_window for layer in layers] == [None, 7, None] and {layer.scaling for layer in layers} == {
+        1.0
+    }
+
+
+def test_linear_layers_of_a_class_made_of_torchs_are_packed(tmp_path: Path) -> None:
+    model = load(tiny_model("falcon", sizes_of("falcon")), tmp_path)
+    packed = {name.rpartition(".h.0.")[2] for layer in model.weights.linears for name in layer.names if ".h.0." in name}
+    assert packed >= {"self_attention.query_key_value.weight", "self_attention.dense.weight"}
+
+
+class Attends(nn.Module):
+    """Attention without weights of its own, by four heads, whose scores are `changed`."""
+
+    __module__ = "transformers.models.made"
+
+    def __init__(self, changed: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.changed = changed
+
+    def forward(self, hidden_states: Tensor, attention_mask: Any = None, **_: Any) -> tuple[Tensor, None]:
+        """[1, T, 64]."""
+        q = hidden_states.view(1, -1, 4, 16).transpose(1, 2)
+        scores = self.changed(torch.matmul(q, q.transpose(-1, -2)) / 4.0, attention_mask)
+        out = torch.matmul(nn.functional.softmax(scores, dim=-1), q)
+        return out.transpose(1, 2).reshape(hidden_states.shape), None
+
+
+def tried(changed: Callable[[Tensor, Tensor], Tensor]) -> AttentionCall:
+    """The call of a Llama's first layer whose scores are changed like this."""
+    model = empty("llama")
+    model.model.layers[0].self_attn = Attends(changed)
+    owns = find_own(model)
+    calls = walk(model)
+    return try_own([own for own in owns if own.settle()], calls)[0]
+
+
+def test_scores_with_the_models_mask_are_the_engines() -> None:
+    call = tried(lambda scores, mask: scores + mask)
+    assert (call.num_heads, call.scaling, call.window) == (4, 0.25, None)
+    assert tried(lambda scores, mask: (scores + mask) * 2).scaling == 0.5
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (lambda scores, mask: scores, "makes its masks itself"),
+        (lambda scores, mask: scores + mask + scores.new_ones(scores.shape).cumsum(-1), "attends otherwise, by"),
+        (lambda scores, mask: scores * torch.tensor(2.0, device=scores.device) + mask, "attends otherwise, by"),
+        (lambda scores, mask: (scores / 8).tanh() * 8 + mask, "attends otherwise, by"),
+    ],
+    ids=["both ways", "a bias of places", "a scale that is a tensor", "a cap"],
+)
+def test_scores_that_become_something_else_are_refused(changed: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        tried(changed)
+
+
+def test_a_window_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sglcore.models.transformers_own._window", lambda mask: None)
+    with pytest.raises(ConfigError, match="GPTNeoSelfAttention .* attends otherwise"):
+        load(tiny_model("gpt_neo", sizes_of("gpt_neo")), tmp_path)
