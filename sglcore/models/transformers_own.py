@@ -171,8 +171,10 @@ def _real(given: Any) -> Any:
         places = torch.arange(given.shape[-1])
         seen = given.function(torch.tensor(0), torch.tensor(0), places[:, None], places)
         return torch.zeros(given.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-    if not isinstance(given, Tensor) or isinstance(given, Ones):
-        return None if isinstance(given, Ones) else given
+    if not isinstance(given, Tensor):
+        return given
+    if isinstance(given, Ones) and given.dim() == 4:
+        return None  # a mask of padding, of which there is none
     if given.is_floating_point():
         return torch.randn(given.shape)
     return torch.arange(given.shape[-1]).expand(given.shape)

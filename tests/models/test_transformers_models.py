@@ -351,8 +351,8 @@ def empty(kind: str) -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("bloom", "never calls attention by transformers' interface"),
-        ("gptj", "never calls attention by transformers' interface"),
+        ("bloom", "BloomAttention can not be served by transformers' classes: it attends otherwise, by"),
+        ("rwkv", "never calls attention by transformers' interface"),
     ],
 )
 def test_models_that_attend_in_ways_of_their_own_are_refused(kind: str, words: str, tmp_path: Path) -> None:
