@@ -21,14 +21,17 @@ from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, Ref, resolve
 from sglcore.device.worker import Limits
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionShape
+from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.selection import AttentionNeeds, select_attention
+from sglcore.runtime.attention.windowed import WindowedAttention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.graphs.backend import PromptBackend
 from sglcore.runtime.graphs.build import capture, make_backend
 from sglcore.runtime.kernels.choice import Refusals, choose, fitted
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.memory.pools import PER_HEAD, LayerShapes, PoolKind, ReqToTokenPool, TokenToKVPool
-from sglcore.runtime.memory.states import KeepsState, StatePool, state_bytes
+from sglcore.runtime.memory.geometry import geometry, keeps_window, layer_shapes
+from sglcore.runtime.memory.pools import PER_HEAD, PoolKind, ReqToTokenPool, TokenToKVPool, WindowTable
+from sglcore.runtime.memory.states import KeepsState, StatePool
 from sglcore.runtime.model_runner import Model, ModelRunner
 from sglcore.runtime.pooling import Pooler
 from sglcore.runtime.registry_builders import Compute, build_decode_registry, build_prefill_registry
@@ -93,13 +96,23 @@ class LoadedModel(Model, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class WindowPools:
+    """Of the layers that keep the last tokens alone, by their ids: their page table and their cells."""
+
+    layer_ids: frozenset[int]
+    table: WindowTable
+    token_to_kv: TokenToKVPool
+
+
+@dataclass(frozen=True, slots=True)
 class Pools:
-    """The device tables and cells of one worker, and the states of a model that has some."""
+    """The device tables and cells of one worker, the states of a model that has some, and what its windows are kept in."""
 
     req_to_token: ReqToTokenPool
     token_to_kv: TokenToKVPool
     token_table: TokenTable
     states: StatePool | None = None
+    windows: WindowPools | None = None
 
 
 def world(config: EngineConfig) -> None:
@@ -170,30 +183,45 @@ def sizes(
         )
     for remark in dict.fromkeys(layer.remark for layer in model.state_layers if layer.remark):
         ledger.record(Row("prompts", "auto", "whole ones at once", remark, "raise max_batch_tokens above their length"))
-    cell = 0 if model.config.is_encoder else pool_kind.cell_bytes(layer_shapes(model), model.dtype)
+    context_len, layers = model.config.context_length, model.attention_layers
+    most = (config.max_model_len or context_len) - config.max_batch_tokens
+    kept = geometry(layers, model.state_layers, most, model.dtype, pool_kind.cell_bytes)
+    if not kept.window and any(layer.cached and layer.sliding_window for layer in layers):
+        why = "a window and the tokens of a step are not below max_model_len, so that nothing would be freed in time"
+        ledger.record(Row("window cache", "auto", "none", why, "lower max_batch_tokens"))
     return size_pools(
         config,
-        context_len=model.config.context_length,
-        bytes_per_cell=cell,
+        context_len=context_len,
+        geometry=kept,
         page_size=config.page_size or facts.page_size,
         budget=device_memory,
         ledger=ledger,
-        bytes_per_state=state_bytes(model.state_layers),
     )
 
 
 def pools(
     config: EngineConfig, facts: Facts, model: LoadedModel, sizes: MemorySizes, pool_kind: PoolKind = PER_HEAD
 ) -> Pools:
-    """The page table, the cells, one page of them for an encoder, the token table, and the states if there are some."""
-    device, layers = facts.tensor_device, model.state_layers
+    """The page table, the cells, one page of them for an encoder, the token table, and those of windows and the states if there
+    are some."""
+    device, states = facts.tensor_device, model.state_layers
     pages = 1 if model.config.is_encoder else sizes.num_pages
-    states = StatePool(layers, sizes.max_requests, sizes.num_snapshots, device, config.poison) if layers else None
+    windowed = frozenset(each.layer_id for each in model.attention_layers if keeps_window(each, sizes.window))
+
+    def cells(count: int, kept: Callable[[Attention], bool]) -> TokenToKVPool:
+        shapes = layer_shapes(model.attention_layers, kept)
+        return pool_kind.make_pool(count, sizes.page_size, shapes, model.dtype, device, model.kernels)
+
+    windows = None
+    if windowed:
+        table = WindowTable(sizes.max_requests, sizes.window, config.max_batch_tokens, sizes.page_size, device)
+        windows = WindowPools(windowed, table, cells(sizes.num_window_pages, lambda layer: layer.layer_id in windowed))
     return Pools(
         ReqToTokenPool(sizes.max_requests, sizes.max_model_len, sizes.page_size, device),
-        pool_kind.make_pool(pages, sizes.page_size, layer_shapes(model), model.dtype, device, model.kernels),
+        cells(pages, lambda layer: layer.layer_id not in windowed),
         TokenTable(sizes.max_requests, sizes.max_model_len, device),
-        states,
+        StatePool(states, sizes.max_requests, sizes.num_snapshots, device, config.poison) if states else None,
+        windows,
     )
 
 
@@ -211,36 +239,70 @@ def attention(
     hisparse: object | None,
     ledger: DecisionLedger,
 ) -> AttentionBackend:
-    """The backend that serves this model, built over the pools."""
-    windows = tuple(dict.fromkeys(layer.sliding_window for layer in model.attention_layers)) or (None,)
-    heads = max((layer.num_heads for layer in model.attention_layers), default=1)
-    features = frozenset[str]().union(*(layer.features for layer in model.attention_layers))
-    softcaps = tuple(dict.fromkeys(layer.softcap for layer in model.attention_layers)) or (None,)
-    shape = AttentionShape(heads, layer_shapes(model), windows, model.config.is_encoder, features, softcaps)
-    captured = facts.has_streams and facts.graph_kind(config.graph) != "off" and not shape.is_encoder
-    needs = AttentionNeeds(
-        tuple(sorted({head_dim for _, head_dim in shape.layers})),
-        pools.token_to_kv.page_size,
-        str(model.dtype).removeprefix("torch."),
-        shape.features | ({"capture"} if captured else set()),
-        facts.index_dtype,
-        int(spec_of(ForwardBatch, "seq_lens").padding.value),
-        pools.token_to_kv.layout,
-    )
-    select = partial(select_attention, package.attention)
-    try:
-        backend = select(needs, config.attention_backend, package.name, ledger)
-    except ConfigError:
-        if not captured or config.graph != "auto":
-            raise
-        # Nobody asked for graphs: a backend that can not be captured is better than none.
-        needs = replace(needs, features=shape.features)
-        backend = select(needs, config.attention_backend, package.name, ledger)
+    """The backend that serves this model, built over the pools: one for each kind of layers where some have pools of their
+    own."""
+    layers, windows = model.attention_layers, pools.windows
     logits, refusals = torch.empty(1, model.config.vocab_size, device="meta"), Refusals()
     kernels = fitted(kernels, KernelTable.draw, (logits, None, None), refusals=refusals)
     kernels = fitted(kernels, KernelTable.greedy, (logits,), refusals=refusals)
     ledger.record(*refusals.rows())
-    return backend(shape, pools.req_to_token, pools.token_to_kv, kernels, hisparse)
+
+    def make(found: Sequence[Attention], table: ReqToTokenPool, cells: TokenToKVPool, whom: str) -> AttentionBackend:
+        shape = _attention_shape(found, model.config.is_encoder)
+        backend = _attention_class(config, package, facts, str(model.dtype), shape, cells, whom, ledger)
+        return backend(shape, table, cells, kernels, hisparse)
+
+    if windows is None:
+        return make(layers, pools.req_to_token, pools.token_to_kv, "the model")
+    rest = [layer for layer in layers if layer.layer_id not in windows.layer_ids]
+    full = make(rest, pools.req_to_token, pools.token_to_kv, "layers that keep all tokens") if rest else None
+    windowed = [layer for layer in layers if layer.layer_id in windows.layer_ids]
+    window = make(windowed, windows.table, windows.token_to_kv, "layers that keep windows")
+    shape = _attention_shape(layers, is_encoder=False)
+    return WindowedAttention(shape, pools.req_to_token, pools.token_to_kv, window, full, windows.layer_ids)
+
+
+def _attention_shape(layers: Sequence[Attention], is_encoder: bool) -> AttentionShape:
+    """What some layers of a model ask of a backend."""
+    return AttentionShape(
+        max((layer.num_heads for layer in layers), default=1),
+        tuple((layer.num_kv_heads, layer.head_dim) for layer in layers),
+        tuple(dict.fromkeys(layer.sliding_window for layer in layers)) or (None,),
+        is_encoder,
+        frozenset[str]().union(*(layer.features for layer in layers)),
+        tuple(dict.fromkeys(layer.softcap for layer in layers)) or (None,),
+    )
+
+
+def _attention_class(
+    config: EngineConfig,
+    package: DevicePackage,
+    facts: Facts,
+    dtype: str,
+    shape: AttentionShape,
+    cells: TokenToKVPool,
+    whom: str,
+    ledger: DecisionLedger,
+) -> type[AttentionBackend]:
+    """The first that serves a shape over such cells, in graphs if they were asked for."""
+    captured = facts.has_streams and facts.graph_kind(config.graph) != "off" and not shape.is_encoder
+    needs = AttentionNeeds(
+        tuple(sorted({head_dim for _, head_dim in shape.layers})),
+        cells.page_size,
+        dtype.removeprefix("torch."),
+        shape.features | ({"capture"} if captured else set()),
+        facts.index_dtype,
+        int(spec_of(ForwardBatch, "seq_lens").padding.value),
+        cells.layout,
+    )
+    select = partial(select_attention, package.attention, explicit=config.attention_backend, package=package.name)
+    try:
+        return select(needs, whom=whom, ledger=ledger)
+    except ConfigError:
+        if not captured or config.graph != "auto":
+            raise
+        # Nobody asked for graphs: a backend that can not be captured is better than none.
+        return select(replace(needs, features=shape.features), whom=whom, ledger=ledger)
 
 
 def runner(
@@ -260,9 +322,12 @@ def runner(
     backend = make_backend(config, package, facts, streams, attention, ledger)
     cells = kernels.cache_locations if model.config.is_encoder else _cache_locations(kernels, pools, facts, ledger)
     pool = None if model.config.is_encoder else pools.req_to_token
-    decode = build_decode_registry(facts, pool, max_bs=sizes.max_requests, cells=cells)
+    table = None if pools.windows is None else pools.windows.table
+    decode = build_decode_registry(facts, pool, max_bs=sizes.max_requests, cells=cells, window_table=table)
     max_bs, max_num_tokens = _prompt_sizes(config, sizes, captured=isinstance(backend, PromptBackend))
-    prefill = build_prefill_registry(facts, pool, max_bs=max_bs, cells=cells, max_num_tokens=max_num_tokens)
+    prefill = build_prefill_registry(
+        facts, pool, max_bs=max_bs, cells=cells, window_table=table, max_num_tokens=max_num_tokens
+    )
     made = ModelRunner(
         model,
         attention,
@@ -275,6 +340,7 @@ def runner(
         is_narrow=facts.index_dtype == "int32",
         needs_host_lengths=facts.needs_host_lengths,
         state_pool=pools.states,
+        window_table=table,
         reads_history=model.reads_history,
     )
     if backend is not None:
@@ -326,6 +392,8 @@ def worker(
         takes_masks=True,
         keeps_state=pools.states is not None,
         num_snapshots=sizes.num_snapshots,
+        window=sizes.window,
+        num_window_pages=sizes.num_window_pages,
         num_labels=0 if pooling is None else pooling.labels,
         embed_size=model.config.hidden_size if pooling is None else 0,
         takes_mrope=mrope_axes(model.config) is not None,
@@ -333,11 +401,6 @@ def worker(
     )
     pooler = None if pooling is None else Pooler(pooling, model.classify, model.dtype)
     return resolve(package.worker, package.name)(runner, pools.token_table, limits, pooler)
-
-
-def layer_shapes(model: Model) -> LayerShapes:
-    """(kv_heads, head_dim) of each layer."""
-    return tuple((layer.num_kv_heads, layer.head_dim) for layer in model.attention_layers)
 
 
 STANDARD = BringUp((world, groups, device, streams, kernels, model, sizes, pools, hisparse, attention, runner, worker))

@@ -375,7 +375,7 @@ class BufferRegistry:
 
 def _is_optional(buffer: InputBuffer) -> bool:
     """A step may come without it, or bring it from elsewhere than the host."""
-    return not buffer.spec.is_staged or buffer.spec.when is When.IF_GIVEN
+    return not buffer.spec.is_staged or buffer.spec.when in (When.IF_GIVEN, When.WINDOWS)
 
 
 def _is_exposed(buffer: InputBuffer, extend: bool) -> bool:

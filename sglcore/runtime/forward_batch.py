@@ -84,7 +84,6 @@ class ForwardBatch(ForwardInputs[Tensor]):
         if (record.batch_size, record.num_tokens) != (self.batch_size, self.num_tokens):
             planned = f"{record.batch_size} requests and {record.num_tokens} tokens"
             return f"planned for {planned}, the batch now has {self.batch_size} and {self.num_tokens}"
-        generation = backend.token_to_kv_pool.generation
-        if record.generation != generation:
-            return f"planned over generation {record.generation} of the KV pool, it is now {generation}"
+        if record.generation != backend.generation:
+            return f"planned over generation {record.generation} of the KV pool, it is now {backend.generation}"
         return ""

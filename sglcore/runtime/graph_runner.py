@@ -149,7 +149,7 @@ class GraphRunner:
         if states is not None:
             states.write(batch.req_pool_indices, before)
         with planned(view, self._context):
-            hidden = leaving_cells(self._context, view.out_cache_loc, lambda: self._forward(view))
+            hidden = leaving_cells(self._context, view, lambda: self._forward(view))
         if states is not None:
             states.write(batch.req_pool_indices, after)
         return hidden

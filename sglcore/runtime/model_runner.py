@@ -15,6 +15,7 @@ from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.graph_runner import GraphRunner
+from sglcore.runtime.memory.pools import WindowTable
 from sglcore.runtime.memory.states import StatePool
 from sglcore.runtime.staging import PinnedRing, StagedArrays
 from sglcore.runtime.streams import Streams
@@ -61,10 +62,11 @@ class ModelRunner:
         is_narrow: bool = False,
         needs_host_lengths: bool = False,
         state_pool: StatePool | None = None,
+        window_table: WindowTable | None = None,
         reads_history: bool = False,
     ) -> None:
         """`is_narrow`: no tensor on the device may hold integers of 64 bits. `needs_host_lengths`: no forward runs without the
-        host's mirrors of its lengths."""
+        host's mirrors of its lengths. `window_table`: of a worker that keeps windows."""
         self.model = model
         self.attn_backend = attn_backend
         self.decode_registry = decode_registry
@@ -74,6 +76,7 @@ class ModelRunner:
         self.streams = streams
         self.is_narrow = is_narrow
         self.state_pool = state_pool
+        self.window_table = window_table
         self.history = token_table.history if reads_history else None
         self._needs_host_lengths = needs_host_lengths
         block = prefill_registry.block
@@ -96,10 +99,11 @@ class ModelRunner:
         if self._poison:
             registry.poison()
         pages, history = self.attn_backend.req_to_token_pool.changes(batch), new_history(batch)
-        if pages is None and history is None and arrays is None:
+        windows = None if self.window_table is None else self.window_table.changes(batch)
+        if pages is None and history is None and arrays is None and windows is None:
             staged = ForwardBatch.init_new(batch, registry)
         else:
-            staged = self._init_with(batch, registry, arrays or StagedArrays(), pages, history)
+            staged = self._init_with(batch, registry, arrays or StagedArrays(), pages, windows, history)
         if batch.forward_mode.is_decode:
             self.token_table.resolve_decode(staged.input_ids, staged.req_pool_indices)
         else:
@@ -112,10 +116,13 @@ class ModelRunner:
         registry: BufferRegistry,
         arrays: StagedArrays,
         pages: tuple[NDArray, ...] | None,
+        windows: tuple[NDArray, ...] | None,
         history: tuple[NDArray, ...] | None,
     ) -> ForwardBatch:
         if pages is not None:
             arrays.add(page_entries=pages[0], new_pages=pages[1])
+        if windows is not None:
+            arrays.add(window_entries=windows[0], window_pages=windows[1])
         if history is not None:
             arrays.add(history_slots=history[0], history_positions=history[1], history_ids=history[2])
         registry.ensure(batch.batch_size, batch.num_tokens)
@@ -125,6 +132,8 @@ class ModelRunner:
         arrived = arrays.arrived
         if pages is not None:
             self.attn_backend.req_to_token_pool.write(arrived["page_entries"], arrived["new_pages"])
+        if self.window_table is not None and windows is not None:
+            self.window_table.write(arrived["window_entries"], arrived["window_pages"])
         if self.state_pool is not None:
             self.state_pool.copy_in(arrived)
         if history is not None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from sglcore.device.facts import Facts
-from sglcore.runtime.buffer_registry import BufferRegistry, FillContext, InputBuffer
+from sglcore.runtime.buffer_registry import BufferRegistry, FillContext, InputBuffer, PostFill
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.reference import cache_locations as reference_locations
-from sglcore.runtime.memory.pools import ReqToTokenPool
-from sglcore.step.fields import leaves, spec_of, zero
+from sglcore.runtime.memory.pools import ReqToTokenPool, WindowTable
+from sglcore.step.fields import When, leaves, spec_of, zero
 
 Compute = Callable[[Tensor, Tensor, Tensor, int, Tensor], None]
 """The kernel table's `cache_locations`."""
@@ -25,15 +26,16 @@ def build_decode_registry(
     *,
     max_bs: int,
     cells: Compute = reference_locations,
+    window_table: WindowTable | None = None,
     register_global_num_tokens: bool = False,
     num_ranks: int = 1,
     extra_buffers: Iterable[InputBuffer] = (),
     batch_type: type[ForwardBatch] = ForwardBatch,
 ) -> BufferRegistry:
-    """Buffers for steps in which every request brings one token."""
+    """Buffers for steps in which every request brings one token. `window_table`: of a worker that keeps windows."""
     ranks = num_ranks if register_global_num_tokens else 0
-    computed = _computed(facts, batch_type, req_to_token_pool, cells, ranks)
-    staged = [buffer for buffer in _staged(batch_type) if buffer.spec.is_for_decode]
+    computed = _computed(facts, batch_type, req_to_token_pool, window_table, cells, ranks)
+    staged = [buffer for buffer in _staged(batch_type, window_table) if buffer.spec.is_for_decode]
     return _build(facts, batch_type, max_bs, max_bs, [*staged, *computed, *extra_buffers])
 
 
@@ -43,6 +45,7 @@ def build_prefill_registry(
     *,
     max_bs: int,
     cells: Compute = reference_locations,
+    window_table: WindowTable | None = None,
     max_num_tokens: int,
     register_global_num_tokens: bool = False,
     register_input_embeds: bool = False,
@@ -57,7 +60,8 @@ def build_prefill_registry(
     `register_input_embeds=False` and `register_global_num_tokens=False` carry the batch's own values.
     """
     ranks = num_ranks if register_global_num_tokens else 0
-    buffers = [*_staged(batch_type), *_computed(facts, batch_type, req_to_token_pool, cells, ranks)]
+    computed = _computed(facts, batch_type, req_to_token_pool, window_table, cells, ranks)
+    buffers = [*_staged(batch_type, window_table), *computed]
     if register_input_embeds:
         name = str(dtype).removeprefix("torch.")
         spec = replace(spec_of(batch_type, "input_embeds"), dtype=name, padding=zero())
@@ -82,27 +86,40 @@ def _build(
     return registry
 
 
-def _staged(batch_type: type[ForwardBatch]) -> list[InputBuffer]:
-    return [InputBuffer(spec) for spec in leaves(batch_type) if spec.is_staged]
+def _staged(batch_type: type[ForwardBatch], window_table: WindowTable | None) -> list[InputBuffer]:
+    """What layers with windows read is there at every step where such a table is, and never elsewhere."""
+    found = [spec for spec in leaves(batch_type) if spec.is_staged]
+    if window_table is not None:
+        found = [replace(spec, when=When.ALWAYS) if spec.when is When.WINDOWS else spec for spec in found]
+    return [InputBuffer(spec) for spec in found]
 
 
 def _computed(
-    facts: Facts, batch_type: type[ForwardBatch], pool: ReqToTokenPool | None, compute: Compute, num_ranks: int
+    facts: Facts,
+    batch_type: type[ForwardBatch],
+    pool: ReqToTokenPool | None,
+    window_table: WindowTable | None,
+    compute: Compute,
+    num_ranks: int,
 ) -> Iterator[InputBuffer]:
-    if pool is not None:
-        location = replace(spec_of(batch_type, "out_cache_loc"), dtype=facts.index_dtype)
-        yield InputBuffer(location, post_fill=cache_locations(pool, compute))
+    tables = {"out_cache_loc": (pool, "positions"), "window_cache_loc": (window_table, "window_positions")}
+    for name, (table, positions) in tables.items():
+        if table is not None:
+            location = replace(spec_of(batch_type, name), dtype=facts.index_dtype)
+            yield InputBuffer(location, post_fill=cache_locations(table, compute, positions))
     yield InputBuffer(spec_of(batch_type, "num_token_non_padded"), post_fill=RealTokens())
     if num_ranks:
         counts = spec_of(batch_type, "global_num_tokens")
         yield InputBuffer(counts, width=num_ranks, post_fill=count_global_tokens)
 
 
-def cache_locations(pool: ReqToTokenPool, compute: Compute) -> Callable[[Tensor, ForwardBatch, FillContext], None]:
-    """Computes the cell of each token from its request's page table; padding tokens stay at cell 0."""
+def cache_locations(pool: ReqToTokenPool, compute: Compute, field: str = "positions") -> PostFill:
+    """Computes the cell of each token from its request's page table and its position, which is the batch's `field`; padding
+    tokens stay at cell 0."""
+    read = attrgetter("req_pool_indices", field)
 
     def post_fill(view: Tensor, batch: ForwardBatch, ctx: FillContext) -> None:
-        slots, positions = batch.req_pool_indices, batch.positions
+        slots, positions = read(batch)
         if batch.num_tokens != ctx.raw_num_tokens:
             slots, positions, view = slots[: ctx.raw_bs], positions[: ctx.raw_num_tokens], view[: ctx.raw_num_tokens]
         elif ctx.raw_num_tokens != ctx.padded_num_tokens:

@@ -28,8 +28,9 @@ class Clip:
     """A child's tokens [first, last) of its parent, in terms of requests.
 
     `rows` are the requests with tokens in it; of each, `lengths` tokens belong to the child, after `skipped` tokens of
-    this step and `prefix_lens` cells in all, so that `seq_lens` tokens are known once the child has run. `real` of its
-    tokens are not padding; the first `mirrored` rows are not, and have host mirrors.
+    this step and `prefix_lens` cells in all, so that `seq_lens` tokens are known once the child has run; layers with windows
+    count from `window_starts` on. `real` of its tokens are not padding; the first `mirrored` rows are not, and have host
+    mirrors.
     """
 
     first: int
@@ -38,6 +39,7 @@ class Clip:
     lengths: Ints
     skipped: Ints
     prefix_lens: Ints
+    window_starts: Ints
     real: int
     mirrored: int
 
@@ -45,10 +47,12 @@ class Clip:
     def values(self) -> dict[str, Any]:
         """What each clipped field becomes, as host values; a host mirror becomes those of its field that are `mirrored`."""
         starts = np.cumsum(self.lengths, dtype=np.int32) - self.lengths
+        seq_lens = (self.prefix_lens + self.lengths).astype(np.int32)
         return {
             "batch_size": len(self.lengths),
             "num_tokens": self.last - self.first,
-            "seq_lens": (self.prefix_lens + self.lengths).astype(np.int32),
+            "seq_lens": seq_lens,
+            "window_seq_lens": seq_lens - self.window_starts,
             "extend_seq_lens": self.lengths,
             "extend_prefix_lens": self.prefix_lens,
             "extend_start_loc": starts,
@@ -75,7 +79,11 @@ def clip(batch: ForwardBatch, first: int, last: int, real_tokens: int) -> Clip:
     prefix = seq_lens[rows] - lengths[rows] + skipped
     real = min(max(real_tokens - first, 0), last - first)
     mirrored = max(min(len(batch.seq_lens_cpu), rows.stop) - rows.start, 0)
-    return Clip(first, last, rows, kept.astype(np.int32), skipped, prefix.astype(np.int32), real, mirrored)
+    hidden = np.zeros_like(seq_lens)
+    if batch.window_seq_lens_cpu is not None:
+        hidden[: len(batch.seq_lens_cpu)] = batch.seq_lens_cpu - batch.window_seq_lens_cpu
+    kept, prefix = kept.astype(np.int32), prefix.astype(np.int32)
+    return Clip(first, last, rows, kept, skipped, prefix, hidden[rows], real, mirrored)
 
 
 def filter_batch(batch: ForwardBatch, first: int, last: int, real_tokens: int | None = None) -> ForwardBatch:

@@ -40,10 +40,11 @@ class Axis(Enum):
 
 class When(Enum):
     """When the host has a value for a field: ALWAYS, on EXTEND steps, whose rows bring tokens that the host knows (all but
-    decode), or IF_GIVEN."""
+    decode), always of workers that keep WINDOWS and never of others, or IF_GIVEN."""
 
     ALWAYS = "always"
     EXTEND = "extend"
+    WINDOWS = "windows"
     IF_GIVEN = "if given"
 
 

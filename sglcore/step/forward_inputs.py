@@ -17,7 +17,7 @@ from sglcore.step.fields import Axis, Once, Split, When, batch_field, batch_reco
 Array = TypeVar("Array")
 Ints = NDArray[np.int32]
 REQUESTS, TOKENS, NONE = Axis.REQUESTS, Axis.TOKENS, Axis.NONE
-EXTEND, IF_GIVEN = When.EXTEND, When.IF_GIVEN
+EXTEND, WINDOWS, IF_GIVEN = When.EXTEND, When.WINDOWS, When.IF_GIVEN
 _ONE = np.array(1, np.int32)
 """An array, so that no scalar is converted at each step."""
 
@@ -43,6 +43,17 @@ def _positions(batch: ScheduleBatch, values: Mapping[str, Any]) -> Ints:
     return offsets + np.arange(batch.num_tokens, dtype=np.int32)
 
 
+def _window_seq_lens(batch: ScheduleBatch, values: Mapping[str, Any]) -> Ints | None:
+    return None if batch.window_starts is None else values["seq_lens"] - batch.window_starts
+
+
+def _window_positions(batch: ScheduleBatch, values: Mapping[str, Any]) -> Ints | None:
+    starts, lengths = batch.window_starts, values.get("extend_seq_lens")
+    if starts is None:
+        return None
+    return values["positions"] - (starts if lengths is None else np.repeat(starts, lengths))
+
+
 @batch_record(ScheduleBatch)
 class NgramEmbeddingInfo(Generic[Array]):
     """Inputs of n-gram embeddings: where in its row of the token history each request's tokens of this step start, and
@@ -63,6 +74,8 @@ class ForwardInputs(Generic[Array]):
     Negative input ids stand for tokens that only the device knows; on decode all are. Cells are indices into the KV pool.
     `extend_*` are None when every row brings one token. `*_cpu` are host mirrors, None
     only where the device alone knows the lengths, which never is on one whose facts say `needs_host_lengths`.
+    `window_*` is the same as layers with windows see it, whose requests begin at `ScheduleBatch.window_starts` and whose
+    cells are indices into a pool of their own; None where the worker keeps none.
     `global_num_tokens` int32[ranks] counts tokens on every data-parallel rank.
     """
 
@@ -86,6 +99,15 @@ class ForwardInputs(Generic[Array]):
     )
     positions: Array = batch_field(axis=TOKENS, dtype="int32", padding=zero(), read=_positions)
     out_cache_loc: Array | None = batch_field(axis=TOKENS, dtype="int64", padding=zero(), owner="pool")
+    window_seq_lens: Array | None = batch_field(
+        axis=REQUESTS, split=Split.CLIP, dtype="int32", padding=sentinel(1), read=_window_seq_lens, when=WINDOWS
+    )
+    window_positions: Array | None = batch_field(
+        axis=TOKENS, dtype="int32", padding=zero(), read=_window_positions, when=WINDOWS
+    )
+    window_cache_loc: Array | None = batch_field(
+        axis=TOKENS, dtype="int64", padding=zero(), owner="window pool", when=WINDOWS
+    )
     num_token_non_padded: Array = batch_field(
         axis=NONE, split=Split.COUNT, dtype="int32", padding=fill_once(0), owner="registry"
     )
@@ -97,6 +119,9 @@ class ForwardInputs(Generic[Array]):
     extend_prefix_lens_cpu: Ints | None = batch_field(axis=REQUESTS, split=Split.CLIP, mirror="extend_prefix_lens")
     extend_seq_lens_cpu: Ints | None = batch_field(
         axis=REQUESTS, split=Split.CLIP, mirror="extend_seq_lens", when=EXTEND
+    )
+    window_seq_lens_cpu: Ints | None = batch_field(
+        axis=REQUESTS, split=Split.CLIP, mirror="window_seq_lens", when=WINDOWS
     )
 
     token_type_ids: Array | None = batch_field(

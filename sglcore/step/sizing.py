@@ -12,6 +12,8 @@ GIB = 1 << 30
 
 SNAPSHOTS = 4
 """Copies of states for each request that may run, where nobody asks for more or less."""
+CACHED_WINDOWS = 1
+"""Windows in the prefix cache for each request that may run: where a text went on once, it may go on again."""
 
 
 def size_text(count: int) -> str:
@@ -30,31 +32,42 @@ class MemoryBudget:
 
 
 @dataclass(frozen=True, slots=True)
+class Geometry:
+    """What the layers of a model keep, in bytes: `cell` of every token over the layers that keep all; `window_cell` of each of
+    the last `window` tokens over those that keep no more (0: there are none); `state` of a request, whatever its length."""
+
+    cell: int
+    window_cell: int = 0
+    window: int = 0
+    state: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class MemorySizes:
-    """The sizes every pool and table is made with; `num_snapshots` of states beside those of `max_requests`."""
+    """The sizes every pool and table is made with; `num_snapshots` of states beside those of `max_requests`. `num_window_pages`
+    for layers that keep the last `window` tokens (0: such layers keep all, in the pages of the others)."""
 
     page_size: int
     num_pages: int
     max_model_len: int
     max_requests: int
     num_snapshots: int = 0
+    window: int = 0
+    num_window_pages: int = 0
 
 
 def size_pools(
     config: EngineConfig,
     *,
     context_len: int,
-    bytes_per_cell: int,
+    geometry: Geometry,
     page_size: int,
     budget: MemoryBudget,
     ledger: DecisionLedger,
-    bytes_per_state: int = 0,
 ) -> MemorySizes:
-    """Choose the number of requests by their states, then of pages, and the context. `context_len` is the model's own; a
-    request of the chosen `max_model_len` always fits. Raises ConfigError where what was asked for can not be held."""
-    asked = config.max_model_len
-    max_model_len = asked or context_len
-    page_bytes = page_size * max(bytes_per_cell, 1)
+    """Choose the number of requests by their states, then of window pages and pages, and the context. `context_len` is the
+    model's own; a request of the chosen `max_model_len` always fits. Raises ConfigError where what was asked for can not be held."""
+    max_model_len = config.max_model_len or context_len
     given = config.kv_cache_memory
     allowed = given if given is not None else int(budget.available * budget.default_share)
     if given is not None and given > budget.available:
@@ -63,10 +76,14 @@ def size_pools(
             remedy="ask for less, or leave it out",
         )
     states = _no_states(config)
-    if bytes_per_state:
+    if geometry.state:
         room = allowed // 2 if given is None else budget.available - given
-        states = _size_states(config, bytes_per_state, room, ledger)
+        states = _size_states(config, geometry.state, room, ledger)
         allowed -= 0 if given is not None else states.num_bytes
+    windows = _size_windows(config, geometry, states.max_requests, max_model_len, page_size, allowed, ledger)
+    allowed -= windows.num_bytes
+    cell = geometry.cell if windows.num_pages else geometry.cell + geometry.window_cell
+    page_bytes = page_size * max(cell, 1)
     useful = states.max_requests * -(-max_model_len // page_size)
     num_pages = min(useful, allowed // page_bytes)
     needed = -(-max_model_len // page_size)
@@ -74,7 +91,7 @@ def size_pools(
         max_model_len = _shorter_context(config, num_pages * page_size, max_model_len, needed * page_bytes, ledger)
         num_pages = -(-max_model_len // page_size)
         useful = states.max_requests * num_pages
-    what = f"{num_pages} pages of {page_size} tokens, {size_text(num_pages * page_bytes)}"
+    what = f"{num_pages} pages of {page_size} tokens, {size_text(num_pages * page_size * cell)}"
     reason = f"{budget.evidence}; {states.max_requests} requests of {max_model_len} tokens need {useful} pages"
     asked_text = f"{size_text(given)}" if given is not None else "auto"
     ledger.record(Row("kv cache", asked_text, what, reason, "set kv_cache_memory"))
@@ -82,7 +99,8 @@ def size_pools(
     if num_pages < requests:
         requests = num_pages
         _tell_fewer(config, requests, f"each holds at least one of {num_pages} pages", "raise kv_cache_memory", ledger)
-    return MemorySizes(page_size, num_pages, max_model_len, requests, states.num_snapshots)
+    window = geometry.window if windows.num_pages else 0
+    return MemorySizes(page_size, num_pages, max_model_len, requests, states.num_snapshots, window, windows.num_pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +153,48 @@ def _size_snapshots(config: EngineConfig, each: int, requests: int, left: int, l
     asked_text = "auto" if asked is None else size_text(asked)
     ledger.record(Row("snapshots", asked_text, what, reason, "set snapshot_memory"))
     return count
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """Window pages, and bytes of all; 0 where layers with windows keep all tokens."""
+
+    num_pages: int = 0
+    num_bytes: int = 0
+
+
+def _size_windows(
+    config: EngineConfig,
+    geometry: Geometry,
+    requests: int,
+    max_model_len: int,
+    page_size: int,
+    allowed: int,
+    ledger: DecisionLedger,
+) -> _Windows:
+    """What every request and the prefix cache can use, but no more than half of what is `allowed`, nor more window pages than
+    there can be pages; always enough for one request. None where one pool holds a longer context."""
+    window = geometry.window
+    if not window:
+        return _Windows()
+    page_bytes, full_bytes = page_size * geometry.window_cell, page_size * geometry.cell
+    longest = -(-max_model_len // page_size)
+    least = -(-(window + config.max_batch_tokens) // page_size) + 2
+    in_one, in_two = allowed // (page_bytes + full_bytes), (allowed - least * page_bytes) // max(full_bytes, 1)
+    if in_two < longest and in_two <= in_one:
+        what = f"{size_text(allowed)} hold a longer context without pages of their own for windows"
+        ledger.record(Row("window cache", "auto", "none", what, "set kv_cache_memory, or lower max_batch_tokens"))
+        return _Windows()
+    each = -(-(window - 1) // page_size) + 2
+    windows = requests * (1 + (CACHED_WINDOWS if config.prefix_cache else 0))
+    useful = min(windows * each + -(-config.max_batch_tokens // page_size), requests * longest)
+    half = allowed // (page_bytes + (max(page_bytes, full_bytes) if full_bytes else 0))
+    count = max(least, min(useful, half))
+    cached = " and of as many texts in the prefix cache" if config.prefix_cache else ""
+    reason = f"the last {window} tokens of {requests} requests{cached}, and one step's, need {useful} pages"
+    what = f"{count} pages of {page_size} tokens, {size_text(count * page_bytes)}"
+    ledger.record(Row("window cache", "auto", what, reason, "set kv_cache_memory, max_requests or max_batch_tokens"))
+    return _Windows(count, count * page_bytes)
 
 
 def _tell_fewer(config: EngineConfig, count: int, reason: str, remedy: str, ledger: DecisionLedger) -> None:

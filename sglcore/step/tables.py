@@ -20,6 +20,13 @@ def new_pages(batch: ScheduleBatch) -> Entries | None:
     return np.repeat(batch.slots, counts), columns, batch.new_pages
 
 
+def new_window_pages(batch: ScheduleBatch) -> Entries | None:
+    """The window pages of each row whose list changed, from its slot's first on; None if none did."""
+    if batch.window_pages is None or batch.window_offsets is None or not len(batch.window_pages):
+        return None
+    return np.repeat(batch.slots, np.diff(batch.window_offsets)), within(batch.window_offsets), batch.window_pages
+
+
 def new_history(batch: ScheduleBatch) -> Entries | None:
     """The tokens known of rows that entered a slot and whose sampling looks back, from the first on; None if the batch
     has no history."""

@@ -131,8 +131,8 @@ def library_threads(model: LoadedModel, kernels: KernelTable, threads: Placement
 
 def spread_cells(pools: Pools, threads: Placement) -> int:
     """Over the memory nodes that the threads are near: how many tensors of keys and values were spread."""
-    pool = pools.token_to_kv
-    cells = [part for layer in range(pool.num_layers) for part in pool.kv(layer)]
+    kinds = [pools.token_to_kv] if pools.windows is None else [pools.token_to_kv, pools.windows.token_to_kv]
+    cells = [part for pool in kinds for layer in range(pool.num_layers) for part in pool.kv(layer)]
     return sum(interleave(part.data_ptr(), part.nbytes, threads.nodes) for part in cells)
 
 
@@ -195,8 +195,9 @@ def reason_against_recording(kernels: KernelTable, attention: AttentionBackend) 
         return "an encoder does not decode"
     if not is_native(kernels):
         return "the native kernels do not serve"
-    if not isinstance(attention, PagedAttention):
-        return f"{type(attention).__name__} works on lengths that a recorded call would not see"
+    for part in attention.parts:
+        if not isinstance(part, PagedAttention):
+            return f"{type(part).__name__} works on lengths that a recorded call would not see"
     return ""
 
 

@@ -19,7 +19,7 @@ from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, resolve
 from sglcore.device.worker import Limits
 from sglcore.models.implementation import choose_implementation
-from sglcore.step.sizing import MemoryBudget, MemorySizes, size_pools
+from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_pools
 from sglcore_mlx.attention.contract import DecodeAttention
 from sglcore_mlx.attention.select import select_attention
 from sglcore_mlx.hardware import Hardware, open_hardware
@@ -146,11 +146,11 @@ def sizes(
     config: EngineConfig, facts: Facts, model: Model, device_memory: MemoryBudget, ledger: DecisionLedger
 ) -> MemorySizes:
     """Pages and context, from what the device has left beside the weights."""
+    cell = 0 if model.config.is_encoder else cell_bytes(model.layers, model.dtype)
     return size_pools(
         config,
         context_len=model.config.context_length,
-        bytes_per_cell=0 if model.config.is_encoder else cell_bytes(model.layers, model.dtype),
-        bytes_per_state=state_bytes(model.states),
+        geometry=Geometry(cell, state=state_bytes(model.states)),
         page_size=config.page_size or facts.page_size,
         budget=device_memory,
         ledger=ledger,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, final
 
 from torch import Tensor
 
@@ -72,7 +72,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """What a backend prepared for one batch. `generation` is that of the KV pool whose addresses it may hold."""
+    """What a backend prepared for one batch. `generation` is that of the cells whose addresses it may hold."""
 
     planner: AttentionBackend[Any]
     generation: int
@@ -86,7 +86,7 @@ HostUpdate = object
 class AttentionBackend(ABC, Generic[Plan]):
     """Attention of every layer over the paged pool. Everything it uses, its constructor received."""
 
-    facts: ClassVar[AttentionFacts]
+    facts: AttentionFacts
 
     def __init__(
         self,
@@ -111,6 +111,20 @@ class AttentionBackend(ABC, Generic[Plan]):
         self.token_to_kv_pool = token_to_kv_pool
         self.kernels = kernels
         self.hisparse = hisparse
+
+    @property
+    def parts(self) -> tuple[AttentionBackend[Any], ...]:
+        """The backends that attend: itself alone, unless it is made of others."""
+        return (self,)
+
+    @property
+    def generation(self) -> int:
+        """Changes whenever an address of keys or values does."""
+        return self.token_to_kv_pool.generation
+
+    def cells_of(self, layer: Attention, batch: ForwardBatch) -> tuple[TokenToKVPool, Tensor | None]:
+        """Where keys and values of a layer are, and the cells int[T] of this batch's tokens there."""
+        return self.token_to_kv_pool, batch.out_cache_loc
 
     @classmethod
     def unavailable(cls) -> str:
@@ -157,9 +171,10 @@ class AttentionBackend(ABC, Generic[Plan]):
         if k is None or v is None:
             assert k is v and self.takes_stored
         elif layer.cached:
-            assert batch.out_cache_loc is not None
+            pool, cells = self.cells_of(layer, batch)
+            assert cells is not None
             shape = (k.shape[0], layer.num_kv_heads, layer.head_dim)
-            self.token_to_kv_pool.store(layer.layer_id, k.view(shape), v.view(shape), batch.out_cache_loc)
+            pool.store(layer.layer_id, k.view(shape), v.view(shape), cells)
         else:
             return self.encode(q, k, v, layer, plan)
         return self.attend(q, layer, batch, plan)

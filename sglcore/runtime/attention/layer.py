@@ -74,9 +74,10 @@ class Attention:
             return None
         context = get_forward_context()
         backend, batch = context.attn_backend, context.batch
-        if not backend.takes_stored or batch is None or batch.out_cache_loc is None:
+        if not backend.takes_stored or batch is None:
             return None
-        return *backend.token_to_kv_pool.kv(self.layer_id), batch.out_cache_loc
+        pool, cells = backend.cells_of(self, batch)
+        return None if cells is None else (*pool.kv(self.layer_id), cells)
 
     def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """q [T, heads * head_dim], k and v [T, kv_heads * head_dim] to [T, heads * head_dim]; stores k and v. Both are None

@@ -45,9 +45,14 @@ def refusal(facts: AttentionFacts, needs: AttentionNeeds) -> str:
 
 
 def select_attention(
-    candidates: Mapping[str, Ref], needs: AttentionNeeds, explicit: str | None, package: str, ledger: DecisionLedger
+    candidates: Mapping[str, Ref],
+    needs: AttentionNeeds,
+    explicit: str | None,
+    package: str,
+    ledger: DecisionLedger,
+    whom: str = "the model",
 ) -> type[AttentionBackend]:
-    """The first candidate that serves the needs; an explicit choice is taken or refused, never replaced.
+    """The first candidate that serves the needs, which are those of `whom`; an explicit choice is taken or refused, never replaced.
 
     A candidate whose library is not installed is refused with the import error as its reason.
     """
@@ -60,12 +65,12 @@ def select_attention(
     for name in (explicit,) if explicit is not None else candidates:
         backend, reason = _consider(candidates[name], needs, package)
         if backend is not None and not reason:
-            why = "asked for" if explicit else "; ".join(["first that serves the model", *refused])
+            why = f"asked for; serves {whom}" if explicit else "; ".join([f"first that serves {whom}", *refused])
             ledger.record(Row("attention", explicit or "auto", name, why, "choose with --attention-backend"))
             return backend
         refused.append(f"{name} refused: {reason}")
     raise ConfigError(
-        f"no attention backend of device {package!r} serves this model: {'; '.join(refused)}",
+        f"no attention backend of device {package!r} serves {whom}: {'; '.join(refused)}",
         remedy="choose another --attention-backend, page size or dtype",
     )
 

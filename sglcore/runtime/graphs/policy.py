@@ -22,7 +22,7 @@ Captured = TypeVar("Captured")
 def generation(context: ForwardContext) -> tuple[int, int]:
     """Those of the KV pool and of the states, whose addresses a graph bakes in."""
     states = context.state_pool
-    return context.attn_backend.token_to_kv_pool.generation, 0 if states is None else states.generation
+    return context.attn_backend.generation, 0 if states is None else states.generation
 
 
 def check_generation(what: str, captured: tuple[int, int], context: ForwardContext) -> None:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext
 from sglcore.runtime.graphs.backend import Step
 
@@ -56,14 +57,14 @@ def _difference(one: Tensor, other: Tensor) -> Tensor:
     return torch.where(same, 0.0, (one - other).abs())
 
 
-def leaving_cells(context: ForwardContext, cells: Tensor | None, forward: Step) -> Tensor:
-    """What `forward` returns, with the KV cells [T] that it writes put back: its last bits differ from the replay's."""
-    if cells is None:
-        return forward()
-    pool = context.attn_backend.token_to_kv_pool
-    layers = [layer.layer_id for layer in context.layers if layer.cached]
-    kept = [(layer_id, *pool.read_cells(layer_id, cells)) for layer_id in layers]
+def leaving_cells(context: ForwardContext, batch: ForwardBatch, forward: Step) -> Tensor:
+    """What `forward` returns, with the KV cells of the batch's tokens put back: its last bits differ from the replay's."""
+    kept = []
+    for layer in context.layers:
+        pool, cells = context.attn_backend.cells_of(layer, batch)
+        if layer.cached and cells is not None:
+            kept.append((pool, layer.layer_id, cells, *pool.read_cells(layer.layer_id, cells)))
     hidden = forward()
-    for layer_id, keys, values in kept:
+    for pool, layer_id, cells, keys, values in kept:
         pool.write_cells(layer_id, cells, keys, values)
     return hidden

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.kernels import reference
-from sglcore.step.tables import new_pages
+from sglcore.step.tables import Entries, new_pages, new_window_pages
 
 if TYPE_CHECKING:
     from sglcore.runtime.kernels.table import KernelTable
@@ -29,7 +29,7 @@ PAGE_MAJOR = "page_major"
 """Keys and values apart, each [pages, kv_heads, page_size, head_dim]."""
 
 LayerShapes: TypeAlias = tuple[tuple[int, int], ...]
-"""(kv_heads, head_dim) of each layer."""
+"""(kv_heads, head_dim) of each layer; no heads where a pool keeps nothing of it."""
 
 
 class ReqToTokenPool:
@@ -45,7 +45,7 @@ class ReqToTokenPool:
 
         None if there are none. Raises ValueError if a row's do not fit.
         """
-        entries = new_pages(batch)
+        entries = self._new_entries(batch)
         if entries is None:
             return None
         slots, columns, pages = entries
@@ -57,6 +57,20 @@ class ReqToTokenPool:
     def write(self, entries: Tensor, pages: Tensor) -> None:
         """Write what `changes` gave, once it is on the device. Does not wait."""
         self.page_table.view(-1).scatter_(0, entries, pages)
+
+    def _new_entries(self, batch: ScheduleBatch) -> Entries | None:
+        return new_pages(batch)
+
+
+class WindowTable(ReqToTokenPool):
+    """The same of window pages: a slot's first is that which holds the token `ScheduleBatch.window_starts`."""
+
+    def __init__(self, max_requests: int, window: int, max_batch_tokens: int, page_size: int, device: str) -> None:
+        """A slot holds what a step of `max_batch_tokens` tokens sees, wherever in a page that begins and ends."""
+        super().__init__(max_requests, window + max_batch_tokens + page_size, page_size, device)
+
+    def _new_entries(self, batch: ScheduleBatch) -> Entries | None:
+        return new_window_pages(batch)
 
 
 class TokenToKVPool(Protocol):

@@ -1,0 +1,129 @@
+"""Attention of a model whose layers with windows keep the last tokens alone: a backend for them, and one for the others.
+
+Attention sees differences of positions only, so to a layer with a window a request begins at the first page that it still
+has: fewer tokens, in a table of pages and in cells of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from sglcore.runtime.attention.contract import (
+    AttentionBackend,
+    AttentionFacts,
+    AttentionPlan,
+    AttentionShape,
+    Bucket,
+    HostUpdate,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from sglcore.runtime.attention.layer import Attention
+    from sglcore.runtime.forward_batch import ForwardBatch
+    from sglcore.runtime.memory.pools import ReqToTokenPool, TokenToKVPool
+
+
+@dataclass(slots=True)
+class WindowedPlan(AttentionPlan):
+    """The plans of both backends (`full` None: every layer has a window), and the batch as layers with windows see it; None in
+    a captured plan that was never refreshed."""
+
+    full: AttentionPlan | None
+    window: AttentionPlan
+    view: ForwardBatch | None = None
+
+
+class WindowedAttention(AttentionBackend[WindowedPlan]):
+    """Serves what both of its backends serve."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        req_to_token_pool: ReqToTokenPool,
+        token_to_kv_pool: TokenToKVPool,
+        window: AttentionBackend[Any],
+        full: AttentionBackend[Any] | None,
+        windowed: Collection[int],
+    ) -> None:
+        """`window` attends for the layers whose ids are `windowed`, over a table and a pool of its own, and `full` over those
+        that are given here (None: there is no other layer). `shape` is the whole model's."""
+        self._parts = (window,) if full is None else (full, window)
+        self.facts = _common([part.facts for part in self._parts], token_to_kv_pool.layout)
+        super().__init__(shape, req_to_token_pool, token_to_kv_pool, window.kernels, window.hisparse)
+        self.takes_stored = all(part.takes_stored for part in self._parts)
+        self.window, self.full, self._windowed = window, full, frozenset(windowed)
+
+    @property
+    def parts(self) -> tuple[AttentionBackend[Any], ...]:
+        """Both backends."""
+        return self._parts
+
+    @property
+    def generation(self) -> int:
+        """Of both pools: neither's ever falls."""
+        return self.token_to_kv_pool.generation + self.window.generation
+
+    def cells_of(self, layer: Attention, batch: ForwardBatch) -> tuple[TokenToKVPool, Tensor | None]:
+        """In the pool of the layer's kind."""
+        if layer.layer_id in self._windowed:
+            return self.window.token_to_kv_pool, batch.window_cache_loc
+        return super().cells_of(layer, batch)
+
+    def plan(self, batch: ForwardBatch) -> WindowedPlan:
+        """Both plans."""
+        view = window_view(batch)
+        full = None if self.full is None else self.full.plan(batch)
+        return WindowedPlan(self, self.generation, full, self.window.plan(view), view)
+
+    def capture_plan(self, bucket: Bucket) -> WindowedPlan:
+        """Both plans."""
+        full = None if self.full is None else self.full.capture_plan(bucket)
+        return WindowedPlan(self, self.generation, full, self.window.capture_plan(bucket))
+
+    def refresh(self, plan: WindowedPlan, batch: ForwardBatch) -> HostUpdate | None:
+        """Both plans. Raises TypeError where both would tell the graph something: it takes one update."""
+        plan.view = window_view(batch)
+        update = self.window.refresh(plan.window, plan.view)
+        if self.full is None or plan.full is None:
+            return update
+        of_full = self.full.refresh(plan.full, batch)
+        if update is not None and of_full is not None:
+            raise TypeError(f"{type(self.full).__name__} and {type(self.window).__name__} both update a captured graph")
+        return update or of_full
+
+    def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: WindowedPlan) -> Tensor:
+        """By the backend of the layer's kind."""
+        if layer.layer_id in self._windowed:
+            assert plan.view is not None
+            return self.window.attend(q, layer, plan.view, plan.window)
+        assert self.full is not None
+        return self.full.attend(q, layer, batch, plan.full)
+
+
+def window_view(batch: ForwardBatch) -> ForwardBatch:
+    """The batch as layers with windows see it: its requests without what lies before their first window page. Shares
+    tensors; not planned."""
+    assert batch.window_seq_lens is not None and batch.window_positions is not None
+    on_device, on_host = batch.extend_seq_lens, batch.extend_seq_lens_cpu
+    seq_lens_cpu = batch.window_seq_lens_cpu
+    return replace(
+        batch,
+        seq_lens=batch.window_seq_lens,
+        seq_lens_cpu=seq_lens_cpu,
+        extend_prefix_lens=None if on_device is None else batch.window_seq_lens - on_device,
+        extend_prefix_lens_cpu=None if on_host is None or seq_lens_cpu is None else seq_lens_cpu - on_host,
+        positions=batch.window_positions,
+        out_cache_loc=batch.window_cache_loc,
+        plan_record=None,
+    )
+
+
+def _common(facts: list[AttentionFacts], layout: str) -> AttentionFacts:
+    """What all of them can do over pools of one layout, as far as it is asked once a backend is chosen."""
+    features = frozenset.intersection(*(each.features for each in facts))
+    return AttentionFacts(features=features, takes_stored=all(each.takes_stored for each in facts), layouts=(layout,))
