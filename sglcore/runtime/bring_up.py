@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -20,11 +20,10 @@ from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import DevicePackage, Ref, resolve
 from sglcore.device.worker import Limits
-from sglcore.runtime.attention.contract import AttentionBackend, AttentionShape
+from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.attention.layer import Attention
-from sglcore.runtime.attention.selection import AttentionNeeds, select_attention
+from sglcore.runtime.attention.selection import choose_attention, shape_of
 from sglcore.runtime.attention.windowed import WindowedAttention
-from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.graphs.backend import PromptBackend
 from sglcore.runtime.graphs.build import capture, make_backend
 from sglcore.runtime.kernels.choice import Refusals, choose, fitted
@@ -38,7 +37,6 @@ from sglcore.runtime.registry_builders import Compute, build_decode_registry, bu
 from sglcore.runtime.streams import Streams, make_streams
 from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import TpModelWorker
-from sglcore.step.fields import spec_of
 from sglcore.step.sizing import MemoryBudget, MemorySizes, size_pools
 
 MODEL_LOADER: Ref = "sglcore.models.checkpoint:load_checkpoint"
@@ -248,8 +246,8 @@ def attention(
     ledger.record(*refusals.rows())
 
     def make(found: Sequence[Attention], table: ReqToTokenPool, cells: TokenToKVPool, whom: str) -> AttentionBackend:
-        shape = _attention_shape(found, model.config.is_encoder)
-        backend = _attention_class(config, package, facts, str(model.dtype), shape, cells, whom, ledger)
+        shape = shape_of(found, model.config.is_encoder)
+        backend = choose_attention(config, package, facts, str(model.dtype), shape, cells, whom, ledger)
         return backend(shape, table, cells, kernels, hisparse)
 
     if windows is None:
@@ -258,51 +256,8 @@ def attention(
     full = make(rest, pools.req_to_token, pools.token_to_kv, "layers that keep all tokens") if rest else None
     windowed = [layer for layer in layers if layer.layer_id in windows.layer_ids]
     window = make(windowed, windows.table, windows.token_to_kv, "layers that keep windows")
-    shape = _attention_shape(layers, is_encoder=False)
+    shape = shape_of(layers, is_encoder=False)
     return WindowedAttention(shape, pools.req_to_token, pools.token_to_kv, window, full, windows.layer_ids)
-
-
-def _attention_shape(layers: Sequence[Attention], is_encoder: bool) -> AttentionShape:
-    """What some layers of a model ask of a backend."""
-    return AttentionShape(
-        max((layer.num_heads for layer in layers), default=1),
-        tuple((layer.num_kv_heads, layer.head_dim) for layer in layers),
-        tuple(dict.fromkeys(layer.sliding_window for layer in layers)) or (None,),
-        is_encoder,
-        frozenset[str]().union(*(layer.features for layer in layers)),
-        tuple(dict.fromkeys(layer.softcap for layer in layers)) or (None,),
-    )
-
-
-def _attention_class(
-    config: EngineConfig,
-    package: DevicePackage,
-    facts: Facts,
-    dtype: str,
-    shape: AttentionShape,
-    cells: TokenToKVPool,
-    whom: str,
-    ledger: DecisionLedger,
-) -> type[AttentionBackend]:
-    """The first that serves a shape over such cells, in graphs if they were asked for."""
-    captured = facts.has_streams and facts.graph_kind(config.graph) != "off" and not shape.is_encoder
-    needs = AttentionNeeds(
-        tuple(sorted({head_dim for _, head_dim in shape.layers})),
-        cells.page_size,
-        dtype.removeprefix("torch."),
-        shape.features | ({"capture"} if captured else set()),
-        facts.index_dtype,
-        int(spec_of(ForwardBatch, "seq_lens").padding.value),
-        cells.layout,
-    )
-    select = partial(select_attention, package.attention, explicit=config.attention_backend, package=package.name)
-    try:
-        return select(needs, whom=whom, ledger=ledger)
-    except ConfigError:
-        if not captured or config.graph != "auto":
-            raise
-        # Nobody asked for graphs: a backend that can not be captured is better than none.
-        return select(replace(needs, features=shape.features), whom=whom, ledger=ledger)
 
 
 def runner(

@@ -74,7 +74,9 @@ def test_the_ledger_says_what_was_refused_before_and_why() -> None:
 def test_an_explicit_choice_is_taken_though_it_is_not_the_first() -> None:
     backend, rows = choose(refs("ReferenceAttention", "Wide"), "Wide")
     assert backend is Wide
-    assert [(row.requested, row.effective, row.reason) for row in rows] == [("Wide", "Wide", "asked for")]
+    assert [(row.requested, row.effective, row.reason) for row in rows] == [
+        ("Wide", "Wide", "asked for; serves the model")
+    ]
 
 
 def test_an_explicit_choice_that_does_not_serve_is_an_error_not_a_replacement() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sglcore.runtime.fields import retained
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.memory.pools import WindowTable
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
 from sglcore.step.fields import (
     Axis,
@@ -27,7 +28,7 @@ from sglcore.step.fields import (
     zero,
 )
 from sglcore.step.forward_inputs import NgramEmbeddingInfo
-from tests.runtime.tiny import SHARED, STAGED, TinyModel, make_attention
+from tests.runtime.tiny import PAGE, SHARED, SLOTS, STAGED, TinyModel, make_attention
 
 
 @dataclass(slots=True)
@@ -141,12 +142,16 @@ def test_a_hand_written_retention_list_is_caught() -> None:
 def registries(facts: Any) -> tuple[Any, ...]:
     """A decode and a prefill registry with every buffer there is."""
     table, *_ = make_attention(TinyModel())
-    decode = build_decode_registry(facts, table, max_bs=4, register_global_num_tokens=True, num_ranks=2)
+    windows = WindowTable(SLOTS, 3, 9, PAGE, "cpu")
+    decode = build_decode_registry(
+        facts, table, max_bs=4, window_table=windows, register_global_num_tokens=True, num_ranks=2
+    )
     prefill = build_prefill_registry(
         facts,
         table,
         max_bs=2,
         max_num_tokens=8,
+        window_table=windows,
         register_global_num_tokens=True,
         register_input_embeds=True,
         hidden_size=3,

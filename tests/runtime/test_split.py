@@ -20,20 +20,23 @@ from sglcore.runtime.forward_context import ForwardContext, forward_context
 from sglcore.runtime.split import SplitRefusedError, filter_batch
 from sglcore.step.fields import Axis, Split, batch_field, specs
 from sglcore.step.forward_inputs import NgramEmbeddingInfo
-from tests.runtime.tiny import SHARED, STAGED, Desk, Site, assert_close, ints, make_site, random_tokens
+from tests.runtime.tiny import PAGE, SHARED, STAGED, Site, assert_close, ints, random_tokens
+from tests.runtime.windows import WindowDesk, make_windowed
 
 Rows = list[tuple[int, int]]
 ROWS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=4)
 """Tokens before this step, and tokens of this step, of each row."""
+WINDOW = 2
 
-TENSORS = ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens")
+TENSORS = ("input_ids", "positions", "out_cache_loc", "window_cache_loc", "req_pool_indices", "seq_lens")
 EXTENDS = ("extend_prefix_lens", "extend_seq_lens", "extend_start_loc")
 MIRRORS = ("seq_lens_cpu", "extend_prefix_lens_cpu", "extend_seq_lens_cpu")
 
 
 def parent(rows: Rows, decode: bool = False, facts: Any = SHARED) -> tuple[Site, ForwardBatch]:
     """A staged batch of these rows, with every optional field; the prefixes have run."""
-    site, desk = make_site(facts=facts), Desk(1)
+    site = make_windowed((None, WINDOW), facts=facts)
+    desk = WindowDesk(site, WINDOW, seed=1)
     prefixes = {slot + 1: random_tokens(slot, prefix) for slot, (prefix, _) in enumerate(rows) if prefix}
     site.runner.run_eager(site.runner.init_batch(desk.extend(prefixes)))
     tokens = {slot + 1: random_tokens(50 + slot, length) for slot, (_, length) in enumerate(rows)}
@@ -69,6 +72,7 @@ def counted(batch: ForwardBatch, rows: Rows, first: int, last: int) -> dict[str,
     assert info is not None and batch.mrope_positions is not None and batch.input_embeds is not None
     assert batch.token_type_ids is not None
     decode = batch.extend_seq_lens is None
+    hidden = [max(0, prefix - WINDOW + 1) // PAGE * PAGE for prefix, _ in rows]
     own = {name: _list(getattr(batch, name)) for name in (*TENSORS, *EXTENDS)}
     return {
         "forward_mode": batch.forward_mode,
@@ -77,6 +81,10 @@ def counted(batch: ForwardBatch, rows: Rows, first: int, last: int) -> dict[str,
         "input_ids": own["input_ids"][first:last],
         "positions": [position for _, position, _ in inside],
         "out_cache_loc": own["out_cache_loc"][first:last],
+        "window_positions": [position - hidden[row] for row, position, _ in inside],
+        "window_cache_loc": own["window_cache_loc"][first:last],
+        "window_seq_lens": [end - hidden[row] for row, end in zip(present, ends, strict=True)],
+        "window_seq_lens_cpu": [end - hidden[row] for row, end in zip(present, ends, strict=True)],
         "req_pool_indices": [own["req_pool_indices"][row] for row in present],
         "seq_lens": ends,
         "seq_lens_cpu": ends,

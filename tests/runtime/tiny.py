@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from sglcore.runtime.forward_context import ForwardContext
 from sglcore.runtime.graph_runner import GraphRunner
 from sglcore.runtime.graphs.backend import Step
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
+from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool, WindowTable
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.pooling import Pooler
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
@@ -159,7 +159,7 @@ class Site:
 
 
 def make_attention(
-    model: TinyModel, kind: type[AttentionBackend] = ReferenceAttention
+    model: TinyModel, kind: Callable[..., AttentionBackend] = ReferenceAttention
 ) -> tuple[ReqToTokenPool, MHATokenToKVPool, AttentionBackend]:
     """New pools and a backend over them."""
     layers = ((KV_HEADS, HEAD_DIM),) * len(model.windows)
@@ -175,21 +175,23 @@ def make_site(
     model: TinyModel | None = None,
     *,
     facts: Facts = SHARED,
-    attention: type[AttentionBackend] = ReferenceAttention,
+    attention: Callable[..., AttentionBackend] = ReferenceAttention,
     runner: type[ModelRunner] = ModelRunner,
     worker: type[TpModelWorker] = TpModelWorker,
     buckets: tuple[int, ...] = (),
     max_bs: int = SLOTS,
     batch_type: type[ForwardBatch] = ForwardBatch,
+    window_table: WindowTable | None = None,
     **options: Any,
 ) -> Site:
     """Everything, from the declarations; `buckets` captures decode graphs with the fake mechanism."""
     model = model or TinyModel()
     table, cells, backend = make_attention(model, attention)
-    decode = build_decode_registry(facts, table, max_bs=max_bs, batch_type=batch_type)
-    prefill = build_prefill_registry(facts, table, max_bs=2, max_num_tokens=4, batch_type=batch_type)
+    inputs: dict[str, Any] = {"batch_type": batch_type, "window_table": window_table}
+    decode = build_decode_registry(facts, table, max_bs=max_bs, **inputs)
+    prefill = build_prefill_registry(facts, table, max_bs=2, max_num_tokens=4, **inputs)
     tokens = TokenTable(SLOTS, CONTEXT, "cpu")
-    running = runner(model, backend, decode, prefill, tokens, **options)
+    running = runner(model, backend, decode, prefill, tokens, window_table=window_table, **options)
     graphs = RecordedGraphs() if buckets else None
     if graphs is not None:
         context = ForwardContext(backend, None, model.attention_layers, state_pool=running.state_pool)

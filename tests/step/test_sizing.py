@@ -14,7 +14,7 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError, StrictError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.memory.pools import MHATokenToKVPool, PageMajorTokenToKVPool, ReqToTokenPool, cell_bytes
-from sglcore.step.sizing import GIB, MemoryBudget, MemorySizes, size_pools, size_text
+from sglcore.step.sizing import GIB, Geometry, MemoryBudget, MemorySizes, size_pools, size_text
 from tests.runtime.tiny import Desk
 
 CELL, PAGE, CONTEXT = 1000, 16, 160
@@ -34,7 +34,7 @@ def sizes(available: float, *, strict: bool = False, share: float = 1.0, **wante
     found = size_pools(
         config,
         context_len=CONTEXT,
-        bytes_per_cell=CELL,
+        geometry=Geometry(CELL),
         page_size=PAGE,
         budget=budget(available, share),
         ledger=ledger,
@@ -138,19 +138,19 @@ def test_sizes_are_said_in_the_unit_that_they_reach(count: int, text: str) -> No
 
 def test_a_cell_of_one_byte_costs_one_byte() -> None:
     config = EngineConfig(max_requests=4, kv_cache_memory=20 * PAGE)
-    options = {"context_len": CONTEXT, "bytes_per_cell": 1, "page_size": PAGE}
+    options = {"context_len": CONTEXT, "geometry": Geometry(1), "page_size": PAGE}
     assert size_pools(config, **options, budget=budget(10), ledger=DecisionLedger()).num_pages == 20
 
 
 def test_memory_for_one_token_is_a_context_of_one_token() -> None:
     config, free = EngineConfig(max_requests=4), MemoryBudget(GIB, CELL, "", 1.0)
-    options = {"context_len": CONTEXT, "bytes_per_cell": CELL, "page_size": 1}
+    options = {"context_len": CONTEXT, "geometry": Geometry(CELL), "page_size": 1}
     assert size_pools(config, **options, budget=free, ledger=DecisionLedger()) == MemorySizes(1, 1, 1, 1)
 
 
 def test_fewer_requests_than_the_default_are_no_downgrade() -> None:
     ledger = DecisionLedger(strict=True)
-    options = {"context_len": CONTEXT, "bytes_per_cell": CELL, "page_size": PAGE}
+    options = {"context_len": CONTEXT, "geometry": Geometry(CELL), "page_size": PAGE}
     found = size_pools(EngineConfig(), **options, budget=budget(12), ledger=ledger)
     assert found.max_requests == 12
     assert [(row.topic, row.downgrade) for row in ledger.rows] == [("kv cache", False), ("requests", False)]
@@ -161,7 +161,7 @@ def test_a_model_without_a_cache_needs_no_memory_to_speak_of() -> None:
     found = size_pools(
         EngineConfig(max_requests=4),
         context_len=CONTEXT,
-        bytes_per_cell=0,
+        geometry=Geometry(0),
         page_size=PAGE,
         budget=MemoryBudget(GIB, GIB, ""),
         ledger=ledger,
@@ -258,11 +258,10 @@ def with_states(pages: float, strict: bool = False, **wanted: Any) -> tuple[Memo
     found = size_pools(
         EngineConfig(**{"max_requests": 4, **wanted}, sources=asked),
         context_len=CONTEXT,
-        bytes_per_cell=CELL,
+        geometry=Geometry(CELL, state=STATE),
         page_size=PAGE,
         budget=budget(pages),
         ledger=ledger,
-        bytes_per_state=STATE,
     )
     return found, {row.topic: row for row in ledger.rows}
 
@@ -305,10 +304,9 @@ def test_a_model_without_attention_has_as_many_pages_as_its_requests_can_use() -
     found = size_pools(
         EngineConfig(max_requests=4),
         context_len=CONTEXT,
-        bytes_per_cell=0,
+        geometry=Geometry(0, state=STATE),
         page_size=PAGE,
         budget=budget(500),
         ledger=DecisionLedger(),
-        bytes_per_state=STATE,
     )
     assert (found.num_pages, found.max_requests) == (40, 4)

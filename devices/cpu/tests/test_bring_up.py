@@ -16,6 +16,7 @@ from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.device.package import resolve
 from sglcore.runtime import bring_up
+from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.bring_up import STANDARD
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
@@ -45,7 +46,7 @@ def model(is_encoder: bool = False) -> Any:
     return SimpleNamespace(
         config=SimpleNamespace(is_encoder=is_encoder, context_length=32),
         dtype=torch.float32,
-        attention_layers=(SimpleNamespace(num_kv_heads=2, head_dim=8),),
+        attention_layers=(Attention(0, 2, 2, 8, cached=not is_encoder),),
         state_layers=(),
         kernels=KernelTable(),
     )
@@ -97,7 +98,7 @@ def test_kernels_that_are_none_list_those_that_are() -> None:
 def test_pages_are_counted_by_what_the_cells_take_that_are_made(
     kind: PoolKind, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bring_up, "size_pools", lambda config, **given: given["bytes_per_cell"])
+    monkeypatch.setattr(bring_up, "size_pools", lambda config, **given: given["geometry"].cell)
     config, none = EngineConfig(kv_cache_dtype=kind.kv_cache_dtype, page_size=4), cast("Any", None)
     assert bring_up.sizes(config, none, model(), none, none, kind) == size
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
+from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
+from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger, Row
-from sglcore.device.package import Ref, resolve
-from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, Unavailable
-from sglcore.runtime.memory.pools import CELL_MAJOR
+from sglcore.device.package import DevicePackage, Ref, resolve
+from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionShape, Unavailable
+from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.memory.pools import CELL_MAJOR, TokenToKVPool
+from sglcore.step.fields import spec_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +29,18 @@ class AttentionNeeds:
     index_dtype: str = "int64"
     padding_len: int = 1
     layout: str = CELL_MAJOR
+
+
+def shape_of(layers: Sequence[Attention], is_encoder: bool) -> AttentionShape:
+    """What some layers of a model ask of a backend."""
+    return AttentionShape(
+        max((layer.num_heads for layer in layers), default=1),
+        tuple((layer.num_kv_heads, layer.head_dim) for layer in layers),
+        tuple(dict.fromkeys(layer.sliding_window for layer in layers)) or (None,),
+        is_encoder,
+        frozenset[str]().union(*(layer.features for layer in layers)),
+        tuple(dict.fromkeys(layer.softcap for layer in layers)) or (None,),
+    )
 
 
 def refusal(facts: AttentionFacts, needs: AttentionNeeds) -> str:
@@ -73,6 +91,37 @@ def select_attention(
         f"no attention backend of device {package!r} serves {whom}: {'; '.join(refused)}",
         remedy="choose another --attention-backend, page size or dtype",
     )
+
+
+def choose_attention(
+    config: EngineConfig,
+    package: DevicePackage,
+    facts: Facts,
+    dtype: str,
+    shape: AttentionShape,
+    cells: TokenToKVPool,
+    whom: str,
+    ledger: DecisionLedger,
+) -> type[AttentionBackend]:
+    """The first that serves a shape over such cells, in graphs if they were asked for."""
+    captured = facts.has_streams and facts.graph_kind(config.graph) != "off" and not shape.is_encoder
+    needs = AttentionNeeds(
+        tuple(sorted({head_dim for _, head_dim in shape.layers})),
+        cells.page_size,
+        dtype.removeprefix("torch."),
+        shape.features | ({"capture"} if captured else set()),
+        facts.index_dtype,
+        int(spec_of(ForwardBatch, "seq_lens").padding.value),
+        cells.layout,
+    )
+    select = partial(select_attention, package.attention, explicit=config.attention_backend, package=package.name)
+    try:
+        return select(needs, whom=whom, ledger=ledger)
+    except ConfigError:
+        if not captured or config.graph != "auto":
+            raise
+        # Nobody asked for graphs: a backend that can not be captured is better than none.
+        return select(replace(needs, features=shape.features), whom=whom, ledger=ledger)
 
 
 def _consider(ref: Ref, needs: AttentionNeeds, package: str) -> tuple[type[AttentionBackend] | None, str]:

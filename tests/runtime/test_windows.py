@@ -1,0 +1,248 @@
+"""Layers with windows over a pool of their own: chunks, batches, graphs and halves of batches change nothing, and nothing that
+fell out of a window is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.runtime.attention.contract import AttentionBackend, Bucket
+from sglcore.runtime.attention.gathered import GatheredAttention
+from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.attention.reference import ReferenceAttention
+from sglcore.runtime.attention.windowed import WindowedAttention, WindowedPlan
+from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
+from sglcore.runtime.graphs.shadow import Shadow, leaving_cells
+from sglcore.runtime.memory.pools import MHATokenToKVPool, WindowTable
+from tests.runtime.tiny import PAGE, SHARED, STAGED, Site, make_site, random_tokens, tokens_of
+from tests.runtime.windows import WindowDesk, make_windowed
+
+KINDS = [((None, 3), 3), ((6, None, 3), 6), ((5, 5), 5)]
+"""Windows of the layers, and the longest."""
+
+
+def run(site: Any, batch: ScheduleBatch) -> list[list[int]]:
+    """Each row's tokens."""
+    result = site.worker.collect(site.worker.submit(batch))
+    return [tokens_of(result, row) for row in range(batch.batch_size)]
+
+
+def script(site: Any, window: int, desk: type[WindowDesk] = WindowDesk) -> WindowDesk:
+    """Chunks, mixed steps, decode, a slot given to another request; every token is what the oracle says."""
+    host, first, second = desk(site, window, seed=3), random_tokens(5, 15), random_tokens(6, 7)
+    run(site, host.extend({2: first[:6]}, emits=[False]))
+    run(site, host.extend({2: first[6:10], 5: second[:4]}, emits=[False, False]))
+    texts = {2: [*first], 5: [*second]}
+    for slot, (token,) in zip((2, 5), run(site, host.extend({2: first[10:], 5: second[4:]})), strict=True):
+        texts[slot].append(token)
+    for _ in range(9):
+        for slot, (token,) in zip((2, 5), run(site, host.decode(2, 5)), strict=True):
+            texts[slot].append(token)
+    host.leave(5)
+    third = random_tokens(7, 8)
+    mixed = host.batch({2: [-2], 5: third}, ForwardMode.MIXED)
+    for slot, found in zip((2, 5), run(site, mixed), strict=True):
+        texts[slot] = [*(texts[2] if slot == 2 else third), *found]
+    for _ in range(4):
+        for slot, (token,) in zip((5, 2), run(site, host.decode(5, 2)), strict=True):
+            texts[slot].append(token)
+    assert texts[2][15:] == site.model.continuation(first, 15)
+    assert texts[5][8:] == site.model.continuation(third, 5)
+    assert host.drops > 5
+    return host
+
+
+@pytest.mark.parametrize("buckets", [(), (1, 4)])
+@pytest.mark.parametrize("facts", [SHARED, STAGED])
+@pytest.mark.parametrize(("windows", "longest"), KINDS)
+def test_every_token_is_what_the_whole_text_gives(windows: Any, longest: int, facts: Any, buckets: Any) -> None:
+    site = make_windowed(windows, facts=facts, buckets=buckets, poison=True)
+    script(site, longest)
+    assert site.attention.token_to_kv_pool.num_layers == len(windows)
+
+
+@pytest.mark.parametrize("window", [ReferenceAttention, GatheredAttention])
+@pytest.mark.parametrize("full", [ReferenceAttention, GatheredAttention])
+def test_each_kind_of_layers_has_a_backend_of_its_own(full: Any, window: Any) -> None:
+    site = make_windowed(full=full, window=window, buckets=(2,))
+    script(site, 3)
+
+
+def test_compared_replays_leave_the_cells_of_both_pools() -> None:
+    site = make_windowed(buckets=(2,), window=GatheredAttention)
+    assert site.runner.graphs is not None
+    site.runner.graphs.shadow = Shadow(2)
+    script(site, 3)
+    assert site.runner.graphs.shadow.compared >= 4
+
+
+def pools_of(site: Site) -> list[MHATokenToKVPool]:
+    """That of layers that keep all, and that of windows."""
+    return [part.token_to_kv_pool for part in site.attention.parts]  # pyright: ignore[reportReturnType]
+
+
+def test_what_runs_beside_a_step_leaves_no_cell_of_either_pool() -> None:
+    site = make_windowed()
+    batch = site.runner.init_batch(WindowDesk(site, 3).extend({1: random_tokens(1, 6)}))
+    site.runner.run_eager(batch)
+    parts = [part for layer, pool in enumerate(pools_of(site)) for part in pool.kv(layer)]
+    before = [part.clone() for part in parts]
+
+    def overwrite() -> Tensor:
+        for layer in site.model.attention_layers:
+            pool, cells = site.attention.cells_of(layer, batch)
+            assert cells is not None
+            for part in pool.kv(layer.layer_id):
+                part[cells] = 7.0
+        return torch.zeros(0)
+
+    leaving_cells(site.runner.context(batch), batch, overwrite)
+    for part, kept in zip(parts, before, strict=True):
+        torch.testing.assert_close(part, kept, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_graph_or_a_plan_of_before_either_pool_moved_is_refused(place: int) -> None:
+    site = make_windowed(buckets=(2,))
+    desk = WindowDesk(site, 3)
+    run(site, desk.extend({1: random_tokens(1, 6)}))
+    with torch.inference_mode():
+        planned = site.runner.init_batch(desk.extend({2: random_tokens(1, 2)}))
+    planned.mark_forward_metadata_ready(site.attention.plan(planned))
+    pools_of(site)[place].replace_storage()
+    with pytest.raises(StalePlanError, match="generation"):
+        site.runner.forward(planned)
+    with pytest.raises(StalePlanError, match="generation"):
+        site.worker.submit(desk.decode(1))
+
+
+def test_every_member_of_a_backend_is_forwarded() -> None:
+    members = {name for name in vars(AttentionBackend) if not name.startswith("_")}
+    # What is final, what selection asks of the parts, and what has no cells at all.
+    members -= {"forward", "unavailable", "encode"}
+    assert members <= set(vars(WindowedAttention))
+    attributes = vars(make_windowed().attention)
+    assert set(vars(make_site().attention)) | {"facts"} <= set(attributes)
+
+
+def test_a_graph_takes_one_update() -> None:
+    class Tells(ReferenceAttention):
+        def refresh(self, plan: Any, batch: Any) -> Any:
+            super().refresh(plan, batch)
+            return "lengths"
+
+    site = make_windowed(full=Tells)
+    plan, batch = (
+        site.attention.capture_plan(Bucket(1, 1)),
+        site.runner.init_batch(WindowDesk(site, 3).extend({1: [4]})),
+    )
+    assert site.attention.refresh(plan, batch) == "lengths"
+    with pytest.raises(TypeError, match="both update"):
+        make_windowed(full=Tells, window=Tells, buckets=(1,))
+
+
+# -- planted defects: the script shows each -------------------------------------------------------------------------
+
+
+class FreedEarly(WindowDesk):
+    """The last page that the window sees is given away."""
+
+    def dead(self, length: int) -> int:
+        return super().dead(length + 1)
+
+
+class OffByAPage(WindowDesk):
+    """Rows say that their list begins one page later."""
+
+    def batch(self, *given: Any, **values: Any) -> ScheduleBatch:
+        made = super().batch(*given, **values)
+        assert made.window_starts is not None
+        made.window_starts = np.minimum(made.window_starts + PAGE, made.prefix_lens // PAGE * PAGE)
+        return made
+
+
+class ListNotSent(WindowDesk):
+    """The device is not told of a list that lost its first page and did not grow."""
+
+    def _advance(self, slot: int, before: int) -> list[int]:
+        held = len(self.windows.get(slot, []))
+        found = super()._advance(slot, before)
+        return found if len(found) > held or not before else []
+
+
+class Clipped(WindowedAttention):
+    """Layers with windows see lengths on the host as the others do."""
+
+    def plan(self, batch: ForwardBatch) -> WindowedPlan:
+        return super().plan(replace(batch, window_seq_lens_cpu=batch.seq_lens_cpu))
+
+
+class FirstViewKept(WindowedAttention):
+    """A captured plan goes on with the lengths that it was captured with."""
+
+    def refresh(self, plan: WindowedPlan, batch: ForwardBatch) -> Any:
+        view = plan.view
+        super().refresh(plan, batch)
+        if view is not None:
+            self.window.refresh(plan.window, view)
+
+
+class OtherCells(WindowedAttention):
+    """Keys and values of layers with windows go to the cells of the others."""
+
+    def cells_of(self, layer: Attention, batch: ForwardBatch) -> Any:
+        pool, cells = super().cells_of(layer, batch)
+        assert batch.out_cache_loc is not None
+        return pool, cells if pool is self.token_to_kv_pool else batch.out_cache_loc % pool.num_cells
+
+
+class WholeView(WindowedAttention):
+    """Layers with windows see their requests from the first token on."""
+
+    def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: WindowedPlan) -> Tensor:
+        if layer.sliding_window is None:
+            return super().attend(q, layer, batch, plan)
+        return self.window.attend(q, layer, batch, self.window.plan(batch))
+
+
+class StaleTable(WindowTable):
+    """A slot's second page and those after it stay what they were first."""
+
+    def write(self, entries: Tensor, pages: Tensor) -> None:
+        old = self.page_table.view(-1)[entries]
+        super().write(entries, torch.where((entries % self.max_pages > 0) & (old > 0), old, pages))
+
+
+@pytest.mark.parametrize("desk", [FreedEarly, OffByAPage, ListNotSent])
+def test_a_host_that_gives_windows_away_is_caught(desk: type[WindowDesk]) -> None:
+    with pytest.raises((AssertionError, IndexError, ValueError)):
+        script(make_windowed(), 3, desk)
+
+
+@pytest.mark.parametrize("defect", [Clipped, FirstViewKept, OtherCells, WholeView])
+def test_a_backend_that_mixes_the_kinds_up_is_caught(defect: type[WindowedAttention]) -> None:
+    site = make_windowed(buckets=(2,))
+    site.attention.__class__ = defect
+    with pytest.raises((AssertionError, IndexError)):
+        script(site, 3)
+
+
+def test_a_table_that_keeps_old_pages_is_caught() -> None:
+    site = make_windowed()
+    assert site.runner.window_table is not None
+    site.runner.window_table.__class__ = StaleTable
+    with pytest.raises(AssertionError):
+        script(site, 3)
+
+
+def test_a_list_longer_than_a_slot_holds_is_refused() -> None:
+    site = make_windowed()
+    batch = WindowDesk(site, 3).extend({1: random_tokens(1, 40)})
+    with pytest.raises(ValueError, match="has 10 pages, its slot holds 5"):
+        site.worker.submit(batch)
