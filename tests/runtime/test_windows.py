@@ -107,13 +107,13 @@ def test_what_runs_beside_a_step_leaves_no_cell_of_either_pool() -> None:
         torch.testing.assert_close(part, kept, rtol=0, atol=0, equal_nan=True)
 
 
+@torch.inference_mode()
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_graph_or_a_plan_of_before_either_pool_moved_is_refused(place: int) -> None:
     site = make_windowed(buckets=(2,))
     desk = WindowDesk(site, 3)
     run(site, desk.extend({1: random_tokens(1, 6)}))
-    with torch.inference_mode():
-        planned = site.runner.init_batch(desk.extend({2: random_tokens(1, 2)}))
+    planned = site.runner.init_batch(desk.extend({2: random_tokens(1, 2)}))
     planned.mark_forward_metadata_ready(site.attention.plan(planned))
     pools_of(site)[place].replace_storage()
     with pytest.raises(StalePlanError, match="generation"):
