@@ -83,15 +83,15 @@ def size_pools(
     windows = _size_windows(config, geometry, states.max_requests, max_model_len, page_size, allowed, ledger)
     allowed -= windows.num_bytes
     cell = geometry.cell if windows.num_pages else geometry.cell + geometry.window_cell
-    page_bytes = page_size * max(cell, 1)
+    page_bytes = page_size * cell
     useful = states.max_requests * -(-max_model_len // page_size)
-    num_pages = min(useful, allowed // page_bytes)
+    num_pages = min(useful, allowed // page_bytes) if cell else useful
     needed = -(-max_model_len // page_size)
     if num_pages < needed:
         max_model_len = _shorter_context(config, num_pages * page_size, max_model_len, needed * page_bytes, ledger)
         num_pages = -(-max_model_len // page_size)
         useful = states.max_requests * num_pages
-    what = f"{num_pages} pages of {page_size} tokens, {size_text(num_pages * page_size * cell)}"
+    what = f"{num_pages} pages of {page_size} tokens, {size_text(num_pages * page_bytes)}"
     reason = f"{budget.evidence}; {states.max_requests} requests of {max_model_len} tokens need {useful} pages"
     asked_text = f"{size_text(given)}" if given is not None else "auto"
     ledger.record(Row("kv cache", asked_text, what, reason, "set kv_cache_memory"))

@@ -1,0 +1,112 @@
+"""Layers with windows keep the last tokens alone: chunks, prefix hits, retraction, overlap and graphs change nothing, whatever
+becomes of the pages that fell out of a window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglcore.runtime.memory.pools import WindowTable
+from sglcore.schedule.windows import Windows
+from tests.checkpoints import gemma2, gemma3, gpt_oss, mistral, save
+from tests.laws import test_model_laws
+from tests.laws.engine import check_logprobs, random_prompts
+from tests.laws.test_model_laws import check_paths
+from tests.laws.windows import WindowEngine
+
+CONTEXT = 96
+ARCHITECTURES: MappingProxyType[str, tuple[Callable[..., Any], dict[str, Any]]] = MappingProxyType(
+    {
+        "gemma2": (gemma2, {}),
+        "gemma3": (gemma3, {}),
+        "gemma3-transformers": (gemma3, {"model_impl": "transformers"}),
+        "gpt-oss": (gpt_oss, {}),
+        "mistral": (lambda **sizes: mistral(sliding_window=6, **sizes), {}),
+    }
+)
+"""Models with windows of six tokens in some of their layers, or in all, and how they are opened."""
+
+
+class Case(test_model_laws.Case):
+    """A saved checkpoint, its oracle, and how it is opened: with few pages of the kind that runs short first."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        make, self.settings = ARCHITECTURES[name]
+        self.oracle = make(max_position_embeddings=CONTEXT)
+        self.folder = save(self.oracle, folder)
+        self.keeps_all = name != "mistral"
+
+    def engine(self, **settings: Any) -> WindowEngine:
+        """One over it."""
+        memory = (CONTEXT // 4 + 2 if self.keeps_all else 8) * self.page_bytes(4)
+        return WindowEngine(self.folder, kv_cache_memory=memory, max_requests=4, **self.settings, **settings)
+
+
+@pytest.fixture(scope="module", params=list(ARCHITECTURES))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    yield Case(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_windows_that_keep_the_last_tokens_change_nothing(case: Case, graph: str) -> None:
+    """Chunks and ragged arrivals; prefix hits, at the end of a text and where others branch off; retraction."""
+    engine = case.engine(graph=graph, poison=True)
+    check_logprobs(engine.run(random_prompts(1, (5, 30, 17, 9)), 12, score_prompts=True, stagger=2), case.oracle)
+    base = random_prompts(8, (33,))[0]
+    others = [base[:21] + tail for tail in random_prompts(9, (3, 1, 6))]
+    for prompts in ([base], [base], others, others):
+        check_logprobs(engine.run(prompts, 4), case.oracle)
+    assert engine.scheduler.stats().hit_tokens >= 32 + 3 * 20
+    check_logprobs(engine.run(random_prompts(10, (20, 24, 28, 22)), 30, stagger=1), case.oracle)
+    # A request takes no more window pages while it grows: it waits for them, once.
+    assert (engine.scheduler.stats().retractions > 0) == case.keeps_all
+    assert engine.freed.given > 60
+    check_paths(engine, graph)
+
+
+@pytest.mark.needs("device")
+def test_windows_without_a_prefix_cache_and_one_step_at_a_time(case: Case) -> None:
+    engine = case.engine(graph="off", overlap=False, prefix_cache=False, page_size=3)
+    check_logprobs(engine.run(random_prompts(2, (5, 30, 17, 9)), 16, score_prompts=True, stagger=2), case.oracle)
+    assert engine.freed.given > 40
+
+
+class FreesEarly(Windows):
+    """The first page that the window still sees goes back."""
+
+    def first_seen(self, pages: int) -> int:
+        return super().first_seen(pages + 1)
+
+
+class KeepsDead(WindowTable):
+    """The device goes on with the list that a slot had, but for pages that come after it."""
+
+    def write(self, entries: Tensor, pages: Tensor) -> None:
+        held = self.page_table.view(-1)[entries]
+        super().write(entries, torch.where(held > 0, held, pages))
+
+
+def frees_early(engine: WindowEngine) -> None:
+    """On the host."""
+    engine.scheduler._running.memory.windows.__class__ = FreesEarly
+
+
+def keeps_dead(engine: WindowEngine) -> None:
+    """On the device."""
+    assert engine.worker.runner.window_table is not None
+    engine.worker.runner.window_table.__class__ = KeepsDead
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("case", ["gemma3"], indirect=True)
+@pytest.mark.parametrize("defect", [frees_early, keeps_dead])
+def test_a_page_that_is_gone_is_seen(case: Case, defect: Callable[[WindowEngine], None]) -> None:
+    engine = case.engine(graph="off", prefix_cache=False)
+    defect(engine)
+    with pytest.raises(AssertionError):
+        check_logprobs(engine.run(random_prompts(1, (5, 30)), 12), case.oracle)
