@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,20 +14,22 @@ import torch
 from torch import Tensor
 
 from sglcore.device.batch import ScheduleBatch
+from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.attention.reference import ReferenceAttention, ReferencePlan, SingleRows
+from sglcore.runtime.attention.windowed import WindowedAttention
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext
 from sglcore.runtime.graph_runner import GraphRunner
 from sglcore.runtime.memory.pools import ReqToTokenPool
 from sglcore.runtime.token_table import TokenTable
 from sglcore.schedule.request import Request
-from tests.checkpoints import mistral, save
+from tests.checkpoints import gemma3, save
 from tests.laws.engine import TokenEngine, check_logprobs, random_prompts
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
-    oracle = mistral(max_position_embeddings=96, sliding_window=20)
+    oracle = gemma3(max_position_embeddings=96, sliding_window=20)
     yield save(oracle, tmp_path_factory.mktemp("mutants")), oracle
 
 
@@ -74,13 +77,22 @@ class NextSlotsToken(TokenTable):
         super().resolve_decode(input_ids, slots.clamp(min=2) - 1)
 
 
+def broken(kind: type[ReferenceAttention], old: AttentionBackend[Any]) -> ReferenceAttention:
+    """One over the same pools."""
+    return kind(old.shape, old.req_to_token_pool, old.token_to_kv_pool, old.kernels)
+
+
 def replace_attention(kind: type[ReferenceAttention]) -> Callable[[TokenEngine], None]:
     """Give every reader of the backend a broken one over the same pools."""
 
     def plant(engine: TokenEngine) -> None:
         runner = engine.worker.runner
         old = runner.attn_backend
-        runner.attn_backend = kind(old.shape, old.req_to_token_pool, old.token_to_kv_pool, old.kernels)
+        if not isinstance(old, WindowedAttention) or old.full is None:
+            runner.attn_backend = broken(kind, old)
+            return
+        made = runner.attn_backend = copy(old)
+        made.window, made.full = broken(kind, old.window), broken(kind, old.full)
 
     return plant
 
@@ -146,8 +158,7 @@ def test_the_laws_catch(name: str, checkpoint: tuple[Path, Any]) -> None:
 def page_bytes(oracle: Any) -> int:
     """Bytes of a page of four tokens in float32; the context of 96 needs 24 of them."""
     config = oracle.config
-    head_dim = config.hidden_size // config.num_attention_heads
-    return 4 * config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 4
+    return 4 * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 4
 
 
 class AssumesNeighbours(ReqToTokenPool):

@@ -27,7 +27,7 @@ from sglcore.runtime.forward_batch import StalePlanError
 from sglcore.runtime.graphs.capture import CaptureError, Recorder
 from sglcore.runtime.graphs.decode import DecodeGraphs
 from sglcore.runtime.graphs.shadow import ShadowMismatch
-from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
+from sglcore.runtime.memory.pools import MHATokenToKVPool
 from sglcore.runtime.staging import HostBlock
 from sglcore.runtime.tp_worker import TpModelWorker
 from tests.checkpoints import mistral, save
@@ -112,7 +112,8 @@ def rebound_input_buffer(made: TokenEngine) -> None:
 
 def pool_freed_early(made: TokenEngine) -> None:
     """The KV pool is replaced, and nobody is told."""
-    pool = made.worker.runner.attn_backend.token_to_kv_pool
+    (part,) = made.worker.runner.attn_backend.parts
+    pool = part.token_to_kv_pool
     assert isinstance(pool, MHATokenToKVPool)
     pool._kv = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in pool._kv]
     torch.accelerator.synchronize()
@@ -128,12 +129,14 @@ def pool_replaced(made: TokenEngine) -> None:
 
 def other_requests_page(made: TokenEngine) -> None:
     """The pages of a row are written to the row beside it."""
+    (part,) = made.worker.runner.attn_backend.parts
+    table = part.req_to_token_pool
 
-    class Beside(ReqToTokenPool):
+    class Beside(type(table)):
         def write(self, entries: Any, pages: Any) -> None:
             super().write((entries - self.max_pages).clamp(min=self.max_pages), pages)
 
-    made.worker.runner.attn_backend.req_to_token_pool.__class__ = Beside
+    table.__class__ = Beside
 
 
 def stale_plan(made: TokenEngine) -> None:

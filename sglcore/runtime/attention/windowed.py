@@ -52,16 +52,15 @@ class WindowedAttention(AttentionBackend[WindowedPlan]):
     ) -> None:
         """`window` attends for the layers whose ids are `windowed`, over a table and a pool of its own, and `full` over those
         that are given here (None: there is no other layer). `shape` is the whole model's."""
-        self._parts = (window,) if full is None else (full, window)
-        self.facts = _common([part.facts for part in self._parts], token_to_kv_pool.layout)
-        super().__init__(shape, req_to_token_pool, token_to_kv_pool, window.kernels, window.hisparse)
-        self.takes_stored = all(part.takes_stored for part in self._parts)
         self.window, self.full, self._windowed = window, full, frozenset(windowed)
+        self.facts = _common([part.facts for part in self.parts], token_to_kv_pool.layout)
+        super().__init__(shape, req_to_token_pool, token_to_kv_pool, window.kernels, window.hisparse)
+        self.takes_stored = all(part.takes_stored for part in self.parts)
 
     @property
     def parts(self) -> tuple[AttentionBackend[Any], ...]:
         """Both backends."""
-        return self._parts
+        return (self.window,) if self.full is None else (self.full, self.window)
 
     @property
     def generation(self) -> int:
