@@ -80,15 +80,17 @@ def size_pools(
         room = allowed // 2 if given is None else budget.available - given
         states = _size_states(config, geometry.state, room, ledger)
         allowed -= 0 if given is not None else states.num_bytes
-    windows = _size_windows(config, geometry, states.max_requests, max_model_len, page_size, allowed, ledger)
-    allowed -= windows.num_bytes
-    cell = geometry.cell if windows.num_pages else geometry.cell + geometry.window_cell
+    window_pages = _size_windows(config, geometry, states.max_requests, max_model_len, page_size, allowed, ledger)
+    window_bytes = window_pages * page_size * geometry.window_cell
+    allowed -= window_bytes
+    cell = geometry.cell if window_pages else geometry.cell + geometry.window_cell
     page_bytes = page_size * cell
     useful = states.max_requests * -(-max_model_len // page_size)
     num_pages = min(useful, allowed // page_bytes) if cell else useful
     needed = -(-max_model_len // page_size)
     if num_pages < needed:
-        max_model_len = _shorter_context(config, num_pages * page_size, max_model_len, needed * page_bytes, ledger)
+        wanted = needed * page_bytes + window_bytes
+        max_model_len = _shorter_context(config, num_pages * page_size, max_model_len, wanted, ledger)
         num_pages = -(-max_model_len // page_size)
         useful = states.max_requests * num_pages
     what = f"{num_pages} pages of {page_size} tokens, {size_text(num_pages * page_bytes)}"
@@ -99,8 +101,8 @@ def size_pools(
     if num_pages < requests:
         requests = num_pages
         _tell_fewer(config, requests, f"each holds at least one of {num_pages} pages", "raise kv_cache_memory", ledger)
-    window = geometry.window if windows.num_pages else 0
-    return MemorySizes(page_size, num_pages, max_model_len, requests, states.num_snapshots, window, windows.num_pages)
+    window = geometry.window if window_pages else 0
+    return MemorySizes(page_size, num_pages, max_model_len, requests, states.num_snapshots, window, window_pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +157,6 @@ def _size_snapshots(config: EngineConfig, each: int, requests: int, left: int, l
     return count
 
 
-@dataclass(frozen=True, slots=True)
-class _Windows:
-    """Window pages, and bytes of all; 0 where layers with windows keep all tokens."""
-
-    num_pages: int = 0
-    num_bytes: int = 0
-
-
 def _size_windows(
     config: EngineConfig,
     geometry: Geometry,
@@ -171,12 +165,12 @@ def _size_windows(
     page_size: int,
     allowed: int,
     ledger: DecisionLedger,
-) -> _Windows:
+) -> int:
     """What every request and the prefix cache can use, but no more than half of what is `allowed`, nor more window pages than
-    there can be pages; always enough for one request. None where one pool holds a longer context."""
+    there can be pages, nor what a whole context needs; always enough for one request. 0 where one pool holds a longer context."""
     window = geometry.window
     if not window:
-        return _Windows()
+        return 0
     page_bytes, full_bytes = page_size * geometry.window_cell, page_size * geometry.cell
     longest = -(-max_model_len // page_size)
     least = -(-(window + config.max_batch_tokens) // page_size) + 2
@@ -184,17 +178,18 @@ def _size_windows(
     if in_two < longest and in_two <= in_one:
         what = f"{size_text(allowed)} hold a longer context without pages of their own for windows"
         ledger.record(Row("window cache", "auto", "none", what, "set kv_cache_memory, or lower max_batch_tokens"))
-        return _Windows()
+        return 0
     each = -(-(window - 1) // page_size) + 2
     windows = requests * (1 + (CACHED_WINDOWS if config.prefix_cache else 0))
     useful = min(windows * each + -(-config.max_batch_tokens // page_size), requests * longest)
     half = allowed // (page_bytes + (max(page_bytes, full_bytes) if full_bytes else 0))
-    count = max(least, min(useful, half))
+    beside_one = (allowed - longest * full_bytes) // page_bytes
+    count = max(least, min(useful, half, beside_one))
     cached = " and of as many texts in the prefix cache" if config.prefix_cache else ""
     reason = f"the last {window} tokens of {requests} requests{cached}, and one step's, need {useful} pages"
     what = f"{count} pages of {page_size} tokens, {size_text(count * page_bytes)}"
     ledger.record(Row("window cache", "auto", what, reason, "set kv_cache_memory, max_requests or max_batch_tokens"))
-    return _Windows(count, count * page_bytes)
+    return count
 
 
 def _tell_fewer(config: EngineConfig, count: int, reason: str, remedy: str, ledger: DecisionLedger) -> None:

@@ -310,3 +310,80 @@ def test_a_model_without_attention_has_as_many_pages_as_its_requests_can_use() -
         ledger=DecisionLedger(),
     )
     assert (found.num_pages, found.max_requests) == (40, 4)
+
+
+WINDOW, STEP = 20, 24
+LEAST = 5
+"""Window pages with which one request goes on: those of 44 tokens, and two more."""
+
+
+def with_windows(pages: float, cell: int = CELL, **wanted: Any) -> tuple[MemorySizes, Any]:
+    """The same of a model that keeps a `cell` of every token, and another CELL of each of the last 20."""
+    ledger = DecisionLedger()
+    found = size_pools(
+        EngineConfig(**{"max_requests": 4, "max_batch_tokens": STEP, **wanted}),
+        context_len=CONTEXT,
+        geometry=Geometry(cell, CELL, WINDOW),
+        page_size=PAGE,
+        budget=budget(pages),
+        ledger=ledger,
+    )
+    return found, {row.topic: row for row in ledger.rows}
+
+
+def test_windows_of_all_requests_and_as_many_cached_ones_come_before_pages() -> None:
+    found, rows = with_windows(1000)
+    assert (found.num_pages, found.window, found.num_window_pages) == (40, WINDOW, 4 * 2 * 4 + 2)
+    assert rows["window cache"].effective == f"34 pages of 16 tokens, {size_text(34 * PAGE_BYTES)}"
+    assert (
+        "of 4 requests and of as many texts in the prefix cache, and one step's, need 34" in rows["window cache"].reason
+    )
+    assert with_windows(1000, prefix_cache=False)[0].num_window_pages == 4 * 4 + 2
+    assert with_windows(1000, max_batch_tokens=130)[0].num_window_pages == 40, "there are no more pages than that"
+
+
+def test_windows_leave_half_of_the_memory_to_pages_and_are_no_more_than_those() -> None:
+    assert with_windows(60)[0] == MemorySizes(PAGE, 30, CONTEXT, 4, window=WINDOW, num_window_pages=30)
+    thin, _ = with_windows(60, cell=CELL // 4)
+    assert (thin.num_window_pages, thin.num_pages) == (30, 40)
+    thick, _ = with_windows(100, cell=4 * CELL)
+    assert (thick.num_window_pages, thick.num_pages) == (20, 20)
+
+
+def test_a_model_of_windows_alone_has_names_of_pages_for_nothing() -> None:
+    found, rows = with_windows(20, cell=0)
+    assert (found.num_window_pages, found.num_pages, found.max_model_len) == (20, 40, CONTEXT)
+    assert rows["kv cache"].effective == "40 pages of 16 tokens, 0.0 MiB"
+
+
+def test_one_request_has_its_window_though_it_is_more_than_half() -> None:
+    found, _ = with_windows(4 + LEAST, max_model_len=64)
+    assert (found.num_pages, found.num_window_pages) == (4, LEAST)
+
+
+def test_a_whole_context_fits_before_windows_take_half() -> None:
+    assert with_windows(16)[0] == MemorySizes(PAGE, 10, CONTEXT, 4, window=WINDOW, num_window_pages=6)
+
+
+def test_where_one_pool_holds_a_longer_context_there_is_one() -> None:
+    found, rows = with_windows(8)
+    assert found == MemorySizes(PAGE, 4, 4 * PAGE, 4)
+    assert rows["window cache"].effective == "none" and "a longer context" in rows["window cache"].reason
+    found, rows = with_windows(12)
+    assert found == MemorySizes(PAGE, 7, 7 * PAGE, 4, window=WINDOW, num_window_pages=LEAST)
+    with pytest.raises(ConfigError, match="the KV memory holds 64 tokens"):
+        with_windows(8, max_model_len=CONTEXT)
+
+
+@settings(deadline=None)
+@given(st.integers(2, 300), st.sampled_from([0, 300, CELL, 4000]), st.integers(1, 6), st.integers(1, 100))
+def test_both_pools_fit_and_hold_one_request(pages: int, cell: int, requests: int, step: int) -> None:
+    try:
+        found, _ = with_windows(pages, cell, max_requests=requests, max_batch_tokens=step)
+    except ConfigError:
+        assert pages * PAGE_BYTES < PAGE * (cell + CELL)
+        return
+    taken = found.num_window_pages * CELL + found.num_pages * (cell if found.window else cell + CELL)
+    assert taken * PAGE <= pages * PAGE_BYTES
+    assert found.num_pages * PAGE >= found.max_model_len
+    assert not found.window or found.num_window_pages >= -(-(WINDOW + step) // PAGE) + 2
