@@ -252,10 +252,10 @@ def attention(
 
     if windows is None:
         return make(layers, pools.req_to_token, pools.token_to_kv, "the model")
-    rest = [layer for layer in layers if layer.layer_id not in windows.layer_ids]
-    full = make(rest, pools.req_to_token, pools.token_to_kv, "layers that keep all tokens") if rest else None
     windowed = [layer for layer in layers if layer.layer_id in windows.layer_ids]
     window = make(windowed, windows.table, windows.token_to_kv, "layers that keep windows")
+    rest = [layer for layer in layers if layer.layer_id not in windows.layer_ids]
+    full = make(rest, pools.req_to_token, pools.token_to_kv, "layers that keep all tokens") if rest else None
     shape = shape_of(layers, is_encoder=False)
     return WindowedAttention(shape, pools.req_to_token, pools.token_to_kv, window, full, windows.layer_ids)
 
