@@ -13,6 +13,8 @@ OWN: Mapping[str, str] = MappingProxyType(
         "layer_norm": "mlx.core.fast:layer_norm",
         "rotary": "sglcore_mlx.layers.rotary:Rotary",
         "moe": "sglcore_mlx.layers.moe:SparseMoe",
+        "gated_delta_rule": "sglcore_mlx.layers.recurrence:gated_delta_rule",
+        "selective_scan": "sglcore_mlx.layers.recurrence:selective_scan",
         "attention of prompts": "mlx.core.fast:scaled_dot_product_attention",
         "store_kv": "sglcore_mlx.pool:store",
         "draw": "sglcore_mlx.sampling.sampler:Sampler",
