@@ -7,6 +7,7 @@ The worker takes lists in the order of the steps, so what no step planned later 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from sglcore.device.worker import Limits
@@ -139,7 +140,8 @@ class Windows:
         cached = {node.window_page: node for node in nodes if node.window_page}
         assert cached == self._nodes, f"nodes have window pages {sorted(cached)}; wanted {sorted(self._nodes)}"
         listed = [page for request in holders for page in request.window_pages]
-        users = {page: listed.count(page) for page in cached}
+        counts = Counter(listed)
+        users = {page: counts[page] for page in cached}
         assert users == {page: node.window_users for page, node in cached.items()}, f"window pages' users are {users}"
         assert self._unused.keys() == {page for page, count in users.items() if not count}, "unused window pages"
         kept = [page for request in holders for page in request.kept_windows.values()]
