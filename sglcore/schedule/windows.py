@@ -131,7 +131,6 @@ class Windows:
             self._drop(page)
         self.kept -= len(request.kept_windows)
         request.kept_windows.clear()
-        request.window_ends.clear()
         request.window_pages = []
 
     def audit(self, holders: Iterable[Request], nodes: Iterable[Node]) -> None:

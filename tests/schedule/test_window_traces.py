@@ -50,6 +50,11 @@ def test_the_traces_reach_what_they_are_meant_to_reach() -> None:
     assert min(seen.values()) >= 3, seen
 
 
+@pytest.mark.parametrize("seed", RARE)
+def test_what_is_rare_ends_as_if_every_request_had_run_alone(seed: int) -> None:
+    play(draw(seed))
+
+
 class Silent(Windows):
     """The worker is to notice it."""
 

@@ -266,11 +266,25 @@ def test_nobody_is_admitted_to_the_window_page_that_a_running_request_needs_next
     assert drive.scheduler.stats().retractions == 0
 
 
+@pytest.mark.parametrize(("siblings", "is_admitted"), [(1, True), (2, False)])
+def test_who_passes_others_over_leaves_them_a_window_page_each(siblings: int, is_admitted: bool) -> None:
+    """Of 8 window pages the leader has 3 and is promised one; who comes last wants 3."""
+    drive = make_drive(num_window_pages=8, max_batch_tokens=12)
+    leader = drive.add("s0", SYSTEM[:14], 5)
+    for seed in range(1, siblings + 1):
+        drive.add(f"s{seed}", SYSTEM[:14], 5, seed=seed, leader=leader)
+    drive.add("new", [9] * 10, 2)
+    drive.step(2)
+    assert ("new" in drive.worker.rids[1]) is is_admitted
+    drive.run()
+
+
 def test_the_window_used_least_recently_gives_way() -> None:
     drive = make_drive(max_batch_tokens=16, num_window_pages=9)
     for first in (1, 2, 3, 1, 4):
         run_one(drive, f"{drive.scheduler.stats().steps}", [first] * 13, 2)
-    assert drive.scheduler.stats().evicted_window_pages > 0 and drive.scheduler.stats().evicted_pages == 0
+    stats = drive.scheduler.stats()
+    assert (stats.evicted_window_pages, stats.cached_window_pages, stats.evicted_pages) == (1, 7, 0)
     assert run_one(drive, "kept", [1] * 13).cached_tokens == 12
     assert run_one(drive, "gone", [2] * 13).cached_tokens == 0
 

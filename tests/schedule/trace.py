@@ -221,6 +221,7 @@ def check(outcome: Outcome) -> None:
     for _, request in outcome.trace.arrivals:
         assert outcome.finishes.get(request.rid) == 1, f"{request.rid} ended {outcome.finishes.get(request.rid)} times"
         assert outcome.tokens.get(request.rid, []) == request.output_ids, f"{request.rid}: outputs and results differ"
+        assert not request.pages and not request.window_pages and not request.kept_windows, f"{request.rid} holds pages"
         _check_request(outcome, request)
 
 
