@@ -1,9 +1,12 @@
 """One model by its file here, by transformers' class on the engine, and by plain transformers `generate`, in one run.
 
-    python -m benchmarks.transformers_form MODEL [--dtype bfloat16] [--rounds 3] [--out benchmarks/results/NAME.json]
+    python -m benchmarks.transformers_form [MODEL] [--dtype bfloat16] [--rounds 3] [--out benchmarks/results/NAME.json]
 
-Decode is milliseconds a step at 1 and 8 requests, prefill milliseconds for 384 tokens, start seconds and the most memory above
-what was there before, over the weights' bytes. The ways take turns, because a machine's speed drifts; what counts is their ratio.
+Without MODEL, a Llama of 100 million random weights. Decode is milliseconds a step at 1 and 8 requests, prefill milliseconds for
+384 tokens, start seconds. The ways take turns, because a machine's speed drifts; what
+counts is their ratio. Peaks are the most memory that a start takes, over the bytes of the weights' files, for models of 400 MiB
+that are made here; what the process had before, with every library imported and a small model of the same type started and
+closed, is subtracted.
 """
 
 from __future__ import annotations
@@ -11,38 +14,54 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
+from benchmarks.made_models import make_model
 from benchmarks.results import machine, write_results
 from sglcore.checkpoint.files import checkpoint_files
 from sglcore.engine.llm import LLM
 from sglcore.sampling.params import SamplingParams
 
-PROMPT, STEPS, PREFILL = [5] * 10, 40, list(range(5, 389))
+PROMPT, STEPS, PREFILL, TIMES = [5] * 10, 40, list(range(5, 389)), 4
 WAYS = ("native recorded", "transformers recorded", "native eager", "transformers eager", "generate")
+DENSE = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_hidden_layers": 16}
+SPARSE = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 8, "num_local_experts": 32}
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+CHECKPOINTS: Mapping[str, tuple[str, Mapping[str, Any], str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "one file": ("llama", DENSE, "50GB", {}),
+        "five shards": ("llama", DENSE, "100MB", {}),
+        "one file, --quantize int8": ("llama", DENSE, "50GB", {"quantize": "int8"}),
+        "experts": ("mixtral", SPARSE, "50GB", {}),
+    }
+)
+"""Type, sizes, largest file, settings."""
 
 
 def main() -> None:
     """Measure and print; write where asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out")
     asked = parser.parse_args()
-    best: dict[str, dict[str, float]] = defaultdict(dict)
-    for _ in range(asked.rounds):
-        for way in WAYS:
-            for name, value in _measured(way, asked.model, asked.dtype).items():
-                best[way][name] = min(value, best[way].get(name, value))
-    memory = {way: _peak(way, asked.model, asked.dtype) for way in WAYS[:2]}
-    told = {"machine": machine(), "dtype": asked.dtype, "best of": asked.rounds, "ways": best, "peak": memory}
+    with TemporaryDirectory() as folder:
+        if asked.model is None:
+            make_model(Path(folder), "llama", {})
+        best = _best_of(asked.rounds, asked.model or Path(folder), asked.dtype)
+    told = {"machine": machine(), "dtype": asked.dtype, "best of": asked.rounds, "ways": best, "peaks": dict(_peaks())}
     told["ratios"] = {
         way: {
             name: round(best[f"native {way}"][name] / value, 3) for name, value in best[f"transformers {way}"].items()
@@ -54,10 +73,33 @@ def main() -> None:
         write_results(asked.out, told)
 
 
-def _measured(way: str, model: Path, dtype: str) -> dict[str, float]:
+def _best_of(rounds: int, model: Path, dtype: str) -> dict[str, dict[str, float]]:
+    best: dict[str, dict[str, float]] = defaultdict(dict)
+    for way in WAYS * rounds:
+        for name, value in measured(way, model, dtype):
+            best[way][name] = min(value, best[way].get(name, value))
+    return best
+
+
+def measured(
+    way: str, model: Path, dtype: str, *, steps: int = STEPS, times: int = TIMES, has_prefill: bool = True
+) -> Iterator[tuple[str, float]]:
+    """Each figure of one way, the best of so many `times`, with its name; decode takes so many `steps`."""
+    begin = time.perf_counter()
     if way == "generate":
-        return dict(_by_generate(model, dtype))
-    return dict(_by_engine(way, model, dtype))
+        run, close = _by_generate(model, dtype), None
+    else:
+        engine = LLM(**_settings(way, model, dtype))
+        yield "start", time.perf_counter() - begin
+        run, close = partial(_generate, engine), engine.close
+    for requests in (1, 8):
+        prompts = [PROMPT] * requests
+        run(prompts, 4)
+        yield f"decode {requests}", _best(lambda prompts=prompts: run(prompts, steps), times) / steps * 1e3
+    if has_prefill:
+        yield "prefill", _best(lambda: run([PREFILL], 1), times) * 1e3
+    if close is not None:
+        close()
 
 
 def _settings(way: str, model: Path, dtype: str) -> Mapping[str, Any]:
@@ -74,23 +116,13 @@ def _settings(way: str, model: Path, dtype: str) -> Mapping[str, Any]:
     }
 
 
-def _by_engine(way: str, model: Path, dtype: str) -> Iterator[tuple[str, float]]:
-    begin = time.perf_counter()
-    engine = LLM(**_settings(way, model, dtype))
-    yield "start", time.perf_counter() - begin
-
-    def run(prompts: list[list[int]], tokens: int) -> None:
-        engine.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
-
-    yield from _timed(run)
-    engine.close()
+def _generate(engine: LLM, prompts: list[list[int]], tokens: int) -> None:
+    engine.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
 
 
-def _by_generate(model: Path, dtype: str) -> Iterator[tuple[str, float]]:
-    from transformers import AutoModelForCausalLM
-
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
-    torch.set_num_threads(2)
+def _by_generate(model: Path, dtype: str) -> Callable[[list[list[int]], int], None]:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    torch.set_num_threads(os.cpu_count() or 1)
 
     def run(prompts: list[list[int]], tokens: int) -> None:
         ids = torch.tensor(prompts)
@@ -99,18 +131,10 @@ def _by_generate(model: Path, dtype: str) -> Iterator[tuple[str, float]]:
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
             )
 
-    yield from _timed(run)
+    return run
 
 
-def _timed(run: Callable[[list[list[int]], int], None]) -> Iterator[tuple[str, float]]:
-    for requests in (1, 8):
-        prompts = [PROMPT] * requests
-        run(prompts, 4)
-        yield f"decode {requests}", _best(lambda prompts=prompts: run(prompts, STEPS)) / STEPS * 1e3
-    yield "prefill", _best(lambda: run([PREFILL], 1)) * 1e3
-
-
-def _best(run: Callable[[], None], times: int = 4) -> float:
+def _best(run: Callable[[], None], times: int) -> float:
     taken = []
     for _ in range(times):
         begin = time.perf_counter()
@@ -119,20 +143,32 @@ def _best(run: Callable[[], None], times: int = 4) -> float:
     return min(taken)
 
 
-def _peak(way: str, model: Path, dtype: str) -> float:
-    """The most memory of a start above what was there before, over the weights' bytes, in a process of its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return round(pool.apply(_start_peak, (way, model, dtype)), 3)
+def _peaks() -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
+    """For each kind of checkpoint, what `_start_peak` tells of both ways, each in a process of its own."""
+    for name, (kind, sizes, shard, settings) in CHECKPOINTS.items():
+        with TemporaryDirectory() as folder:
+            large, small = Path(folder, "large"), Path(folder, "small")
+            make_model(large, kind, sizes, shard)
+            make_model(small, kind, SMALL)
+            told = {}
+            for way in WAYS[:2]:
+                with multiprocessing.get_context("spawn").Pool(1) as pool:
+                    told[way] = pool.apply(_start_peak, (way, large, small, settings))
+        yield name, told
 
 
-def _start_peak(way: str, model: Path, dtype: str) -> float:
-    import transformers.models.auto.modeling_auto  # noqa: F401
-
-    settings = {**_settings(way, model, dtype), "kv_cache_memory": 1 << 22, "max_model_len": 256}
+def _start_peak(way: str, model: Path, small: Path, settings: Mapping[str, Any]) -> dict[str, float]:
+    given = {"kv_cache_memory": 1 << 24, "max_model_len": 256, **settings}
+    LLM(**{**_settings(way, small, "bfloat16"), **given}).close()
     before = _memory("VmRSS")
-    LLM(**settings).close()
-    weights = sum(file.stat().st_size for file in checkpoint_files(model))
-    return (_memory("VmHWM") - before) / weights
+    LLM(**{**_settings(way, model, "bfloat16"), **given}).close()
+    peak, weights = _memory("VmHWM"), sum(file.stat().st_size for file in checkpoint_files(model))
+    return {
+        "over the weights": round((peak - before) / weights, 3),
+        "weights MiB": weights >> 20,
+        "peak MiB": peak >> 20,
+        "subtracted MiB": before >> 20,
+    }
 
 
 def _memory(name: str) -> int:
