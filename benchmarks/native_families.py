@@ -76,7 +76,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "mamba_head_dim": 64,
             "n_groups": 1,
             "ssm_state_size": 64,
-            "layers_block_type": ["mamba", "mlp", "attention", "mlp"] * 4,
+            "layers_block_type": ["mamba", "mlp", "attention", "mlp"] * 6,
         },
     }
 )

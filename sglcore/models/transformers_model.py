@@ -57,7 +57,13 @@ class TransformersModel(Architecture):
 
     def named(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
         """By transformers' own renamings; what the files have one by one are parts of what the class has in one."""
-        return self._naming(shapes)
+        found = self._naming(shapes)
+        lost = [name for name in self.weights.orders if name.endswith(".weight") and name not in self.weights.targets]
+        if lost:
+            raise ConfigError(
+                f"{lost[0]!r} is stored in parts whose rows can not be put in order", remedy="use another model"
+            )
+        return found
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """Hidden states [T, H] after the last norm."""

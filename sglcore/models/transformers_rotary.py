@@ -13,13 +13,15 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from sglcore.device.errors import ConfigError
 from sglcore.layers.build import Build
+from sglcore.models.transformers_layers import PackedLinear
 from sglcore.models.transformers_trace import Trace
 from sglcore.runtime.kernels import reference
 from sglcore.runtime.kernels.table import KernelTable
@@ -38,25 +40,44 @@ class Angles:
     positions: Tensor
 
 
+Doubling = Literal["halves", "neighbours"]
+"""How R cosines are those of R / 2 angles: the second half repeats the first, or each has its like beside it."""
+
+
+_FORMS: Sequence[tuple[Doubling, Doubling]] = (
+    ("halves", "halves"),
+    ("halves", "neighbours"),
+    ("neighbours", "neighbours"),
+)
+"""How angles are doubled, and which elements are a pair, in functions that turn."""
+
+
 class Rotary(nn.Module):
     """In place of a module that makes cosines and sines, `size` of each for a position. `calls` are what it is called with."""
 
-    def __init__(self, own: nn.Module, calls: Mapping[Any, tuple[Any, Any]], size: int) -> None:
+    def __init__(
+        self, own: nn.Module, calls: Mapping[Any, tuple[Any, Any]], size: int, doubling: Doubling = "halves"
+    ) -> None:
         super().__init__()
         self.own = own
+        self.doubling: Doubling = doubling
+        self.has_order = False
+        """Whether rows of projections are in another order because of what it makes."""
         self._calls = calls
         self._tables = {key: torch.empty(1, size, device="meta") for key in calls}
 
     def place(self, build: Build) -> None:
-        """Make the tables, in float32; not where cosines are of neighbours instead of halves, which stay as they were."""
+        """Make the tables, in float32; not where cosines are not doubled as was said, which stay as they were."""
         tables = {key: self._table(call, build.max_positions) for key, call in self._calls.items()}
+        if self.has_order and None in tables.values():
+            raise ConfigError(
+                f"{type(self.own).__name__} makes other angles than it was seen to", remedy="use another model"
+            )
         self._tables = {key: table.to(build.weights.device) for key, table in tables.items() if table is not None}
 
     def _table(self, call: tuple[Any, Any], count: int) -> Tensor | None:
         """float32 [count, R]: R / 2 cosines, then R / 2 sines, of each position."""
-        own, places = deepcopy(self.own).cpu(), torch.arange(count)[None]
-        args, named = tree_map_only(Tensor, lambda each: torch.zeros(1) if each.is_floating_point() else places, call)
-        parts = [part[0].float().chunk(2, dim=-1) for part in own(*args, **named)]
+        parts = [_halved(part, self.doubling) for part in _angles(deepcopy(self.own).cpu(), call, count)]
         if any(not torch.equal(*halves) for halves in parts):
             return None
         return torch.cat([first for first, _ in parts], dim=-1)
@@ -68,6 +89,32 @@ class Rotary(nn.Module):
             return self.own(*args, **named)
         angles = Angles(self._tables[key], positions[0])
         return angles, angles
+
+
+def _angles(own: nn.Module, call: tuple[Any, Any], count: int) -> list[Tensor]:
+    """float32 [count, R]: the cosines and the sines of the first positions, on the host."""
+    places = torch.arange(count)[None]
+    args, named = tree_map_only(Tensor, lambda each: torch.zeros(1) if each.is_floating_point() else places, call)
+    return [part[0].float() for part in own(*args, **named)]
+
+
+def _halved(angles: Tensor, doubling: Doubling) -> tuple[Tensor, Tensor]:
+    """The two that should be the same."""
+    if doubling == "neighbours":
+        return angles[:, ::2], angles[:, 1::2]
+    first, second = angles.chunk(2, dim=-1)
+    return first, second
+
+
+def doubling_of(own: nn.Module, call: tuple[Any, Any]) -> Doubling:
+    """How a module that is on shapes alone doubles its angles, shown by random frequencies."""
+    generator = torch.Generator().manual_seed(0)
+    with_values: dict[int, Any] = {id(each): torch.rand(each.shape, generator=generator) for each in own.buffers()}
+    try:
+        angles = _angles(deepcopy(own, with_values), call, 5)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return "halves"
+    return "neighbours" if all(torch.equal(*_halved(part, "neighbours")) for part in angles) else "halves"
 
 
 def _key(args: Any, named: Any) -> tuple[Any, Tensor]:
@@ -99,6 +146,8 @@ class Turn:
     def __init__(self, function: TurnFunction) -> None:
         self.function = function
         self.is_direct = False
+        self.projections: Sequence[PackedLinear] = ()
+        """Those of queries and of keys, if pairs of neighbours are turned: their rows are put in an order that has halves."""
         self._size, self._heads = 0, (0, 0, 0)
         self._calls: list[_Call] | None = []
         self._held: tuple[Tensor, Tensor, Angles] | None = None
@@ -107,6 +156,9 @@ class Turn:
     def place(self, build: Build) -> None:
         """Choose the kernel; what a walk left is forgotten."""
         self._held = None
+        for each in self.projections:
+            order = _halves_first(each.linear.out_features, self._heads[2], self._size)
+            build.weights.orders |= {f"{each.name}.{kind}": order for kind in ("weight", "bias")}
         heads, kv_heads, head_dim = self._heads
         given = build.rows(heads * head_dim), build.rows(kv_heads * head_dim), build.indices()
         self._rotary = build.kernel(KernelTable.rotary, *given, self.table(build), head_dim)
@@ -137,9 +189,10 @@ class Turn:
 
     def _by_class(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
         if self._calls is None:
+            assert not self.projections, "cosines of another kind than those of the walk"
             return self.function(q, k, cos, sin, *more, **named)
         # Nothing reads the angles here: who else does shows.
-        turned = torch.empty_like(q), torch.empty_like(k)
+        turned = _like(q), _like(k)
         is_plain = not more and named in ({}, {"unsqueeze_dim": 1})
         self._calls.append(_Call(q, k, cos, sin, is_plain, turned))
         return turned
@@ -149,18 +202,31 @@ class Turn:
         """The cosines and sines that it was given."""
         return (each for call in self._calls or () for each in (call.cos, call.sin))
 
-    def is_kernels(self) -> bool:
-        """Whether every call that was watched is the kernel's."""
-        return all(_is_kernels(self.function, call) for call in self._calls or ())
+    def is_kernels(self, doubling: Doubling, trace: Trace, attended: Sequence[tuple[Tensor, ...]]) -> bool:
+        """Whether every call that was watched is the kernel's, of angles that are doubled so; where neighbours are turned, with
+        rows of both projections in another order. `attended` as in `settle`."""
+        calls = self._calls or []
+        if all(_is_kernels(self.function, call, doubling, "halves") for call in calls):
+            return True
+        is_one = len(calls) == 1 and _is_kernels(self.function, calls[0], doubling, "neighbours")
+        if not is_one or not self._goes_to(attended):
+            return False
+        found = [trace.projection_of(heads) for heads in (calls[0].q, calls[0].k)]
+        self.projections = [each for each in found if each is not None]
+        return len(self.projections) == 2
+
+    def _goes_to(self, attended: Sequence[tuple[Tensor, ...]]) -> bool:
+        calls = self._calls or []
+        pairs = zip((call.turned for call in calls), attended, strict=False)
+        is_same = all(q is of[0] and k is of[1] and of[2].shape[3] == q.shape[3] for (q, k), of in pairs)
+        return is_same and len(calls) == len(attended)
 
     def settle(self, attended: Sequence[tuple[Tensor, ...]]) -> None:
         """Watch no more. `attended` are the queries, keys and values that the module called attention with."""
-        calls, self._calls = self._calls or [], None
-        first = calls[0]
+        self.is_direct = self._goes_to(attended)
+        first = (self._calls or [])[0]
         self._size, self._heads = first.cos.shape[2], (first.q.shape[1], first.k.shape[1], first.q.shape[3])
-        pairs = zip((call.turned for call in calls), attended, strict=False)
-        is_same = all(q is of[0] and k is of[1] and of[2].shape[3] == q.shape[3] for (q, k), of in pairs)
-        self.is_direct = is_same and len(calls) == len(attended)
+        self._calls = None
 
     def take(self, q: Tensor, k: Tensor) -> Angles | None:
         """The angles by which these are still to be turned; None if they are as attention wants them."""
@@ -171,28 +237,51 @@ class Turn:
         return angles
 
 
-def _is_kernels(function: TurnFunction, call: _Call) -> bool:
+def _is_kernels(function: TurnFunction, call: _Call, doubling: Doubling, pairs: Doubling) -> bool:
     is_heads = call.q.dim() == 4 and call.k.dim() == 4 and call.q.shape[-1] == call.k.shape[-1]
     sizes = call.q.shape[-1], call.cos.shape[-1]
-    return call.is_plain and is_heads and call.cos.shape == call.sin.shape and is_of_halves(function, *sizes)
+    is_fit = call.is_plain and is_heads and call.cos.shape == call.sin.shape
+    return is_fit and turns(function, *sizes, doubling, pairs)
 
 
-def is_of_halves(function: TurnFunction, head_dim: int, size: int) -> bool:
-    """Whether a function turns the first `size` elements of each head as the kernel does."""
+def turns(
+    function: TurnFunction, head_dim: int, size: int, doubling: Doubling = "halves", pairs: Doubling = "halves"
+) -> bool:
+    """Whether a function, of angles doubled so, turns the first `size` elements of each head as the kernel does: an element with
+    that of the other half, or with its neighbour."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, 5, head_dim, generator=generator) for heads in (3, 2))
     table = torch.randn(5, size, generator=generator)
-    cos, sin = (torch.cat((half, half), dim=-1)[None] for half in table.chunk(2, dim=-1))
-    rows = [part[0].transpose(0, 1).reshape(5, -1) for part in (q, k)]
-    wanted = reference.rotary(rows[0], rows[1], torch.arange(5), table, head_dim)
+    cos, sin = (_doubled(half, doubling)[None] for half in table.chunk(2, dim=-1))
+    order = _halves_first(head_dim, head_dim, size) if pairs == "neighbours" else torch.arange(head_dim)
+
+    def rows(part: Tensor) -> Tensor:
+        return part[0].transpose(0, 1)[..., order].reshape(5, -1)
+
+    wanted = reference.rotary(rows(q), rows(k), torch.arange(5), table, head_dim)
     try:
         found = function(q, k, cos, sin)
         return all(
-            torch.allclose(part[0].transpose(0, 1).reshape(5, -1), each, rtol=1e-5, atol=1e-6)
-            for part, each in zip(found, wanted, strict=True)
+            torch.allclose(rows(part), each, rtol=1e-5, atol=1e-6) for part, each in zip(found, wanted, strict=True)
         )
     except (TypeError, RuntimeError, AttributeError, ValueError, LookupError, AssertionError):
         return False
+
+
+def _doubled(angles: Tensor, doubling: Doubling) -> Tensor:
+    return angles.repeat_interleave(2, dim=-1) if doubling == "neighbours" else torch.cat((angles, angles), dim=-1)
+
+
+def _halves_first(rows: int, head_dim: int, size: int) -> Tensor:
+    """int64 [rows]: which row comes to each place, so that the pairs of the first `size` of each head become halves."""
+    head = torch.arange(head_dim)
+    one = torch.cat((head[:size:2], head[1:size:2], head[size:]))
+    return (torch.arange(0, rows, head_dim)[:, None] + one).flatten()
+
+
+def _like(x: Tensor) -> Tensor:
+    """Without reading it."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def put_turns(model: nn.Module) -> dict[nn.Module, Turn]:
@@ -218,7 +307,9 @@ def put_turns(model: nn.Module) -> dict[nn.Module, Turn]:
 def _turning_name(forward: FunctionType) -> str | None:
     own = forward.__globals__
     named = [name for name in forward.__code__.co_names if inspect.isfunction(own.get(name))]
-    turning = [name for name in named if _takes_four(own[name]) and is_of_halves(own[name], 8, 8)]
+    turning = [
+        name for name in named if _takes_four(own[name]) and any(turns(own[name], 8, 8, *form) for form in _FORMS)
+    ]
     return turning[0] if len(turning) == 1 else None
 
 
@@ -267,7 +358,15 @@ def settle(
     own = {id(each): module for module, made in seen.made.items() for each in made}
     makers = {module: {own.get(id(each)) for each in turn.read} for module, turn in turns.items()}
     refused = {module for module, made in seen.made.items() if any(trace.is_read(each) for each in made)}
-    refused |= {maker for module, turn in turns.items() if not turn.is_kernels() for maker in makers[module]}
+    doublings: dict[nn.Module, Doubling] = {
+        module: doubling_of(module, next(iter(calls.values()))) for module, calls in seen.calls.items()
+    }
+
+    def is_kernels(module: nn.Module, turn: Turn) -> bool:
+        found: set[Doubling] = {doublings.get(maker, "halves") for maker in makers[module] if maker is not None}
+        return len(found) == 1 and turn.is_kernels(found.pop(), trace, attended.get(module, []))
+
+    refused |= {maker for module, turn in turns.items() if not is_kernels(module, turn) for maker in makers[module]}
     kept: dict[nn.Module, Turn] = {}
     for module, turn in turns.items():
         if makers[module] and makers[module] <= seen.made.keys() - refused:
@@ -276,7 +375,12 @@ def settle(
         else:
             del module.forward
     used = {maker for module in kept for maker in makers[module] if maker is not None}
-    return _replaced(model, {each: Rotary(each, seen.calls[each], seen.made[each][0].shape[2]) for each in used}), kept
+    made = {each: Rotary(each, seen.calls[each], seen.made[each][0].shape[2], doublings[each]) for each in used}
+    for module, turn in kept.items():
+        for maker in makers[module] if turn.projections else ():
+            if maker is not None:
+                made[maker].has_order = True
+    return _replaced(model, made), kept
 
 
 def _replaced(model: nn.Module, made: Mapping[nn.Module, Rotary]) -> list[Rotary]:

@@ -32,6 +32,7 @@ class Trace(TorchDispatchMode):
         self.products: list[tuple[PackedLinear, Tensor]] = []
         self._normed: list[tuple[Norm, Tensor]] = []
         self._given: dict[int, tuple[Replacement, int]] = {}
+        self._results: dict[int, Tensor] = {}
         self._kept: list[Tensor] = []
         self._step = 0
         self._reads: dict[int, list[int]] = {}
@@ -48,7 +49,8 @@ class Trace(TorchDispatchMode):
         self._step += 1
         for each in _tensors((*args, *(kwargs or {}).values())):
             self._kept.append(each)
-            self._reads.setdefault(_memory(each), []).append(self._step)
+            if not func.is_view:
+                self._reads.setdefault(_memory(each), []).append(self._step)
         if func is torch.ops.aten.add.Tensor and isinstance(args[1], Tensor) and not kwargs:
             self._kept.append(result)
             self._additions[id(result)] = _Addition(self._step, (args[0], args[1]))
@@ -79,9 +81,10 @@ class Trace(TorchDispatchMode):
     def _after(self, module: Any, _: Any, out: Tensor) -> None:
         self._kept.append(out)
         self._given[id(out)] = module, self._step
+        self._results[_memory(out)] = out
 
     def is_read(self, tensor: Tensor, after: int = 0) -> bool:
-        """Whether an operation later than this has had a tensor's memory among its arguments."""
+        """Whether an operation later than this has read a tensor's memory, as making a view does not."""
         return any(step > after for step in self._reads.get(_memory(tensor), ()))
 
     def heads(self) -> dict[Norm, set[int | None]]:
@@ -102,6 +105,17 @@ class Trace(TorchDispatchMode):
                 fused.update(self._giver(second, addition.step) or self._giver(first, addition.step))
         calls = Counter(module for module, _ in self._given.values())
         return {module for module, count in fused.items() if count == calls[module]}
+
+    def projection_of(self, heads: Tensor) -> PackedLinear | None:
+        """The linear layer whose one result are these heads [1, heads, T, D], which nobody has read."""
+        _, count, tokens, size = heads.shape
+        out = self._results.get(_memory(heads))
+        if out is None or out.shape != (1, tokens, count * size) or heads.stride()[1:] != (size, count * size, 1):
+            return None
+        module, step = self._given[id(out)]
+        is_once = [each for each, _ in self._given.values()].count(module) == 1
+        is_read = self.is_read(heads, step)
+        return module if isinstance(module, PackedLinear) and is_once and not is_read else None
 
     def _giver(self, operand: Tensor, step: int) -> list[Replacement]:
         """The layer that gave an operand, if nobody heard of it before this addition."""

@@ -214,7 +214,7 @@ def seen_by(mask_function: MaskFunction, place: int) -> int | None:
     keys = torch.from_numpy(np.arange(place + 2)).split(_KEYS)
     parts = [torch.as_tensor(mask_function(zero, zero, query, each)).expand(len(each)) for each in keys]
     seen = np.concatenate([part.numpy() for part in parts])
-    count = np.count_nonzero(seen)
+    count = int(np.count_nonzero(seen))
     if not 0 < count <= place + 1 or not seen[place + 1 - count : place + 1].all():
         raise ConfigError(
             "a mask of the model does not show a token itself and those before it", remedy="use another model"

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
+from sglcore.device.errors import ConfigError
 from sglcore.models.transformers_layers import GatedBlock, Norm, NormForm, PackedLinear, Product
 from sglcore.models.transformers_replace import Replaced, replace
-from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn, is_of_halves
+from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn, turns
 from sglcore.models.transformers_sums import Addend, Sum, added
 from sglcore.models.transformers_twins import gated_block_of, is_embedding, rms_norm_of
 from sglcore.runtime.kernels.table import KernelTable
@@ -48,7 +49,10 @@ def replaced(kind: str, change: Callable[[Any], None] | None = None) -> tuple[An
             "12 linear layers in 6 products, 3 gated blocks, 19 norms, 6 sums before a norm, 3 turned with the store",
         ),
         ("stablelm", "12 linear layers in 6 products, 3 gated blocks, 0 norms, 0 sums before a norm, 3 turned apart"),
-        ("glm4", "12 linear layers in 6 products, 3 gated blocks, 13 norms, 6 sums before a norm, 0 turned"),
+        (
+            "glm4",
+            "12 linear layers in 6 products, 3 gated blocks, 13 norms, 6 sums before a norm, 3 turned with the store",
+        ),
         (
             "granite",
             "12 linear layers in 6 products, 3 gated blocks, 7 norms, 0 sums before a norm, 3 turned with the store",
@@ -218,10 +222,35 @@ def test_a_function_that_turns_is_known_by_what_it_does() -> None:
 
         return turn(q), turn(k)
 
-    assert is_of_halves(halves, 8, 8) and not is_of_halves(halves, 8, 4)
-    assert not is_of_halves(neighbours, 8, 8)
-    assert not is_of_halves(lambda q, k, cos, sin: halves(q, k, cos, sin, 1.0), 8, 8)
-    assert not is_of_halves(lambda q, k, cos, sin: halves(k, q, cos, sin), 8, 8)
+    assert turns(halves, 8, 8) and not turns(halves, 8, 4)
+    assert not turns(neighbours, 8, 8) and not turns(neighbours, 8, 8, "halves", "neighbours")
+    assert turns(neighbours, 8, 8, "neighbours", "neighbours")
+    assert not turns(halves, 8, 8, "halves", "neighbours") and not turns(halves, 8, 8, "neighbours", "neighbours")
+    assert not turns(lambda q, k, cos, sin: halves(q, k, cos, sin, 1.0), 8, 8)
+    assert not turns(lambda q, k, cos, sin: halves(k, q, cos, sin), 8, 8)
+
+
+def test_neighbours_are_turned_by_the_class_where_something_comes_before() -> None:
+    class Halved(nn.Module):
+        def __init__(self, own: nn.Module) -> None:
+            super().__init__()
+            self.own = own
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.own(x) * 0.5
+
+    def change(model: Any) -> None:
+        attention = model.model.layers[0].self_attn
+        attention.k_proj = Halved(attention.k_proj)
+
+    assert str(replaced("glm4", change)[1]).endswith("0 turned")
+
+
+def test_rows_that_are_put_in_order_are_found_in_the_files(tmp_path: Path) -> None:
+    model = load(tiny_model("glm4", sizes_of("glm4")), tmp_path)
+    model.weights.targets.clear()
+    with pytest.raises(ConfigError, match="q_proj.weight' is stored in parts"):
+        model.named({})
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
@@ -337,6 +366,16 @@ def never_turned(patch: Patch) -> None:
     patch.setattr(Turn, "take", lambda self, q, k: None)
 
 
+def neighbours_left_where_they_are(patch: Patch) -> None:
+    own = Turn.place
+
+    def place(self: Turn, build: Any) -> None:
+        own(self, build)
+        build.weights.orders.clear()
+
+    patch.setattr(Turn, "place", place)
+
+
 def a_wrong_bias(patch: Patch) -> None:
     own = PackedLinear.forward
     patch.setattr(PackedLinear, "forward", lambda self, x: own(self, x) + 0.1)
@@ -351,10 +390,12 @@ def a_wrong_bias(patch: Patch) -> None:
         a_sum_without_its_first_part,
         a_table_one_position_late,
         never_turned,
+        neighbours_left_where_they_are,
         a_wrong_bias,
     ],
     ids=lambda plant: plant.__name__,
 )
 def test_a_defect_in_what_is_replaced_shows(plant: Callable[[Patch], None], monkeypatch: Patch, tmp_path: Path) -> None:
     plant(monkeypatch)
-    assert compare(tiny_model("llama", sizes_of("llama")), tmp_path) > 1e-2
+    kind = "glm4" if plant is neighbours_left_where_they_are else "llama"
+    assert compare(tiny_model(kind, sizes_of(kind)), tmp_path) > 1e-2
