@@ -6,7 +6,7 @@ has: fewer tokens, in a table of pages and in cells of their own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -19,12 +19,12 @@ from sglcore.runtime.attention.contract import (
     Bucket,
     HostUpdate,
 )
+from sglcore.runtime.forward_batch import ForwardBatch
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from sglcore.runtime.attention.layer import Attention
-    from sglcore.runtime.forward_batch import ForwardBatch
     from sglcore.runtime.memory.pools import ReqToTokenPool, TokenToKVPool
 
 
@@ -105,20 +105,26 @@ class WindowedAttention(AttentionBackend[WindowedPlan]):
 
 
 def window_view(batch: ForwardBatch) -> ForwardBatch:
-    """The batch as layers with windows see it: its requests without what lies before their first window page. Shares
-    tensors; not planned."""
+    """The batch as layers with windows see it: its requests without what lies before their first window page. Shares tensors;
+    not planned. It has what attention reads of a batch and nothing else, because it is made at every step."""
     assert batch.window_seq_lens is not None and batch.window_positions is not None
-    on_device, on_host = batch.extend_seq_lens, batch.extend_seq_lens_cpu
-    seq_lens_cpu = batch.window_seq_lens_cpu
-    return replace(
-        batch,
-        seq_lens=batch.window_seq_lens,
-        seq_lens_cpu=seq_lens_cpu,
-        extend_prefix_lens=None if on_device is None else batch.window_seq_lens - on_device,
-        extend_prefix_lens_cpu=None if on_host is None or seq_lens_cpu is None else seq_lens_cpu - on_host,
+    lengths, on_host = batch.extend_seq_lens, batch.extend_seq_lens_cpu
+    seq_lens, seq_lens_cpu = batch.window_seq_lens, batch.window_seq_lens_cpu
+    return ForwardBatch(
+        forward_mode=batch.forward_mode,
+        batch_size=batch.batch_size,
+        num_tokens=batch.num_tokens,
+        req_pool_indices=batch.req_pool_indices,
+        seq_lens=seq_lens,
+        extend_prefix_lens=None if lengths is None else seq_lens - lengths,
+        extend_seq_lens=lengths,
+        extend_start_loc=batch.extend_start_loc,
         positions=batch.window_positions,
         out_cache_loc=batch.window_cache_loc,
-        plan_record=None,
+        num_token_non_padded=batch.num_token_non_padded,
+        seq_lens_cpu=seq_lens_cpu,
+        extend_prefix_lens_cpu=None if on_host is None or seq_lens_cpu is None else seq_lens_cpu - on_host,
+        extend_seq_lens_cpu=on_host,
     )
 
 
