@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -80,11 +82,22 @@ class Impatient(RunningRequests):
         return False
 
 
+SHORT_OF_PAGES = {"num_pages": 5, "max_model_len": 20}
+SHORT_OF_WINDOWS = {"num_window_pages": 5, "window": 9, "max_batch_tokens": 3}
+FEW_PAGES = (
+    (SHORT_OF_PAGES, (("a", 4, 6), ("b", 2, 5), ("c", 2, 8))),
+    (SHORT_OF_WINDOWS, (("a", 3, 7), ("b", 1, 5), ("c", 1, 8))),
+)
+
+
 @pytest.mark.parametrize(("kind", "retractions"), [(RunningRequests, 0), (Impatient, 1)])
-def test_nobody_is_retracted_for_pages_that_are_on_their_way_back(kind: type, retractions: int) -> None:
-    drive = Drive(num_pages=5, page_size=4, max_model_len=20, prefix_cache=False)
+@pytest.mark.parametrize(("limits", "requests"), FEW_PAGES, ids=["pages", "window pages"])
+def test_nobody_is_retracted_for_pages_that_are_on_their_way_back(
+    limits: dict[str, Any], requests: tuple[tuple[str, int, int], ...], kind: type, retractions: int
+) -> None:
+    drive = Drive(page_size=4, prefix_cache=False, **limits)
     drive.scheduler._running.__class__ = kind
-    for rid, prompt, most in (("a", 4, 6), ("b", 2, 5), ("c", 2, 8)):
+    for rid, prompt, most in requests:
         drive.add(rid, prompt, most)
     drive.run()
     assert drive.scheduler.stats().retractions == retractions
