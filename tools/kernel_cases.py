@@ -70,6 +70,8 @@ def cases(tuning: Tuning) -> Cases:
         every |= {f"{name} {str(dtype)[6:]}": case for name, case in _recurrent(dtype, tuning).items()}
     for dtype, tokens in ((BF16, 4), (BF16, 1024), (BF16, 16384), (F16, 1024), (F32, 4)):
         every[f"experts {str(dtype)[6:]} of {tokens} tokens"] = partial(_experts, dtype, tokens, tuning)
+    for tokens in (4, 1024):
+        every[f"experts in 4 bits of {tokens} tokens"] = partial(_mxfp4_experts, tokens, tuning)
     for dtype in (BF16, F32):
         every[f"draw {str(dtype)[6:]}"] = partial(_draw, dtype, SamplingParams(), tuning)
         cut = SamplingParams(top_k=40, top_p=0.9, min_p=0.01)
@@ -154,6 +156,16 @@ def _experts(dtype: torch.dtype, tokens: int, tuning: Tuning) -> None:
     hidden, ids = torch.empty(tokens, 256, dtype=dtype), torch.empty(tokens, 8, dtype=torch.int64)
     w13, w2 = torch.empty(128, 512, 256, dtype=dtype), torch.empty(128, 256, 256, dtype=dtype)
     experts.moe(hidden, hidden[:, :8].contiguous(), ids, w13, w2, tuning)
+
+
+def _mxfp4_experts(tokens: int, tuning: Tuning) -> None:
+    hidden, ids = torch.empty(tokens, 256, dtype=BF16), torch.empty(tokens, 4, dtype=torch.int64)
+    each: list[torch.Tensor] = []
+    for outputs in (512, 256):
+        codes = torch.empty(32, outputs, 8, 16, dtype=torch.uint8)
+        each += [codes, codes[..., 0].contiguous(), torch.empty(32, outputs, dtype=BF16)]
+    given: list[Any] = [hidden, hidden[:, :4].contiguous(), ids, *each, 1.702, 7.0, tuning]
+    experts.mxfp4_moe(*given)
 
 
 def _draw(dtype: torch.dtype, params: SamplingParams, tuning: Tuning) -> None:

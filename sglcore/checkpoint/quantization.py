@@ -72,6 +72,12 @@ def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
         ) from None
 
 
+def has_mxfp4_experts(raw: Mapping[str, Any]) -> bool:
+    """Whether the experts are stored in MXFP4. Raises what `read_quantization` does."""
+    found = read_quantization(raw)
+    return found is not None and found.method == "mxfp4"
+
+
 def _matches(target: str, module: str) -> bool:
     if target.startswith("re:"):
         return re.match(target.removeprefix("re:"), module) is not None

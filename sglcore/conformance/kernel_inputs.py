@@ -164,6 +164,16 @@ def clamped_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
         yield hidden, weights, ids, w13, b13, w2, b2, 1.702, 1.5
 
 
+def mxfp4_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """As `clamped_moe`, of random codes with small exponents."""
+    for hidden, weights, ids, w13, b13, w2, b2, *bounds in clamped_moe(drawn, tokens, strided):
+        packed = []
+        for experts, rows, columns in (w13.shape, w2.shape):
+            packed.append(drawn.ints(0, 256, experts, rows, columns // 32, 16, dtype=torch.uint8))
+            packed.append(drawn.ints(121, 125, experts, rows, columns // 32, dtype=torch.uint8))
+        yield hidden, weights, ids, *packed[:2], b13, *packed[2:], b2, *bounds
+
+
 def store_kv(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Some padding rows name cell 0; every other cell is distinct."""
     dim = 16

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from sglcore.checkpoint.config import EXPERT_PARTS, MoeConfig, RopeConfig
+from sglcore.checkpoint.quantization import has_mxfp4_experts
 from sglcore.checkpoint.recurrent import DeltaNetConfig, Mamba2Config
 from sglcore.checkpoint.rotary import halves_first
 from sglcore.device.errors import ConfigError
 from sglcore.layers.attention import AttentionLayer
 from sglcore.layers.linear import Embedding, Head, Linear, OrderedLinear, Softcap
 from sglcore.layers.mlp import GatedMlp
-from sglcore.layers.moe import ClampedMoe, Relu2Moe, SparseMoe
+from sglcore.layers.moe import ClampedMoe, Mxfp4Moe, Relu2Moe, SparseMoe
 from sglcore.layers.norm import LayerNorm, RMSNorm
 from sglcore.layers.recurrent import GatedDeltaNet, Mamba2, Rows, ShortConv
 from sglcore.layers.rotary import cos_sin_cache
@@ -125,9 +126,10 @@ class Build(Scope):
         """The sparse feed-forward block."""
         return SparseMoe(self.at(name), moe, gate, parts, is_sigmoid)
 
-    def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> ClampedMoe:
-        """The sparse feed-forward block with biases and a clamped gate."""
-        return ClampedMoe(self.at(name), moe, alpha, limit)
+    def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> ClampedMoe | Mxfp4Moe:
+        """The sparse feed-forward block with biases and a clamped gate, of codes where the kernels read them."""
+        reads = self.kernels.mxfp4_moe is not None and has_mxfp4_experts(self.config.raw)
+        return (Mxfp4Moe if reads else ClampedMoe)(self.at(name), moe, alpha, limit)
 
     def relu2_experts(self, name: str, moe: MoeConfig, latent: int = 0) -> Relu2Moe:
         """The sparse feed-forward block without gates."""

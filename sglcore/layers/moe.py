@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from sglcore.checkpoint.config import EXPERT_PARTS, MoeConfig
+from sglcore.device.errors import ConfigError
 from sglcore.layers.linear import Linear
 from sglcore.layers.scope import Scope
+from sglcore.runtime.kernels.mxfp4 import GROUP
 from sglcore.runtime.kernels.table import KernelTable
 
 Routing = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -64,6 +66,42 @@ class ClampedMoe:
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, H] to the weighted sum [T, H] of the chosen experts' outputs."""
         return self._moe(hidden, *self._route(hidden), *self._weights, *self._clamp)
+
+
+class Mxfp4Moe:
+    """`ClampedMoe` whose experts stay the codes that they are stored as."""
+
+    __slots__ = ("_clamp", "_moe", "_route", "weights")
+
+    def __init__(self, build: Scope, moe: MoeConfig, alpha: float, limit: float) -> None:
+        hidden, size, count = build.config.hidden_size, moe.intermediate_size, moe.num_experts
+        each, choices = build.at("experts"), moe.experts_per_token
+        self._route = SoftmaxRouting(build, "router", moe, bias=True)
+        self.weights = (
+            *_codes(each, "gate_up_proj", count, 2 * size, hidden),
+            *_codes(each, "down_proj", count, hidden, size),
+        )
+        self._clamp = alpha, limit
+        given = build.rows(hidden), build.rows(choices), build.indices(choices), *self.weights, *self._clamp
+        self._moe = build.kernel(KernelTable.mxfp4_moe, *given)
+        if self._moe is None:
+            raise ConfigError("no kernel takes these experts in 4 bits", remedy="use a checkpoint with plain experts")
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[T, H] to the weighted sum [T, H] of the chosen experts' outputs."""
+        assert self._moe is not None
+        return self._moe(hidden, *self._route(hidden), *self.weights, *self._clamp)
+
+
+def _codes(build: Scope, name: str, experts: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and bias, as the kernel table has them."""
+    groups, uint8 = (experts, outputs, inputs // GROUP), torch.uint8
+    blocks = build.parameter(f"{name}_blocks", *groups, GROUP // 2, dtype=uint8)
+    return (
+        blocks,
+        build.parameter(f"{name}_scales", *groups, dtype=uint8),
+        build.parameter(f"{name}_bias", experts, outputs),
+    )
 
 
 class Relu2Moe:

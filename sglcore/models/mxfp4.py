@@ -1,4 +1,4 @@
-"""Experts in MXFP4 (OCP Microscaling Formats 1.0): 4-bit floats, and an exponent for each 32 of them."""
+"""Experts that are stored in MXFP4, for kernels that do not read it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from sglcore.checkpoint.safetensors_header import Entry
 from sglcore.device.errors import CheckpointError
 from sglcore.models.quantized import Stored
 from sglcore.models.safetensors_file import SafetensorsFile
+from sglcore.runtime.kernels.mxfp4 import GROUP, dequantized
 
-GROUP = 32
-EXPONENT_BIAS = 127
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of the codes without their highest bit, which is the sign."""
 PARTS = ("blocks", "scales")
 
 
@@ -84,11 +80,3 @@ def mxfp4_source(name: str, target: Tensor, places: Mapping[str, Place]) -> Mxfp
                 remedy="check that config.json belongs to these weights",
             )
     return Mxfp4Source(blocks, scales)
-
-
-def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
-    """uint8 [N, groups, 16] and [N, groups] to float32 [N, groups * 32]."""
-    table = torch.tensor([*VALUES, *(-value for value in VALUES)])
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2)
-    exponents = scales.to(torch.int32) - EXPONENT_BIAS
-    return torch.ldexp(table[codes.int()], exponents.unsqueeze(-1)).flatten(1)

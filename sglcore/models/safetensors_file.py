@@ -61,13 +61,13 @@ class SafetensorsFile:
             self._fill(entry, target, report)
             return
         for part in target:
-            whole = torch.empty(part.shape, dtype=DTYPES[entry.dtype])
+            whole = torch.empty(part.shape, dtype=READABLE[entry.dtype])
             self._fill(entry, whole, report)
             part.copy_(whole)
 
     def _fill(self, entry: Entry, target: Tensor, report: Callable[[int], None]) -> None:
         """Fill a contiguous tensor with what follows in the file."""
-        dtype = DTYPES[entry.dtype]
+        dtype = READABLE[entry.dtype]
         is_direct = target.is_cpu and target.dtype == dtype
         flat, count = target.view(target.numel()), PIECE_BYTES // dtype.itemsize
         for first in range(0, flat.numel(), count):

@@ -244,10 +244,11 @@ def _is_empty_bias(place: PlainSource, quantization: Quantization | None) -> boo
 
 def _check_plain(place: PlainSource, target: Tensor) -> None:
     entry, where = place.entry, place.file.path.name
-    if entry.dtype not in DTYPES:
+    wanted = ("U8",) if target.dtype is torch.uint8 else tuple(DTYPES)
+    if entry.dtype not in wanted:
         raise CheckpointError(
             f"{entry.name!r} in {where} has the type {entry.dtype}",
-            wanted=f"one of {', '.join(DTYPES)}",
+            wanted=f"one of {', '.join(wanted)}" if len(wanted) > 1 else wanted[0],
             remedy="use the unquantised version of this model",
         )
     if entry.shape != tuple(target.shape):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
@@ -135,6 +136,23 @@ def test_sigmoid_routing_is_glms(tokens: int) -> None:
     weights, ids = TABLE.sigmoid_routing(logits, bias, 3, 4, 2, True, 2.5)
     wanted = torch.zeros(tokens, 16).scatter_(1, oracle(logits)[2], oracle(logits)[1])
     torch.testing.assert_close(torch.zeros(tokens, 16).scatter_(1, ids.long(), weights), wanted)
+
+
+@TOKENS
+def test_mxfp4_moe_is_clamped_moe_of_the_values(tokens: int) -> None:
+    source, packed, plain = torch.Generator().manual_seed(3), [], []
+    for outputs, inputs in ((192, 64), (64, 96)):
+        blocks = torch.randint(0, 256, (5, outputs, inputs // 32, 16), generator=source, dtype=torch.uint8)
+        scales = torch.randint(121, 126, (5, outputs, inputs // 32), generator=source, dtype=torch.uint8)
+        bias = random(5, outputs)
+        packed += [blocks, scales, bias]
+        plain += [convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2), bias]
+    hidden, weights = random(tokens, 64), random(tokens, 2, seed=1)
+    ids = torch.tensor([[0, 3], [4, 1], [2, 0], [3, 4], [1, 2], [0, 4], [3, 1]], dtype=torch.int32)[:tokens]
+    assert TABLE.mxfp4_moe is not None
+    codes: list[Any] = [hidden, weights, ids, *packed, 1.702, 0.9]
+    values: list[Any] = [hidden, weights, ids, *plain, 1.702, 0.9]
+    torch.testing.assert_close(TABLE.mxfp4_moe(*codes), TABLE.clamped_moe(*values))
 
 
 @TOKENS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,21 @@ def moe(module: ModuleType, guards: Guards, tokens: int, choices: int, dtype: to
     biased = [guards.place(part) for part in (weights, ids, w13, b13, w2, b2)]
     wanted = reference.clamped_moe(hidden, weights, ids, w13, b13, w2, b2, 1.702, 0.9)
     close(module.clamped_moe(rows, *biased, 1.702, 0.9, SMALL), wanted)
+    mxfp4(module, guards, weights, ids, dtype)
+
+
+def mxfp4(module: ModuleType, guards: Guards, weights: Tensor, ids: Tensor, dtype: torch.dtype) -> None:
+    """Random codes: of these a row has whole groups of 32."""
+    source, (width, size) = torch.Generator().manual_seed(12), (64, 32)
+    packed: list[Tensor] = []
+    for outputs, inputs in ((2 * size, width), (width, size)):
+        shape = (EXPERTS, outputs, inputs // 32)
+        packed.append(torch.randint(0, 256, (*shape, 16), generator=source, dtype=torch.uint8))
+        packed.append(torch.randint(121, 126, shape, generator=source, dtype=torch.uint8))
+        packed.append(random(EXPERTS, outputs, dtype=dtype, seed=outputs))
+    given: list[Any] = [random(len(ids), width, dtype=dtype), weights, ids, *packed]
+    placed = [guards.place(part) for part in given]
+    close(module.mxfp4_moe(*placed, 1.702, 0.9, SMALL), reference.mxfp4_moe(*given, 1.702, 0.9))
 
 
 @DTYPES
@@ -136,12 +152,18 @@ MUTANTS = (
     ("(counts + ROWS - 1) // ROWS", "counts // ROWS"),
     ("first * ROWS", "first * ROWS + 1"),
     ("choice // CHOICES", "choice"),
-    ("weight + apart * HIDDEN", "weight"),
     ("column * 2 if CLAMPED", "column if CLAMPED"),
     ("bias + 1", "bias"),
     ("-alpha * gate", "-gate"),
     ("tl.maximum(rounded(up, dtype), -limit)", "rounded(up, dtype)"),
     ("b2 + expert * HIDDEN", "b2"),
+    ("depth % 2 * 4", "(1 - depth % 2) * 4"),
+    ("depth // 32", "depth // 64"),
+    ("code >= 8", "code >= 16"),
+    ("weight + apart * HIDDEN", "weight"),
+    ("first + apart", "first"),
+    ("expert * HIDDEN + column, part", "column, part"),
+    ("power == 0", "power < 0"),
     ("column < HIDDEN", "column <= HIDDEN"),
     ("token < tokens", "token <= tokens"),
     (">= 0\n", ">= -1\n"),

@@ -174,6 +174,7 @@ def test_the_table_replaces_what_has_a_kernel_and_says_so() -> None:
             "top_k_routing",
             "moe",
             "clamped_moe",
+            "mxfp4_moe",
         ),
         *("store_kv", "cache_locations", "draw", "rotary_and_store"),
         *("causal_conv", "gated_delta_rule", "selective_scan", "gated_rms_norm"),

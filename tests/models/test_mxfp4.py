@@ -11,8 +11,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sglcore.device.errors import CheckpointError
 from sglcore.device.ledger import DecisionLedger
-from sglcore.models.mxfp4 import dequantized
-from tests.checkpoints import gpt_oss, oracle_logprobs, with_mxfp4_experts
+from sglcore.runtime.kernels import reference
+from sglcore.runtime.kernels.mxfp4 import dequantized
+from sglcore.runtime.kernels.table import KernelTable
+from tests.checkpoints import gpt_oss, oracle_logprobs, save, with_mxfp4_experts
 from tests.models.steps import Steps, load
 
 IDS = [3, 17, 60, 5, 88, 41, 12, 9, 33]
@@ -33,6 +35,43 @@ def test_published_experts_are_read_exactly_and_the_ledger_says_what_they_take(p
     (row,) = [row for row in ledger.rows if row.topic == "weights"]
     assert "4 weights dequantised, being embeddings or experts" in row.reason
     assert "MiB more than in the files" in row.reason
+
+
+TABLE = KernelTable().replace(mxfp4_moe=reference.mxfp4_moe)
+
+
+def test_experts_stay_in_4_bits_where_kernels_read_them(published) -> None:
+    oracle, folder = published
+    ledger = DecisionLedger()
+    model = load(folder, kernels=TABLE, ledger=ledger)
+    assert (Steps(model).logprobs({1: IDS}) - oracle_logprobs(oracle, IDS)).abs().max() < 1e-4
+    (row,) = [row for row in ledger.rows if row.topic == "weights"]
+    assert "4 weights of experts kept in 4-bit floats" in row.reason and "dequantised" not in row.reason
+    plain = sum(parameter.nbytes for parameter in load(folder).weights.parameters)
+    experts = 2 * 5 * 3 * 64 * 96
+    assert plain - sum(parameter.nbytes for parameter in model.weights.parameters) == experts * 4 - experts * 17 // 32
+
+
+def test_kernels_that_read_codes_read_plain_experts_too(tmp_path: Path) -> None:
+    oracle = gpt_oss()
+    found = Steps(load(save(oracle, tmp_path), kernels=TABLE)).logprobs({1: IDS})
+    assert (found - oracle_logprobs(oracle, IDS)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda codes: codes[:, :1].contiguous(), r"has the shape \[5, 1, 3\]; wanted \[5, 64, 3\]"),
+        (lambda codes: codes.float(), "has the type F32; wanted U8"),
+    ],
+)
+def test_codes_that_do_not_fit_the_kernels_are_named(published, change, text: str) -> None:
+    _, folder = published
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    save_file({**weights, name: change(weights[name])}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=text):
+        load(folder, kernels=TABLE)
 
 
 def test_every_code_and_exponent_is_transformers_own_in_bfloat16() -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sglcore.runtime.kernels.mxfp4 import dequantized
 from sglcore.sampling.race import RaceTables
 from sglcore.sampling.sampler import SamplingState, draw_greedy, draw_rows
 
@@ -156,29 +157,25 @@ def sigmoid_routing(
 
 def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     """Every expert runs on every token, and what was not chosen is masked: no shape depends on the routing."""
-    return _every_expert(hidden, weights, ids, w13, w2, silu_and_mul)
+
+    def run(expert: int) -> Tensor:
+        return F.linear(silu_and_mul(F.linear(hidden, w13[expert])), w2[expert])
+
+    return _every_expert(hidden, weights, ids, w13.shape[0], run)
 
 
 def relu2_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     """As `moe`, of experts without a gate."""
-    return _every_expert(hidden, weights, ids, w1, w2, relu2)
+
+    def run(expert: int) -> Tensor:
+        return F.linear(relu2(F.linear(hidden, w1[expert])), w2[expert])
+
+    return _every_expert(hidden, weights, ids, w1.shape[0], run)
 
 
 def relu2(x: Tensor) -> Tensor:
     """max(x, 0)^2 (So et al. 2021, Primer)."""
     return torch.relu(x).square()
-
-
-def _every_expert(
-    hidden: Tensor, weights: Tensor, ids: Tensor, first: Tensor, second: Tensor, activate: Callable[[Tensor], Tensor]
-) -> Tensor:
-    total = torch.zeros_like(hidden)
-    for expert in range(first.shape[0]):
-        chosen = ids == expert
-        weight = weights.masked_fill(~chosen, 0).sum(dim=-1, keepdim=True)
-        rows = F.linear(activate(F.linear(hidden, first[expert])), second[expert]) * weight
-        total = total + rows.masked_fill(~chosen.any(dim=-1, keepdim=True), 0)
-    return total
 
 
 def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
@@ -199,13 +196,47 @@ def clamped_moe(
     limit: float,
 ) -> Tensor:
     """As `moe`, every expert on every token."""
+
+    def run(expert: int) -> Tensor:
+        return _clamped(hidden, w13[expert], b13[expert], w2[expert], b2[expert], alpha, limit)
+
+    return _every_expert(hidden, weights, ids, w13.shape[0], run)
+
+
+def mxfp4_moe(
+    hidden: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    s13: Tensor,
+    b13: Tensor,
+    w2: Tensor,
+    s2: Tensor,
+    b2: Tensor,
+    alpha: float,
+    limit: float,
+) -> Tensor:
+    """`clamped_moe` of the values, those of one expert at a time."""
+
+    def run(expert: int) -> Tensor:
+        first = dequantized(w13[expert], s13[expert]).to(hidden.dtype)
+        second = dequantized(w2[expert], s2[expert]).to(hidden.dtype)
+        return _clamped(hidden, first, b13[expert], second, b2[expert], alpha, limit)
+
+    return _every_expert(hidden, weights, ids, w13.shape[0], run)
+
+
+def _clamped(hidden: Tensor, w13: Tensor, b13: Tensor, w2: Tensor, b2: Tensor, alpha: float, limit: float) -> Tensor:
+    """One expert."""
+    return F.linear(clamped_swiglu(F.linear(hidden, w13, b13), alpha, limit), w2, b2)
+
+
+def _every_expert(hidden: Tensor, weights: Tensor, ids: Tensor, experts: int, run: Callable[[int], Tensor]) -> Tensor:
     total = torch.zeros_like(hidden)
-    for expert in range(w13.shape[0]):
+    for expert in range(experts):
         chosen = ids == expert
         weight = weights.masked_fill(~chosen, 0).sum(dim=-1, keepdim=True)
-        inner = clamped_swiglu(F.linear(hidden, w13[expert], b13[expert]), alpha, limit)
-        rows = F.linear(inner, w2[expert], b2[expert]) * weight
-        total = total + rows.masked_fill(~chosen.any(dim=-1, keepdim=True), 0)
+        total = total + (run(expert) * weight).masked_fill(~chosen.any(dim=-1, keepdim=True), 0)
     return total
 
 

@@ -229,6 +229,11 @@ class KernelTable:
     """
     greedy = optional(reference.greedy, rests_on=("draw",))
     """`greedy(logits float [B, V]) -> (tokens int32 [B], bad bool [B])`: `draw` where every row is greedy. None: torch's."""
+    mxfp4_moe = optional(reference.mxfp4_moe)
+    """`mxfp4_moe(hidden, weights, ids, w13 uint8 [E, 2 * I, H / 32, 16], s13 uint8 [E, 2 * I, H / 32], b13, w2 uint8
+    [E, H, I / 32, 16], s2 uint8 [E, H, I / 32], b2, alpha, limit) -> [T, H]`: `clamped_moe` of weights in MXFP4 (OCP Microscaling
+    Formats 1.0), the lower four bits of a byte first, in hidden's dtype. None: such weights are dequantised as they are loaded.
+    """
     rotary_and_store = optional(
         reference.rotary_and_store, rests_on=("rotary", "store_kv"), writes=("k_cache", "v_cache")
     )

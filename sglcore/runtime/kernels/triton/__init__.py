@@ -20,7 +20,7 @@ from sglcore.runtime.kernels.triton.activation import gelu_tanh_and_mul, silu_an
 from sglcore.runtime.kernels.triton.cells import cache_locations, store_kv
 from sglcore.runtime.kernels.triton.convolution import causal_conv
 from sglcore.runtime.kernels.triton.delta_rule import gated_delta_rule
-from sglcore.runtime.kernels.triton.experts import clamped_moe, moe
+from sglcore.runtime.kernels.triton.experts import clamped_moe, moe, mxfp4_moe
 from sglcore.runtime.kernels.triton.norm import add_rms_norm, gated_rms_norm, rms_norm
 from sglcore.runtime.kernels.triton.rotated_store import rotary_and_store
 from sglcore.runtime.kernels.triton.rotation import rotary
@@ -37,6 +37,7 @@ def triton_kernels(tuning: Tuning = Tuning()) -> KernelTable:
     entries = (rms_norm, add_rms_norm, rotary, rotary_and_store, silu_and_mul, gelu_tanh_and_mul, top_k_routing, moe)
     entries += (
         clamped_moe,
+        mxfp4_moe,
         store_kv,
         cache_locations,
         draw,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sglcore.runtime.kernels.reference import clamped_moe as reference_clamped_moe
+from sglcore.runtime.kernels.reference import mxfp4_moe as reference_mxfp4_moe
 from sglcore.runtime.kernels.triton.products import NARROWEST_DOT, wide_dot
 from sglcore.runtime.kernels.triton.rounding import narrow, rounded
 from sglcore.runtime.kernels.triton.tuning import MoeTile, Tuning, power_of_two, read_launch, tiles
@@ -68,9 +69,34 @@ def sort_kernel(
 
 
 @triton.jit
+def mxfp4_tile(codes, scales, line, part, inside, WIDTH: tl.constexpr):
+    """float32 [parts, lines] of a weight [lines, WIDTH] in MXFP4, zeros where not `inside`."""
+    place, depth = line[None, :], part[:, None]
+    byte = tl.load(codes + place * (WIDTH // 2) + depth // 2, mask=inside, other=0).to(tl.int32)
+    code = (byte >> (depth % 2 * 4)) & 15
+    exponent = tl.load(scales + place * (WIDTH // 32) + depth // 32, mask=inside, other=0).to(tl.float32) - 127.0
+    power, half = (code & 7) >> 1, (code & 1).to(tl.float32) * 0.5
+    size = tl.where(power == 0, half, (1.0 + half) * tl.exp2(power.to(tl.float32) - 1.0))
+    return tl.where(code >= 8, -size, size) * tl.exp2(exponent)
+
+
+@triton.jit
+def weight_tile(
+    places, codes, scales, line, part, inside, dtype: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr
+):
+    """[parts, lines] of a weight [lines, WIDTH], zeros where not `inside`: what is at `places`, or the values of codes."""
+    if PACKED:
+        tile = mxfp4_tile(codes, scales, line, part, inside, WIDTH).to(dtype)
+    else:
+        tile = tl.load(places, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
 def gate_up_kernel(
     hidden,
     w13,
+    s13,
     b13,
     order,
     owners,
@@ -86,10 +112,11 @@ def gate_up_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     CLAMPED: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Programs (tile, columns): silu(gate) * up of the tile's choices into out [tiles * ROWS, SIZE].
 
-    CLAMPED is the form of `clamped_moe`, whose gate and up take turns; the others have all of up behind gate.
+    CLAMPED: gate and up take turns, as in `clamped_moe`; else all of up is behind gate. PACKED: weights are of `mxfp4_moe`.
     Floor: the w13 of each expert that has a choice, read once; above some hundred rows an expert, the matrix unit.
     """
     tile = tl.program_id(0)
@@ -101,18 +128,18 @@ def gate_up_kernel(
     live = choice < choices
     token = tl.where(live, choice // CHOICES, 0).to(tl.int64)
     column, depth = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    gate = tl.zeros([ROWS, COLUMNS], tl.float32)
-    up = tl.zeros([ROWS, COLUMNS], tl.float32)
-    gate_row = column * 2 if CLAMPED else column
-    apart = 1 if CLAMPED else SIZE
+    gate, up = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+    gate_row, apart = column * 2 if CLAMPED else column, 1 if CLAMPED else SIZE
+    first = expert * (2 * SIZE) + gate_row
     for at in range(0, HIDDEN, DEPTH):
         part = at + depth
         loaded = live[:, None] & (part < HIDDEN)[None, :]
         rows = tl.load(hidden + token[:, None] * stride + part[None, :], mask=loaded, other=0.0)
-        weight = w13 + expert * (2 * SIZE * HIDDEN) + gate_row[None, :] * HIDDEN + part[:, None]
         inside = (part < HIDDEN)[:, None] & (column < SIZE)[None, :]
-        gate += wide_dot(rows, tl.load(weight, mask=inside, other=0.0))
-        up += wide_dot(rows, tl.load(weight + apart * HIDDEN, mask=inside, other=0.0))
+        weight = w13 + expert * (2 * SIZE * HIDDEN) + gate_row[None, :] * HIDDEN + part[:, None]
+        gate += wide_dot(rows, weight_tile(weight, w13, s13, first, part, inside, rows.dtype, HIDDEN, PACKED))
+        beside, next_line = weight + apart * HIDDEN, first + apart
+        up += wide_dot(rows, weight_tile(beside, w13, s13, next_line, part, inside, rows.dtype, HIDDEN, PACKED))
     dtype = out.dtype.element_ty
     if CLAMPED:
         bias = b13 + expert * (2 * SIZE) + gate_row
@@ -132,6 +159,7 @@ def gate_up_kernel(
 def down_kernel(
     active,
     w2,
+    s2,
     b2,
     weights,
     order,
@@ -144,6 +172,7 @@ def down_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     CLAMPED: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Programs (tile, columns): each choice's row times its weight into out [choices, HIDDEN].
 
@@ -162,9 +191,10 @@ def down_kernel(
         part = at + depth
         loaded = live[:, None] & (part < SIZE)[None, :]
         rows = tl.load(active + line.to(tl.int64)[:, None] * SIZE + part[None, :], mask=loaded, other=0.0)
-        weight = w2 + expert * (HIDDEN * SIZE) + column[None, :] * SIZE + part[:, None]
         inside = (part < SIZE)[:, None] & (column < HIDDEN)[None, :]
-        total += wide_dot(rows, tl.load(weight, mask=inside, other=0.0))
+        weight = w2 + expert * (HIDDEN * SIZE) + column[None, :] * SIZE + part[:, None]
+        line_of = expert * HIDDEN + column
+        total += wide_dot(rows, weight_tile(weight, w2, s2, line_of, part, inside, rows.dtype, SIZE, PACKED))
     if CLAMPED:
         bias = tl.load(b2 + expert * HIDDEN + column, mask=column < HIDDEN, other=0.0)
         total += bias.to(tl.float32)[None, :]
@@ -213,16 +243,39 @@ def clamped_moe(
     """The table's `clamped_moe`, in the same kernels. A compiler gets the reference."""
     if torch.compiler.is_compiling():
         return reference_clamped_moe(hidden, weights, ids, w13, b13, w2, b2, alpha, limit)
-    return _moe(hidden, weights, ids, w13, w2, Clamp(b13, b2, alpha, limit), tuning)
+    return _moe(hidden, weights, ids, w13, w2, Clamp(b13, b2, alpha, limit, w13, w2), tuning)
+
+
+def mxfp4_moe(
+    hidden: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    s13: Tensor,
+    b13: Tensor,
+    w2: Tensor,
+    s2: Tensor,
+    b2: Tensor,
+    alpha: float,
+    limit: float,
+    tuning: Tuning = Tuning(),
+) -> Tensor:
+    """The table's `mxfp4_moe`, in the same kernels. A compiler gets the reference."""
+    if torch.compiler.is_compiling():
+        return reference_mxfp4_moe(hidden, weights, ids, w13, s13, b13, w2, s2, b2, alpha, limit)
+    return _moe(hidden, weights, ids, w13, w2, Clamp(b13, b2, alpha, limit, s13, s2), tuning)
 
 
 class Clamp(NamedTuple):
-    """What `clamped_moe` has and `moe` has not."""
+    """What `clamped_moe` has and `moe` has not, and then the scales that only `mxfp4_moe` has; the others give weights for them,
+    which nobody reads."""
 
     b13: Tensor
     b2: Tensor
     alpha: float
     limit: float
+    s13: Tensor
+    s2: Tensor
 
 
 def _moe(
@@ -288,38 +341,24 @@ def moe_in_tiles(
 ) -> Tensor:
     """Sort, gate and up, down, sum."""
     tokens, width = hidden.shape
-    experts, size, choices = w13.shape[0], w2.shape[2], ids.numel()
+    experts, size, choices = w13.shape[0], w2.shape[2] * (1 if w2.dim() == 3 else 32), ids.numel()
     out = torch.empty(tokens, width, dtype=hidden.dtype, device=hidden.device)
     if not tokens:
         return out
     ids, weights = ids.contiguous(), weights.contiguous()
-    rows, options = tile.rows, tuning.options(tile.config)
-    depth = max(NARROWEST_DOT, tile.depth_bytes // hidden.itemsize)
+    rows, depth = tile.rows, max(NARROWEST_DOT, tile.depth_bytes // hidden.itemsize)
     order, owners = _in_tiles(ids, experts, rows, tuning)
     most = owners.numel()
     active = torch.empty(most * rows, size, dtype=hidden.dtype, device=hidden.device)
     shape = {"SIZE": size, "HIDDEN": width, "ROWS": rows, "COLUMNS": tile.columns, "DEPTH": depth}
-    stride, per_token, is_clamped = hidden.stride(0), ids.shape[1], clamp is not None
-    b13, b2, *bounds = (w13, w2, 0.0, 0.0) if clamp is None else clamp
+    shape |= {"CLAMPED": clamp is not None, "PACKED": w2.dim() > 3, **tuning.options(tile.config)}
+    stride, per_token = hidden.stride(0), ids.shape[1]
+    b13, b2, alpha, limit, s13, s2 = Clamp(w13, w2, 0.0, 0.0, w13, w2) if clamp is None else clamp
     gate_up_kernel[(most, tiles(size, tile.columns))](
-        hidden,
-        w13,
-        b13,
-        order,
-        owners,
-        active,
-        choices,
-        stride,
-        *bounds,
-        CHOICES=per_token,
-        CLAMPED=is_clamped,
-        **shape,
-        **options,
+        hidden, w13, s13, b13, order, owners, active, choices, stride, alpha, limit, CHOICES=per_token, **shape
     )
     parts = torch.empty(choices, width, dtype=hidden.dtype, device=hidden.device)
-    down_kernel[(most, tiles(width, tile.columns))](
-        active, w2, b2, weights, order, owners, parts, choices, CLAMPED=is_clamped, **shape, **options
-    )
+    down_kernel[(most, tiles(width, tile.columns))](active, w2, s2, b2, weights, order, owners, parts, choices, **shape)
     block = min(power_of_two(width), tuning.elements)
     held = tuning.rows(block, tokens)
     sum_kernel[(tiles(tokens, held), tiles(width, block))](

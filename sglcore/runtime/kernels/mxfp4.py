@@ -1,0 +1,20 @@
+"""Values in MXFP4 (OCP Microscaling Formats 1.0): 4-bit floats, and an exponent for each 32 of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GROUP = 32
+EXPONENT_BIAS = 127
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of the codes without their highest bit, which is the sign."""
+
+
+def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
+    """uint8 [N, groups, 16], of two codes each, the lower four bits first, and uint8 [N, groups], to float32
+    [N, groups * 32]."""
+    table = torch.tensor([*VALUES, *(-value for value in VALUES)], device=blocks.device)
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2)
+    exponents = scales.to(torch.int32) - EXPONENT_BIAS
+    return torch.ldexp(table[codes.int()], exponents.unsqueeze(-1)).flatten(1)
