@@ -165,13 +165,15 @@ def clamped_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def mxfp4_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """As `clamped_moe`, of random codes with small exponents."""
-    for hidden, weights, ids, w13, b13, w2, b2, *bounds in clamped_moe(drawn, tokens, strided):
-        packed = []
-        for experts, rows, columns in (w13.shape, w2.shape):
-            packed.append(drawn.ints(0, 256, experts, rows, columns // 32, 16, dtype=torch.uint8))
-            packed.append(drawn.ints(121, 125, experts, rows, columns // 32, dtype=torch.uint8))
-        yield hidden, weights, ids, *packed[:2], b13, *packed[2:], b2, *bounds
+    """As `clamped_moe`, of random codes with small exponents, in rows of whole groups of 32."""
+    for narrow, weights, ids, *_ in moe(drawn, tokens, strided):
+        hidden = torch.cat((narrow, narrow[:, :16]), dim=1)
+        packed: list[torch.Tensor] = []
+        for columns in (64, 32):
+            packed.append(drawn.ints(0, 256, 5, 64, columns // 32, 16, dtype=torch.uint8))
+            packed.append(drawn.ints(121, 125, 5, 64, columns // 32, dtype=torch.uint8))
+            packed.append(drawn.values(5, 64))
+        yield hidden, weights, ids, *packed, 1.702, 1.5
 
 
 def store_kv(drawn: Draw, tokens: int, strided: bool) -> Inputs:
