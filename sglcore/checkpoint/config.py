@@ -146,7 +146,7 @@ def check_architecture(name: str, known: Collection[str]) -> None:
         raise ConfigError(
             f"the architecture {name!r} is not supported",
             wanted=served(name, known),
-            remedy="choose another model, or map its name to a class of yours",
+            remedy="choose another model, or add a file for it (docs/add-a-model.md)",
         )
 
 
@@ -315,6 +315,11 @@ def _check(config: ModelConfig) -> None:
     found = f"{config.num_attention_heads} query heads for {config.num_key_value_heads} key-value heads"
     if config.num_key_value_heads < 1 or config.num_attention_heads % config.num_key_value_heads:
         raise ConfigError(f"{config.path / 'config.json'} gives {found}", wanted="a multiple")
+    if config.head_dim < 1:
+        raise ConfigError(
+            f"{config.path / 'config.json'} gives {config.hidden_size} elements to {config.num_attention_heads} heads",
+            wanted="one for each at least",
+        )
     rotated = int(config.head_dim * config.rope.partial)
     if rotated % 2:
         raise ConfigError(

@@ -22,6 +22,10 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
+def _is_above_zero(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
 def _is_list_of(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(type(each) in kinds for each in value)
 
@@ -37,12 +41,15 @@ _NAMES: Mapping[Kind, str] = MappingProxyType(
             num_experts_per_tok head_dim intermediate_size sliding_window local_attention max_window_layers first_k_dense_replace num_experts
             num_local_experts n_routed_experts n_shared_experts moe_intermediate_size shared_intermediate_size
             shared_expert_intermediate_size num_labels""",
+        ("a whole number above zero, or auto", lambda value: value == "auto" or _whole(1)(value)): "mamba_d_head",
         ("a number", _is_number): """
-            rms_norm_eps layer_norm_eps norm_eps rope_theta global_rope_theta local_rope_theta rope_local_base_freq
-            partial_rotary_factor original_max_position_embeddings factor low_freq_factor high_freq_factor attention_factor
-            beta_fast beta_slow mscale mscale_all_dim attention_multiplier embedding_multiplier residual_multiplier
-            logits_scaling attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar routed_scaling_factor
-            swiglu_alpha swiglu_limit""",
+            rms_norm_eps layer_norm_eps norm_eps partial_rotary_factor original_max_position_embeddings low_freq_factor
+            high_freq_factor attention_factor beta_fast beta_slow mscale mscale_all_dim embedding_multiplier
+            residual_multiplier routed_scaling_factor swiglu_alpha swiglu_limit""",
+        ("a number above zero", _is_above_zero): """
+            rope_theta global_rope_theta local_rope_theta rope_local_base_freq factor attention_multiplier logits_scaling
+            query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping""",
+        ("a list of two limits", lambda value: isinstance(value, list) and len(value) == 2): "time_step_limit",
         ("true or false", lambda value: type(value) is bool): """
             tie_word_embeddings attention_bias qkv_bias mlp_bias use_sliding_window norm_topk_prob use_qk_norm
             mamba_conv_bias mamba_proj_bias norm_bias classifier_bias truncate mrope_interleaved""",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +11,9 @@ from sglcore.cli.settings import engine_settings
 
 
 def explain(
-    topic: Annotated[str | None, typer.Argument(help="One topic, such as attention; left out, all of them.")] = None,
+    topic: Annotated[
+        str | None, typer.Argument(help="One topic, such as attention, or a model; left out, all topics.")
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="A checkpoint folder or a GGUF file; left out, the embedded model.")
     ] = None,
@@ -18,12 +21,15 @@ def explain(
     settings: dict[str, Any] | None = None,
 ) -> None:
     """Start as `generate` would, then say what was asked for, what was chosen, why, and how to get something else."""
+    from sglcore.checkpoint.gguf import is_gguf
     from sglcore.cli.banner import ledger_table
     from sglcore.cli.render import json_text
     from sglcore.device.config import resolve_config
     from sglcore.device.errors import ConfigError
     from sglcore.engine.start import start
 
+    if topic is not None and model is None and ((Path(topic) / "config.json").is_file() or is_gguf(Path(topic))):
+        topic, model = None, topic
     started = start(resolve_config({"model": model, **engine_settings(settings)}))
     started.worker.close()
     rows = [row for row in started.ledger.rows if topic in (None, row.topic)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from sglcore.models.registry import ARCHITECTURES
+
 ROOT = Path(__file__).resolve().parents[2]
 MAP = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
 
@@ -25,6 +27,11 @@ def test_every_file_of_the_core_is_on_the_map() -> None:
 def test_the_map_names_no_file_that_is_not_there() -> None:
     tools = {file.name for folder in ("tools", "devices", "ci", "simulator") for file in (ROOT / folder).rglob("*.py")}
     assert named_files(MAP) - core_files() - tools == set()
+
+
+def test_every_architecture_with_a_language_model_is_in_the_table_of_models() -> None:
+    named = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "models.md").read_text(encoding="utf-8")))
+    assert {name for name in ARCHITECTURES if name.endswith(("ForCausalLM", "ForConditionalGeneration"))} <= named
 
 
 def test_a_reader_finds_where_a_token_is_sampled_and_how_a_device_is_chosen() -> None:

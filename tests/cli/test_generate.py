@@ -192,4 +192,6 @@ def test_explain_prints_every_decision_with_its_remedy() -> None:
     assert {"device", "model", "dtype", "threads", "attention", "kv cache", "graph", "kernels"} <= set(rows)
     assert all(row["reason"] for row in rows.values())
     assert "--attention-backend" in run("explain", "attention").stdout
+    named = json.loads(run("explain", str(embedded_model()), "--json").stdout)["decisions"]
+    assert [row["effective"] for row in named if row["topic"] == "model"] == [str(embedded_model())]
     refused(run("explain", "the-weather"), "the-weather", "attention")

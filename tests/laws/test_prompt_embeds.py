@@ -262,11 +262,11 @@ def publishes_all(memory: Memory, request: Request, cells: int) -> None:
     memory._publish(request, cells, leaving=False)
 
 
-def matches_all(memory: Memory, request: Request, promised: int) -> bool:
+def matches_all(memory: Memory, request: Request, *promised: int) -> bool:
     """Embeddings find the pages of texts."""
     request.embeds, embeds = None, request.embeds
     try:
-        return ADMIT(memory, request, promised)
+        return ADMIT(memory, request, *promised)
     finally:
         request.embeds = embeds
 
