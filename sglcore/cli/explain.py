@@ -21,14 +21,13 @@ def explain(
     settings: dict[str, Any] | None = None,
 ) -> None:
     """Start as `generate` would, then say what was asked for, what was chosen, why, and how to get something else."""
-    from sglcore.checkpoint.gguf import is_gguf
     from sglcore.cli.banner import ledger_table
     from sglcore.cli.render import json_text
     from sglcore.device.config import resolve_config
     from sglcore.device.errors import ConfigError
-    from sglcore.engine.start import start
+    from sglcore.engine.start import is_model, start
 
-    if topic is not None and model is None and ((Path(topic) / "config.json").is_file() or is_gguf(Path(topic))):
+    if topic is not None and model is None and is_model(Path(topic)):
         topic, model = None, topic
     started = start(resolve_config({"model": model, **engine_settings(settings)}))
     started.worker.close()

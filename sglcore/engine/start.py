@@ -49,6 +49,11 @@ def embedded_model() -> Path:
     return Path(str(files("sglcore") / "assets" / "demo"))
 
 
+def is_model(path: Path) -> bool:
+    """Whether a path is that of a checkpoint folder or a GGUF file."""
+    return (path / "config.json").is_file() or is_gguf(path)
+
+
 def model_folder(config: EngineConfig) -> Path:
     """The checkpoint folder, or GGUF file, that the configuration names; raises ConfigError if there is none."""
     folder = Path(config.model).expanduser() if config.model is not None else embedded_model()
