@@ -279,6 +279,15 @@ def test_who_passes_others_over_leaves_them_a_window_page_each(siblings: int, is
     drive.run()
 
 
+def test_who_was_refused_for_want_of_window_pages_is_asked_again_when_a_prompt_has_given_its_own_back() -> None:
+    drive = make_drive(num_window_pages=9, max_batch_tokens=16, prefix_cache=False)
+    drive.add("old", 30, 20)
+    drive.add("new", 10, 2)
+    drive.step(3)
+    assert drive.worker.rids == [["old"], ["old"], ["old", "new"]]
+    drive.run()
+
+
 def test_the_window_used_least_recently_gives_way() -> None:
     drive = make_drive(max_batch_tokens=16, num_window_pages=9)
     for first in (1, 2, 3, 1, 4):
