@@ -1,5 +1,5 @@
 """What a decode step may cost on a device with streams, with that device's own preferred attention and graphs: no wait but
-for the ticket's event, and at most two copies to the device."""
+for the ticket's event, and at most two copies to the device, or three where layers with windows plan by themselves."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ import pytest
 
 from ci.lanes import Lane
 from sglcore.device.batch import ScheduleBatch
-from tests.checkpoints import llama, save
+from tests.checkpoints import gemma3, llama, save
 from tests.laws.engine import TokenEngine, random_prompts
 
-MOST_COPIES = 2
+COPIES = 1
+"""That of the step's inputs; and one more of each attention backend's plan, at most."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads that every vendor's library takes."""
-    oracle = llama(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256)
-    return save(oracle, tmp_path_factory.mktemp("step_costs"))
+@pytest.fixture(scope="module", params=[llama, gemma3])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads that every vendor's library takes; with one pool, and with one more for windows."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    return save(request.param(**sizes, max_position_embeddings=256), tmp_path_factory.mktemp("step_costs"))
 
 
 @pytest.mark.needs("streams", "simulator", "graphs.full")
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_replayed_decode_step_waits_for_nothing_and_copies_at_most_twice(
+def test_a_replayed_decode_step_waits_for_nothing_and_copies_few_times(
     folder: Path, lane: Lane, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
     sim: Any = sys.modules["sglcore_sim"].current()
@@ -58,5 +59,5 @@ def test_a_replayed_decode_step_waits_for_nothing_and_copies_at_most_twice(
     print(
         f"{type(engine.worker.runner.attn_backend).__name__}: copies of {len(copies)} decode steps: {sorted(set(copies))}"
     )
-    assert len(copies) > 16 and max(copies) <= MOST_COPIES
+    assert len(copies) > 16 and max(copies) <= COPIES + len(engine.worker.runner.attn_backend.parts)
     assert any(path.startswith("full:") for path in engine.paths)

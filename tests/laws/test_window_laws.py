@@ -3,6 +3,7 @@ becomes of the pages that fell out of a window."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -12,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from sglcore.device.config import resolve_config
+from sglcore.engine.start import start
 from sglcore.runtime.memory.pools import WindowTable
 from sglcore.schedule.windows import Windows
 from tests.checkpoints import gemma2, gemma3, gpt_oss, mistral, save
 from tests.laws import test_model_laws
-from tests.laws.engine import check_logprobs, random_prompts
+from tests.laws.engine import check_logprobs, environ, random_prompts
 from tests.laws.test_model_laws import check_paths
 from tests.laws.windows import WindowEngine
 
@@ -74,6 +77,24 @@ def test_windows_without_a_prefix_cache_and_one_step_at_a_time(case: Case) -> No
     engine = case.engine(graph="off", overlap=False, prefix_cache=False, page_size=3)
     check_logprobs(engine.run(random_prompts(2, (5, 30, 17, 9)), 16, score_prompts=True, stagger=2), case.oracle)
     assert engine.freed.given > 40
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize(("step", "pools"), [(8, 2), (90, 1)])
+def test_the_ledger_says_what_windows_are_kept_in(tmp_path: Path, step: int, pools: int) -> None:
+    folder = save(gemma3(max_position_embeddings=CONTEXT), tmp_path)
+    given = {"model": str(folder), "device": os.environ["LANE_DEVICE"], "dtype": "float32", "graph": "off"}
+    started = start(resolve_config({**given, "max_batch_tokens": step, "max_requests": 2, "page_size": 4}, environ()))
+    limits, rows = started.worker.limits, started.ledger.rows
+    (windows,) = (row for row in rows if row.topic == "window cache")
+    whom = [row.reason.partition(";")[0].removeprefix("first that serves ") for row in rows if row.topic == "attention"]
+    if pools == 1:
+        assert limits.window == limits.num_window_pages == 0
+        assert windows.effective == "none" and whom == ["the model"]
+        return
+    assert (limits.window, limits.num_window_pages) == (6, 2 * 2 * 4 + 2)
+    assert windows.effective.startswith("18 pages of 4 tokens")
+    assert sorted(whom) == ["layers that keep all tokens", "layers that keep windows"]
 
 
 class FreesEarly(Windows):
