@@ -23,20 +23,28 @@ class PagedAttention:
     """The attention of one module. `turn` is what turned its queries and keys, or still has to. Without `stores`, another
     call of the forward has left the same keys and values in the layer's cells."""
 
-    __slots__ = ("_rotary_and_store", "_stores", "_turn", "_wide", "layer")
+    __slots__ = ("_norm_rotary_and_store", "_rotary_and_store", "_stores", "_turn", "_wide", "layer")
 
     def __init__(self, layer: Attention, turn: Turn | None, stores: bool, build: Build) -> None:
         self.layer = layer
         self._stores = stores
         self._turn = turn if turn is not None and turn.is_direct else None
         self._wide = layer.head_dim
-        self._rotary_and_store = None
+        self._rotary_and_store = self._norm_rotary_and_store = None
         if self._turn is not None and layer.cached and stores:
             q, kv = build.rows(layer.num_heads * self._wide), build.rows(layer.num_kv_heads * self._wide)
             cell = build.rows(layer.num_kv_heads, self._wide)
             turned = build.indices(), self._turn.table(build), self._wide
             stored = cell, cell, build.indices(dtype=build.index_dtype)
             self._rotary_and_store = build.kernel(KernelTable.rotary_and_store, q, kv, kv, *turned, *stored)
+            norms = [each.placed for each in self._turn.norms]
+            has_tables = all(each.has_tables for each in self._turn.rotaries)
+            if norms and has_tables and norms[0].eps == norms[1].eps:
+                given = *(each.weight for each in norms), norms[0].eps
+                fused = build.kernel(KernelTable.norm_rotary_and_store, q, kv, kv, *turned, *stored, *given)
+                self._norm_rotary_and_store = fused
+            for each in self._turn.norms:
+                each.waits = self._norm_rotary_and_store is not None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [1, heads, T, dim], key and value [1, kv_heads, T, dim or less] to [1, T, heads, value's dim]."""
@@ -51,6 +59,12 @@ class PagedAttention:
 
     def _turned(self, turn: Turn, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Rows:
         cells = None if self._rotary_and_store is None else self.layer.cells()
+        if self._norm_rotary_and_store is not None:
+            q_norm, k_norm = (each.placed for each in turn.norms)
+            if cells is not None:
+                given = q, k, v, angles.positions, angles.table, self._wide, *cells
+                return self._norm_rotary_and_store(*given, q_norm.weight, k_norm.weight, q_norm.eps), None, None
+            q, k = (norm(x.view(len(x), -1, self._wide)).view(x.shape) for norm, x in ((q_norm, q), (k_norm, k)))
         if self._rotary_and_store is not None and cells is not None:
             return self._rotary_and_store(q, k, v, angles.positions, angles.table, self._wide, *cells), None, None
         return *turn.rows(q, k, angles, self._wide), v

@@ -137,6 +137,8 @@ class Norm(nn.Module):
         """`own` is the weight that it stands for, on shapes alone."""
         super().__init__()
         self.heads: int | None = None
+        self.waits = False
+        """Whether its heads are normed together with their rotary embedding, unless a compiler watches."""
         self.is_addend = False
         self._name, self._form = name, form
         self._own = (own,)  # no parameter of this module
@@ -154,10 +156,18 @@ class Norm(nn.Module):
         scope = build.at(*self._name.split("."))
         self._norm = RMSNorm(scope, self._own[0].shape[0], self._form.eps, self.heads, self._form.offset)
 
+    @property
+    def placed(self) -> RMSNorm:
+        """The layer that computes; not before `place`."""
+        assert self._norm is not None
+        return self._norm
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to the same."""
         if self._norm is None:
             return x.new_empty(x.shape)
+        if self.waits and not torch.compiler.is_compiling():
+            return x
         if type(x) is Sum and x.total is None:
             normed, total = self._norm.add(x.addend[0], x.residual[0])
             x.total = total[None]

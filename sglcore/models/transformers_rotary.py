@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from sglcore.device.errors import ConfigError
 from sglcore.layers.build import Build
-from sglcore.models.transformers_layers import PackedLinear
+from sglcore.models.transformers_layers import Norm, PackedLinear
 from sglcore.models.transformers_trace import Trace
 from sglcore.runtime.kernels import reference
 from sglcore.runtime.kernels.table import KernelTable
@@ -74,6 +74,11 @@ class Rotary(nn.Module):
                 f"{type(self.own).__name__} makes other angles than it was seen to", remedy="use another model"
             )
         self._tables = {key: table.to(build.weights.device) for key, table in tables.items() if table is not None}
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether it hands on `Angles` whatever it is called with."""
+        return self._tables.keys() == self._calls.keys()
 
     def _table(self, call: tuple[Any, Any], count: int) -> Tensor | None:
         """float32 [count, R]: R / 2 cosines, then R / 2 sines, of each position."""
@@ -148,6 +153,10 @@ class Turn:
         self.is_direct = False
         self.projections: Sequence[PackedLinear] = ()
         """Those of queries and of keys, if pairs of neighbours are turned: their rows are put in an order that has halves."""
+        self.rotaries: Sequence[Rotary] = ()
+        """Whose angles it is given."""
+        self.norms: Sequence[Norm] = ()
+        """Those of the heads of queries and of keys, if nothing else takes what they give."""
         self._size, self._heads = 0, (0, 0, 0)
         self._calls: list[_Call] | None = []
         self._held: tuple[Tensor, Tensor, Angles] | None = None
@@ -211,8 +220,8 @@ class Turn:
         is_one = len(calls) == 1 and _is_kernels(self.function, calls[0], doubling, "neighbours")
         if not is_one or not self._goes_to(attended):
             return False
-        found = [trace.projection_of(heads) for heads in (calls[0].q, calls[0].k)]
-        self.projections = [each for each in found if each is not None]
+        found = [trace.giver_of(heads) for heads in (calls[0].q, calls[0].k)]
+        self.projections = [each for each in found if isinstance(each, PackedLinear)]
         return len(self.projections) == 2
 
     def _goes_to(self, attended: Sequence[tuple[Tensor, ...]]) -> bool:
@@ -221,10 +230,13 @@ class Turn:
         is_same = all(q is of[0] and k is of[1] and of[2].shape[3] == q.shape[3] for (q, k), of in pairs)
         return is_same and len(calls) == len(attended)
 
-    def settle(self, attended: Sequence[tuple[Tensor, ...]]) -> None:
+    def settle(self, attended: Sequence[tuple[Tensor, ...]], trace: Trace) -> None:
         """Watch no more. `attended` are the queries, keys and values that the module called attention with."""
         self.is_direct = self._goes_to(attended)
-        first = (self._calls or [])[0]
+        first, *others = self._calls or []
+        found = [trace.giver_of(heads) for heads in (first.q, first.k)]
+        norms = [each for each in found if isinstance(each, Norm)]
+        self.norms = norms if self.is_direct and len(norms) == 2 and not others else ()
         self._size, self._heads = first.cos.shape[2], (first.q.shape[1], first.k.shape[1], first.q.shape[3])
         self._calls = None
 
@@ -370,16 +382,16 @@ def settle(
     kept: dict[nn.Module, Turn] = {}
     for module, turn in turns.items():
         if makers[module] and makers[module] <= seen.made.keys() - refused:
-            turn.settle(attended.get(module, []))
+            turn.settle(attended.get(module, []), trace)
             kept[module] = turn
         else:
             del module.forward
     used = {maker for module in kept for maker in makers[module] if maker is not None}
     made = {each: Rotary(each, seen.calls[each], seen.made[each][0].shape[2], doublings[each]) for each in used}
     for module, turn in kept.items():
-        for maker in makers[module] if turn.projections else ():
-            if maker is not None:
-                made[maker].has_order = True
+        turn.rotaries = [made[maker] for maker in makers[module] if maker is not None]
+        for each in turn.rotaries if turn.projections else ():
+            each.has_order = True
     return _replaced(model, made), kept
 
 

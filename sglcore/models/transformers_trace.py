@@ -91,7 +91,7 @@ class Trace(TorchDispatchMode):
         """How many of them each norm is called with; None for rows."""
         found: dict[Norm, set[int | None]] = {}
         for norm, x in self._normed:
-            found.setdefault(norm, set()).add(x.shape[2] if x.dim() == 4 else None)
+            found.setdefault(norm, set()).add(x.shape[2] if x.dim() == 4 and x.is_contiguous() else None)
         return found
 
     def addends(self) -> set[Replacement]:
@@ -106,16 +106,19 @@ class Trace(TorchDispatchMode):
         calls = Counter(module for module, _ in self._given.values())
         return {module for module, count in fused.items() if count == calls[module]}
 
-    def projection_of(self, heads: Tensor) -> PackedLinear | None:
-        """The linear layer whose one result are these heads [1, heads, T, D], which nobody has read."""
+    def giver_of(self, heads: Tensor) -> Replacement | None:
+        """The linear layer, or the norm of heads, whose one result are these heads [1, heads, T, D], which nobody has read."""
         _, count, tokens, size = heads.shape
         out = self._results.get(_memory(heads))
-        if out is None or out.shape != (1, tokens, count * size) or heads.stride()[1:] != (size, count * size, 1):
+        if out is None:
             return None
         module, step = self._given[id(out)]
+        shape = (1, tokens, count, size) if isinstance(module, Norm) else (1, tokens, count * size)
+        is_whole = out.shape == shape and heads.stride()[1:] == (size, count * size, 1)
+        if isinstance(module, Norm):  # some classes norm behind the transposition
+            is_whole = is_whole or (out.shape == heads.shape and out.stride() == heads.stride())
         is_once = [each for each, _ in self._given.values()].count(module) == 1
-        is_read = self.is_read(heads, step)
-        return module if isinstance(module, PackedLinear) and is_once and not is_read else None
+        return module if is_whole and is_once and not self.is_read(heads, step) else None
 
     def _giver(self, operand: Tensor, step: int) -> list[Replacement]:
         """The layer that gave an operand, if nobody heard of it before this addition."""

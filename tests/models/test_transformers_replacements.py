@@ -18,6 +18,8 @@ from sglcore.models.transformers_replace import Replaced, replace
 from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn, turns
 from sglcore.models.transformers_sums import Addend, Sum, added
 from sglcore.models.transformers_twins import gated_block_of, is_embedding, rms_norm_of
+from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.kernels import reference
 from sglcore.runtime.kernels.table import KernelTable
 from tests.models.test_transformers_models import empty
 from tests.models.transformers_cases import compare, load, sizes_of, tiny_model
@@ -251,6 +253,30 @@ def test_rows_that_are_put_in_order_are_found_in_the_files(tmp_path: Path) -> No
     model.weights.targets.clear()
     with pytest.raises(ConfigError, match="q_proj.weight' is stored in parts"):
         model.named({})
+
+
+@pytest.mark.parametrize("stores", [True, False])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
+def test_heads_are_normed_and_turned_at_once(kind: str, stores: bool, monkeypatch: Patch, tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def counted(*given: Any) -> Tensor:
+        calls.append(1)
+        return reference.norm_rotary_and_store(*given)
+
+    if not stores:
+        monkeypatch.setattr(Attention, "cells", lambda self: None)
+    table = KernelTable().replace(rotary_and_store=reference.rotary_and_store, norm_rotary_and_store=counted)
+    assert compare(tiny_model(kind, sizes_of(kind)), tmp_path, kernels=table) < 2e-4
+    assert bool(calls) is stores
+
+
+def test_heads_that_are_never_normed_show(tmp_path: Path) -> None:
+    def turned(*given: Any) -> Tensor:
+        return reference.rotary_and_store(*given[:-3])
+
+    table = KernelTable().replace(rotary_and_store=reference.rotary_and_store, norm_rotary_and_store=turned)
+    assert compare(tiny_model("qwen3", sizes_of("qwen3")), tmp_path, kernels=table) > 1e-2
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
