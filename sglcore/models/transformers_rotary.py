@@ -8,12 +8,12 @@ transformers is changed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,10 @@ from sglcore.device.errors import ConfigError
 from sglcore.layers.build import Build
 from sglcore.models.transformers_layers import Norm, PackedLinear
 from sglcore.models.transformers_trace import Trace
+from sglcore.models.transformers_turning import FORMS, Doubling, TurnFunction, halves_first, turns
 from sglcore.runtime.kernels import reference
 from sglcore.runtime.kernels.table import KernelTable
 
-TurnFunction = Callable[..., tuple[Tensor, Tensor]]
-"""Of queries and keys [1, heads, T, D], cosines and sines [1, T, R]: both, turned."""
 Attended = Mapping[nn.Module, Sequence[tuple[Tensor, ...]]]
 """The queries, keys and values that each module called attention with, in a walk."""
 
@@ -38,18 +37,6 @@ class Angles:
 
     table: Tensor
     positions: Tensor
-
-
-Doubling = Literal["halves", "neighbours"]
-"""How R cosines are those of R / 2 angles: the second half repeats the first, or each has its like beside it."""
-
-
-_FORMS: Sequence[tuple[Doubling, Doubling]] = (
-    ("halves", "halves"),
-    ("halves", "neighbours"),
-    ("neighbours", "neighbours"),
-)
-"""How angles are doubled, and which elements are a pair, in functions that turn."""
 
 
 class Rotary(nn.Module):
@@ -166,7 +153,7 @@ class Turn:
         """Choose the kernel; what a walk left is forgotten."""
         self._held = None
         for each in self.projections:
-            order = _halves_first(each.linear.out_features, self._heads[2], self._size)
+            order = halves_first(each.linear.out_features, self._heads[2], self._size)
             build.weights.orders |= {f"{each.name}.{kind}": order for kind in ("weight", "bias")}
         heads, kv_heads, head_dim = self._heads
         given = build.rows(heads * head_dim), build.rows(kv_heads * head_dim), build.indices()
@@ -256,41 +243,6 @@ def _is_kernels(function: TurnFunction, call: _Call, doubling: Doubling, pairs: 
     return is_fit and turns(function, *sizes, doubling, pairs)
 
 
-def turns(
-    function: TurnFunction, head_dim: int, size: int, doubling: Doubling = "halves", pairs: Doubling = "halves"
-) -> bool:
-    """Whether a function, of angles doubled so, turns the first `size` elements of each head as the kernel does: an element with
-    that of the other half, or with its neighbour."""
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, heads, 5, head_dim, generator=generator) for heads in (3, 2))
-    table = torch.randn(5, size, generator=generator)
-    cos, sin = (_doubled(half, doubling)[None] for half in table.chunk(2, dim=-1))
-    order = _halves_first(head_dim, head_dim, size) if pairs == "neighbours" else torch.arange(head_dim)
-
-    def rows(part: Tensor) -> Tensor:
-        return part[0].transpose(0, 1)[..., order].reshape(5, -1)
-
-    wanted = reference.rotary(rows(q), rows(k), torch.arange(5), table, head_dim)
-    try:
-        found = function(q, k, cos, sin)
-        return all(
-            torch.allclose(rows(part), each, rtol=1e-5, atol=1e-6) for part, each in zip(found, wanted, strict=True)
-        )
-    except (TypeError, RuntimeError, AttributeError, ValueError, LookupError, AssertionError):
-        return False
-
-
-def _doubled(angles: Tensor, doubling: Doubling) -> Tensor:
-    return angles.repeat_interleave(2, dim=-1) if doubling == "neighbours" else torch.cat((angles, angles), dim=-1)
-
-
-def _halves_first(rows: int, head_dim: int, size: int) -> Tensor:
-    """int64 [rows]: which row comes to each place, so that the pairs of the first `size` of each head become halves."""
-    head = torch.arange(head_dim)
-    one = torch.cat((head[:size:2], head[1:size:2], head[size:]))
-    return (torch.arange(0, rows, head_dim)[:, None] + one).flatten()
-
-
 def _like(x: Tensor) -> Tensor:
     """Without reading it."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
@@ -320,7 +272,7 @@ def _turning_name(forward: FunctionType) -> str | None:
     own = forward.__globals__
     named = [name for name in forward.__code__.co_names if inspect.isfunction(own.get(name))]
     turning = [
-        name for name in named if _takes_four(own[name]) and any(turns(own[name], 8, 8, *form) for form in _FORMS)
+        name for name in named if _takes_four(own[name]) and any(turns(own[name], 8, 8, *form) for form in FORMS)
     ]
     return turning[0] if len(turning) == 1 else None
 

@@ -15,8 +15,9 @@ from torch.nn.functional import gelu, silu
 from sglcore.device.errors import ConfigError
 from sglcore.models.transformers_layers import GatedBlock, Norm, NormForm, PackedLinear, Product
 from sglcore.models.transformers_replace import Replaced, replace
-from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn, turns
+from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn
 from sglcore.models.transformers_sums import Addend, Sum, added
+from sglcore.models.transformers_turning import turns
 from sglcore.models.transformers_twins import gated_block_of, is_embedding, rms_norm_of
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.kernels import reference

@@ -1,0 +1,59 @@
+"""What a function of transformers does that turns queries and keys, found by trying it against the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sglcore.runtime.kernels import reference
+
+TurnFunction = Callable[..., tuple[Tensor, Tensor]]
+"""Of queries and keys [1, heads, T, D], cosines and sines [1, T, R]: both, turned."""
+
+Doubling = Literal["halves", "neighbours"]
+"""How R cosines are those of R / 2 angles: the second half repeats the first, or each has its like beside it."""
+
+FORMS: Sequence[tuple[Doubling, Doubling]] = (
+    ("halves", "halves"),
+    ("halves", "neighbours"),
+    ("neighbours", "neighbours"),
+)
+"""How angles are doubled, and which elements are a pair, in functions that turn."""
+
+
+def turns(
+    function: TurnFunction, head_dim: int, size: int, doubling: Doubling = "halves", pairs: Doubling = "halves"
+) -> bool:
+    """Whether a function, of angles doubled so, turns the first `size` elements of each head as the kernel does: an element with
+    that of the other half, or with its neighbour."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, 5, head_dim, generator=generator) for heads in (3, 2))
+    table = torch.randn(5, size, generator=generator)
+    cos, sin = (_doubled(half, doubling)[None] for half in table.chunk(2, dim=-1))
+    order = halves_first(head_dim, head_dim, size) if pairs == "neighbours" else torch.arange(head_dim)
+
+    def rows(part: Tensor) -> Tensor:
+        return part[0].transpose(0, 1)[..., order].reshape(5, -1)
+
+    wanted = reference.rotary(rows(q), rows(k), torch.arange(5), table, head_dim)
+    try:
+        found = function(q, k, cos, sin)
+        return all(
+            torch.allclose(rows(part), each, rtol=1e-5, atol=1e-6) for part, each in zip(found, wanted, strict=True)
+        )
+    except (TypeError, RuntimeError, AttributeError, ValueError, LookupError, AssertionError):
+        return False
+
+
+def _doubled(angles: Tensor, doubling: Doubling) -> Tensor:
+    return angles.repeat_interleave(2, dim=-1) if doubling == "neighbours" else torch.cat((angles, angles), dim=-1)
+
+
+def halves_first(rows: int, head_dim: int, size: int) -> Tensor:
+    """int64 [rows]: which row comes to each place, so that the pairs of the first `size` of each head become halves."""
+    head = torch.arange(head_dim)
+    one = torch.cat((head[:size:2], head[1:size:2], head[size:]))
+    return (torch.arange(0, rows, head_dim)[:, None] + one).flatten()
