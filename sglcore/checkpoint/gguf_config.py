@@ -156,7 +156,8 @@ def _rope(header: GgufHeader, name: str, head_dim: int) -> dict[str, Any]:
     base = header.need(base_key, float) if base_key in header.metadata else 10000.0
     rotated = _count(header, f"{name}.rope.dimension_count", head_dim)
     found: dict[str, Any] = {"rope_theta": base, "rope_type": "default", "partial_rotary_factor": rotated / head_dim}
-    kind = get(f"{name}.rope.scaling.type", "none")
+    is_long = all(factors in header.tensors for factors in LONG_FACTORS)
+    kind = "none" if is_long else get(f"{name}.rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn"):
         raise CheckpointError(f"{header.path} scales positions by {kind!r}", wanted="none, linear or yarn")
     if kind != "none":
@@ -164,7 +165,7 @@ def _rope(header: GgufHeader, name: str, head_dim: int) -> dict[str, Any]:
     key = f"{name}.rope.scaling.original_context_length"
     if get(key):
         found["original_max_position_embeddings"] = _count(header, key)
-    if all(factors in header.tensors for factors in LONG_FACTORS):
+    if is_long:
         long, short = (list(header.floats(factors)) for factors in LONG_FACTORS)
         found |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
     if ROPE_FACTORS in header.tensors:

@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType
 
 from sglcore.checkpoint.config import read_config
 from sglcore.checkpoint.gguf import read_header
+from sglcore.checkpoint.gguf_architectures import ARCHITECTURES as GGUF
 from sglcore.device.errors import CheckpointError, ConfigError, SglcoreError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.models.gguf_blocks import KINDS, BlockWeight
@@ -32,6 +33,7 @@ from tests.checkpoints import (
     mixtral,
     olmo2,
     olmo3,
+    oracle_logprobs,
     phi3,
     qwen2,
     qwen2_moe,
@@ -40,7 +42,7 @@ from tests.checkpoints import (
     rope,
 )
 from tests.models.gguf_checkpoints import SIMPLE, SUPER, random_blocks, write
-from tests.models.steps import load
+from tests.models.steps import Steps, load
 from tests.models.test_quantized_checkpoints import TOLERANCE, Packs, difference
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
@@ -195,6 +197,39 @@ def test_scaled_positions_are_the_oracles(kind: str, scaling: dict[str, Any], tm
     assert difference(load(file, max_positions=64), oracle) < TOLERANCE
 
 
+@pytest.mark.parametrize("max_positions", [16, 64])
+def test_long_and_short_factors_are_phis(tmp_path: Path, max_positions: int) -> None:
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 1.5, 2.0, 3.0]}
+    turned = rope("longrope", **factors, partial_rotary_factor=0.5)
+    oracle = phi3(**SIZES, **turned, original_max_position_embeddings=16)
+    kinds = {"rope_factors_long.weight": "long_factor", "rope_factors_short.weight": "short_factor"}
+    file = write(
+        oracle,
+        tmp_path / "m.gguf",
+        "phi3",
+        lambda name: None,
+        extra={name: np.array(factors[kind], np.float32) for name, kind in kinds.items()},
+        change=lambda writer: writer.add_rope_scaling_orig_ctx_len(16),
+    )
+    ids = random_ids(9 if max_positions == 16 else 23)
+    found = Steps(load(file, max_positions=max_positions)).logprobs({1: ids})
+    assert (found - oracle_logprobs(oracle, ids)).abs().max() < TOLERANCE
+
+
+def random_ids(count: int) -> list[int]:
+    """Seeded token ids."""
+    return np.random.default_rng(7).integers(0, 97, count).tolist()
+
+
+@pytest.mark.parametrize(("arch", "layers", "scalar"), [("gemma2", 46, 20), ("gemma2", 42, 8), ("gemma3", 62, 20)])
+def test_the_largest_gemmas_scale_queries_by_the_mean_size_of_heads(
+    file: Path, arch: str, layers: int, scalar: int
+) -> None:
+    config = {"hidden_size": 40, "num_attention_heads": 2, "head_dim": 8, "num_hidden_layers": layers}
+    found = GGUF[arch].more(read_header(file), {**config, "sliding_window": None})
+    assert found == {"query_pre_attn_scalar": scalar, "sliding_window": 4096}
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """A small file."""
@@ -241,6 +276,12 @@ def original_context(writer: gguf.GGUFWriter) -> None:
     writer.add_string("llama.rope.scaling.original_context_length", "x")
 
 
+def bad_experts(writer: gguf.GGUFWriter) -> None:
+    """A text where there should be a number."""
+    writer.add_expert_count(4)
+    writer.add_string("llama.expert_used_count", "x")
+
+
 def test_lists_in_lists_without_end_are_an_error(tmp_path: Path) -> None:
     lists = struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 4, 0)
     head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a"
@@ -266,6 +307,7 @@ def test_experts_that_are_dequantised_are_said_where_all_else_is_plain(tmp_path:
         (lambda w: w.add_string("general.alignment", "x"), "is damaged: it says general.alignment = 'x'"),
         (lambda w: w.add_array("general.alignment", [32]), r"is damaged: it says general.alignment = \[32\]"),
         (frequency_base, "rope.freq_base = 'x'; wanted a value of kind float"),
+        (bad_experts, r"llama.expert_used_count = 'x'; wanted 0 to"),
         (original_context, "original_context_length = 'x'; wanted a value of kind int"),
     ],
 )
