@@ -25,7 +25,7 @@ from sglcore.models.transformers_names import Naming
 from sglcore.models.transformers_own import try_own
 from sglcore.models.transformers_replace import Replaced, replace
 from sglcore.models.transformers_states import Mixer, check_mixers, find_mixers
-from sglcore.models.transformers_walk import use_attention
+from sglcore.models.transformers_walk import DoesNotRun, use_attention
 from sglcore.runtime.forward_batch import ForwardBatch
 
 
@@ -38,7 +38,7 @@ class TransformersModel(Architecture):
         """Raises `ConfigError` for a model that can not be served exactly."""
         super().__init__(build)
         AttentionInterface.register(PAGED, attend)
-        model, self.state_layers, replaced = _replaced_model(build)
+        model, self.state_layers, replaced, why = _replaced_model(build)
         use_attention(model, PAGED)
         _place(model, build)
         replaced.place(build)
@@ -53,7 +53,7 @@ class TransformersModel(Architecture):
         self._naming = Naming(model, build.weights.targets)
         self.ignored = tuple(f".*(?:{each}).*" for each in sorted(model._keys_to_ignore_on_load_unexpected or ()))
         choose_experts(model, build)
-        self.parts = str(replaced)
+        self.parts = f"{replaced}{why}"
 
     def named(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
         """By transformers' own renamings; what the files have one by one are parts of what the class has in one."""
@@ -90,12 +90,13 @@ class TransformersModel(Architecture):
         return self._head(inputs_embeds=hidden[None], use_cache=False, return_dict=True).logits[0].float()
 
 
-def _replaced_model(build: Build) -> tuple[PreTrainedModel, tuple[Mixer, ...], Replaced]:
-    """The model on the meta device, with the engine's layers; only linear ones where a class does not run with others."""
+def _replaced_model(build: Build) -> tuple[PreTrainedModel, tuple[Mixer, ...], Replaced, str]:
+    """The model on the meta device, with the engine's layers; only linear ones where a class does not run with others, and
+    why."""
     try:
-        return _replaced(build, is_whole=True)
-    except ConfigError:
-        return _replaced(build, is_whole=False)
+        return *_replaced(build, is_whole=True), ""
+    except DoesNotRun as error:
+        return *_replaced(build, is_whole=False), f"; linear layers alone, because with others: {error.found}"
 
 
 def _replaced(build: Build, is_whole: bool) -> tuple[PreTrainedModel, tuple[Mixer, ...], Replaced]:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sglcore.device.errors import ConfigError
 from sglcore.layers.build import Build
 from sglcore.models.transformers_head import PackedHead
 from sglcore.models.transformers_layers import (
@@ -40,7 +39,7 @@ from sglcore.models.transformers_twins import (
     may_be_norm,
     rms_norm_of,
 )
-from sglcore.models.transformers_walk import LENGTHS, AttentionCall, walk
+from sglcore.models.transformers_walk import LENGTHS, AttentionCall, DoesNotRun, walk
 
 _CHOOSING = frozenset({"gate", "router", "wg"})
 """Layers that choose experts stay as they are: a rounding would choose others, and their classes read their weights."""
@@ -121,7 +120,7 @@ def _check(model: PreTrainedModel, found: Replaced, linears: Sequence[PackedLine
     again = walk(model, lengths=LENGTHS[1:], has_states=has_states)
     is_read = any(each.is_read for each in linears) or (found.head is not None and found.head.is_elsewhere)
     if again != found.calls or is_read:
-        raise ConfigError(
+        raise DoesNotRun(
             f"{type(model).__name__} can not be served by transformers' classes: it calls attention otherwise with "
             f"{LENGTHS[1]} tokens than with {LENGTHS[0]}",
             remedy="use another model",

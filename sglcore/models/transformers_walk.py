@@ -75,6 +75,11 @@ class _Walk:
 _walking: ContextVar[_Walk] = ContextVar("sglcore_transformers_walk")
 
 
+class DoesNotRun(ConfigError):
+    """A model that does not run on shapes alone, or otherwise with other lengths, perhaps for what stands in place of its own
+    parts."""
+
+
 class Seen(Tensor):
     """A mask without contents, which knows the function that it stands for; also what is cut from it does."""
 
@@ -118,7 +123,8 @@ def walk(
         raise refusal(model, "it never calls attention by transformers' interface")
     for length, found in zip(lengths[1:], others, strict=True):
         if found != first:
-            raise refusal(model, f"it calls attention otherwise with {length} tokens than with {lengths[0]}")
+            what = f"it calls attention otherwise with {length} tokens than with {lengths[0]}"
+            raise refusal(model, what, DoesNotRun)
     return first
 
 
@@ -138,7 +144,8 @@ def _calls(
         try:
             model(input_ids=given, attention_mask=given.as_subclass(Ones), use_cache=False)
         except (RuntimeError, NotImplementedError, AttributeError, TypeError, LookupError, StopIteration) as error:
-            raise refusal(model, f"it does not run on shapes alone ({type(error).__name__}: {error})") from error
+            what = f"it does not run on shapes alone ({type(error).__name__}: {error})"
+            raise refusal(model, what, DoesNotRun) from error
     return tuple(found.calls)
 
 
@@ -222,9 +229,9 @@ def seen_by(mask_function: MaskFunction, place: int) -> int | None:
     return None if count == place + 1 else count
 
 
-def refusal(module: nn.Module, what: str) -> ConfigError:
+def refusal(module: nn.Module, what: str, kind: type[ConfigError] = ConfigError) -> ConfigError:
     """For a module that does something which is not served."""
-    return ConfigError(
+    return kind(
         f"{type(module).__name__} can not be served by transformers' classes: {what}",
         wanted="attention by transformers' attention interface alone",
         remedy="use another model",

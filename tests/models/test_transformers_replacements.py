@@ -21,6 +21,7 @@ from sglcore.models.transformers_turning import turns
 from sglcore.models.transformers_twins import gated_block_of, is_embedding, rms_norm_of
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.kernels import reference
+from sglcore.models.transformers_walk import DoesNotRun
 from sglcore.runtime.kernels.table import KernelTable
 from tests.models.test_transformers_models import empty
 from tests.models.transformers_cases import compare, load, sizes_of, tiny_model
@@ -426,3 +427,30 @@ def test_a_defect_in_what_is_replaced_shows(plant: Callable[[Patch], None], monk
     plant(monkeypatch)
     kind = "glm4" if plant is neighbours_left_where_they_are else "llama"
     assert compare(tiny_model(kind, sizes_of(kind)), tmp_path) > 1e-2
+
+
+# -- classes that do not run with what stands in place of their parts --------------------------------------------------
+
+
+@pytest.mark.parametrize(("error", "times"), [(DoesNotRun, 2), (ConfigError, 1)])
+def test_only_a_class_that_does_not_run_is_tried_with_linear_layers_alone(
+    error: type[ConfigError], times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[bool] = []
+
+    def replaced(*given: Any, is_whole: bool) -> Replaced:
+        calls.append(is_whole)
+        if is_whole:
+            raise error("a norm is asked for its shape")
+        return replace(*given, is_whole=False)
+
+    monkeypatch.setattr("sglcore.models.transformers_model.replace", replaced)
+    model = tiny_model("llama", sizes_of("llama"))
+    if times == 1:
+        with pytest.raises(ConfigError, match="a norm is asked"):
+            load(model, tmp_path)
+    else:
+        parts = load(model, tmp_path).parts
+        assert parts.endswith("; linear layers alone, because with others: a norm is asked for its shape")
+        assert "0 gated blocks, 0 norms" in parts
+    assert len(calls) == times
