@@ -27,11 +27,11 @@ def serve_experts(model: PreTrainedModel) -> None:
 def choose_experts(model: PreTrainedModel, build: Build) -> None:
     """Give every module with stacked experts the kernel that computes them, once its weights have their places."""
     for module in model.modules():
-        if _has_experts(module):
+        if has_experts(module):
             module.sglcore_moe = _kernel(module, build)  # pyright: ignore[reportArgumentType]
 
 
-def _has_experts(module: nn.Module) -> bool:
+def has_experts(module: nn.Module) -> bool:
     """Only such modules were given the word by transformers."""
     return "is_concatenated" in vars(module)
 

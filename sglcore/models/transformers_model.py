@@ -24,6 +24,7 @@ from sglcore.models.transformers_head import head_of, is_output_layer
 from sglcore.models.transformers_names import Naming
 from sglcore.models.transformers_own import try_own
 from sglcore.models.transformers_replace import Replaced, replace
+from sglcore.models.transformers_routed import take_routed
 from sglcore.models.transformers_states import Mixer, check_mixers, find_mixers
 from sglcore.models.transformers_walk import DoesNotRun, use_attention
 from sglcore.runtime.forward_batch import ForwardBatch
@@ -118,6 +119,7 @@ def _empty_model(build: Build) -> PreTrainedModel:
         ) from error
     model.tie_weights()
     serve_experts(model)
+    take_routed(model)
     return model.eval()
 
 
