@@ -119,6 +119,12 @@ def _check(folder: Path, raw: Mapping[str, Any], config: PreTrainedConfig, runs_
             "request wants",
             remedy="use a model with a file of sglcore (docs/models.md)",
         )
+    if text.to_dict().get("attn_temperature_tuning"):
+        raise ConfigError(
+            f"{folder / 'config.json'} has attn_temperature_tuning, for which transformers counts the tokens of a step instead of "
+            "those of a request",
+            remedy="use another model",
+        )
     if config.to_dict().get("quantization_config"):
         raise ConfigError(
             f"{folder} is quantised, and quantised weights are read for models with a file of sglcore",

@@ -123,6 +123,7 @@ def test_what_can_not_be_served_is_one_line_that_says_why(foreign: Path) -> None
         ({"architectures": ["Exaone4ForSequenceClassification"]}, "of type 'exaone4' is Exaone4ForCausalLM"),
         ({"rope_parameters": rope}, "the rope type 'dynamic'"),
         ({"rope_parameters": by_length}, "the rope type 'longrope'"),
+        ({"attn_temperature_tuning": True}, "counts the tokens of a step instead of those of a request"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantised"),
         ({"num_attention_heads": "four"}, "transformers refuses"),
         ({"architectures": "Exaone4ForCausalLM"}, "wanted a list of texts"),
