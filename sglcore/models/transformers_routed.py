@@ -6,8 +6,9 @@ weights; and products of rows in the order of their experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -56,10 +57,12 @@ def _flat(module: Any, expert: int, x: Tensor) -> Tensor:
     return mlp(x, w1, v1, w2)
 
 
-_FORMS: dict[frozenset[str], tuple[One, Callable[[Any], int]]] = {
-    frozenset({"gate_up_proj", "down_proj"}): (_stacked, lambda module: module.down_proj.shape[0]),
-    frozenset({"mlp.w1", "mlp.v1", "mlp.w2"}): (_flat, lambda module: module.num_experts),
-}
+_FORMS: Mapping[frozenset[str], tuple[One, Callable[[Any], int]]] = MappingProxyType(
+    {
+        frozenset({"gate_up_proj", "down_proj"}): (_stacked, lambda module: module.down_proj.shape[0]),
+        frozenset({"mlp.w1", "mlp.v1", "mlp.w2"}): (_flat, lambda module: module.num_experts),
+    }
+)
 """By the names of their weights: one expert, and how many there are."""
 
 
