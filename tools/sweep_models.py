@@ -106,13 +106,13 @@ def _is_causal(model: PreTrainedModel) -> bool:
 
 def _compared(model: PreTrainedModel) -> tuple[str, float | None, str]:
     """The verdict, the greatest difference, and words."""
-    try:
-        with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
             error = max(compare(model, Path(folder)), compare_served(model, Path(folder)))
-    except SglcoreError as refusal:
-        return "refused", None, _line(refusal)
-    except Exception as error:
-        return "failed", None, _line(error)
+        except SglcoreError as refusal:
+            return "refused", None, _line(refusal).replace(f"{folder}/", "")
+        except Exception as error:
+            return "failed", None, _line(error)
     return ("equal" if error <= EQUAL else "differs"), error, ""
 
 

@@ -6,9 +6,10 @@ weights; and products of rows in the order of their experts.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -42,8 +43,8 @@ def _names(module: nn.Module) -> set[str]:
 
 def _asks(module: nn.Module) -> tuple[str, ...]:
     """The arguments of its forward."""
-    code = getattr(type(module).forward, "__code__", None)
-    return () if code is None else code.co_varnames[: code.co_argcount]
+    forward = type(module).forward
+    return tuple(inspect.signature(forward).parameters) if isinstance(forward, FunctionType) else ()
 
 
 def _stacked(module: Any, expert: int, x: Tensor) -> Tensor:
