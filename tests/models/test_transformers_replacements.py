@@ -21,7 +21,6 @@ from sglcore.models.transformers_turning import turns
 from sglcore.models.transformers_twins import gated_block_of, is_embedding, rms_norm_of
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.kernels import reference
-from sglcore.models.transformers_walk import DoesNotRun
 from sglcore.runtime.kernels.table import KernelTable
 from tests.models.test_transformers_models import empty
 from tests.models.transformers_cases import compare, load, sizes_of, tiny_model
