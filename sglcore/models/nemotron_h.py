@@ -61,7 +61,7 @@ class NemotronHForCausalLM(CausalLM):
     """Norms multiply in float32. The layers that predict further tokens are left unread."""
 
     calls_library = True
-    ignored = (r"(model\.)?mtp\..*",)
+    ignored = (r"model\.mtp\..*",)
     activations: ClassVar[tuple[str, ...]] = ("relu2",)
     knows: ClassVar[frozenset[str]] = frozenset(
         {"n_group", "n_shared_experts", "routed_scaling_factor", "shared_expert_intermediate_size"}

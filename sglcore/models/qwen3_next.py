@@ -59,7 +59,7 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
 
     calls_library = True
     activations: ClassVar[tuple[str, ...]] = ("silu",)
-    ignored = (r"mtp\..*",)
+    ignored = (r"model\.mtp\..*",)
     norm_offset: ClassVar[float | None] = 1.0
 
     def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.kernels.grouped import grouped_moe
@@ -77,7 +77,7 @@ def test_bfloat16_is_as_near_to_float32_as_the_oracles_bfloat16(tmp_path) -> Non
     assert (got - wanted).abs().max() < 0.25
 
 
-@pytest.mark.parametrize("name", ["gemma", "gemma3", "gpt-oss", "granite", "olmo2"])
+@pytest.mark.parametrize("name", ["gemma", "gemma3", "gpt-oss", "granite", "nemotron-h", "olmo2"])
 def test_norms_and_embeddings_are_rounded_to_bfloat16_where_the_oracle_rounds(tmp_path, name: str) -> None:
     oracle, ids = CAUSAL[name]().to(torch.bfloat16), torch.arange(97, dtype=torch.int32)
     model = load(save(oracle, tmp_path), dtype=torch.bfloat16)
@@ -85,7 +85,8 @@ def test_norms_and_embeddings_are_rounded_to_bfloat16_where_the_oracle_rounds(tm
         found = model.embed_ids(ids) * model.config.options.get("embedding_multiplier", 1.0)
         wanted = oracle.model(ids.long()[None, :64], output_hidden_states=True).hidden_states[0][0]
         assert torch.equal(found[:64], wanted)
-        assert torch.equal(model.norm(found), oracle.model.norm(found))
+        norm = oracle.model.norm_f if name == "nemotron-h" else oracle.model.norm
+        assert torch.equal(model.norm(found), norm(found))
 
 
 def test_a_gate_of_sigmoids_chooses_in_float32_whatever_the_model_computes_in(tmp_path) -> None:
@@ -183,6 +184,23 @@ def test_what_hybrids_do_not_heed_is_refused(tmp_path, make, name: str, value: o
     file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
     with pytest.raises(ConfigError, match=f"{name}.*{value}"):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (nemotron_h, "mtp.layers.0.norm.weight"),
+        (nemotron_h, "model.mtp.layers.0.norm.weight"),
+        (qwen3_next, "mtp.norm.weight"),
+        (qwen35, "mtp.norm.weight"),
+        (qwen35, "model.visual.pos_embed.weight"),
+        (CAUSAL["glm4-moe"], "model.layers.2.enorm.weight"),
+    ],
+)
+def test_what_predicts_further_tokens_or_sees_is_left_unread(tmp_path, make, name: str) -> None:
+    file = save(make(), tmp_path) / "model.safetensors"
+    save_file({**load_file(file), name: torch.zeros(3)}, file)
+    load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["attn_logit_softcapping", "rope_local_base_freq", "use_bidirectional_attention"])
