@@ -105,7 +105,7 @@ def difference(own: PreTrainedModel, loaded: Architecture, seed: int = 0) -> flo
     found = _by_steps(Steps(loaded), [each.tolist() for each in tokens], generator)
     forwards = (whole, _cached) if loaded.state_layers else (whole,)
     wanted = [[forward(own, each) for each in tokens] for forward in forwards]
-    return min(max(float((a - b).abs().max()) for a, b in zip(one, found, strict=True)) for one in wanted)
+    return min(float((torch.cat(one) - torch.cat(found)).abs().max()) for one in wanted)
 
 
 def whole(model: PreTrainedModel, tokens: Tensor) -> Tensor:

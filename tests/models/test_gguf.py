@@ -49,7 +49,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96}
 GEMMA3 = {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
 OLMO3 = {
     "rope_parameters": {
-        kind: {"rope_type": "default", "rope_theta": 5e5} for kind in ("full_attention", "sliding_attention")
+        kind: {"rope_type": "default", "rope_theta": 3e5} for kind in ("full_attention", "sliding_attention")
     }
 }
 LARGE = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.05}

@@ -19,6 +19,7 @@ from sglcore.device.errors import ConfigError, StrictError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.models import transformers_check
 from sglcore.models.implementation import choose_implementation
+from sglcore.models.transformers_check import whole
 from sglcore.models.transformers_config import Library, transformers_config
 from sglcore.models.transformers_shrink import PARAMETERS, shrunk
 from sglcore.models.transformers_states import find_mixers
@@ -150,6 +151,18 @@ def test_a_class_that_fails_is_refused_with_what_it_says(unproven: Path, monkeyp
         chosen(unproven)
 
 
+@pytest.mark.parametrize("length", [transformers_check.LENGTH, transformers_check.OTHER])
+def test_what_is_no_number_in_either_request_is_refused(
+    unproven: Path, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoiled(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        return whole(model, tokens) * (float("nan") if len(tokens) == length else 1)
+
+    monkeypatch.setattr(transformers_check, "whole", spoiled)
+    with pytest.raises(ConfigError, match="'llama' can not be served: .* differ by nan"):
+        chosen(unproven)
+
+
 # -- small configurations ----------------------------------------------------------------------------------------------
 
 
@@ -167,9 +180,17 @@ def test_a_small_model_has_every_kind_of_layer_of_the_whole_one(kind: str, kept:
     library = Library(CONFIG_MAPPING[kind]())
     small = shrunk(library)
     assert {name: small.config.to_dict()[name] for name in kept} == kept
+    kinds = [set(each.config.to_dict().get("layer_types") or ()) for each in (library, small)]
+    assert kinds[0] == kinds[1]
     with torch.device("meta"):
         assert sum(each.numel() for each in small.model().parameters()) < PARAMETERS
     assert shrunk(Library(llama().config)).config.hidden_size == SIZES["hidden_size"]
+
+
+def test_tokens_with_a_meaning_are_among_the_few_words() -> None:
+    """Far behind which those of a large vocabulary are; an embedding refuses padding that it has not."""
+    small = shrunk(Library(transformers.LlamaConfig(vocab_size=128256, pad_token_id=128004))).config
+    assert small.pad_token_id < small.vocab_size == 512
 
 
 def test_what_is_said_of_single_layers_is_cut_with_them() -> None:

@@ -34,6 +34,15 @@ def shared(calls: tuple[AttentionCall, ...], reader: int, source: int) -> tuple[
     return tuple(replace(each, cells=source) if place == reader else each for place, each in enumerate(calls))
 
 
+def change_calls(patch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
+    """Models have other calls than their classes made."""
+    patch.setattr(
+        transformers_model,
+        "attention_layers",
+        lambda model, calls, *given: attention_layers(model, change(calls), *given),
+    )
+
+
 @pytest.mark.parametrize(
     "defect",
     [
@@ -45,22 +54,38 @@ def shared(calls: tuple[AttentionCall, ...], reader: int, source: int) -> tuple[
 def test_cells_of_another_layer_are_found(
     defect: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        transformers_model,
-        "attention_layers",
-        lambda model, calls, *given: attention_layers(model, defect(calls), *given),
-    )
+    change_calls(monkeypatch, defect)
     assert compare(tiny("gemma4_text"), tmp_path) > 0.01
 
 
-@pytest.mark.parametrize("changes", [False, True], ids=["as they are", "written to between"])
-def test_only_what_nobody_wrote_to_is_the_same(changes: bool) -> None:
+def test_layers_behind_one_that_reads_are_numbered_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change_calls(monkeypatch, lambda calls: shared(shared(calls, 1, 0), 3, 3))
+    assert [layer.layer_id for layer in load(tiny("gemma4_text"), tmp_path).attention_layers] == [0, 1]
+
+
+def writes_to(place: int) -> Callable[[Any], None]:
+    """A layer that writes to the keys (0) or values (1) that it shares."""
+
+    def write(module: Any, args: Any, given: dict[str, Any]) -> None:
+        for keys_and_values in given["shared_kv_states"].values():
+            torch.mul(keys_and_values[place], 2, out=keys_and_values[place])
+
+    return lambda attention: attention.register_forward_pre_hook(write, with_kwargs=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "cells"),
+    [
+        (lambda attention: None, 1),
+        (writes_to(0), 3),
+        (writes_to(1), 3),
+        (lambda attention: setattr(attention, "scaling", 0.5), 3),
+    ],
+    ids=["as they are", "keys written to", "values written to", "another scale"],
+)
+def test_only_what_nobody_wrote_to_and_what_is_read_alike_is_the_same(
+    change: Callable[[Any], None], cells: int
+) -> None:
     model = empty("gemma4_text")
-    if changes:
-        model.model.layers[3].self_attn.register_forward_pre_hook(_write_to_values, with_kwargs=True)
-    assert [call.cells for call in walk(model)] == [0, 1, 0, 3 if changes else 1]
-
-
-def _write_to_values(module: Any, args: Any, given: dict[str, Any]) -> None:
-    for keys_and_values in given["shared_kv_states"].values():
-        torch.mul(keys_and_values[1], 2, out=keys_and_values[1])
+    change(model.model.layers[3].self_attn)
+    assert [call.cells for call in walk(model)] == [0, 1, 0, cells]
