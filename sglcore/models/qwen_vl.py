@@ -11,12 +11,12 @@ from sglcore.models.qwen3 import Qwen3ForCausalLM
 class LanguagePart(CausalLM):
     """A decoder beside a vision part."""
 
-    ignored = (r"model\.visual\..*",)
+    ignored = (r"model\.(visual|vision_tower)\..*",)
 
     @classmethod
     def own_name(cls, name: str) -> str:
-        """The decoder's names without the part's, which newer files have."""
-        return super().own_name(name).replace("model.language_model.", "model.", 1)
+        """The decoder's names without the part's, which newer files have behind `model`, and converted ones before it."""
+        return super().own_name(name.removeprefix("language_model.")).replace("model.language_model.", "model.", 1)
 
 
 class Qwen25VLForConditionalGeneration(LanguagePart, Qwen2ForCausalLM):

@@ -194,6 +194,7 @@ def test_what_hybrids_do_not_heed_is_refused(tmp_path, make, name: str, value: o
         (qwen3_next, "mtp.norm.weight"),
         (qwen35, "mtp.norm.weight"),
         (qwen35, "model.visual.pos_embed.weight"),
+        (qwen35, "vision_tower.pos_embed.weight"),
         (CAUSAL["glm4-moe"], "model.layers.2.enorm.weight"),
     ],
 )

@@ -66,7 +66,7 @@ def load_model(
     model or a quantisation that is not supported.
     """
     model_type = model_class(config.architecture, architectures)
-    quantization = read_quantization(config.raw)
+    quantization = read_quantization(config.raw, model_type.own_name)
     entries, arrays = _tensors(checkpoint_files(folder), model_type.own_name)
     weights = Weights(entries, arrays, dtype, quantization)
     arrays.clear()  # a tensor that something else holds stays in memory once it is read

@@ -39,6 +39,8 @@ def oracle(name: str) -> Any:
         "qwen3-next": lambda: checkpoints.qwen3_next(
             **SIZES, moe_intermediate_size=32, shared_expert_intermediate_size=32, full_attention_interval=2
         ),
+        "qwen3.5": lambda: checkpoints.qwen35(**SIZES, full_attention_interval=2),
+        "lfm2-moe": lambda: checkpoints.lfm2_moe(**SIZES, moe_intermediate_size=32, full_attn_idxs=[1]),
         "granite-hybrid": lambda: checkpoints.granite_hybrid(**HYBRID),
         "granite-hybrid-dense": lambda: checkpoints.granite_hybrid(
             **{**HYBRID, "shared_intermediate_size": 96}, num_local_experts=0
@@ -66,7 +68,9 @@ def converted(name: str, folder: Path, **form: Any) -> Any:
 def name_as_published(file: Path) -> None:
     """Give the numbers that transformers renamed the names that checkpoints were published with, which mlx_lm reads."""
     config = json.loads(file.read_text())
-    config |= {"rope_scaling": None, **config.pop("rope_parameters")}
+    config["model_type"] = config["model_type"].removesuffix("_text")
+    if config["model_type"] != "qwen3_5":
+        config |= {"rope_scaling": None, **config.pop("rope_parameters")}
     if "mamba_n_heads" in config:
         names = {"linear_attention": "mamba", "full_attention": "attention"}
         config["layer_types"] = [names[kind] for kind in config["layer_types"]]
@@ -97,6 +101,8 @@ def by_name(path: str, module: Any) -> bool | dict[str, Any]:
         "qwen3",
         "qwen3-moe",
         "qwen3-next",
+        "qwen3.5",
+        "lfm2-moe",
         "granite-hybrid",
         "granite-hybrid-dense",
     ],

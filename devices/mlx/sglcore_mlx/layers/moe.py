@@ -238,18 +238,22 @@ class SoftmaxRouting:
 class SigmoidRouting:
     """The largest sigmoids, each with a bias of its own, in the best groups (DeepSeek-V3, section 2.1.2), of float32 logits."""
 
-    __slots__ = ("_bias", "_moe", "_turned")
+    __slots__ = ("_bias", "_gate", "_moe")
 
     def __init__(self, build: Scope, gate: str, moe: MoeConfig) -> None:
-        scope = build.at(gate)
-        self._turned = scope.parameter("weight", moe.num_experts, build.config.hidden_size, offset=0.0).T
+        scope, hidden = build.at(gate), build.config.hidden_size
+        if build.form_of(gate) is not None:
+            self._gate = build.linear(gate, hidden, moe.num_experts)
+        else:
+            turned = scope.parameter("weight", moe.num_experts, hidden, offset=0.0).T
+            self._gate = lambda x: x.astype(mx.float32) @ turned
         self._bias = scope.parameter("e_score_correction_bias", moe.num_experts, offset=0.0)
         self._moe = moe
 
     def __call__(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
         """See `Routing`."""
         moe, k = self._moe, self._moe.experts_per_token
-        scores = mx.sigmoid(hidden.astype(mx.float32) @ self._turned)
+        scores = mx.sigmoid(self._gate(hidden).astype(mx.float32))
         biased = scores + self._bias
         if moe.top_groups < moe.num_groups:
             size = moe.num_experts // moe.num_groups

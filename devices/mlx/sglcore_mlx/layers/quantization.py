@@ -6,7 +6,7 @@ false for a module that is not quantised. A module is quantised if the checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -45,18 +45,20 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The form of each quantised module: `default`, except for those in `modules` (None there: not quantised)."""
+    """The form of each quantised module: `default`, except for those in `modules`, by the model's names (None there: not
+    quantised)."""
 
     default: Form
     modules: Mapping[str, Form | None]
 
     def form_of(self, module: str) -> Form | None:
-        """The form of a module, by its name in the checkpoint."""
+        """The form of a module."""
         return self.modules.get(module, self.default)
 
 
-def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
-    """What `config.json` says, None for a plain checkpoint; raises `ConfigError` for a form that can not be run."""
+def read_quantization(raw: Mapping[str, Any], own_name: Callable[[str], str]) -> Quantization | None:
+    """What `config.json` says, None for a plain checkpoint; `own_name` gives what the model calls a weight there. Raises
+    `ConfigError` for a form that can not be run."""
     given = raw.get("quantization")
     if given is None:
         foreign = raw.get("quantization_config")
@@ -76,7 +78,8 @@ def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
         name: default if value is True else _form(f"quantization of {name!r}", value) if value else None
         for name, value in named.items()
     }
-    return Quantization(default, modules)
+    own = {own_name(f"{name}.weight").removesuffix(".weight"): form for name, form in modules.items()}
+    return Quantization(default, own)
 
 
 def _form(where: str, given: Mapping[str, Any]) -> Form:
