@@ -41,6 +41,9 @@ def oracle(name: str) -> Any:
         ),
         "qwen3.5": lambda: checkpoints.qwen35(**SIZES, full_attention_interval=2),
         "lfm2-moe": lambda: checkpoints.lfm2_moe(**SIZES, moe_intermediate_size=32, full_attn_idxs=[1]),
+        "nemotron-h": lambda: checkpoints.nemotron_h(
+            **SIZES, moe_intermediate_size=32, moe_shared_expert_intermediate_size=32, mamba_proj_bias=False
+        ),
         "granite-hybrid": lambda: checkpoints.granite_hybrid(**HYBRID),
         "granite-hybrid-dense": lambda: checkpoints.granite_hybrid(
             **{**HYBRID, "shared_intermediate_size": 96}, num_local_experts=0
@@ -69,7 +72,7 @@ def name_as_published(file: Path) -> None:
     """Give the numbers that transformers renamed the names that checkpoints were published with, which mlx_lm reads."""
     config = json.loads(file.read_text())
     config["model_type"] = config["model_type"].removesuffix("_text")
-    if config["model_type"] != "qwen3_5":
+    if config["model_type"] not in ("qwen3_5", "nemotron_h"):
         config |= {"rope_scaling": None, **config.pop("rope_parameters")}
     if "mamba_n_heads" in config:
         names = {"linear_attention": "mamba", "full_attention": "attention"}
@@ -103,6 +106,7 @@ def by_name(path: str, module: Any) -> bool | dict[str, Any]:
         "qwen3-next",
         "qwen3.5",
         "lfm2-moe",
+        "nemotron-h",
         "granite-hybrid",
         "granite-hybrid-dense",
     ],

@@ -112,8 +112,7 @@ class Build(Scope):
         scope = self.at(name)
         if latent:
             return LatentMoe(scope, moe, latent)
-        experts = Relu2Experts(scope.at("experts"), moe, self.config.hidden_size)
-        return SparseMoe(SigmoidRouting(scope, "gate", moe), experts)
+        return SparseMoe(SigmoidRouting(scope, "gate", moe), Relu2Experts(scope, moe, self.config.hidden_size))
 
     def activation(self, name: str) -> Callable[[mx.array], mx.array]:
         """An elementwise function. Raises `ConfigError` for one that is not here."""

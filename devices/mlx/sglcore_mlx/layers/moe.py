@@ -188,16 +188,19 @@ class SparseMoe:
 
 
 class Relu2Experts:
-    """down(max(up(x), 0)^2) of each row's expert, of `width` numbers in and out."""
+    """down(max(up(x), 0)^2) of each row's expert, of `width` numbers in and out: `experts.N.up_proj`, or all of a layer as
+    `switch_mlp.fc1`."""
 
     __slots__ = ("_down", "_up")
 
     def __init__(self, build: Scope, moe: MoeConfig, width: int) -> None:
-        size = moe.intermediate_size
-        self._up, self._down = (
-            _stack(build, moe, ("up_proj",), size, width),
-            _stack(build, moe, ("down_proj",), width, size),
-        )
+        size, count, whole, each = moe.intermediate_size, moe.num_experts, build.at("switch_mlp"), build.at("experts")
+        if build.weights.has(f"{whole.prefix}fc1.weight"):
+            self._up = _stacked_linear(whole, ("fc1",), count, width, size)
+            self._down = _stacked_linear(whole, ("fc2",), count, size, width)
+        else:
+            self._up = _stack(each, moe, ("up_proj",), size, width)
+            self._down = _stack(each, moe, ("down_proj",), width, size)
 
     def __call__(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
         """See `ExpertLinear`."""
@@ -214,7 +217,7 @@ class LatentMoe:
         self._fc1 = build.linear("fc1_latent_proj", hidden, latent, bias)
         self._fc2 = build.linear("fc2_latent_proj", latent, hidden, bias)
         self._route = SigmoidRouting(build, "gate", moe)
-        self._experts = SparseMoe(self._route, Relu2Experts(build.at("experts"), moe, latent))
+        self._experts = SparseMoe(self._route, Relu2Experts(build, moe, latent))
 
     def __call__(self, hidden: mx.array) -> mx.array:
         """[T, H] to [T, H]."""
