@@ -95,6 +95,12 @@ def test_the_ledger_says_what_windows_are_kept_in(tmp_path: Path, step: int, poo
     assert (limits.window, limits.num_window_pages) == (6, 2 * 2 * 4 + 2)
     assert windows.effective.startswith("18 pages of 4 tokens")
     assert sorted(whom) == ["layers that keep all tokens", "layers that keep windows"]
+    backend = started.worker.runner.attn_backend
+    cells, layers = [part.token_to_kv_pool for part in backend.parts], started.worker.runner.model.attention_layers
+    assert [pool.num_cells for pool in cells] == [4 * (limits.num_pages + 1), 4 * (18 + 1)]
+    held = [[sum(part.numel() for part in pool.kv(layer.layer_id)) > 0 for layer in layers] for pool in cells]
+    windowed = [layer.sliding_window is not None for layer in layers]
+    assert held == [[not each for each in windowed], windowed]
 
 
 class FreesEarly(Windows):

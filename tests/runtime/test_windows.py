@@ -19,7 +19,9 @@ from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.attention.windowed import WindowedAttention, WindowedPlan
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.graphs.shadow import Shadow, leaving_cells
-from sglcore.runtime.memory.pools import MHATokenToKVPool, WindowTable
+from sglcore.runtime.memory.geometry import geometry
+from sglcore.runtime.memory.pools import MHATokenToKVPool, WindowTable, cell_bytes
+from sglcore.step.sizing import Geometry
 from tests.runtime.tiny import PAGE, SHARED, STAGED, Site, make_site, random_tokens, tokens_of
 from tests.runtime.windows import WindowDesk, make_windowed
 
@@ -82,6 +84,58 @@ def test_compared_replays_leave_the_cells_of_both_pools() -> None:
     assert site.runner.graphs.shadow.compared >= 4
 
 
+def test_layers_with_windows_see_a_batch_of_shorter_requests() -> None:
+    """In all that a backend may read, on the device and on the host."""
+    seen: list[ForwardBatch] = []
+
+    class Watched(ReferenceAttention):
+        def plan(self, batch: ForwardBatch) -> Any:
+            seen.append(batch)
+            return super().plan(batch)
+
+    site = make_windowed(full=Watched, window=Watched)
+    host = WindowDesk(site, 3)
+    run(site, host.extend({2: random_tokens(5, 9)}))
+    run(site, host.extend({5: random_tokens(6, 7)}))
+    given = host.batch({2: [-2], 5: random_tokens(7, 4)}, ForwardMode.MIXED)
+    run(site, given)
+    batch, view = seen[-2:]
+    assert given.window_starts is not None and given.window_starts.tolist() == [4, 4]
+    lengths = {"seq_lens": [6, 7], "extend_prefix_lens": [5, 3], "extend_seq_lens": [1, 4]}
+    for name, wanted in lengths.items():
+        assert getattr(view, name).tolist() == getattr(view, f"{name}_cpu").tolist() == wanted
+    assert view.positions.tolist() == [5, 3, 4, 5, 6]
+    assert view.out_cache_loc is batch.window_cache_loc
+    assert batch.num_token_non_padded is not None
+    names = ("forward_mode", "batch_size", "num_tokens", "req_pool_indices", "extend_start_loc", "num_token_non_padded")
+    assert all(getattr(view, name) is getattr(batch, name) for name in names)
+
+
+def test_a_list_that_comes_without_anything_else_is_written() -> None:
+    site = make_windowed()
+    host = WindowDesk(site, 3)
+    run(site, host.extend({2: random_tokens(5, 6)}))
+    batch = host.decode(2)
+    assert batch.window_pages is not None and not len(batch.new_pages)
+    site.runner.init_batch(batch)
+    assert site.runner.window_table is not None
+    assert site.runner.window_table.page_table[2, : len(batch.window_pages)].tolist() == batch.window_pages.tolist()
+
+
+def test_the_longest_window_that_frees_something_in_time_is_what_such_layers_keep() -> None:
+    windows = (None, 6, 3, 20, 19)
+    layers = [Attention(index, 4, 2, 8, sliding_window=window) for index, window in enumerate(windows)]
+    unkept = Attention(5, 4, 2, 8, sliding_window=3, cached=False)
+    each = 2 * 2 * 8 * 4
+    found = [geometry([*layers, unkept], [], most, torch.float32, cell_bytes) for most in (21, 20, 19, 3)]
+    assert found == [
+        Geometry(each, 4 * each, 20),
+        Geometry(2 * each, 3 * each, 19),
+        Geometry(3 * each, 2 * each, 6),
+        Geometry(5 * each),
+    ]
+
+
 def pools_of(site: Site) -> list[MHATokenToKVPool]:
     """That of layers that keep all, and that of windows."""
     return [part.token_to_kv_pool for part in site.attention.parts]  # pyright: ignore[reportReturnType]
@@ -114,6 +168,7 @@ def test_a_graph_or_a_plan_of_before_either_pool_moved_is_refused(place: int) ->
     desk = WindowDesk(site, 3)
     run(site, desk.extend({1: random_tokens(1, 6)}))
     planned = site.runner.init_batch(desk.extend({2: random_tokens(1, 2)}))
+    pools_of(site)[1 - place].replace_storage()
     planned.mark_forward_metadata_ready(site.attention.plan(planned))
     pools_of(site)[place].replace_storage()
     with pytest.raises(StalePlanError, match="generation"):

@@ -176,6 +176,22 @@ def test_a_common_prefix_of_prompts_that_come_at_once_is_computed_once(overlap: 
     assert drive.scheduler.stats().computed_prompt_tokens == 127 + 4 * 31
 
 
+def test_a_common_prefix_shorter_than_the_window_is_computed_once() -> None:
+    drive = make_drive(window=120)
+    requests = [drive.add(f"r{index}", [*SYSTEM, index, *[index] * 30], 3) for index in range(3)]
+    drive.run()
+    assert [request.cached_tokens for request in requests] == [0, 96, 96]
+
+
+def test_who_waits_starts_when_the_common_part_is_there_not_the_rest() -> None:
+    drive = make_drive(max_batch_tokens=100)
+    drive.add("a", [*SYSTEM, *[1] * 140], 2)
+    second = drive.add("b", [*SYSTEM, 0, 0], 2)
+    drive.run()
+    assert drive.worker.rids[:3] == [["a"], ["a"], ["a", "b"]]
+    assert second.cached_tokens == 96
+
+
 def test_who_comes_in_the_step_that_passes_the_common_end_still_has_its_window() -> None:
     drive = make_drive()
     first = drive.add("first", [*SYSTEM, *[1] * 90], 2)
