@@ -308,10 +308,12 @@ class Twice(nn.Module):
         x = self.mlp(hidden)
         total = hidden_states + x
         normed = self.norm(total)
+        if self.what == "residual in a list":
+            return normed + torch.cat([hidden_states])
         return normed + {"addend": x, "residual": hidden_states, "neither": total}[self.what]
 
 
-@pytest.mark.parametrize("what", ["addend", "residual", "neither"])
+@pytest.mark.parametrize("what", ["addend", "residual", "residual in a list", "neither"])
 def test_only_a_sum_of_which_nobody_hears_again_waits(what: str) -> None:
     def change(model: Any) -> None:
         model.model.layers[0] = Twice(model.model.layers[0], what)
@@ -336,17 +338,42 @@ def test_layers_with_one_input_are_one_product_in_any_order() -> None:
     assert product._x is None
 
 
+class Reads(nn.Module):
+    """In place of a feed-forward block: reads a linear layer's weight where there are so many tokens."""
+
+    def __init__(self, own: Any, least: int) -> None:
+        super().__init__()
+        self.inner, self.own, self.least = nn.Linear(64, 64), own, least
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[1, T, 64]."""
+        return self.own(x) if x.shape[1] < self.least else self.own(x) @ self.inner.weight
+
+
+def reads_a_weight(model: Any, least: int) -> None:
+    """The first layer's block does."""
+    model.model.layers[0].mlp = Reads(model.model.layers[0].mlp, least)
+
+
+def scales_otherwise(model: Any, least: int) -> None:
+    """The first layer's attention, of so many tokens."""
+
+    def scale(module: Any, args: Any, given: dict[str, Any]) -> None:
+        module.scaling = 0.25 if given["hidden_states"].shape[1] < least else 0.5
+
+    model.model.layers[0].self_attn.register_forward_pre_hook(scale, with_kwargs=True)
+
+
+@pytest.mark.parametrize("plant", [reads_a_weight, scales_otherwise])
+def test_what_is_otherwise_with_more_tokens_is_refused(plant: Callable[[Any, int], None]) -> None:
+    replaced("llama", lambda model: plant(model, 1000))
+    with pytest.raises(ConfigError, match="otherwise with 260 tokens than with 3"):
+        replaced("llama", lambda model: plant(model, 100))
+
+
 def test_a_linear_layer_whose_weight_is_read_stays() -> None:
-    class Reads(nn.Module):
-        def __init__(self, own: Any) -> None:
-            super().__init__()
-            self.inner, self.own = nn.Linear(64, 64), own
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.own(x) @ self.inner.weight
-
     def change(model: Any) -> None:
-        model.model.layers[0].mlp = Reads(model.model.layers[0].mlp)
+        reads_a_weight(model, 1)
 
     model, _ = replaced("llama", change)
     own = model.model.layers[0].mlp
