@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from sglcore.device.errors import ConfigError
+from sglcore.models import transformers_check
+from sglcore.models.transformers_check import whole
 from sglcore.models.transformers_states import Mixer, check_mixers, find_mixers
 from sglcore.runtime.memory.states import StateTensor
 from tests.checkpoints import qwen3_next, save
@@ -26,6 +28,11 @@ def tiny(kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["jamba", "minimax", "falcon_h1", "kimi_linear", "mamba2", "zaya"])
 def test_recurrent_types_give_what_their_own_forward_gives(kind: str, tmp_path: Path) -> None:
     assert compare(tiny(kind), tmp_path) <= 2e-4
+
+
+def test_the_nearer_one_of_a_models_two_forwards_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_check, "whole", lambda model, tokens: whole(model, tokens) + 1)
+    assert compare(tiny("mamba2"), tmp_path) <= 2e-4
 
 
 def test_what_forgets_is_served_with_prefix_hits_and_retraction(tmp_path: Path) -> None:
