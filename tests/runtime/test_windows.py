@@ -21,6 +21,7 @@ from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.graphs.shadow import Shadow, leaving_cells
 from sglcore.runtime.memory.geometry import geometry
 from sglcore.runtime.memory.pools import MHATokenToKVPool, WindowTable, cell_bytes
+from sglcore.step.fields import spec_of
 from sglcore.step.sizing import Geometry
 from tests.runtime.tiny import PAGE, SHARED, STAGED, Site, make_site, random_tokens, tokens_of
 from tests.runtime.windows import WindowDesk, make_windowed
@@ -186,18 +187,40 @@ def test_every_member_of_a_backend_is_forwarded() -> None:
     assert set(vars(make_site().attention)) | {"facts"} <= set(attributes)
 
 
+@pytest.mark.parametrize("part", ["full", "window"])
+def test_what_one_part_can_not_do_both_can_not(part: str) -> None:
+    class Plain(ReferenceAttention):
+        facts = replace(ReferenceAttention.facts, takes_stored=False, features=frozenset({"mixed"}))
+
+    assert make_windowed().attention.takes_stored
+    attention = make_windowed(**{part: Plain}).attention
+    assert not attention.takes_stored and not attention.facts.takes_stored
+    assert attention.facts.features == {"mixed"}
+
+
+@pytest.mark.parametrize(
+    ("name", "counterpart"),
+    [("window_seq_lens", "seq_lens"), ("window_positions", "positions"), ("window_cache_loc", "out_cache_loc")],
+)
+def test_padding_is_to_windows_what_it_is_to_the_other_layers(name: str, counterpart: str) -> None:
+    found, wanted = spec_of(ForwardBatch, name), spec_of(ForwardBatch, counterpart)
+    assert (found.axis, found.split, found.dtype) == (wanted.axis, wanted.split, wanted.dtype)
+    assert found.padding == wanted.padding
+
+
 def test_a_graph_takes_one_update() -> None:
     class Tells(ReferenceAttention):
         def refresh(self, plan: Any, batch: Any) -> Any:
             super().refresh(plan, batch)
             return "lengths"
 
-    site = make_windowed(full=Tells)
-    plan, batch = (
-        site.attention.capture_plan(Bucket(1, 1)),
-        site.runner.init_batch(WindowDesk(site, 3).extend({1: [4]})),
-    )
-    assert site.attention.refresh(plan, batch) == "lengths"
+    for part in ("full", "window"):
+        site = make_windowed(**{part: Tells})
+        plan, batch = (
+            site.attention.capture_plan(Bucket(1, 1)),
+            site.runner.init_batch(WindowDesk(site, 3).extend({1: [4]})),
+        )
+        assert site.attention.refresh(plan, batch) == "lengths"
     with pytest.raises(TypeError, match="both update"):
         make_windowed(full=Tells, window=Tells, buckets=(1,))
 

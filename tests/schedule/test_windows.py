@@ -12,6 +12,7 @@ import pytest
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.errors import ConfigError
+from sglcore.schedule.prefix_cache import Node
 from sglcore.schedule.prompt_embeds import PromptEmbeds
 from sglcore.schedule.request import Awaited, Request
 from sglcore.schedule.scheduler import Scheduler
@@ -223,6 +224,21 @@ def test_a_retracted_request_goes_on_from_its_last_full_page(lookahead: int) -> 
     assert all(request.output_ids == drive.alone(request) for request in requests)
 
 
+def test_kept_window_pages_are_on_their_way_back() -> None:
+    """The second prompt keeps two for whoever branches off where it does, and one for whoever has the same tokens, until its
+    step was collected."""
+    drive = make_drive()
+    run_one(drive, "first", [*SYSTEM[:40], *[1] * 60], 3)
+    drive.add("second", [*SYSTEM[:40], *[2] * 60], 9)
+    drive.step()
+    drive.scheduler.next_batch()
+    running = drive.scheduler._running
+    windows = running.memory.windows
+    assert windows.kept == 3
+    expected = windows.available + windows.kept
+    assert (running._comes_back(expected), running._comes_back(expected + 1)) == (True, False)
+
+
 def test_who_is_short_of_window_pages_alone_takes_them_from_the_youngest() -> None:
     drive = make_drive(window=33, max_batch_tokens=4, num_window_pages=12, prefix_cache=False)
     requests = [drive.add(rid, 4, 60) for rid in "abc"]
@@ -267,6 +283,7 @@ def test_who_begins_with_cached_window_pages_needs_room_for_those_that_it_is_the
     path = memory.cache.match(np.array(SYSTEM[:13], dtype=np.int32))
     for index in range(users):
         memory.windows.restore(drive.make(f"r{index}", 13), path)
+    assert drive.scheduler.stats().cached_window_pages == 3
     rooms = [memory.windows.has_room(path, missing, promised) for missing, promised in ((9, 5), (9, 6), (1, 6), (0, 6))]
     assert rooms == [True, False, False, True]
 
@@ -330,6 +347,19 @@ def test_a_state_and_a_window_are_shared_where_both_are() -> None:
     first = run_one(drive, "again", prompts[1], 9)
     assert first.cached_tokens == 68
     assert run_one(drive, "next", [*conversation(drive, first), 7, 7, 7, 7]).cached_tokens == 76
+
+
+def test_the_deepest_state_that_has_its_window_is_gone_on_from() -> None:
+    """After the fourth page a window is missing, which is there after the sixth, where no state is."""
+    memory = make_drive(keeps_state=True, num_snapshots=16).scheduler._running.memory
+    path = [Node(None, b"", page) for page in range(1, 7)]
+    for index in (0, 1, 4, 5):
+        path[index].window_page = index + 1
+    found = []
+    for index in (3, 1):
+        path[index].snapshot = index
+        found.append(memory._shareable(path))
+    assert found == [0, 2]
 
 
 def test_a_state_that_is_left_without_the_window_before_it_is_of_no_use() -> None:
