@@ -16,6 +16,7 @@ from torch import Tensor
 from sglcore.device.config import resolve_config
 from sglcore.engine.start import start
 from sglcore.runtime.memory.pools import WindowTable
+from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.schedule.windows import Windows
 from tests.checkpoints import gemma2, gemma3, gpt_oss, mistral, save
 from tests.laws import test_model_laws
@@ -95,8 +96,9 @@ def test_the_ledger_says_what_windows_are_kept_in(tmp_path: Path, step: int, poo
     assert (limits.window, limits.num_window_pages) == (6, 2 * 2 * 4 + 2)
     assert windows.effective.startswith("18 pages of 4 tokens")
     assert sorted(whom) == ["layers that keep all tokens", "layers that keep windows"]
-    backend = started.worker.runner.attn_backend
-    cells, layers = [part.token_to_kv_pool for part in backend.parts], started.worker.runner.model.attention_layers
+    assert isinstance(started.worker, TpModelWorker)
+    runner = started.worker.runner
+    cells, layers = [part.token_to_kv_pool for part in runner.attn_backend.parts], runner.model.attention_layers
     assert [pool.num_cells for pool in cells] == [4 * (limits.num_pages + 1), 4 * (18 + 1)]
     held = [[sum(part.numel() for part in pool.kv(layer.layer_id)) > 0 for layer in layers] for pool in cells]
     windowed = [layer.sliding_window is not None for layer in layers]

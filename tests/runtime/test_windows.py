@@ -193,7 +193,8 @@ def test_what_one_part_can_not_do_both_can_not(part: str) -> None:
         facts = replace(ReferenceAttention.facts, takes_stored=False, features=frozenset({"mixed"}))
 
     assert make_windowed().attention.takes_stored
-    attention = make_windowed(**{part: Plain}).attention
+    given: Any = {part: Plain}
+    attention = make_windowed(**given).attention
     assert not attention.takes_stored and not attention.facts.takes_stored
     assert attention.facts.features == {"mixed"}
 
@@ -214,8 +215,9 @@ def test_a_graph_takes_one_update() -> None:
             super().refresh(plan, batch)
             return "lengths"
 
-    for part in ("full", "window"):
-        site = make_windowed(**{part: Tells})
+    parts: Any = ({"full": Tells}, {"window": Tells})
+    for given in parts:
+        site = make_windowed(**given)
         plan, batch = (
             site.attention.capture_plan(Bucket(1, 1)),
             site.runner.init_batch(WindowDesk(site, 3).extend({1: [4]})),
