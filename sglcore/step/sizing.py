@@ -174,7 +174,8 @@ def _size_windows(
     page_bytes, full_bytes = page_size * geometry.window_cell, page_size * geometry.cell
     longest = -(-max_model_len // page_size)
     least = -(-(window + config.max_batch_tokens) // page_size) + 2
-    in_one, in_two = allowed // (page_bytes + full_bytes), (allowed - least * page_bytes) // max(full_bytes, 1)
+    in_one, left = allowed // (page_bytes + full_bytes), allowed - least * page_bytes
+    in_two = left // full_bytes if full_bytes else longest * (left >= 0)
     if in_two < longest and in_two <= in_one:
         what = f"{size_text(allowed)} hold a longer context without pages of their own for windows"
         ledger.record(Row("window cache", "auto", "none", what, "set kv_cache_memory, or lower max_batch_tokens"))

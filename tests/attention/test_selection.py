@@ -15,7 +15,7 @@ from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.attention.contract import AttentionFacts
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.reference import ReferenceAttention
-from sglcore.runtime.attention.selection import AttentionNeeds, refusal, select_attention
+from sglcore.runtime.attention.selection import AttentionNeeds, refusal, select_attention, shape_of
 from sglcore.runtime.memory.pools import CELL_MAJOR, PAGE_MAJOR
 from tests.attention.rows import make_case
 
@@ -172,6 +172,14 @@ class ByPage(ReferenceAttention):
     """Reads pools of pages only."""
 
     facts = AttentionFacts(layouts=(PAGE_MAJOR,))
+
+
+def test_a_shape_names_all_that_occurs_in_its_layers() -> None:
+    layers = [Attention(0, 8, 2, 64, sliding_window=9, softcap=30.0), Attention(1, 4, 4, 32), Attention(2, 8, 2, 64)]
+    found = shape_of(layers, is_encoder=False)
+    assert (found.num_heads, found.layers) == (8, ((2, 64), (4, 32), (2, 64)))
+    assert (found.windows, found.softcaps) == ((9, None), (30.0, None))
+    assert found.features == {"sliding_window", "softcap"}
 
 
 def test_a_backend_over_a_pool_that_its_facts_do_not_name_is_refused_when_it_is_made() -> None:

@@ -354,6 +354,8 @@ def test_a_model_of_windows_alone_has_names_of_pages_for_nothing() -> None:
     found, rows = with_windows(20, cell=0)
     assert (found.num_window_pages, found.num_pages, found.max_model_len) == (20, 40, CONTEXT)
     assert rows["kv cache"].effective == "40 pages of 16 tokens, 0.0 MiB"
+    assert with_windows(LEAST, cell=0)[0] == MemorySizes(PAGE, 40, CONTEXT, 4, window=WINDOW, num_window_pages=LEAST)
+    assert with_windows(LEAST - 1, cell=0)[0].num_window_pages == 0
 
 
 def test_one_request_has_its_window_though_it_is_more_than_half() -> None:
