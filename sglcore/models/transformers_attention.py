@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from sglcore.layers.attention import Rows
 from sglcore.layers.build import Build
+from sglcore.models.transformers_places import Places, query_columns, wide_head, widened
 from sglcore.models.transformers_rotary import Angles, Turn
 from sglcore.models.transformers_walk import AttentionCall
 from sglcore.runtime.attention.layer import Attention
@@ -17,16 +19,38 @@ from sglcore.runtime.kernels.table import KernelTable
 
 PAGED = "sglcore_paged"
 """The name under which transformers finds the engine's attention. It has no mask function, so no masks are made."""
+MASKED = "sglcore_masked"
+"""The same with masks that hide nothing and take no memory, for classes with a bias, some of which do not run without."""
 
 
 class PagedAttention:
     """The attention of one module. `turn` is what turned its queries and keys, or still has to. Without `stores`, another
-    call of the forward has left the same keys and values in the layer's cells."""
+    call of the forward has left the same keys and values in the layer's cells. `places` and `slopes`: its scores have a bias."""
 
-    __slots__ = ("_norm_rotary_and_store", "_rotary_and_store", "_stores", "_turn", "_wide", "layer")
+    __slots__ = (
+        "_columns",
+        "_norm_rotary_and_store",
+        "_places",
+        "_rotary_and_store",
+        "_stores",
+        "_turn",
+        "_wide",
+        "layer",
+    )
 
-    def __init__(self, layer: Attention, turn: Turn | None, stores: bool, build: Build) -> None:
+    def __init__(
+        self,
+        layer: Attention,
+        turn: Turn | None,
+        stores: bool,
+        build: Build,
+        places: Places,
+        slopes: Sequence[float] | None,
+    ) -> None:
         self.layer = layer
+        self._places, self._columns = places, None
+        if slopes is not None:
+            self._columns = query_columns(slopes, layer.scaling).to(build.weights.device, build.dtype)
         self._stores = stores
         self._turn = turn if turn is not None and turn.is_direct else None
         self._wide = layer.head_dim
@@ -49,6 +73,8 @@ class PagedAttention:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [1, heads, T, dim], key and value [1, kv_heads, T, dim or less] to [1, T, heads, value's dim]."""
         wide, size = self._wide, value.shape[3]
+        if self._columns is not None:
+            query, key = widened(query, self._columns), widened(key, self._places.columns)
         rows = _rows(query, wide), _rows(key, wide), _rows(value, wide)
         angles = None if self._turn is None else self._turn.take(query, key)
         q, k, v = rows if angles is None or self._turn is None else self._turned(self._turn, *rows, angles)
@@ -90,7 +116,7 @@ class Several:
 
 
 def attention_layers(
-    model: nn.Module, calls: tuple[AttentionCall, ...], turns: Mapping[nn.Module, Turn], build: Build
+    model: nn.Module, calls: tuple[AttentionCall, ...], turns: Mapping[nn.Module, Turn], build: Build, places: Places
 ) -> tuple[tuple[Attention, ...], list[Several]]:
     """One layer for each call that stores, which its module finds again, as do those that read the same cells, numbered by
     call; and what is to begin with a forward."""
@@ -100,18 +126,20 @@ def attention_layers(
     for number, call in enumerate(calls):
         stores = call.cells == number
         if stores:
+            head_dim = max(call.head_dim, call.value_dim)
             layers[number] = Attention(
                 len(layers),
                 call.num_heads,
                 call.num_kv_heads,
-                max(call.head_dim, call.value_dim),
+                head_dim if call.slopes is None else wide_head(head_dim),
                 call.scaling,
                 call.window,
                 cached=not build.config.is_encoder,
                 softcap=call.softcap,
                 sinks=None if call.sinks is None else parameters[call.sinks],
+                is_exact=call.slopes is not None,
             )
-        paged = PagedAttention(layers[call.cells], turns.get(call.module), stores, build)
+        paged = PagedAttention(layers[call.cells], turns.get(call.module), stores, build, places, call.slopes)
         own.setdefault(call.module, []).append(paged)
     several: list[Several] = []
     for module, found in own.items():
@@ -127,6 +155,11 @@ def attend(
     """As transformers calls attention."""
     paged: Any = module.sglcore_attention
     return paged(query, key, value), None
+
+
+def make_zeros(batch_size: int, q_length: int, kv_length: int, device: torch.device, **_: Any) -> Tensor:
+    """In place of a mask: bool [batch, 1, T, T], of one element."""
+    return torch.zeros((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
 
 
 def _rows(part: Tensor, wide: int) -> Tensor:

@@ -12,17 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from sglcore.device.errors import ConfigError
 from sglcore.layers.build import Build
 from sglcore.models.build import Architecture
-from sglcore.models.transformers_attention import PAGED, attend, attention_layers
+from sglcore.models.transformers_attention import MASKED, PAGED, attend, attention_layers, make_zeros
 from sglcore.models.transformers_experts import choose_experts, serve_experts
 from sglcore.models.transformers_head import head_of, is_output_layer
 from sglcore.models.transformers_names import Naming
-from sglcore.models.transformers_own import try_own
+from sglcore.models.transformers_own import find_biases, try_own
+from sglcore.models.transformers_places import FARTHEST, Places
 from sglcore.models.transformers_replace import Replaced, replace
 from sglcore.models.transformers_routed import take_routed
 from sglcore.models.transformers_states import Mixer, check_mixers, find_mixers
@@ -39,13 +40,22 @@ class TransformersModel(Architecture):
         """Raises `ConfigError` for a model that can not be served exactly."""
         super().__init__(build)
         AttentionInterface.register(PAGED, attend)
+        AttentionInterface.register(MASKED, attend)
+        AttentionMaskInterface.register(MASKED, make_zeros)
         model, self.state_layers, replaced, why = _replaced_model(build)
-        use_attention(model, PAGED)
+        self._places = Places(build.dtype)
+        self._has_places = find_biases(model, replaced.owns)
+        if self._has_places and build.max_positions > FARTHEST:
+            raise ConfigError(
+                f"a context of {build.max_positions}, and places in this model's scores are exact up to {FARTHEST}",
+                remedy=f"set --max-model-len to at most {FARTHEST}",
+            )
+        use_attention(model, MASKED if self._has_places else PAGED)
         _place(model, build)
         replaced.place(build)
         check_mixers(self.state_layers)
         calls = try_own(replaced.owns, replaced.calls)
-        self.attention_layers, self._several = attention_layers(model, calls, replaced.turns, build)
+        self.attention_layers, self._several = attention_layers(model, calls, replaced.turns, build, self._places)
         self._decoder: Any = model.base_model
         self._head = head_of(model)
         self._output = (
@@ -72,6 +82,8 @@ class TransformersModel(Architecture):
             return torch.zeros(0, self.config.hidden_size, dtype=self.dtype, device=self.weights.device)
         for each in self._several:
             each.begin()
+        if self._has_places:
+            self._places.begin(batch.positions)
         # Sums are written where their first part was, and the batch is not ours.
         given = batch.input_embeds
         ids, embeds = (batch.input_ids[None], None) if given is None else (None, given.clone()[None])

@@ -19,10 +19,21 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from sglcore.models.transformers_layers import PackedLinear
+from sglcore.models.transformers_places import OnHost, key_columns, query_columns, slopes_of, widened
 from sglcore.models.transformers_rotary import Angles
 from sglcore.models.transformers_scores import Between, Last, Product, Traced, memory
 from sglcore.models.transformers_states import names_in
-from sglcore.models.transformers_walk import LENGTHS, AttentionCall, Ones, Seen, make_mask, refusal, seen_by, write_down
+from sglcore.models.transformers_walk import (
+    LENGTHS,
+    AttentionCall,
+    Ones,
+    Seen,
+    make_mask,
+    refusal,
+    seen_by,
+    walk,
+    write_down,
+)
 
 
 class OwnAttention(nn.Module):
@@ -32,7 +43,7 @@ class OwnAttention(nn.Module):
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """As its class; the engine attends."""
-        named = self.sglcore_own.with_masks(args, named)
+        named = self.sglcore_own.without_places(args, named)
         with self.sglcore_own.between(args, named):
             return super().__call__(*args, **named)
 
@@ -47,6 +58,8 @@ class Own:
         self._between: Between | None = None
         self._given: tuple[Any, Any] | None = None
         self._buffers: set[str] = set()
+        self._added: dict[int, float] = {}
+        self._bias: str | None = None
         self._masks: list[str] = []
         module.sglcore_own = self  # pyright: ignore[reportArgumentType]
         module.__class__ = type(self._kind.__name__, (OwnAttention, self._kind), {})
@@ -60,19 +73,31 @@ class Own:
         self._between = Between(self._attend, None if self._numbers is None else self._numbers[0])
         return self._between
 
-    def with_masks(self, args: Any, named: dict[str, Any]) -> dict[str, Any]:
-        """With zeros, which are one, for the masks [1, 1, T, T] that are not made any more: some classes add them unasked."""
+    def without_places(self, args: Any, named: dict[str, Any]) -> dict[str, Any]:
+        """With zeros, which are one, for the masks [1, 1, T, T] that are not made any more, because some classes add them unasked;
+        and for a bias, which may be of fewer keys than a step has."""
         absent = [name for name in self._masks if named.get(name) is None]
-        if not absent:
-            return named
         hidden = next(each for each in (*args, *named.values()) if isinstance(each, Tensor))
-        zeros = hidden.new_zeros(()).expand(1, 1, hidden.shape[1], hidden.shape[1])
-        return {**named, **dict.fromkeys(absent, zeros)}
+        if hidden.is_meta or not (absent or self._bias):
+            return named
+        zero, tokens = hidden.new_zeros(()), hidden.shape[1]
+        changed = dict.fromkeys(absent, zero.expand(1, 1, tokens, tokens))
+        if self._bias is not None:
+            changed[self._bias] = zero.expand(*named[self._bias].shape[:-1], tokens)
+        return {**named, **changed}
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether it is given something that it adds to its scores."""
+        return self._bias is not None
 
     def settle(self) -> bool:
         """Whether it attends; if not, it is of its own class again."""
         if self._given is not None:
-            self._masks = [name for name, each in self._given[1].items() if isinstance(each, Seen)]
+            named = self._given[1]
+            self._masks = [name for name, each in named.items() if isinstance(each, Seen)]
+            added = [name for name in named if name not in self._masks and self._times(named[name]) is not None]
+            self._bias = added[0] if added else None
         if self._numbers is None:
             self.module.__class__ = self._kind
             del self.module.sglcore_own
@@ -84,6 +109,7 @@ class Own:
             return attend(product.query.to(value.dtype), product.key.to(value.dtype), value)
         assert self._between is not None and self._between.number is not None
         self._numbers = self._between.number, self._between.count
+        self._added = {place: product.scaling / scaling for place, scaling in product.memory.items()}
         self._buffers |= {name for name, each in self.module.named_buffers() if memory(each) in product.memory}
         masks = product.masks or [make_mask(1, 1, 1, lambda batch, head, query, key: key <= query)] * bool(
             self._buffers
@@ -102,15 +128,33 @@ class Own:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             wanted, (query, key, value) = self._by_class()
+        call = replace(call, slopes=self._slopes(call.num_heads))
         places = torch.arange(query.shape[2])
         back = places[:, None] - places
         seen = (back >= 0) & (back < (call.window or len(places)))
+        if call.slopes is not None:
+            query, key = (
+                widened(query, query_columns(call.slopes, call.scaling)),
+                widened(key, key_columns(places)),
+            )
         found = scaled_dot_product_attention(query, key, value, seen, scale=call.scaling, enable_gqa=True)
         if not torch.allclose(found.flatten(), wanted.flatten(), rtol=1e-4, atol=1e-4):
             raise refusal(
                 self.module, f"it attends otherwise, by {float((found - wanted.view_as(found)).abs().max()):.2g}"
             )
         return call
+
+    def _times(self, given: Any) -> float | None:
+        """How many times its size it has in the scores; None: it was not added to them."""
+        return self._added.get(memory(given)) if isinstance(given, Tensor) else None
+
+    def _slopes(self, heads: int) -> tuple[float, ...] | None:
+        """Those of its bias, which has contents."""
+        if self._bias is None or self._given is None:
+            return None
+        bias = self._given[1][self._bias]
+        times = self._times(bias)
+        return None if times is None or bias.is_meta else slopes_of(bias, heads, times)
 
     def _by_class(self) -> tuple[Tensor, Sequence[Tensor]]:
         """What a twin attends to with random queries, keys and values, and these."""
@@ -170,8 +214,8 @@ def _real(given: Any) -> Any:
     if isinstance(given, Seen):
         places = torch.arange(given.shape[-1])
         seen = given.function(torch.tensor(0), torch.tensor(0), places[:, None], places)
-        return torch.zeros(given.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-    if not isinstance(given, Tensor):
+        return torch.zeros(given.shape).masked_fill(~seen, torch.finfo(torch.float32).min).to(given.dtype)
+    if not isinstance(given, Tensor) or not given.is_meta:
         return given
     if isinstance(given, Ones) and given.dim() == 4:
         return None  # a mask of padding, of which there is none
@@ -195,6 +239,15 @@ def try_own(owns: Sequence[Own], calls: Sequence[AttentionCall]) -> tuple[Attent
     """The calls of a model, those of such modules as `tried` gives them."""
     own = {each.module: each for each in owns}
     return tuple(own[call.module].tried(call) if call.module in own else call for call in calls)
+
+
+def find_biases(model: PreTrainedModel, owns: Sequence[Own]) -> bool:
+    """Whether some have a bias; its contents are theirs then. The model is on the meta device."""
+    if not any(own.has_bias for own in owns):
+        return False
+    with OnHost():
+        walk(model, lengths=LENGTHS[-1:], is_padded=False)
+    return True
 
 
 def _may_attend(names: set[str]) -> bool:

@@ -32,13 +32,13 @@ Attend = Callable[["Product", Tensor], Tensor]
 @dataclass(slots=True)
 class Product:
     """Of queries [1, heads, T, dim] and keys [1, kv_heads, T, dim], and what befell it: scales, masks of transformers' making,
-    and other tensors, by their memory."""
+    and other tensors, by their memory, with the scale that there was."""
 
     query: Tensor
     key: Tensor
     scaling: float
     masks: list[Seen] = field(default_factory=list)
-    memory: set[int] = field(default_factory=set)
+    memory: dict[int, float] = field(default_factory=dict)
 
 
 class Scores(Tensor):
@@ -57,7 +57,7 @@ class Scores(Tensor):
             if isinstance(each, Seen):
                 product.masks.append(each)
             elif isinstance(each, Tensor) and not isinstance(each, Scores):
-                product.memory.add(memory(each))
+                product.memory[memory(each)] = product.scaling
         with torch._C.DisableTorchFunction():
             made = func(*tree_map_only(Tensor, _shape, args), **tree_map_only(Tensor, _shape, kwargs or {}))
         return tree_map_only(Tensor, lambda each: _scores(each, product), made)
@@ -97,7 +97,10 @@ class Between(TorchFunctionMode):
             return func(*args, **kwargs)
         self._number = self.count
         scaling = float(kwargs.get("alpha", 1)) if func in _ADDED else 1.0
-        return _scores(torch.matmul(_shape(first), _shape(second)), _product(first, second, scaling))
+        product = _product(first, second, scaling)
+        if func in _ADDED:
+            product.memory[memory(args[0])] = scaling
+        return _scores(torch.matmul(_shape(first), _shape(second)), product)
 
     @property
     def number(self) -> int | None:

@@ -43,7 +43,7 @@ _UNTOUCHED = frozenset(
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """One call of attention: which module made it, and what it asks for. `sinks` is the parameter's name; `cells` the number of
-    the first call with the same keys and values, if that asked for the same."""
+    the first call with the same keys and values, if that asked for the same; `slopes` those of its heads, by the place of a key."""
 
     module: nn.Module
     num_heads: int
@@ -55,6 +55,7 @@ class AttentionCall:
     softcap: float | None
     sinks: str | None
     cells: int
+    slopes: tuple[float, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -112,13 +113,14 @@ def walk(
     lengths: Sequence[int] = LENGTHS,
     *,
     has_states: bool = False,
+    is_padded: bool = True,
 ) -> tuple[AttentionCall, ...]:
     """Every call of attention of a model on the meta device, in order. `attended` gets the queries, keys and values of each
-    module's. Raises `ConfigError` for a model that attends in a way of its own, or nowhere unless it has states beside."""
+    module's; without `is_padded` the model gets no mask. Raises `ConfigError` for a model that attends in a way of its own, or nowhere unless it has states beside."""
     AttentionInterface.register(WALK, write_down)
     AttentionMaskInterface.register(WALK, make_mask)
     use_attention(model, WALK)
-    first, *others = (_calls(model, length, {} if attended is None else attended) for length in lengths)
+    first, *others = (_calls(model, length, {} if attended is None else attended, is_padded) for length in lengths)
     if not first and not has_states:
         raise refusal(model, "it never calls attention by transformers' interface")
     for length, found in zip(lengths[1:], others, strict=True):
@@ -136,13 +138,13 @@ def use_attention(model: PreTrainedModel, name: str) -> None:
 
 
 def _calls(
-    model: PreTrainedModel, length: int, attended: dict[nn.Module, list[tuple[Tensor, ...]]]
+    model: PreTrainedModel, length: int, attended: dict[nn.Module, list[tuple[Tensor, ...]]], is_padded: bool
 ) -> tuple[AttentionCall, ...]:
     given = torch.ones(1, length, dtype=torch.int64, device="meta")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     with _walking_over(_Walk(names, [], attended)) as found, torch.no_grad():
         try:
-            model(input_ids=given, attention_mask=given.as_subclass(Ones), use_cache=False)
+            model(input_ids=given, attention_mask=given.as_subclass(Ones) if is_padded else None, use_cache=False)
         except (RuntimeError, NotImplementedError, AttributeError, TypeError, LookupError, StopIteration) as error:
             what = f"it does not run on shapes alone ({type(error).__name__}: {error})"
             raise refusal(model, what, DoesNotRun) from error

@@ -179,6 +179,11 @@ def sizes(
             f"kv_cache_dtype is {config.kv_cache_dtype!r}, and this device keeps keys and values in the model's type",
             remedy="leave --kv-cache-dtype out",
         )
+    if config.kv_cache_dtype != PER_HEAD.kv_cache_dtype and any(layer.is_exact for layer in model.attention_layers):
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}, and keys of this model hold their places, which it would round",
+            remedy="leave --kv-cache-dtype out",
+        )
     for remark in dict.fromkeys(layer.remark for layer in model.state_layers if layer.remark):
         ledger.record(Row("prompts", "auto", "whole ones at once", remark, "raise max_batch_tokens above their length"))
     context_len, layers = model.config.context_length, model.attention_layers

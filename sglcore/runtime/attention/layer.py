@@ -14,13 +14,15 @@ class Attention:
     `sliding_window` W lets a query see itself and the W - 1 tokens before it. `cached=False`: nothing is stored, and a
     token sees this step's alone; with `causal=False` all of its request, or those less than W from it either way. `softcap`
     c bends a scaled score s to
-    c * tanh(s / c). `sinks` [heads] are the scores of one more key that every query sees and that has no value.
+    c * tanh(s / c). `sinks` [heads] are the scores of one more key that every query sees and that has no value. `is_exact`: its
+    keys hold numbers that no rounding may change, and are kept in the model's type.
     """
 
     __slots__ = (
         "cached",
         "causal",
         "head_dim",
+        "is_exact",
         "layer_id",
         "num_heads",
         "num_kv_heads",
@@ -42,6 +44,7 @@ class Attention:
         cached: bool = True,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        is_exact: bool = False,
     ) -> None:
         self.layer_id = layer_id
         self.num_heads = num_heads
@@ -53,6 +56,7 @@ class Attention:
         self.cached = cached
         self.softcap = softcap
         self.sinks = sinks
+        self.is_exact = is_exact
 
     @property
     def features(self) -> frozenset[str]:
