@@ -77,8 +77,10 @@ class Own:
         """With zeros, which are one, for the masks [1, 1, T, T] that are not made any more, because some classes add them unasked;
         and for a bias, which may be of fewer keys than a step has."""
         absent = [name for name in self._masks if named.get(name) is None]
+        if not absent and self._bias is None:
+            return named
         hidden = next(each for each in (*args, *named.values()) if isinstance(each, Tensor))
-        if hidden.is_meta or not (absent or self._bias):
+        if hidden.is_meta:
             return named
         zero, tokens = hidden.new_zeros(()), hidden.shape[1]
         changed = dict.fromkeys(absent, zero.expand(1, 1, tokens, tokens))
@@ -96,7 +98,7 @@ class Own:
         if self._given is not None:
             named = self._given[1]
             self._masks = [name for name, each in named.items() if isinstance(each, Seen)]
-            added = [name for name in named if name not in self._masks and self._times(named[name]) is not None]
+            added = [name for name, each in named.items() if self._times(each) is not None]
             self._bias = added[0] if added else None
         if self._numbers is None:
             self.module.__class__ = self._kind
@@ -145,8 +147,10 @@ class Own:
         return call
 
     def _times(self, given: Any) -> float | None:
-        """How many times its size it has in the scores; None: it was not added to them."""
-        return self._added.get(memory(given)) if isinstance(given, Tensor) else None
+        """How many times its size it has in the scores; None: it was not added to them, or is a mask."""
+        if not isinstance(given, Tensor) or isinstance(given, Seen) or _is_padding(given):
+            return None
+        return self._added.get(memory(given))
 
     def _slopes(self, heads: int) -> tuple[float, ...] | None:
         """Those of its bias, which has contents."""
@@ -217,11 +221,16 @@ def _real(given: Any) -> Any:
         return torch.zeros(given.shape).masked_fill(~seen, torch.finfo(torch.float32).min).to(given.dtype)
     if not isinstance(given, Tensor) or not given.is_meta:
         return given
-    if isinstance(given, Ones) and given.dim() == 4:
-        return None  # a mask of padding, of which there is none
+    if _is_padding(given):
+        return None
     if given.is_floating_point():
         return torch.randn(given.shape)
     return torch.arange(given.shape[-1]).expand(given.shape)
+
+
+def _is_padding(given: Tensor) -> bool:
+    """Whether it is a mask of padding, of which there is none."""
+    return isinstance(given, Ones) and given.dim() == 4
 
 
 def _window(mask: Tensor) -> int | None:

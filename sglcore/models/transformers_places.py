@@ -75,11 +75,14 @@ class Places:
 
 
 class OnHost(TorchFunctionMode):
-    """Inside, what is made on the meta device is made on the host: numbers that depend on no weight have contents."""
+    """Inside, what is made on the meta device is made on the host: numbers that depend on no weight have contents, which are
+    not rounded to the type of the model."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The same, elsewhere."""
         kwargs = dict(kwargs or {})
         if kwargs.get("device") == torch.device("meta"):
             kwargs["device"] = torch.device("cpu")
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        is_rounded = func is Tensor.to and not args[0].is_meta and args[0].is_floating_point()
+        return args[0] if is_rounded and made.is_floating_point() else made

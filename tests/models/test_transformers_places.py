@@ -1,0 +1,98 @@
+"""Biases of places in scores that transformers' classes compute themselves (ALiBi): by columns of queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglcore.device.config import EngineConfig
+from sglcore.device.errors import ConfigError
+from sglcore.models.steps import FACTS, Steps
+from sglcore.models.transformers_places import FARTHEST, Places, key_columns, query_columns, slopes_of
+from sglcore.models.transformers_types import PROVEN
+from sglcore.runtime.bring_up import sizes
+from sglcore.runtime.memory.pools import PER_HEAD
+from tests.models.transformers_cases import compare, load, sizes_of, tiny_model, whole
+
+SLOPES = tuple(2.0 ** -(0.5 * head) for head in range(1, 17))
+
+
+@pytest.mark.parametrize("kind", ["bloom", "mpt"])
+def test_places_of_keys_are_in_the_scores(kind: str, tmp_path: Path) -> None:
+    assert kind in PROVEN
+    assert compare(tiny_model(kind, sizes_of(kind)), tmp_path) < 2e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_columns_are_slopes_times_places_in_every_type(dtype: torch.dtype) -> None:
+    places = torch.cat((torch.arange(5000), torch.arange(0, FARTHEST, 509), torch.tensor([FARTHEST - 1])))
+    keys = key_columns(places).to(dtype)
+    assert torch.equal(keys.double() @ torch.tensor([512.0, 1.0, 0.0, 0.0], dtype=torch.float64), places.double())
+    found = query_columns(SLOPES, 0.125).to(dtype)[:, 0].double() @ keys.double().T * 0.125
+    wanted = torch.tensor(SLOPES, dtype=torch.float64)[:, None] * places
+    assert torch.allclose(found, wanted, rtol=2**-15, atol=0)
+
+
+def test_slopes_are_those_of_a_line() -> None:
+    line = torch.tensor(SLOPES)[:, None, None] * (torch.arange(40) - 7)
+    assert slopes_of(line, 16, 0.5) == pytest.approx([slope / 2 for slope in SLOPES], rel=1e-6)
+    assert slopes_of(line.bfloat16(), 16, 1.0) is None and slopes_of(line**2, 16, 1.0) is None
+    assert slopes_of(line.expand(16, 3, 40), 16, 1.0) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slopes_are_not_rounded_to_the_models_type(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = load(tiny_model("bloom", {**sizes_of("bloom"), "num_attention_heads": 2}), tmp_path, dtype)
+    assert {layer.head_dim for layer in model.attention_layers} == {64}
+    columns = model._decoder.h[0].self_attention.sglcore_attention._columns
+    assert torch.equal(columns, query_columns((2**-4, 2**-8), 32**-0.5).to(dtype))
+
+
+def test_a_step_of_more_tokens_than_the_class_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for part in ("own", "replace"):
+        monkeypatch.setattr(f"sglcore.models.transformers_{part}.LENGTHS", (3, 14))
+    own = tiny_model("mpt", {**sizes_of("mpt"), "max_seq_len": 16})
+    first, second = (torch.arange(3, 16).roll(by) for by in (0, 5))
+    found = Steps(load(own, tmp_path)).logprobs({1: first.tolist(), 2: second.tolist()})
+    assert torch.allclose(found, torch.cat((whole(own, first), whole(own, second))), atol=2e-4)
+
+
+def test_slopes_of_other_heads_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def turned(bias: Tensor, heads: int, times: float) -> tuple[float, ...]:
+        return (slopes_of(bias, heads, times) or ())[::-1]
+
+    monkeypatch.setattr("sglcore.models.transformers_own.slopes_of", turned)
+    with pytest.raises(ConfigError, match="BloomAttention .* attends otherwise"):
+        load(tiny_model("bloom", sizes_of("bloom")), tmp_path)
+
+
+def places_of_the_step(self: Any, positions: Tensor) -> None:
+    self.columns = key_columns(torch.arange(len(positions)))
+
+
+def places_of_one_digit(self: Any, positions: Tensor) -> None:
+    self.columns = key_columns(positions % 8)
+
+
+@pytest.mark.parametrize("planted", [places_of_the_step, places_of_one_digit])
+def test_other_places_are_seen(planted: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Places, "begin", planted)
+    assert compare(tiny_model("bloom", sizes_of("bloom")), tmp_path) > 1e-2
+
+
+def test_a_context_whose_places_are_not_exact_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sglcore.models.transformers_model.FARTHEST", 128)
+    with pytest.raises(ConfigError, match="a context of 131072, and places .* exact up to 128"):
+        load(tiny_model("bloom", {**sizes_of("bloom"), "max_position_embeddings": 131072}), tmp_path)
+
+
+def test_cells_that_round_are_refused(tmp_path: Path) -> None:
+    model, none = load(tiny_model("bloom", sizes_of("bloom")), tmp_path), cast("Any", None)
+    rounding = replace(PER_HEAD, kv_cache_dtype="int8")
+    with pytest.raises(ConfigError, match="'int8', and keys of this model hold their places"):
+        sizes(EngineConfig(kv_cache_dtype="int8"), FACTS, model, none, none, rounding)
