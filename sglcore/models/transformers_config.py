@@ -92,10 +92,10 @@ def described(folder: Path, raw: Mapping[str, Any], library: Library, task: str)
 
 def _length(text: PreTrainedConfig) -> int:
     """The longest context."""
-    for name in ("max_position_embeddings", "max_seq_len"):
-        if hasattr(text, name):
-            return int(getattr(text, name))
-    return UNBOUNDED
+    try:
+        return int(text.max_position_embeddings)
+    except AttributeError:
+        return int(text.to_dict().get("max_seq_len", UNBOUNDED))
 
 
 def _check(folder: Path, raw: Mapping[str, Any], config: PreTrainedConfig, runs_code: bool) -> None:
