@@ -248,7 +248,7 @@ def _check_plain(place: PlainSource, target: Tensor) -> None:
     if entry.dtype not in wanted:
         raise CheckpointError(
             f"{entry.name!r} in {where} has the type {entry.dtype}",
-            wanted=f"one of {', '.join(wanted)}" if len(wanted) > 1 else wanted[0],
+            wanted="one of " * (len(wanted) > 1) + ", ".join(wanted),
             remedy="use the unquantised version of this model",
         )
     if entry.shape != tuple(target.shape):

@@ -59,7 +59,8 @@ def mxfp4(module: ModuleType, guards: Guards, weights: Tensor, ids: Tensor, dtyp
         packed.append(random(EXPERTS, outputs, dtype=dtype, seed=outputs))
     given: list[Any] = [random(len(ids), width, dtype=dtype), weights, ids, *packed]
     placed = [guards.place(part) for part in given]
-    close(module.mxfp4_moe(*placed, 1.702, 0.9, SMALL), reference.mxfp4_moe(*given, 1.702, 0.9))
+    settings: list[Any] = [1.702, 0.9]
+    close(module.mxfp4_moe(*placed, *settings, SMALL), reference.mxfp4_moe(*given, *settings))
 
 
 @DTYPES
@@ -162,7 +163,7 @@ MUTANTS = (
     ("code >= 8", "code >= 16"),
     ("weight + apart * HIDDEN", "weight"),
     ("first + apart", "first"),
-    ("expert * HIDDEN + column, part", "column, part"),
+    ("line_of = expert * HIDDEN + column", "line_of = column"),
     ("power == 0", "power < 0"),
     ("column < HIDDEN", "column <= HIDDEN"),
     ("token < tokens", "token <= tokens"),
