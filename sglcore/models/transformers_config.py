@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from sglcore.checkpoint.config import EMPTY, ModelConfig, RopeConfig, served
 from sglcore.checkpoint.files import read_json
 from sglcore.checkpoint.pooling import read_pooling
+from sglcore.checkpoint.quantization import has_mxfp4_experts
 from sglcore.device.errors import ConfigError
 from sglcore.models.checkpoint_code import CAUSAL
 from sglcore.models.registry import ARCHITECTURES
@@ -52,6 +53,7 @@ def transformers_config(folder: Path, task: str = "auto", runs_code: bool = Fals
             f"transformers refuses {folder / 'config.json'}: {' '.join(str(error).split())}", remedy="use another model"
         ) from error
     _check(folder, raw, config, runs_code)
+    config.__dict__.pop("quantization_config", None)  # the loader reads such weights, and the class is a plain one
     try:
         return described(folder, raw, Library(config, folder if runs_code else None), task)
     except AttributeError as error:
@@ -125,8 +127,8 @@ def _check(folder: Path, raw: Mapping[str, Any], config: PreTrainedConfig, runs_
             "those of a request",
             remedy="use another model",
         )
-    if config.to_dict().get("quantization_config"):
+    if has_mxfp4_experts(raw):
         raise ConfigError(
-            f"{folder} is quantised, and quantised weights are read for models with a file of sglcore",
-            remedy="use the plain version of this model, with --quantize if it is to be small",
+            f"{folder} has experts in mxfp4, which are read for models with a file of sglcore",
+            remedy="leave --model-impl out, or use the plain version of this model",
         )

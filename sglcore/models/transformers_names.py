@@ -21,7 +21,11 @@ from transformers.core_model_loading import (
 )
 
 from sglcore.device.errors import ConfigError
+from sglcore.models.quantized_formats.registry import FORMATS
 
+_WEIGHT = "weight"
+_QUANTIZED = frozenset(suffix for form in FORMATS.values() for suffix in (*form.needs, *form.may_have)) - {_WEIGHT}
+"""What quantised layers have beside or instead of a weight."""
 _STACKED = ((MergeModulelist,), (MergeModulelist, Concatenate))
 """Experts, one after the other; or of each, several weights side by side, and then the same."""
 
@@ -42,13 +46,21 @@ class Naming:
         have those. Raises `ConfigError` for weights that transformers would work out of others in another way."""
         renamed = {name: self._rename(name) for name in shapes}
         found = {renamed[name]: shape for name, shape in shapes.items()}
-        for name in found:
+        for name in dict.fromkeys(self._of_weight(name) for name in found):
             if name not in self._targets:
                 self._split(name, found)
         return renamed
 
     def _rename(self, name: str) -> str:
-        return rename_source_key(name, self._renamings, [], self._prefix, self._known)[0]
+        """The class knows weights alone: what else a quantised layer has is called as its weight is."""
+        weight = self._of_weight(name)
+        found = rename_source_key(weight, self._renamings, [], self._prefix, self._known)[0]
+        return found if weight == name else found.removesuffix(_WEIGHT) + name.rpartition(".")[2]
+
+    def _of_weight(self, name: str) -> str:
+        """The weight of which a quantised layer's tensor is a part; any other name as it is."""
+        module, _, suffix = name.rpartition(".")
+        return f"{module}.{_WEIGHT}" if suffix in _QUANTIZED and name not in self._known else name
 
     def _split(self, name: str, found: Mapping[str, tuple[int, ...]]) -> None:
         """Where a converter takes this name: the parts of what it makes, in its place."""

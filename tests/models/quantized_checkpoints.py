@@ -1,6 +1,6 @@
 """Small checkpoints in the published layouts of quantised weights, and the dense model that each of them means.
 
-Every packer here is written from the format's description and shares nothing with the loader.
+Every maker of a layer here is written from the format's description and shares nothing with the loader.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sglcore.models.quantized import QuantizedWeight
+from sglcore.runtime.kernels.reference import QuantizedCodes
+from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import llama, save
 
 FILE = "model.safetensors"
@@ -227,3 +230,17 @@ def configure(folder: Path, **values: Any) -> None:
     """Set keys of config.json."""
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+class Packs:
+    """A device that keeps codes, dequantised at once so that the reference's `linear` reads them."""
+
+    def __init__(self, **entries: Any) -> None:
+        self.packed: list[QuantizedCodes] = []
+        self.table: KernelTable = KernelTable().replace(pack_quantized=self.pack, **entries)
+
+    def pack(self, weight: QuantizedCodes) -> Tensor:
+        """The values."""
+        self.packed.append(weight)
+        same = QuantizedWeight(weight.codes, weight.scales, weight.zeros, weight.bits, weight.group)
+        return same.values(slice(None)).to(weight.dtype)

@@ -15,31 +15,15 @@ from torch import Tensor
 
 from sglcore.device.errors import CheckpointError
 from sglcore.device.ledger import DecisionLedger
-from sglcore.models.quantized import QuantizedWeight
 from sglcore.runtime.kernels.reference import QuantizedCodes
-from sglcore.runtime.kernels.table import KernelTable
 from tests.checkpoints import oracle_logprobs
-from tests.models.quantized_checkpoints import CASES, FILE, Random, configure, integers, make
+from tests.models.quantized_checkpoints import CASES, FILE, Packs, Random, configure, integers, make
 from tests.models.steps import Steps, load
 
 TOLERANCE = 1e-4
 IDS = [5, 90, 3, 41, 41, 8, 77, 12, 60, 2]
 LAYERS = 8
 """Linear layers of a model here, fused ones counted once."""
-
-
-class Packs:
-    """A device that keeps codes, dequantised at once so that the reference's `linear` reads them."""
-
-    def __init__(self, **entries: Any) -> None:
-        self.packed: list[QuantizedCodes] = []
-        self.table: KernelTable = KernelTable().replace(pack_quantized=self.pack, **entries)
-
-    def pack(self, weight: QuantizedCodes) -> Tensor:
-        """The values."""
-        self.packed.append(weight)
-        same = QuantizedWeight(weight.codes, weight.scales, weight.zeros, weight.bits, weight.group)
-        return same.values(slice(None)).to(weight.dtype)
 
 
 def difference(model: Any, oracle: Any) -> float:

@@ -124,7 +124,6 @@ def test_what_can_not_be_served_is_one_line_that_says_why(foreign: Path) -> None
         ({"rope_parameters": rope}, "the rope type 'dynamic'"),
         ({"rope_parameters": by_length}, "the rope type 'longrope'"),
         ({"attn_temperature_tuning": True}, "counts the tokens of a step instead of those of a request"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantised"),
         ({"num_attention_heads": "four"}, "transformers refuses"),
         ({"architectures": "Exaone4ForCausalLM"}, "wanted a list of texts"),
     ):
