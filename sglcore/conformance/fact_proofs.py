@@ -35,7 +35,7 @@ PROOFS: Mapping[str, Proof] = MappingProxyType(
         "has_streams": Proof("sglcore.runtime.streams", "facts_agree", wrong.HOST_STREAMS),
         "has_pinned_memory": Proof("sglcore.runtime.registry_builders", "copies_are_ordered", lies.LATE_COPIES),
         "shares_host_memory": Proof("sglcore.runtime.registry_builders", "facts_agree", wrong.HOST_APART),
-        "default_graph": Proof("sglcore.runtime.bring_up", "facts_agree", wrong.NO_SUCH_GRAPH),
+        "default_graph": Proof("sglcore.runtime.graphs.build", "facts_agree", wrong.NO_SUCH_GRAPH),
         "most_graph_segments": Proof("sglcore.runtime.graphs.build", "facts_agree", wrong.NO_SEGMENTS),
     }
 )

@@ -117,7 +117,7 @@ def test_an_unknown_flag_is_a_usage_error() -> None:
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"architectures": ["TotallyNewForCausalLM"]}, ["TotallyNewForCausalLM", "LlamaForCausalLM", "BertModel"]),
+        ({"architectures": ["TotallyNewForCausalLM"]}, ["TotallyNewForCausalLM", "LlamaForCausalLM", "docs/models.md"]),
         ({"architectures": None}, ["architecture"]),
         ({"hidden_size": 128}, ["shape", "config.json"]),
         ({"num_hidden_layers": 9}, ["layers.", "not in the checkpoint"]),
