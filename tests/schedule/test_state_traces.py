@@ -19,7 +19,7 @@ from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.snapshots import Snapshots
 from tests.schedule.fake_worker import Truth, make_params
-from tests.schedule.trace import Trace, draw_trace, plant, play
+from tests.schedule.trace import Trace, check_caught, draw_trace, plant, play
 
 SEEDS = range(1000, 1300)
 
@@ -231,11 +231,4 @@ MUTANTS = (
 
 @pytest.mark.parametrize(("kind", "path", "message"), MUTANTS)
 def test_a_planted_bug_is_caught_by_some_trace(kind: type, path: str, message: str) -> None:
-    for seed in SEEDS:
-        try:
-            play(draw(seed), plant(kind, path))
-        except Exception as error:
-            if message in str(error):
-                print(f"caught by seed {seed}: {type(error).__name__}: {error}")
-                return
-    pytest.fail(f"no trace of seeds {SEEDS} noticed")
+    check_caught(draw, SEEDS, plant(kind, path), message)

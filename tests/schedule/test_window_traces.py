@@ -19,7 +19,7 @@ from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.windows import Windows
 from tests.schedule.test_state_traces import draw as draw_conversations
-from tests.schedule.trace import Trace, plant, play, with_windows
+from tests.schedule.trace import Trace, check_caught, plant, play, with_windows
 
 RARE = (2019, 2025, 2050, 2079, 2131, 2236, 3398)
 """Seeds of what seldom happens: pages of who donates them, kept ones that are never published."""
@@ -272,11 +272,4 @@ MUTANTS = (
 
 @pytest.mark.parametrize(("kind", "path", "message"), MUTANTS)
 def test_a_planted_bug_is_caught_by_some_trace(kind: type, path: str, message: str) -> None:
-    for seed in SEEDS:
-        try:
-            play(draw(seed), plant(kind, path))
-        except Exception as error:
-            if message in str(error):
-                print(f"caught by seed {seed}: {type(error).__name__}: {error}")
-                return
-    pytest.fail(f"no trace of seeds {SEEDS} noticed")
+    check_caught(draw, SEEDS, plant(kind, path), message)

@@ -5,11 +5,12 @@ A trace is drawn from anything that has `randint`, `choice` and `random`: a seed
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from random import Random
 
 import numpy as np
+import pytest
 
 from sglcore.device.worker import Limits, TokenLogprobs
 from sglcore.schedule.loop import Loop
@@ -161,6 +162,20 @@ def plant(kind: type, path: str) -> Callable[[Scheduler], None]:
         part.__class__ = kind
 
     return plant_in
+
+
+def check_caught(
+    draw: Callable[[int], Trace], seeds: Iterable[int], planted: Callable[[Scheduler], None], message: str
+) -> None:
+    """Fail unless the trace of some seed ends in an error that says `message`."""
+    for seed in seeds:
+        try:
+            play(draw(seed), planted)
+        except Exception as error:
+            if message in str(error):
+                print(f"caught by seed {seed}: {type(error).__name__}: {error}")
+                return
+    pytest.fail(f"no trace of seeds {seeds} noticed")
 
 
 def most_ticks(trace: Trace) -> int:
