@@ -15,6 +15,12 @@ from numpy.typing import NDArray
 from sglcore.device.batch import ScheduleBatch
 
 
+def most_window_pages(window: int, max_batch_tokens: int, page_size: int, lookahead: int = 0) -> int:
+    """Window pages that one request's list may have, with a chunk of a step's tokens, wherever in a page both begin and end."""
+    # The first two tokens of lookahead are in what the pages at both ends are rounded up by.
+    return -(-(window + max_batch_tokens + max(0, lookahead - 2)) // page_size) + 2
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a worker can hold and do, fixed when it is built.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from sglcore.device.worker import Limits
+from sglcore.device.worker import Limits, most_window_pages
 from sglcore.schedule.pages import PagePool
 from sglcore.schedule.prefix_cache import Node
 from sglcore.schedule.request import Request
@@ -169,7 +169,5 @@ class Windows:
 
 
 def least_window_pages(limits: Limits) -> int:
-    """Window pages that one request's list may have, with a chunk of a step's tokens: a worker has at least so many."""
-    # The first two tokens of lookahead are in what the pages at both ends are rounded up by.
-    tokens = limits.window + limits.max_batch_tokens + max(0, limits.lookahead - 2)
-    return -(-tokens // limits.page_size) + 2
+    """As many as one request's list may have: a worker has at least so many window pages."""
+    return most_window_pages(limits.window, limits.max_batch_tokens, limits.page_size, limits.lookahead)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.device.worker import most_window_pages
 
 GIB = 1 << 30
 
@@ -173,7 +174,7 @@ def _size_windows(
         return 0
     page_bytes, full_bytes = page_size * geometry.window_cell, page_size * geometry.cell
     longest = -(-max_model_len // page_size)
-    least = -(-(window + config.max_batch_tokens) // page_size) + 2
+    least = most_window_pages(window, config.max_batch_tokens, page_size)
     in_one, left = allowed // (page_bytes + full_bytes), allowed - least * page_bytes
     in_two = left // full_bytes if full_bytes else longest * (left >= 0)
     if in_two < longest and in_two <= in_one:
