@@ -12,7 +12,7 @@ import torch
 
 from sglcore.conformance import kernel_inputs
 from sglcore.conformance.kernel_inputs import WIDE, WIDTH, Draw, Inputs
-from sglcore.runtime.kernels.table import Entry
+from sglcore.runtime.kernels.entry import Entry
 
 TOKENS = (0, 1, 3, 33)
 FEW = (3,)

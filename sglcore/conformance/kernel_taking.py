@@ -13,7 +13,8 @@ from typing import Any
 from sglcore.conformance.kernel_cases import KernelCase
 from sglcore.conformance.law import LawBroken
 from sglcore.runtime.kernels.choice import described_as
-from sglcore.runtime.kernels.table import Entry, KernelTable, origin_of
+from sglcore.runtime.kernels.entry import Entry
+from sglcore.runtime.kernels.table import KernelTable, origin_of
 
 PACKS = frozenset({"pack_linear", "pack_quantized", "quantize_linear", "pack_head", "pack_parts", "head"})
 """Entries that make, or take, packed weights."""

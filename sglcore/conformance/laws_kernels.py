@@ -20,7 +20,8 @@ from sglcore.conformance.trial import Trial
 from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.runtime.kernels.choice import choose
-from sglcore.runtime.kernels.table import Entry, KernelTable, origin_of
+from sglcore.runtime.kernels.entry import Entry
+from sglcore.runtime.kernels.table import KernelTable, origin_of
 
 GUARD = 8
 """Elements on both sides of a tensor that must stay as they are."""

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from sglcore.checkpoint.config import ModelConfig
 from sglcore.runtime.kernels.choice import Refusals, choose
-from sglcore.runtime.kernels.table import Entry, KernelTable
+from sglcore.runtime.kernels.entry import Entry
+from sglcore.runtime.kernels.table import KernelTable
 
 K = TypeVar("K")
 

@@ -12,7 +12,8 @@ from sglcore.layers.build import Build
 from sglcore.layers.linear import Embedding, Linear
 from sglcore.layers.norm import RMSNorm
 from sglcore.models.transformers_sums import Addend, Sum, added
-from sglcore.runtime.kernels.table import Entry, KernelTable
+from sglcore.runtime.kernels.entry import Entry
+from sglcore.runtime.kernels.table import KernelTable
 
 
 class Product:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from sglcore.device.ledger import Row
-from sglcore.runtime.kernels.table import Entry, Kernel, KernelTable, origin_of
+from sglcore.runtime.kernels.entry import Entry, Kernel
+from sglcore.runtime.kernels.table import KernelTable, origin_of
 
 K = TypeVar("K")
 Call = Sequence[object]

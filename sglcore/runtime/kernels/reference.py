@@ -203,6 +203,38 @@ def clamped_moe(
     return _every_expert(hidden, weights, ids, w13.shape[0], run)
 
 
+def limited_silu_and_mul(x: Tensor, limit: float) -> Tensor:
+    """Both factors are held within a limit before the gate is bent (DeepSeek-V4)."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+def limited_moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
+    """As `moe`, every expert on every token."""
+
+    def run(expert: int) -> Tensor:
+        return F.linear(limited_silu_and_mul(F.linear(hidden, w13[expert]), limit), w2[expert])
+
+    return _every_expert(hidden, weights, ids, w13.shape[0], run)
+
+
+def sqrtsoftplus_routing(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+    """The bias chooses, and does not weigh."""
+    scores = torch.sqrt(F.softplus(logits.float()))
+    return _weighed(scores, torch.topk(scores + bias, k, dim=-1)[1], scale, logits.dtype)
+
+
+def hash_routing(logits: Tensor, input_ids: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The token chooses (Roller et al. 2021, Hash Layers), its contents weigh."""
+    scores = torch.sqrt(F.softplus(logits.float()))
+    return _weighed(scores, table.index_select(0, input_ids).long(), scale, logits.dtype)
+
+
+def _weighed(scores: Tensor, ids: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    weights = scores.gather(1, ids)
+    return (weights / (weights.sum(-1, keepdim=True) + 1e-20) * scale).to(dtype), ids.to(torch.int32)
+
+
 def mxfp4_moe(
     hidden: Tensor,
     weights: Tensor,

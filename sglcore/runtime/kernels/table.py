@@ -8,20 +8,17 @@ not take every dtype or size says so (`Limited`), and what it replaces stays beh
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
-from typing import Any, Generic, Self, TypeAlias, TypeVar, overload
+from typing import Any, Self, TypeAlias
 
 from torch import Tensor
 
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.kernels import reference, reference_recurrent
-
-Kernel: TypeAlias = Callable[..., object]
-K = TypeVar("K")
-Function = TypeVar("Function", bound=Kernel)
+from sglcore.runtime.kernels.entry import Entry, Kernel, entry, optional
+from sglcore.runtime.kernels.sparse import SparseKernels
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 
@@ -61,53 +58,7 @@ Given: TypeAlias = Kernel | Limited | tuple[Limited, ...] | None
 """What a table's entry is made of: a function, one that takes some calls, candidates in order, or nothing."""
 
 
-@dataclass(eq=False)
-class Entry(Generic[K]):
-    """One declared operation. A table's attribute of its name is the function that runs there.
-
-    `reference` defines it; a device may replace it. One that `is_optional` only a device has (None elsewhere), and it goes
-    when an entry that it `rests_on` is replaced. It `writes` the arguments of these names, which are its results, and may
-    write those that it `spoils`; no other. `shapes` are those of arguments that may have any value, T the number of rows, a
-    star for float32 whatever the others are, and the arguments that are no tensors; entries without them take what the kit
-    makes for them alone.
-    """
-
-    reference: Kernel
-    is_optional: bool = False
-    rests_on: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    spoils: tuple[str, ...] = ()
-    shapes: tuple[tuple[Any, ...], ...] = ()
-    name: str = ""
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """The names of its arguments."""
-        return tuple(inspect.signature(self.reference).parameters)
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    @overload
-    def __get__(self, table: None, owner: type) -> Entry[K]: ...
-    @overload
-    def __get__(self, table: object, owner: type) -> K: ...
-    def __get__(self, table: object, owner: type) -> Any:
-        """The declaration, of the class; a table has its functions as attributes of its own, which come first."""
-        return self
-
-
-def entry(reference: Function, **more: Any) -> Entry[Function]:
-    """An operation that every table has: the reference until a device replaces it. `more` as in `Entry`."""
-    return Entry(reference, **more)
-
-
-def optional(reference: Function, **more: Any) -> Entry[Function | None]:
-    """An operation that a table has where a device gives it."""
-    return Entry(reference, True, **more)
-
-
-class KernelTable:
+class KernelTable(SparseKernels):
     """One function for each operation. T tokens, H hidden size, D head size, I intermediate size, E experts, K of them a token.
 
     No entry reads a device value on the host, and every entry accepts T = 0. Results are new tensors unless the entry
@@ -181,6 +132,17 @@ class KernelTable:
     biases, whose rows of `w13` are gate and up in turn. Inside, gate is at most `limit`, up within it, and
     (up + 1) * gate * sigmoid(alpha * gate) is taken.
     """
+    limited_moe = entry(reference.limited_moe)
+    """`limited_moe(hidden, weights, ids, w13, w2, limit) -> [T, H]`: as `moe`, of `limited_silu_and_mul`."""
+    limited_silu_and_mul = entry(reference.limited_silu_and_mul, shapes=(("T 2I", 0.7),))
+    """`limited_silu_and_mul(x [T, 2 * I], limit) -> [T, I]`: silu(x[:, :I]), of at most `limit`, * x[:, I:], within it."""
+    sqrtsoftplus_routing = entry(reference.sqrtsoftplus_routing)
+    """`sqrtsoftplus_routing(logits [T, E], bias float32 [E], K, scale) -> (weights [T, K] of logits' dtype, ids int32 or int64
+    [T, K])`: the K largest of sqrt(softplus(logits)) + bias, largest first; weights without the bias over their sum, times `scale`.
+    """
+    hash_routing = entry(reference.hash_routing)
+    """`hash_routing(logits [T, E], input_ids int [T], table int32 [vocab, K], scale) -> (weights, ids)`: the same weights, of the
+    experts that the table has for each token."""
     store_kv = entry(reference.store_kv, writes=("k_cache", "v_cache"))
     """`store_kv(key, value [T, kv_heads, D], k_cache, v_cache [cells, kv_heads, D], out_cache_loc int [T])`.
 

@@ -1,0 +1,318 @@
+"""The reference kernels of attention over chosen rows: DeepSeek-V3.2's and V4's. Plain torch; they define what is correct.
+
+A request's tokens are in pages; a pool has so many rows for each page, and lists name them. What a list does not fill is
+-1, behind the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sglcore.runtime.kernels.row_codec import RowCodec
+
+AT_ONCE = 1 << 24
+"""Elements of gathered rows that exist at a time."""
+
+
+def rope_tail(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, norm_eps: float | None, is_inverse: bool) -> Tensor:
+    """Neighbours are turned together (Su et al. 2021), in float32."""
+    values = x.float()
+    if norm_eps is not None:
+        values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + norm_eps)
+    cos, sin = cos_sin_cache.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    return _turned(values, cos, -sin if is_inverse else sin).to(x.dtype)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The last elements of float32 [..., D], in pairs of neighbours."""
+    rest, last = x.split((x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
+    even, odd = last[..., ::2], last[..., 1::2]
+    pairs = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return torch.cat((rest, pairs.flatten(-2)), dim=-1)
+
+
+def norm_rope_store(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    rows: Tensor,
+    out_rows: Tensor,
+    codec: RowCodec | None,
+) -> None:
+    """The norm of the first elements, the rotation of the last, and the store."""
+    size, values = weight.shape[0], x.float()
+    first = values[:, :size]
+    first = first * torch.rsqrt(first.square().mean(-1, keepdim=True) + eps) * weight.float()
+    cos, sin = cos_sin_cache.index_select(0, positions).chunk(2, dim=-1)
+    _store(_turned(torch.cat((first, values[:, size:]), dim=-1), cos, sin).to(x.dtype), rows, out_rows, codec)
+
+
+def index_key_store(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    rows: Tensor,
+    out_rows: Tensor,
+    codec: RowCodec | None,
+) -> None:
+    """Layer norm, the rotation of the first elements in pairs half of them apart, and the store."""
+    values = F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps)
+    cos, sin = cos_sin_cache.index_select(0, positions).chunk(2, dim=-1)
+    half = cos.shape[-1]
+    low, high, rest = values.split((half, half, values.shape[1] - 2 * half), dim=-1)
+    turned = torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
+    _store(turned.to(x.dtype), rows, out_rows, codec)
+
+
+def _store(values: Tensor, rows: Tensor, out_rows: Tensor, codec: RowCodec | None) -> None:
+    rows[out_rows] = values.to(rows.dtype) if codec is None else codec.encode(values)
+
+
+def _read(rows: Tensor, chosen: Tensor, codec: RowCodec | None) -> Tensor:
+    """float32 [*chosen, size]; what a list does not fill reads as zeros."""
+    found = rows.index_select(0, chosen.clamp(min=0).flatten())
+    values = found.float() if codec is None else codec.decode(found)
+    return values.view(*chosen.shape, values.shape[1]).masked_fill((chosen < 0).unsqueeze(-1), 0)
+
+
+def window_rows(
+    table: Tensor, token_slots: Tensor, positions: Tensor, window: int, page_size: int, out: Tensor
+) -> None:
+    """The rows of the last tokens."""
+    places = torch.arange(window, device=out.device) + (positions.unsqueeze(1) - window + 1).clamp(min=0)
+    found = _rows_at(table, token_slots, places, page_size)
+    out.copy_(found.masked_fill(places > positions.unsqueeze(1), -1))
+
+
+def block_rows(table: Tensor, token_slots: Tensor, positions: Tensor, ratio: int, page_size: int, out: Tensor) -> None:
+    """The rows of all blocks that are complete."""
+    out.copy_(_seen_rows(table, token_slots, (positions + 1) // ratio, page_size // ratio, out.shape[1]))
+
+
+def _rows_at(table: Tensor, slots: Tensor, places: Tensor, rows_per_page: int) -> Tensor:
+    """int64 like `places` [N, W], which are counted from the first page of slots [N]; anything where there is no page."""
+    pages = (places // rows_per_page).clamp(0, table.shape[1] - 1)
+    return table[slots.unsqueeze(1).long(), pages].long() * rows_per_page + places % rows_per_page
+
+
+def _seen_rows(table: Tensor, slots: Tensor, lens: Tensor, rows_per_page: int, width: int) -> Tensor:
+    """int64 [N, width]: the first `lens` rows of slots [N]."""
+    places = torch.arange(width, device=table.device).expand(slots.shape[0], width)
+    return _rows_at(table, slots, places, rows_per_page).masked_fill(places >= lens.unsqueeze(1), -1)
+
+
+def compress_plan(
+    slots: Tensor,
+    seq_lens: Tensor,
+    lengths: Tensor | None,
+    starts: Tensor | None,
+    token_slots: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    state_table: Tensor | None,
+    state_offsets: Tensor | None,
+    page_size: int,
+    ratio: int,
+    ring: int,
+    reads: Tensor,
+    block_positions: Tensor,
+    out_rows: Tensor,
+    writes: Tensor,
+) -> None:
+    """The blocks that each row's tokens complete are counted, and the rows' one after the other are the events."""
+    ends = seq_lens.long()
+    begins = ends - (1 if lengths is None else lengths)
+    count = torch.where(slots > 0, ends // ratio - begins // ratio, 0)
+    after = count.cumsum(0)
+    events = torch.arange(reads.shape[0], device=slots.device)
+    row = torch.searchsorted(after, events, right=True).clamp(max=slots.shape[0] - 1)
+    is_event = events < after[-1:]
+    block = begins[row] // ratio + events - (after - count)[row]
+    offsets = torch.zeros_like(ends) if state_offsets is None else state_offsets.long()
+
+    def state_rows(slot: Tensor, offset: Tensor, position: Tensor) -> Tensor:
+        place = slot.expand_as(position)
+        if state_table is not None:
+            page = ((position - offset) // page_size).clamp(0, state_table.shape[1] - 1)
+            place = state_table[place, page].long()
+        return place * ring + position % ring
+
+    source = (block.unsqueeze(1) + 1) * ratio + torch.arange(-reads.shape[1], 0, device=slots.device)
+    begin, slot = begins[row].unsqueeze(1), slots.long()[row].unsqueeze(1)
+    first = (torch.arange(slots.shape[0], device=slots.device) if starts is None else starts.long())[row].unsqueeze(1)
+    held = -2 - state_rows(slot, offsets[row].unsqueeze(1), source)
+    found = torch.where(source >= begin, first + source - begin, held)
+    reads.copy_(found.masked_fill((source < 0) | ~is_event.unsqueeze(1), -1))
+    block_positions.copy_((block * ratio).masked_fill(~is_event, 0))
+    out_rows.copy_(_rows_at(table, slot[:, 0], block.unsqueeze(1), page_size // ratio)[:, 0].masked_fill(~is_event, 0))
+
+    by_slot = torch.zeros(2, table.shape[0], dtype=torch.int64, device=slots.device)
+    by_slot[:, slots.long()] = torch.stack((ends, offsets))
+    own, place = token_slots.long(), positions.long()
+    end, offset = by_slot[:, own].unbind(0)
+    if state_table is not None:
+        end = torch.minimum(end, (place // page_size + 1) * page_size)
+    is_kept = (own > 0) & (place + ring >= end)
+    writes.copy_(state_rows(own, offset, place).masked_fill(~is_kept, 0))
+
+
+def compress(kv_gate: Tensor, state: Tensor, ape: Tensor, reads: Tensor, writes: Tensor) -> Tensor:
+    """A softmax of each channel over the tokens of a block weighs them; then the state goes on."""
+    ratio, width = ape.shape
+    events, span = reads.shape
+    size = width * ratio // span
+    found = state.index_select(0, (-2 - reads).clamp(min=0).flatten()).float()
+    if kv_gate.shape[0]:
+        new = kv_gate.float().index_select(0, reads.clamp(min=0).flatten())
+        found = torch.where((reads >= 0).view(events * span, 1), new, found)
+    kv, gate = found.view(events, span, 2, width).unbind(2)
+    gate = gate + ape.float().repeat(span // ratio, 1)
+    if span > ratio:
+        # The older block counts by the first half of its channels, the newer by the second.
+        kv, gate = (torch.cat((each[:, :ratio, :size], each[:, ratio:, size:]), dim=1) for each in (kv, gate))
+    absent = (reads == -1).unsqueeze(-1)
+    weights = torch.softmax(gate.masked_fill(absent, -torch.inf), dim=1)
+    # What is absent may hold anything; where all is, the softmax has no value.
+    entries = torch.where(absent, 0, weights * kv).sum(1)
+    state[writes] = kv_gate.to(state.dtype)
+    return entries.to(kv_gate.dtype)
+
+
+def index_logits(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    table: Tensor,
+    token_slots: Tensor,
+    lens: Tensor,
+    rows_per_page: int,
+    scale: float,
+    width: int,
+    codec: RowCodec | None,
+) -> Tensor:
+    """Signed sums of what of each head is positive (DeepSeek-V3.2, section 2.1)."""
+    logits = torch.empty(q.shape[0], width, dtype=torch.float32, device=q.device)
+    for part in _parts(q.shape[0], width * q.shape[2]):
+        chosen = _seen_rows(table, token_slots[part], lens[part], rows_per_page, width)
+        heads = torch.relu(torch.einsum("thd,twd->thw", q[part].float(), _read(keys, chosen, codec)))
+        sums = torch.einsum("th,thw->tw", weights[part].float() * scale, heads)
+        logits[part] = sums.masked_fill(chosen < 0, -torch.inf)
+    return logits
+
+
+def _parts(tokens: int, each: int) -> Iterator[slice]:
+    """Of tokens that gather so many elements each."""
+    step = max(1, AT_ONCE // max(1, each))
+    for first in range(0, tokens, step):
+        yield slice(first, first + step)
+
+
+def index_top_k(logits: Tensor, lens: Tensor, table: Tensor, token_slots: Tensor, rows_per_page: int, k: int) -> Tensor:
+    """The first of equals; what is chosen, in its order."""
+    width = logits.shape[1]
+    places = torch.sort(logits, dim=1, descending=True, stable=True)[1][:, :k]
+    places = torch.sort(places.masked_fill(places >= lens.unsqueeze(1), width), dim=1)[0]
+    found = _rows_at(table, token_slots, places, rows_per_page).masked_fill(places == width, -1)
+    return F.pad(found, (0, k - found.shape[1]), value=-1).to(torch.int32)
+
+
+def sparse_mqa(
+    q: Tensor,
+    rows: Tensor,
+    chosen: Tensor,
+    more_rows: Tensor | None,
+    more_chosen: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    value_size: int,
+    codec: RowCodec | None,
+) -> Tensor:
+    """A softmax over the chosen rows of both lists; a row is key and value."""
+    out = torch.empty(*q.shape[:2], value_size, dtype=q.dtype, device=q.device)
+    width = chosen.shape[1] + (0 if more_chosen is None else more_chosen.shape[1])
+    for part in _parts(q.shape[0], width * q.shape[2]):
+        keys, lists = _read(rows, chosen[part], codec), chosen[part]
+        if more_rows is not None and more_chosen is not None:
+            keys = torch.cat((keys, _read(more_rows, more_chosen[part], codec)), dim=1)
+            lists = torch.cat((lists, more_chosen[part]), dim=1)
+        out[part] = _attend(q[part].float(), keys, lists >= 0, sinks, scale, value_size).to(q.dtype)
+    return out
+
+
+def _attend(q: Tensor, keys: Tensor, is_seen: Tensor, sinks: Tensor | None, scale: float, value_size: int) -> Tensor:
+    """q float32 [T, H, D], keys float32 [T, W, D], is_seen bool [T, W]."""
+    scores = (torch.einsum("thd,twd->thw", q, keys) * scale).masked_fill(~is_seen.unsqueeze(1), -torch.inf)
+    if sinks is not None:
+        last = sinks.float().view(1, sinks.shape[0], 1).expand(*scores.shape[:2], 1)
+        weights = torch.softmax(torch.cat((scores, last), dim=2), dim=2)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=2).masked_fill(~is_seen.any(1).view(-1, 1, 1), 0)
+    return weights @ keys[..., :value_size]
+
+
+def paged_mqa(
+    q: Tensor,
+    rows: Tensor,
+    table: Tensor,
+    token_slots: Tensor,
+    lens: Tensor,
+    page_size: int,
+    scale: float,
+    value_size: int,
+    codec: RowCodec | None,
+) -> Tensor:
+    """Over all rows of a token's request up to itself."""
+    out, width = torch.empty(*q.shape[:2], value_size, dtype=q.dtype, device=q.device), table.shape[1] * page_size
+    for part in _parts(q.shape[0], width * q.shape[2]):
+        chosen = _seen_rows(table, token_slots[part], lens[part], page_size, width)
+        keys = _read(rows, chosen, codec)
+        out[part] = _attend(q[part].float(), keys, chosen >= 0, None, scale, value_size).to(q.dtype)
+    return out
+
+
+def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """One product for each group."""
+    return torch.einsum("tgk,grk->tgr", x, weight)
+
+
+def hc_pre(
+    h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iters: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """How streams are mixed, by the streams themselves: manifold-constrained hyper-connections (Xie et al. 2025)."""
+    tokens, n, _ = h.shape
+    pre, post, comb = _mixes(h, fn, norm_eps).split((n, n, n * n), dim=-1)
+    pre = torch.sigmoid(pre * scale[0] + base[:n]) + hc_eps
+    post = 2 * torch.sigmoid(post * scale[1] + base[n : 2 * n])
+    comb = torch.softmax((comb * scale[2] + base[2 * n :]).view(tokens, n, n), dim=-1) + hc_eps
+    comb = comb / (comb.sum(-2, keepdim=True) + hc_eps)
+    for _ in range(iters - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + hc_eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + hc_eps)
+    return (pre.unsqueeze(-1) * h.float()).sum(1).to(h.dtype), post, comb
+
+
+def hc_post(x: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """The result to every stream, beside what the streams become."""
+    mixed = torch.einsum("tjk,tjd->tkd", comb, h.float())
+    return (post.unsqueeze(-1) * x.float().unsqueeze(1) + mixed).to(h.dtype)
+
+
+def hc_head(h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float) -> Tensor:
+    """The streams as one."""
+    pre = torch.sigmoid(_mixes(h, fn, norm_eps) * scale + base) + hc_eps
+    return (pre.unsqueeze(-1) * h.float()).sum(1).to(h.dtype)
+
+
+def _mixes(h: Tensor, fn: Tensor, eps: float) -> Tensor:
+    """float32 [T, outputs] of all streams of a token, brought to length 1."""
+    flat = h.float().flatten(1)
+    return F.linear(flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps), fn.float())
