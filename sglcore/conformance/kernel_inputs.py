@@ -140,6 +140,19 @@ def sigmoid_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
         yield logits, torch.linspace(-0.07, 0.09, 16, device="cpu"), 5, groups, top_groups, normalize, 2.5
 
 
+def sqrtsoftplus_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """No two sums of a row are equal."""
+    ranks = [drawn.permutation(16) for _ in range(tokens)]
+    logits = (torch.stack(ranks).to(drawn.dtype) - 8) / 4 if ranks else drawn.values(0, 16)
+    yield logits, torch.linspace(-0.07, 0.09, 16, device="cpu"), 5, 1.5
+
+
+def hash_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Each token's experts are distinct."""
+    table = torch.stack([drawn.permutation(16)[:5] for _ in range(29)]).int()
+    yield drawn.rows(tokens, 16, strided), drawn.ints(0, 29, tokens), table, 1.5
+
+
 def moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Rows without an expert hold what is not a number."""
     for experts, k in ((5, 2), (4, 1)):
@@ -162,6 +175,12 @@ def clamped_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     for hidden, weights, ids, w13, w2 in moe(drawn, tokens, strided):
         b13, b2 = drawn.values(*w13.shape[:2]), drawn.values(*w2.shape[:2])
         yield hidden, weights, ids, w13, b13, w2, b2, 1.702, 1.5
+
+
+def limited_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """As `moe`, with a limit that many values are beyond."""
+    for args in moe(drawn, tokens, strided):
+        yield *args, 0.7
 
 
 def mxfp4_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
@@ -243,7 +262,7 @@ MOST_SINGLES = 5
 PoolRows = tuple[Tensor, Tensor | None, Tensor | None]
 
 
-def _rows_of_pool(drawn: Draw, tokens: int) -> Iterator[tuple[int, int, PoolRows]]:
+def rows_of_pool(drawn: Draw, tokens: int) -> Iterator[tuple[int, int, PoolRows]]:
     """Tokens, size of a pool, and (slots, starts, lengths): a token for each row, the second of them padding; then rows of
     several tokens, behind which there are two padding rows, as a padded batch has them, and a token of nobody."""
     singles = min(tokens, MOST_SINGLES)
@@ -260,7 +279,7 @@ def _rows_of_pool(drawn: Draw, tokens: int) -> Iterator[tuple[int, int, PoolRows
 def causal_conv(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Three and two tokens before each."""
     for taps, has_bias, silu in ((4, True, True), (3, False, False)):
-        for count, size, rows in _rows_of_pool(drawn, tokens):
+        for count, size, rows in rows_of_pool(drawn, tokens):
             weight, bias = drawn.values(taps, WIDTH), drawn.values(WIDTH) if has_bias else None
             yield drawn.rows(count, WIDTH, strided), weight, bias, silu, drawn.values(size, taps - 1, WIDTH), *rows
 
@@ -268,7 +287,7 @@ def causal_conv(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 def gated_delta_rule(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Fewer query heads than value heads, and as many."""
     for key_heads, heads, key_size, width in ((2, 4, 16, 16), (1, 1, 24, 40)):
-        for count, size, rows in _rows_of_pool(drawn, tokens):
+        for count, size, rows in rows_of_pool(drawn, tokens):
             qkv = drawn.rows(count, 2 * key_heads * key_size + heads * width, strided)
             a, b, wide = drawn.rows(count, heads, strided), drawn.rows(count, heads, strided), _wide(drawn)
             yield qkv, a, b, wide(heads), wide(heads), wide(size, heads, key_size, width), *rows
@@ -277,7 +296,7 @@ def gated_delta_rule(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 def selective_scan(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Two groups of heads, and one; a step that its limits cut."""
     for groups, heads, head_dim, width, most in ((2, 4, 16, 16, 1.0), (1, 1, 24, 40, math.inf)):
-        for count, size, rows in _rows_of_pool(drawn, tokens):
+        for count, size, rows in rows_of_pool(drawn, tokens):
             xbc, dt = (
                 drawn.rows(count, heads * head_dim + 2 * groups * width, strided),
                 drawn.rows(count, heads, strided),

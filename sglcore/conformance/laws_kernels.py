@@ -21,18 +21,19 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.runtime.kernels.choice import choose
 from sglcore.runtime.kernels.entry import Entry
+from sglcore.runtime.kernels.row_codec import RowCodec
 from sglcore.runtime.kernels.table import KernelTable, origin_of
 
 GUARD = 8
 """Elements on both sides of a tensor that must stay as they are."""
 
-RELATIVE = MappingProxyType({"float32": 2e-5, "bfloat16": 2e-2, "float16": 2.5e-3})
+RELATIVE = MappingProxyType({"float32": 2e-5, "bfloat16": 2e-2, "float16": 2.5e-3, "float8": 8e-2})
 """Error of a result, relative to its largest value or to 1. In bfloat16 a rounding is 4e-3, in float16 5e-4; the order of
-sums is free."""
+sums is free. Rows in eight bits may be a step of them apart, which is 7e-2."""
 
 
-CELLS = "out_cache_loc"
-"""The argument that holds indices of cells, in the dtype that the device's facts name."""
+CELLS = frozenset({"out_cache_loc", "out_rows", "writes"})
+"""The arguments that hold indices of cells or rows, in the dtype that the device's facts name."""
 
 
 class Guarded:
@@ -89,7 +90,7 @@ def compare(trial: Trial, table: KernelTable, facts: Facts) -> None:
     device, cells = facts.tensor_device, getattr(torch, facts.index_dtype)
     taking = Taking(table, entry)
     for case in kernel_cases(entry, facts.dtypes):
-        args = [arg.to(cells) if name == CELLS else arg for name, arg in _named(entry, case.args)]
+        args = [arg.to(cells) if name in CELLS else arg for name, arg in _named(entry, case.args)]
         one = taking.table_for(case, args)
         if one is None:
             continue
@@ -189,13 +190,15 @@ def _compare(trial: Trial, case: KernelCase, found: tuple[Tensor, ...], wanted: 
             raise LawBroken(
                 f"{entry}, {case.text}: result {number} is {one.shape} {one.dtype}, wanted {other.shape} {other.dtype}"
             )
-        host = one.cpu()
+        host, dtype = one.cpu(), _computed_in(case.args, other)
+        codec = next((arg for arg in case.args if isinstance(arg, RowCodec)), None)
+        if codec is not None and other.dtype == torch.uint8:
+            host, other, dtype = codec.decode(host), codec.decode(other), "float8"
         if not other.is_floating_point():
             if not torch.equal(host.long(), other.long()):
                 raise LawBroken(f"{entry}, {case.text}: result {number} differs from the reference's integers")
             continue
         error = relative_error(host, other)
-        dtype = _computed_in(case.args, other)
         trial.note(error, dtype)
         bound = trial.tolerance(dtype)
         if not error <= bound:

@@ -64,6 +64,31 @@ def next_cell(real: Callable[..., Any]) -> Callable[..., Any]:
     return broken
 
 
+def one_row_more(real: Callable[..., Any]) -> Callable[..., Any]:
+    """The row after each is written too."""
+
+    def broken(*args: Any) -> None:
+        real(*args[:-2], args[-2] + 1, args[-1])
+        real(*args)
+
+    return broken
+
+
+def reads_what_it_wrote(real: Callable[..., Any]) -> Callable[..., Any]:
+    """The state goes on before its rows are read."""
+
+    def broken(kv_gate: Tensor, state: Tensor, *args: Any) -> Tensor:
+        state[args[-1]] = kv_gate.to(state.dtype)
+        return real(kv_gate, state, *args)
+
+    return broken
+
+
+def reads_nobodys_row(real: Callable[..., Any]) -> Callable[..., Any]:
+    """What a list does not fill is taken for row 0."""
+    return lambda q, rows, chosen, *args: real(q, rows, chosen.clamp(min=0), *args)
+
+
 def stores_plain_keys(real: Callable[..., Any]) -> Callable[..., Any]:
     """Keys are stored as they were before the rotation."""
 
@@ -241,6 +266,11 @@ _OWN: MappingProxyType[str, Change] = MappingProxyType(
         "pack_quantized": forgets_zeros,
         "store_kv": one_cell_more,
         "cache_locations": next_cell,
+        "norm_rope_store": one_row_more,
+        "index_key_store": one_row_more,
+        "window_rows": next_cell,
+        "block_rows": next_cell,
+        "compress_plan": next_cell,
     }
 )
 MUTANTS: tuple[Mutant, ...] = (
@@ -255,6 +285,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("causal_conv", loses_tail),
     *(_mutant(entry, keeps_padding) for entry in ("causal_conv", "gated_delta_rule", "selective_scan")),
     _mutant("gated_delta_rule", decays_afterwards),
+    _mutant("compress", reads_what_it_wrote),
+    _mutant("sparse_mqa", reads_nobodys_row),
     _mutant("silu_and_mul", whole_blocks),
     _mutant("rms_norm", hands_on),
     _mutant("rms_norm", keeps_wide_products),

@@ -10,9 +10,9 @@ class SparseKernels:
     """H heads of D elements, the last or first R of which are rotated. A pool's rows are [N, D], of which row 0 is nobody's:
     any number of padding rows may name it. Lists of rows are int32, filled up with -1 behind the rest.
 
-    `table` int32 [S, P] has each slot's pages, of slot 0 nobody's. `positions`, `token_slots` and `lens` are int32 [T]; a token of
-    slot 0 is padding, and may give anything. `cos_sin_cache` float32 [positions, R] is that of `rotary`. `codec`: rows are uint8 in that form (`row_codec.py`); None:
-    they are numbers of any type.
+    `table` int32 [S, P] has each slot's pages; those of slot 0, whose tokens are padding, are page 0. `positions`, `token_slots`
+    and `lens` are int32 [T]. `cos_sin_cache` float32 [positions, R] is that of `rotary`. `codec`: rows are uint8 in that form
+    (`row_codec.py`); None: they are numbers of any type.
     """
 
     rope_tail = entry(reference_sparse.rope_tail)
@@ -43,10 +43,11 @@ class SparseKernels:
     int32 [S, Q] | None, state_offsets int32 [B] | None, page_size, ratio, ring, reads int32 [N, W], block_positions int32 [N],
     out_rows int [N], writes int [T])`.
 
-    Row b has the tokens [starts[b], starts[b] + lengths[b]), the last of its seq_lens[b]; where both are None, token b. An event is a block of `ratio` tokens that the
-    last of them completes; events come row by row, in order, and N is not below their number. `reads` are the W tokens up to
-    there: that of this step, or -2 - its row in the state, or -1 before the first. `block_positions` is the block's first
-    token, `out_rows` its row in a pool with page_size / ratio rows a page; 0 behind the events.
+    Row b has the tokens [starts[b], starts[b] + lengths[b]), the last of its seq_lens[b]; where both are None, token b. An
+    event is a block of `ratio` tokens that the last of them completes; events come row by row, in order, and N is not below
+    their number. `reads` are the W tokens up to there: that of this step, or -2 - its row in the state, or -1 before the
+    first. `block_positions` is the block's first token, `out_rows` its row in a pool with page_size / ratio rows a page; 0
+    behind the events.
 
     A state keeps `ring` tokens: of each page, page * ring + position % ring, by `state_table`, whose first page begins at
     `state_offsets`; or of each slot, where there is no table. `writes` are the rows of the tokens that no later one of this

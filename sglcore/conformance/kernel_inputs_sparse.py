@@ -1,0 +1,224 @@
+"""What the kit tries the entries of DeepSeek's attention with: as `kernel_inputs.py`, of paged rows that lists name. A row of
+a pool that no list names holds what is not a number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sglcore.conformance.kernel_inputs import Draw, Inputs, rows_of_pool
+from sglcore.runtime.kernels.row_codec import RowCodec
+
+PAGE = 8
+CODEC = RowCodec(44, exact=8, group=16)
+"""The last group is cut, and a row has bytes that align the next."""
+CODECS = ((24, None), (44, CODEC))
+ROTATED = 8
+POSITIONS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """Tokens of requests in pages of `PAGE`: (slots, starts, lengths) and seq_lens of rows, slots and positions of tokens,
+    each slot's pages, and how many pages there are. Padding has slot 0, whose pages are page 0."""
+
+    rows: tuple[Tensor, Tensor | None, Tensor | None]
+    seq_lens: Tensor
+    token_slots: Tensor
+    positions: Tensor
+    table: Tensor
+    pages: int
+
+
+def _paged(drawn: Draw, tokens: int) -> Iterator[Paged]:
+    """A token for each request, and several; all have tokens before this step."""
+    for count, size, rows in rows_of_pool(drawn, tokens):
+        slots, starts, lengths = rows
+        before = drawn.ints(0, 21, len(slots))
+        seq_lens = before + (1 if lengths is None else lengths)
+        own, positions = (torch.zeros(count, dtype=torch.int32, device="cpu") for _ in range(2))
+        for row, slot in enumerate(slots.tolist()):
+            first, last = (row, row + 1) if starts is None else (int(starts[row]), int(starts[row] + lengths[row]))  # pyright: ignore[reportOptionalSubscript]
+            if slot:
+                own[first:last] = slot
+                positions[first:last] = torch.arange(int(before[row]), int(seq_lens[row]), device="cpu")
+        wide = POSITIONS // PAGE + 1
+        table = (drawn.permutation(size * wide) + 1).view(size, wide).int()
+        table[0] = 0
+        yield Paged(rows, seq_lens.int(), own, positions, table, size * wide + 1)
+
+
+def _cache(rotated: int = ROTATED) -> Tensor:
+    angles = torch.arange(POSITIONS, device="cpu")[:, None] * torch.linspace(0.01, 1, rotated // 2, device="cpu")
+    return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+def _pool(drawn: Draw, rows: int, size: int, named: Tensor, codec: RowCodec | None) -> Tensor:
+    """[rows, size], or their bytes."""
+    values = drawn.values(rows, size)
+    values = values if codec is None else codec.encode(values)
+    nobody = torch.full_like(values, math.nan if codec is None else 255)
+    nobody[named] = values[named]
+    return nobody
+
+
+def _out_rows(drawn: Draw, tokens: int, rows: int) -> Tensor:
+    """Distinct, but that one in the middle is of padding."""
+    found = drawn.permutation(rows - 1)[:tokens] + 1
+    found[tokens // 2 : tokens // 2 + 1] = 0
+    return found
+
+
+def rope_tail(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Forwards with a norm, backwards without, in part and whole."""
+    for size, eps, is_inverse in ((24, 1e-6, False), (ROTATED, None, True)):
+        heads = drawn.rows(tokens, 3 * size, strided).unflatten(1, (3, size))
+        yield heads, drawn.ints(0, POSITIONS, tokens), _cache(), eps, is_inverse
+
+
+def norm_rope_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """The norm of all and of what is not rotated."""
+    for (size, codec), normed in zip(CODECS, (16, 44), strict=True):
+        rows = _pool(drawn, 40, size, drawn.permutation(0), codec)
+        where = drawn.ints(0, POSITIONS, tokens), _cache(), rows, _out_rows(drawn, tokens, 40)
+        yield drawn.rows(tokens, size, strided), drawn.values(normed).float(), 1e-6, *where, codec
+
+
+def index_key_store(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Rows as they are, and in eight bits."""
+    for size, codec in CODECS:
+        gain, shift = drawn.values(size).float(), drawn.values(size).float()
+        rows = _pool(drawn, 40, size, drawn.permutation(0), codec)
+        where = drawn.ints(0, POSITIONS, tokens), _cache(), rows, _out_rows(drawn, tokens, 40)
+        yield drawn.rows(tokens, size, strided), gain, shift, 1e-6, *where, codec
+
+
+def window_rows(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Windows within a page, and over several."""
+    for paged, width in zip(_paged(drawn, tokens), (5, 19), strict=True):
+        out = torch.full((len(paged.positions), width), -7, dtype=torch.int32, device="cpu")
+        yield paged.table, paged.token_slots, paged.positions, width, PAGE, out
+
+
+def block_rows(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Several blocks in a page, and one."""
+    for paged, ratio in zip(_paged(drawn, tokens), (PAGE, 4), strict=True):
+        width = paged.table.shape[1] * PAGE // ratio
+        out = torch.full((len(paged.positions), width), -7, dtype=torch.int32, device="cpu")
+        yield paged.table, paged.token_slots, paged.positions, ratio, PAGE, out
+
+
+def compress_plan(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Blocks that share tokens with the one before, of states in pages, whose first is not the first of all; and blocks for
+    themselves, of states by slot. More events than there are."""
+    for paged, ratio, span in zip(_paged(drawn, tokens), (4, PAGE), (8, PAGE), strict=True):
+        slots, starts, lengths = paged.rows
+        count = len(paged.positions)
+        offsets = (paged.seq_lens - (1 if lengths is None else lengths) - 12).clamp(min=0) // PAGE * PAGE
+        by_page = (paged.table.flip(1), offsets) if span > ratio else (None, None)
+        events = min(count, count // ratio + len(slots))
+        out = [torch.full(shape, -7, dtype=torch.int32, device="cpu") for shape in ((events, span), (events,))]
+        out += [torch.full((size,), -7, dtype=torch.int64, device="cpu") for size in (events, count)]
+        tokens_of = paged.token_slots, paged.positions, paged.table
+        yield slots, paged.seq_lens, lengths, starts, *tokens_of, *by_page, PAGE, ratio, span + 2, *out
+
+
+def compress(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Of tokens of this step, of rows of the state that it then writes, and of nothing."""
+    for ratio, span, size in ((4, 8, 24), (3, 3, 12)):
+        state = _pool(drawn, 50, 2 * size, drawn.permutation(25), None).float()
+        held = -2 - drawn.ints(0, 25, tokens, span)
+        reads = torch.where(drawn.ints(0, 2, tokens, span) > 0, held, drawn.ints(0, max(tokens, 1), tokens, span))
+        absent = drawn.ints(0, span + 1, tokens, 1)
+        absent[2::3] = span
+        reads[torch.arange(span, device="cpu") < absent] = -1
+        ape, writes = drawn.values(ratio, size).float(), _out_rows(drawn, tokens, 50)
+        yield drawn.rows(tokens, 2 * size, strided), state, ape, reads, writes
+
+
+def index_logits(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Weights of both signs; more columns than anyone has rows."""
+    for paged, (size, codec) in zip(_paged(drawn, tokens), CODECS, strict=True):
+        count, lens = len(paged.positions), paged.positions + (paged.token_slots > 0).int()
+        q = drawn.rows(count, 3 * size, strided).unflatten(1, (3, size))
+        keys = _pool(drawn, paged.pages * PAGE, size, _held(paged, lens), codec)
+        yield q, drawn.values(count, 3), keys, paged.table, paged.token_slots, lens, PAGE, 0.2, POSITIONS, codec
+
+
+def _held(paged: Paged, lens: Tensor) -> Tensor:
+    """The rows of every token's first `lens`."""
+    pairs = zip(paged.token_slots.tolist(), lens.tolist(), strict=True)
+    found = [paged.table[slot, place // PAGE] * PAGE + place % PAGE for slot, size in pairs for place in range(size)]
+    return torch.tensor(found, dtype=torch.int64, device="cpu")
+
+
+def index_top_k(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Fewer rows than are wanted, and more; no two logits of a token are equal."""
+    for paged, k in zip(_paged(drawn, tokens), (4, 11), strict=True):
+        lens = paged.positions + (paged.token_slots > 0).int()
+        ranks = [drawn.permutation(POSITIONS) for _ in lens]
+        logits = (torch.stack(ranks) if ranks else drawn.values(0, POSITIONS)).float() - 20
+        logits[torch.arange(POSITIONS, device="cpu") >= lens.unsqueeze(1)] = -math.inf
+        yield logits, lens, paged.table, paged.token_slots, PAGE, k
+
+
+def sparse_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """One list, and two with sinks; some choose nothing."""
+    for (size, codec), value_size, lists in zip(CODECS, (16, 44), (1, 2), strict=True):
+        q = drawn.rows(tokens, 3 * size, strided).unflatten(1, (3, size))
+        given: list[Tensor | None] = []
+        for width in (7, 5)[:lists]:
+            chosen = _chosen(drawn, tokens, width)
+            given += [_pool(drawn, 40, size, chosen[chosen >= 0].long(), codec), chosen]
+        given += [None, None] if lists == 1 else []
+        yield q, *given, drawn.values(3).float() if lists == 2 else None, 0.3, value_size, codec
+
+
+def _chosen(drawn: Draw, tokens: int, width: int) -> Tensor:
+    rows = [drawn.permutation(39)[:width] + 1 for _ in range(tokens)]
+    chosen = torch.stack(rows).int() if rows else drawn.ints(1, 40, 0, width)
+    sizes = drawn.ints(0, width + 1, tokens, 1)
+    sizes[1::3] = 0
+    return chosen.masked_fill(torch.arange(width, device="cpu") >= sizes, -1)
+
+
+def paged_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Rows as they are, and in eight bits."""
+    for paged, (size, codec), value_size in zip(_paged(drawn, tokens), CODECS, (16, 44), strict=True):
+        lens = paged.positions + (paged.token_slots > 0).int()
+        q = drawn.rows(len(lens), 3 * size, strided).unflatten(1, (3, size))
+        rows = _pool(drawn, paged.pages * PAGE, size, _held(paged, lens), codec)
+        yield q, rows, paged.table, paged.token_slots, lens, PAGE, 0.3, value_size, codec
+
+
+def grouped_linear(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Groups whose rows are slices."""
+    yield drawn.rows(tokens, 3 * 40, strided).unflatten(1, (3, 40)), drawn.values(3, 17, 40) * 0.15
+
+
+def hc_pre(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Four streams, and two."""
+    for streams, iters in ((4, 20), (2, 3)):
+        outputs, scale = (2 + streams) * streams, torch.tensor([0.7, 1.1, 1.6], device="cpu")
+        fn, base = drawn.values(outputs, streams * 24).float() * 0.15, drawn.values(outputs).float() / 2
+        yield _streams(drawn, tokens, streams, strided), fn, base, scale, 1e-6, 1e-6, iters
+
+
+def _streams(drawn: Draw, tokens: int, streams: int, strided: bool) -> Tensor:
+    return drawn.rows(tokens, streams * 24, strided).unflatten(1, (streams, 24))
+
+
+def hc_post(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """What goes from a stream to another is not what comes back."""
+    post, comb = drawn.values(tokens, 4).float(), drawn.values(tokens, 4, 4).float() / 2
+    yield drawn.rows(tokens, 24, strided), _streams(drawn, tokens, 4, strided), post, comb
+
+
+def hc_head(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Four streams."""
+    fn, scale = drawn.values(4, 96).float() * 0.15, torch.tensor([0.8], device="cpu")
+    yield _streams(drawn, tokens, 4, strided), fn, drawn.values(4).float(), scale, 1e-6, 1e-6
