@@ -47,5 +47,6 @@ def load_checkpoint(
         progress=lambda done, total: progress("loading weights", done, total),
         quantize=config.quantize,
         index_dtype=getattr(torch, facts.index_dtype),
+        page_size=config.page_size,
         ledger=ledger,
     )

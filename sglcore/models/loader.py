@@ -28,6 +28,7 @@ from sglcore.models.sources import CountBytes, Source, find_sources
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.kernels.choice import Refusals, fitted
 from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.memory.geometry import fitting_page_size
 
 TIED_HEAD = r"lm_head\.(weight|qweight|qzeros|scales|g_idx|weight_packed|weight_scale|weight_shape|weight_zero_point)"
 """What a checkpoint with a tied head may have of it, and nobody reads."""
@@ -48,12 +49,13 @@ def load_model(
     progress: Progress | None = None,
     quantize: str = "auto",
     index_dtype: torch.dtype = torch.int64,
+    page_size: int | None = None,
     ledger: DecisionLedger | None = None,
 ) -> Architecture:
     """Build the model on `device` in `dtype` and fill it from the checkpoint folder, or the GGUF file.
 
     `max_positions` sizes position tables (default: the model's context length); `architectures` adds to the registry;
-    `quantize` is EngineConfig's, `index_dtype` that of cells. Kernels that do not take this model are rows of the ledger, as is
+    `quantize` and `page_size` are EngineConfig's, `index_dtype` that of cells. Kernels that do not take this model are rows of the ledger, as is
     the form in which quantised weights are kept.
     Raises `CheckpointError` for files that are missing, damaged, or not this model's, `ConfigError` for a model that is
     not supported. Host memory beyond the weights stays under one layer's, as stored and as packed.
@@ -66,6 +68,8 @@ def load_model(
         raise ConfigError(
             f"{config.architecture} keeps states, and an embedding runs without", remedy="use another model"
         )
+    if page_size is not None:
+        fitting_page_size(model.attention_layers, page_size, page_size)
     if not config.is_encoder:
         model.kernels = _storing(kernels, model.attention_layers, dtype, index_dtype, refusals)
     if ledger is not None:
@@ -90,7 +94,7 @@ def _storing(
 ) -> KernelTable:
     """The table with a `store_kv` for the cells of these layers, none of which calls it."""
     cells = torch.empty(1, dtype=index_dtype, device="meta")
-    for shape in dict.fromkeys((layer.num_kv_heads, layer.head_dim) for layer in layers):
+    for shape in dict.fromkeys((layer.num_kv_heads, layer.head_dim) for layer in layers if layer.cached):
         cell = torch.empty(1, *shape, dtype=dtype, device="meta")
         kernels = fitted(kernels, KernelTable.store_kv, (cell, cell, cell, cell, cells), refusals=refusals)
     return kernels

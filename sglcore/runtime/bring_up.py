@@ -28,8 +28,9 @@ from sglcore.runtime.graphs.backend import PromptBackend
 from sglcore.runtime.graphs.build import capture, make_backend
 from sglcore.runtime.kernels.choice import Refusals, choose, fitted
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.memory.geometry import geometry, keeps_window, layer_shapes
-from sglcore.runtime.memory.pools import PER_HEAD, PoolKind, ReqToTokenPool, TokenToKVPool, WindowTable
+from sglcore.runtime.memory.geometry import fitting_page_size, geometry, has_window, keeps_window, layer_shapes
+from sglcore.runtime.memory.pools import PER_HEAD, KVPool, PoolKind, ReqToTokenPool, TokenToKVPool, WindowTable
+from sglcore.runtime.memory.rows import ROWS, BaseSWAKVPool, RowCounts, RowPool
 from sglcore.runtime.memory.states import KeepsState, StatePool
 from sglcore.runtime.model_runner import Model, ModelRunner
 from sglcore.runtime.pooling import Pooler
@@ -37,7 +38,7 @@ from sglcore.runtime.registry_builders import Compute, build_decode_registry, bu
 from sglcore.runtime.streams import Streams, make_streams
 from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import TpModelWorker
-from sglcore.step.sizing import MemoryBudget, MemorySizes, size_pools
+from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_pools, size_text
 
 MODEL_LOADER: Ref = "sglcore.models.checkpoint:load_checkpoint"
 """How a checkpoint becomes a model; a reference, because models build on the runtime."""
@@ -95,11 +96,12 @@ class LoadedModel(Model, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WindowPools:
-    """Of the layers that keep the last tokens alone, by their ids: their page table and their cells."""
+    """Of the layers that keep the last tokens alone, by their ids: their page table and their cells, or the pool of all where
+    layers keep rows of their own."""
 
     layer_ids: frozenset[int]
     table: WindowTable
-    token_to_kv: TokenToKVPool
+    token_to_kv: KVPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class Pools:
     """The device tables and cells of one worker, the states of a model that has some, and what its windows are kept in."""
 
     req_to_token: ReqToTokenPool
-    token_to_kv: TokenToKVPool
+    token_to_kv: KVPool
     token_table: TokenTable
     states: StatePool | None = None
     windows: WindowPools | None = None
@@ -188,44 +190,87 @@ def sizes(
         ledger.record(Row("prompts", "auto", "whole ones at once", remark, "raise max_batch_tokens above their length"))
     context_len, layers = model.config.context_length, model.attention_layers
     most = (config.max_model_len or context_len) - config.max_batch_tokens
-    kept = geometry(layers, model.state_layers, most, model.dtype, pool_kind.cell_bytes)
-    if not kept.window and any(layer.cached and layer.sliding_window for layer in layers):
+    page_size = fitting_page_size(layers, config.page_size, facts.page_size)
+    if config.page_size is None and page_size != facts.page_size:
+        why = f"blocks of this model come out even in it; the device's own is {facts.page_size}"
+        ledger.record(Row("page size", "auto", f"{page_size} tokens", why, "set page_size to a multiple of it"))
+    kept = geometry(layers, model.state_layers, most, page_size, model.dtype, pool_kind.cell_bytes)
+    if any(layer.rows for layer in layers):
+        ledger.record(_rows_row(kept, layers, page_size, model.dtype))
+    if not kept.window and any(has_window(layer) for layer in layers):
         why = "a window and the tokens of a step are not below max_model_len, so that nothing would be freed in time"
         ledger.record(Row("window cache", "auto", "none", why, "lower max_batch_tokens"))
     return size_pools(
         config,
         context_len=context_len,
         geometry=kept,
-        page_size=config.page_size or facts.page_size,
+        page_size=page_size,
         budget=device_memory,
         ledger=ledger,
     )
 
 
+def _rows_row(kept: Geometry, layers: Sequence[Attention], page_size: int, dtype: torch.dtype) -> Row:
+    """What 1,000 tokens take, beside what they would by head."""
+
+    def thousand(page_bytes: int) -> str:
+        return size_text(1000 * page_bytes // page_size)
+
+    parts = [f"{thousand(kept.page)} for 1,000 tokens"]
+    parts += [f"{thousand(kept.window_page)} for 1,000 that windows see"] if kept.window_page else []
+    parts += [f"{size_text(kept.ring)} a request"] if kept.ring else []
+    dense = sum(2 * layer.num_heads * layer.head_dim for layer in layers) * dtype.itemsize
+    reason = f"keys and values by head would be {size_text(1000 * dense)} for 1,000 tokens"
+    return Row("kv rows", "auto", ", ".join(parts), reason)
+
+
 def pools(
     config: EngineConfig, facts: Facts, model: LoadedModel, sizes: MemorySizes, pool_kind: PoolKind = PER_HEAD
 ) -> Pools:
-    """The page table, the cells, one page of them for an encoder, the token table, and those of windows and the states if there
-    are some."""
-    device, states = facts.tensor_device, model.state_layers
-    pages = 1 if model.config.is_encoder else sizes.num_pages
-    windowed = frozenset(each.layer_id for each in model.attention_layers if keeps_window(each, sizes.window))
-
-    def cells(count: int, kept: Callable[[Attention], bool]) -> TokenToKVPool:
-        shapes = layer_shapes(model.attention_layers, kept)
-        return pool_kind.make_pool(count, sizes.page_size, shapes, model.dtype, device, model.kernels)
-
-    windows = None
+    """The page table, the cells, one page of them for an encoder, or the rows, the token table, and those of windows and the
+    states if there are some."""
+    device, states, layers = facts.tensor_device, model.state_layers, model.attention_layers
+    windowed = frozenset(each.layer_id for each in layers if keeps_window(each, sizes.window))
+    table = None
     if windowed:
         table = WindowTable(sizes.max_requests, sizes.window, config.max_batch_tokens, sizes.page_size, device)
-        windows = WindowPools(windowed, table, cells(sizes.num_window_pages, lambda layer: layer.layer_id in windowed))
+    if any(layer.rows for layer in layers):
+        full = of_windows = _row_pool(config, device, layers, sizes, table)
+    else:
+        full, of_windows = _cell_pools(model, device, sizes, pool_kind, windowed)
     return Pools(
         ReqToTokenPool(sizes.max_requests, sizes.max_model_len, sizes.page_size, device),
-        cells(pages, lambda layer: layer.layer_id not in windowed),
+        full,
         TokenTable(sizes.max_requests, sizes.max_model_len, device),
         StatePool(states, sizes.max_requests, sizes.num_snapshots, device, config.poison) if states else None,
-        windows,
+        None if table is None or of_windows is None else WindowPools(windowed, table, of_windows),
     )
+
+
+def _row_pool(
+    config: EngineConfig, device: str, layers: Sequence[Attention], sizes: MemorySizes, table: WindowTable | None
+) -> RowPool:
+    """One pool of all rows."""
+    counts = RowCounts(sizes.num_pages, sizes.num_window_pages, sizes.max_requests)
+    given = [layer.rows for layer in layers], sizes.page_size, counts, device, config.poison
+    if any(has_window(layer) for layer in layers):
+        return BaseSWAKVPool(*given, window_table=table)
+    return RowPool(*given)
+
+
+def _cell_pools(
+    model: LoadedModel, device: str, sizes: MemorySizes, pool_kind: PoolKind, windowed: frozenset[int]
+) -> tuple[TokenToKVPool, TokenToKVPool | None]:
+    """The cells of layers that keep all tokens, and of those that do not."""
+
+    def cells(count: int, kept: Callable[[Attention], bool]) -> TokenToKVPool:
+        shapes = layer_shapes(model.attention_layers, lambda layer: layer.cached and kept(layer))
+        return pool_kind.make_pool(count, sizes.page_size, shapes, model.dtype, device, model.kernels)
+
+    full = cells(1 if model.config.is_encoder else sizes.num_pages, lambda layer: layer.layer_id not in windowed)
+    if not windowed:
+        return full, None
+    return full, cells(sizes.num_window_pages, lambda layer: layer.layer_id in windowed)
 
 
 def hisparse(config: EngineConfig, pools: Pools) -> None:
@@ -250,12 +295,12 @@ def attention(
     kernels = fitted(kernels, KernelTable.greedy, (logits,), refusals=refusals)
     ledger.record(*refusals.rows())
 
-    def make(found: Sequence[Attention], table: ReqToTokenPool, cells: TokenToKVPool, whom: str) -> AttentionBackend:
+    def make(found: Sequence[Attention], table: ReqToTokenPool, cells: KVPool, whom: str) -> AttentionBackend:
         shape = shape_of(found, model.config.is_encoder)
         backend = choose_attention(config, package, facts, str(model.dtype), shape, cells, whom, ledger)
         return backend(shape, table, cells, kernels, hisparse)
 
-    if windows is None:
+    if windows is None or pools.token_to_kv.layout == ROWS:
         return make(layers, pools.req_to_token, pools.token_to_kv, "the model")
     windowed = [layer for layer in layers if layer.layer_id in windows.layer_ids]
     window = make(windowed, windows.table, windows.token_to_kv, "layers that keep windows")

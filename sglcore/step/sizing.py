@@ -34,13 +34,15 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What the layers of a model keep, in bytes: `cell` of every token over the layers that keep all; `window_cell` of each of
-    the last `window` tokens over those that keep no more (0: there are none); `state` of a request, whatever its length."""
+    """What the layers of a model keep, in bytes: `page` of a page of tokens over the layers that keep all; `window_page` of one
+    of the last `window` tokens over those that keep no more (0: there are none); of a request, whatever its length, `state`,
+    and `ring`, of which there are no snapshots."""
 
-    cell: int
-    window_cell: int = 0
+    page: int
+    window_page: int = 0
     window: int = 0
     state: int = 0
+    ring: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +79,16 @@ def size_pools(
             remedy="ask for less, or leave it out",
         )
     states = _no_states(config)
-    if geometry.state:
+    if geometry.state or geometry.ring:
         room = allowed // 2 if given is None else budget.available - given
-        states = _size_states(config, geometry.state, room, ledger)
+        states = _size_states(config, geometry, room, ledger)
         allowed -= 0 if given is not None else states.num_bytes
     window_pages = _size_windows(config, geometry, states.max_requests, max_model_len, page_size, allowed, ledger)
-    window_bytes = window_pages * page_size * geometry.window_cell
+    window_bytes = window_pages * geometry.window_page
     allowed -= window_bytes
-    cell = geometry.cell if window_pages else geometry.cell + geometry.window_cell
-    page_bytes = page_size * cell
+    page_bytes = geometry.page if window_pages else geometry.page + geometry.window_page
     useful = states.max_requests * -(-max_model_len // page_size)
-    num_pages = min(useful, allowed // page_bytes) if cell else useful
+    num_pages = min(useful, allowed // page_bytes) if page_bytes else useful
     needed = -(-max_model_len // page_size)
     if num_pages < needed:
         wanted = needed * page_bytes + window_bytes
@@ -119,8 +120,9 @@ def _no_states(config: EngineConfig) -> _States:
     return _States(config.max_requests, 0, 0)
 
 
-def _size_states(config: EngineConfig, each: int, room: int, ledger: DecisionLedger) -> _States:
-    """States of `each` bytes in `room`: those of requests, and one for padding rows, before snapshots."""
+def _size_states(config: EngineConfig, geometry: Geometry, room: int, ledger: DecisionLedger) -> _States:
+    """States in `room` bytes: those of requests, and one for padding rows, before snapshots."""
+    each = geometry.state + geometry.ring
     requests = min(config.max_requests, room // each - 1)
     if requests < 1:
         raise ConfigError(
@@ -135,8 +137,10 @@ def _size_states(config: EngineConfig, each: int, room: int, ledger: DecisionLed
     taken = (requests + 1) * each
     what = f"{size_text(each)} a request, {size_text(taken)} for {requests}"
     ledger.record(Row("states", "auto", what, "what layers keep of a request whatever its length", "set max_requests"))
-    snapshots = _size_snapshots(config, each, requests, room - taken, ledger)
-    return _States(requests, snapshots, taken + snapshots * each)
+    if not geometry.state:
+        return _States(requests, 0, taken)
+    snapshots = _size_snapshots(config, geometry.state, requests, room - taken, ledger)
+    return _States(requests, snapshots, taken + snapshots * geometry.state)
 
 
 def _size_snapshots(config: EngineConfig, each: int, requests: int, left: int, ledger: DecisionLedger) -> int:
@@ -172,7 +176,7 @@ def _size_windows(
     window = geometry.window
     if not window:
         return 0
-    page_bytes, full_bytes = page_size * geometry.window_cell, page_size * geometry.cell
+    page_bytes, full_bytes = geometry.window_page, geometry.page
     longest = -(-max_model_len // page_size)
     least = most_window_pages(window, config.max_batch_tokens, page_size)
     in_one, left = allowed // (page_bytes + full_bytes), allowed - least * page_bytes

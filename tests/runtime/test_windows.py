@@ -128,7 +128,7 @@ def test_the_longest_window_that_frees_something_in_time_is_what_such_layers_kee
     layers = [Attention(index, 4, 2, 8, sliding_window=window) for index, window in enumerate(windows)]
     unkept = Attention(5, 4, 2, 8, sliding_window=3, cached=False)
     each = 2 * 2 * 8 * 4
-    found = [geometry([*layers, unkept], [], most, torch.float32, cell_bytes) for most in (21, 20, 19, 3)]
+    found = [geometry([*layers, unkept], [], most, 1, torch.float32, cell_bytes) for most in (21, 20, 19, 3)]
     assert found == [
         Geometry(each, 4 * each, 20),
         Geometry(2 * each, 3 * each, 19),
@@ -181,7 +181,7 @@ def test_a_graph_or_a_plan_of_before_either_pool_moved_is_refused(place: int) ->
 def test_every_member_of_a_backend_is_forwarded() -> None:
     members = {name for name in vars(AttentionBackend) if not name.startswith("_")}
     # What is final, what selection asks of the parts, and what has no cells at all.
-    members -= {"forward", "unavailable", "encode"}
+    members -= {"forward", "planned", "unavailable", "encode"}
     assert members <= set(vars(WindowedAttention))
     attributes = vars(make_windowed().attention)
     assert set(vars(make_site().attention)) | {"facts"} <= set(attributes)

@@ -34,7 +34,7 @@ def sizes(available: float, *, strict: bool = False, share: float = 1.0, **wante
     found = size_pools(
         config,
         context_len=CONTEXT,
-        geometry=Geometry(CELL),
+        geometry=Geometry(PAGE_BYTES),
         page_size=PAGE,
         budget=budget(available, share),
         ledger=ledger,
@@ -138,7 +138,7 @@ def test_sizes_are_said_in_the_unit_that_they_reach(count: int, text: str) -> No
 
 def test_a_cell_of_one_byte_costs_one_byte() -> None:
     config = EngineConfig(max_requests=4, kv_cache_memory=20 * PAGE)
-    options = {"context_len": CONTEXT, "geometry": Geometry(1), "page_size": PAGE}
+    options = {"context_len": CONTEXT, "geometry": Geometry(PAGE), "page_size": PAGE}
     assert size_pools(config, **options, budget=budget(10), ledger=DecisionLedger()).num_pages == 20
 
 
@@ -150,7 +150,7 @@ def test_memory_for_one_token_is_a_context_of_one_token() -> None:
 
 def test_fewer_requests_than_the_default_are_no_downgrade() -> None:
     ledger = DecisionLedger(strict=True)
-    options = {"context_len": CONTEXT, "geometry": Geometry(CELL), "page_size": PAGE}
+    options = {"context_len": CONTEXT, "geometry": Geometry(PAGE_BYTES), "page_size": PAGE}
     found = size_pools(EngineConfig(), **options, budget=budget(12), ledger=ledger)
     assert found.max_requests == 12
     assert [(row.topic, row.downgrade) for row in ledger.rows] == [("kv cache", False), ("requests", False)]
@@ -258,7 +258,7 @@ def with_states(pages: float, strict: bool = False, **wanted: Any) -> tuple[Memo
     found = size_pools(
         EngineConfig(**{"max_requests": 4, **wanted}, sources=asked),
         context_len=CONTEXT,
-        geometry=Geometry(CELL, state=STATE),
+        geometry=Geometry(PAGE_BYTES, state=STATE),
         page_size=PAGE,
         budget=budget(pages),
         ledger=ledger,
@@ -323,7 +323,7 @@ def with_windows(pages: float, cell: int = CELL, **wanted: Any) -> tuple[MemoryS
     found = size_pools(
         EngineConfig(**{"max_requests": 4, "max_batch_tokens": STEP, **wanted}),
         context_len=CONTEXT,
-        geometry=Geometry(cell, CELL, WINDOW),
+        geometry=Geometry(PAGE * cell, PAGE_BYTES, WINDOW),
         page_size=PAGE,
         budget=budget(pages),
         ledger=ledger,

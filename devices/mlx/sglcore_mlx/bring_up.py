@@ -147,11 +147,12 @@ def sizes(
 ) -> MemorySizes:
     """Pages and context, from what the device has left beside the weights."""
     cell = 0 if model.config.is_encoder else cell_bytes(model.layers, model.dtype)
+    page_size = config.page_size or facts.page_size
     return size_pools(
         config,
         context_len=model.config.context_length,
-        geometry=Geometry(cell, state=state_bytes(model.states)),
-        page_size=config.page_size or facts.page_size,
+        geometry=Geometry(page_size * cell, state=state_bytes(model.states)),
+        page_size=page_size,
         budget=device_memory,
         ledger=ledger,
     )

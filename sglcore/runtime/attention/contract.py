@@ -14,11 +14,12 @@ from torch import Tensor
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.memory.pools import CELL_MAJOR
+from sglcore.runtime.memory.rows import ROWS
 
 if TYPE_CHECKING:
     from sglcore.runtime.attention.layer import Attention
     from sglcore.runtime.kernels.table import KernelTable
-    from sglcore.runtime.memory.pools import ReqToTokenPool, TokenToKVPool
+    from sglcore.runtime.memory.pools import KVPool, ReqToTokenPool, TokenToKVPool
 
 
 class Unavailable(ImportError):
@@ -92,7 +93,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         self,
         shape: AttentionShape,
         req_to_token_pool: ReqToTokenPool,
-        token_to_kv_pool: TokenToKVPool,
+        token_to_kv_pool: KVPool,
         kernels: KernelTable,
         hisparse: object | None = None,
     ) -> None:
@@ -104,11 +105,12 @@ class AttentionBackend(ABC, Generic[Plan]):
                 wanted=f"one of {', '.join(self.facts.layouts or ())}",
                 remedy="name the layout in its facts, or choose another --attention-backend",
             )
-        # The table's entries that store beside a rotation take this layout alone.
-        self.takes_stored = self.facts.takes_stored and layout == CELL_MAJOR
+        # The table's entries that store take these layouts alone.
+        self.takes_stored = self.facts.takes_stored and layout in (CELL_MAJOR, ROWS)
         self.shape = shape
         self.req_to_token_pool = req_to_token_pool
-        self.token_to_kv_pool = token_to_kv_pool
+        # Of a layout that the facts name, whose storage this backend knows.
+        self.token_to_kv_pool: Any = token_to_kv_pool
         self.kernels = kernels
         self.hisparse = hisparse
 
@@ -155,11 +157,8 @@ class AttentionBackend(ABC, Generic[Plan]):
         raise TypeError(f"{type(self).__name__} serves no layer without cells, and does not say so of itself")
 
     @final
-    def forward(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
-    ) -> Tensor:
-        """Store k, v [T, kv_heads * head_dim] at the batch's cells and attend; both are None where the layer has stored
-        them. Raises StalePlanError for a batch that is not planned by this backend, in its present size."""
+    def planned(self, batch: ForwardBatch | None) -> tuple[ForwardBatch, Plan]:
+        """A batch with its plan. Raises StalePlanError for one that is not planned by this backend, in its present size."""
         if batch is None or batch.plan_record is None:
             raise StalePlanError(
                 "attention of a batch that is not planned; run it by a runner, or plan and mark it first"
@@ -167,7 +166,15 @@ class AttentionBackend(ABC, Generic[Plan]):
         record = batch.plan_record
         if record.planner is not self or (record.batch_size, record.num_tokens) != (batch.batch_size, batch.num_tokens):
             raise StalePlanError(f"attention of {batch.plan_drift(record, self)}; plan again before the forward")
-        plan = cast("Plan", record.plan)
+        return batch, cast("Plan", record.plan)
+
+    @final
+    def forward(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Attention, batch: ForwardBatch | None
+    ) -> Tensor:
+        """Store k, v [T, kv_heads * head_dim] at the batch's cells and attend; both are None where the layer has stored
+        them. Raises what `planned` raises."""
+        batch, plan = self.planned(batch)
         if k is None or v is None:
             assert k is v and self.takes_stored
         elif layer.cached:

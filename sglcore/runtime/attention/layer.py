@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from sglcore.runtime.forward_context import get_forward_context
+
+if TYPE_CHECKING:
+    from sglcore.runtime.memory.rows import KeptRows
 
 
 class Attention:
@@ -15,9 +22,11 @@ class Attention:
     token sees this step's alone; with `causal=False` all of its request, or those less than W from it either way. `softcap`
     c bends a scaled score s to
     c * tanh(s / c). `sinks` [heads] are the scores of one more key that every query sees and that has no value. `is_exact`: its
-    keys hold numbers that no rounding may change, and are kept in the model's type.
+    keys hold numbers that no rounding may change, and are kept in the model's type. `rows`: what is kept in other forms than
+    keys and values by head.
     """
 
+    rows: Mapping[str, KeptRows] = MappingProxyType({})
     __slots__ = (
         "cached",
         "causal",

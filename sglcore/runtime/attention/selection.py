@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
@@ -14,8 +15,14 @@ from sglcore.device.package import DevicePackage, Ref, resolve
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionShape, Unavailable
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.memory.pools import CELL_MAJOR, TokenToKVPool
+from sglcore.runtime.memory.pools import CELL_MAJOR, KVPool
+from sglcore.runtime.memory.rows import ROWS
 from sglcore.step.fields import spec_of
+
+OF_ROWS: Mapping[str, Ref] = MappingProxyType(
+    {"latent": "sglcore.runtime.attention.sparse.latent:DeepseekSparseAttnBackend"}
+)
+"""Backends over rows, in the kernels of whatever device: behind those that a package has of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +106,7 @@ def choose_attention(
     facts: Facts,
     dtype: str,
     shape: AttentionShape,
-    cells: TokenToKVPool,
+    cells: KVPool,
     whom: str,
     ledger: DecisionLedger,
 ) -> type[AttentionBackend]:
@@ -114,7 +121,8 @@ def choose_attention(
         int(spec_of(ForwardBatch, "seq_lens").padding.value),
         cells.layout,
     )
-    select = partial(select_attention, package.attention, explicit=config.attention_backend, package=package.name)
+    offered = {**package.attention, **(OF_ROWS if cells.layout == ROWS else {})}
+    select = partial(select_attention, offered, explicit=config.attention_backend, package=package.name)
     try:
         return select(needs, whom=whom, ledger=ledger)
     except ConfigError:

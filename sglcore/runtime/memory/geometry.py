@@ -1,4 +1,5 @@
-"""What each layer of a model keeps: cells of all tokens, cells of the last ones that its window sees, or a state of each request."""
+"""What each layer of a model keeps: cells of all tokens, cells of the last ones that its window sees, rows of its own, or a state
+of each request."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglcore.device.errors import ConfigError
+from sglcore.runtime.memory.rows import Place, page_multiple, row_bytes
 from sglcore.runtime.memory.states import KeepsState, state_bytes
 from sglcore.step.sizing import Geometry
 
@@ -18,9 +21,14 @@ CellBytes = Callable[["LayerShapes", torch.dtype], int]
 """Bytes of one token over layers, of a kind of pool."""
 
 
+def has_window(layer: Attention) -> bool:
+    """The layer keeps something that only a window sees."""
+    return layer.sliding_window is not None and (layer.cached or bool(layer.rows))
+
+
 def keeps_window(layer: Attention, window: int) -> bool:
     """The layer keeps the last `window` tokens alone, which is as far as the longest of such layers looks (0: there are none)."""
-    return layer.cached and layer.sliding_window is not None and layer.sliding_window <= window
+    return has_window(layer) and layer.sliding_window is not None and layer.sliding_window <= window
 
 
 def layer_shapes(
@@ -31,12 +39,39 @@ def layer_shapes(
 
 
 def geometry(
-    layers: Sequence[Attention], states: Sequence[KeepsState], most: int, dtype: torch.dtype, cell_bytes: CellBytes
+    layers: Sequence[Attention],
+    states: Sequence[KeepsState],
+    most: int,
+    page_size: int,
+    dtype: torch.dtype,
+    cell_bytes: CellBytes,
 ) -> Geometry:
     """Bytes by kind. Windows of `most` tokens and more are kept as all tokens are: dropping what they do not see frees
     nothing in time."""
-    windows = [layer.sliding_window for layer in layers if layer.cached and layer.sliding_window is not None]
+    windows = [layer.sliding_window for layer in layers if has_window(layer) and layer.sliding_window is not None]
     window = max((each for each in windows if each < most), default=0)
-    every = cell_bytes(layer_shapes(layers), dtype)
-    of_windows = cell_bytes(layer_shapes(layers, lambda layer: keeps_window(layer, window)), dtype)
-    return Geometry(every - of_windows, of_windows, window, state_bytes(states))
+    rows = [layer.rows for layer in layers]
+    of_rows = {place: row_bytes(rows, place, page_size) for place in Place}
+    every = page_size * cell_bytes(layer_shapes(layers), dtype)
+    of_windows = page_size * cell_bytes(
+        layer_shapes(layers, lambda layer: layer.cached and keeps_window(layer, window)), dtype
+    )
+    page, window_page = every - of_windows + of_rows[Place.PAGES], of_windows + of_rows[Place.WINDOW_PAGES]
+    if not window:
+        page, window_page = page + window_page, 0
+    return Geometry(page, window_page, window, state_bytes(states), of_rows[Place.SLOTS])
+
+
+def fitting_page_size(layers: Sequence[Attention], asked: int | None, default: int) -> int:
+    """The tokens of a page: those that were asked for, or the least that are no fewer than `default` and in which all rows of the
+    layers come out even. Raises ConfigError where they do not."""
+    multiple = page_multiple(layer.rows for layer in layers)
+    if asked is None:
+        return -(-default // multiple) * multiple
+    if asked % multiple:
+        raise ConfigError(
+            f"page_size is {asked}",
+            wanted=f"a multiple of {multiple}, the tokens in which this model's blocks come out even",
+            remedy="leave --page-size out",
+        )
+    return asked

@@ -73,12 +73,9 @@ class WindowTable(ReqToTokenPool):
         return new_window_pages(batch)
 
 
-class TokenToKVPool(Protocol):
-    """The cells of `num_layers` layers. `generation` changes whenever an address does.
-
-    How they lie is the pool's own: `layout` names it, backends name those that they take, and whoever knows none works
-    through `read_cells` and `write_cells`. A forward calls `store` and `kv` for each layer.
-    """
+class KVPool(Protocol):
+    """What `num_layers` layers keep of the tokens of pages. `generation` changes whenever an address does. How it lies is the
+    pool's own: `layout` names it, and backends name those that they take."""
 
     generation: int
     page_size: int
@@ -89,6 +86,11 @@ class TokenToKVPool(Protocol):
     def kv(self, layer_id: int) -> Any:
         """The layer's storage as this layout has it, for who knows the layout."""
         ...
+
+
+class TokenToKVPool(KVPool, Protocol):
+    """Cells with keys and values by head. Whoever knows no layout works through `read_cells` and `write_cells`. A forward calls
+    `store` and `kv` for each layer."""
 
     def store(self, layer_id: int, key: Tensor, value: Tensor, out_cache_loc: Tensor) -> None:
         """Row t of key and value [T, kv_heads, head_dim] into cell out_cache_loc[t]. Cells are distinct, but for padding

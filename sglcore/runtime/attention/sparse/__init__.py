@@ -1,0 +1,1 @@
+"""Attention over latent, chosen and compressed rows: the layers' side, the plans and the backends."""

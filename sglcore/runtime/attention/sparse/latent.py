@@ -1,0 +1,74 @@
+"""Attention of heads that share one latent row a token (DeepSeek-V2's), over all rows or over those that an indexer chooses
+(DeepSeek-V3.2's sparse attention). In the kernel table's entries, so for every device and in every graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket
+from sglcore.runtime.attention.sparse.layer import SparseLayer
+from sglcore.runtime.attention.sparse.tokens import TokenRows
+from sglcore.runtime.memory.rows import ROWS, RowPool
+
+if TYPE_CHECKING:
+    from sglcore.runtime.attention.layer import Attention
+    from sglcore.runtime.forward_batch import ForwardBatch
+
+LATENT, INDEX_KEYS = "latent", "index_keys"
+"""Names of rows: what a token is to all heads, and to the indexer."""
+
+
+@dataclass(slots=True)
+class LatentPlan(AttentionPlan):
+    """The tokens of a batch; `chosen` int32 [T, K] are the rows that the last indexer to run chose of each token's request."""
+
+    tokens: TokenRows
+    chosen: Tensor | None = None
+
+
+class DeepseekSparseAttnBackend(AttentionBackend[LatentPlan]):
+    """Layers store their rows themselves, at the batch's `out_cache_loc`: one for each token."""
+
+    facts = AttentionFacts(features=frozenset({LATENT, "capture", "mixed"}), takes_stored=True, layouts=(ROWS,))
+    token_to_kv_pool: RowPool
+
+    def plan(self, batch: ForwardBatch) -> LatentPlan:
+        """On the device, by as many operations for any batch."""
+        return LatentPlan(self, self.generation, TokenRows.of(batch))
+
+    def capture_plan(self, bucket: Bucket) -> LatentPlan:
+        """One row for each token."""
+        device = self.req_to_token_pool.page_table.device
+        return LatentPlan(self, self.generation, TokenRows.empty(bucket.num_tokens, device))
+
+    def refresh(self, plan: LatentPlan, batch: ForwardBatch) -> None:
+        """In place."""
+        plan.tokens.copy_(TokenRows.of(batch))
+
+    def choose(self, q: Tensor, weights: Tensor, layer: SparseLayer, batch: ForwardBatch) -> None:
+        """The `top_k` rows of each token's request that an indexer scores highest, by q [T, H, D] and weights [T, H]; attention of this
+        layer, and of those behind it that have no indexer, is over them. All where there are no more."""
+        _, plan = self.planned(batch)
+        pool, table, tokens = self.token_to_kv_pool, self.req_to_token_pool.page_table, plan.tokens
+        keys, codec = pool.rows(layer.layer_id, INDEX_KEYS), pool.codec(layer.layer_id, INDEX_KEYS)
+        scale, size = (q.shape[1] * q.shape[2]) ** -0.5, pool.page_size
+        width = self.req_to_token_pool.max_pages * size
+        given = table, tokens.slots, tokens.lens, size
+        logits = self.kernels.index_logits(q, weights, keys, *given, scale, width, codec)
+        plan.chosen = self.kernels.index_top_k(logits, tokens.lens, table, tokens.slots, size, layer.top_k)
+
+    def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: LatentPlan) -> Tensor:
+        """q [T, heads * row] to [T, heads * value_size]."""
+        assert isinstance(layer, SparseLayer)
+        pool, table, tokens = self.token_to_kv_pool, self.req_to_token_pool.page_table, plan.tokens
+        rows, codec = pool.rows(layer.layer_id, LATENT), pool.codec(layer.layer_id, LATENT)
+        q = q.view(q.shape[0], layer.num_heads, layer.head_dim)
+        if layer.top_k:
+            assert plan.chosen is not None
+            given = rows, plan.chosen, None, None, None, layer.scaling, layer.value_size, codec
+            return self.kernels.sparse_mqa(q, *given).flatten(1)
+        given = rows, table, tokens.slots, tokens.lens, pool.page_size, layer.scaling, layer.value_size, codec
+        return self.kernels.paged_mqa(q, *given).flatten(1)

@@ -1,0 +1,168 @@
+"""What layers keep as rows of their own where others keep keys and values by head: latent rows, index keys, compressed blocks
+and what is not compressed yet.
+
+Page 0 and slot 0 belong to nobody, and so does row 0 of everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from math import lcm
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from sglcore.runtime.kernels.row_codec import RowCodec
+
+if TYPE_CHECKING:
+    from sglcore.runtime.memory.pools import WindowTable
+
+ROWS = "rows"
+"""The layout of pools whose layers say by name which rows they keep."""
+ENCODED_NAN = 0xFF
+"""A byte that no codec reads as a number."""
+
+
+class Place(Enum):
+    """Whose rows they are: those of a page of all tokens, of a page of windows (of one of all tokens where windows have none
+    of their own), or of a slot."""
+
+    PAGES = "pages"
+    WINDOW_PAGES = "window pages"
+    SLOTS = "slots"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRows:
+    """Rows of `size` elements. One for each `ratio` tokens of a page: that of position p is
+    page * (page_size / ratio) + p % page_size // ratio. Or `ring` of each page or slot: p is at page * ring + p % ring. With a
+    `codec` they are uint8 in its form."""
+
+    size: int
+    dtype: torch.dtype
+    place: Place = Place.PAGES
+    ratio: int = 1
+    ring: int = 0
+    codec: RowCodec | None = None
+
+    @property
+    def page_multiple(self) -> int:
+        """What divides the tokens of a page."""
+        return 1 if self.place is Place.SLOTS else self.ring or self.ratio
+
+    def count(self, page_size: int) -> int:
+        """Rows of one page or slot."""
+        return self.ring or page_size // self.ratio
+
+    def num_bytes(self, page_size: int) -> int:
+        """Bytes of one page or slot."""
+        each = self.size * self.dtype.itemsize if self.codec is None else self.codec.num_bytes
+        return self.count(page_size) * each
+
+
+LayerRows = Mapping[str, KeptRows]
+"""What a layer keeps, by name."""
+
+
+def page_multiple(layers: Iterable[LayerRows]) -> int:
+    """The least number of tokens of a page in which all of their rows come out even."""
+    return lcm(*(each.page_multiple for layer in layers for each in layer.values()))
+
+
+def row_bytes(layers: Iterable[LayerRows], place: Place, page_size: int) -> int:
+    """Bytes of one page or slot over all layers."""
+    return sum(each.num_bytes(page_size) for layer in layers for each in layer.values() if each.place is place)
+
+
+@dataclass(frozen=True, slots=True)
+class RowCounts:
+    """How many pages and slots a pool is for, without those that are nobody's. `window_pages` 0: what windows keep lies in the
+    pages of all tokens."""
+
+    pages: int
+    window_pages: int = 0
+    slots: int = 0
+
+    def owners(self, place: Place) -> int:
+        """Pages or slots of a kind, with that which is nobody's."""
+        of_windows = self.window_pages or self.pages
+        return 1 + {Place.PAGES: self.pages, Place.WINDOW_PAGES: of_windows, Place.SLOTS: self.slots}[place]
+
+
+class RowPool:
+    """For each layer and name one tensor [rows, size]. `generation` changes whenever an address does."""
+
+    layout: ClassVar[str] = ROWS
+
+    def __init__(
+        self,
+        layers: Sequence[LayerRows],
+        page_size: int,
+        counts: RowCounts,
+        device: str,
+        poison: bool = False,
+        zeros: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
+    ) -> None:
+        """`poison`: what was never written is NaN, so that who reads it shows. `zeros` as in `MHATokenToKVPool`."""
+        self.generation = 0
+        self.page_size = page_size
+        self.num_cells = (counts.pages + 1) * page_size
+        self.num_layers = len(layers)
+        self.layers = tuple(layers)
+        self._counts, self._poison = counts, poison
+        self._zeros = zeros or partial(_torch_zeros, device)
+        self._rows = self._allocate()
+
+    def rows(self, layer_id: int, name: str) -> Tensor:
+        """A layer's rows [rows, size] of a name."""
+        return self._rows[layer_id][name]
+
+    def codec(self, layer_id: int, name: str) -> RowCodec | None:
+        """The form of those rows; None: they are numbers."""
+        return self.layers[layer_id][name].codec
+
+    def kv(self, layer_id: int) -> tuple[Tensor, ...]:
+        """All that a layer keeps."""
+        return tuple(self._rows[layer_id].values())
+
+    def replace_storage(self) -> None:
+        """Move to new memory: every address changes, so plans and graphs made before are refused."""
+        self._rows = self._allocate()
+        self.generation += 1
+
+    def _allocate(self) -> list[dict[str, Tensor]]:
+        return [{name: self._make(each) for name, each in layer.items()} for layer in self.layers]
+
+    def _make(self, kept: KeptRows) -> Tensor:
+        rows, codec = self._counts.owners(kept.place) * kept.count(self.page_size), kept.codec
+        if codec is not None:
+            made = self._zeros((rows, codec.num_bytes), torch.uint8)
+            return made.fill_(ENCODED_NAN) if self._poison else made
+        made = self._zeros((rows, kept.size), kept.dtype)
+        return made.fill_(torch.nan) if self._poison else made
+
+
+class BaseSWAKVPool(RowPool):
+    """A pool that keeps some rows only as far as windows see: `window_table` names the pages of those; None where they lie in
+    the pages of all tokens."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerRows],
+        page_size: int,
+        counts: RowCounts,
+        device: str,
+        poison: bool = False,
+        zeros: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
+        window_table: WindowTable | None = None,
+    ) -> None:
+        super().__init__(layers, page_size, counts, device, poison, zeros)
+        self.window_table = window_table
+
+
+def _torch_zeros(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
