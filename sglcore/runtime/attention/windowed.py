@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from sglcore.runtime.attention.layer import Attention
-    from sglcore.runtime.memory.pools import ReqToTokenPool, TokenToKVPool
+    from sglcore.runtime.memory.pools import KVPool, ReqToTokenPool, TokenToKVPool
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class WindowedAttention(AttentionBackend[WindowedPlan]):
         self,
         shape: AttentionShape,
         req_to_token_pool: ReqToTokenPool,
-        token_to_kv_pool: TokenToKVPool,
+        token_to_kv_pool: KVPool,
         window: AttentionBackend[Any],
         full: AttentionBackend[Any] | None,
         windowed: Collection[int],
