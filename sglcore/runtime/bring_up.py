@@ -28,9 +28,18 @@ from sglcore.runtime.graphs.backend import PromptBackend
 from sglcore.runtime.graphs.build import capture, make_backend
 from sglcore.runtime.kernels.choice import Refusals, choose, fitted
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.memory.geometry import fitting_page_size, geometry, has_window, keeps_window, layer_shapes
-from sglcore.runtime.memory.pools import PER_HEAD, KVPool, PoolKind, ReqToTokenPool, TokenToKVPool, WindowTable
-from sglcore.runtime.memory.rows import ROWS, BaseSWAKVPool, RowCounts, RowPool
+from sglcore.runtime.memory.geometry import fitting_page_size, geometry, has_window, keeps_window, rows_row
+from sglcore.runtime.memory.make import make_cells, make_rows
+from sglcore.runtime.memory.pools import (
+    PER_HEAD,
+    KVPool,
+    LayerShapes,
+    PoolKind,
+    ReqToTokenPool,
+    TokenToKVPool,
+    WindowTable,
+)
+from sglcore.runtime.memory.rows import ROWS
 from sglcore.runtime.memory.states import KeepsState, StatePool
 from sglcore.runtime.model_runner import Model, ModelRunner
 from sglcore.runtime.pooling import Pooler
@@ -38,7 +47,7 @@ from sglcore.runtime.registry_builders import Compute, build_decode_registry, bu
 from sglcore.runtime.streams import Streams, make_streams
 from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import TpModelWorker
-from sglcore.step.sizing import Geometry, MemoryBudget, MemorySizes, size_pools, size_text
+from sglcore.step.sizing import MemoryBudget, MemorySizes, size_pools
 
 MODEL_LOADER: Ref = "sglcore.models.checkpoint:load_checkpoint"
 """How a checkpoint becomes a model; a reference, because models build on the runtime."""
@@ -196,7 +205,7 @@ def sizes(
         ledger.record(Row("page size", "auto", f"{page_size} tokens", why, "set page_size to a multiple of it"))
     kept = geometry(layers, model.state_layers, most, page_size, model.dtype, pool_kind.cell_bytes)
     if any(layer.rows for layer in layers):
-        ledger.record(_rows_row(kept, layers, page_size, model.dtype))
+        ledger.record(rows_row(kept, layers, page_size, model.dtype))
     if not kept.window and any(has_window(layer) for layer in layers):
         why = "a window and the tokens of a step are not below max_model_len, so that nothing would be freed in time"
         ledger.record(Row("window cache", "auto", "none", why, "lower max_batch_tokens"))
@@ -210,20 +219,6 @@ def sizes(
     )
 
 
-def _rows_row(kept: Geometry, layers: Sequence[Attention], page_size: int, dtype: torch.dtype) -> Row:
-    """What 1,000 tokens take, beside what they would by head."""
-
-    def thousand(page_bytes: int) -> str:
-        return size_text(1000 * page_bytes // page_size)
-
-    parts = [f"{thousand(kept.page)} for 1,000 tokens"]
-    parts += [f"{thousand(kept.window_page)} for 1,000 that windows see"] if kept.window_page else []
-    parts += [f"{size_text(kept.ring)} a request"] if kept.ring else []
-    dense = sum(2 * layer.num_heads * layer.head_dim for layer in layers) * dtype.itemsize
-    reason = f"keys and values by head would be {size_text(1000 * dense)} for 1,000 tokens"
-    return Row("kv rows", "auto", ", ".join(parts), reason)
-
-
 def pools(
     config: EngineConfig, facts: Facts, model: LoadedModel, sizes: MemorySizes, pool_kind: PoolKind = PER_HEAD
 ) -> Pools:
@@ -235,9 +230,13 @@ def pools(
     if windowed:
         table = WindowTable(sizes.max_requests, sizes.window, config.max_batch_tokens, sizes.page_size, device)
     if any(layer.rows for layer in layers):
-        full = of_windows = _row_pool(config, device, layers, sizes, table)
+        full = of_windows = make_rows(layers, sizes, device, config.poison, table)
     else:
-        full, of_windows = _cell_pools(model, device, sizes, pool_kind, windowed)
+
+        def make(pages: int, shapes: LayerShapes) -> TokenToKVPool:
+            return pool_kind.make_pool(pages, sizes.page_size, shapes, model.dtype, device, model.kernels)
+
+        full, of_windows = make_cells(layers, sizes, make, windowed, is_encoder=model.config.is_encoder)
     return Pools(
         ReqToTokenPool(sizes.max_requests, sizes.max_model_len, sizes.page_size, device),
         full,
@@ -245,32 +244,6 @@ def pools(
         StatePool(states, sizes.max_requests, sizes.num_snapshots, device, config.poison) if states else None,
         None if table is None or of_windows is None else WindowPools(windowed, table, of_windows),
     )
-
-
-def _row_pool(
-    config: EngineConfig, device: str, layers: Sequence[Attention], sizes: MemorySizes, table: WindowTable | None
-) -> RowPool:
-    """One pool of all rows."""
-    counts = RowCounts(sizes.num_pages, sizes.num_window_pages, sizes.max_requests)
-    given = [layer.rows for layer in layers], sizes.page_size, counts, device, config.poison
-    if any(has_window(layer) for layer in layers):
-        return BaseSWAKVPool(*given, window_table=table)
-    return RowPool(*given)
-
-
-def _cell_pools(
-    model: LoadedModel, device: str, sizes: MemorySizes, pool_kind: PoolKind, windowed: frozenset[int]
-) -> tuple[TokenToKVPool, TokenToKVPool | None]:
-    """The cells of layers that keep all tokens, and of those that do not."""
-
-    def cells(count: int, kept: Callable[[Attention], bool]) -> TokenToKVPool:
-        shapes = layer_shapes(model.attention_layers, lambda layer: layer.cached and kept(layer))
-        return pool_kind.make_pool(count, sizes.page_size, shapes, model.dtype, device, model.kernels)
-
-    full = cells(1 if model.config.is_encoder else sizes.num_pages, lambda layer: layer.layer_id not in windowed)
-    if not windowed:
-        return full, None
-    return full, cells(sizes.num_window_pages, lambda layer: layer.layer_id in windowed)
 
 
 def hisparse(config: EngineConfig, pools: Pools) -> None:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglcore.device.errors import ConfigError
+from sglcore.device.ledger import Row
 from sglcore.runtime.memory.rows import Place, page_multiple, row_bytes
 from sglcore.runtime.memory.states import KeepsState, state_bytes
-from sglcore.step.sizing import Geometry
+from sglcore.step.sizing import Geometry, size_text
 
 if TYPE_CHECKING:
     from sglcore.runtime.attention.layer import Attention
@@ -75,3 +76,17 @@ def fitting_page_size(layers: Sequence[Attention], asked: int | None, default: i
             remedy="leave --page-size out",
         )
     return asked
+
+
+def rows_row(kept: Geometry, layers: Sequence[Attention], page_size: int, dtype: torch.dtype) -> Row:
+    """For the ledger: what 1,000 tokens of layers that keep rows take, beside what they would by head."""
+
+    def thousand(page_bytes: int) -> str:
+        return size_text(1000 * page_bytes // page_size)
+
+    parts = [f"{thousand(kept.page)} for 1,000 tokens"]
+    parts += [f"{thousand(kept.window_page)} for 1,000 that windows see"] if kept.window_page else []
+    parts += [f"{size_text(kept.ring)} a request"] if kept.ring else []
+    dense = sum(2 * layer.num_heads * layer.head_dim for layer in layers) * dtype.itemsize
+    reason = f"keys and values by head would be {size_text(1000 * dense)} for 1,000 tokens"
+    return Row("kv rows", "auto", ", ".join(parts), reason)

@@ -1,0 +1,43 @@
+"""The pools of a model's layers, by what each keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+from sglcore.runtime.memory.geometry import has_window, layer_shapes
+from sglcore.runtime.memory.pools import LayerShapes, TokenToKVPool, WindowTable
+from sglcore.runtime.memory.rows import BaseSWAKVPool, RowCounts, RowPool
+from sglcore.step.sizing import MemorySizes
+
+if TYPE_CHECKING:
+    from sglcore.runtime.attention.layer import Attention
+
+
+def make_rows(
+    layers: Sequence[Attention], sizes: MemorySizes, device: str, poison: bool, table: WindowTable | None
+) -> RowPool:
+    """One pool of all rows of layers that keep them; `table` names the window pages, where there are some."""
+    counts = RowCounts(sizes.num_pages, sizes.num_window_pages, sizes.max_requests)
+    given = [layer.rows for layer in layers], sizes.page_size, counts, device, poison
+    if any(has_window(layer) for layer in layers):
+        return BaseSWAKVPool(*given, window_table=table)
+    return RowPool(*given)
+
+
+def make_cells(
+    layers: Sequence[Attention],
+    sizes: MemorySizes,
+    make_pool: Callable[[int, LayerShapes], TokenToKVPool],
+    windowed: Collection[int],
+    is_encoder: bool,
+) -> tuple[TokenToKVPool, TokenToKVPool | None]:
+    """Cells, of so many pages by `make_pool`, of the layers that keep all tokens, a page of them for an encoder; and of those of the ids `windowed`, if there are
+    some."""
+
+    def cells(count: int, of_windows: bool) -> TokenToKVPool:
+        shapes = layer_shapes(layers, lambda layer: layer.cached and (layer.layer_id in windowed) == of_windows)
+        return make_pool(count, shapes)
+
+    full = cells(1 if is_encoder else sizes.num_pages, False)
+    return full, cells(sizes.num_window_pages, True) if windowed else None
