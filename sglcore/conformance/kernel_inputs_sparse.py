@@ -196,8 +196,9 @@ def paged_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def grouped_linear(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Groups whose rows are slices."""
-    yield drawn.rows(tokens, 3 * 40, strided).unflatten(1, (3, 40)), drawn.values(3, 17, 40) * 0.15
+    """Strided, the weight is a transposed one too."""
+    weight = drawn.values(3, 40, 17).transpose(1, 2) if strided else drawn.values(3, 17, 40)
+    yield drawn.rows(tokens, 3 * 40, strided).unflatten(1, (3, 40)), weight * 0.15
 
 
 def hc_pre(drawn: Draw, tokens: int, strided: bool) -> Inputs:

@@ -81,7 +81,9 @@ class Life:
         for slot, count in chunks.items():
             request = self._slots[slot]
             request.tokens += [next(self._numbers) for _ in range(count)]
-            request.pages += [next(self._free_pages) for _ in range(-(-len(request.tokens) // PAGE) - len(request.pages))]
+            request.pages += [
+                next(self._free_pages) for _ in range(-(-len(request.tokens) // PAGE) - len(request.pages))
+            ]
         made = Step(self._layout, self._slots, begins)
         self._check_lists(made)
         plan = made.planned(self._kernels, with_lengths=True)
@@ -143,7 +145,10 @@ class Step:
         self._seq_lens = int32(*(len(slots[slot].tokens) for slot in begins), PAGE)
         self._lengths = int32(*counts, 1)
         self._starts = int32(*(sum(counts[:row]) for row in range(len(counts))), 0)
-        self._tokens = int32(*(slot for slot, _ in self.places), 0), int32(*(place for _, place in self.places), PAGE - 1)
+        self._tokens = (
+            int32(*(slot for slot, _ in self.places), 0),
+            int32(*(place for _, place in self.places), PAGE - 1),
+        )
         self._offsets = int32(*(max(0, begin - layout.span) // PAGE * PAGE for begin in begins.values()), 0)
         self._table, self._state_table = (torch.zeros(SLOTS, PAGES, dtype=torch.int32) for _ in range(2))
         for slot, offset in zip(begins, self._offsets.tolist(), strict=False):

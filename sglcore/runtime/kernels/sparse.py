@@ -77,7 +77,8 @@ class SparseKernels:
     """`paged_mqa(q [T, H, D], rows, table, token_slots, lens, page_size, scale, V, codec) -> [T, H, V]`: the same over the first
     lens[t] rows of a token's request."""
     grouped_linear = entry(reference_sparse.grouped_linear)
-    """`grouped_linear(x [T, G, K], weight [G, R, K]) -> [T, G, R]`: a product for each group."""
+    """`grouped_linear(x [T, G, K], weight [G, R, K]) -> [T, G, R]`: a product for each group. The
+    weight may have any strides."""
     hc_pre = entry(reference_sparse.hc_pre)
     """`hc_pre(h [T, n, d], fn float32 [(2 + n) n, n d], base float32 [(2 + n) n], scale float32 [3], norm_eps, hc_eps, iters) ->
     (x [T, d], post float32 [T, n], comb float32 [T, n, n])`: manifold-constrained hyper-connections, in float32.
