@@ -234,17 +234,17 @@ def _ropes(values: Mapping[str, Any], max_positions: int) -> tuple[RopeConfig, R
     nested = [name for name, value in scaling.items() if isinstance(value, Mapping)]
     theta = values.get("rope_local_base_freq")
     if not nested:
-        local = None if theta is None else _rope({"rope_theta": theta}, values, max_positions)
-        return _rope(scaling, values, max_positions), local
+        local = None if theta is None else rope_config({"rope_theta": theta}, values, max_positions)
+        return rope_config(scaling, values, max_positions), local
     if set(nested) != {"full_attention", "sliding_attention"} or theta is None:
         raise ConfigError(f"rope parameters differ by layer ({', '.join(nested)})", wanted="one set for all layers")
     local = {"rope_theta": theta, **scaling["sliding_attention"]}
     full = {**scaling["full_attention"], **values.get("rope_scaling", EMPTY)}
-    return _rope(full, values, max_positions), _rope(local, values, max_positions)
+    return rope_config(full, values, max_positions), rope_config(local, values, max_positions)
 
 
-def _rope(given: Mapping[str, Any], values: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    """Of one kind of layers; the kind of a rope may be `rope_type` or `type`. Old checkpoints call longrope "su" or "yarn"."""
+def rope_config(given: Mapping[str, Any], values: Mapping[str, Any], max_positions: int) -> RopeConfig:
+    """Of one kind of layers, by `given`, and what `values` have for all; the kind of a rope may be `rope_type` or `type`. Old checkpoints call longrope "su" or "yarn"."""
     scaling = dict(given)
     theta = scaling.pop("rope_theta", values.get("rope_theta", 10000.0))
     partial = scaling.pop("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))

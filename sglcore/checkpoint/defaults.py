@@ -36,8 +36,32 @@ _QWEN35_MOE: Mapping[str, Any] = MappingProxyType(
 _LFM2: Mapping[str, Any] = MappingProxyType(
     {"num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1000000.0, "tie_word_embeddings": True}
 )
+_DEEPSEEK_V4: Mapping[str, Any] = MappingProxyType(
+    {
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "q_lora_rank": 1024,
+        "o_groups": 8,
+        "o_lora_rank": 1024,
+        "sliding_window": 128,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 512,
+        "rope_theta": 10000.0,
+        "compress_rope_theta": 160000.0,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 6,
+        "scoring_func": "sqrtsoftplus",
+        "routed_scaling_factor": 1.5,
+        "swiglu_limit": 10.0,
+    }
+)
 DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
+        "DeepseekV4ForCausalLM": _DEEPSEEK_V4,
         "GemmaForCausalLM": MappingProxyType(
             {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16}
         ),

@@ -9,6 +9,13 @@ from typing import Any
 _LFM2: Mapping[str, str] = MappingProxyType({"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"})
 WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
+        "DeepseekV4ForCausalLM": MappingProxyType(
+            {
+                "moe_intermediate_size": "intermediate_size",
+                "window_size": "sliding_window",
+                "n_hash_layers": "num_hash_layers",
+            }
+        ),
         "Lfm2ForCausalLM": MappingProxyType({**_LFM2, "block_ff_dim": "intermediate_size"}),
         "Lfm2MoeForCausalLM": MappingProxyType({**_LFM2, "num_dense_layers": "first_k_dense_replace"}),
         "NemotronHForCausalLM": MappingProxyType(
@@ -38,9 +45,24 @@ def renamed(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
     if architecture == "Lfm2ForCausalLM":
         found |= _lfm2_layers(values)
         found["intermediate_size"] = _lfm2_size({**values, **found})
+    if architecture == "DeepseekV4ForCausalLM":
+        found |= _deepseek_v4_layers(values)
     if architecture == "NemotronHForCausalLM":
         found["num_hidden_layers"] = len({**values, **found}["layer_types"])
     return found
+
+
+def _deepseek_v4_layers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """All layers have the window, whatever else some see. Where there is one rope, it is that of layers with more."""
+    both = {**values.get("rope_parameters", {}), **values.get("rope_scaling", {})}
+    partial = values.get("partial_rotary_factor", values.get("qk_rope_head_dim", 64) / values["head_dim"])
+    return {
+        "layer_types": ["sliding_attention"] * values.get("num_hidden_layers", 0),
+        "partial_rotary_factor": partial,
+        "rope_parameters": both.get("main", {"rope_theta": values["rope_theta"]}),
+        "rope_scaling": {},
+        "block_rope": both.get("compress", {**both, "rope_theta": values["compress_rope_theta"]}),
+    }
 
 
 def _lfm2_layers(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,11 +36,12 @@ _NAMES: Mapping[Kind, str] = MappingProxyType(
             hidden_size vocab_size num_hidden_layers num_attention_heads num_key_value_heads max_position_embeddings
             decoder_sparse_step n_group topk_group sliding_window_pattern global_attn_every_n_layers
             full_attention_interval linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim
-            linear_conv_kernel_dim mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv mamba_expand""",
+            linear_conv_kernel_dim q_lora_rank o_groups o_lora_rank index_n_heads index_head_dim index_topk hc_mult
+            hc_sinkhorn_iters compress_rate_csa compress_rate_hca mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv mamba_expand""",
         ("a whole number", _whole(0)): """
             num_experts_per_tok head_dim intermediate_size sliding_window local_attention max_window_layers first_k_dense_replace num_experts
             num_local_experts n_routed_experts n_shared_experts moe_intermediate_size shared_intermediate_size
-            shared_expert_intermediate_size num_labels""",
+            shared_expert_intermediate_size num_labels qk_rope_head_dim num_hash_layers num_nextn_predict_layers""",
         ("a whole number above zero, or auto", lambda value: value == "auto" or _whole(1)(value)): "mamba_d_head",
         ("a number", _is_number): """
             rms_norm_eps layer_norm_eps norm_eps partial_rotary_factor original_max_position_embeddings low_freq_factor
@@ -48,19 +49,20 @@ _NAMES: Mapping[Kind, str] = MappingProxyType(
             residual_multiplier routed_scaling_factor swiglu_alpha swiglu_limit""",
         ("a number above zero", _is_above_zero): """
             rope_theta global_rope_theta local_rope_theta rope_local_base_freq factor attention_multiplier logits_scaling
-            query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping""",
+            query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping compress_rope_theta hc_eps""",
         ("a list of two limits", lambda value: isinstance(value, list) and len(value) == 2): "time_step_limit",
         ("true or false", lambda value: type(value) is bool): """
             tie_word_embeddings attention_bias qkv_bias mlp_bias use_sliding_window norm_topk_prob use_qk_norm
             mamba_conv_bias mamba_proj_bias norm_bias classifier_bias truncate mrope_interleaved""",
         ("a text", lambda value: type(value) is str): """
             model_type hidden_act hidden_activation rope_type type dtype torch_dtype position_embedding_type
-            hybrid_override_pattern""",
-        ("a list of texts", _is_list_of(str)): "architectures layer_types",
-        ("a list of whole numbers", _is_list_of(int)): "mlp_only_layers mrope_section",
+            hybrid_override_pattern scoring_func""",
+        ("a list of texts", _is_list_of(str)): "architectures layer_types mlp_layer_types",
+        ("a list of whole numbers", _is_list_of(int)): "mlp_only_layers mrope_section compress_ratios",
         ("a list of numbers", _is_list_of(int, float)): "long_factor short_factor",
         ("a JSON object", lambda value: isinstance(value, dict)): """
-            text_config rope_parameters rope_scaling full_attention sliding_attention sentence_transformers""",
+            text_config rope_parameters rope_scaling full_attention sliding_attention sentence_transformers
+            main compress compress_rates""",
     }
 )
 KINDS: Mapping[str, Kind] = MappingProxyType({name: kind for kind, names in _NAMES.items() for name in names.split()})

@@ -15,7 +15,9 @@ from sglcore.checkpoint.recurrent import DeltaNetConfig, Mamba2Config
 from sglcore.checkpoint.rotary import halves_first
 from sglcore.device.errors import ConfigError
 from sglcore.layers.attention import AttentionLayer
-from sglcore.layers.linear import Embedding, Head, Linear, OrderedLinear, Softcap
+from sglcore.layers.hyper import HyperConnection, HyperHead
+from sglcore.layers.limited import LimitedMlp, LimitedMoe
+from sglcore.layers.linear import Embedding, GroupedLinear, Head, Linear, OrderedLinear, Softcap
 from sglcore.layers.mlp import GatedMlp
 from sglcore.layers.moe import ClampedMoe, Mxfp4Moe, Relu2Moe, SparseMoe
 from sglcore.layers.norm import LayerNorm, RMSNorm
@@ -49,6 +51,10 @@ class Build(Scope):
     ) -> OrderedLinear:
         """One product, its outputs in another order."""
         return OrderedLinear(self, parts, inputs, order, bias)
+
+    def grouped(self, name: str, groups: int, inputs: int, outputs: int) -> GroupedLinear:
+        """A linear layer for each group of inputs."""
+        return GroupedLinear(self.at(name), groups, inputs, outputs)
 
     def norm(self, name: str, size: int, offset: float | None = None) -> RMSNorm:
         """Root mean square norm."""
@@ -134,6 +140,22 @@ class Build(Scope):
     def relu2_experts(self, name: str, moe: MoeConfig, latent: int = 0) -> Relu2Moe:
         """The sparse feed-forward block without gates."""
         return Relu2Moe(self.at(name), moe, latent)
+
+    def limited_mlp(self, name: str, size: int, limit: float) -> LimitedMlp:
+        """The gated feed-forward block within a limit."""
+        return LimitedMlp(self.at(name), size, limit)
+
+    def limited_experts(self, name: str, moe: MoeConfig, limit: float, is_hashed: bool) -> LimitedMoe:
+        """The sparse feed-forward block within a limit."""
+        return LimitedMoe(self.at(name), moe, limit, is_hashed)
+
+    def hyper_connection(self, name: str, streams: int, iters: int, eps: float) -> HyperConnection:
+        """What stands around a block, between streams."""
+        return HyperConnection(self.at(name), streams, iters, eps)
+
+    def hyper_head(self, name: str, streams: int, eps: float) -> HyperHead:
+        """Where streams begin and end."""
+        return HyperHead(self.at(name), streams, eps)
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
         """An elementwise function. Raises `ConfigError` for one that there is no kernel of."""

@@ -39,6 +39,21 @@ class Linear:
         return self._linear(x, self.weight, self.bias)
 
 
+class GroupedLinear:
+    """A linear layer without bias for each group of inputs, `weight` [groups, outputs, inputs] of one."""
+
+    __slots__ = ("_linear", "weight")
+
+    def __init__(self, build: Scope, groups: int, inputs: int, outputs: int) -> None:
+        """The arguments are those of `Build.grouped`."""
+        self.weight = build.parameter("weight", groups * outputs, inputs).view(groups, outputs, inputs)
+        self._linear = build.kernel(KernelTable.grouped_linear, build.rows(groups, inputs), self.weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, groups * inputs] to [T, groups * outputs]."""
+        return self._linear(x.unflatten(1, self.weight.shape[::2]), self.weight).flatten(1)
+
+
 class OrderedLinear:
     """A linear layer whose outputs come in another order than the checkpoint's rows."""
 

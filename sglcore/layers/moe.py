@@ -33,7 +33,7 @@ class SparseMoe:
     ) -> None:
         """The names are those of `Build.experts`."""
         self._route: Routing = (SigmoidRouting if is_sigmoid else SoftmaxRouting)(build, gate, moe)
-        self.w13, self.w2 = _weights(build, moe, parts)
+        self.w13, self.w2 = expert_weights(build, moe, parts)
         choices = build.rows(moe.experts_per_token), build.indices(moe.experts_per_token)
         self._moe = build.kernel(KernelTable.moe, build.rows(build.config.hidden_size), *choices, self.w13, self.w2)
 
@@ -133,7 +133,7 @@ class Relu2Moe:
         return mixed if self.fc2 is None else self.fc2(mixed)
 
 
-def _weights(build: Scope, moe: MoeConfig, parts: Sequence[str]) -> tuple[Tensor, Tensor]:
+def expert_weights(build: Scope, moe: MoeConfig, parts: Sequence[str]) -> tuple[Tensor, Tensor]:
     """Gate over up [E, 2 * I, H], and down [E, H, I]."""
     hidden, size, count = build.config.hidden_size, moe.intermediate_size, moe.num_experts
     if len(parts) == 2:

@@ -95,6 +95,38 @@ class Stateful(Protocol):
         ...
 
 
+class RoutedLayer(Protocol):
+    """Experts, chosen for each row."""
+
+    def __call__(self, x: Array, input_ids: Array, /) -> Array:
+        """[T, H] and the tokens, integers [T], to [T, H]."""
+        ...
+
+
+class HyperConnection(Protocol):
+    """What stands around a block where each token has n streams of H elements."""
+
+    def narrow(self, streams: Array, /) -> tuple[Array, Any]:
+        """[T, n, H] to the block's input [T, H], and how its result comes back."""
+        ...
+
+    def widen(self, x: Array, streams: Array, mix: Any, /) -> Array:
+        """The block's result [T, H], and what `narrow` took and gave, to [T, n, H]."""
+        ...
+
+
+class HyperHead(Protocol):
+    """Where the streams begin and where they end."""
+
+    def begin(self, x: Array, /) -> Array:
+        """[T, H] to [T, n, H], all alike."""
+        ...
+
+    def end(self, streams: Array, /) -> Array:
+        """[T, n, H] to [T, H]."""
+        ...
+
+
 class Build(Protocol):
     """The scope in which a layer is built, and the kinds of layers that there are. `name` is a module of this scope, by the
     checkpoint's own name.
@@ -138,6 +170,11 @@ class Build(Protocol):
 
     def ordered(self, parts: Parts, inputs: int, order: Sequence[int], bias: bool = False) -> Layer:
         """`fused`, whose outputs come in this order."""
+        ...
+
+    def grouped(self, name: str, groups: int, inputs: int, outputs: int) -> Layer:
+        """A linear layer for each group of `inputs`, [T, groups * inputs] to [T, groups * outputs]; the weight has the groups' rows one
+        after the other."""
         ...
 
     def norm(self, name: str, size: int, offset: float | None = None) -> Norm:
@@ -225,6 +262,23 @@ class Build(Protocol):
     def relu2_experts(self, name: str, moe: MoeConfig, latent: int = 0) -> Layer:
         """As `experts`, chosen by sigmoids, of `up_proj` and `down_proj`: down(max(up(x), 0)^2). With a `latent` size, `fc1_latent_proj`
         stands before them and `fc2_latent_proj` behind their sum."""
+        ...
+
+    def limited_mlp(self, name: str, size: int, limit: float) -> Layer:
+        """down(silu(gate(x)) * up(x)), whose gate is at most `limit` and up within it, `size` wide inside."""
+        ...
+
+    def limited_experts(self, name: str, moe: MoeConfig, limit: float, is_hashed: bool) -> RoutedLayer:
+        """As `experts`, each a `limited_mlp`. sqrt(softplus) of `gate` weighs them; with a bias, `e_score_correction_bias`, it chooses
+        them too, unless `is_hashed`: then a table has those of each token, `tid2eid` [vocab, K]."""
+        ...
+
+    def hyper_connection(self, name: str, streams: int, iters: int, eps: float) -> HyperConnection:
+        """Manifold-constrained hyper-connections, by `fn`, `base` and `scale`; see `hc_pre` of the kernel table."""
+        ...
+
+    def hyper_head(self, name: str, streams: int, eps: float) -> HyperHead:
+        """By `hc_fn`, `hc_base` and `hc_scale`."""
         ...
 
     def activation(self, name: str) -> Layer:

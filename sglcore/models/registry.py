@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
+        "DeepseekV4ForCausalLM": "sglcore.models.deepseek_v4:DeepseekV4ForCausalLM",
         "GemmaForCausalLM": "sglcore.models.gemma:GemmaForCausalLM",
         "Gemma2ForCausalLM": "sglcore.models.gemma2:Gemma2ForCausalLM",
         "Gemma3ForCausalLM": "sglcore.models.gemma3:Gemma3ForCausalLM",

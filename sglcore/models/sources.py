@@ -244,7 +244,7 @@ def _is_empty_bias(place: PlainSource, quantization: Quantization | None) -> boo
 
 def _check_plain(place: PlainSource, target: Tensor) -> None:
     entry, where = place.entry, place.file.path.name
-    wanted = ("U8",) if target.dtype is torch.uint8 else tuple(DTYPES)
+    wanted = {torch.uint8: ("U8",), torch.int32: ("I32", "I64")}.get(target.dtype, tuple(DTYPES))
     if entry.dtype not in wanted:
         raise CheckpointError(
             f"{entry.name!r} in {where} has the type {entry.dtype}",

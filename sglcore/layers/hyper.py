@@ -1,0 +1,64 @@
+"""Hyper-connections: a token's row is several streams, which each block takes as one and gives back to all of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglcore.layers.scope import Scope
+from sglcore.runtime.kernels.table import KernelTable
+
+Mix = tuple[Tensor, Tensor]
+"""What a block's result is given back by: `post` and `comb` of the kernel table."""
+
+
+class HyperConnection:
+    """How streams become the input of a block, and its result streams (Xie et al. 2025)."""
+
+    __slots__ = ("_numbers", "_post", "_pre", "weights")
+
+    def __init__(self, build: Scope, streams: int, iters: int, eps: float) -> None:
+        size, outputs = build.config.hidden_size, (2 + streams) * streams
+        self.weights = (
+            build.parameter("fn", outputs, streams * size, dtype=torch.float32),
+            build.parameter("base", outputs, dtype=torch.float32),
+            build.parameter("scale", 3, dtype=torch.float32),
+        )
+        self._numbers = build.config.rms_norm_eps, eps, iters
+        h, x = build.rows(streams, size), build.rows(size)
+        post, comb = build.rows(streams).float(), build.rows(streams, streams).float()
+        self._pre = build.kernel(KernelTable.hc_pre, h, *self.weights, *self._numbers)
+        self._post = build.kernel(KernelTable.hc_post, x, h, post, comb)
+
+    def narrow(self, streams: Tensor) -> tuple[Tensor, Mix]:
+        """[T, n, H] to the input [T, H] of a block, and how its result comes back."""
+        x, post, comb = self._pre(streams, *self.weights, *self._numbers)
+        return x, (post, comb)
+
+    def widen(self, x: Tensor, streams: Tensor, mix: Mix) -> Tensor:
+        """The block's result [T, H] and what `narrow` took and gave, to [T, n, H]."""
+        return self._post(x, streams, *mix)
+
+
+class HyperHead:
+    """Where the streams begin, all alike, and where they end as one."""
+
+    __slots__ = ("_eps", "_head", "_streams", "weights")
+
+    def __init__(self, build: Scope, streams: int, eps: float) -> None:
+        size = build.config.hidden_size
+        self.weights = (
+            build.parameter("hc_fn", streams, streams * size, dtype=torch.float32),
+            build.parameter("hc_base", streams, dtype=torch.float32),
+            build.parameter("hc_scale", 1, dtype=torch.float32),
+        )
+        self._eps, self._streams = (build.config.rms_norm_eps, eps), streams
+        self._head = build.kernel(KernelTable.hc_head, build.rows(streams, size), *self.weights, *self._eps)
+
+    def begin(self, x: Tensor) -> Tensor:
+        """[T, H] to [T, n, H]."""
+        return x.unsqueeze(1).repeat(1, self._streams, 1)
+
+    def end(self, streams: Tensor) -> Tensor:
+        """[T, n, H] to [T, H]."""
+        return self._head(streams, *self.weights, *self._eps)

@@ -1,0 +1,234 @@
+"""DeepSeek-V4: streams around every block, attention over a window and over compressed blocks, and experts within a limit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from sglcore.checkpoint.compressed import CompressedConfig, Compression, compressed_config
+from sglcore.checkpoint.config import ModelConfig, MoeConfig
+from sglcore.models.build import Array, Attention, Batch, Build, CompressedProjections, IndexProjections, Layer
+from sglcore.models.decoder import CausalLM, LayerState
+
+NAMES: Sequence[tuple[str, str]] = (
+    (r"^model\.", ""),
+    (r"^embed\.", "embed_tokens."),
+    (r"^head\.", "lm_head."),
+    (r"^hc_head_", "hc_head.hc_"),
+    (r"\.attn\.", ".self_attn."),
+    (r"\.ffn\.", ".mlp."),
+    (r"\.attn_norm\.", ".input_layernorm."),
+    (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"\.hc_(attn|ffn)_", r".\1_hc."),
+    (r"\.attn_sink$", ".sinks"),
+    (r"\.self_attn\.indexer\.(compressor\.)?", ".self_attn.compressor.indexer."),
+    (r"\.indexer\.weights_proj\.", ".indexer.scorer.weights_proj."),
+    (r"\.(self_attn|compressor|indexer)\.norm\.", r".\1.kv_norm."),
+    (r"\.ape$", ".position_bias"),
+    (r"\.w([qo])_([ab])\.", r".\1_\2_proj."),
+    (r"\.w(kv|gate)\.", r".\1_proj."),
+    (r"\.q_norm\.", ".q_a_norm."),
+    (r"\.gate\.bias$", ".gate.e_score_correction_bias"),
+    (r"\.w1\.", ".gate_proj."),
+    (r"\.w2\.", ".down_proj."),
+    (r"\.w3\.", ".up_proj."),
+    (r"(_proj)\.scale$", r"\1.weight_scale_inv"),
+)
+"""What the published names become, one after the other; those that transformers writes are some of them behind its own prefixes."""
+
+OFFSET = 0.0
+"""Of norms, which so multiply in float32."""
+
+
+class Chain:
+    """One layer after the other."""
+
+    __slots__ = ("layers",)
+
+    def __init__(self, *layers: Layer) -> None:
+        self.layers = layers
+
+    def __call__(self, x: Array) -> Array:
+        """[T, inputs] of the first to [T, outputs] of the last."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class CompressedAttention:
+    """Queries by way of a narrow row, keys that are values, and a result by way of groups of heads."""
+
+    __slots__ = ("attention",)
+    state = None
+
+    def __init__(
+        self, build: Build, layer_id: int, net: CompressedConfig, compression: Compression | None, rotary: Any
+    ) -> None:
+        self.attention: Attention = build.compressed_attention(
+            layer_id, net, compression, rotary, _projections(build, net, compression)
+        )
+
+    def __call__(self, hidden: Array, batch: Batch) -> Array:
+        """[T, H] to [T, H]."""
+        return self.attention(hidden, batch)
+
+
+def _projections(build: Build, net: CompressedConfig, compression: Compression | None) -> CompressedProjections:
+    size, queries, latent = build.config.hidden_size, net.heads * net.head_dim, net.q_lora_rank
+    into_groups = build.grouped("o_a_proj", net.groups, queries // net.groups, net.o_lora_rank)
+    is_sparse = compression is not None and compression.is_sparse
+    return CompressedProjections(
+        latent=Chain(build.linear("q_a_proj", size, latent), build.norm("q_a_norm", latent, OFFSET)),
+        queries=build.linear("q_b_proj", latent, queries),
+        keys=build.linear("kv_proj", size, net.head_dim),
+        output=Chain(into_groups, build.linear("o_b_proj", net.groups * net.o_lora_rank, size)),
+        blocks=None if compression is None else _blocks(build.at("compressor"), compression, net.head_dim),
+        index=_index(build.at("compressor", "indexer"), net, compression) if is_sparse else None,
+    )
+
+
+def _blocks(build: Build, compression: Compression, size: int) -> Layer:
+    """What a token gives to the rows of `size` that it is part of: values and gates, side by side."""
+    channels = compression.series * size
+    return build.fused((("kv_proj", channels), ("gate_proj", channels)), build.config.hidden_size)
+
+
+def _index(build: Build, net: CompressedConfig, compression: Compression) -> IndexProjections:
+    return IndexProjections(
+        queries=build.linear("q_b_proj", net.q_lora_rank, net.index_heads * net.index_dim),
+        weights=build.at("scorer").linear("weights_proj", build.config.hidden_size, net.index_heads),
+        blocks=_blocks(build, compression, net.index_dim),
+    )
+
+
+class LimitedExperts:
+    """Routed experts plus one that every token passes."""
+
+    __slots__ = ("experts", "shared")
+
+    def __init__(self, build: Build, net: CompressedConfig, moe: MoeConfig, is_hashed: bool) -> None:
+        self.experts = build.limited_experts("mlp", moe, net.limit, is_hashed)
+        self.shared = build.at("mlp").limited_mlp("shared_experts", moe.intermediate_size, net.limit)
+
+    def __call__(self, hidden: Array, batch: Batch) -> Array:
+        """[T, H] to [T, H]."""
+        return self.experts(hidden, batch.input_ids) + self.shared(hidden)
+
+
+class DeepseekV4Layer:
+    """Attention and experts, each between the streams that become one and the one that becomes streams."""
+
+    __slots__ = ("attn_hc", "ffn_hc", "input_layernorm", "mlp", "post_attention_layernorm", "self_attn")
+
+    def __init__(
+        self, build: Build, net: CompressedConfig, self_attn: CompressedAttention, mlp: LimitedExperts
+    ) -> None:
+        size, numbers = build.config.hidden_size, (net.streams, net.sinkhorn_iters, net.hc_eps)
+        self.attn_hc = build.hyper_connection("attn_hc", *numbers)
+        self.input_layernorm = build.norm("input_layernorm", size, OFFSET)
+        self.self_attn = self_attn
+        self.ffn_hc = build.hyper_connection("ffn_hc", *numbers)
+        self.post_attention_layernorm = build.norm("post_attention_layernorm", size, OFFSET)
+        self.mlp = mlp
+
+    def __call__(self, hidden: Array, residual: None, batch: Batch) -> tuple[Array, None]:
+        """Streams [T, n, H] to streams; there is no sum beside them."""
+        x, mix = self.attn_hc.narrow(hidden)
+        hidden = self.attn_hc.widen(self.self_attn(self.input_layernorm(x), batch), hidden, mix)
+        x, mix = self.ffn_hc.narrow(hidden)
+        return self.ffn_hc.widen(self.mlp(self.post_attention_layernorm(x), batch), hidden, mix), None
+
+
+class DeepseekV4ForCausalLM(CausalLM):
+    """What one layer hands to the next is all streams [T, n, H]. The layers that predict further tokens are left unread."""
+
+    ignored = (r"mtp\..*",)
+    activations: ClassVar[tuple[str, ...]] = ("silu",)
+    knows: ClassVar[frozenset[str]] = frozenset(
+        {"n_group", "n_shared_experts", "routed_scaling_factor", "shared_expert_intermediate_size", "swiglu_limit"}
+    )
+    norm_offset: ClassVar[float | None] = OFFSET
+    net: CompressedConfig
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.hc_head = build.at("model").hyper_head("hc_head", self.net.streams, self.net.hc_eps)
+
+    def _check(self, config: ModelConfig) -> None:
+        super()._check(config)
+        self.net = compressed_config(config)
+
+    @classmethod
+    def own_name(cls, name: str) -> str:
+        """In transformers' words for its modules."""
+        for published, own in NAMES:
+            name = re.sub(published, own, name)
+        return name if name.startswith(("lm_head.", "mtp.")) else f"model.{name}"
+
+    def make_rotary(self, build: Build) -> tuple[Any, Any]:
+        """That of layers with a window alone, and that of the others."""
+        return build.rotary(self.net.main_rope), build.rotary(self.net.block_rope)
+
+    def make_layer(self, build: Build, layer_id: int) -> DeepseekV4Layer:
+        compression = self.net.compressions[layer_id]
+        rotary = self.rotary[compression is not None]
+        attention = CompressedAttention(build.at("self_attn"), layer_id, self.net, compression, rotary)
+        experts = LimitedExperts(build, self.net, self.moe, self.net.is_hashed[layer_id])
+        return DeepseekV4Layer(build, self.net, attention, experts)
+
+    def embed(self, batch: Batch) -> LayerState:
+        """Every stream begins with the embedded tokens."""
+        return LayerState(self.hc_head.begin(self.embed_tokens.embed(batch)), None, batch)
+
+    def finish(self, state: LayerState) -> Array:
+        """The streams as one, and the last norm."""
+        return self.norm(self.hc_head.end(state.hidden))
+
+
+class DeepseekV4NextN(DeepseekV4ForCausalLM):
+    """The layer that predicts one token more, of what the model made of a token and of the token that followed it. It sees
+    the window alone; embedding and output layer are the model's."""
+
+    ignored = (r"model\.target\..*",)
+
+    def __init__(self, build: Build) -> None:
+        """`build.config` is that of `next_token_config`."""
+        super().__init__(build)
+        inner, size = build.at("model"), build.config.hidden_size
+        self.enorm, self.hnorm = inner.norm("enorm", size, OFFSET), inner.norm("hnorm", size, OFFSET)
+        self.e_proj, self.h_proj = inner.linear("e_proj", size, size), inner.linear("h_proj", size, size)
+
+    def _check(self, config: ModelConfig) -> None:
+        super()._check(config)
+        self.net = self.net.of_next_token
+
+    @classmethod
+    def own_name(cls, name: str) -> str:
+        """Those of the first such layer as a model's own; the rest of the checkpoint's below `target`, but what is shared."""
+        part = re.sub(r"^mtp\.0\.(?!emb\.|head\.)", "", name)
+        if part != name:
+            is_layer = part.startswith(("attn", "ffn", "hc_attn", "hc_ffn"))
+            return super().own_name(f"layers.0.{part}" if is_layer else part)
+        own = super().own_name(name)
+        return own if own.startswith(("model.embed_tokens.", "lm_head.")) else f"model.target.{name}"
+
+    def draft(self, batch: Batch, streams: Array) -> tuple[Array, Array]:
+        """`batch` has the tokens that followed those of which `streams` [T, n, H] were made; to hidden states [T, H] after the norm,
+        and the streams that the next draft goes on with."""
+        state = self.run_layers(self.join(batch, streams), 0, len(self.layers))
+        return self.finish(state), state.hidden
+
+    def join(self, batch: Batch, streams: Array) -> LayerState:
+        """What the layer starts from."""
+        tokens, count, size = streams.shape
+        begun = self.hc_head.begin(self.e_proj(self.enorm(self.embed_tokens.embed(batch))))
+        before = self.h_proj(self.hnorm(streams.reshape(tokens * count, size)))
+        return LayerState(begun + before.reshape(tokens, count, size), None, batch)
+
+
+def next_token_config(config: ModelConfig) -> ModelConfig:
+    """The configuration of `DeepseekV4NextN` for the checkpoint of a model."""
+    windows = config.sliding_windows[:1]
+    return replace(config, architecture="DeepseekV4NextN", num_hidden_layers=1, sliding_windows=windows)
