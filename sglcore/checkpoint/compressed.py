@@ -115,11 +115,17 @@ def compressed_config(config: ModelConfig) -> CompressedConfig:
 def _compressions(config: ModelConfig) -> tuple[Compression | None, ...]:
     """By the kind of each layer, which has the ratio of its kind."""
     rates = dict(RATES) | config.words.get("compress_rates", {})
-    rates |= {kind: config.words[f"compress_rate_{word}"] for kind, word in ((SPARSE, "csa"), (HEAVY, "hca")) if f"compress_rate_{word}" in config.words}
+    rates |= {
+        kind: config.words[f"compress_rate_{word}"]
+        for kind, word in ((SPARSE, "csa"), (HEAVY, "hca"))
+        if f"compress_rate_{word}" in config.words
+    }
     wrong = {kind: rate for kind, rate in rates.items() if kind not in RATES or type(rate) is not int or rate < 1}
     if wrong:
         kind, rate = next(iter(wrong.items()))
-        raise _wrong(config, f"compress_rates of {kind} = {rate!r}", f"a whole number above zero for {' and '.join(RATES)}")
+        raise _wrong(
+            config, f"compress_rates of {kind} = {rate!r}", f"a whole number above zero for {' and '.join(RATES)}"
+        )
     return tuple(None if kind == SLIDING else Compression(rates[kind], kind == SPARSE) for kind in _kinds(config))
 
 
@@ -138,7 +144,9 @@ def _hashed(config: ModelConfig) -> tuple[bool, ...]:
         return tuple(kind == HASHED for kind in _each(config, "mlp_layer_types", kinds, (HASHED, LEARNED)))
     count = config.words.get("num_hash_layers")
     if count is None:
-        raise _wrong(config, "neither num_hash_layers nor mlp_layer_types", "how many layers choose experts by a token's id", "")
+        raise _wrong(
+            config, "neither num_hash_layers nor mlp_layer_types", "how many layers choose experts by a token's id", ""
+        )
     return tuple(layer < count for layer in range(layers))
 
 
@@ -163,7 +171,12 @@ def _check(config: ModelConfig, net: CompressedConfig) -> None:
     words = config.words
     rules = (
         ("num_key_value_heads", config.num_key_value_heads, config.num_key_value_heads == 1, "1"),
-        ("o_groups", net.groups, net.heads * net.head_dim % net.groups == 0, f"a divisor of {net.heads} heads of {net.head_dim}"),
+        (
+            "o_groups",
+            net.groups,
+            net.heads * net.head_dim % net.groups == 0,
+            f"a divisor of {net.heads} heads of {net.head_dim}",
+        ),
         ("qk_rope_head_dim", net.rope_dim, 0 < net.rope_dim <= net.head_dim, f"1 to head_dim, {net.head_dim}"),
         ("index_head_dim", net.index_dim, net.index_dim >= net.rope_dim, f"at least the rotated {net.rope_dim}"),
         ("scoring_func", words["scoring_func"], words["scoring_func"] == "sqrtsoftplus", "'sqrtsoftplus'"),
@@ -177,4 +190,8 @@ def _check(config: ModelConfig, net: CompressedConfig) -> None:
 
 
 def _wrong(config: ModelConfig, found: str, wanted: str, remedy: str = REMEDY) -> ConfigError:
-    return ConfigError(f"{config.path / 'config.json'} has {found}", wanted=wanted, remedy=remedy or "add it, as the model's card has it")
+    return ConfigError(
+        f"{config.path / 'config.json'} has {found}",
+        wanted=wanted,
+        remedy=remedy or "add it, as the model's card has it",
+    )

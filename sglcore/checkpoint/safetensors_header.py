@@ -21,7 +21,19 @@ PLAIN_BYTES: Mapping[str, int] = MappingProxyType({"F64": 8, "F32": 4, "F16": 2,
 """The element types of plain weights, and what an element takes."""
 
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType(
-    {**PLAIN_BYTES, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4, "I64": 8, "F8_E4M3": 1, "BOOL": 1}
+    {
+        **PLAIN_BYTES,
+        "U8": 1,
+        "I8": 1,
+        "U16": 2,
+        "I16": 2,
+        "U32": 4,
+        "I32": 4,
+        "I64": 8,
+        "F8_E4M3": 1,
+        "F8_E8M0": 1,
+        "BOOL": 1,
+    }
 )
 """Those, and what quantised weights are made of. The bytes of a tensor of another type are not checked."""
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
+from sglcore.checkpoint.compressed import CompressedConfig, Compression
 from sglcore.checkpoint.config import EXPERT_PARTS, ModelConfig, MoeConfig, RopeConfig
 from sglcore.checkpoint.recurrent import DeltaNetConfig, Mamba2Config
 from sglcore.device.errors import ConfigError
@@ -93,6 +94,28 @@ class Stateful(Protocol):
     def __call__(self, hidden: Array, batch: Batch, /) -> Array:
         """[T, H] to [T, H]; the states of the batch's requests go on."""
         ...
+
+
+class IndexProjections(NamedTuple):
+    """What an indexer is made of: `queries` of the narrow row, [T, index_heads * index_dim], their `weights` [T, index_heads] of
+    the hidden state, and what a token gives to its `blocks`, values and gates side by side."""
+
+    queries: Layer
+    weights: Layer
+    blocks: Layer
+
+
+class CompressedProjections(NamedTuple):
+    """What stands around attention over compressed blocks: hidden states [T, H] to a `latent` row [T, q_lora_rank], which `queries`
+    makes [T, heads * head_dim], to `keys` [T, head_dim], and to values and gates of `blocks`, side by side, where there
+    are any; and [T, heads * head_dim] to the `output` [T, H]. Neither queries nor keys are normed or rotated."""
+
+    latent: Layer
+    queries: Layer
+    keys: Layer
+    output: Layer
+    blocks: Layer | None
+    index: IndexProjections | None
 
 
 class RoutedLayer(Protocol):
@@ -214,6 +237,18 @@ class Build(Protocol):
         at once, and all keys. Then `rotary` turns them. `sinks` [heads]
         of this scope are scores of one more key, which has no value. An encoder's tokens see all of their request and nothing
         is stored."""
+        ...
+
+    def compressed_attention(
+        self,
+        layer_id: int,
+        net: CompressedConfig,
+        compression: Compression | None,
+        rotary: Any,
+        projections: CompressedProjections,
+    ) -> Attention:
+        """Attention over a window and over blocks, called with hidden states [T, H] and their batch, to [T, H]. Of this scope it has
+        `sinks`, `kv_norm`, and of `compressor` and its `indexer` the `position_bias` and `kv_norm`."""
         ...
 
     def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Layer, output: Layer) -> Stateful:

@@ -29,6 +29,7 @@ READABLE: Mapping[str, torch.dtype] = MappingProxyType(
         "I32": torch.int32,
         "I64": torch.int64,
         "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E8M0": torch.float8_e8m0fnu,
     }
 )
 """The element types that `read` gives: those, and what quantised weights are made of."""

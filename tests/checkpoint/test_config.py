@@ -62,7 +62,7 @@ def test_what_is_read_is_what_the_oracle_has(tmp_path, name: str) -> None:
     wanted = oracle.to_dict()
     assert config.rms_norm_eps == epsilon(wanted)
     rope = wanted.get("rope_parameters", NO_ROPE)
-    full, local = rope.get("full_attention", rope), rope.get("sliding_attention")
+    full, local = rope.get("full_attention", rope.get("main", rope)), rope.get("sliding_attention")
     for found, wanted in ((config.rope, full), (config.local_rope, local)):
         assert (found and (found.theta, found.kind)) == (wanted and (wanted["rope_theta"], wanted["rope_type"]))
 
@@ -310,12 +310,13 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(tmp_path, architectur
     acts = ("hidden_activation", "hidden_act", "mlp_hidden_act")
     assert found.hidden_act == next((wanted[name] for name in acts if wanted.get(name)), "silu")
     rope = wanted.get("rope_parameters", NO_ROPE)
-    full, local = rope.get("full_attention", rope), rope.get("sliding_attention")
+    full, local = rope.get("full_attention", rope.get("main", rope)), rope.get("sliding_attention")
     assert (found.rope.theta, found.rope.partial) == (full["rope_theta"], full.get("partial_rotary_factor", 1.0))
     assert (found.local_rope and found.local_rope.theta) == (local and local["rope_theta"])
     window = wanted.get("sliding_window")
     kinds = wanted.get("layer_types") or ["sliding_attention"] * found.num_hidden_layers
-    assert found.sliding_windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    has_window = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
+    assert found.sliding_windows == tuple(window if kind in has_window else None for kind in kinds)
     for name in OPTIONS.keys() & wanted.keys():
         value = OPTIONS[name] if wanted[name] is None else wanted[name]
         assert found.options.get(name, OPTIONS[name]) == value, name

@@ -1,6 +1,6 @@
 """Floats of 8 bits (e4m3) with a scale for the tensor, for each row, or for blocks.
 
-The scale is `weight_scale`, or for blocks `weight_scale_inv`; both are multiplied with. The activations' own scales are
+The scale is `weight_scale`, or for blocks `weight_scale_inv`, perhaps a power of two (ue8m0); both are multiplied with. The activations' own scales are
 not needed: activations stay wide.
 """
 
@@ -32,7 +32,9 @@ def read(layer: LayerTensors) -> Stored:
     block = rows, columns or layer.columns
     blocks = -(-layer.rows // block[0]), -(-layer.columns // block[1])
     shapes = (blocks, (layer.rows,)) if blocks == (layer.rows, 1) else (blocks,)
-    return ScaledFloats(floats, layer.read(suffix, FLOATS, *shapes).float().reshape(blocks), block)
+    return ScaledFloats(
+        floats, layer.read(suffix, (*FLOATS, torch.float8_e8m0fnu), *shapes).float().reshape(blocks), block
+    )
 
 
 FORMAT = Format(("weight",), (*SCALES, "input_scale"), read)

@@ -1,0 +1,108 @@
+"""Both forms of DeepSeek-V4's configuration, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglcore.checkpoint.compressed import CompressedConfig, Compression, compressed_config
+from sglcore.checkpoint.config import read_config
+from sglcore.device.errors import ConfigError
+
+SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+SAVED: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "partial_rotary_factor": 0.25,
+    "o_groups": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "index_head_dim": 16,
+    "sliding_window": 16,
+    "max_position_embeddings": 4096,
+    "layer_types": [SLIDING, HEAVY, SPARSE, HEAVY],
+    "compress_rates": {SPARSE: 4, HEAVY: 128},
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+    "rope_parameters": {
+        "main": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        "compress": {
+            "rope_type": "yarn",
+            "rope_theta": 160000.0,
+            "partial_rotary_factor": 0.25,
+            "factor": 16,
+            "original_max_position_embeddings": 256,
+            "attention_factor": 1.0,
+        },
+    },
+}
+LEFT = (
+    "layer_types",
+    "compress_rates",
+    "mlp_layer_types",
+    "rope_parameters",
+    "sliding_window",
+    "partial_rotary_factor",
+)
+PUBLISHED: dict[str, Any] = {
+    **{name: value for name, value in SAVED.items() if name not in LEFT},
+    "compress_ratios": [0, 128, 4, 128, 0],
+    "n_hash_layers": 1,
+    "window_size": 16,
+    "qk_rope_head_dim": 8,
+    "compress_rope_theta": 160000.0,
+    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 256},
+}
+
+
+def read(folder: Path, given: dict[str, Any]) -> CompressedConfig:
+    """Of a checkpoint with this configuration; None takes a key away."""
+    kept = {name: value for name, value in given.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
+    return compressed_config(read_config(folder))
+
+
+def test_both_forms_say_the_same(tmp_path: Path) -> None:
+    saved = read(tmp_path, SAVED)
+    assert saved == read(tmp_path, PUBLISHED)
+    assert saved.compressions == (None, Compression(128, False), Compression(4, True), Compression(128, False))
+    assert (saved.window, saved.rope_dim, saved.is_hashed) == (16, 8, (True, False, False, False))
+    assert (saved.page_multiple, saved.of_next_token.page_multiple) == (128, 1)
+    assert [each.span for each in saved.compressions if each] == [128, 8, 128]
+
+
+def test_words_of_older_files_change_the_ratios(tmp_path: Path) -> None:
+    found = read(tmp_path, {**PUBLISHED, "compress_rate_hca": 16})
+    assert [each and each.ratio for each in found.compressions] == [None, 16, 4, 16]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({**PUBLISHED, "n_hash_layers": None}, "has neither num_hash_layers nor mlp_layer_types; wanted how many"),
+        ({**PUBLISHED, "compress_ratios": None}, "has neither layer_types nor compress_ratios; wanted one of them"),
+        ({**PUBLISHED, "compress_ratios": [0, 8, 4, 128]}, "compress_ratios = 8 for layer 1; wanted one of 0, 4, 128"),
+        ({**PUBLISHED, "compress_ratios": [0, 4]}, "has 2 compress_ratios; wanted 4, one for each layer"),
+        ({**SAVED, "layer_types": [SLIDING, "attention", SPARSE, HEAVY]}, "layer_types = 'attention' for layer 1"),
+        ({**SAVED, "mlp_layer_types": ["dense", *["moe"] * 3]}, "mlp_layer_types = 'dense' for layer 0"),
+        ({**SAVED, "compress_rates": {SPARSE: 0}}, f"compress_rates of {SPARSE} = 0; wanted a whole number"),
+        ({**SAVED, "compress_rates": {"other": 4}}, "compress_rates of other = 4"),
+        ({**SAVED, "index_head_dim": 4}, "index_head_dim = 4; wanted at least the rotated 8"),
+        ({**SAVED, "o_groups": 3}, "o_groups = 3; wanted a divisor of 4 heads of 32"),
+        ({**SAVED, "num_key_value_heads": 2}, "num_key_value_heads = 2; wanted 1"),
+        ({**SAVED, "scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'; wanted 'sqrtsoftplus'"),
+        ({**SAVED, "hc_mult": 0}, "hc_mult = 0; wanted a whole number above zero"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)) as raised:
+        read(tmp_path, given)
+    assert "\n" not in str(raised.value) and str(tmp_path) in str(raised.value)

@@ -1,0 +1,139 @@
+"""Tiny random DeepSeek-V4 checkpoints in each dialect, by transformers, which is the oracle of whoever loads them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from tests.checkpoints import Oracle
+
+SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+RATES = {SPARSE: 4, HEAVY: 16}
+SIZES: Mapping[str, Any] = MappingProxyType(
+    {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "partial_rotary_factor": 0.25,
+        "q_lora_rank": 32,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 8,
+        "index_n_heads": 16,
+        "index_head_dim": 16,
+        "index_topk": 8,
+        "sliding_window": 16,
+        "max_position_embeddings": 4096,
+        "layer_types": (SLIDING, HEAVY, SPARSE, HEAVY, SPARSE),
+        "mlp_layer_types": ("hash_moe", "hash_moe", "moe", "moe", "moe"),
+        "compress_rates": RATES,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+)
+"""With 16 heads no score of an index is 0 by chance, which would be a tie."""
+YARN = {"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 256, "beta_fast": 32, "beta_slow": 1}
+
+
+def deepseek_v4(seed: int = 0, **changes: Any) -> Oracle:
+    """A random model in float32, with nothing left at what it begins with."""
+    given = {**SIZES, "rope_parameters": dict(YARN), **changes}
+    lists = {name: list(value) for name, value in given.items() if isinstance(value, tuple)}
+    config = transformers.DeepseekV4Config(**{**given, **lists, "compress_rates": dict(given["compress_rates"])})
+    config._attn_implementation = config._experts_implementation = "eager"
+    torch.manual_seed(seed)
+    model = transformers.DeepseekV4ForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, values in (*model.named_parameters(), *model.named_buffers()):
+            if "inv_freq" not in name:
+                values.copy_(_random(name, values))
+    return model
+
+
+def _random(name: str, values: Tensor) -> Tensor:
+    noise = torch.randn(values.shape)
+    if name.endswith("tid2eid"):
+        experts = SIZES["n_routed_experts"]
+        return torch.stack([torch.randperm(experts)[: values.shape[1]] for _ in range(values.shape[0])])
+    if name.endswith("norm.weight"):
+        return 1 + 0.1 * noise
+    if name.endswith(("position_bias", "base")):
+        return 0.5 * noise
+    if name.endswith("scale"):
+        return 0.5 + torch.rand(values.shape)
+    if name.endswith("e_score_correction_bias"):
+        return 0.1 * noise
+    return noise if name.endswith("sinks") else noise * values.shape[-1] ** -0.5
+
+
+def with_module_names(model: Oracle, folder: Path) -> Path:
+    """By the names of transformers' modules, experts in one piece; its own form of the configuration."""
+    return _write(folder, model.config.to_dict(), {**model.state_dict()})
+
+
+def with_published_names(model: Oracle, folder: Path) -> Path:
+    """As DeepSeek publishes them, with a layer that predicts one token more, and the published form of the configuration."""
+    own = revert_weight_conversion(model, model.state_dict())
+    weights = {re.sub(r"^model\.", "", name): values for name, values in own.items()}
+    weights = {_published(name): values for name, values in weights.items()}
+    return _write(folder, published_config(model.config), {**weights, **_next_token(weights)})
+
+
+def _published(name: str) -> str:
+    name = name.replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+    return name.replace(".attn.norm.", ".attn.kv_norm.")
+
+
+def published_config(config: Any) -> dict[str, Any]:
+    """The same in the published form, if ratios are what that has words for."""
+    found = config.to_dict()
+    ratios = {SLIDING: 0, SPARSE: 4, HEAVY: 128}
+    found["compress_ratios"] = [*(ratios[kind] for kind in found.pop("layer_types")), 0]
+    found["num_hash_layers"] = found.pop("mlp_layer_types").count("hash_moe")
+    found["qk_rope_head_dim"] = int(found["head_dim"] * found.pop("partial_rotary_factor"))
+    found["rope_scaling"] = {("type" if name == "rope_type" else name): value for name, value in YARN.items()}
+    found["window_size"] = found.pop("sliding_window")
+    del found["rope_parameters"]
+    return found
+
+
+def _next_token(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of sizes like those of the last layer, which is no sliding one but for what it has more."""
+    torch.manual_seed(7)
+    last = max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
+    layer = {
+        name.replace(f"layers.{last}.", "mtp.0."): values
+        for name, values in weights.items()
+        if name.startswith(f"layers.{last}.") and ".compressor" not in name and ".indexer" not in name
+    }
+    size = weights["embed.weight"].shape[1]
+    ends = {f"mtp.0.{name}": weights[name] for name in ("norm.weight", "hc_head_fn", "hc_head_base", "hc_head_scale")}
+    shared = {"mtp.0.emb.tok_emb.weight": weights["embed.weight"], "mtp.0.head.weight": weights["head.weight"]}
+    norms = {f"mtp.0.{name}.weight": 1 + 0.1 * torch.randn(size) for name in ("enorm", "hnorm")}
+    joined = {f"mtp.0.{name}.weight": torch.randn(size, size) * size**-0.5 for name in ("e_proj", "h_proj")}
+    made = {name: values + 0.01 * torch.randn(values.shape) for name, values in {**layer, **ends}.items()}
+    return {**made, **shared, **norms, **joined}
+
+
+def _write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["DeepseekV4ForCausalLM"]}))
+    whole = {name: values.detach().contiguous().clone() for name, values in weights.items() if "inv_freq" not in name}
+    save_file(whole, folder / "model.safetensors", {"format": "pt"})
+    return folder
