@@ -78,14 +78,17 @@ class CompressedAttention:
 def _projections(build: Build, net: CompressedConfig, compression: Compression | None) -> CompressedProjections:
     size, queries, latent = build.config.hidden_size, net.heads * net.head_dim, net.q_lora_rank
     into_groups = build.grouped("o_a_proj", net.groups, queries // net.groups, net.o_lora_rank)
-    is_sparse = compression is not None and compression.is_sparse
+    blocks = None if compression is None else _blocks(build.at("compressor"), compression, net.head_dim)
+    index = None
+    if compression is not None and compression.is_sparse:
+        index = _index(build.at("compressor", "indexer"), net, compression)
     return CompressedProjections(
         latent=Chain(build.linear("q_a_proj", size, latent), build.norm("q_a_norm", latent, OFFSET)),
         queries=build.linear("q_b_proj", latent, queries),
         keys=build.linear("kv_proj", size, net.head_dim),
         output=Chain(into_groups, build.linear("o_b_proj", net.groups * net.o_lora_rank, size)),
-        blocks=None if compression is None else _blocks(build.at("compressor"), compression, net.head_dim),
-        index=_index(build.at("compressor", "indexer"), net, compression) if is_sparse else None,
+        blocks=blocks,
+        index=index,
     )
 
 

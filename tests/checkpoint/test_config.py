@@ -323,7 +323,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(tmp_path, architectur
     experts = next((wanted[name] for name in SPARSE if wanted.get(name)), None)
     assert (found.moe and found.moe.num_experts) == experts
     if found.moe is not None:
-        size = wanted.get("moe_intermediate_size", wanted["intermediate_size"])
+        size = wanted.get("moe_intermediate_size", wanted.get("intermediate_size"))
         assert (found.moe.experts_per_token, found.moe.intermediate_size) == (wanted["num_experts_per_tok"], size)
         assert found.moe.normalize == wanted.get("norm_topk_prob", True)
 
