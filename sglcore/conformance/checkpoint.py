@@ -41,6 +41,18 @@ _EXPERTS: Mapping[str, Any] = MappingProxyType(
     {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 )
 _EVERY: Mapping[str, Any] = MappingProxyType({**_EXPERTS, "num_experts_per_tok": _EXPERTS["num_experts"]})
+_HYBRID: Mapping[str, Any] = MappingProxyType(
+    {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+    }
+)
 MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "dense": MappingProxyType({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}),
@@ -49,15 +61,35 @@ MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         ),
         "moe": MappingProxyType({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **_EXPERTS}),
         "moe-all": MappingProxyType({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **_EVERY}),
+        "hybrid": _HYBRID,
+        "alternating": MappingProxyType(
+            {
+                "architectures": ["MistralForCausalLM"],
+                "model_type": "mistral",
+                "sliding_window": 6,
+                "layer_types": ["sliding_attention", "full_attention"],
+            }
+        ),
         "text": MappingProxyType({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}),
         "spoiled": MappingProxyType({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **_EXPERTS}),
         "spoiled-all": MappingProxyType(
             {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **_EVERY}
         ),
+        "spoiled-hybrid": _HYBRID,
     }
 )
-"""Grouped-query attention; with a sliding window; with experts; with a tokenizer. "spoiled" has experts, and its token 0 is
-not a number. "-all" takes every expert, so that no rounding changes a choice."""
+"""Grouped-query attention; with a sliding window; with experts; "hybrid" with a state of each request in its first layer;
+"alternating" with a window in its first layer alone; with a tokenizer. "spoiled" has experts, and its token 0 is not a number,
+nor is that of "spoiled-hybrid". "-all" takes every expert, so that no rounding changes a choice."""
+
+SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "hybrid": MappingProxyType({"poison": True}),
+        "alternating": MappingProxyType({"max_batch_tokens": 16}),
+    }
+)
+"""How devices are started on some models: a state that nobody wrote is no number; steps so short that windows get pages of
+their own."""
 
 SMOOTH: Mapping[str, str] = MappingProxyType({"moe": "moe-all", "spoiled": "spoiled-all"})
 """What stands in for a model where it runs in 16 bits."""
@@ -105,7 +137,10 @@ def _shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", (hidden,)
         yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
-        yield from _attention_shapes(f"{prefix}.self_attn", config)
+        if config.get("layer_types", ())[layer : layer + 1] == ["linear_attention"]:
+            yield from _delta_net_shapes(f"{prefix}.linear_attn", config)
+        else:
+            yield from _attention_shapes(f"{prefix}.self_attn", config)
         yield from _mlp_shapes(f"{prefix}.mlp", config)
     yield "model.norm.weight", (hidden,)
     yield "lm_head.weight", (config["vocab_size"], hidden)
@@ -114,13 +149,30 @@ def _shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 def _attention_shapes(prefix: str, config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, dim = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    yield f"{prefix}.q_proj.weight", (queries, hidden)
+    is_gated = "linear_num_key_heads" in config
+    yield f"{prefix}.q_proj.weight", (queries * (1 + is_gated), hidden)
     yield f"{prefix}.k_proj.weight", (keys, hidden)
     yield f"{prefix}.v_proj.weight", (keys, hidden)
     yield f"{prefix}.o_proj.weight", (hidden, queries)
-    if "num_experts" in config:
+    if is_gated or "num_experts" in config:
         yield f"{prefix}.q_norm.weight", (dim,)
         yield f"{prefix}.k_norm.weight", (dim,)
+
+
+def _delta_net_shapes(prefix: str, config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
+    keys, values = (
+        config[f"linear_num_{part}_heads"] * config[f"linear_{part}_head_dim"] for part in ("key", "value")
+    )
+    yield f"{prefix}.in_proj_qkv.weight", (2 * keys + values, hidden)
+    yield f"{prefix}.in_proj_z.weight", (values, hidden)
+    yield f"{prefix}.in_proj_b.weight", (heads, hidden)
+    yield f"{prefix}.in_proj_a.weight", (heads, hidden)
+    yield f"{prefix}.conv1d.weight", (2 * keys + values, 1, config["linear_conv_kernel_dim"])
+    yield f"{prefix}.A_log", (heads,)
+    yield f"{prefix}.dt_bias", (heads,)
+    yield f"{prefix}.norm.weight", (config["linear_value_head_dim"],)
+    yield f"{prefix}.out_proj.weight", (hidden, values)
 
 
 def _mlp_shapes(prefix: str, config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:

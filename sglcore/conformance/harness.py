@@ -99,6 +99,11 @@ class Session:
         self._step += 1
         return True
 
+    @property
+    def freed_windows(self) -> int:
+        """Window pages that fell out of the lists of these requests while they ran."""
+        return sum(request.window_first for request in self._requests)
+
     def end(self) -> list[Result]:
         """The results, once `step` has said False; every page is accounted for."""
         self.scheduler.audit()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sglcore.conformance import mutants_facts as facts
+from sglcore.conformance import mutants_kept as kept
 from sglcore.conformance import mutants_runtime as runtime
 from sglcore.conformance import mutants_worker as worker
 from sglcore.conformance.attention_cases import every_cell
@@ -28,6 +29,8 @@ TOKENS = (16, 32, 64)
 INTERPRETED = ((3, 9, 1, 14), (6,))
 """Prompts of a replay where each step takes a second: a full bucket, then one row of it."""
 CHECKED = ("dense", "window", "moe")
+KEPT = ("hybrid", "alternating")
+"""Models of whose requests more is kept than pages of all tokens: states, and windows in pages of their own."""
 FLAT = 2.0**30
 """A bias so large that float32 keeps nothing of the logit under it: tokens that have it are equally likely."""
 
@@ -72,9 +75,9 @@ def padding_is_inert(trial: Trial) -> None:
     """Input buffers overwritten before every step; token 0, which padding rows hold, is no number, and neither is page 0
     where the kit can reach it."""
     never_token_0 = {"logit_bias": {0: -FLAT}, "temperature": 0.8, "seed": 5}
-    with trial.opened(
-        "spoiled", poison=True, graph=trial.case, graph_buckets=(4, 6), graph_token_buckets=TOKENS
-    ) as harness:
+    graph, _, model = trial.case.partition("/")
+    model = f"spoiled-{model}" if model else "spoiled"
+    with trial.opened(model, poison=True, graph=graph, graph_buckets=(4, 6), graph_token_buckets=TOKENS) as harness:
         if "cells" in trial.target.capabilities():
             _spoil_page_zero(harness)
         for lengths in ((1, 5, 9), (4, 2), (7,), (3, 8, 2, 6, 1, 4), (2, 3, 9)):
@@ -220,24 +223,26 @@ def _abort_some(scheduler: Scheduler, step: int) -> None:
 
 
 def prefix_hits(trial: Trial) -> None:
-    """Prompts that begin as an earlier one did run on its pages."""
-    harness = trial.kit.harness("dense")
+    """Prompts that begin as an earlier one did run on its pages, and on what else it left there for those that branch off."""
+    harness = _open_case(trial)
     length = max(33, 2 * harness.limits.page_size + 1)
     if length + 12 > CONTEXT:
         raise NotApplicable(f"pages of {harness.limits.page_size} tokens are too large for the kit's models")
     session = harness.session(prefix_cache=True)
     base = random_prompts(8, (length,))[0]
     trial.compare(harness, session.run([base], 4))
-    tails = random_prompts(9, (3, 1, 6))
-    results = session.run([base, *(base[: length - 4] + tail for tail in tails)], 6)
-    trial.compare(harness, results)
+    results: list[Result] = []
+    for seed in (9, 10):
+        tails = random_prompts(seed, (3, 1, 6))
+        results = session.run([base, *(base[: length - 4] + tail for tail in tails)], 6)
+        trial.compare(harness, results)
     if not all(result.cached for result in results):
         raise LawBroken(f"cached tokens were {[result.cached for result in results]}")
 
 
 def retraction(trial: Trial) -> None:
     """Pages run out: the youngest gives its pages up and is computed again."""
-    harness = trial.kit.harness("dense")
+    harness = _open_case(trial)
     size = harness.limits.page_size
     if size > 16:
         raise NotApplicable(f"pages of {size} tokens are too large for the kit's models to run short of them")
@@ -255,7 +260,17 @@ def _models(*names: str) -> Callable[[Target], tuple[str, ...]]:
 def _open_case(trial: Trial) -> Harness:
     """The shared device of a case named by model, or by model and dtype."""
     model, _, dtype = trial.case.partition("/")
-    return trial.kit.harness(model, **({"dtype": dtype} if dtype else {}))
+    harness = trial.kit.harness(model, **({"dtype": dtype} if dtype else {}))
+    check_keeps(harness)
+    return harness
+
+
+def check_keeps(harness: Harness) -> None:
+    """Raise NotApplicable where the worker does not keep what a model of the kit is there for."""
+    if harness.model == "hybrid" and not harness.limits.keeps_state:
+        raise NotApplicable("this worker keeps no states of requests")
+    if harness.model == "alternating" and not harness.limits.num_window_pages:
+        raise NotApplicable("this worker keeps windows in the pages of all tokens")
 
 
 def tiny_cases(target: Target) -> tuple[str, ...]:
@@ -273,13 +288,14 @@ def page_cases(target: Target) -> tuple[str, ...]:
 
 
 def padding_cases(target: Target) -> tuple[str, ...]:
-    """Without graphs, and with each kind of them."""
-    return ("off", *target.package.graphs)
+    """Without graphs, and with each kind of them; the same with states of requests."""
+    graphs = ("off", *target.package.graphs)
+    return (*graphs, *(f"{graph}/hybrid" for graph in graphs))
 
 
 def replay_cases(target: Target) -> tuple[str, ...]:
     """Each kind of graph on each model."""
-    models = (*CHECKED, *(f"dense/{dtype}" for dtype in target.other_dtypes()))
+    models = (*CHECKED, *KEPT, *(f"dense/{dtype}" for dtype in target.other_dtypes()))
     return tuple(f"{kind}/{model}" for kind in target.package.graphs for model in models)
 
 
@@ -303,7 +319,8 @@ LAWS: tuple[Law, ...] = (
         "A prompt in chunks of any size gives what it gives whole.",
         chunks_are_whole,
         worker.RESTARTS_CHUNKS,
-        cases=_models("dense", "window"),
+        kept.LOSES_TAILS,
+        cases=_models("dense", "window", *KEPT),
     ),
     _c2(
         "batch_is_singles",
@@ -311,7 +328,7 @@ LAWS: tuple[Law, ...] = (
         batch_is_singles,
         worker.ONE_LENGTH_FOR_ALL,
         worker.SWAPS_ROWS,
-        cases=_models("dense", "moe"),
+        cases=_models("dense", "moe", "hybrid"),
     ),
     _c2(
         "any_page_layout",
@@ -326,7 +343,9 @@ LAWS: tuple[Law, ...] = (
         joins_and_leaves,
         worker.KEEPS_ROW_ORDER,
         facts.REFUSES_MIXED,
-        cases=_models("dense", "window"),
+        kept.KEEPS_OLD_STATES,
+        kept.KEEPS_OLD_WINDOWS,
+        cases=_models("dense", "window", *KEPT),
     ),
     _c2(
         "padding_is_inert",
@@ -335,6 +354,7 @@ LAWS: tuple[Law, ...] = (
         runtime.ROWS_MIX,
         runtime.PADS_NOTHING,
         runtime.STAGES_ONCE,
+        kept.PADDING_HAS_A_SLOT,
         cases=padding_cases,
     ),
     _c2(
@@ -342,7 +362,7 @@ LAWS: tuple[Law, ...] = (
         "Planning a step while another runs changes nothing.",
         overlap_is_sequential,
         worker.REUSES_RESULTS,
-        cases=_models("dense"),
+        cases=_models("dense", *KEPT),
     ),
     _c2(
         "replay_is_eager",
@@ -379,6 +399,19 @@ LAWS: tuple[Law, ...] = (
         aborts_leak_no_page,
         worker.KEEPS_OLD_PAGES,
     ),
-    _c2("prefix_hits", "Cached pages stand in for computing them.", prefix_hits, worker.LOSES_SHARED_PAGES),
-    _c2("retraction", "A request that gave its pages up goes on as if it had not.", retraction, worker.FORGETS_OUTPUTS),
+    _c2(
+        "prefix_hits",
+        "Cached pages, and snapshots of states, stand in for computing them.",
+        prefix_hits,
+        worker.LOSES_SHARED_PAGES,
+        kept.LATE_SNAPSHOTS,
+        cases=_models("dense", *KEPT),
+    ),
+    _c2(
+        "retraction",
+        "A request that gave its pages up goes on as if it had not.",
+        retraction,
+        worker.FORGETS_OUTPUTS,
+        cases=_models("dense", *KEPT),
+    ),
 )

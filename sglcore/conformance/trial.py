@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from sglcore.conformance.checkpoint import SMOOTH, write_checkpoint
+from sglcore.conformance.checkpoint import SETTINGS, SMOOTH, write_checkpoint
 from sglcore.conformance.harness import Harness, Result, random_prompts
 from sglcore.conformance.law import LOGPROBS, Law, LawBroken, NotApplicable
 from sglcore.conformance.mutant import Mutant
@@ -115,6 +115,7 @@ class Kit:
         given = {
             "page_size": geometry.page_size,
             "dtype": geometry.dtype,
+            **SETTINGS.get(model, {}),
             **self.settings,
             **self._for_case,
             **settings,
