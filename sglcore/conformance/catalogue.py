@@ -10,11 +10,11 @@ from sglcore.conformance import (
     laws_graphs,
     laws_kernels,
     laws_masks,
+    laws_memory,
     laws_package,
     laws_pool,
     laws_runner,
     laws_serving,
-    laws_windows,
 )
 from sglcore.conformance.law import LEVELS, Law, up_to
 from sglcore.device.errors import ConfigError
@@ -25,7 +25,7 @@ LAWS: tuple[Law, ...] = tuple(
             *laws_package.LAWS,
             *laws_facts.LAWS,
             *laws_runner.LAWS,
-            *laws_windows.LAWS,
+            *laws_memory.LAWS,
             *laws_graphs.LAWS,
             *laws_masks.LAWS,
             *laws_kernels.LAWS,

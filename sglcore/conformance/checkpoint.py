@@ -161,9 +161,7 @@ def _attention_shapes(prefix: str, config: Mapping[str, Any]) -> Iterator[tuple[
 
 def _delta_net_shapes(prefix: str, config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
-    keys, values = (
-        config[f"linear_num_{part}_heads"] * config[f"linear_{part}_head_dim"] for part in ("key", "value")
-    )
+    keys, values = (config[f"linear_num_{part}_heads"] * config[f"linear_{part}_head_dim"] for part in ("key", "value"))
     yield f"{prefix}.in_proj_qkv.weight", (2 * keys + values, hidden)
     yield f"{prefix}.in_proj_z.weight", (values, hidden)
     yield f"{prefix}.in_proj_b.weight", (heads, hidden)

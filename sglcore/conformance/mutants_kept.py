@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from sglcore.conformance.mutant import Mutant, become, in_runtime, words_of
