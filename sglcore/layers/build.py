@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
+from sglcore.checkpoint.compressed import CompressedConfig, Compression
 from sglcore.checkpoint.config import EXPERT_PARTS, MoeConfig, RopeConfig
 from sglcore.checkpoint.quantization import has_mxfp4_experts
 from sglcore.checkpoint.recurrent import DeltaNetConfig, Mamba2Config
@@ -24,6 +25,7 @@ from sglcore.layers.norm import LayerNorm, RMSNorm
 from sglcore.layers.recurrent import GatedDeltaNet, Mamba2, Rows, ShortConv
 from sglcore.layers.rotary import cos_sin_cache
 from sglcore.layers.scope import Scope
+from sglcore.layers.sparse import CompressedAttention, OfAttention
 from sglcore.runtime.kernels.reference import relu2
 from sglcore.runtime.kernels.table import KernelTable
 
@@ -99,6 +101,17 @@ class Build(Scope):
             sinks=sinks,
             is_encoder=is_encoder,
         )
+
+    def compressed_attention(
+        self,
+        layer_id: int,
+        net: CompressedConfig,
+        compression: Compression | None,
+        rotary: Tensor,
+        projections: OfAttention,
+    ) -> CompressedAttention:
+        """Attention over a window and over compressed blocks."""
+        return CompressedAttention(self, layer_id, net, compression, rotary, projections)
 
     def gated_delta_net(self, state_id: int, net: DeltaNetConfig, projection: Rows, output: Rows) -> GatedDeltaNet:
         """The gated delta rule."""

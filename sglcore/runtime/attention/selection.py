@@ -20,7 +20,10 @@ from sglcore.runtime.memory.rows import ROWS
 from sglcore.step.fields import spec_of
 
 OF_ROWS: Mapping[str, Ref] = MappingProxyType(
-    {"latent": "sglcore.runtime.attention.sparse.latent:DeepseekSparseAttnBackend"}
+    {
+        "latent": "sglcore.runtime.attention.sparse.latent:DeepseekSparseAttnBackend",
+        "compressed": "sglcore.runtime.attention.sparse.compressed:DeepseekV4AttnBackend",
+    }
 )
 """Backends over rows, in the kernels of whatever device: behind those that a package has of its own."""
 

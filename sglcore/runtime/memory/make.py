@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
+from sglcore.runtime.memory.deepseek_v4 import DeepSeekV4TokenToKVPool
 from sglcore.runtime.memory.geometry import has_window, layer_shapes
 from sglcore.runtime.memory.pools import LayerShapes, TokenToKVPool, WindowTable
-from sglcore.runtime.memory.rows import BaseSWAKVPool, RowCounts, RowPool
+from sglcore.runtime.memory.rows import RowCounts, RowPool
 from sglcore.step.sizing import MemorySizes
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def make_rows(
     counts = RowCounts(sizes.num_pages, sizes.num_window_pages, sizes.max_requests)
     given = [layer.rows for layer in layers], sizes.page_size, counts, device, poison
     if any(has_window(layer) for layer in layers):
-        return BaseSWAKVPool(*given, window_table=table)
+        return DeepSeekV4TokenToKVPool(*given, window_table=table)
     return RowPool(*given)
 
 

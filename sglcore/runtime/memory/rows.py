@@ -39,20 +39,21 @@ class Place(Enum):
 @dataclass(frozen=True, slots=True)
 class KeptRows:
     """Rows of `size` elements. One for each `ratio` tokens of a page: that of position p is
-    page * (page_size / ratio) + p % page_size // ratio. Or `ring` of each page or slot: p is at page * ring + p % ring. With a
-    `codec` they are uint8 in its form."""
+    page * (page_size / ratio) + p % page_size // ratio. Or `ring` of each page or slot, for the last tokens, `span` of which make one
+    block of `ratio`: p is at page * ring + p % ring. With a `codec` they are uint8 in its form."""
 
     size: int
     dtype: torch.dtype
     place: Place = Place.PAGES
     ratio: int = 1
     ring: int = 0
+    span: int = 0
     codec: RowCodec | None = None
 
     @property
     def page_multiple(self) -> int:
         """What divides the tokens of a page."""
-        return 1 if self.place is Place.SLOTS else self.ring or self.ratio
+        return self.ratio if self.place is Place.SLOTS else lcm(self.ratio, self.ring or 1)
 
     def count(self, page_size: int) -> int:
         """Rows of one page or slot."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket
 from sglcore.runtime.attention.sparse.layer import SparseLayer
-from sglcore.runtime.attention.sparse.tokens import TokenRows
+from sglcore.runtime.attention.sparse.tokens import Paged, TokenRows, choose_rows
 from sglcore.runtime.memory.rows import ROWS, RowPool
 
 if TYPE_CHECKING:
@@ -35,30 +35,32 @@ class DeepseekSparseAttnBackend(AttentionBackend[LatentPlan]):
     facts = AttentionFacts(features=frozenset({LATENT, "capture", "mixed"}), takes_stored=True, layouts=(ROWS,))
     token_to_kv_pool: RowPool
 
+    @property
+    def _most(self) -> int:
+        """Tokens of a request."""
+        return self.req_to_token_pool.max_pages * self.token_to_kv_pool.page_size
+
     def plan(self, batch: ForwardBatch) -> LatentPlan:
         """On the device, by as many operations for any batch."""
-        return LatentPlan(self, self.generation, TokenRows.of(batch))
+        return LatentPlan(self, self.generation, TokenRows.of(batch, self._most))
 
     def capture_plan(self, bucket: Bucket) -> LatentPlan:
         """One row for each token."""
         device = self.req_to_token_pool.page_table.device
-        return LatentPlan(self, self.generation, TokenRows.empty(bucket.num_tokens, device))
+        return LatentPlan(self, self.generation, TokenRows.empty(bucket.num_tokens, self._most, device))
 
     def refresh(self, plan: LatentPlan, batch: ForwardBatch) -> None:
         """In place."""
-        plan.tokens.copy_(TokenRows.of(batch))
+        plan.tokens.copy_(TokenRows.of(batch, self._most))
 
     def choose(self, q: Tensor, weights: Tensor, layer: SparseLayer, batch: ForwardBatch) -> None:
         """The `top_k` rows of each token's request that an indexer scores highest, by q [T, H, D] and weights [T, H]; attention of this
         layer, and of those behind it that have no indexer, is over them. All where there are no more."""
         _, plan = self.planned(batch)
-        pool, table, tokens = self.token_to_kv_pool, self.req_to_token_pool.page_table, plan.tokens
+        pool, tokens = self.token_to_kv_pool, plan.tokens
         keys, codec = pool.rows(layer.layer_id, INDEX_KEYS), pool.codec(layer.layer_id, INDEX_KEYS)
-        scale, size = (q.shape[1] * q.shape[2]) ** -0.5, pool.page_size
-        width = self.req_to_token_pool.max_pages * size
-        given = table, tokens.slots, tokens.lens, size
-        logits = self.kernels.index_logits(q, weights, keys, *given, scale, width, codec)
-        plan.chosen = self.kernels.index_top_k(logits, tokens.lens, table, tokens.slots, size, layer.top_k)
+        paged = Paged(self.req_to_token_pool.page_table, tokens.slots, tokens.lens, pool.page_size, tokens.most)
+        plan.chosen = choose_rows(self.kernels, q, weights, keys, codec, paged, layer.top_k)
 
     def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: LatentPlan) -> Tensor:
         """q [T, heads * row] to [T, heads * value_size]."""

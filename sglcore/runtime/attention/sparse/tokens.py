@@ -1,4 +1,5 @@
-"""The tokens of a batch one by one, as kernels over rows take them: worked out on the device, of any mode."""
+"""The tokens of a batch one by one, as kernels over rows take them: worked out on the device, of any mode. Only how large
+tensors must be comes from the host's lengths, where the host has them."""
 
 from __future__ import annotations
 
@@ -10,30 +11,67 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from sglcore.runtime.forward_batch import ForwardBatch
+    from sglcore.runtime.kernels.row_codec import RowCodec
+    from sglcore.runtime.kernels.table import KernelTable
+
+LOGITS = 1 << 26
+"""Scores of an indexer that exist at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """`slots` and `lens` int32 [T]: whose each token is, and how many tokens it sees with itself."""
+    """`slots` and `lens` int32 [T]: whose each token is, and how many tokens it sees with itself, which are `most` at most."""
 
     slots: Tensor
     lens: Tensor
+    most: int
 
     @classmethod
-    def of(cls, batch: ForwardBatch) -> Self:
-        """Of a batch that is on the device. Shares its tensors where each row is one token."""
+    def of(cls, batch: ForwardBatch, most: int) -> Self:
+        """Of a batch that is on the device, `most` where only that knows its lengths. Shares its tensors where each row is one
+        token."""
+        if batch.seq_lens_cpu is not None:
+            most = int(batch.seq_lens_cpu.max(initial=1))
         if batch.extend_seq_lens is None:
-            return cls(batch.req_pool_indices, batch.seq_lens)
+            return cls(batch.req_pool_indices, batch.seq_lens, most)
         slots = torch.repeat_interleave(batch.req_pool_indices, batch.extend_seq_lens, output_size=batch.num_tokens)
-        return cls(slots, batch.positions + 1)
+        return cls(slots, batch.positions + 1, most)
 
     @classmethod
-    def empty(cls, num_tokens: int, device: torch.device) -> Self:
+    def empty(cls, num_tokens: int, most: int, device: torch.device) -> Self:
         """Padding, at fixed addresses."""
         slots = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-        return cls(slots, torch.ones_like(slots))
+        return cls(slots, torch.ones_like(slots), most)
 
     def copy_(self, other: TokenRows) -> None:
-        """Become another of as many tokens, in place."""
+        """Become another of as many tokens and no more to see, in place."""
         self.slots.copy_(other.slots)
         self.lens.copy_(other.lens)
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """Rows of requests: `rows_per_page` of each page of `table` int32 [S, P], of slots int32 [T] the first lens int32 [T], which
+    are `most` at most."""
+
+    table: Tensor
+    slots: Tensor
+    lens: Tensor
+    rows_per_page: int
+    most: int
+
+
+def choose_rows(
+    kernels: KernelTable, q: Tensor, weights: Tensor, keys: Tensor, codec: RowCodec | None, paged: Paged, count: int
+) -> Tensor:
+    """int32 [T, count]: the rows of each token's request that its indexer scores highest, by q [T, H, D] and weights [T, H], scaled by
+    the root of H D. So many tokens at a time that their scores take no more than LOGITS."""
+    scale, tokens, width = (q.shape[1] * q.shape[2]) ** -0.5, q.shape[0], max(1, paged.most)
+    found = []
+    for first in range(0, max(1, tokens), step := max(1, LOGITS // width)):
+        part = slice(first, first + step)
+        slots, lens = paged.slots[part], paged.lens[part]
+        where = paged.table, slots, lens, paged.rows_per_page
+        logits = kernels.index_logits(q[part], weights[part], keys, *where, scale, width, codec)
+        found.append(kernels.index_top_k(logits, lens, paged.table, slots, paged.rows_per_page, count))
+    return found[0] if len(found) == 1 else torch.cat(found)

@@ -1,0 +1,137 @@
+"""Attention over a window and over compressed blocks, from the projections in to the one out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sglcore.checkpoint.compressed import CompressedConfig, Compression
+from sglcore.layers.scope import Scope
+from sglcore.runtime.attention.sparse.compressed import COMPRESSED, DeepseekV4AttnBackend
+from sglcore.runtime.attention.sparse.compressor import C4Indexer, Compressor
+from sglcore.runtime.attention.sparse.layer import SparseLayer
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.memory.deepseek_v4 import BLOCKS, INDEX_KEYS, INDEX_STATE, STATE, WINDOW, kept_rows
+
+Rows = Callable[[Tensor], Tensor]
+"""A function of rows."""
+
+
+class OfIndex(Protocol):
+    """Projections of an indexer."""
+
+    @property
+    def queries(self) -> Rows:
+        """[T, q_lora_rank] to [T, index_heads * index_dim]."""
+        ...
+
+    @property
+    def weights(self) -> Rows:
+        """[T, H] to [T, index_heads]."""
+        ...
+
+    @property
+    def blocks(self) -> Rows:
+        """[T, H] to values and gates, [T, 4 * index_dim]."""
+        ...
+
+
+class OfAttention(Protocol):
+    """Projections of attention."""
+
+    @property
+    def latent(self) -> Rows:
+        """[T, H] to [T, q_lora_rank]."""
+        ...
+
+    @property
+    def queries(self) -> Rows:
+        """[T, q_lora_rank] to [T, heads * head_dim]."""
+        ...
+
+    @property
+    def keys(self) -> Rows:
+        """[T, H] to [T, head_dim]."""
+        ...
+
+    @property
+    def output(self) -> Rows:
+        """[T, heads * head_dim] to [T, H]."""
+        ...
+
+    @property
+    def blocks(self) -> Rows | None:
+        """[T, H] to values and gates, [T, 2 * series * head_dim]; None without blocks."""
+        ...
+
+    @property
+    def index(self) -> OfIndex | None:
+        """None where all blocks are seen."""
+        ...
+
+
+class CompressedAttention(SparseLayer):
+    """Each token's row is the key and the value of all heads, and holds its place; what attention gives is turned back."""
+
+    def __init__(
+        self,
+        build: Scope,
+        layer_id: int,
+        net: CompressedConfig,
+        compression: Compression | None,
+        rotary: Tensor,
+        projections: OfAttention,
+    ) -> None:
+        is_sparse = compression is not None and compression.is_sparse
+        super().__init__(
+            layer_id,
+            net.heads,
+            net.head_dim,
+            kept_rows(net, compression, build.dtype),
+            COMPRESSED,
+            scaling=net.head_dim**-0.5,
+            value_size=net.head_dim,
+            top_k=net.index_topk if is_sparse else 0,
+            sliding_window=net.window,
+            sinks=build.parameter("sinks", net.heads, dtype=torch.float32),
+        )
+        self.projections, self._cos_sin, self._eps = projections, rotary, build.config.rms_norm_eps
+        self.kv_norm = build.parameter("kv_norm.weight", net.head_dim, dtype=torch.float32)
+        self.compressor = self.indexer = None
+        if compression is not None:
+            scope = build.at("compressor")
+            self.compressor = self._compressor(scope, compression, net.head_dim, BLOCKS, STATE)
+            if is_sparse:
+                keys = self._compressor(scope.at("indexer"), compression, net.index_dim, INDEX_KEYS, INDEX_STATE)
+                self.indexer = C4Indexer(self, net.index_heads, keys)
+
+    def _compressor(self, scope: Scope, compression: Compression, size: int, rows: str, state: str) -> Compressor:
+        ape = scope.parameter("position_bias", compression.ratio, compression.series * size, dtype=torch.float32)
+        weight = scope.parameter("kv_norm.weight", size, dtype=torch.float32)
+        return Compressor(self, rows, state, ape, weight, self._eps, self._cos_sin)
+
+    def mix(self, hidden: Tensor, batch: ForwardBatch, backend: DeepseekV4AttnBackend) -> Tensor:
+        """[T, H] to [T, H]."""
+        given, kernels, positions = self.projections, backend.kernels, batch.positions
+        latent = given.latent(hidden)
+        q = given.queries(latent).unflatten(1, (self.num_heads, self.head_dim))
+        q = kernels.rope_tail(q, positions, self._cos_sin, self._eps, False)
+        self._store(given.keys(hidden), batch, backend)
+        if self.compressor is not None and given.blocks is not None:
+            self.compressor(given.blocks(hidden), batch, backend)
+        if self.indexer is not None and given.index is not None:
+            index = given.index
+            self.indexer(index.queries(latent), index.weights(hidden), index.blocks(hidden), batch, backend)
+        out = backend.forward(q.flatten(1), None, None, self, batch)
+        out = out.unflatten(1, (self.num_heads, self.head_dim))
+        return given.output(kernels.rope_tail(out, positions, self._cos_sin, None, True).flatten(1))
+
+    def _store(self, keys: Tensor, batch: ForwardBatch, backend: DeepseekV4AttnBackend) -> None:
+        _, plan = backend.planned(batch)
+        pool = backend.token_to_kv_pool
+        place = batch.positions, self._cos_sin, pool.rows(self.layer_id, WINDOW), plan.window_out
+        codec = pool.codec(self.layer_id, WINDOW)
+        backend.kernels.norm_rope_store(keys, self.kv_norm, self._eps, *place, codec)

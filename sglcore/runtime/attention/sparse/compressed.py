@@ -1,0 +1,188 @@
+"""DeepSeek-V4's attention: over the rows of a window, and over those of complete blocks, all or chosen ones. In the kernel
+table's entries, so for every device and in every graph.
+
+All that says which rows is worked out once for a forward, on the device, and shared by its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket
+from sglcore.runtime.attention.sparse.layer import SparseLayer
+from sglcore.runtime.attention.sparse.tokens import Paged, TokenRows, choose_rows
+from sglcore.runtime.memory.deepseek_v4 import BLOCKS, INDEX_KEYS, WINDOW, DeepSeekV4TokenToKVPool
+from sglcore.runtime.memory.rows import ROWS, KeptRows, Place
+
+if TYPE_CHECKING:
+    from sglcore.runtime.attention.layer import Attention
+    from sglcore.runtime.forward_batch import ForwardBatch
+
+COMPRESSED = "compressed"
+"""What layers ask of this backend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """The blocks that a forward completes, as the kernel table's `compress_plan` has them: int32 reads [N, span],
+    block_positions [N], out_rows [N] and writes [T]."""
+
+    reads: Tensor
+    block_positions: Tensor
+    out_rows: Tensor
+    writes: Tensor
+
+    @classmethod
+    def empty(cls, count: int, span: int, num_tokens: int, device: torch.device) -> Completed:
+        """Room for `count` blocks."""
+        sizes = (count, span), (count,), (count,), (num_tokens,)
+        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
+
+
+@dataclass(slots=True)
+class CompressedPlan(AttentionPlan):
+    """`window` int32 [T, W]: the rows that each token's window has; `window_out` int [T]: where its own goes. By the ratios of
+    those who see all: `blocks` int32 [T, X]. By ratio and span: `completed`. `chosen` int32 [T, K] are the blocks
+    that the last indexer to run chose."""
+
+    tokens: TokenRows
+    window: Tensor
+    window_out: Tensor
+    blocks: Mapping[int, Tensor]
+    completed: Mapping[tuple[int, int], Completed]
+    chosen: Tensor | None = None
+
+
+class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
+    """Layers store the rows of a window themselves, `Compressor` those of blocks."""
+
+    facts = AttentionFacts(features=frozenset({COMPRESSED, "capture", "mixed"}), takes_stored=True, layouts=(ROWS,))
+    token_to_kv_pool: DeepSeekV4TokenToKVPool
+
+    def plan(self, batch: ForwardBatch) -> CompressedPlan:
+        """On the device, by as many operations for any batch; the host's lengths bound what is made."""
+        tokens = TokenRows.of(batch, self._most)
+        counts = {kept.ratio: _most_completed(batch, kept.ratio) for kept in self.token_to_kv_pool.states}
+        window_out = self._window_out(batch)
+        plan = self._empty(tokens, counts, window_out)
+        self._fill(plan, batch)
+        return plan
+
+    def capture_plan(self, bucket: Bucket) -> CompressedPlan:
+        """As many rows as there can be."""
+        device = self.req_to_token_pool.page_table.device
+        tokens = TokenRows.empty(bucket.num_tokens, self._most, device)
+        states = self.token_to_kv_pool.states
+        counts = {kept.ratio: most_completed(bucket.num_tokens, bucket.batch_size, kept.ratio) for kept in states}
+        return self._empty(tokens, counts, torch.zeros_like(tokens.slots, dtype=torch.int64))
+
+    def refresh(self, plan: CompressedPlan, batch: ForwardBatch) -> None:
+        """In place."""
+        plan.tokens.copy_(TokenRows.of(batch, self._most))
+        plan.window_out.copy_(self._window_out(batch))
+        self._fill(plan, batch)
+
+    def choose(self, q: Tensor, weights: Tensor, layer: SparseLayer, batch: ForwardBatch) -> None:
+        """The `top_k` complete blocks of each token's request that an indexer scores highest, by q [T, H, D] and weights [T, H]:
+        attention of this layer is over them. All where there are no more."""
+        _, plan = self.planned(batch)
+        pool, tokens, kept = self.token_to_kv_pool, plan.tokens, layer.rows[INDEX_KEYS]
+        keys, codec = pool.rows(layer.layer_id, INDEX_KEYS), pool.codec(layer.layer_id, INDEX_KEYS)
+        lens, count, most = tokens.lens // kept.ratio, kept.count(pool.page_size), tokens.most // kept.ratio
+        paged = Paged(self.req_to_token_pool.page_table, tokens.slots, lens, count, most)
+        plan.chosen = choose_rows(self.kernels, q, weights, keys, codec, paged, layer.top_k)
+
+    def attend(self, q: Tensor, layer: Attention, batch: ForwardBatch, plan: CompressedPlan) -> Tensor:
+        """q [T, heads * head_dim] to the same."""
+        assert isinstance(layer, SparseLayer)
+        pool, rows, blocks = self.token_to_kv_pool, None, layer.rows.get(BLOCKS)
+        if blocks is not None:
+            rows = pool.rows(layer.layer_id, BLOCKS)
+        chosen = None if blocks is None else plan.chosen if layer.top_k else plan.blocks[blocks.ratio]
+        window, codec = pool.rows(layer.layer_id, WINDOW), pool.codec(layer.layer_id, WINDOW)
+        q = q.view(q.shape[0], layer.num_heads, layer.head_dim)
+        given = window, plan.window, rows, chosen, layer.sinks, layer.scaling, layer.value_size, codec
+        return self.kernels.sparse_mqa(q, *given).flatten(1)
+
+    @property
+    def _most(self) -> int:
+        """Tokens of a request."""
+        return self.req_to_token_pool.max_pages * self.token_to_kv_pool.page_size
+
+    def _window_out(self, batch: ForwardBatch) -> Tensor:
+        found = batch.out_cache_loc if self.token_to_kv_pool.window_table is None else batch.window_cache_loc
+        assert found is not None
+        return found
+
+    def _empty(self, tokens: TokenRows, counts: Mapping[int, int], window_out: Tensor) -> CompressedPlan:
+        """A plan whose lists hold nothing; `counts` are of blocks that are completed, by ratio."""
+        pool, size, device = self.token_to_kv_pool, len(tokens.slots), tokens.slots.device
+        (width,) = (each for each in self.shape.windows if each is not None)
+        window = torch.empty(size, width, dtype=torch.int32, device=device)
+        blocks = {
+            ratio: torch.empty(size, tokens.most // ratio, dtype=torch.int32, device=device)
+            for ratio in pool.listed_ratios
+        }
+        completed = {
+            (kept.ratio, kept.span): Completed.empty(counts[kept.ratio], kept.span, size, device)
+            for kept in pool.states
+        }
+        return CompressedPlan(self, self.generation, tokens, window, window_out, blocks, completed)
+
+    def _fill(self, plan: CompressedPlan, batch: ForwardBatch) -> None:
+        pool, kernels, slots = self.token_to_kv_pool, self.kernels, plan.tokens.slots
+        table, size, positions = self.req_to_token_pool.page_table, pool.page_size, batch.positions
+        window_table, window_positions = table, positions
+        if pool.window_table is not None:
+            assert batch.window_positions is not None
+            window_table, window_positions = pool.window_table.page_table, batch.window_positions
+        kernels.window_rows(window_table, slots, window_positions, plan.window.shape[1], size, plan.window)
+        for ratio, out in plan.blocks.items():
+            kernels.block_rows(table, slots, positions, ratio, size, out)
+        for kept in pool.states:
+            self._fill_completed(plan.completed[kept.ratio, kept.span], kept, slots, batch)
+
+    def _fill_completed(self, out: Completed, kept: KeptRows, slots: Tensor, batch: ForwardBatch) -> None:
+        """The state's pages are the window's, from the first that a request still has."""
+        pool, table, offsets = self.token_to_kv_pool, self.req_to_token_pool.page_table, None
+        state_table = None if kept.place is Place.SLOTS else table
+        if state_table is not None and pool.window_table is not None:
+            assert batch.window_seq_lens is not None
+            state_table, offsets = pool.window_table.page_table, batch.seq_lens - batch.window_seq_lens
+        self.kernels.compress_plan(
+            batch.req_pool_indices,
+            batch.seq_lens,
+            batch.extend_seq_lens,
+            batch.extend_start_loc,
+            slots,
+            batch.positions,
+            table,
+            state_table,
+            offsets,
+            pool.page_size,
+            kept.ratio,
+            kept.ring,
+            out.reads,
+            out.block_positions,
+            out.out_rows,
+            out.writes,
+        )
+
+
+def most_completed(num_tokens: int, batch_size: int, ratio: int) -> int:
+    """Blocks that so many tokens of so many requests can complete."""
+    return min(num_tokens, num_tokens // ratio + batch_size)
+
+
+def _most_completed(batch: ForwardBatch, ratio: int) -> int:
+    """Those of a batch, counted where the host knows its lengths."""
+    ends, lengths = batch.seq_lens_cpu, batch.extend_seq_lens_cpu
+    if ends is None:
+        return most_completed(batch.num_tokens, batch.batch_size, ratio)
+    begins = ends - (1 if lengths is None else lengths)
+    return int((ends // ratio - begins // ratio).sum())

@@ -1,0 +1,58 @@
+"""What DeepSeek-V4's attention keeps: a row of each token that the window sees, a row of each block of tokens, and what is not a
+block yet."""
+
+from __future__ import annotations
+
+import torch
+
+from sglcore.checkpoint.compressed import CompressedConfig, Compression
+from sglcore.runtime.memory.rows import BaseSWAKVPool, KeptRows, LayerRows, Place
+
+WINDOW, BLOCKS, STATE = "window", "blocks", "state"
+INDEX_KEYS, INDEX_STATE = "index_keys", "index_state"
+"""Names of rows: of tokens, of blocks and of what makes them; the last two are the indexer's."""
+
+
+def ring_size(ratio: int, span: int, drafts: int = 1) -> int:
+    """Tokens of which a ring keeps what blocks are made of: a power of two times `ratio`. `span` tokens make a block; a step that
+    brings `drafts` tokens, of which the first alone may stay, must leave what a block of the next step reads."""
+    size = ratio
+    while size < span + max(0, drafts - 2):
+        size *= 2
+    return size
+
+
+def kept_rows(net: CompressedConfig, compression: Compression | None, dtype: torch.dtype, drafts: int = 1) -> LayerRows:
+    """Those of one layer, computed in `dtype`; states are float32, values and gates side by side. The last block's tokens
+    belong to a page of the window where the next block takes them too, so that who goes on from a page has them; else to
+    the slot, because a page ends with a block."""
+    kept = {WINDOW: KeptRows(net.head_dim, dtype, Place.WINDOW_PAGES)}
+    if compression is None:
+        return kept
+    ratio, span, series = compression.ratio, compression.span, compression.series
+    place, ring = (Place.WINDOW_PAGES if series > 1 else Place.SLOTS), ring_size(ratio, span, drafts)
+
+    def state(size: int) -> KeptRows:
+        return KeptRows(2 * series * size, torch.float32, place, ratio, ring, span)
+
+    kept |= {BLOCKS: KeptRows(net.head_dim, dtype, ratio=ratio), STATE: state(net.head_dim)}
+    if compression.is_sparse:
+        kept |= {INDEX_KEYS: KeptRows(net.index_dim, dtype, ratio=ratio), INDEX_STATE: state(net.index_dim)}
+    return kept
+
+
+class DeepSeekV4TokenToKVPool(BaseSWAKVPool):
+    """Rows by the names above."""
+
+    @property
+    def states(self) -> tuple[KeptRows, ...]:
+        """What layers keep of tokens without a block, one for each kind of blocks."""
+        found = {(kept.ratio, kept.span): kept for layer in self.layers if (kept := layer.get(STATE)) is not None}
+        return tuple(found.values())
+
+    @property
+    def listed_ratios(self) -> tuple[int, ...]:
+        """Ratios of layers that see all blocks."""
+        return tuple(
+            dict.fromkeys(each[BLOCKS].ratio for each in self.layers if BLOCKS in each and INDEX_KEYS not in each)
+        )
