@@ -296,8 +296,10 @@ def _moe(values: Mapping[str, Any], layers: int) -> MoeConfig | None:
         return None
     step, dense = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers", ())
     first = values.get("first_k_dense_replace", 0)
+    sparse = ((layer + 1) % step == 0 and layer not in dense and layer >= first for layer in range(layers))
+    kinds = values.get("mlp_layer_types")
     return MoeConfig(
-        layers=tuple((layer + 1) % step == 0 and layer not in dense and layer >= first for layer in range(layers)),
+        layers=tuple(sparse) if kinds is None else tuple(kind != "dense" for kind in kinds),
         num_experts=experts,
         experts_per_token=values.get("num_experts_per_tok", 8),
         intermediate_size=size,
@@ -325,11 +327,16 @@ def _check(config: ModelConfig) -> None:
         raise ConfigError(
             f"{config.path / 'config.json'} rotates {rotated} elements of a head", wanted="an even number"
         )
-    if len(config.sliding_windows) != config.num_hidden_layers:
-        raise ConfigError(
-            f"{config.path / 'config.json'} has {len(config.sliding_windows)} layer_types",
-            wanted=f"{config.num_hidden_layers}, one for each layer",
-        )
+    layers = config.num_hidden_layers
+    each = {
+        "layer_types": config.sliding_windows,
+        "mlp_layer_types": (True,) * layers if config.moe is None else config.moe.layers,
+    }
+    for name, found in each.items():
+        if len(found) != layers:
+            raise ConfigError(
+                f"{config.path / 'config.json'} has {len(found)} {name}", wanted=f"{layers}, one for each layer"
+            )
 
 
 def _check_kinds(config: ModelConfig) -> None:

@@ -62,9 +62,60 @@ _DEEPSEEK_V4: Mapping[str, Any] = MappingProxyType(
         "swiglu_limit": 10.0,
     }
 )
+_LATENT: Mapping[str, Any] = MappingProxyType(
+    {
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_shared_experts": 1,
+    }
+)
+_DEEPSEEK3: Mapping[str, Any] = MappingProxyType(
+    {
+        **_LATENT,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+    }
+)
+_GLM_LATENT: Mapping[str, Any] = MappingProxyType(
+    {
+        **_DEEPSEEK3,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "n_group": 1,
+        "topk_group": 1,
+        "rms_norm_eps": 1e-5,
+    }
+)
+_INDEXER: Mapping[str, Any] = MappingProxyType({"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64})
 DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
+        "DeepseekV2ForCausalLM": MappingProxyType(
+            {**_LATENT, "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407}
+        ),
+        "DeepseekV3ForCausalLM": _DEEPSEEK3,
+        "DeepseekV32ForCausalLM": MappingProxyType({**_DEEPSEEK3, **_INDEXER}),
+        "Glm4MoeLiteForCausalLM": MappingProxyType(
+            {
+                **_GLM_LATENT,
+                "q_lora_rank": 768,
+                "n_routed_experts": 64,
+                "num_experts_per_tok": 4,
+                "moe_intermediate_size": 1536,
+                "routed_scaling_factor": 1.8,
+                "first_k_dense_replace": 1,
+            }
+        ),
         "DeepseekV4ForCausalLM": _DEEPSEEK_V4,
+        "GlmMoeDsaForCausalLM": MappingProxyType({**_GLM_LATENT, **_INDEXER, "q_lora_rank": 2048, "index_n_heads": 32}),
         "GemmaForCausalLM": MappingProxyType(
             {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16}
         ),

@@ -7,6 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 _LFM2: Mapping[str, str] = MappingProxyType({"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"})
+# What is rotated of a head is what the frequencies are of.
+_LATENT: Mapping[str, str] = MappingProxyType({"qk_rope_head_dim": "head_dim"})
 WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "DeepseekV4ForCausalLM": MappingProxyType(
@@ -16,6 +18,11 @@ WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "n_hash_layers": "num_hash_layers",
             }
         ),
+        "DeepseekV2ForCausalLM": _LATENT,
+        "DeepseekV3ForCausalLM": _LATENT,
+        "DeepseekV32ForCausalLM": _LATENT,
+        "Glm4MoeLiteForCausalLM": _LATENT,
+        "GlmMoeDsaForCausalLM": _LATENT,
         "Lfm2ForCausalLM": MappingProxyType({**_LFM2, "block_ff_dim": "intermediate_size"}),
         "Lfm2MoeForCausalLM": MappingProxyType({**_LFM2, "num_dense_layers": "first_k_dense_replace"}),
         "NemotronHForCausalLM": MappingProxyType(
@@ -49,6 +56,9 @@ def renamed(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
         found |= _deepseek_v4_layers(values)
     if architecture == "NemotronHForCausalLM":
         found["num_hidden_layers"] = len({**values, **found}["layer_types"])
+    if architecture in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"):
+        kinds = values.get("layer_types", ())
+        found["layer_types"] = ["full_attention" if kind == "indexed_attention" else kind for kind in kinds]
     return found
 
 

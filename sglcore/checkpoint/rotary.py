@@ -52,10 +52,9 @@ def rotary_dim(config: ModelConfig) -> int:
     return int(config.head_dim * config.rope.partial)
 
 
-def halves_first(config: ModelConfig, heads: int) -> np.ndarray:
-    """int64 [heads * head_dim]: the rows of heads whose rotated pairs are neighbours, in the order in which the pairs are half of
-    the rotated part apart."""
-    size, turned = config.head_dim, rotary_dim(config)
+def halves_first(heads: int, size: int, turned: int) -> np.ndarray:
+    """int64 [heads * size]: the rows of heads, the first `turned` of each of which are pairs of neighbours, in the order in which the
+    pairs are half of that apart."""
     head = np.concatenate((np.arange(0, turned, 2), np.arange(1, turned, 2), np.arange(turned, size)))
     return (np.arange(heads)[:, None] * size + head).reshape(-1)
 

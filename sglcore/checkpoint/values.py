@@ -36,8 +36,9 @@ _NAMES: Mapping[Kind, str] = MappingProxyType(
             hidden_size vocab_size num_hidden_layers num_attention_heads num_key_value_heads max_position_embeddings
             decoder_sparse_step n_group topk_group sliding_window_pattern global_attn_every_n_layers
             full_attention_interval linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim
-            linear_conv_kernel_dim q_lora_rank o_groups o_lora_rank index_n_heads index_head_dim index_topk hc_mult
-            hc_sinkhorn_iters compress_rate_csa compress_rate_hca mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv mamba_expand""",
+            linear_conv_kernel_dim kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim o_groups o_lora_rank
+            index_n_heads index_head_dim index_topk hc_mult hc_sinkhorn_iters compress_rate_csa compress_rate_hca mamba_n_heads
+            mamba_n_groups mamba_d_state mamba_d_conv mamba_expand""",
         ("a whole number", _whole(0)): """
             num_experts_per_tok head_dim intermediate_size sliding_window local_attention max_window_layers first_k_dense_replace num_experts
             num_local_experts n_routed_experts n_shared_experts moe_intermediate_size shared_intermediate_size
@@ -53,11 +54,11 @@ _NAMES: Mapping[Kind, str] = MappingProxyType(
         ("a list of two limits", lambda value: isinstance(value, list) and len(value) == 2): "time_step_limit",
         ("true or false", lambda value: type(value) is bool): """
             tie_word_embeddings attention_bias qkv_bias mlp_bias use_sliding_window norm_topk_prob use_qk_norm
-            mamba_conv_bias mamba_proj_bias norm_bias classifier_bias truncate mrope_interleaved""",
+            mamba_conv_bias mamba_proj_bias norm_bias classifier_bias truncate mrope_interleaved rope_interleave""",
         ("a text", lambda value: type(value) is str): """
             model_type hidden_act hidden_activation rope_type type dtype torch_dtype position_embedding_type
-            hybrid_override_pattern scoring_func""",
-        ("a list of texts", _is_list_of(str)): "architectures layer_types mlp_layer_types",
+            hybrid_override_pattern topk_method scoring_func""",
+        ("a list of texts", _is_list_of(str)): "architectures layer_types mlp_layer_types indexer_types",
         ("a list of whole numbers", _is_list_of(int)): "mlp_only_layers mrope_section compress_ratios",
         ("a list of numbers", _is_list_of(int, float)): "long_factor short_factor",
         ("a JSON object", lambda value: isinstance(value, dict)): """

@@ -140,6 +140,14 @@ def sigmoid_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
         yield logits, torch.linspace(-0.07, 0.09, 16, device="cpu"), 5, groups, top_groups, normalize, 2.5
 
 
+def group_limited_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """All groups, and the best two of four; no two logits of a row are equal."""
+    for groups, top_groups in ((1, 1), (4, 2)):
+        ranks = [drawn.permutation(16) for _ in range(tokens)]
+        logits = (torch.stack(ranks).to(drawn.dtype) - 8) / 4 if ranks else drawn.values(0, 16)
+        yield logits, 5, groups, top_groups, 16.0
+
+
 def sqrtsoftplus_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """No two sums of a row are equal."""
     ranks = [drawn.permutation(16) for _ in range(tokens)]

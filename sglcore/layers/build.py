@@ -11,16 +11,26 @@ from torch import Tensor
 
 from sglcore.checkpoint.compressed import CompressedConfig, Compression
 from sglcore.checkpoint.config import EXPERT_PARTS, MoeConfig, RopeConfig
+from sglcore.checkpoint.latent import LatentConfig
 from sglcore.checkpoint.quantization import has_mxfp4_experts
 from sglcore.checkpoint.recurrent import DeltaNetConfig, Mamba2Config
-from sglcore.checkpoint.rotary import halves_first
+from sglcore.checkpoint.rotary import halves_first, rotary_dim
 from sglcore.device.errors import ConfigError
 from sglcore.layers.attention import AttentionLayer
 from sglcore.layers.hyper import HyperConnection, HyperHead
+from sglcore.layers.latent import LatentAttention, Projections
 from sglcore.layers.limited import LimitedMlp, LimitedMoe
 from sglcore.layers.linear import Embedding, GroupedLinear, Head, Linear, OrderedLinear, Softcap
 from sglcore.layers.mlp import GatedMlp
-from sglcore.layers.moe import ClampedMoe, Mxfp4Moe, Relu2Moe, SparseMoe
+from sglcore.layers.moe import (
+    ClampedMoe,
+    GroupLimitedRouting,
+    Mxfp4Moe,
+    Relu2Moe,
+    SigmoidRouting,
+    SoftmaxRouting,
+    SparseMoe,
+)
 from sglcore.layers.norm import LayerNorm, RMSNorm
 from sglcore.layers.recurrent import GatedDeltaNet, Mamba2, Rows, ShortConv
 from sglcore.layers.rotary import cos_sin_cache
@@ -44,8 +54,8 @@ class Build(Scope):
         """Several linear layers with one input as one product."""
         for name, size in parts:
             if name in interleaved:
-                order = torch.from_numpy(halves_first(self.config, size // self.config.head_dim))
-                self.weights.orders |= {f"{self.prefix}{name}.{kind}": order for kind in ("weight", "bias")}
+                head = self.config.head_dim
+                self.reorder(name, halves_first(size // head, head, rotary_dim(self.config)))
         return Linear(self, parts, inputs, bias)
 
     def ordered(
@@ -58,9 +68,9 @@ class Build(Scope):
         """A linear layer for each group of inputs."""
         return GroupedLinear(self.at(name), groups, inputs, outputs)
 
-    def norm(self, name: str, size: int, offset: float | None = None) -> RMSNorm:
+    def norm(self, name: str, size: int, offset: float | None = None, eps: float | None = None) -> RMSNorm:
         """Root mean square norm."""
-        return RMSNorm(self.at(name), size, self.config.rms_norm_eps, offset=offset)
+        return RMSNorm(self.at(name), size, self.config.rms_norm_eps if eps is None else eps, offset=offset)
 
     def layer_norm(self, name: str, size: int, eps: float, bias: bool = True) -> LayerNorm:
         """Layer norm."""
@@ -125,6 +135,12 @@ class Build(Scope):
         """A convolution between two gates."""
         return ShortConv(self, state_id, taps, projection, output, bias)
 
+    def latent_attention(
+        self, layer_id: int, rotary: Tensor, latent: LatentConfig, projections: Projections, output: Rows
+    ) -> LatentAttention:
+        """Latent attention."""
+        return LatentAttention(self, layer_id, rotary, latent, projections, output)
+
     def softcap(self, cap: float) -> Softcap:
         """cap * tanh(x / cap)."""
         return Softcap(self, cap)
@@ -143,7 +159,11 @@ class Build(Scope):
         is_sigmoid: bool = False,
     ) -> SparseMoe:
         """The sparse feed-forward block."""
-        return SparseMoe(self.at(name), moe, gate, parts, is_sigmoid)
+        return SparseMoe(self.at(name), moe, gate, parts, SigmoidRouting if is_sigmoid else SoftmaxRouting)
+
+    def group_limited_experts(self, name: str, moe: MoeConfig) -> SparseMoe:
+        """The sparse feed-forward block, whose experts are in groups."""
+        return SparseMoe(self.at(name), moe, "gate", EXPERT_PARTS, GroupLimitedRouting)
 
     def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> ClampedMoe | Mxfp4Moe:
         """The sparse feed-forward block with biases and a clamped gate, of codes where the kernels read them."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sglcore.checkpoint.config import EXPERT_PARTS, MoeConfig
+from sglcore.checkpoint.config import MoeConfig
 from sglcore.device.errors import ConfigError
 from sglcore.layers.linear import Linear
 from sglcore.layers.scope import Scope
@@ -27,12 +27,12 @@ class SparseMoe:
         self,
         build: Scope,
         moe: MoeConfig,
-        gate: str = "gate",
-        parts: Sequence[str] = EXPERT_PARTS,
-        is_sigmoid: bool = False,
+        gate: str,
+        parts: Sequence[str],
+        routing: Callable[[Scope, str, MoeConfig], Routing],
     ) -> None:
         """The names are those of `Build.experts`."""
-        self._route: Routing = (SigmoidRouting if is_sigmoid else SoftmaxRouting)(build, gate, moe)
+        self._route = routing(build, gate, moe)
         self.w13, self.w2 = expert_weights(build, moe, parts)
         choices = build.rows(moe.experts_per_token), build.indices(moe.experts_per_token)
         self._moe = build.kernel(KernelTable.moe, build.rows(build.config.hidden_size), *choices, self.w13, self.w2)
@@ -160,6 +160,24 @@ class SoftmaxRouting:
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """See `Routing`."""
         return self._route(self.gate(hidden), self._top_k, self._normalize)
+
+
+class GroupLimitedRouting:
+    """The largest of a softmax, in the groups of experts that have the largest, of logits in float32."""
+
+    __slots__ = ("_linear", "_route", "_rules", "weight")
+
+    def __init__(self, build: Scope, gate: str, moe: MoeConfig) -> None:
+        experts, hidden = moe.num_experts, build.config.hidden_size
+        self.weight = build.at(gate).parameter("weight", experts, hidden, dtype=torch.float32)
+        self._rules = moe.experts_per_token, moe.num_groups, moe.top_groups, moe.scale
+        self._linear = build.kernel(KernelTable.linear, build.rows(hidden).float(), self.weight, None)
+        self._route = build.kernel(KernelTable.group_limited_routing, build.rows(experts).float(), *self._rules)
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Routing`."""
+        weights, experts = self._route(self._linear(hidden.float(), self.weight, None), *self._rules)
+        return weights.to(hidden.dtype), experts
 
 
 class SigmoidRouting:

@@ -10,7 +10,9 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sglcore.checkpoint.config import ModelConfig
@@ -130,6 +132,11 @@ class Scope:
     def parameter(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Declare one weight, `prefix.name` in the checkpoint, of a dtype (None: the model's)."""
         return self.stacked(((name, shape[0]),), *shape[1:], dtype=dtype)
+
+    def reorder(self, name: str, order: NDArray[np.int64]) -> None:
+        """Row i of the weight and the bias of `prefix.name` is row order[i] of the checkpoint's."""
+        rows = torch.from_numpy(order)
+        self.weights.orders |= {f"{self.prefix}{name}.{kind}": rows for kind in ("weight", "bias")}
 
     def stacked(self, parts: Sequence[tuple[str, int]], *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Declare one weight whose rows are those of several: (name in the checkpoint, rows), in order."""

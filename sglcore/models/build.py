@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from sglcore.checkpoint.compressed import CompressedConfig, Compression
 from sglcore.checkpoint.config import EXPERT_PARTS, ModelConfig, MoeConfig, RopeConfig
+from sglcore.checkpoint.latent import LatentConfig
 from sglcore.checkpoint.recurrent import DeltaNetConfig, Mamba2Config
 from sglcore.device.errors import ConfigError
 
@@ -82,7 +83,8 @@ class Attention(Protocol):
         ...
 
     def __call__(self, qkv: Array, batch: Batch, /) -> Array:
-        """Queries, keys and values side by side, [T, (heads + 2 kv_heads) * head_dim], to [T, heads * head_dim]."""
+        """Queries, keys and values side by side, [T, (heads + 2 kv_heads) * head_dim], to [T, heads * head_dim]; or what its
+        kind says."""
         ...
 
 
@@ -150,6 +152,15 @@ class HyperHead(Protocol):
         ...
 
 
+class Projections(Protocol):
+    """What latent attention makes of its input."""
+
+    def __call__(self, hidden: Array, /) -> tuple[Array, Array, Array | None]:
+        """[T, H] to the queries of all heads [T, heads * query_dim], what is kept [T, width], and that of which the queries were
+        made [T, q_rank], None for plain ones."""
+        ...
+
+
 class Build(Protocol):
     """The scope in which a layer is built, and the kinds of layers that there are. `name` is a module of this scope, by the
     checkpoint's own name.
@@ -200,8 +211,8 @@ class Build(Protocol):
         after the other."""
         ...
 
-    def norm(self, name: str, size: int, offset: float | None = None) -> Norm:
-        """Root mean square norm with a weight and the configuration's epsilon. The normed row is cast before the product with
+    def norm(self, name: str, size: int, offset: float | None = None, eps: float | None = None) -> Norm:
+        """Root mean square norm with a weight and an epsilon, None: the configuration's. The normed row is cast before the product with
         the weight; with an `offset`, which is added to the weight, the product is in float32, and cast."""
         ...
 
@@ -266,6 +277,13 @@ class Build(Protocol):
         `projection` gives b, c and x."""
         ...
 
+    def latent_attention(
+        self, layer_id: int, rotary: Any, latent: LatentConfig, projections: Projections, output: Layer
+    ) -> Attention:
+        """Latent attention between projections, with the norm, `kv_b_proj` and the `indexer` of this scope: [T, H] to [T, H]. Rotated
+        pairs are neighbours."""
+        ...
+
     def softcap(self, cap: float) -> Layer:
         """cap * tanh(x / cap), of logits."""
         ...
@@ -287,6 +305,10 @@ class Build(Protocol):
         """The weighted sum of the experts that `gate` chooses for each token, by softmax, or by the sigmoid and a bias,
         `e_score_correction_bias`. `parts` are the projections of each of `experts`, or two, each for all experts in one weight:
         gate over up, and down."""
+        ...
+
+    def group_limited_experts(self, name: str, moe: MoeConfig) -> Layer:
+        """As `experts`, chosen by softmax of logits in float32, in the groups that have the largest."""
         ...
 
     def clamped_experts(self, name: str, moe: MoeConfig, alpha: float, limit: float) -> Layer:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
+        "DeepseekV2ForCausalLM": "sglcore.models.deepseek_v2:DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM": "sglcore.models.deepseek_v3:DeepseekV3ForCausalLM",
+        "DeepseekV32ForCausalLM": "sglcore.models.deepseek_v3:DeepseekV32ForCausalLM",
         "DeepseekV4ForCausalLM": "sglcore.models.deepseek_v4:DeepseekV4ForCausalLM",
         "GemmaForCausalLM": "sglcore.models.gemma:GemmaForCausalLM",
         "Gemma2ForCausalLM": "sglcore.models.gemma2:Gemma2ForCausalLM",
@@ -29,6 +32,8 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "GlmForCausalLM": "sglcore.models.glm:GlmForCausalLM",
         "Glm4ForCausalLM": "sglcore.models.glm4:Glm4ForCausalLM",
         "Glm4MoeForCausalLM": "sglcore.models.glm4_moe:Glm4MoeForCausalLM",
+        "Glm4MoeLiteForCausalLM": "sglcore.models.deepseek_v3:DeepseekV3ForCausalLM",
+        "GlmMoeDsaForCausalLM": "sglcore.models.deepseek_v3:GlmMoeDsaForCausalLM",
         "MixtralForCausalLM": "sglcore.models.mixtral:MixtralForCausalLM",
         "Qwen2MoeForCausalLM": "sglcore.models.qwen2_moe:Qwen2MoeForCausalLM",
         "MistralForCausalLM": "sglcore.models.mistral:MistralForCausalLM",

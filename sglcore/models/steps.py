@@ -11,11 +11,15 @@ from torch import Tensor
 
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.facts import Facts
+from sglcore.device.package import resolve
 from sglcore.models.build import Architecture
-from sglcore.runtime.attention.contract import AttentionShape
+from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.attention.reference import ReferenceAttention
+from sglcore.runtime.attention.selection import OF_ROWS, shape_of
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.memory.geometry import layer_shapes
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
+from sglcore.runtime.memory.rows import RowCounts, RowPool
 from sglcore.runtime.memory.states import StatePool
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
@@ -29,18 +33,11 @@ class Steps:
     """A model on the processor, with its runner. Slots 1 to 3 hold one sequence each; pages are handed out from the top, interleaved."""
 
     def __init__(self, model: Architecture, snapshots: int = 0) -> None:
-        layers = tuple((layer.num_kv_heads, layer.head_dim) for layer in model.attention_layers)
-        windows = tuple(dict.fromkeys(layer.sliding_window for layer in model.attention_layers))
-        encoder = model.config.is_encoder
-        shape = AttentionShape(
-            max((layer.num_heads for layer in model.attention_layers), default=1), layers, windows, encoder
-        )
-        table = ReqToTokenPool(SLOTS, CONTEXT, PAGE, "cpu")
-        cells = MHATokenToKVPool(SLOTS * CONTEXT // PAGE, PAGE, layers, model.dtype, "cpu", model.kernels)
+        encoder, table = model.config.is_encoder, ReqToTokenPool(SLOTS, CONTEXT, PAGE, "cpu")
         self.model = model
         self.runner = ModelRunner(
             model,
-            ReferenceAttention(shape, table, cells, model.kernels),
+            _attention(model, table),
             build_decode_registry(FACTS, None if encoder else table, max_bs=SLOTS),
             build_prefill_registry(FACTS, None if encoder else table, max_bs=SLOTS, max_num_tokens=CONTEXT),
             TokenTable(SLOTS, CONTEXT, "cpu"),
@@ -91,6 +88,19 @@ class Steps:
         wanted = -(-self._lens[slot] // PAGE) - self._pages[slot]
         self._pages[slot] += wanted
         return [self._free.pop() for _ in range(wanted)]
+
+
+def _attention(model: Architecture, table: ReqToTokenPool) -> AttentionBackend:
+    """The reference over cells; over rows of other forms the first backend that serves such layers."""
+    layers, pages = model.attention_layers, SLOTS * CONTEXT // PAGE
+    shape = shape_of(layers, model.config.is_encoder)
+    if any(layer.rows for layer in layers):
+        rows = RowPool([layer.rows for layer in layers], PAGE, RowCounts(pages, 0, SLOTS), "cpu", poison=True)
+        offered = (resolve(each) for each in OF_ROWS.values())
+        backend = next(each for each in offered if shape.features <= each.facts.features)
+        return backend(shape, table, rows, model.kernels)
+    cells = MHATokenToKVPool(pages, PAGE, layer_shapes(layers, lambda layer: True), model.dtype, "cpu", model.kernels)
+    return ReferenceAttention(shape, table, cells, model.kernels)
 
 
 def _ints(values: object) -> NDArray[np.int32]:

@@ -16,6 +16,7 @@ from sglcore.checkpoint.recurrent import FULL, layer_kinds, mamba2_config
 from sglcore.device.errors import ConfigError
 from sglcore.models.registry import ARCHITECTURES, model_class
 from tests.checkpoints import CAUSAL
+from tests.latent import LATENT
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -45,10 +46,11 @@ def epsilon(config: dict[str, Any]) -> float:
     return next(config[name] for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon") if name in config)
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", [*CAUSAL, *LATENT])
 def test_what_is_read_is_what_the_oracle_has(tmp_path, name: str) -> None:
-    oracle = CAUSAL[name]().config
-    oracle.architectures = [type(CAUSAL[name]()).__name__]
+    model = {**CAUSAL, **LATENT}[name]()
+    oracle = model.config
+    oracle.architectures = [type(model).__name__]
     oracle.save_pretrained(tmp_path)
     config = read_config(tmp_path)
     for field in (
@@ -301,8 +303,9 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(tmp_path, architectur
     given["hidden_size"] = 4096
     wanted = getattr(transformers, architecture).config_class(**given).to_dict()
     found = read(tmp_path, {"architectures": [architecture], **given})
-    assert found.num_key_value_heads == wanted["num_key_value_heads"]
-    assert found.head_dim == (wanted.get("head_dim") or 128)
+    # Heads that share a latent row have no number of keys.
+    assert found.num_key_value_heads == wanted["num_key_value_heads"] or "kv_lora_rank" in wanted
+    assert found.head_dim == (wanted.get("head_dim") or wanted.get("qk_rope_head_dim") or 128)
     assert found.rms_norm_eps == epsilon(wanted)
     assert found.tie_word_embeddings == wanted["tie_word_embeddings"]
     assert found.attention_bias == wanted.get("attention_bias", wanted.get("qkv_bias", False))
@@ -324,7 +327,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(tmp_path, architectur
     assert (found.moe and found.moe.num_experts) == experts
     if found.moe is not None:
         size = wanted.get("moe_intermediate_size", wanted.get("intermediate_size"))
-        assert (found.moe.experts_per_token, found.moe.intermediate_size) == (wanted["num_experts_per_tok"], size)
+        assert (found.moe.experts_per_token, found.moe.intermediate_size) == (wanted["num_experts_per_tok"] or 8, size)
         assert found.moe.normalize == wanted.get("norm_topk_prob", True)
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
@@ -134,6 +136,19 @@ def test_sigmoid_routing_is_glms(tokens: int) -> None:
     oracle.e_score_correction_bias.copy_(bias)
     logits = random(tokens, 16)
     weights, ids = TABLE.sigmoid_routing(logits, bias, 3, 4, 2, True, 2.5)
+    wanted = torch.zeros(tokens, 16).scatter_(1, oracle(logits)[2], oracle(logits)[1])
+    torch.testing.assert_close(torch.zeros(tokens, 16).scatter_(1, ids.long(), weights), wanted)
+
+
+@TOKENS
+@pytest.mark.parametrize("method", ["greedy", "group_limited_greedy"])
+def test_group_limited_routing_is_deepseeks(tokens: int, method: str) -> None:
+    rules = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5}
+    oracle = DeepseekV2TopkRouter(
+        DeepseekV2Config(n_routed_experts=16, hidden_size=16, num_attention_heads=4, topk_method=method, **rules)
+    )
+    oracle.weight.data, logits = torch.eye(16), random(tokens, 16)
+    weights, ids = TABLE.group_limited_routing(logits, 3, *((1, 1) if method == "greedy" else (4, 2)), 2.5)
     wanted = torch.zeros(tokens, 16).scatter_(1, oracle(logits)[2], oracle(logits)[1])
     torch.testing.assert_close(torch.zeros(tokens, 16).scatter_(1, ids.long(), weights), wanted)
 

@@ -29,6 +29,7 @@ from tests.checkpoints import (
     rope,
     save,
 )
+from tests.latent import LATENT
 from tests.models.steps import Steps, load
 
 TOLERANCE = 1e-4
@@ -40,10 +41,10 @@ def prompt(length: int, seed: int = 1) -> list[int]:
     return random.Random(seed).choices(range(97), k=length)
 
 
-@pytest.fixture(scope="module", params=CAUSAL)
+@pytest.fixture(scope="module", params=[*CAUSAL, *LATENT])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """An oracle, and our model of its checkpoint."""
-    oracle = CAUSAL[request.param]()
+    oracle = {**CAUSAL, **LATENT}[request.param]()
     return oracle, load(save(oracle, tmp_path_factory.mktemp("model")), max_positions=64)
 
 

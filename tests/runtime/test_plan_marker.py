@@ -23,11 +23,11 @@ PROMPT, OTHER = random_tokens(1, 4), random_tokens(2, 4)
 class CountingAttention(ReferenceAttention):
     """Counts what is planned."""
 
-    planned = 0
+    plans = 0
 
     def plan(self, batch: ForwardBatch) -> ReferencePlan:
         """One more."""
-        self.planned += 1
+        self.plans += 1
         return super().plan(batch)
 
 
@@ -137,14 +137,14 @@ def test_the_children_of_a_planned_batch_start_unmarked(equivalent: bool) -> Non
 def plans_of(runner: type[ModelRunner], kind: str | None = None) -> tuple[int, Tensor | None, Site]:
     """How often a planned batch is planned again by a forward, after a drift; None if it was refused."""
     site, batch = ready(runner=runner)
-    before = site.attention.planned  # pyright: ignore[reportAttributeAccessIssue]
+    before = site.attention.plans  # pyright: ignore[reportAttributeAccessIssue]
     if kind is not None:
         batch, _ = drift(site, batch, kind)
     try:
         hidden = site.runner.run_eager(batch)
     except StalePlanError:
         hidden = None
-    return site.attention.planned - before, hidden, site  # pyright: ignore[reportAttributeAccessIssue]
+    return site.attention.plans - before, hidden, site  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_the_runner_honours_a_plan_that_is_ready() -> None:

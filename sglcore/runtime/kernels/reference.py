@@ -155,6 +155,18 @@ def sigmoid_routing(
     return (weights * scale).to(logits.dtype), ids.to(torch.int32)
 
 
+def group_limited_routing(logits: Tensor, k: int, groups: int, top_groups: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Routing to experts on few devices (DeepSeek-V2, section 2.2.2): the groups with the best, then the best in them."""
+    scores, (tokens, experts) = torch.softmax(logits.float(), dim=-1), logits.shape
+    grouped = scores.view(tokens, groups, experts // groups)
+    if top_groups < groups:
+        best = grouped.amax(dim=-1).topk(top_groups, dim=-1)[1]
+        left = torch.ones(tokens, groups, dtype=torch.bool, device=logits.device).scatter_(1, best, False)
+        grouped = grouped.masked_fill(left.unsqueeze(-1), -torch.inf)
+    weights, ids = grouped.view(tokens, experts).topk(k, dim=-1)
+    return (weights * scale).to(logits.dtype), ids.to(torch.int32)
+
+
 def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     """Every expert runs on every token, and what was not chosen is masked: no shape depends on the routing."""
 

@@ -119,6 +119,11 @@ class KernelTable(SparseKernels):
     The K largest of sigmoid(logits) + bias, largest first, in the `top_groups` groups of E / groups neighbours whose two largest
     have the largest sums. Weights are sigmoid(logits); `normalize` divides them by their sum; times `scale`.
     """
+    group_limited_routing = entry(reference.group_limited_routing)
+    """`group_limited_routing(logits [T, E], K, groups, top_groups, scale) -> (weights [T, K] of logits' dtype, ids int32 or int64
+    [T, K])`: the K largest of softmax(logits) in float32, largest first, in the `top_groups` groups of E / groups neighbours that have
+    the largest; times `scale`.
+    """
     moe = entry(reference.moe)
     """`moe(hidden [T, H], weights [T, K], ids int [T, K], w13 [E, 2 * I, H], w2 [E, H, I]) -> [T, H]`.
 

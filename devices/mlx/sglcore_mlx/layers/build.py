@@ -33,9 +33,9 @@ from sglcore_mlx.layers.scope import Scope
 class Build(Scope):
     """The scope in which a layer is built, and the layers themselves; those over single weights are the scope's."""
 
-    def norm(self, name: str, size: int, offset: float | None = None) -> RMSNorm:
+    def norm(self, name: str, size: int, offset: float | None = None, eps: float | None = None) -> RMSNorm:
         """Root mean square norm."""
-        return RMSNorm(self.at(name), size, self.config.rms_norm_eps, offset)
+        return RMSNorm(self.at(name), size, self.config.rms_norm_eps if eps is None else eps, offset)
 
     def layer_norm(self, name: str, size: int, eps: float, bias: bool = True) -> LayerNorm:
         """Layer norm."""

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from sglcore.checkpoint.config import ModelConfig
-from sglcore.checkpoint.rotary import halves_first
+from sglcore.checkpoint.rotary import halves_first, rotary_dim
 from sglcore_mlx.layers.linear import (
     MIN_SPLIT,
     Embedding,
@@ -160,9 +160,10 @@ class Scope:
 
     def _order(self, parts: Sequence[tuple[str, int]], interleaved: Sequence[str]) -> mx.array:
         """int32 [outputs]: where each row of the joined parts is among those of the checkpoint."""
-        rows, first = [], 0
+        rows, first, head = [], 0, self.config.head_dim
         for name, size in parts:
-            own = halves_first(self.config, size // self.config.head_dim) if name in interleaved else np.arange(size)
+            is_paired = name in interleaved
+            own = halves_first(size // head, head, rotary_dim(self.config)) if is_paired else np.arange(size)
             rows.append(own + first)
             first += size
         return mx.array(np.concatenate(rows).astype(np.int32))

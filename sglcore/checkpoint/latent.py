@@ -1,0 +1,120 @@
+"""What a configuration says of latent attention: queries and keys of low rank, and which of the tokens before a query sees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from sglcore.checkpoint.config import ModelConfig
+from sglcore.device.errors import ConfigError
+
+FULL, SHARED = "full", "shared"
+INNER_EPS = 1e-6
+"""Of the norms of the low ranks, whatever the configuration's is."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): every token keeps `kv_rank` elements, of which each head makes its
+    key and its value, and `rope_dim` rotated ones that all heads share. `q_rank` is that of the queries, 0 for plain ones;
+    `scaling` is what scores are multiplied with.
+
+    A query sees the `top_k` tokens that an indexer chooses, of `index_heads` heads of `index_dim` (DeepSeek-V3.2); 0: all of
+    them. `indexers` has one entry a layer: FULL, or SHARED for what sees the choice of the layer before. `is_paired`: what the
+    indexer rotates are neighbours, else halves apart.
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    scaling: float
+    top_k: int = 0
+    index_heads: int = 0
+    index_dim: int = 0
+    indexers: tuple[str, ...] = ()
+    is_paired: bool = False
+
+    @property
+    def query_dim(self) -> int:
+        """Of a head."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def width(self) -> int:
+        """What a token keeps in a layer, beside what its indexer does."""
+        return self.kv_rank + self.rope_dim
+
+
+def latent_config(config: ModelConfig, wanted: Mapping[str, Any]) -> LatentConfig:
+    """Without an indexer. `wanted` has what some words must say if they say anything; raises `ConfigError` for another."""
+    words = config.words
+    for name, value in {**wanted, "rope_interleave": True, "moe_layer_freq": 1}.items():
+        if words.get(name, value) != value:
+            raise _unfit(config, name, words[name], repr(value))
+    if any(config.sliding_windows):
+        raise _unfit(config, "sliding_window", words["sliding_window"], "none beside latent attention")
+    return LatentConfig(
+        # A written null means none.
+        q_rank=config.raw.get("q_lora_rank", words["q_lora_rank"]) or 0,
+        kv_rank=words["kv_lora_rank"],
+        nope_dim=words["qk_nope_head_dim"],
+        rope_dim=words["qk_rope_head_dim"],
+        value_dim=words["v_head_dim"],
+        scaling=_scaling(config),
+    )
+
+
+def _scaling(config: ModelConfig) -> float:
+    """Of the query's size, and of how far YaRN stretches (Peng et al. 2023, section 3.4)."""
+    words, rope = config.words, config.rope
+    scaling = (words["qk_nope_head_dim"] + words["qk_rope_head_dim"]) ** -0.5
+    weight, factor = rope.scaling.get("mscale_all_dim"), rope.scaling.get("factor") or 1.0
+    if rope.kind == "default" or not weight or factor <= 1:
+        return scaling
+    return scaling * (0.1 * weight * math.log(factor) + 1.0) ** 2
+
+
+def with_indexer(config: ModelConfig, latent: LatentConfig, is_paired: bool) -> LatentConfig:
+    """The same with the configuration's indexer. Raises `ConfigError` for one that does not fit."""
+    words, layers = config.words, config.num_hidden_layers
+    if words["index_head_dim"] < latent.rope_dim:
+        raise _unfit(
+            config, "index_head_dim", words["index_head_dim"], f"qk_rope_head_dim, {latent.rope_dim}, at least"
+        )
+    if not latent.q_rank:
+        raise _unfit(config, "q_lora_rank", None, "a rank, of which the indexer makes its queries")
+    kinds = words.get("indexer_types") or _pattern(words, layers)
+    if len(kinds) != layers or kinds[0] != FULL or not {*kinds} <= {FULL, SHARED}:
+        raise _unfit(config, "indexer_types", list(kinds), f"{layers}, each {FULL!r} or {SHARED!r}, the first {FULL!r}")
+    return replace(
+        latent,
+        top_k=words["index_topk"],
+        index_heads=words["index_n_heads"],
+        index_dim=words["index_head_dim"],
+        indexers=tuple(kinds),
+        is_paired=is_paired,
+    )
+
+
+_LETTERS: Mapping[str, str] = MappingProxyType({"F": FULL, "S": SHARED})
+
+
+def _pattern(words: Mapping[str, Any], layers: int) -> list[str]:
+    """What the words for every so many layers mean: a letter for each, or from which layer on each how many-th has its own."""
+    if pattern := words.get("index_topk_pattern"):
+        return [_LETTERS.get(each, each) for each in pattern]
+    every, first = max(words.get("index_topk_freq", 1), 1), words.get("index_skip_topk_offset", 2)
+    return [SHARED if max(layer - first + 1, 0) % every else FULL for layer in range(layers)]
+
+
+def _unfit(config: ModelConfig, name: str, value: object, wanted: str) -> ConfigError:
+    return ConfigError(
+        f"{config.path / 'config.json'} has {name} = {value!r:.80}",
+        wanted=wanted,
+        remedy="try --model-impl transformers, or use another checkpoint",
+    )

@@ -1,0 +1,125 @@
+"""Latent attention in its absorbed form: the product that makes keys of what a token keeps goes to the queries, the one that makes
+values to the result (DeepSeek-V2, section 2.1.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sglcore.checkpoint.latent import FULL, INNER_EPS, LatentConfig
+from sglcore.checkpoint.rotary import halves_first
+from sglcore.layers.linear import Linear
+from sglcore.layers.scope import Scope
+from sglcore.runtime.attention.sparse.latent import INDEX_KEYS, LATENT, DeepseekSparseAttnBackend
+from sglcore.runtime.attention.sparse.layer import SparseLayer
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.memory.rows import KeptRows
+
+Rows = Callable[[Tensor], Tensor]
+"""A function of rows."""
+Projections = Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]
+"""As `models/build.py` has it."""
+
+
+class LatentAttention(SparseLayer):
+    """Attention over one row a token, which all heads share; with an indexer, over those rows that it chooses."""
+
+    def __init__(
+        self, build: Scope, layer_id: int, rotary: Tensor, latent: LatentConfig, projections: Projections, output: Rows
+    ) -> None:
+        """`rotary` is what `cos_sin_cache` gives."""
+        heads, rank, nope = build.config.num_attention_heads, latent.kv_rank, latent.nope_dim
+        rows = {LATENT: KeptRows(latent.width, build.dtype)}
+        has_indexer = latent.top_k > 0 and latent.indexers[layer_id] == FULL
+        if has_indexer:
+            rows[INDEX_KEYS] = KeptRows(latent.index_dim, build.dtype)
+        super().__init__(
+            layer_id,
+            heads,
+            latent.width,
+            rows,
+            LATENT,
+            scaling=latent.scaling,
+            value_size=rank,
+            top_k=latent.top_k,
+        )
+        self.projections, self.output = projections, output
+        self.norm = build.parameter("kv_a_layernorm.weight", rank, dtype=torch.float32)
+        both = build.parameter("kv_b_proj.weight", heads * (nope + latent.value_dim), rank)
+        both = both.view(heads, nope + latent.value_dim, rank)
+        self.to_keys, self.to_values = both[:, :nope].transpose(1, 2), both[:, nope:]
+        self.indexer = Indexer(build.at("indexer"), layer_id, rotary, latent) if has_indexer else None
+        self._cos_sin, self._latent = rotary, latent
+        self._choose(build)
+
+    def _choose(self, build: Scope) -> None:
+        heads, latent = self.num_heads, self._latent
+        query, positions = build.rows(heads, latent.query_dim), build.indices()
+        self._turn = build.kernel(KernelTable.rope_tail, query, positions, self._cos_sin, None, False)
+        row = build.rows(latent.width)
+        stored = positions, self._cos_sin, row, build.indices(dtype=build.index_dtype), None
+        self._store = build.kernel(KernelTable.norm_rope_store, row, self.norm, INNER_EPS, *stored)
+        self._keys = build.kernel(KernelTable.grouped_linear, build.rows(heads, latent.nope_dim), self.to_keys)
+        self._values = build.kernel(KernelTable.grouped_linear, build.rows(heads, latent.kv_rank), self.to_values)
+
+    def mix(self, hidden: Tensor, batch: ForwardBatch, backend: DeepseekSparseAttnBackend) -> Tensor:
+        """hidden [T, H] to [T, H]."""
+        latent, tokens = self._latent, hidden.shape[0]
+        queries, kept, inner = self.projections(hidden)
+        rows, places = backend.token_to_kv_pool.rows(self.layer_id, LATENT), batch.out_cache_loc
+        assert places is not None
+        self._store(kept, self.norm, INNER_EPS, batch.positions, self._cos_sin, rows, places, None)
+        if self.indexer is not None and inner is not None:
+            self.indexer(hidden, inner, batch, self, backend)
+        queries = queries.view(tokens, self.num_heads, latent.query_dim)
+        queries = self._turn(queries, batch.positions, self._cos_sin, None, False)
+        keyed = self._keys(queries[..., : latent.nope_dim], self.to_keys)
+        queries = torch.cat((keyed, queries[..., latent.nope_dim :]), dim=-1)
+        mixed = backend.forward(queries.flatten(1), None, None, self, batch)
+        mixed = mixed.view(tokens, self.num_heads, latent.kv_rank)
+        return self.output(self._values(mixed, self.to_values).flatten(1))
+
+
+class Indexer:
+    """What chooses the rows that a query sees, by few small heads (DeepSeek-V3.2, section 2.1)."""
+
+    def __init__(self, build: Scope, layer_id: int, rotary: Tensor, latent: LatentConfig) -> None:
+        heads, size, hidden = latent.index_heads, latent.index_dim, build.config.hidden_size
+        self.wq_b = Linear(build, (("wq_b", heads * size),), latent.q_rank)
+        self.wk = Linear(build, (("wk", size),), hidden)
+        scope, dtype = build.at("k_norm"), torch.float32
+        self.norm = scope.parameter("weight", size, dtype=dtype), scope.parameter("bias", size, dtype=dtype)
+        self.weights_proj = build.parameter("weights_proj.weight", heads, hidden, dtype=torch.float32)
+        if latent.is_paired:
+            for name, count in (("wq_b", heads), ("wk", 1), ("k_norm", 1)):
+                build.reorder(name, halves_first(count, size, latent.rope_dim))
+        self._cos_sin, self._shape = rotary, (heads, size)
+        self._weigh = build.kernel(KernelTable.linear, build.rows(hidden).float(), self.weights_proj, None)
+        turned = build.rows(heads * size), build.rows(size), build.indices(), rotary, size
+        self._turn = build.kernel(KernelTable.rotary, *turned)
+        key = build.rows(size)
+        stored = build.indices(), rotary, key, build.indices(dtype=build.index_dtype), None
+        self._store = build.kernel(KernelTable.index_key_store, key, *self.norm, INNER_EPS, *stored)
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        inner: Tensor,
+        batch: ForwardBatch,
+        layer: LatentAttention,
+        backend: DeepseekSparseAttnBackend,
+    ) -> None:
+        """Store the keys of hidden [T, H], and choose by queries of inner [T, q_rank] what the batch's tokens see."""
+        (heads, size), tokens = self._shape, hidden.shape[0]
+        rows, places = backend.token_to_kv_pool.rows(layer.layer_id, INDEX_KEYS), batch.out_cache_loc
+        assert places is not None
+        weight, bias = self.norm
+        self._store(self.wk(hidden), weight, bias, INNER_EPS, batch.positions, self._cos_sin, rows, places, None)
+        queries = self.wq_b(inner)
+        # The entry turns keys too, of which there are none here.
+        queries, _ = self._turn(queries, queries[:, :size], batch.positions, self._cos_sin, size)
+        weights = self._weigh(hidden.float(), self.weights_proj, None)
+        backend.choose(queries.view(tokens, heads, size), weights, layer, batch)

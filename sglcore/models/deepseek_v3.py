@@ -1,0 +1,36 @@
+"""DeepSeek-V3, with its indexer V3.2, and GLM's models of the same parts: latent attention, and experts chosen by sigmoids with
+a bias, beside a block that every token passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from sglcore.checkpoint.latent import LatentConfig, with_indexer
+from sglcore.models.build import Build, Layer
+from sglcore.models.deepseek_v2 import DeepseekV2ForCausalLM
+
+
+class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
+    """Also Kimi K2 and GLM-4.7-Flash."""
+
+    wanted: ClassVar[Mapping[str, Any]] = MappingProxyType({"scoring_func": "sigmoid", "topk_method": "noaux_tc"})
+
+    def make_experts(self, build: Build) -> Layer:
+        return build.experts("mlp", self.moe, is_sigmoid=True)
+
+
+class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
+    """A query sees the tokens that an indexer chooses. `is_paired` is that of `LatentConfig`."""
+
+    is_paired: ClassVar[bool] = False
+
+    def make_latent(self, build: Build) -> LatentConfig:
+        return with_indexer(build.config, super().make_latent(build), self.is_paired)
+
+
+class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
+    """GLM-5, some of whose layers see what the layer before saw."""
+
+    is_paired: ClassVar[bool] = True

@@ -1,0 +1,105 @@
+"""Tiny random checkpoints with latent attention, saved by transformers, which is the oracle of whoever loads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import transformers
+
+from tests.checkpoints import Oracle, rope
+
+YARN = rope("yarn", factor=40.0, original_max_position_embeddings=256, mscale=1.0, mscale_all_dim=1.0)
+SIZES: Mapping[str, Any] = MappingProxyType(
+    {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 72,
+        "moe_intermediate_size": 20,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 48,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 20,
+        "v_head_dim": 12,
+        "max_position_embeddings": 4096,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **YARN,
+    }
+)
+"""No two parts of a head are of one size, so that a swapped one shows."""
+INDEXER: Mapping[str, Any] = MappingProxyType({"index_topk": 16, "index_head_dim": 32, "index_n_heads": 16})
+"""Of 16 heads: the sum of few rectified ones is 0 often, and of equals no order is right."""
+
+
+def make_oracle(config: Oracle, architecture: str, seed: int = 0) -> Oracle:
+    """In float32. Every weight has a part in what comes out, as large as the others'."""
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    model, generator = getattr(transformers, architecture)(config).eval(), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            noise = torch.randn(tensor.shape, generator=generator)
+            if tensor.dim() > 1:
+                tensor.copy_(noise / tensor.shape[-1] ** 0.5)
+            elif "norm" in name and name.endswith("weight"):
+                tensor.copy_(1 + 0.1 * noise)
+            elif name.endswith("bias"):
+                tensor.copy_(0.1 * noise)
+    return model
+
+
+def deepseek_v2(**changes: Any) -> Oracle:
+    """A DeepSeek-V2 whose experts are in groups."""
+    rules = {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7, "n_group": 4, "topk_group": 2}
+    return make_oracle(transformers.DeepseekV2Config(**{**SIZES, **rules, **changes}), "DeepseekV2ForCausalLM")
+
+
+def deepseek_v3(**changes: Any) -> Oracle:
+    """A DeepSeek-V3."""
+    return make_oracle(transformers.DeepseekV3Config(**{**SIZES, **changes}), "DeepseekV3ForCausalLM")
+
+
+def deepseek_v32(**changes: Any) -> Oracle:
+    """A DeepSeek-V3.2, whose tokens see 16."""
+    config = transformers.DeepseekV32Config(**{**SIZES, **INDEXER, **changes})
+    return make_oracle(config, "DeepseekV32ForCausalLM")
+
+
+def glm4_moe_lite(**changes: Any) -> Oracle:
+    """A GLM-4.7-Flash, whose inner norms have another epsilon than the others."""
+    sizes = {**SIZES, "n_group": 1, "rms_norm_eps": 1e-2, **rope("default")}
+    return make_oracle(transformers.Glm4MoeLiteConfig(**{**sizes, **changes}), "Glm4MoeLiteForCausalLM")
+
+
+def glm_moe_dsa(**changes: Any) -> Oracle:
+    """A GLM-5, the second of whose layers sees what the first did."""
+    sizes = {**SIZES, **INDEXER, "n_group": 1, **rope("default"), "indexer_types": ["full", "shared", "full"]}
+    return make_oracle(transformers.GlmMoeDsaConfig(**{**sizes, **changes}), "GlmMoeDsaForCausalLM")
+
+
+LATENT: Mapping[str, Callable[[], Oracle]] = MappingProxyType(
+    {
+        "deepseek-v2": deepseek_v2,
+        "deepseek-v2-lite": lambda: deepseek_v2(q_lora_rank=None, topk_method="greedy", routed_scaling_factor=1.0),
+        "deepseek-v3": deepseek_v3,
+        "deepseek-v3-biases-tied": lambda: deepseek_v3(attention_bias=True, tie_word_embeddings=True),
+        "deepseek-v3.2": deepseek_v32,
+        "deepseek-v3.2-sees-all": lambda: deepseek_v32(index_topk=64),
+        "glm4-moe-lite": glm4_moe_lite,
+        "glm-moe-dsa": glm_moe_dsa,
+    }
+)
+"""By name; each call makes one, seeded."""
