@@ -54,7 +54,6 @@ _DEEPSEEK_V4: Mapping[str, Any] = MappingProxyType(
         "hc_eps": 1e-6,
         "n_routed_experts": 256,
         "n_shared_experts": 1,
-        "moe_intermediate_size": 2048,
         "num_experts_per_tok": 6,
         "norm_topk_prob": True,
         "scoring_func": "sqrtsoftplus",

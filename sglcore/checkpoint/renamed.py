@@ -12,11 +12,7 @@ _LATENT: Mapping[str, str] = MappingProxyType({"qk_rope_head_dim": "head_dim"})
 WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "DeepseekV4ForCausalLM": MappingProxyType(
-            {
-                "moe_intermediate_size": "intermediate_size",
-                "window_size": "sliding_window",
-                "n_hash_layers": "num_hash_layers",
-            }
+            {"window_size": "sliding_window", "n_hash_layers": "num_hash_layers"}
         ),
         "DeepseekV2ForCausalLM": _LATENT,
         "DeepseekV3ForCausalLM": _LATENT,
@@ -63,10 +59,13 @@ def renamed(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _deepseek_v4_layers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """All layers have the window, whatever else some see. Where there is one rope, it is that of layers with more."""
+    """All layers have experts, and the window, whatever else some see. Where there is one rope, it is that of layers with more."""
     both = {**values.get("rope_parameters", {}), **values.get("rope_scaling", {})}
     partial = values.get("partial_rotary_factor", values.get("qk_rope_head_dim", 64) / values["head_dim"])
+    size = values.get("moe_intermediate_size", values.get("intermediate_size", 2048))
     return {
+        "intermediate_size": size,
+        "moe_intermediate_size": size,
         "layer_types": ["sliding_attention"] * values.get("num_hidden_layers", 0),
         "partial_rotary_factor": partial,
         "rope_parameters": both.get("main", {"rope_theta": values["rope_theta"]}),
