@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -137,3 +137,21 @@ def _write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor
     whole = {name: values.detach().contiguous().clone() for name, values in weights.items() if "inv_freq" not in name}
     save_file(whole, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def with_float8(folder: Path, block: int = 32) -> tuple[Path, Path]:
+    """Of a checkpoint by the published names: one whose projections are 8-bit floats with powers of two for each block, and one
+    with the values that these stand for."""
+    weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    floats, values = dict(weights), dict(weights)
+    for name, weight in weights.items():
+        if re.fullmatch(r".*\.(w[qo]_[ab]|w[123]|wkv|[eh]_proj)\.weight", name) and ".compressor." not in name:
+            parts = weight.unflatten(0, (-1, block)).unflatten(-1, (-1, block))
+            scale = torch.exp2(torch.ceil(torch.log2(parts.abs().amax((1, 3)) / 448)))
+            codes = (parts / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+            floats[name] = codes.flatten(2).flatten(0, 1)
+            floats[f"{name.removesuffix('weight')}scale"] = scale.to(torch.float8_e8m0fnu)
+            values[name] = (codes.float() * scale[:, None, :, None]).flatten(2).flatten(0, 1)
+    method = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [block, block], "scale_fmt": "ue8m0"}
+    coded = _write(folder / "float8", {**config, "quantization_config": method}, floats)
+    return coded, _write(folder / "values", config, values)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from sglcore.checkpoint.compressed import CompressedConfig, Compression, compressed_config
@@ -229,6 +230,10 @@ class DeepseekV4NextN(DeepseekV4ForCausalLM):
         begun = self.hc_head.begin(self.e_proj(self.enorm(self.embed_tokens.embed(batch))))
         before = self.h_proj(self.hnorm(streams.reshape(tokens * count, size)))
         return LayerState(begun + before.reshape(tokens, count, size), None, batch)
+
+
+NEXT_TOKEN: Mapping[str, str] = MappingProxyType({"DeepseekV4NextN": "sglcore.models.deepseek_v4:DeepseekV4NextN"})
+"""What to add to the registry for it: no checkpoint names it."""
 
 
 def next_token_config(config: ModelConfig) -> ModelConfig:

@@ -145,7 +145,7 @@ def _result(request: Request) -> Result:
     )
 
 
-def check_logprobs(results: Sequence[Result], oracle: Any) -> None:
+def check_logprobs(results: Sequence[Result], oracle: Any, tolerance: float = TOLERANCE) -> None:
     """Every log-probability is transformers' for the same text, within the tolerance."""
     for result in results:
         ids = result.prompt + result.tokens
@@ -153,10 +153,10 @@ def check_logprobs(results: Sequence[Result], oracle: Any) -> None:
             expected = oracle(torch.tensor([ids])).logits[0].log_softmax(-1)
         start = len(result.prompt)
         wanted = [float(expected[start + i - 1, token]) for i, token in enumerate(result.tokens)]
-        np.testing.assert_allclose(result.logprobs, wanted, atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(result.logprobs, wanted, atol=tolerance, rtol=0)
         if result.prompt_logprobs:
             wanted = [float(expected[i - 1, ids[i]]) for i in range(1, start)]
-            np.testing.assert_allclose(result.prompt_logprobs, wanted, atol=TOLERANCE, rtol=0)
+            np.testing.assert_allclose(result.prompt_logprobs, wanted, atol=tolerance, rtol=0)
 
 
 def check_greedy(results: Sequence[Result], oracle: Any) -> None:
