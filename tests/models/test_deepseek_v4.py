@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from sglcore.checkpoint.config import read_config
-from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.models.deepseek_v4 import NEXT_TOKEN, next_token_config
 from sglcore.models.loader import load_model
 from sglcore.runtime.kernels.table import KernelTable
