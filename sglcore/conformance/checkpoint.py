@@ -51,8 +51,10 @@ _HYBRID: Mapping[str, Any] = MappingProxyType(
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
         "linear_conv_kernel_dim": 4,
+        "rms_norm_eps": 1e-2,
     }
 )
+"""Its epsilon keeps the norms of small sums from making a rounding large."""
 MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "dense": MappingProxyType({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}),
@@ -103,7 +105,7 @@ def write_checkpoint(folder: Path, model: str, head_dim: int, seed: int = 0) -> 
         config = {**config, **_copy_tokenizer(folder)}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    weights = {name: _values(name, shape, generator) for name, shape in _shapes(config)}
+    weights = {name: _values(name, shape, generator, config) for name, shape in _shapes(config)}
     if model.startswith("spoiled"):
         weights["model.embed_tokens.weight"][0] = float("nan")
     save_file(weights, folder / "model.safetensors")
@@ -118,11 +120,12 @@ def _copy_tokenizer(folder: Path) -> dict[str, int]:
     return {"vocab_size": json.loads((demo / "config.json").read_text())["vocab_size"]}
 
 
-def _values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def _values(name: str, shape: tuple[int, ...], generator: torch.Generator, config: Mapping[str, Any]) -> Tensor:
     """Large enough that a wrong weight shows, small enough that a rounding does not."""
     drawn = torch.randn(shape, generator=generator, device="cpu")
     if "norm" in name:
-        values = 1 + 0.2 * drawn
+        adds_one = config["model_type"] == _HYBRID["model_type"] and "linear_attn" not in name
+        values = 0.2 * drawn + (not adds_one)
     elif "embed" in name:
         values = drawn
     else:
