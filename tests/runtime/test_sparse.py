@@ -1,14 +1,24 @@
-"""Attention over windows and blocks: pages, chunks, batches and graphs change no number."""
+"""Attention over windows and blocks: pages, chunks, batches, graphs and steps planned ahead change no number."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from tests.runtime.sparse_tiny import HEAVY, LAYERS, SLIDING, SPARSE, WINDOW, SparseDesk, make_sparse
+from sglcore.device.batch import ForwardMode
+from sglcore.runtime.attention.contract import Bucket
+from sglcore.runtime.attention.sparse import tokens as sparse_tokens
+from sglcore.runtime.attention.sparse.compressed import CompressedPlan, DeepseekV4AttnBackend
+from sglcore.runtime.buffer_registry import FillContext
+from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
+from sglcore.runtime.memory.pools import ReqToTokenPool
+from tests.runtime.sparse_tiny import HEAVY, LAYERS, SLIDING, SPARSE, WINDOW, SparseDesk, desk_of, make_sparse
 from tests.runtime.test_windows import script
-from tests.runtime.tiny import SHARED, STAGED, assert_close, random_tokens
+from tests.runtime.tiny import SHARED, STAGED, Site, assert_close, random_tokens
 
 
 @pytest.mark.parametrize("layers", [(SLIDING,), (HEAVY,), (SPARSE,), LAYERS])
@@ -23,3 +33,151 @@ def test_one_text_at_once_is_what_the_formulas_give(layers: Any) -> None:
 @pytest.mark.parametrize("facts", [SHARED, STAGED])
 def test_every_token_is_what_the_whole_text_gives(facts: Any, buckets: Any) -> None:
     script(make_sparse(facts=facts, buckets=buckets), WINDOW, SparseDesk)
+
+
+def running(site: Site, lengths: dict[int, int]) -> Any:
+    """The host of requests with texts of so many tokens, in cells."""
+    desk = desk_of(site)
+    for slot, length in lengths.items():
+        for first in range(0, length, 9):
+            batch = site.runner.init_batch(desk.extend({slot: random_tokens(slot, length)[first : first + 9]}))
+            site.runner.forward(batch)
+    return desk
+
+
+@pytest.mark.parametrize("own_pages", [0, 24])
+def test_windows_are_in_pages_of_their_own_or_in_those_of_all_tokens(own_pages: int) -> None:
+    site = make_sparse(own_pages=own_pages)
+    desk, texts = running(site, {2: 17, 4: 6}), {2: random_tokens(2, 17), 4: random_tokens(4, 6)}
+    for slot, more in ((4, 5), (2, 7)):
+        texts[slot] += random_tokens(9 + slot, more)
+        hidden, _ = site.runner.forward(site.runner.init_batch(desk.extend({slot: texts[slot][-more:]})))
+        assert_close(hidden, site.model.dense(texts[slot])[-more:])
+
+
+def test_a_row_does_not_depend_on_those_beside_it() -> None:
+    found = []
+    for slots in [(2, 4, 5), (5, 2, 4), (4,)]:
+        site = make_sparse()
+        desk = running(site, {2: 17, 4: 6, 5: 11})
+        batch = site.runner.init_batch(desk.extend({slot: random_tokens(slot, 5) for slot in slots}))
+        hidden = site.runner.forward(batch)[0].split(5)
+        found.append(hidden[slots.index(4)])
+    for other in found[1:]:
+        assert_close(other, found[0])
+
+
+def test_an_indexer_scores_as_many_tokens_at_a_time_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, whole = random_tokens(1, 9), None
+    for most in (1 << 20, 3):
+        monkeypatch.setattr(sparse_tokens, "LOGITS", most)
+        site = make_sparse()
+        hidden, _ = site.runner.forward(site.runner.init_batch(SparseDesk(site, WINDOW).extend({3: text})))
+        whole = hidden if whole is None else whole
+        assert_close(hidden, whole)
+
+
+def parts(plan: CompressedPlan) -> dict[str, Tensor]:
+    """All tensors of a plan, by name; those of events have one that begins with a dot."""
+    found = {"slots": plan.tokens.slots, "lens": plan.tokens.lens, "window": plan.window, "out": plan.window_out}
+    found |= {f"blocks {ratio}": each for ratio, each in plan.blocks.items()}
+    for key, each in plan.completed.items():
+        found |= {f".reads {key}": each.reads, f".block_positions {key}": each.block_positions}
+        found |= {f".out_rows {key}": each.out_rows, f"writes {key}": each.writes}
+    return found
+
+
+def assert_same(found: CompressedPlan, wanted: CompressedPlan, size: int) -> None:
+    """The first `size` tokens of a plan that has room for more; what is not there is nobody's."""
+    one, other = parts(found), parts(wanted)
+    assert one.keys() == other.keys()
+    for name, value in other.items():
+        have = one[name] if name.startswith(".") else one[name][:size]
+        common = tuple(slice(0, length) for length in value.shape)
+        assert torch.equal(have[common].long(), value.long()), name
+        rest = torch.ones_like(have, dtype=torch.bool)
+        rest[common] = False
+        assert (have[rest] == (0 if name.startswith((".block", ".out")) else -1)).all(), name
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("own_pages", [0, 24])
+def test_a_plan_that_is_refreshed_is_that_which_would_be_made_and_stays_where_it_is(own_pages: int) -> None:
+    """As batches shrink and grow, with rows of padding."""
+    site = make_sparse(own_pages=own_pages)
+    desk, backend = running(site, {1: 9, 2: 17, 3: 3, 5: 12, 7: 7}), site.attention
+    assert isinstance(backend, DeepseekV4AttnBackend)
+    captured = backend.capture_plan(Bucket(6, 6))
+    addresses = {name: value.data_ptr() for name, value in parts(captured).items()}
+    for slots in [(1, 2, 3, 5, 7), (2,), (7, 1), (5, 3, 2, 1), (1, 2, 3, 5, 7)]:
+        batch = site.runner.init_batch(desk.decode(*slots))
+        registry, size = site.runner.registry_for(batch), len(slots)
+        registry.fill_from(batch, FillContext(size, 6, size, 6))
+        backend.refresh(captured, registry.extract_buffer(batch, 6, 6))
+        assert_same(captured, backend.plan(batch), size)
+        assert all((completed.writes[size:] == 0).all() for completed in captured.completed.values())
+    assert {name: value.data_ptr() for name, value in parts(captured).items()} == addresses
+
+
+def after(view: ForwardBatch, step: int, pool: ReqToTokenPool, windows: ReqToTokenPool | None) -> ForwardBatch:
+    """The decode batch in which each row has `step` tokens more, its cells by the tables as they are."""
+
+    def cells(table: ReqToTokenPool, positions: list[int]) -> Tensor:
+        slots, size = view.req_pool_indices.tolist(), table.page_size
+        pages = [int(table.page_table[slot, place // size]) for slot, place in zip(slots, positions, strict=True)]
+        found = [page * size + place % size for page, place in zip(pages, positions, strict=True)]
+        return torch.tensor(found, dtype=torch.int32)
+
+    positions = view.positions + step
+    changes: dict[str, Any] = {"seq_lens": view.seq_lens + step, "positions": positions, "plan_record": None}
+    changes["out_cache_loc"] = cells(pool, positions.tolist())
+    assert view.seq_lens_cpu is not None
+    changes["seq_lens_cpu"] = view.seq_lens_cpu + step
+    if windows is not None:
+        assert view.window_positions is not None and view.window_seq_lens is not None
+        places = view.window_positions + step
+        changes |= {"window_positions": places, "window_seq_lens": view.window_seq_lens + step}
+        changes["window_cache_loc"] = cells(windows, places.tolist())
+    return replace(view, **changes)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("own_pages", [0, 24])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_plans_of_several_steps_are_those_of_each(own_pages: int, count: int) -> None:
+    site = make_sparse(own_pages=own_pages)
+    desk, backend = running(site, {1: 9, 2: 14, 3: 3}), site.attention
+    assert isinstance(backend, DeepseekV4AttnBackend)
+    # The pages of the steps to come.
+    ahead = site.runner.init_batch(desk.batch({slot: [1] * count for slot in (1, 2, 3)}, ForwardMode.EXTEND))
+    assert ahead.extend_prefix_lens is not None
+    before = ahead.extend_prefix_lens.clone()
+    view = site.runner.init_batch(desk.decode(1, 2, 3))
+    back = {"seq_lens": before + 1, "positions": before}
+    if own_pages:
+        assert view.window_seq_lens is not None
+        starts = view.seq_lens - view.window_seq_lens
+        back |= {"window_seq_lens": before + 1 - starts, "window_positions": before - starts}
+    view = replace(view, **back, seq_lens_cpu=(before + 1).numpy())
+    plans = backend.plan_steps(view, count)
+    assert len(plans) == count
+    for step, plan in enumerate(plans):
+        later = after(view, step, backend.req_to_token_pool, backend.token_to_kv_pool.window_table)
+        assert_same(plan, backend.plan(later), 3)
+
+
+@torch.inference_mode()
+def test_a_plan_of_before_the_pool_moved_is_refused() -> None:
+    site = make_sparse(buckets=(1,))
+    desk = running(site, {1: 9})
+    site.attention.token_to_kv_pool.replace_storage()
+    with pytest.raises(StalePlanError, match="generation"):
+        site.worker.submit(desk.decode(1))
+
+
+@torch.inference_mode()
+def test_a_batch_that_is_not_planned_is_refused() -> None:
+    site = make_sparse()
+    batch = site.runner.init_batch(SparseDesk(site, WINDOW).extend({3: random_tokens(1, 9)}))
+    with pytest.raises(StalePlanError, match="not planned"):
+        site.attention.planned(batch)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket
 from sglcore.runtime.attention.sparse.layer import SparseLayer
-from sglcore.runtime.attention.sparse.tokens import Paged, TokenRows, choose_rows
+from sglcore.runtime.attention.sparse.tokens import Paged, TokenRows, choose_rows, later_steps
 from sglcore.runtime.memory.deepseek_v4 import BLOCKS, INDEX_KEYS, WINDOW, DeepSeekV4TokenToKVPool
 from sglcore.runtime.memory.rows import ROWS, KeptRows, Place
 
@@ -68,9 +68,9 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         """On the device, by as many operations for any batch; the host's lengths bound what is made."""
         tokens = TokenRows.of(batch, self._most)
         counts = {kept.ratio: _most_completed(batch, kept.ratio) for kept in self.token_to_kv_pool.states}
-        window_out = self._window_out(batch)
-        plan = self._empty(tokens, counts, window_out)
-        self._fill(plan, batch)
+        plan = self._empty(tokens, counts, self._window_out(batch))
+        self._fill_lists(plan, batch)
+        self._complete(plan, batch)
         return plan
 
     def capture_plan(self, bucket: Bucket) -> CompressedPlan:
@@ -79,13 +79,27 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         tokens = TokenRows.empty(bucket.num_tokens, self._most, device)
         states = self.token_to_kv_pool.states
         counts = {kept.ratio: most_completed(bucket.num_tokens, bucket.batch_size, kept.ratio) for kept in states}
-        return self._empty(tokens, counts, torch.zeros_like(tokens.slots, dtype=torch.int64))
+        return self._empty(tokens, counts, torch.zeros_like(tokens.slots))
 
     def refresh(self, plan: CompressedPlan, batch: ForwardBatch) -> None:
         """In place."""
         plan.tokens.copy_(TokenRows.of(batch, self._most))
         plan.window_out.copy_(self._window_out(batch))
-        self._fill(plan, batch)
+        self._fill_lists(plan, batch)
+        self._complete(plan, batch)
+
+    def plan_steps(self, view: ForwardBatch, count: int) -> tuple[CompressedPlan, ...]:
+        """Plans of the decode batch `view` and of those after it, each with one token more: their lists are made together."""
+        (whole, steps), pool = later_steps(view, count), self.token_to_kv_pool
+        tokens, (table, positions) = TokenRows.of(whole, self._most), self._windows(whole)
+        out = torch.empty_like(tokens.slots)
+        self.kernels.cache_locations(table, tokens.slots, positions, pool.page_size, out)
+        made = self._empty(tokens, {kept.ratio: 0 for kept in pool.states}, out)
+        self._fill_lists(made, whole)
+        plans = tuple(self._step(made, place, count) for place in range(count))
+        for plan, batch in zip(plans, steps, strict=True):
+            self._complete(plan, batch)
+        return plans
 
     def choose(self, q: Tensor, weights: Tensor, layer: SparseLayer, batch: ForwardBatch) -> None:
         """The `top_k` complete blocks of each token's request that an indexer scores highest, by q [T, H, D] and weights [T, H]:
@@ -128,24 +142,42 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
             ratio: torch.empty(size, tokens.most // ratio, dtype=torch.int32, device=device)
             for ratio in pool.listed_ratios
         }
-        completed = {
-            (kept.ratio, kept.span): Completed.empty(counts[kept.ratio], kept.span, size, device)
-            for kept in pool.states
-        }
+        completed = self._empty_completed(counts, size)
         return CompressedPlan(self, self.generation, tokens, window, window_out, blocks, completed)
 
-    def _fill(self, plan: CompressedPlan, batch: ForwardBatch) -> None:
-        pool, kernels, slots = self.token_to_kv_pool, self.kernels, plan.tokens.slots
-        table, size, positions = self.req_to_token_pool.page_table, pool.page_size, batch.positions
-        window_table, window_positions = table, positions
-        if pool.window_table is not None:
-            assert batch.window_positions is not None
-            window_table, window_positions = pool.window_table.page_table, batch.window_positions
-        kernels.window_rows(window_table, slots, window_positions, plan.window.shape[1], size, plan.window)
+    def _empty_completed(self, counts: Mapping[int, int], num_tokens: int) -> dict[tuple[int, int], Completed]:
+        device = self.req_to_token_pool.page_table.device
+        return {
+            (kept.ratio, kept.span): Completed.empty(counts[kept.ratio], kept.span, num_tokens, device)
+            for kept in self.token_to_kv_pool.states
+        }
+
+    def _windows(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """The table that names the pages of windows, and the tokens' positions there."""
+        windows = self.token_to_kv_pool.window_table
+        if windows is None:
+            return self.req_to_token_pool.page_table, batch.positions
+        assert batch.window_positions is not None
+        return windows.page_table, batch.window_positions
+
+    def _fill_lists(self, plan: CompressedPlan, batch: ForwardBatch) -> None:
+        slots, size, (table, positions) = plan.tokens.slots, self.token_to_kv_pool.page_size, self._windows(batch)
+        self.kernels.window_rows(table, slots, positions, plan.window.shape[1], size, plan.window)
         for ratio, out in plan.blocks.items():
-            kernels.block_rows(table, slots, positions, ratio, size, out)
-        for kept in pool.states:
-            self._fill_completed(plan.completed[kept.ratio, kept.span], kept, slots, batch)
+            self.kernels.block_rows(self.req_to_token_pool.page_table, slots, batch.positions, ratio, size, out)
+
+    def _complete(self, plan: CompressedPlan, batch: ForwardBatch) -> None:
+        for kept in self.token_to_kv_pool.states:
+            self._fill_completed(plan.completed[kept.ratio, kept.span], kept, plan.tokens.slots, batch)
+
+    def _step(self, whole: CompressedPlan, place: int, count: int) -> CompressedPlan:
+        """The `place`th of `count` decode steps that were planned as one; what they complete is open."""
+        size = len(whole.window) // count
+        rows = slice(place * size, (place + 1) * size)
+        blocks = {ratio: found[rows] for ratio, found in whole.blocks.items()}
+        completed = self._empty_completed({kept.ratio: size for kept in self.token_to_kv_pool.states}, size)
+        lists = whole.window[rows], whole.window_out[rows], blocks
+        return CompressedPlan(self, self.generation, whole.tokens.part(place, count), *lists, completed)
 
     def _fill_completed(self, out: Completed, kept: KeptRows, slots: Tensor, batch: ForwardBatch) -> None:
         """The state's pages are the window's, from the first that a request still has."""

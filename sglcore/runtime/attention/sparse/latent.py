@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket
 from sglcore.runtime.attention.sparse.layer import SparseLayer
-from sglcore.runtime.attention.sparse.tokens import Paged, TokenRows, choose_rows
+from sglcore.runtime.attention.sparse.tokens import Paged, TokenRows, choose_rows, later_steps
 from sglcore.runtime.memory.rows import ROWS, RowPool
 
 if TYPE_CHECKING:
@@ -52,6 +52,11 @@ class DeepseekSparseAttnBackend(AttentionBackend[LatentPlan]):
     def refresh(self, plan: LatentPlan, batch: ForwardBatch) -> None:
         """In place."""
         plan.tokens.copy_(TokenRows.of(batch, self._most))
+
+    def plan_steps(self, view: ForwardBatch, count: int) -> tuple[LatentPlan, ...]:
+        """Plans of the decode batch `view` and of those after it, each with one token more, made together."""
+        tokens = TokenRows.of(later_steps(view, count)[0], self._most)
+        return tuple(LatentPlan(self, self.generation, tokens.part(step, count)) for step in range(count))
 
     def choose(self, q: Tensor, weights: Tensor, layer: SparseLayer, batch: ForwardBatch) -> None:
         """The `top_k` rows of each token's request that an indexer scores highest, by q [T, H, D] and weights [T, H]; attention of this

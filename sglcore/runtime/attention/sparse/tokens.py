@@ -3,14 +3,17 @@ tensors must be comes from the host's lengths, where the host has them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from sglcore.runtime.forward_batch import ForwardBatch
+
 if TYPE_CHECKING:
-    from sglcore.runtime.forward_batch import ForwardBatch
     from sglcore.runtime.kernels.row_codec import RowCodec
     from sglcore.runtime.kernels.table import KernelTable
 
@@ -47,6 +50,33 @@ class TokenRows:
         """Become another of as many tokens and no more to see, in place."""
         self.slots.copy_(other.slots)
         self.lens.copy_(other.lens)
+
+    def part(self, place: int, count: int) -> TokenRows:
+        """The `place`th of `count` parts of one size; a view."""
+        size = len(self.slots) // count
+        rows = slice(place * size, (place + 1) * size)
+        return TokenRows(self.slots[rows], self.lens[rows], self.most)
+
+
+def later_steps(view: ForwardBatch, count: int) -> tuple[ForwardBatch, list[ForwardBatch]]:
+    """A decode batch and the `count` - 1 after it, each with one token more: as rows of one batch, one behind the other, and each
+    by itself; tensors are shared. Where their tokens are stored is left open; requests have their pages."""
+    assert view.extend_seq_lens is None
+    values = {name: value for name in _ADVANCING if (value := getattr(view, name)) is not None}
+    steps = torch.arange(count, dtype=torch.int32, device=view.seq_lens.device).unsqueeze(1)
+    further = {name: value + steps for name, value in values.items()}
+    lengths = view.seq_lens_cpu
+    if lengths is not None:
+        further["seq_lens_cpu"] = lengths + np.arange(count, dtype=np.int32)[:, None]
+    further["req_pool_indices"] = view.req_pool_indices.expand(count, view.batch_size)
+    made = partial(replace, view, out_cache_loc=None, window_cache_loc=None, plan_record=None)
+    rows = count * view.batch_size
+    whole = made(batch_size=rows, num_tokens=rows, **{name: each.reshape(-1) for name, each in further.items()})
+    return whole, [made(**{name: each[step] for name, each in further.items()}) for step in range(count)]
+
+
+_ADVANCING = ("seq_lens", "positions", "window_seq_lens", "window_positions")
+"""What grows by one with each token."""
 
 
 @dataclass(frozen=True, slots=True)
