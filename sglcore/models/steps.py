@@ -17,14 +17,14 @@ from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.attention.selection import OF_ROWS, shape_of
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.memory.geometry import layer_shapes
-from sglcore.runtime.memory.make import make_rows
+from sglcore.runtime.memory.deepseek_v4 import DeepSeekV4TokenToKVPool
+from sglcore.runtime.memory.geometry import has_window, layer_shapes
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
+from sglcore.runtime.memory.rows import RowCounts, RowPool
 from sglcore.runtime.memory.states import StatePool
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.registry_builders import build_decode_registry, build_prefill_registry
 from sglcore.runtime.token_table import TokenTable
-from sglcore.step.sizing import MemorySizes
 
 PAGE, SLOTS, CONTEXT = 4, 3, 128
 FACTS = Facts(tensor_device="cpu", shares_host_memory=True)
@@ -96,7 +96,8 @@ def _attention(model: Architecture, table: ReqToTokenPool) -> AttentionBackend:
     layers, pages = model.attention_layers, SLOTS * CONTEXT // PAGE
     shape = shape_of(layers, model.config.is_encoder)
     if any(layer.rows for layer in layers):
-        rows = make_rows(layers, MemorySizes(PAGE, pages, CONTEXT, SLOTS), "cpu", poison=True, table=None)
+        pool = DeepSeekV4TokenToKVPool if any(has_window(layer) for layer in layers) else RowPool
+        rows = pool([layer.rows for layer in layers], PAGE, RowCounts(pages, 0, SLOTS), "cpu", poison=True)
         offered = (resolve(each) for each in OF_ROWS.values())
         backend = next(each for each in offered if shape.features <= each.facts.features)
         return backend(shape, table, rows, model.kernels)

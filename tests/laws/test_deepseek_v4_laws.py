@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from sglcore.models.deepseek_v4 import DeepseekV4Layer
 from tests.checkpoints import Oracle, save
 from tests.deepseek_v4 import HEAVY, SPARSE, deepseek_v4, with_module_names, with_published_names
 from tests.laws.engine import Result, TokenEngine, check_greedy, check_logprobs, random_prompts
@@ -105,46 +104,46 @@ def unshared(checkpoint) -> TokenEngine:
     return opened(checkpoint[0], graph="off", prefix_cache=False)
 
 
-def wrong_direction(layer: DeepseekV4Layer) -> Plant:
+def wrong_direction(layer: Any) -> Plant:
     """Streams are mixed by the columns of what is not symmetric."""
     right = layer.attn_hc._post
     return layer.attn_hc, "_post", lambda x, h, post, comb: right(x, h, post, comb.transpose(1, 2))
 
 
-def neighbours_experts(layer: DeepseekV4Layer) -> Plant:
+def neighbours_experts(layer: Any) -> Plant:
     """The table is read for the token beside."""
     right = layer.mlp.experts._route
     return layer.mlp.experts, "_route", lambda hidden, ids: right(hidden, ids.roll(1))
 
 
-def no_limit(layer: DeepseekV4Layer) -> Plant:
+def no_limit(layer: Any) -> Plant:
     """Of the block that every token passes."""
     return layer.mlp.shared, "_limit", 1e9
 
 
-def weighing_bias(layer: DeepseekV4Layer) -> Plant:
+def weighing_bias(layer: Any) -> Plant:
     """The bias does not choose."""
     return layer.mlp.experts._route, "bias", torch.zeros(8)
 
 
-def other_rope(layer: DeepseekV4Layer) -> Plant:
+def other_rope(layer: Any) -> Plant:
     """Queries and the window are turned as in layers with a window alone."""
     attention = layer.self_attn.attention
     return attention, "_cos_sin", attention._cos_sin.flip(0)
 
 
-def swapped_groups(layer: DeepseekV4Layer) -> Plant:
+def swapped_groups(layer: Any) -> Plant:
     """The heads of one group are projected by the other's weight."""
     grouped = layer.self_attn.attention.projections.output.layers[0]
     return grouped, "weight", grouped.weight.flip(0)
 
 
-def no_sinks(layer: DeepseekV4Layer) -> Plant:
+def no_sinks(layer: Any) -> Plant:
     """As if they were not there."""
     return layer.self_attn.attention, "sinks", None
 
 
-def raw_keys(layer: DeepseekV4Layer) -> Plant:
+def raw_keys(layer: Any) -> Plant:
     """The norm of the window's rows has no weight."""
     return layer.self_attn.attention, "kv_norm", torch.ones(32)
 
@@ -164,7 +163,8 @@ def raw_keys(layer: DeepseekV4Layer) -> Plant:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_the_law_catches(checkpoint, unshared: TokenEngine, monkeypatch, defect: Any, layer: int) -> None:
-    monkeypatch.setattr(*defect(unshared.worker.runner.model.layers[layer]))
+    model: Any = unshared.worker.runner.model
+    monkeypatch.setattr(*defect(model.layers[layer]))
     found = unshared.run(prompts(8, (45,)), 2, score_prompts=True)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         check_logprobs(found, checkpoint[1], TOLERANCE)
