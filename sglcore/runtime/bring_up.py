@@ -372,6 +372,7 @@ def worker(
         num_snapshots=sizes.num_snapshots,
         window=sizes.window,
         num_window_pages=sizes.num_window_pages,
+        **sizes.num_bytes,
         num_labels=0 if pooling is None else pooling.labels,
         embed_size=model.config.hidden_size if pooling is None else 0,
         takes_mrope=mrope_axes(model.config) is not None,

@@ -7,7 +7,7 @@ import msgspec
 
 class SchedulerStats(msgspec.Struct):
     """Counters since the start; requests in a state (`waiting` to `in_flight`, which counts steps), pages, snapshots and
-    window pages but those evicted and `snapshot_hits` are of this moment.
+    window pages but those evicted and `snapshot_hits` are of this moment. Bytes are those of `Limits`.
 
     `hit_tokens` of `looked_up_tokens`: prompt tokens that the prefix cache had. `computed_prompt_tokens`: those that the
     device worked on, again after a retraction. `snapshot_hits`: requests that began with a cached copy of a state.
@@ -31,6 +31,10 @@ class SchedulerStats(msgspec.Struct):
     free_window_pages: int = 0
     cached_window_pages: int = 0
     evicted_window_pages: int = 0
+    kv_bytes: int = 0
+    window_bytes: int = 0
+    state_bytes: int = 0
+    snapshot_bytes: int = 0
     hit_tokens: int = 0
     looked_up_tokens: int = 0
     retractions: int = 0

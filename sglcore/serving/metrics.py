@@ -266,6 +266,10 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("window_pages", "Pages of the KV cache of layers with a window.", lambda n: n.num_window_pages),
     ("window_pages_free", "Such pages that nobody holds.", lambda n: n.free_window_pages),
     ("prefix_cache_window_pages", "Such pages that the prefix cache keeps.", lambda n: n.cached_window_pages),
+    ("kv_cache_bytes", "Memory of the pages, on each device.", lambda n: n.kv_bytes),
+    ("window_bytes", "Memory of the pages of layers with a window.", lambda n: n.window_bytes),
+    ("state_bytes", "Memory of the states of requests.", lambda n: n.state_bytes),
+    ("state_snapshot_bytes", "Memory of the copies of states.", lambda n: n.snapshot_bytes),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prefix_cache_queries_tokens", "Prompt tokens looked up in the prefix cache.", lambda n: n.looked_up_tokens),

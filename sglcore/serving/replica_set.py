@@ -327,6 +327,10 @@ def past_only(stats: EngineStats) -> EngineStats:
             "num_window_pages",
             "free_window_pages",
             "cached_window_pages",
+            "kv_bytes",
+            "window_bytes",
+            "state_bytes",
+            "snapshot_bytes",
         ),
         0,
     )

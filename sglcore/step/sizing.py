@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
@@ -48,7 +48,8 @@ class Geometry:
 @dataclass(frozen=True, slots=True)
 class MemorySizes:
     """The sizes every pool and table is made with; `num_snapshots` of states beside those of `max_requests`. `num_window_pages`
-    for layers that keep the last `window` tokens (0: such layers keep all, in the pages of the others)."""
+    for layers that keep the last `window` tokens (0: such layers keep all, in the pages of the others). `geometry` is what was
+    sized."""
 
     page_size: int
     num_pages: int
@@ -57,6 +58,19 @@ class MemorySizes:
     num_snapshots: int = 0
     window: int = 0
     num_window_pages: int = 0
+    geometry: Geometry = field(default=Geometry(0), compare=False)
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """Those of each kind of memory, by the names of `Limits`; one state is for padding rows."""
+        kept = self.geometry
+        cell = kept.cell + (0 if self.num_window_pages else kept.window_cell)
+        return {
+            "kv_bytes": self.num_pages * self.page_size * cell,
+            "window_bytes": self.num_window_pages * self.page_size * kept.window_cell,
+            "state_bytes": (self.max_requests + 1) * kept.state,
+            "snapshot_bytes": self.num_snapshots * kept.state,
+        }
 
 
 def size_pools(
@@ -104,7 +118,8 @@ def size_pools(
         requests = num_pages
         _tell_fewer(config, requests, f"each holds at least one of {num_pages} pages", "raise kv_cache_memory", ledger)
     window = geometry.window if window_pages else 0
-    return MemorySizes(page_size, num_pages, max_model_len, requests, states.num_snapshots, window, window_pages)
+    counts = page_size, num_pages, max_model_len, requests, states.num_snapshots, window, window_pages
+    return MemorySizes(*counts, geometry)
 
 
 @dataclass(frozen=True, slots=True)

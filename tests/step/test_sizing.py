@@ -274,6 +274,15 @@ def test_states_of_all_requests_and_one_for_padding_come_before_snapshots_and_th
     assert with_states(2000)[0].num_snapshots == 16, "no more than four for each request"
 
 
+def test_bytes_of_each_kind_are_those_that_were_sized() -> None:
+    found, _ = with_states(180)
+    kinds = {"kv_bytes": 40 * PAGE_BYTES, "window_bytes": 0, "state_bytes": 5 * STATE, "snapshot_bytes": STATE}
+    assert found.num_bytes == kinds
+    two = {"kv_bytes": 30 * PAGE_BYTES, "window_bytes": 30 * PAGE_BYTES, "state_bytes": 0, "snapshot_bytes": 0}
+    assert with_windows(60)[0].num_bytes == two
+    assert with_windows(8)[0].num_bytes == {**two, "kv_bytes": 2 * 4 * PAGE_BYTES, "window_bytes": 0}
+
+
 def test_states_leave_half_of_the_memory_to_pages_and_fewer_requests_run_where_they_do_not_fit() -> None:
     found, rows = with_states(70)
     assert found == MemorySizes(PAGE, 20, CONTEXT, 2, num_snapshots=0)

@@ -219,6 +219,7 @@ def worker(
         takes_masks=True,
         keeps_state=bool(model.states),
         num_snapshots=sizes.num_snapshots,
+        **sizes.num_bytes,
         num_labels=0 if model.config.pooling is None else model.config.pooling.labels,
     )
 
