@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from sglcore.layers.build import Build
+from sglcore.models.transformers_twins import is_same, tried
+from sglcore.runtime.kernels import reference
 from sglcore.runtime.kernels.table import KernelTable
 
 EXPERTS = "sglcore_experts"
 """The name under which transformers finds them."""
+
+Moe: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Of hidden [T, H], weights [T, K] and experts [T, K], to [T, H]."""
 
 
 def serve_experts(model: PreTrainedModel) -> None:
@@ -36,22 +43,51 @@ def has_experts(module: nn.Module) -> bool:
     return "is_concatenated" in vars(module)
 
 
-def _kernel(module: Any, build: Build) -> Any:
-    """The table's entry, for gate and up side by side, SiLU and nothing else; None for any other form."""
-    is_plain = module.has_gate and module.is_concatenated and not module.is_transposed and not module.has_bias
-    gate = type(module)._apply_gate is _default_apply_gate
-    if not (is_plain and gate and not module.has_post_expert_norm and type(module.act_fn) is type(ACT2FN["silu"])):
+def turned_weights(model: nn.Module) -> set[int]:
+    """The ids of stacked weights [E, in, out], which kernels want as [E, out, in]."""
+    found: set[int] = set()
+    for module in model.modules():
+        if has_experts(module) and vars(module)["is_transposed"]:
+            found |= {id(each) for each in module._parameters.values() if each is not None and each.dim() == 3}
+    return found
+
+
+def _kernel(module: Any, build: Build) -> Moe | None:
+    """By an entry of the table, for experts of a gate and an up side by side that are one of those; None for any other form."""
+    if not module.has_gate or module.has_post_expert_norm:
         return None
-    call = build.rows(module.down_proj.shape[1]), build.rows(2), build.indices(2)
-    return build.kernel(KernelTable.moe, *call, module.gate_up_proj, module.down_proj)
+    weights = module.gate_up_proj, module.down_proj
+    w13, w2 = (each.transpose(1, 2) for each in weights) if module.is_transposed else weights
+    call = build.rows(w2.shape[1]), build.rows(2), build.indices(2)
+    if not module.has_bias and _gates(module, reference.silu_and_mul, build.dtype):
+        moe = build.kernel(KernelTable.moe, *call, w13, w2)
+        return lambda hidden, chosen, ids: moe(hidden, chosen, ids, w13, w2)
+    numbers = sorted({each for each in vars(module).values() if isinstance(each, float)})
+    for clamp in product(numbers, repeat=2) if module.has_bias else ():
+        if _gates(module, partial(_clamped, *clamp), build.dtype):
+            given = w13, module.gate_up_proj_bias, w2, module.down_proj_bias, *clamp
+            clamped_moe = build.kernel(KernelTable.clamped_moe, *call, *given)
+            return lambda hidden, chosen, ids, given=given: clamped_moe(hidden, chosen, ids, *given)
+    return None
+
+
+def _clamped(alpha: float, limit: float, gate_up: Tensor) -> Tensor:
+    return reference.clamped_swiglu(gate_up, alpha, limit)
+
+
+def _gates(module: Any, wanted: Callable[[Tensor], Tensor], dtype: torch.dtype) -> bool:
+    """Whether the module makes the same of gate and up [T, 2 * I]."""
+    rows = torch.randn(5, 12, generator=torch.Generator().manual_seed(0)) * 4
+    found = [(tried(module._apply_gate, x), wanted(x)) for x in (rows, rows.to(dtype))]
+    return all(each is not None and is_same(each, other) for each, other in found)
 
 
 def _experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """hidden [T, H], ids int [T, K] and weights [T, K] of the chosen experts, to [T, H]."""
     if hidden.device.type == "meta":
-        return hidden
+        return torch.empty_like(hidden)
     if module.sglcore_moe is not None:
-        return module.sglcore_moe(hidden, weights.to(hidden.dtype), ids, module.gate_up_proj, module.down_proj)
+        return module.sglcore_moe(hidden, weights.to(hidden.dtype), ids)
     total = torch.zeros_like(hidden)
     for expert in range(module.down_proj.shape[0]):
         chosen = ids == expert

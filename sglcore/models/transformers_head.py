@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sglcore.layers.build import Build
-from sglcore.layers.linear import Head
+from sglcore.layers.linear import Head, Softcap
 from sglcore.models.transformers_layers import Rows
+from sglcore.models.transformers_twins import embedding_scale
 
 
 class PackedHead(nn.Module):
@@ -34,11 +36,6 @@ class PackedHead(nn.Module):
         return self.own.weight
 
     @property
-    def is_elsewhere(self) -> bool:
-        """Whether something else has computed with the weight."""
-        return self.is_read or (self.tied is not None and self.tied.is_read)
-
-    @property
     def own(self) -> nn.Linear:
         """The layer that it stands for."""
         return self._own[0]
@@ -53,6 +50,58 @@ class PackedHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[1, N, H] to [1, N, vocab] in the model's dtype."""
         return self.own(x) if self.logits is None else self.logits(x[0])[None].to(x.dtype)
+
+
+@dataclass(slots=True)
+class Ends:
+    """What stands in place of a model's embedding and of its output layer."""
+
+    embedding: Rows | None = None
+    head: PackedHead | None = None
+
+    def place(self, build: Build) -> None:
+        """Declare the weights, and choose the kernels."""
+        for each in (self.embedding, self.head):
+            if each is not None:
+                each.place(build)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether something else has computed with their weights."""
+        return any(each.is_read for each in (self.embedding, self.head) if each is not None)
+
+    def take_back(self, model: PreTrainedModel) -> None:
+        """Have the class's own again where a weight was read, or is the other's."""
+        is_tied = self.head is not None and self.head.tied is not None
+        if self.head is not None and (self.head.is_read or (is_tied and self.is_read)):
+            model.set_output_embeddings(self.head.own)
+            self.head = None
+        if self.embedding is not None and (self.embedding.is_read or (is_tied and self.head is None)):
+            model.set_input_embeddings(self.embedding.own)
+            self.embedding = None
+
+
+def replace_ends(model: PreTrainedModel, keeps: Callable[[str], bool]) -> Ends:
+    """Replace the embedding and the output layer of a model on the meta device where they are no more than that. None whose
+    weight something else may have, or that has a name which `keeps`."""
+    given, own = model.get_input_embeddings(), model.get_output_embeddings()
+    names, stored = {id(module): name for name, module in model.named_modules()}, model.state_dict(keep_vars=True)
+
+    def shared(module: nn.Module) -> set[str]:
+        return {name for name, each in stored.items() if each is module._parameters.get("weight")}
+
+    found, wanted, output = Ends(), {f"{names[id(given)]}.weight"}, {f"{names.get(id(own))}.weight"}
+    scale = embedding_scale(given, model.dtype, model._init_weights)
+    is_head = type(own) is nn.Linear and own.bias is None and "." not in names[id(own)] and not any(map(keeps, output))
+    is_tied = is_head and shared(own) == wanted | output
+    if scale is not None and shared(given) == (wanted | output if is_tied else wanted) and not any(map(keeps, wanted)):
+        found.embedding = Rows(cast("nn.Embedding", given), names[id(given)], scale)
+        model.set_input_embeddings(found.embedding)
+    is_alone = is_head and shared(own) == output
+    if is_alone or (is_tied and found.embedding is not None):
+        found.head = PackedHead(cast("nn.Linear", own), names[id(own)], found.embedding if is_tied else None)
+        model.set_output_embeddings(found.head)
+    return found
 
 
 class _HandedOn:
@@ -95,28 +144,48 @@ def head_of(model: PreTrainedModel) -> PreTrainedModel:
     return head
 
 
-def is_output_layer(model: PreTrainedModel, layer: PackedHead) -> bool:
-    """Whether nothing comes between the decoder and the output layer, nor behind that."""
+def output_of(model: PreTrainedModel, layer: PackedHead, build: Build) -> Callable[[Tensor], Tensor] | None:
+    """The logits float32 [N, vocab] of hidden states [N, H], where nothing comes between the decoder and the output layer, and
+    behind that no more than a scale or a soft cap. The layer has its place."""
     found = _Given()
     head = head_of(model)
     head._modules = {name: found if each is layer else each for name, each in head._modules.items()}
-    hidden = torch.randn(1, 2, layer.own.in_features, generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(1, len(_LOGITS), layer.own.in_features, generator=torch.Generator().manual_seed(0))
     try:
         logits = head(inputs_embeds=hidden, use_cache=False, return_dict=True).logits
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, LookupError):
-        return False
-    return found.given is not None and torch.equal(found.given, hidden) and torch.equal(logits, found.logits)
+        return None
+    own = layer.logits
+    if (
+        found.given is None
+        or not torch.equal(found.given, hidden)
+        or own is None
+        or logits.shape != (1, len(_LOGITS), 1)
+    ):
+        return None
+    if torch.equal(logits, _LOGITS.view_as(logits)):
+        return own
+    scale, cap = float(logits[0, 1, 0]), float(logits[0, -1, 0])
+    if torch.allclose(logits, scale * _LOGITS.view_as(logits)):
+        return lambda hidden: own(hidden) * scale
+    if torch.allclose(logits, cap * torch.tanh(_LOGITS / cap).view_as(logits)):
+        softcap = Softcap(build, cap)
+        return lambda hidden: softcap(own(hidden))
+    return None
+
+
+_LOGITS = torch.cat((torch.arange(-60.0, 61.0).roll(-60), torch.tensor([1e9])))
+"""What is tried: 0, 1 and others, and one that any cap makes as large as it is itself."""
 
 
 class _Given(nn.Module):
-    """In place of an output layer: it keeps what it is given, and gives logits that any scale or cap would change."""
+    """In place of an output layer: it keeps what it is given."""
 
     def __init__(self) -> None:
         super().__init__()
         self.given: Tensor | None = None
-        self.logits = torch.linspace(-100.0, 100.0, 14).view(1, 2, 7)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[1, 2, H] to [1, 2, 7]."""
+        """[1, N, H] to [1, N, 1]."""
         self.given = hidden
-        return self.logits
+        return _LOGITS.view(1, -1, 1)

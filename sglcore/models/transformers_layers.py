@@ -59,7 +59,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, name: str) -> None:
         super().__init__()
         self.name = name
-        self._linear = (linear,)  # out of the reach of who looks for modules
+        self._own = (linear,)  # out of the reach of who looks for modules
         self.product, self.part = Product([(name, linear)]), 0
         self.is_addend = False
         self.is_read = False
@@ -68,18 +68,18 @@ class PackedLinear(nn.Module):
     def weight(self) -> Tensor:
         """For shapes alone: who reads it computes with it by another way, which `is_read` tells."""
         self.is_read = True
-        return self.linear.weight
+        return self.own.weight
 
     @property
     def bias(self) -> Tensor | None:
         """As `weight`."""
         self.is_read = True
-        return self.linear.bias
+        return self.own.bias
 
     @property
-    def linear(self) -> nn.Linear:
+    def own(self) -> nn.Linear:
         """The layer that it stands for."""
-        return self._linear[0]
+        return self._own[0]
 
     def place(self, build: Build) -> None:
         """Once for all parts of a product."""
@@ -147,10 +147,8 @@ class Norm(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """As the class has it, for who asks its dtype. Raises `AttributeError` for one that is kept otherwise."""
-        if self._form.offset is not None:
-            raise AttributeError("weight")
-        return self._own[0] if self._norm is None else self._norm.weight
+        """As the class has it, on shapes alone, for who asks its dtype: nobody may compute with it."""
+        return self._own[0]
 
     def place(self, build: Build) -> None:
         """Declare the weight, and choose the kernels."""
@@ -166,7 +164,9 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to the same."""
         if self._norm is None:
-            return x.new_empty(x.shape)
+            if type(x) is Sum:
+                x.total = x.residual
+            return added(x).new_empty(x.shape)
         if self.waits and not torch.compiler.is_compiling():
             return x
         if type(x) is Sum and x.total is None:
@@ -179,12 +179,13 @@ class Norm(nn.Module):
 
 
 class Rows(nn.Module):
-    """An embedding: a row of the weight `name` for each id."""
+    """An embedding: a row of the weight `name` for each id, times a scale."""
 
-    def __init__(self, embedding: nn.Embedding, name: str) -> None:
+    def __init__(self, embedding: nn.Embedding, name: str, scale: float) -> None:
         super().__init__()
         self.name = name
         self.is_read = False
+        self._scale = None if scale == 1.0 else scale
         self._own = (embedding,)  # out of the reach of who looks for modules
         self._embedding: Embedding | None = None
 
@@ -200,10 +201,11 @@ class Rows(nn.Module):
         return self._own[0]
 
     def place(self, build: Build) -> Embedding:
-        """Declare the weight, and choose the kernel."""
-        rows, size = self.own.weight.shape
-        self._embedding = made = Embedding(build.at(*self.name.split(".")), rows, size)
-        return made
+        """Declare the weight, and choose the kernel, once."""
+        if self._embedding is None:
+            rows, size = self.own.weight.shape
+            self._embedding = Embedding(build.at(*self.name.split(".")), rows, size, self._scale)
+        return self._embedding
 
     def forward(self, ids: Tensor) -> Tensor:
         """int [...] to [..., size]."""
@@ -218,6 +220,14 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 Replacement = PackedLinear | GatedBlock | Norm
+
+
+class NoDropout(nn.Dropout):
+    """Of a model that does not learn. Torch would record a copy."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As it is."""
+        return input
 
 
 def handed(x: Tensor, is_addend: bool) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -19,8 +19,9 @@ from sglcore.device.errors import ConfigError
 from sglcore.layers.build import Build
 from sglcore.models.build import Architecture
 from sglcore.models.transformers_attention import MASKED, PAGED, attend, attention_layers, make_zeros
-from sglcore.models.transformers_experts import choose_experts, serve_experts
-from sglcore.models.transformers_head import head_of, is_output_layer
+from sglcore.models.transformers_experts import choose_experts, serve_experts, turned_weights
+from sglcore.models.transformers_head import head_of, output_of
+from sglcore.models.transformers_layers import NoDropout
 from sglcore.models.transformers_names import Naming
 from sglcore.models.transformers_own import find_biases, try_own
 from sglcore.models.transformers_places import FARTHEST, Places
@@ -58,9 +59,8 @@ class TransformersModel(Architecture):
         self.attention_layers, self._several = attention_layers(model, calls, replaced.turns, build, self._places)
         self._decoder: Any = model.base_model
         self._head = head_of(model)
-        self._output = (
-            None if replaced.head is None or not is_output_layer(model, replaced.head) else replaced.head.logits
-        )
+        head = replaced.ends.head
+        self._output = None if head is None else output_of(model, head, build)
         self._naming = Naming(model, build.weights.targets)
         self.ignored = tuple(f".*(?:{each}).*" for each in sorted(model._keys_to_ignore_on_load_unexpected or ()))
         choose_experts(model, build)
@@ -132,6 +132,9 @@ def _empty_model(build: Build) -> PreTrainedModel:
     model.tie_weights()
     serve_experts(model)
     take_routed(model)
+    for module in model.modules():
+        if type(module) is nn.Dropout:
+            module.__class__ = NoDropout
     return model.eval()
 
 
@@ -140,11 +143,15 @@ def _place(model: PreTrainedModel, build: Build) -> None:
     checkpoints have is a parameter to the loader."""
     weights, stored = build.weights, model.state_dict(keep_vars=True)
     made: dict[int, Any] = {}
-    is_wide = _kept(model, build.dtype)
+    is_wide, turned = _kept(model, build.dtype), turned_weights(model)
     for name, empty in stored.items():
         if id(empty) not in made:
             dtype = torch.float32 if is_wide(name) else None
-            made[id(empty)] = weights.targets[name] = weights.make(empty.shape, dtype)
+            if id(empty) in turned:
+                parameter = nn.Parameter(weights.make(empty.mT.shape, dtype).mT, requires_grad=False)
+            else:
+                parameter = weights.make(empty.shape, dtype)
+            made[id(empty)] = weights.targets[name] = parameter
             made[id(empty)]._is_hf_initialized = True
     for module in model.modules():
         for name, empty in (*module._parameters.items(), *module._buffers.items()):

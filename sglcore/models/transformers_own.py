@@ -200,7 +200,7 @@ class _Noise(nn.Module):
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        own = layer.linear if isinstance(layer, PackedLinear) else layer
+        own = layer.own if isinstance(layer, PackedLinear) else layer
         self._size = own.nf if isinstance(own, Conv1D) else own.out_features
         self._made: Tensor | None = None
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sglcore.layers.build import Build
-from sglcore.models.transformers_head import PackedHead
+from sglcore.models.transformers_experts import has_experts
+from sglcore.models.transformers_head import Ends, replace_ends
 from sglcore.models.transformers_layers import (
     Activation,
     GatedBlock,
@@ -25,15 +26,21 @@ from sglcore.models.transformers_layers import (
     PackedLinear,
     Product,
     Replacement,
-    Rows,
 )
 from sglcore.models.transformers_own import Own, find_own
 from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn, put_turns, settle
+from sglcore.models.transformers_routers import (
+    Router,
+    RoutingForm,
+    SparseBlock,
+    as_sparse_block,
+    may_route,
+    routing_of,
+)
 from sglcore.models.transformers_states import Mixer
 from sglcore.models.transformers_trace import Trace, shared_inputs
 from sglcore.models.transformers_twins import (
     gated_block_of,
-    is_embedding,
     is_linear,
     may_be_block,
     may_be_norm,
@@ -46,6 +53,9 @@ _CHOOSING = frozenset({"gate", "router", "wg"})
 
 Place = tuple[nn.Module, str, str, nn.Module]
 """A module's owner, its name there, its name in the model, and itself."""
+Layer = TypeVar("Layer", Router, PackedLinear)
+Put = tuple[nn.Module, str, Layer]
+"""A module's owner, its name there, and what stands in its place."""
 
 
 @dataclass(slots=True)
@@ -54,15 +64,16 @@ class Replaced:
 
     calls: tuple[AttentionCall, ...] = ()
     layers: list[Replacement] = field(default_factory=list)
-    head: PackedHead | None = None
+    routers: list[Router] = field(default_factory=list)
+    blocks: list[SparseBlock] = field(default_factory=list)
+    ends: Ends = field(default_factory=Ends)
     rotaries: list[Rotary] = field(default_factory=list)
     turns: Mapping[nn.Module, Turn] = field(default_factory=dict)
     owns: list[Own] = field(default_factory=list)
 
     def place(self, build: Build) -> None:
         """Declare weights, choose kernels and make tables, once the other weights have their places."""
-        heads = () if self.head is None else (self.head,)
-        for each in (*self.layers, *self.rotaries, *self.turns.values(), *heads):
+        for each in (*self.layers, *self.routers, *self.rotaries, *self.turns.values(), self.ends):
             each.place(build)
 
     def __str__(self) -> str:
@@ -75,7 +86,8 @@ class Replaced:
                 f"{kinds[PackedLinear]} linear layers in {len(products)} products",
                 f"{kinds[GatedBlock]} gated blocks",
                 f"{kinds[Norm]} norms",
-                f"{sum(each.is_addend for each in self.layers)} sums before a norm",
+                *([f"{len(self.routers)} routers"] if self.routers else []),
+                f"{sum(each.is_addend for each in (*self.layers, *self.blocks))} sums before a norm",
                 *([f"{count} {words}" for words, count in turned.items() if count] or ["0 turned"]),
             )
         )
@@ -86,28 +98,18 @@ def replace(
 ) -> Replaced:
     """Replace what can be of a model on the meta device; without `is_whole`, and in layers with states, linear layers alone.
     Parameters whose name `keeps` are the class's own. Raises what `walk` raises."""
-    found, dtype, has_states = Replaced(), model.dtype, bool(mixers)
-    places = list(_places(model, keeps))
-    if is_whole:
-        own = {part for mixer in mixers for part in mixer.module.modules()}
-        found.layers += _blocks([place for place in places if place[0] not in own], dtype)
-        found.layers += _norms([place for place in _still(model, places) if place[0] not in own], dtype)
-        found.head = _head(model, keeps)
-    linears = list(_linears(_still(model, places), model.get_output_embeddings()))
+    found, has_states = Replaced(), bool(mixers)
+    routers, linears = _put(model, keeps, mixers, found, is_whole)
     turns, trace, seen = put_turns(model) if is_whole else {}, Trace(), RotaryTrace()
     attended: dict[nn.Module, list[tuple[Tensor, ...]]] = {}
     owns = find_own(model)
     with seen.watching(model), trace.watching(model):
         found.calls = walk(model, attended, LENGTHS[:1], has_states=has_states)
     found.owns = [own for own in owns if own.settle()]
-    for owner, name, linear in linears:
-        if linear.is_read:
-            setattr(owner, name, linear.linear)
-    kept = [linear for _, _, linear in linears if not linear.is_read]
-    found.layers += kept
-    if found.head is not None and found.head.is_elsewhere:
-        _take_back(model, found.head)
-        found.head = None
+    _check_norms(model, found.layers, trace)
+    found.routers += _unless(routers, lambda router: trace.is_read(router.logits))
+    found.layers += (kept := _unless(linears, lambda linear: linear.is_read))
+    found.ends.take_back(model)
     if is_whole:
         _join(trace)
         found.rotaries, found.turns = settle(model, turns, seen, trace, attended)
@@ -115,11 +117,46 @@ def replace(
     return found
 
 
+def _put(
+    model: PreTrainedModel, keeps: Callable[[str], bool], mixers: Sequence[Mixer], found: Replaced, is_whole: bool
+) -> tuple[list[Put[Router]], list[Put[PackedLinear]]]:
+    """Replace what twins tell, before the walk; returns what may be taken back after it."""
+    places, routers, dtype = list(_places(model, keeps)), [], model.dtype
+    if is_whole:
+        own = {part for mixer in mixers for part in mixer.module.modules()}
+        found.layers += _blocks([place for place in places if place[0] not in own], dtype)
+        found.layers += _norms([place for place in _still(model, places) if place[0] not in own], dtype)
+        routers = list(_routers(_still(model, places), dtype))
+        sparse = [module for module in model.modules() if any(map(has_experts, module.children()))]
+        found.blocks += map(as_sparse_block, sparse)
+        found.ends = replace_ends(model, keeps)
+    return routers, list(_linears(_still(model, places), model.get_output_embeddings()))
+
+
+def _unless(put: Iterable[Put[Layer]], is_other: Callable[[Layer], bool]) -> list[Layer]:
+    """Those that stay; the others give way to the class's own again."""
+    kept: list[Layer] = []
+    for owner, name, layer in put:
+        if is_other(layer):
+            setattr(owner, name, layer.own)
+        else:
+            kept.append(layer)
+    return kept
+
+
+def _check_norms(model: PreTrainedModel, norms: Iterable[Replacement], trace: Trace) -> None:
+    """Raise `ConfigError` for a model that computes with a norm's weight itself."""
+    if any(isinstance(each, Norm) and trace.is_read(each.weight) for each in norms):
+        raise DoesNotRun(
+            f"{type(model).__name__} can not be served by transformers' classes: it computes with a norm's weight",
+            remedy="use another model",
+        )
+
+
 def _check(model: PreTrainedModel, found: Replaced, linears: Sequence[PackedLinear], has_states: bool) -> None:
     """Raise `ConfigError` for a model that, with more tokens, does something else than what `found` tells."""
     again = walk(model, lengths=LENGTHS[1:], has_states=has_states)
-    is_read = any(each.is_read for each in linears) or (found.head is not None and found.head.is_elsewhere)
-    if again != found.calls or is_read:
+    if again != found.calls or found.ends.is_read or any(each.is_read for each in linears):
         raise DoesNotRun(
             f"{type(model).__name__} can not be served by transformers' classes: it calls attention otherwise with "
             f"{LENGTHS[1]} tokens than with {LENGTHS[0]}",
@@ -175,38 +212,27 @@ def _norms(places: Iterable[Place], dtype: torch.dtype) -> Iterator[Norm]:
             yield norm
 
 
-def _linears(places: Iterable[Place], head: nn.Module | None) -> Iterator[tuple[nn.Module, str, PackedLinear]]:
+def _routers(places: Iterable[Place], dtype: torch.dtype) -> Iterator[Put[Router]]:
+    known: dict[object, RoutingForm | None] = {}
+    for owner, name, path, module in places:
+        if not may_route(module):
+            continue
+        key = _kind(module)
+        if key not in known:
+            known[key] = routing_of(module, dtype)
+        if (form := known[key]) is not None:
+            router = Router(module, path, form)
+            setattr(owner, name, router)
+            yield owner, name, router
+
+
+def _linears(places: Iterable[Place], head: nn.Module | None) -> Iterator[Put[PackedLinear]]:
     """All but those that choose experts, and the output layer, whose weight may be the embedding's."""
     for owner, name, path, module in places:
         if isinstance(module, nn.Linear) and module is not head and name not in _CHOOSING and is_linear(module):
             linear = PackedLinear(module, path)
             setattr(owner, name, linear)
             yield owner, name, linear
-
-
-def _head(model: PreTrainedModel, keeps: Callable[[str], bool]) -> PackedHead | None:
-    """In place of the output layer; and of the embedding, where they have one weight. None where something else may have it."""
-    own, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if type(own) is not nn.Linear or own.bias is not None:
-        return None
-    names = {id(module): name for name, module in model.named_modules()}
-    shared = [name for name, each in model.state_dict(keep_vars=True).items() if each is own.weight]
-    name, given = names[id(own)], names[id(embedding)]
-    is_tied = sorted(shared) == sorted({f"{name}.weight", f"{given}.weight"}) and is_embedding(embedding)
-    if any(map(keeps, shared)) or not (is_tied or shared == [f"{name}.weight"]) or "." in name:
-        return None
-    tied = Rows(cast("nn.Embedding", embedding), given) if is_tied else None
-    if tied is not None:
-        model.set_input_embeddings(tied)
-    head = PackedHead(own, name, tied)
-    model.set_output_embeddings(head)
-    return head
-
-
-def _take_back(model: PreTrainedModel, head: PackedHead) -> None:
-    model.set_output_embeddings(head.own)
-    if head.tied is not None:
-        model.set_input_embeddings(head.tied.own)
 
 
 def _kind(module: nn.Module) -> object:
@@ -222,6 +248,6 @@ def _join(trace: Trace) -> None:
     for layer in trace.addends():
         layer.is_addend = True
     for group in shared_inputs(trace.products):
-        product = Product([(each.name, each.linear) for each in group])
+        product = Product([(each.name, each.own) for each in group])
         for place, each in enumerate(group):
             each.product, each.part = product, place

@@ -40,7 +40,8 @@ class Angles:
 
 
 class Rotary(nn.Module):
-    """In place of a module that makes cosines and sines, `size` of each for a position. `calls` are what it is called with."""
+    """In place of a module that makes cosines and sines, which turn `size` elements of a head. `calls` are what it is called
+    with."""
 
     def __init__(
         self, own: nn.Module, calls: Mapping[Any, tuple[Any, Any]], size: int, doubling: Doubling = "halves"
@@ -69,7 +70,7 @@ class Rotary(nn.Module):
 
     def _table(self, call: tuple[Any, Any], count: int) -> Tensor | None:
         """float32 [count, R]: R / 2 cosines, then R / 2 sines, of each position."""
-        parts = [_halved(part, self.doubling) for part in _angles(deepcopy(self.own).cpu(), call, count)]
+        parts = [_halves(part, self.doubling) for part in _angles(deepcopy(self.own).cpu(), call, count)]
         if any(not torch.equal(*halves) for halves in parts):
             return None
         return torch.cat([first for first, _ in parts], dim=-1)
@@ -90,12 +91,14 @@ def _angles(own: nn.Module, call: tuple[Any, Any], count: int) -> list[Tensor]:
     return [part[0].float() for part in own(*args, **named)]
 
 
-def _halved(angles: Tensor, doubling: Doubling) -> tuple[Tensor, Tensor]:
+def _halves(angles: Tensor, doubling: Doubling) -> tuple[Tensor, Tensor]:
     """The two that should be the same."""
+    if doubling == "none":
+        return angles, angles
     if doubling == "neighbours":
         return angles[:, ::2], angles[:, 1::2]
-    first, second = angles.chunk(2, dim=-1)
-    return first, second
+    half = angles.shape[1] // 2
+    return angles[:, :half], angles[:, half:]
 
 
 def doubling_of(own: nn.Module, call: tuple[Any, Any]) -> Doubling:
@@ -106,7 +109,8 @@ def doubling_of(own: nn.Module, call: tuple[Any, Any]) -> Doubling:
         angles = _angles(deepcopy(own, with_values), call, 5)
     except (RuntimeError, NotImplementedError, TypeError):
         return "halves"
-    return "neighbours" if all(torch.equal(*_halved(part, "neighbours")) for part in angles) else "halves"
+    ways: Sequence[Doubling] = ("neighbours", "halves")
+    return next((way for way in ways if all(torch.equal(*_halves(part, way)) for part in angles)), "none")
 
 
 def _key(args: Any, named: Any) -> tuple[Any, Tensor]:
@@ -153,7 +157,7 @@ class Turn:
         """Choose the kernel; what a walk left is forgotten."""
         self._held = None
         for each in self.projections:
-            order = halves_first(each.linear.out_features, self._heads[2], self._size)
+            order = halves_first(each.own.out_features, self._heads[2], self._size)
             build.weights.orders |= {f"{each.name}.{kind}": order for kind in ("weight", "bias")}
         heads, kv_heads, head_dim = self._heads
         given = build.rows(heads * head_dim), build.rows(kv_heads * head_dim), build.indices()
@@ -217,14 +221,16 @@ class Turn:
         is_same = all(q is of[0] and k is of[1] and of[2].shape[3] == q.shape[3] for (q, k), of in pairs)
         return is_same and len(calls) == len(attended)
 
-    def settle(self, attended: Sequence[tuple[Tensor, ...]], trace: Trace) -> None:
-        """Watch no more. `attended` are the queries, keys and values that the module called attention with."""
+    def settle(self, doubling: Doubling, attended: Sequence[tuple[Tensor, ...]], trace: Trace) -> None:
+        """Watch no more. Its angles are doubled so; `attended` are the queries, keys and values that the module called attention
+        with."""
         self.is_direct = self._goes_to(attended)
         first, *others = self._calls or []
         found = [trace.giver_of(heads) for heads in (first.q, first.k)]
         norms = [each for each in found if isinstance(each, Norm)]
         self.norms = norms if self.is_direct and len(norms) == 2 and not others else ()
-        self._size, self._heads = first.cos.shape[2], (first.q.shape[1], first.k.shape[1], first.q.shape[3])
+        self._size = _turned_size(first.cos, doubling)
+        self._heads = first.q.shape[1], first.k.shape[1], first.q.shape[3]
         self._calls = None
 
     def take(self, q: Tensor, k: Tensor) -> Angles | None:
@@ -238,9 +244,13 @@ class Turn:
 
 def _is_kernels(function: TurnFunction, call: _Call, doubling: Doubling, pairs: Doubling) -> bool:
     is_heads = call.q.dim() == 4 and call.k.dim() == 4 and call.q.shape[-1] == call.k.shape[-1]
-    sizes = call.q.shape[-1], call.cos.shape[-1]
     is_fit = call.is_plain and is_heads and call.cos.shape == call.sin.shape
-    return is_fit and turns(function, *sizes, doubling, pairs)
+    return is_fit and turns(function, call.q.shape[-1], _turned_size(call.cos, doubling), doubling, pairs)
+
+
+def _turned_size(cos: Tensor, doubling: Doubling) -> int:
+    """How many elements of a head they turn."""
+    return cos.shape[-1] * (2 if doubling == "none" else 1)
 
 
 def _like(x: Tensor) -> Tensor:
@@ -326,20 +336,24 @@ def settle(
         module: doubling_of(module, next(iter(calls.values()))) for module, calls in seen.calls.items()
     }
 
+    def doublings_of(module: nn.Module) -> set[Doubling]:
+        return {doublings.get(maker, "halves") for maker in makers[module] if maker is not None}
+
     def is_kernels(module: nn.Module, turn: Turn) -> bool:
-        found: set[Doubling] = {doublings.get(maker, "halves") for maker in makers[module] if maker is not None}
+        found = doublings_of(module)
         return len(found) == 1 and turn.is_kernels(found.pop(), trace, attended.get(module, []))
 
     refused |= {maker for module, turn in turns.items() if not is_kernels(module, turn) for maker in makers[module]}
     kept: dict[nn.Module, Turn] = {}
     for module, turn in turns.items():
         if makers[module] and makers[module] <= seen.made.keys() - refused:
-            turn.settle(attended.get(module, []), trace)
+            turn.settle(doublings_of(module).pop(), attended.get(module, []), trace)
             kept[module] = turn
         else:
             del module.forward
     used = {maker for module in kept for maker in makers[module] if maker is not None}
-    made = {each: Rotary(each, seen.calls[each], seen.made[each][0].shape[2], doublings[each]) for each in used}
+    sizes = {each: _turned_size(seen.made[each][0], doublings[each]) for each in used}
+    made = {each: Rotary(each, seen.calls[each], sizes[each], doublings[each]) for each in used}
     for module, turn in kept.items():
         turn.rotaries = [made[maker] for maker in makers[module] if maker is not None]
         for each in turn.rotaries if turn.projections else ():

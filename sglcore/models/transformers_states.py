@@ -242,7 +242,7 @@ def _in_parts(twin: nn.Module, mixer: Mixer, hidden: Tensor, size: int) -> Tenso
 def _twin(module: nn.Module) -> nn.Module:
     """The same module on the host, with random weights in float32, its own buffers, and a forward of its own."""
     copies: dict[int, Any] = {id(each): nn.Parameter(_random(each.shape)) for each in module.parameters()}
-    copies |= {id(each): _like(each.linear) for each in module.modules() if isinstance(each, PackedLinear)}
+    copies |= {id(each): _like(each.own) for each in module.modules() if isinstance(each, PackedLinear)}
     copies |= {id(each): each.cpu().float() if each.is_floating_point() else each.cpu() for each in module.buffers()}
     twin = deepcopy(module, copies)
     del twin.forward

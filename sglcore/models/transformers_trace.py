@@ -12,7 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglcore.models.transformers_layers import GatedBlock, Norm, PackedLinear, Replacement
+from sglcore.models.transformers_layers import GatedBlock, Norm, PackedLinear
+from sglcore.models.transformers_routers import SparseBlock
+
+Giver = PackedLinear | GatedBlock | Norm | SparseBlock
+"""Whose results may be added to something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,7 @@ class Trace(TorchDispatchMode):
         super().__init__()
         self.products: list[tuple[PackedLinear, Tensor]] = []
         self._normed: list[tuple[Norm, Tensor]] = []
-        self._given: dict[int, tuple[Replacement, int]] = {}
+        self._given: dict[int, tuple[Giver, int]] = {}
         self._results: dict[int, Tensor] = {}
         self._kept: list[Tensor] = []
         self._step = 0
@@ -62,7 +66,7 @@ class Trace(TorchDispatchMode):
         self._fixed = {_memory(each) for each in (*model.parameters(), *model.buffers())}
         hooks = []
         for module in model.modules():
-            if isinstance(module, PackedLinear | GatedBlock | Norm):
+            if isinstance(module, Giver):
                 hooks += [module.register_forward_pre_hook(self._before), module.register_forward_hook(self._after)]
         try:
             with self:
@@ -72,13 +76,13 @@ class Trace(TorchDispatchMode):
                 hook.remove()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        (x,) = args
         if isinstance(module, Norm):
-            self._normed.append((module, x))
+            self._normed.append((module, args[0]))
         if isinstance(module, PackedLinear):
-            self.products.append((module, x))
+            self.products.append((module, args[0]))
 
-    def _after(self, module: Any, _: Any, out: Tensor) -> None:
+    def _after(self, module: Any, _: Any, found: Any) -> None:
+        out = found[0] if isinstance(found, tuple) else found
         self._kept.append(out)
         self._given[id(out)] = module, self._step
         self._results[_memory(out)] = out
@@ -94,10 +98,10 @@ class Trace(TorchDispatchMode):
             found.setdefault(norm, set()).add(x.shape[2] if x.dim() == 4 and x.is_contiguous() else None)
         return found
 
-    def addends(self) -> set[Replacement]:
+    def addends(self) -> set[Giver]:
         """The layers all of whose results are added to a tensor, of which nobody hears afterwards, as nobody does of the
         result, and whose sum comes to a norm."""
-        fused: Counter[Replacement] = Counter()
+        fused: Counter[Giver] = Counter()
         for norm, x in self._normed:
             addition = self._additions.get(id(x))
             if addition is not None and norm.heads is None and self._may_spoil(addition):
@@ -106,7 +110,7 @@ class Trace(TorchDispatchMode):
         calls = Counter(module for module, _ in self._given.values())
         return {module for module, count in fused.items() if count == calls[module]}
 
-    def giver_of(self, heads: Tensor) -> Replacement | None:
+    def giver_of(self, heads: Tensor) -> Giver | None:
         """The linear layer, or the norm of heads, whose one result are these heads [1, heads, T, D], which nobody has read."""
         _, count, tokens, size = heads.shape
         out = self._results.get(_memory(heads))
@@ -120,7 +124,7 @@ class Trace(TorchDispatchMode):
         is_once = [each for each, _ in self._given.values()].count(module) == 1
         return module if is_whole and is_once and not self.is_read(heads, step) else None
 
-    def _giver(self, operand: Tensor, step: int) -> list[Replacement]:
+    def _giver(self, operand: Tensor, step: int) -> list[Giver]:
         """The layer that gave an operand, if nobody heard of it before this addition."""
         if id(operand) not in self._given:
             return []

@@ -13,13 +13,15 @@ from sglcore.runtime.kernels import reference
 TurnFunction = Callable[..., tuple[Tensor, Tensor]]
 """Of queries and keys [1, heads, T, D], cosines and sines [1, T, R]: both, turned."""
 
-Doubling = Literal["halves", "neighbours"]
-"""How R cosines are those of R / 2 angles: the second half repeats the first, or each has its like beside it."""
+Doubling = Literal["halves", "neighbours", "none"]
+"""How R cosines are those of R / 2 angles: the second half repeats the first, or each has its like beside it. None: there are
+R / 2 of them."""
 
 FORMS: Sequence[tuple[Doubling, Doubling]] = (
     ("halves", "halves"),
     ("halves", "neighbours"),
     ("neighbours", "neighbours"),
+    ("none", "halves"),
 )
 """How angles are doubled, and which elements are a pair, in functions that turn."""
 
@@ -49,6 +51,8 @@ def turns(
 
 
 def _doubled(angles: Tensor, doubling: Doubling) -> Tensor:
+    if doubling == "none":
+        return angles
     return angles.repeat_interleave(2, dim=-1) if doubling == "neighbours" else torch.cat((angles, angles), dim=-1)
 
 

@@ -6,7 +6,7 @@ dtype.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from itertools import permutations
 from typing import Any, TypeVar
@@ -56,9 +56,9 @@ def _is_rms_norm(module: nn.Module, size: int, form: NormForm, dtype: torch.dtyp
     rows, weight = torch.randn(4, size, generator=generator) * _SIZES, torch.randn(size, generator=generator)
     for kind in dict.fromkeys((torch.float32, dtype)):
         x, own = rows.to(kind)[None], weight.to(kind)
-        found = _tried(_twin(module, parameters={"weight": nn.Parameter(own, requires_grad=False)}), x)
+        found = tried(twin_of(module, parameters={"weight": nn.Parameter(own, requires_grad=False)}), x)
         wide = own if form.offset is None else own.float() + form.offset
-        if found is None or not _is_same(found, reference.rms_norm(x, wide, form.eps)):
+        if found is None or not is_same(found, reference.rms_norm(x, wide, form.eps)):
             return False
     return True
 
@@ -72,21 +72,31 @@ def is_linear(module: nn.Module) -> bool:
     own: dict[str, nn.Parameter] = {"weight": nn.Parameter(weight, requires_grad=False)}
     if module.bias is not None:
         own["bias"] = nn.Parameter(torch.randn(3, generator=generator), requires_grad=False)
-    found = _tried(_twin(module, parameters=own), x)
-    return found is not None and _is_same(found, linear(x, weight, own.get("bias")))
+    found = tried(twin_of(module, parameters=own), x)
+    return found is not None and is_same(found, linear(x, weight, own.get("bias")))
 
 
-def is_embedding(module: nn.Module) -> bool:
-    """Whether a module gives the rows of its weight, and nothing else."""
+def embedding_scale(module: nn.Module, dtype: torch.dtype, initialize: Callable[[nn.Module], object]) -> float | None:
+    """With what a module multiplies the rows of its weight that it gives; None if it does anything else. `initialize` gives
+    buffers their values, as the module's class has them."""
     weight = module._parameters.get("weight")
     if len(module._parameters) != 1 or weight is None or weight.dim() != 2 or type(module) is nn.Linear:
-        return False
+        return None
     own, ids = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([[4, 0, 2, 4]])
-    twin = _twin(module, parameters={"weight": nn.Parameter(own, requires_grad=False)})
-    if isinstance(twin, nn.Embedding):
-        twin.padding_idx = None  # counts in training alone, and the twin has fewer rows
-    found = _tried(twin, ids)
-    return found is not None and torch.equal(found, own[ids])
+    buffers = {name: torch.empty_like(each, device="cpu") for name, each in module._buffers.items() if each is not None}
+    found: list[float] = []
+    for rows in (torch.ones(5, 4), own, own.to(dtype)):
+        parameter = nn.Parameter(rows, requires_grad=False)
+        parameter._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
+        twin = twin_of(module, parameters={"weight": parameter}, buffers=buffers)
+        if isinstance(twin, nn.Embedding):
+            twin.padding_idx = None  # counts in training alone, and the twin has fewer rows
+        initialize(twin)
+        given = tried(twin, ids)
+        found = found or [1.0 if given is None else float(given.flatten()[0])]
+        if given is None or not torch.equal(given, rows[ids] * torch.tensor(found[0]).to(rows.dtype)):
+            return None
+    return found[0]
 
 
 def may_be_block(module: nn.Module) -> bool:
@@ -128,8 +138,8 @@ def _is_block(module: nn.Module, roles: Sequence[str], activation: Activation, d
         x = torch.randn(1, 5, HIDDEN, generator=generator).to(kind)
         gate_up = torch.cat([linear(x, each.weight, each.bias) for each in parts], dim=-1)
         wanted = down(activation.reference(gate_up))
-        found = _tried(_twin(module, modules=dict(zip(roles, (*parts, down), strict=True))), x)
-        if found is None or not _is_same(found, wanted):
+        found = tried(twin_of(module, modules=dict(zip(roles, (*parts, down), strict=True))), x)
+        if found is None or not is_same(found, wanted):
             return False
     return True
 
@@ -143,17 +153,21 @@ def _small(own: Any, is_down: bool, count: int, generator: torch.Generator) -> n
     return made
 
 
-def _twin(
-    module: M, parameters: Mapping[str, nn.Parameter] | None = None, modules: Mapping[str, nn.Module] | None = None
+def twin_of(
+    module: M,
+    parameters: Mapping[str, nn.Parameter] | None = None,
+    modules: Mapping[str, nn.Module] | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
 ) -> M:
-    """A module as this one, with other parameters or parts."""
+    """A module as this one, with other parameters, parts or buffers."""
     twin = copy(module)
     twin._parameters = {**module._parameters, **(parameters or {})}
     twin._modules = {**module._modules, **(modules or {})}
+    twin._buffers = {**module._buffers, **(buffers or {})}
     return twin
 
 
-def _tried(module: nn.Module, x: Tensor) -> Tensor | None:
+def tried(module: Callable[[Tensor], object], x: Tensor) -> Tensor | None:
     """What it gives, if it takes one tensor and gives one."""
     try:
         with torch.no_grad():
@@ -163,7 +177,8 @@ def _tried(module: nn.Module, x: Tensor) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def _is_same(found: Tensor, wanted: Tensor) -> bool:
+def is_same(found: Tensor, wanted: Tensor) -> bool:
+    """In float32 within a few roundings, in half types to the bit."""
     if found.shape != wanted.shape or found.dtype is not wanted.dtype:
         return False
     exact = wanted.dtype is not torch.float32

@@ -18,7 +18,7 @@ from sglcore.models.transformers_replace import Replaced, replace
 from sglcore.models.transformers_rotary import Rotary, RotaryTrace, Turn
 from sglcore.models.transformers_sums import Addend, Sum, added
 from sglcore.models.transformers_turning import turns
-from sglcore.models.transformers_twins import gated_block_of, is_embedding, rms_norm_of
+from sglcore.models.transformers_twins import embedding_scale, gated_block_of, rms_norm_of
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.kernels import reference
 from sglcore.runtime.kernels.table import KernelTable
@@ -89,14 +89,14 @@ def test_an_output_layer_with_the_embeddings_weight_shares_its_form(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "is_plain"),
-    [("llama", {}, True), ("granite", {"logits_scaling": 4.0}, False), ("gemma2", {}, False)],
+    ("kind", "changes", "is_known"),
+    [("llama", {}, True), ("granite", {"logits_scaling": 4.0}, True), ("gemma2", {}, True), ("phi", {}, False)],
 )
-def test_what_a_class_does_to_logits_is_its_own(
-    kind: str, changes: dict[str, Any], is_plain: bool, tmp_path: Path
+def test_what_a_class_does_to_logits_is_done(
+    kind: str, changes: dict[str, Any], is_known: bool, tmp_path: Path
 ) -> None:
     model = tiny_model(kind, {**sizes_of(kind), **changes})
-    assert (load(model, tmp_path)._output is not None) is is_plain
+    assert (load(model, tmp_path)._output is not None) is is_known
     assert compare(model, tmp_path) < 2e-4
 
 
@@ -176,8 +176,25 @@ def test_an_embedding_is_known_by_what_it_gives() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) * 2
 
-    assert is_embedding(nn.Embedding(9, 4)) and is_embedding(nn.Embedding(9, 4, padding_idx=8))
-    assert not is_embedding(Scaled(9, 4, padding_idx=8)) and not is_embedding(nn.Linear(4, 9))
+    class Buffered(nn.Embedding):
+        def __init__(self) -> None:
+            super().__init__(9, 4)
+            self.register_buffer("scale", torch.empty((), device="meta"))
+
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * self.get_buffer("scale").to(self.weight.dtype)
+
+    class Shifted(nn.Embedding):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) + 1
+
+    def initialize(module: nn.Module) -> None:
+        for buffer in module.buffers():
+            buffer.fill_(55.4256)
+
+    given = nn.Embedding(9, 4, padding_idx=8), Scaled(9, 4, padding_idx=8), Buffered(), Shifted(9, 4), nn.Linear(4, 9)
+    found = [embedding_scale(each, HALF, initialize) for each in given]
+    assert found == [1.0, 2.0, pytest.approx(55.4256), None, None]
 
 
 def halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: float = -1.0) -> tuple[Tensor, Tensor]:
