@@ -107,7 +107,7 @@ def replace(
         found.calls = walk(model, attended, LENGTHS[:1], has_states=has_states)
     found.owns = [own for own in owns if own.settle()]
     _check_norms(model, found.layers, trace)
-    found.routers += _unless(routers, lambda router: trace.is_read(router.logits))
+    found.routers += _unless(routers, lambda router: router.is_read or trace.is_read(router.logits))
     found.layers += (kept := _unless(linears, lambda linear: linear.is_read))
     found.ends.take_back(model)
     if is_whole:

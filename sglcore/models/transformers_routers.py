@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ class Router(nn.Module):
         super().__init__()
         self.logits = torch.empty(0, device="meta")
         """What a walk got in their place. In a step there are none."""
+        self.is_read = False
         self._own = (own,)  # out of the reach of who looks for modules
         self._name, self._form = name, form
         self._route: Routing | None = None
@@ -50,6 +51,12 @@ class Router(nn.Module):
     def own(self) -> nn.Module:
         """The module that it stands for."""
         return self._own[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """For shapes alone: who reads it computes with it by another way, which `is_read` tells."""
+        self.is_read = True
+        return cast("Tensor", self.own.weight)
 
     def place(self, build: Build) -> None:
         """Declare the weights, and choose the kernels."""
