@@ -93,12 +93,12 @@ def replace_ends(model: PreTrainedModel, keeps: Callable[[str], bool]) -> Ends:
     found, wanted, output = Ends(), {f"{names[id(given)]}.weight"}, {f"{names.get(id(own))}.weight"}
     scale = embedding_scale(given, model.dtype, model._init_weights)
     is_head = type(own) is nn.Linear and own.bias is None and "." not in names[id(own)] and not any(map(keeps, output))
-    is_tied = is_head and shared(own) == wanted | output
+    owners = shared(own) if own is not None and is_head else set()
+    is_tied = owners == wanted | output
     if scale is not None and shared(given) == (wanted | output if is_tied else wanted) and not any(map(keeps, wanted)):
         found.embedding = Rows(cast("nn.Embedding", given), names[id(given)], scale)
         model.set_input_embeddings(found.embedding)
-    is_alone = is_head and shared(own) == output
-    if is_alone or (is_tied and found.embedding is not None):
+    if owners == output or (is_tied and found.embedding is not None):
         found.head = PackedHead(cast("nn.Linear", own), names[id(own)], found.embedding if is_tied else None)
         model.set_output_embeddings(found.head)
     return found

@@ -23,7 +23,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.layers.build import Build
 from sglcore.models.transformers_layers import Norm, PackedLinear
 from sglcore.models.transformers_trace import Trace
-from sglcore.models.transformers_turning import FORMS, Doubling, TurnFunction, halves_first, turns
+from sglcore.models.transformers_turning import FORMS, WAYS, Doubling, TurnFunction, halves_first, turns
 from sglcore.runtime.kernels import reference
 from sglcore.runtime.kernels.table import KernelTable
 
@@ -109,8 +109,8 @@ def doubling_of(own: nn.Module, call: tuple[Any, Any]) -> Doubling:
         angles = _angles(deepcopy(own, with_values), call, 5)
     except (RuntimeError, NotImplementedError, TypeError):
         return "halves"
-    ways: Sequence[Doubling] = ("neighbours", "halves")
-    return next((way for way in ways if all(torch.equal(*_halves(part, way)) for part in angles)), "none")
+    found: list[Doubling] = [way for way in WAYS if all(torch.equal(*_halves(part, way)) for part in angles)]
+    return found[0]
 
 
 def _key(args: Any, named: Any) -> tuple[Any, Tensor]:

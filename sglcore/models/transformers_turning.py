@@ -17,6 +17,9 @@ Doubling = Literal["halves", "neighbours", "none"]
 """How R cosines are those of R / 2 angles: the second half repeats the first, or each has its like beside it. None: there are
 R / 2 of them."""
 
+WAYS: Sequence[Doubling] = ("neighbours", "halves", "none")
+"""The last is that of all angles which are in no other."""
+
 FORMS: Sequence[tuple[Doubling, Doubling]] = (
     ("halves", "halves"),
     ("halves", "neighbours"),
