@@ -64,11 +64,11 @@ class MemorySizes:
     def num_bytes(self) -> dict[str, int]:
         """Those of each kind of memory, by the names of `Limits`; one state is for padding rows."""
         kept = self.geometry
-        cell = kept.cell + (0 if self.num_window_pages else kept.window_cell)
+        page = kept.page + (0 if self.num_window_pages else kept.window_page)
         return {
-            "kv_bytes": self.num_pages * self.page_size * cell,
-            "window_bytes": self.num_window_pages * self.page_size * kept.window_cell,
-            "state_bytes": (self.max_requests + 1) * kept.state,
+            "kv_bytes": self.num_pages * page,
+            "window_bytes": self.num_window_pages * kept.window_page,
+            "state_bytes": (self.max_requests + 1) * (kept.state + kept.ring),
             "snapshot_bytes": self.num_snapshots * kept.state,
         }
 
