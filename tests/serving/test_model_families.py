@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from tests import checkpoints as models
+from tests.deepseek_v4 import deepseek_v4, with_published_names
 from tests.laws.test_pooling_laws import write_modules
 from tests.laws.test_prompt_embeds import qwen3_vl, qwen25_vl
 from tests.serving.conftest import SCHEMA, TOOLS
@@ -51,6 +52,7 @@ class Served:
 
 
 MODELS = {
+    "deepseek-v4": Served(deepseek_v4, "deepseek bare", save=with_published_names),
     "gemma": Served(models.gemma),
     "gemma2": Served(models.gemma2),
     "gemma3": Served(models.gemma3, "functiongemma"),
