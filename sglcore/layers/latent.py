@@ -3,7 +3,8 @@ values to the result (DeepSeek-V2, section 2.1.2)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from sglcore.layers.scope import Scope
 from sglcore.runtime.attention.sparse.latent import INDEX_KEYS, LATENT, DeepseekSparseAttnBackend
 from sglcore.runtime.attention.sparse.layer import SparseLayer
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.kernels.choice import Call
+from sglcore.runtime.kernels.entry import Entry
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.rows import KeptRows
 
@@ -52,7 +55,7 @@ class LatentAttention(SparseLayer):
         both = both.view(heads, nope + latent.value_dim, rank)
         self.to_keys, self.to_values = both[:, :nope].transpose(1, 2), both[:, nope:]
         self.indexer = Indexer(build.at("indexer"), layer_id, rotary, latent) if has_indexer else None
-        self._cos_sin, self._latent = rotary, latent
+        self._cos_sin, self._latent, self._build = rotary, latent, build
         self._choose(build)
 
     def _choose(self, build: Scope) -> None:
@@ -64,6 +67,20 @@ class LatentAttention(SparseLayer):
         self._store = build.kernel(KernelTable.norm_rope_store, row, self.norm, INNER_EPS, *stored)
         self._keys = build.kernel(KernelTable.grouped_linear, build.rows(heads, latent.nope_dim), self.to_keys)
         self._values = build.kernel(KernelTable.grouped_linear, build.rows(heads, latent.kv_rank), self.to_values)
+
+    def calls(self, page_size: int) -> Iterator[tuple[Entry[Any], Call]]:
+        """Those of `DeepseekSparseAttnBackend`."""
+        build, latent = self._build, self._latent
+        q, rows, one = build.rows(self.num_heads, latent.width), build.rows(latent.width), build.indices()
+        how = latent.scaling, latent.kv_rank, None
+        if not latent.top_k:
+            yield KernelTable.paged_mqa, (q, rows, build.indices(1), one, one, page_size, *how)
+            return
+        yield KernelTable.sparse_mqa, (q, rows, build.indices(latent.top_k), None, None, None, *how)
+        queries, keys = build.rows(latent.index_heads, latent.index_dim), build.rows(latent.index_dim)
+        weights, logits, table = build.rows(latent.index_heads).float(), build.rows(page_size).float(), build.indices(1)
+        yield KernelTable.index_logits, (queries, weights, keys, table, one, one, page_size, 1.0, page_size, None)
+        yield KernelTable.index_top_k, (logits, one, table, one, page_size, latent.top_k)
 
     def mix(self, hidden: Tensor, batch: ForwardBatch, backend: DeepseekSparseAttnBackend) -> Tensor:
         """hidden [T, H] to [T, H]."""

@@ -23,6 +23,7 @@ from sglcore.device.worker import Limits
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.selection import choose_attention, shape_of
+from sglcore.runtime.attention.sparse.layer import SparseLayer
 from sglcore.runtime.attention.windowed import WindowedAttention
 from sglcore.runtime.graphs.backend import PromptBackend
 from sglcore.runtime.graphs.build import capture, make_backend
@@ -266,6 +267,9 @@ def attention(
     logits, refusals = torch.empty(1, model.config.vocab_size, device="meta"), Refusals()
     kernels = fitted(kernels, KernelTable.draw, (logits, None, None), refusals=refusals)
     kernels = fitted(kernels, KernelTable.greedy, (logits,), refusals=refusals)
+    for layer in layers:
+        for entry, call in layer.calls(pools.token_to_kv.page_size) if isinstance(layer, SparseLayer) else ():
+            kernels = fitted(kernels, entry, call, refusals=refusals)
     ledger.record(*refusals.rows())
 
     def make(found: Sequence[Attention], table: ReqToTokenPool, cells: KVPool, whom: str) -> AttentionBackend:
