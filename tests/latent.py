@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import Oracle, rope
+from tests.checkpoints import Oracle, rope, save
 
 YARN = rope("yarn", factor=40.0, original_max_position_embeddings=256, mscale=1.0, mscale_all_dim=1.0)
 SIZES: Mapping[str, Any] = MappingProxyType(
@@ -103,3 +106,49 @@ LATENT: Mapping[str, Callable[[], Oracle]] = MappingProxyType(
     }
 )
 """By name; each call makes one, seeded."""
+
+
+BLOCK = 16
+WHOLE = ("embed_tokens", "lm_head", "norm", "gate.weight", "weights_proj", "bias")
+"""Parts of the names of what published files have in full."""
+
+
+def publish(oracle: Oracle, folder: Path) -> Oracle:
+    """Save it as DeepSeek's files are: floats of 8 bits with scales of blocks, a layer that predicts a further token, and the
+    configuration's older words. Returns the model that they mean."""
+    generator = torch.Generator().manual_seed(5)
+    save(oracle, folder)
+    values = load_file(folder / "model.safetensors")
+    stored, meant = {"model.layers.3.eh_proj.weight": torch.zeros(4, 8)}, {}
+    for name, weight in values.items():
+        stored[name] = meant[name] = weight
+        if not any(part in name for part in WHOLE):
+            shape = [-(-size // BLOCK) for size in weight.shape]
+            scales = (0.5 + torch.rand(shape, generator=generator)) * weight.abs().max() / 400
+            wide = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: len(weight), : weight.shape[1]]
+            floats = (weight / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
+            stored |= {name: floats, f"{name}_scale_inv": scales}
+            meant[name] = floats.float() * wide
+    save_file(meant, folder / "model.safetensors", {"format": "pt"})
+    found = type(oracle).from_pretrained(folder, attn_implementation="eager", experts_implementation="eager")
+    save_file(stored, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(_older(json.loads((folder / "config.json").read_text()))))
+    return found.eval()
+
+
+def _older(config: dict[str, Any]) -> dict[str, Any]:
+    """The same in the words of the files of 2024."""
+    scaling = config.pop("rope_parameters")
+    theta, kind = scaling.pop("rope_theta"), scaling.pop("rope_type")
+    for name in ("head_dim", "qk_head_dim", "layer_types", "mlp_layer_types", "dtype", "rope_interleave"):
+        config.pop(name, None)
+    blocks = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK] * 2}
+    routing = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "ep_size": 1}
+    return {
+        **config,
+        **routing,
+        "torch_dtype": "float32",
+        "rope_theta": theta,
+        "rope_scaling": {"type": kind, "beta_fast": 32, "beta_slow": 1, **scaling},
+        "quantization_config": blocks,
+    }

@@ -71,7 +71,7 @@ class Packer:
             if name not in in_layers:
                 target = weights.targets.pop(name)
                 source.copy(target, report)
-                self.notes["dequantised, being embeddings or experts"] += source.form is not None
+                self.notes["dequantised, being no linear layers"] += source.form is not None
                 self.notes["of experts kept in 4-bit floats"] += name.endswith("_blocks")
                 self._grown += 0 if source.form is None else target.nbytes - source.num_bytes
                 self._experts += _EXPERT.fullmatch(name) is not None

@@ -165,7 +165,7 @@ def test_a_mix_of_types_is_joined_and_groups_of_16_are_rounded_and_said(tmp_path
     assert difference(load(file, kernels=device.table, ledger=ledger), oracle) < 0.05
     assert sorted(weight.bits for weight in device.packed) == [4] * 5 + [8] * 4
     assert "4 weights rounded from groups of 16 to 8 bits in groups of 32" in ledger.rows[0].reason
-    assert "1 weights dequantised, being embeddings or experts" in ledger.rows[0].reason
+    assert "1 weights dequantised, being no linear layers" in ledger.rows[0].reason
 
 
 def test_the_metadata_is_the_configuration_of_the_same_checkpoint(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_published_experts_are_read_exactly_and_the_ledger_says_what_they_take(p
     found = Steps(load(folder, ledger=ledger)).logprobs({1: IDS})
     assert (found - oracle_logprobs(oracle, IDS)).abs().max() < 1e-4
     (row,) = [row for row in ledger.rows if row.topic == "weights"]
-    assert "4 weights dequantised, being embeddings or experts" in row.reason
+    assert "4 weights dequantised, being no linear layers" in row.reason
     assert "MiB more than in the files" in row.reason
 
 

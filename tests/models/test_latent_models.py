@@ -1,0 +1,87 @@
+"""Latent attention as published files have it, and configurations that it refuses."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from sglcore.checkpoint.config import read_config
+from sglcore.checkpoint.latent import latent_config, with_indexer
+from sglcore.device.errors import ConfigError
+from tests.checkpoints import oracle_logprobs, save
+from tests.latent import SIZES, deepseek_v2, deepseek_v3, deepseek_v32, glm_moe_dsa, publish
+from tests.models.steps import Steps, load
+
+IDS = random.Random(3).choices(range(97), k=60)
+
+
+@pytest.mark.parametrize("make", [deepseek_v3, deepseek_v32])
+def test_published_files_mean_what_transformers_reads_in_them(make: Callable[..., Any], tmp_path: Path) -> None:
+    oracle = publish(make(), tmp_path)
+    got = Steps(load(tmp_path, max_positions=128)).logprobs({1: IDS})
+    assert (got - oracle_logprobs(oracle, IDS)).abs().max() < 5e-5
+
+
+def test_keys_and_values_are_made_by_views_of_one_weight(tmp_path: Path) -> None:
+    model = load(save(deepseek_v3(), tmp_path))
+    for layer in model.attention_layers:
+        both = layer.to_keys.untyped_storage()
+        assert both.data_ptr() == layer.to_values.untyped_storage().data_ptr()
+        heads = SIZES["qk_nope_head_dim"] + SIZES["v_head_dim"]
+        assert both.nbytes() == 4 * SIZES["num_attention_heads"] * heads * SIZES["kv_lora_rank"]
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "text"),
+    [
+        (deepseek_v3, {"rope_interleave": False}, "rope_interleave = False; wanted True"),
+        (deepseek_v3, {"scoring_func": "softmax"}, "scoring_func = 'softmax'; wanted 'sigmoid'"),
+        (deepseek_v3, {"moe_layer_freq": 2}, "moe_layer_freq = 2; wanted 1"),
+        (deepseek_v3, {"n_group": 3}, "of 1 of 3 groups of 8 experts; wanted no more than there are"),
+        (deepseek_v3, {"kv_lora_rank": 0}, "kv_lora_rank = 0; wanted a whole number above zero"),
+        (deepseek_v3, {"qk_rope_head_dim": 15}, "rotates 15 elements of a head; wanted an even number"),
+        (deepseek_v2, {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'; wanted 'greedy' or"),
+        (deepseek_v2, {"norm_topk_prob": True}, "norm_topk_prob = True; wanted False"),
+        (deepseek_v32, {"index_head_dim": 8}, "index_head_dim = 8; wanted qk_rope_head_dim, 16, at least"),
+        (deepseek_v32, {"q_lora_rank": None}, "q_lora_rank = None; wanted a rank"),
+        (deepseek_v32, {"mlp_layer_types": ["dense"]}, "has 1 mlp_layer_types; wanted 3, one for each layer"),
+        (deepseek_v32, {"layer_types": ["other_attention"] * 3}, "has layers of 'other_attention'"),
+        (glm_moe_dsa, {"indexer_types": ["shared", "full", "full"]}, "indexer_types = ['shared', 'full', 'full']"),
+    ],
+)
+def test_what_does_not_fit_is_one_line_before_weights_are_read(
+    make: Callable[..., Any], changes: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    architecture = type(make()).__name__
+    config = {**make().config.to_dict(), "architectures": [architecture], **changes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError) as raised:
+        load(tmp_path)
+    assert text in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "kinds"),
+    [
+        ({}, "FFFFF"),
+        ({"index_topk_freq": 2}, "FFSFS"),
+        ({"index_topk_freq": 3, "index_skip_topk_offset": 1}, "FSSFS"),
+        ({"index_topk_pattern": "FSFSS"}, "FSFSS"),
+    ],
+)
+def test_layers_that_share_a_choice_are_those_of_transformers(
+    words: dict[str, Any], kinds: str, tmp_path: Path
+) -> None:
+    wanted = transformers.GlmMoeDsaConfig(**{**SIZES, "num_hidden_layers": 5}, **words)
+    config = {**wanted.to_dict(), "architectures": ["GlmMoeDsaForCausalLM"], "indexer_types": None, **words}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = read_config(tmp_path)
+    latent = with_indexer(found, latent_config(found, {}), is_paired=True)
+    assert list(latent.indexers) == wanted.indexer_types
+    assert "".join(each[0].upper() for each in latent.indexers) == kinds
