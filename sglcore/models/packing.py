@@ -97,7 +97,7 @@ class Packer:
         told += [f"output layer {self.head}"] if self.head is not None else []
         told += [f"{count} weights {note}" for note, count in self.notes.items() if count]
         if self._grown > 0:
-            told.append(f"embeddings and experts take {self._grown / (1 << 20):.1f} MiB more than in the files")
+            told.append(f"what is no linear layer takes {self._grown / (1 << 20):.1f} MiB more than in the files")
         if self._kept and self._quantize != "auto":
             told.append("the checkpoint's own codes are kept")
         remedy = PACKING if any(NOT_READ in note for note in self.notes) else "--quantize"
