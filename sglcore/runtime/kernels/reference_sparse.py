@@ -88,7 +88,7 @@ def window_rows(
     table: Tensor, token_slots: Tensor, positions: Tensor, window: int, page_size: int, out: Tensor
 ) -> None:
     """The rows of the last tokens."""
-    places = _count(window, out.device) + (positions.unsqueeze(1) - window + 1).clamp(min=0)
+    places = torch.arange(window, device=out.device) + (positions.unsqueeze(1) - window + 1).clamp(min=0)
     found = _rows_at(table, token_slots, places, page_size)
     out.copy_(found.masked_fill(places > positions.unsqueeze(1), -1))
 
@@ -96,11 +96,6 @@ def window_rows(
 def block_rows(table: Tensor, token_slots: Tensor, positions: Tensor, ratio: int, page_size: int, out: Tensor) -> None:
     """The rows of all blocks that are complete."""
     out.copy_(_seen_rows(table, token_slots, (positions + 1) // ratio, page_size // ratio, out.shape[1]))
-
-
-def _count(size: int, device: torch.device) -> Tensor:
-    """int64 0 to size - 1. The result has its size before: what an operation resizes, not every recorder of graphs follows."""
-    return torch.arange(size, out=torch.empty(size, dtype=torch.int64, device=device))
 
 
 def _rows_at(table: Tensor, slots: Tensor, places: Tensor, rows_per_page: int) -> Tensor:
@@ -111,7 +106,7 @@ def _rows_at(table: Tensor, slots: Tensor, places: Tensor, rows_per_page: int) -
 
 def _seen_rows(table: Tensor, slots: Tensor, lens: Tensor, rows_per_page: int, width: int) -> Tensor:
     """int64 [N, width]: the first `lens` rows of slots [N]."""
-    places = _count(width, table.device).expand(slots.shape[0], width)
+    places = torch.arange(width, device=table.device).expand(slots.shape[0], width)
     return _rows_at(table, slots, places, rows_per_page).masked_fill(places >= lens.unsqueeze(1), -1)
 
 
@@ -138,7 +133,7 @@ def compress_plan(
     begins = ends - (1 if lengths is None else lengths)
     count = torch.where(slots > 0, ends // ratio - begins // ratio, 0)
     after = count.cumsum(0)
-    events = _count(reads.shape[0], slots.device)
+    events = torch.arange(reads.shape[0], device=slots.device)
     row = torch.searchsorted(after, events, right=True).clamp(max=slots.shape[0] - 1)
     is_event = events < after[-1:]
     block = begins[row] // ratio + events - (after - count)[row]
@@ -151,9 +146,9 @@ def compress_plan(
             place = state_table[place, page].long()
         return place * ring + position % ring
 
-    source = (block.unsqueeze(1) + 1) * ratio + _count(reads.shape[1], slots.device) - reads.shape[1]
+    source = (block.unsqueeze(1) + 1) * ratio + torch.arange(-reads.shape[1], 0, device=slots.device)
     begin, slot = begins[row].unsqueeze(1), slots.long()[row].unsqueeze(1)
-    first = (_count(slots.shape[0], slots.device) if starts is None else starts.long())[row].unsqueeze(1)
+    first = (torch.arange(slots.shape[0], device=slots.device) if starts is None else starts.long())[row].unsqueeze(1)
     held = -2 - state_rows(slot, offsets[row].unsqueeze(1), source)
     found = torch.where(source >= begin, first + source - begin, held)
     reads.copy_(found.masked_fill((source < 0) | ~is_event.unsqueeze(1), -1))
