@@ -13,18 +13,22 @@ import torch
 from sglcore.conformance.sampling_state import make_state
 from sglcore.runtime.attention import triton_decode, triton_extend
 from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.kernels.row_codec import RowCodec
 from sglcore.runtime.kernels.triton import (
     activation,
     cells,
     convolution,
     delta_rule,
     experts,
+    hyper,
+    latent_rows,
     norm,
     race,
     rotated_store,
     rotation,
     routing,
     sampling,
+    sparse_plan,
     state_space,
 )
 from sglcore.runtime.kernels.triton.tuning import Option, Tuning
@@ -35,6 +39,7 @@ from sglcore.sampling.race import make_race_tables
 KERNELS: tuple[ModuleType, ...] = (
     *(activation, cells, sampling, experts, norm, race, rotated_store, rotation, routing),
     *(convolution, delta_rule, state_space),
+    *(hyper, latent_rows, sparse_plan),
     *(triton_decode, triton_extend),
 )
 """Where the kernels are."""
@@ -70,6 +75,7 @@ def cases(tuning: Tuning) -> Cases:
         every |= {f"{name} {str(dtype)[6:]}": case for name, case in _recurrent(dtype, tuning).items()}
     for dtype, tokens in ((BF16, 4), (BF16, 1024), (BF16, 16384), (F16, 1024), (F32, 4)):
         every[f"experts {str(dtype)[6:]} of {tokens} tokens"] = partial(_experts, dtype, tokens, tuning)
+    every |= {f"{name} bfloat16": case for name, case in (_latent(tuning) | _streams(tuning) | _lists(tuning)).items()}
     for tokens in (4, 1024):
         every[f"experts in 4 bits of {tokens} tokens"] = partial(_mxfp4_experts, tokens, tuning)
     for dtype in (BF16, F32):
@@ -132,6 +138,66 @@ def _recurrent(dtype: torch.dtype, tuning: Tuning) -> Cases:
         "selective scan": lambda: state_space.selective_scan(*space, None, None, tuning),
         "selective scan of prompts": lambda: state_space.selective_scan(*space, ints, ints, tuning),
         "gated norm": lambda: norm.gated_rms_norm(x, x, gains, 1e-6, False, tuning),
+    }
+
+
+def _latent(tuning: Tuning) -> Cases:
+    """Rows of DeepSeek-V4 and of V3.2, and its index keys."""
+    heads, x, angles = (
+        torch.empty(TOKENS, 64, 512, dtype=BF16),
+        torch.empty(TOKENS, 576, dtype=BF16),
+        torch.empty(256, 64),
+    )
+    ints, where, gain = torch.empty(TOKENS, dtype=torch.int32), torch.empty(TOKENS, dtype=torch.int64), torch.empty(512)
+    latent, index = RowCodec(512, exact=64), RowCodec(128, group=128)
+    bytes_of = {each: torch.empty(CELLS, each.num_bytes, dtype=torch.uint8) for each in (latent, index)}
+    key = x[:, :128], gain[:128], gain[:128], 1e-6, ints, angles
+    return {
+        "rotated heads": lambda: latent_rows.rope_tail(heads, ints, angles, 1e-6, False, tuning),
+        "heads rotated back": lambda: latent_rows.rope_tail(heads, ints, angles, None, True, tuning),
+        "latent rows": lambda: latent_rows.norm_rope_store(x, gain, 1e-6, ints, angles, x, where, None, tuning),
+        "latent rows in 8 bits": lambda: latent_rows.norm_rope_store(
+            x[:, :512], gain, 1e-6, ints, angles, bytes_of[latent], where, latent, tuning
+        ),
+        "index keys": lambda: latent_rows.index_key_store(*key, x[:, :128], where, None, tuning),
+        "index keys in 8 bits": lambda: latent_rows.index_key_store(*key, bytes_of[index], where, index, tuning),
+    }
+
+
+def _streams(tuning: Tuning) -> Cases:
+    """Four streams, and experts, of DeepSeek-V4."""
+    h, fn = torch.empty(TOKENS, 4, 4096, dtype=BF16), torch.empty(24, 16384)
+    floats, comb = torch.empty(24), torch.empty(TOKENS, 4, 4)
+    logits, ints = torch.empty(TOKENS, 256, dtype=BF16), torch.empty(TOKENS, dtype=torch.int32)
+    hidden, weights = torch.empty(1024, 256, dtype=BF16), torch.empty(1024, 6, dtype=BF16)
+    w13, w2 = torch.empty(64, 512, 256, dtype=BF16), torch.empty(64, 256, 256, dtype=BF16)
+    table = torch.empty(CELLS, 6, dtype=torch.int32)
+    return {
+        "streams": lambda: hyper.hc_pre(h, fn, floats, floats, 1e-6, 1e-6, 20, tuning),
+        "last streams": lambda: hyper.hc_head(h, fn[:4], floats, floats, 1e-6, 1e-6, tuning),
+        "streams again": lambda: hyper.hc_post(h[:, 0], h, comb[:, 0], comb, tuning),
+        "routing by roots": lambda: routing.sqrtsoftplus_routing(logits, torch.empty(256), 6, 1.5, tuning),
+        "routing by tokens": lambda: routing.hash_routing(logits, ints, table, 1.5, tuning),
+        "limited activation": lambda: activation.limited_silu_and_mul(hidden, 10.0, tuning),
+        "limited experts": lambda: experts.limited_moe(hidden, weights, weights.int(), w13, w2, 10.0, tuning),
+    }
+
+
+def _lists(tuning: Tuning) -> Cases:
+    """Windows, and blocks of 128 tokens and of 4."""
+    ints, table = torch.empty(TOKENS, dtype=torch.int32), torch.empty(CELLS, 64, dtype=torch.int32)
+    rows, out = ints[:4], torch.empty(TOKENS, 128, dtype=torch.int32)
+    where = torch.empty(TOKENS, dtype=torch.int64)
+    plan = sparse_plan.compress_plan
+    return {
+        "window": lambda: sparse_plan.window_rows(table, ints, ints, 128, 256, out, tuning),
+        "blocks": lambda: sparse_plan.block_rows(table, ints, ints, 128, 256, out, tuning),
+        "plan of prompts": lambda: plan(
+            rows, rows, rows, rows, ints, ints, table, table, rows, 256, 4, 8, out[:20, :8], ints, where, where, tuning
+        ),
+        "plan": lambda: plan(
+            ints, ints, None, None, ints, ints, table, None, None, 256, 128, 128, out, ints, where, where, tuning
+        ),
     }
 
 

@@ -17,7 +17,8 @@ from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.attention.selection import OF_ROWS, shape_of
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.memory.geometry import layer_shapes
+from sglcore.runtime.memory.deepseek_v4 import DeepSeekV4TokenToKVPool
+from sglcore.runtime.memory.geometry import has_window, layer_shapes
 from sglcore.runtime.memory.pools import MHATokenToKVPool, ReqToTokenPool
 from sglcore.runtime.memory.rows import RowCounts, RowPool
 from sglcore.runtime.memory.states import StatePool
@@ -95,7 +96,8 @@ def _attention(model: Architecture, table: ReqToTokenPool) -> AttentionBackend:
     layers, pages = model.attention_layers, SLOTS * CONTEXT // PAGE
     shape = shape_of(layers, model.config.is_encoder)
     if any(layer.rows for layer in layers):
-        rows = RowPool([layer.rows for layer in layers], PAGE, RowCounts(pages, 0, SLOTS), "cpu", poison=True)
+        pool = DeepSeekV4TokenToKVPool if any(has_window(layer) for layer in layers) else RowPool
+        rows = pool([layer.rows for layer in layers], PAGE, RowCounts(pages, 0, SLOTS), "cpu", poison=True)
         offered = (resolve(each) for each in OF_ROWS.values())
         backend = next(each for each in offered if shape.features <= each.facts.features)
         return backend(shape, table, rows, model.kernels)

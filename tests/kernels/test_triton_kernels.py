@@ -177,6 +177,9 @@ def test_the_table_replaces_what_has_a_kernel_and_says_so() -> None:
             "mxfp4_moe",
         ),
         *("store_kv", "cache_locations", "draw", "rotary_and_store"),
+        *("limited_moe", "limited_silu_and_mul", "sqrtsoftplus_routing", "hash_routing"),
+        *("hc_pre", "hc_post", "hc_head", "rope_tail", "norm_rope_store", "index_key_store"),
+        *("window_rows", "block_rows", "compress_plan"),
         *("causal_conv", "gated_delta_rule", "selective_scan", "gated_rms_norm"),
     }
     assert table.origin["rms_norm"] == "sglcore.runtime.kernels.triton.norm:rms_norm"

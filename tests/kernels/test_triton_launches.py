@@ -21,6 +21,10 @@ OTHERS = MappingProxyType(
     {
         **{"sort_kernel": "moe_sort", "gate_up_kernel": "moe", "down_kernel": "moe", "sum_kernel": "moe_sum"},
         "gated_kernel": "silu_and_mul",
+        **dict.fromkeys(("tail_kernel", "index_key_kernel"), "rope_tail"),
+        **dict.fromkeys(("events_kernel", "writes_kernel"), "compress_plan"),
+        **dict.fromkeys(("sqrtsoftplus_routing_kernel", "hash_routing_kernel"), "top_k_routing"),
+        "hc_mix_kernel": "hc_pre",
         **dict.fromkeys(("delta_step_kernel", "delta_chunks_kernel"), "gated_delta_rule"),
         **dict.fromkeys(("scan_step_kernel", "scan_chunks_kernel"), "selective_scan"),
         **dict.fromkeys(

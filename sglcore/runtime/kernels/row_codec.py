@@ -20,7 +20,8 @@ ALIGNMENT = 8
 @dataclass(frozen=True, slots=True)
 class RowCodec:
     """A row of `size` elements as uint8 [num_bytes]: the first size - exact as float8 e4m3 over their group's scale, a power of
-    two; the last `exact` as bfloat16; then a byte for each scale, which is its exponent. Groups are `group` neighbours."""
+    two; the last `exact` as bfloat16; then a byte for each scale, which is its exponent. Groups are `group` neighbours; so many
+    are a power of two."""
 
     size: int
     exact: int = 0

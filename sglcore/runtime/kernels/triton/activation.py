@@ -11,17 +11,32 @@ import triton.language as tl
 from torch import Tensor
 
 from sglcore.runtime.kernels.reference import gelu_tanh_and_mul as reference_gelu_tanh_and_mul
+from sglcore.runtime.kernels.reference import limited_silu_and_mul as reference_limited_silu_and_mul
 from sglcore.runtime.kernels.reference import silu_and_mul as reference_silu_and_mul
 from sglcore.runtime.kernels.triton.rounding import narrow, rounded
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 
 @triton.jit
+def limited(gate, up, limit, dtype: tl.constexpr):
+    """Gate and up as `limited_silu_and_mul` holds them, of values of dtype."""
+    return rounded(tl.minimum(gate, limit), dtype), rounded(tl.minimum(tl.maximum(up, -limit), limit), dtype)
+
+
+@triton.jit
 def gated_kernel(
-    x, out, rows, x_stride, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr
+    x,
+    out,
+    rows,
+    x_stride,
+    limit,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_GELU: tl.constexpr,
 ):
-    """GELU of the gate as gate * sigmoid(2 z), where its tanh is of z. Floor: 2 * rows * SIZE elements read and rows * SIZE
-    written."""
+    """GELU of the gate as gate * sigmoid(2 z), where its tanh is of z. A limit may be None. Floor: 2 * rows * SIZE elements read
+    and rows * SIZE written."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < SIZE)[None, :]
@@ -29,6 +44,8 @@ def gated_kernel(
     place = x + row[:, None] * x_stride + column[None, :]
     gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(place + SIZE, mask=inside, other=0.0).to(tl.float32)
+    if limit is not None:
+        gate, up = limited(gate, up, limit, out.dtype.element_ty)
     turned = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if IS_GELU else gate
     active = rounded(gate / (1.0 + tl.exp(-turned)), out.dtype.element_ty)
     tl.store(out + row[:, None] * SIZE + column[None, :], narrow(active * up, out.dtype.element_ty), mask=inside)
@@ -38,17 +55,24 @@ def silu_and_mul(x: Tensor, tuning: Tuning = Tuning()) -> Tensor:
     """The table's `silu_and_mul`. A compiler gets the reference, which it fuses."""
     if torch.compiler.is_compiling():
         return reference_silu_and_mul(x)
-    return _gated(x, False, tuning)
+    return _gated(x, False, None, tuning)
 
 
 def gelu_tanh_and_mul(x: Tensor, tuning: Tuning = Tuning()) -> Tensor:
     """The table's `gelu_tanh_and_mul`. A compiler gets the reference, which it fuses."""
     if torch.compiler.is_compiling():
         return reference_gelu_tanh_and_mul(x)
-    return _gated(x, True, tuning)
+    return _gated(x, True, None, tuning)
 
 
-def _gated(x: Tensor, is_gelu: bool, tuning: Tuning) -> Tensor:
+def limited_silu_and_mul(x: Tensor, limit: float, tuning: Tuning = Tuning()) -> Tensor:
+    """The table's `limited_silu_and_mul`. A compiler gets the reference, which it fuses."""
+    if torch.compiler.is_compiling():
+        return reference_limited_silu_and_mul(x, limit)
+    return _gated(x, False, limit, tuning)
+
+
+def _gated(x: Tensor, is_gelu: bool, limit: float | None, tuning: Tuning) -> Tensor:
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     if not out.numel():
@@ -60,6 +84,7 @@ def _gated(x: Tensor, is_gelu: bool, tuning: Tuning) -> Tensor:
         out,
         rows,
         x.stride(0),
+        limit,
         SIZE=size,
         ROWS=held,
         BLOCK=block,

@@ -17,7 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sglcore.runtime.kernels.reference import clamped_moe as reference_clamped_moe
+from sglcore.runtime.kernels.reference import limited_moe as reference_limited_moe
 from sglcore.runtime.kernels.reference import mxfp4_moe as reference_mxfp4_moe
+from sglcore.runtime.kernels.triton.activation import limited
 from sglcore.runtime.kernels.triton.products import NARROWEST_DOT, wide_dot
 from sglcore.runtime.kernels.triton.rounding import narrow, rounded
 from sglcore.runtime.kernels.triton.tuning import MoeTile, Tuning, power_of_two, read_launch, tiles
@@ -113,10 +115,12 @@ def gate_up_kernel(
     DEPTH: tl.constexpr,
     CLAMPED: tl.constexpr,
     PACKED: tl.constexpr,
+    LIMITED: tl.constexpr,
 ):
     """Programs (tile, columns): silu(gate) * up of the tile's choices into out [tiles * ROWS, SIZE].
 
     CLAMPED: gate and up take turns, as in `clamped_moe`; else all of up is behind gate. PACKED: weights are of `mxfp4_moe`.
+    LIMITED: gate and up are, as in `limited_moe`.
     Floor: the w13 of each expert that has a choice, read once; above some hundred rows an expert, the matrix unit.
     """
     tile = tl.program_id(0)
@@ -149,8 +153,10 @@ def gate_up_kernel(
         up = tl.minimum(tl.maximum(rounded(up, dtype), -limit), limit)
         active = rounded(gate / (1.0 + tl.exp(-alpha * gate)), dtype) * rounded(up + 1.0, dtype)
     else:
-        gate = rounded(gate, dtype)
-        active = rounded(gate / (1.0 + tl.exp(-gate)), dtype) * rounded(up, dtype)
+        gate, up = rounded(gate, dtype), rounded(up, dtype)
+        if LIMITED:
+            gate, up = limited(gate, up, limit, dtype)
+        active = rounded(gate / (1.0 + tl.exp(-gate)), dtype) * up
     place = out + line.to(tl.int64)[:, None] * SIZE + column[None, :]
     tl.store(place, narrow(active, dtype), mask=live[:, None] & (column < SIZE)[None, :])
 
@@ -228,6 +234,15 @@ def moe(hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, t
     return _moe(hidden, weights, ids, w13, w2, None, tuning)
 
 
+def limited_moe(
+    hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, limit: float, tuning: Tuning = Tuning()
+) -> Tensor:
+    """The table's `limited_moe`, in the same kernels. A compiler gets the reference."""
+    if torch.compiler.is_compiling():
+        return reference_limited_moe(hidden, weights, ids, w13, w2, limit)
+    return _moe(hidden, weights, ids, w13, w2, None, tuning, limit)
+
+
 def clamped_moe(
     hidden: Tensor,
     weights: Tensor,
@@ -279,7 +294,14 @@ class Clamp(NamedTuple):
 
 
 def _moe(
-    hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, clamp: Clamp | None, tuning: Tuning
+    hidden: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    clamp: Clamp | None,
+    tuning: Tuning,
+    most: float | None = None,
 ) -> Tensor:
     average = ids.numel() // w13.shape[0]
     tile = next(tile for tile in tuning.moe if average <= tile.most_rows)
@@ -287,7 +309,7 @@ def _moe(
         sizes = [tile.rows, tile.columns, tile.depth_bytes, tuning.lanes, tuning.elements]
         launches = f"{tile.config.text}\n{tuning.moe_sort.text}\n{tuning.moe_sum.text}"
         return torch.ops.sglcore.triton_moe(hidden, weights, ids, w13, w2, sizes, launches)
-    return moe_in_tiles(hidden, weights, ids, w13, w2, clamp, tile, tuning)
+    return moe_in_tiles(hidden, weights, ids, w13, w2, clamp, tile, tuning, most)
 
 
 @torch.library.custom_op("sglcore::triton_moe", mutates_args=())
@@ -338,8 +360,9 @@ def moe_in_tiles(
     clamp: Clamp | None,
     tile: MoeTile,
     tuning: Tuning,
+    most: float | None = None,
 ) -> Tensor:
-    """Sort, gate and up, down, sum."""
+    """Sort, gate and up, down, sum. `most` limits gate and up of experts that are not clamped."""
     tokens, width = hidden.shape
     experts, size, choices = w13.shape[0], w2.shape[2] * (1 if w2.dim() == 3 else 32), ids.numel()
     out = torch.empty(tokens, width, dtype=hidden.dtype, device=hidden.device)
@@ -348,17 +371,16 @@ def moe_in_tiles(
     ids, weights = ids.contiguous(), weights.contiguous()
     rows, depth = tile.rows, max(NARROWEST_DOT, tile.depth_bytes // hidden.itemsize)
     order, owners = _in_tiles(ids, experts, rows, tuning)
-    most = owners.numel()
-    active = torch.empty(most * rows, size, dtype=hidden.dtype, device=hidden.device)
+    used = owners.numel()
+    active = torch.empty(used * rows, size, dtype=hidden.dtype, device=hidden.device)
     shape = {"SIZE": size, "HIDDEN": width, "ROWS": rows, "COLUMNS": tile.columns, "DEPTH": depth}
     shape |= {"CLAMPED": clamp is not None, "PACKED": w2.dim() > 3, **tuning.options(tile.config)}
     stride, per_token = hidden.stride(0), ids.shape[1]
-    b13, b2, alpha, limit, s13, s2 = Clamp(w13, w2, 0.0, 0.0, w13, w2) if clamp is None else clamp
-    gate_up_kernel[(most, tiles(size, tile.columns))](
-        hidden, w13, s13, b13, order, owners, active, choices, stride, alpha, limit, CHOICES=per_token, **shape
-    )
+    b13, b2, alpha, limit, s13, s2 = Clamp(w13, w2, 0.0, most or 0.0, w13, w2) if clamp is None else clamp
+    given = hidden, w13, s13, b13, order, owners, active, choices, stride, alpha, limit
+    gate_up_kernel[(used, tiles(size, tile.columns))](*given, CHOICES=per_token, LIMITED=most is not None, **shape)
     parts = torch.empty(choices, width, dtype=hidden.dtype, device=hidden.device)
-    down_kernel[(most, tiles(width, tile.columns))](active, w2, s2, b2, weights, order, owners, parts, choices, **shape)
+    down_kernel[(used, tiles(width, tile.columns))](active, w2, s2, b2, weights, order, owners, parts, choices, **shape)
     block = min(power_of_two(width), tuning.elements)
     held = tuning.rows(block, tokens)
     sum_kernel[(tiles(tokens, held), tiles(width, block))](

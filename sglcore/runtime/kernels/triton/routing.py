@@ -1,4 +1,4 @@
-"""Which experts a token goes to: softmax over all experts, then the largest, one row in registers."""
+"""Which experts a token goes to, and how they weigh: softmax over all experts or the roots of softplus, one row in registers."""
 
 # A kernel is not Python to a type checker.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sglcore.runtime.kernels.reference import hash_routing as reference_hash_routing
+from sglcore.runtime.kernels.reference import sqrtsoftplus_routing as reference_sqrtsoftplus_routing
 from sglcore.runtime.kernels.reference import top_k_routing as reference_top_k_routing
 from sglcore.runtime.kernels.triton.rounding import narrow
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
@@ -60,13 +62,159 @@ def top_k_routing_kernel(
         order = tl.where(order == best[:, None], -1, order)
 
 
+@triton.jit
+def sqrt_softplus(x):
+    """The root of log(1 + exp(x)), where the sum would lose what is small."""
+    small = tl.exp(x)
+    whole = 1.0 + small
+    near = tl.where(whole == 1.0, small, tl.log(whole) * (small / (whole - 1.0)))
+    return tl.sqrt(tl.where(x > 20.0, x, near))
+
+
+@triton.jit
+def sqrtsoftplus_routing_kernel(
+    logits,
+    bias,
+    weights,
+    ids,
+    rows,
+    stride,
+    scale,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHOICES: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """As `top_k_routing_kernel`, by sums that may be below zero. Floor: rows * EXPERTS elements read."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert, choice = tl.arange(0, BLOCK), tl.arange(0, WIDE)
+    inside = (row < rows)[:, None] & (expert < EXPERTS)[None, :]
+    row = row.to(tl.int64)
+    score = sqrt_softplus(
+        tl.load(logits + row[:, None] * stride + expert[None, :], mask=inside, other=0.0).to(tl.float32)
+    )
+    bits = (score + tl.load(bias + expert, mask=expert < EXPERTS, other=0.0)[None, :]).to(tl.int32, bitcast=True)
+    # As integers, the bits of negative floats are in the wrong order until all but the sign are turned over.
+    place = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 0x80000000
+    order = tl.where((expert < EXPERTS)[None, :], place * BLOCK + (BLOCK - 1 - expert)[None, :], -1)
+    chosen, share = tl.zeros([ROWS, WIDE], tl.int32), tl.zeros([ROWS, WIDE], tl.float32)
+    for each in tl.static_range(CHOICES):
+        best = tl.max(order, axis=1)
+        order = tl.where(order == best[:, None], -1, order)
+        own = (BLOCK - 1 - best % BLOCK).to(tl.int32)
+        value = tl.sum(tl.where(expert[None, :] == own[:, None], score, 0.0), axis=1)
+        chosen = tl.where((choice == each)[None, :], own[:, None], chosen)
+        share = tl.where((choice == each)[None, :], value[:, None], share)
+    store_shares(share, chosen, weights, ids, row, choice, rows, scale, CHOICES)
+
+
+@triton.jit
+def store_shares(share, chosen, weights, ids, row, choice, rows, scale, CHOICES: tl.constexpr):
+    """What is chosen [rows, choices], by its part of the sum; nothing of what is not."""
+    inside = (row < rows)[:, None] & (choice < CHOICES)[None, :]
+    share = share / (tl.sum(share, axis=1)[:, None] + 1e-20) * scale
+    place = row[:, None] * CHOICES + choice[None, :]
+    tl.store(weights + place, narrow(share, weights.dtype.element_ty), mask=inside)
+    tl.store(ids + place, chosen, mask=inside)
+
+
+@triton.jit
+def hash_routing_kernel(
+    logits,
+    input_ids,
+    table,
+    weights,
+    ids,
+    rows,
+    stride,
+    scale,
+    CHOICES: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Floor: three elements for each choice."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    choice = tl.arange(0, WIDE)
+    inside = (row < rows)[:, None] & (choice < CHOICES)[None, :]
+    token = tl.load(input_ids + row, mask=row < rows, other=0).to(tl.int64)
+    row = row.to(tl.int64)
+    chosen = tl.load(table + token[:, None] * CHOICES + choice[None, :], mask=inside, other=0)
+    found = tl.load(logits + row[:, None] * stride + chosen, mask=inside, other=0.0).to(tl.float32)
+    store_shares(tl.where(inside, sqrt_softplus(found), 0.0), chosen, weights, ids, row, choice, rows, scale, CHOICES)
+
+
+def sqrtsoftplus_routing(
+    logits: Tensor, bias: Tensor, k: int, scale: float, tuning: Tuning = Tuning()
+) -> tuple[Tensor, Tensor]:
+    """The table's `sqrtsoftplus_routing`. A compiler gets the reference, which it fuses."""
+    if torch.compiler.is_compiling():
+        return reference_sqrtsoftplus_routing(logits, bias, k, scale)
+    rows, experts = logits.shape
+    weights, ids = _choices(logits, k)
+    if not rows:
+        return weights, ids
+    block = power_of_two(experts)
+    held = tuning.rows(block, rows)
+    sqrtsoftplus_routing_kernel[(tiles(rows, held),)](
+        logits,
+        bias,
+        weights,
+        ids,
+        rows,
+        logits.stride(0),
+        scale,
+        EXPERTS=experts,
+        BLOCK=block,
+        CHOICES=k,
+        WIDE=power_of_two(k),
+        ROWS=held,
+        **tuning.options(tuning.top_k_routing),
+    )
+    return weights, ids
+
+
+def hash_routing(
+    logits: Tensor, input_ids: Tensor, table: Tensor, scale: float, tuning: Tuning = Tuning()
+) -> tuple[Tensor, Tensor]:
+    """The table's `hash_routing`. A compiler gets the reference, which it fuses."""
+    if torch.compiler.is_compiling():
+        return reference_hash_routing(logits, input_ids, table, scale)
+    rows, k = logits.shape[0], table.shape[1]
+    weights, ids = _choices(logits, k)
+    if not rows:
+        return weights, ids
+    held = tuning.rows(power_of_two(k), rows)
+    hash_routing_kernel[(tiles(rows, held),)](
+        logits,
+        input_ids,
+        table,
+        weights,
+        ids,
+        rows,
+        logits.stride(0),
+        scale,
+        CHOICES=k,
+        WIDE=power_of_two(k),
+        ROWS=held,
+        **tuning.options(tuning.top_k_routing),
+    )
+    return weights, ids
+
+
+def _choices(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    rows, device = logits.shape[0], logits.device
+    return torch.empty(rows, k, dtype=logits.dtype, device=device), torch.empty(
+        rows, k, dtype=torch.int32, device=device
+    )
+
+
 def top_k_routing(logits: Tensor, k: int, normalize: bool, tuning: Tuning = Tuning()) -> tuple[Tensor, Tensor]:
     """The table's `top_k_routing`. A compiler gets the reference, which it fuses."""
     if torch.compiler.is_compiling():
         return reference_top_k_routing(logits, k, normalize)
     rows, experts = logits.shape
-    weights = torch.empty(rows, k, dtype=logits.dtype, device=logits.device)
-    ids = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
+    weights, ids = _choices(logits, k)
     if not rows:
         return weights, ids
     block = power_of_two(experts)

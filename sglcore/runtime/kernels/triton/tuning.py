@@ -105,6 +105,17 @@ class Tuning:
     """Tokens of one chunk of a selective scan over prompts."""
     selective_scan: LaunchConfig = LaunchConfig(128, 1)
     gated_rms_norm: LaunchConfig = LaunchConfig(128, 1)
+    rope_tail: LaunchConfig = LaunchConfig(128, 1)
+    """Latent rows and index keys too."""
+    window_rows: LaunchConfig = LaunchConfig(128, 1)
+    """`block_rows` too."""
+    compress_plan: LaunchConfig = LaunchConfig(128, 1)
+    hc_split: int = 1024
+    """Elements of a token's streams of which one program adds up what mixes them."""
+    hc_depth: int = 64
+    hc_pre: LaunchConfig = LaunchConfig(128, 2)
+    """`hc_head` too."""
+    hc_post: LaunchConfig = LaunchConfig(128, 1)
     draw_tokens: int = 4096
     """Vocabulary entries of one program of the draw."""
     draw: LaunchConfig = LaunchConfig(256, 1)
