@@ -149,10 +149,10 @@ def group_limited_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def sqrtsoftplus_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """No two sums of a row are equal."""
+    """No two sums of a row are equal, and some of the largest are below zero."""
     ranks = [drawn.permutation(16) for _ in range(tokens)]
     logits = (torch.stack(ranks).to(drawn.dtype) - 8) / 4 if ranks else drawn.values(0, 16)
-    yield logits, torch.linspace(-0.07, 0.09, 16, device="cpu"), 5, 1.5
+    yield logits, torch.linspace(-1.57, -0.81, 16, device="cpu"), 5, 1.5
 
 
 def hash_routing(drawn: Draw, tokens: int, strided: bool) -> Inputs:
@@ -187,8 +187,7 @@ def clamped_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 def limited_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """As `moe`, with a limit that many values are beyond."""
-    for args in moe(drawn, tokens, strided):
-        yield *args, 0.7
+    yield *next(moe(drawn, tokens, strided)), 0.7
 
 
 def mxfp4_moe(drawn: Draw, tokens: int, strided: bool) -> Inputs:

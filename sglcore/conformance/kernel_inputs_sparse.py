@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -38,8 +39,9 @@ def _paged(drawn: Draw, tokens: int) -> Iterator[Paged]:
     """A token for each request, and several; all have tokens before this step."""
     for count, size, rows in rows_of_pool(drawn, tokens):
         slots, starts, lengths = rows
-        before = drawn.ints(0, 21, len(slots))
+        before = drawn.ints(0, 27, len(slots))
         seq_lens = before + (1 if lengths is None else lengths)
+        seq_lens[slots == 0] = PAGE
         own, positions = (torch.zeros(count, dtype=torch.int32, device="cpu") for _ in range(2))
         for row, slot in enumerate(slots.tolist()):
             first, last = (row, row + 1) if starts is None else (int(starts[row]), int(starts[row] + lengths[row]))  # pyright: ignore[reportOptionalSubscript]
@@ -115,16 +117,16 @@ def block_rows(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 def compress_plan(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Blocks that share tokens with the one before, of states in pages, whose first is not the first of all; and blocks for
     themselves, of states by slot. More events than there are."""
-    for paged, ratio, span in zip(_paged(drawn, tokens), (4, PAGE), (8, PAGE), strict=True):
+    for paged, (ratio, span) in product(_paged(drawn, tokens), ((4, 8), (PAGE, PAGE))):
         slots, starts, lengths = paged.rows
         count = len(paged.positions)
-        offsets = (paged.seq_lens - (1 if lengths is None else lengths) - 12).clamp(min=0) // PAGE * PAGE
+        offsets = (paged.seq_lens - (1 if lengths is None else lengths) - span).clamp(min=0) // PAGE * PAGE
         by_page = (paged.table.flip(1), offsets) if span > ratio else (None, None)
         events = min(count, count // ratio + len(slots))
         out = [torch.full(shape, -7, dtype=torch.int32, device="cpu") for shape in ((events, span), (events,))]
         out += [torch.full((size,), -7, dtype=torch.int64, device="cpu") for size in (events, count)]
         tokens_of = paged.token_slots, paged.positions, paged.table
-        yield slots, paged.seq_lens, lengths, starts, *tokens_of, *by_page, PAGE, ratio, span + 2, *out
+        yield slots, paged.seq_lens, lengths, starts, *tokens_of, *by_page, PAGE, ratio, span, *out
 
 
 def compress(drawn: Draw, tokens: int, strided: bool) -> Inputs:
@@ -202,11 +204,12 @@ def grouped_linear(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def hc_pre(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Four streams, and two."""
-    for streams, iters in ((4, 20), (2, 3)):
+    """Four streams, and three; not many tokens."""
+    tokens = min(tokens, 17)
+    for streams, iters in ((4, 3), (3, 2)):
         outputs, scale = (2 + streams) * streams, torch.tensor([0.7, 1.1, 1.6], device="cpu")
         fn, base = drawn.values(outputs, streams * 24).float() * 0.15, drawn.values(outputs).float() / 2
-        yield _streams(drawn, tokens, streams, strided), fn, base, scale, 1e-6, 1e-6, iters
+        yield _streams(drawn, tokens, streams, strided), fn, base, scale, 1e-6, 1e-2, iters
 
 
 def _streams(drawn: Draw, tokens: int, streams: int, strided: bool) -> Tensor:
@@ -222,4 +225,4 @@ def hc_post(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 def hc_head(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Four streams."""
     fn, scale = drawn.values(4, 96).float() * 0.15, torch.tensor([0.8], device="cpu")
-    yield _streams(drawn, tokens, 4, strided), fn, drawn.values(4).float(), scale, 1e-6, 1e-6
+    yield _streams(drawn, tokens, 4, strided), fn, drawn.values(4).float(), scale, 1e-6, 1e-2

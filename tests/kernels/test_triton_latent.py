@@ -130,7 +130,7 @@ MUTANTS: tuple[tuple[str, str, str], ...] = (
     ("hash_routing", "token[:, None] * CHOICES", "row[:, None] * CHOICES"),
     ("hash_routing", "+ 1e-20) * scale", "+ 1e-20)"),
     ("limited_silu_and_mul", "tl.minimum(gate, limit)", "gate"),
-    ("limited_moe", "if LIMITED", "if not LIMITED"),
+    ("limited_moe", "limit, dtype, LIMITED", "limit, dtype, False"),
     ("window_rows", "last - WINDOW + 1", "last - WINDOW"),
     ("window_rows", "column < WIDTH", "column <= WIDTH"),
     ("block_rows", "(last + 1) // RATIO", "last // RATIO"),

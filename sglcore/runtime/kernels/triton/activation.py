@@ -24,6 +24,15 @@ def limited(gate, up, limit, dtype: tl.constexpr):
 
 
 @triton.jit
+def silu_times(gate, up, limit, dtype: tl.constexpr, LIMITED: tl.constexpr):
+    """silu(gate) * up as `silu_and_mul` rounds them, or as `limited_silu_and_mul`."""
+    gate, up = rounded(gate, dtype), rounded(up, dtype)
+    if LIMITED:
+        gate, up = limited(gate, up, limit, dtype)
+    return rounded(gate / (1.0 + tl.exp(-gate)), dtype) * up
+
+
+@triton.jit
 def gated_kernel(
     x,
     out,

@@ -19,7 +19,7 @@ from torch import Tensor
 from sglcore.runtime.kernels.reference import clamped_moe as reference_clamped_moe
 from sglcore.runtime.kernels.reference import limited_moe as reference_limited_moe
 from sglcore.runtime.kernels.reference import mxfp4_moe as reference_mxfp4_moe
-from sglcore.runtime.kernels.triton.activation import limited
+from sglcore.runtime.kernels.triton.activation import silu_times
 from sglcore.runtime.kernels.triton.products import NARROWEST_DOT, wide_dot
 from sglcore.runtime.kernels.triton.rounding import narrow, rounded
 from sglcore.runtime.kernels.triton.tuning import MoeTile, Tuning, power_of_two, read_launch, tiles
@@ -119,8 +119,7 @@ def gate_up_kernel(
 ):
     """Programs (tile, columns): silu(gate) * up of the tile's choices into out [tiles * ROWS, SIZE].
 
-    CLAMPED: gate and up take turns, as in `clamped_moe`; else all of up is behind gate. PACKED: weights are of `mxfp4_moe`.
-    LIMITED: gate and up are, as in `limited_moe`.
+    CLAMPED: gate and up take turns (`clamped_moe`), else up is behind gate. LIMITED: `limited_moe`. PACKED: `mxfp4_moe`.
     Floor: the w13 of each expert that has a choice, read once; above some hundred rows an expert, the matrix unit.
     """
     tile = tl.program_id(0)
@@ -153,10 +152,7 @@ def gate_up_kernel(
         up = tl.minimum(tl.maximum(rounded(up, dtype), -limit), limit)
         active = rounded(gate / (1.0 + tl.exp(-alpha * gate)), dtype) * rounded(up + 1.0, dtype)
     else:
-        gate, up = rounded(gate, dtype), rounded(up, dtype)
-        if LIMITED:
-            gate, up = limited(gate, up, limit, dtype)
-        active = rounded(gate / (1.0 + tl.exp(-gate)), dtype) * up
+        active = silu_times(gate, up, limit, dtype, LIMITED)
     place = out + line.to(tl.int64)[:, None] * SIZE + column[None, :]
     tl.store(place, narrow(active, dtype), mask=live[:, None] & (column < SIZE)[None, :])
 
