@@ -117,7 +117,7 @@ class GatedBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] to [..., H]."""
         if self._inner is None:
-            return x.new_empty(x.shape)
+            return handed(x.new_empty(x.shape), self.is_addend)
         out = self.down.rows(self._inner(as_rows(x)))
         return handed(out.view(x.shape), self.is_addend)
 

@@ -22,7 +22,7 @@ from sglcore.models.transformers_layers import PackedLinear
 from sglcore.models.transformers_places import OnHost, key_columns, query_columns, slopes_of, widened
 from sglcore.models.transformers_rotary import Angles
 from sglcore.models.transformers_scores import Between, Last, Product, Traced, memory
-from sglcore.models.transformers_states import names_in
+from sglcore.models.transformers_states import names_by_kind
 from sglcore.models.transformers_walk import (
     LENGTHS,
     AttentionCall,
@@ -239,9 +239,10 @@ def _window(mask: Tensor) -> int | None:
     return seen_by(lambda batch, head, query, key: last[key.clamp(max=query)] & (key <= query), len(last) - 1)
 
 
-def find_own(model: PreTrainedModel) -> list[Own]:
+def find_own(modules: Sequence[nn.Module]) -> list[Own]:
     """Every module of a model whose code may attend by itself. Those that do show in the walk."""
-    return [Own(module) for module in model.modules() if _may_attend(names_in(type(module)))]
+    names = names_by_kind(modules)
+    return [Own(module) for module in modules if _may_attend(names[type(module)])]
 
 
 def try_own(owns: Sequence[Own], calls: Sequence[AttentionCall]) -> tuple[AttentionCall, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import TypeVar, cast
 
 import torch
@@ -100,10 +101,11 @@ def replace(
     Parameters whose name `keeps` are the class's own. Raises what `walk` raises."""
     found, has_states = Replaced(), bool(mixers)
     routers, linears = _put(model, keeps, mixers, found, is_whole)
-    turns, trace, seen = put_turns(model) if is_whole else {}, Trace(), RotaryTrace()
+    modules = list(model.modules())
+    turns, trace, seen = put_turns(modules) if is_whole else {}, Trace(), RotaryTrace()
     attended: dict[nn.Module, list[tuple[Tensor, ...]]] = {}
-    owns = find_own(model)
-    with seen.watching(model), trace.watching(model):
+    owns = find_own(modules)
+    with seen.watching(modules), trace.watching(modules):
         found.calls = walk(model, attended, LENGTHS[:1], has_states=has_states)
     found.owns = [own for own in owns if own.settle()]
     _check_norms(model, found.layers, trace)
@@ -172,7 +174,8 @@ def _places(model: PreTrainedModel, keeps: Callable[[str], bool]) -> Iterator[Pl
     fixed = {id(parameter) for name, parameter in stored.items() if uses[id(parameter)] > 1 or keeps(name)}
     for prefix, owner in list(model.named_modules()):
         for name, child in list(owner.named_children()):
-            if owners[id(child)] == 1 and not any(id(parameter) in fixed for parameter in child.parameters()):
+            is_free = not fixed or not any(id(parameter) in fixed for parameter in child.parameters())
+            if owners[id(child)] == 1 and is_free:
                 yield owner, name, f"{prefix}.{name}".removeprefix("."), child
 
 
@@ -237,8 +240,11 @@ def _linears(places: Iterable[Place], head: nn.Module | None) -> Iterator[Put[Pa
 
 def _kind(module: nn.Module) -> object:
     """Modules of one kind have twins that do the same."""
-    values = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
-    return type(module), repr(module), tuple(values.items())
+    own = vars(module).items()
+    values = tuple(each for each in own if isinstance(each[1], int | float | str | tuple | FunctionType))
+    shapes = tuple((name, None if each is None else each.shape) for name, each in module._parameters.items())
+    parts = tuple((name, _kind(each)) for name, each in module._modules.items() if each is not None)
+    return type(module), values, shapes, parts
 
 
 def _join(trace: Trace) -> None:

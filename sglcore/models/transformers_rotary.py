@@ -8,7 +8,7 @@ transformers is changed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedConfig
 
+from sglcore.checkpoint.config import EMPTY
 from sglcore.device.errors import ConfigError
 from sglcore.layers.build import Build
 from sglcore.models.transformers_layers import Norm, PackedLinear
@@ -70,7 +72,7 @@ class Rotary(nn.Module):
 
     def _table(self, call: tuple[Any, Any], count: int) -> Tensor | None:
         """float32 [count, R]: R / 2 cosines, then R / 2 sines, of each position."""
-        parts = [_halves(part, self.doubling) for part in _angles(deepcopy(self.own).cpu(), call, count)]
+        parts = [_halves(part, self.doubling) for part in _angles(_copied(self.own).cpu(), call, count)]
         if any(not torch.equal(*halves) for halves in parts):
             return None
         return torch.cat([first for first, _ in parts], dim=-1)
@@ -101,12 +103,18 @@ def _halves(angles: Tensor, doubling: Doubling) -> tuple[Tensor, Tensor]:
     return angles[:, :half], angles[:, half:]
 
 
+def _copied(own: nn.Module, replaced: Mapping[int, Any] = EMPTY) -> nn.Module:
+    """With others in place of some of what it has, by their ids; its configuration stays the same one."""
+    kept = {id(each): each for each in vars(own).values() if isinstance(each, PreTrainedConfig)}
+    return deepcopy(own, {**kept, **replaced})
+
+
 def doubling_of(own: nn.Module, call: tuple[Any, Any]) -> Doubling:
     """How a module that is on shapes alone doubles its angles, shown by random frequencies."""
     generator = torch.Generator().manual_seed(0)
     with_values: dict[int, Any] = {id(each): torch.rand(each.shape, generator=generator) for each in own.buffers()}
     try:
-        angles = _angles(deepcopy(own, with_values), call, 5)
+        angles = _angles(_copied(own, with_values), call, 5)
     except (RuntimeError, NotImplementedError, TypeError):
         return "halves"
     found: list[Doubling] = [way for way in WAYS if all(torch.equal(*_halves(part, way)) for part in angles)]
@@ -139,8 +147,10 @@ class Turn:
     `is_direct`: what it gives goes to attention, so that turning may wait for it and be one kernel with storing keys.
     """
 
-    def __init__(self, function: TurnFunction) -> None:
+    def __init__(self, function: TurnFunction, known: dict[object, bool]) -> None:
+        """`known` has what functions were found to do; all turns of a model have one."""
         self.function = function
+        self._known = known
         self.is_direct = False
         self.projections: Sequence[PackedLinear] = ()
         """Those of queries and of keys, if pairs of neighbours are turned: their rows are put in an order that has halves."""
@@ -206,14 +216,23 @@ class Turn:
         """Whether every call that was watched is the kernel's, of angles that are doubled so; where neighbours are turned, with
         rows of both projections in another order. `attended` as in `settle`."""
         calls = self._calls or []
-        if all(_is_kernels(self.function, call, doubling, "halves") for call in calls):
+        if all(self._is_kernels(call, doubling, "halves") for call in calls):
             return True
-        is_one = len(calls) == 1 and _is_kernels(self.function, calls[0], doubling, "neighbours")
+        is_one = len(calls) == 1 and self._is_kernels(calls[0], doubling, "neighbours")
         if not is_one or not self._goes_to(attended):
             return False
         found = [trace.giver_of(heads) for heads in (calls[0].q, calls[0].k)]
         self.projections = [each for each in found if isinstance(each, PackedLinear)]
         return len(self.projections) == 2
+
+    def _is_kernels(self, call: _Call, doubling: Doubling, pairs: Doubling) -> bool:
+        is_heads = call.q.dim() == 4 and call.k.dim() == 4 and call.q.shape[-1] == call.k.shape[-1]
+        if not call.is_plain or not is_heads or call.cos.shape != call.sin.shape:
+            return False
+        asked = self.function, call.q.shape[-1], _turned_size(call.cos, doubling), doubling, pairs
+        if asked not in self._known:
+            self._known[asked] = turns(*asked)
+        return self._known[asked]
 
     def _goes_to(self, attended: Sequence[tuple[Tensor, ...]]) -> bool:
         calls = self._calls or []
@@ -242,12 +261,6 @@ class Turn:
         return angles
 
 
-def _is_kernels(function: TurnFunction, call: _Call, doubling: Doubling, pairs: Doubling) -> bool:
-    is_heads = call.q.dim() == 4 and call.k.dim() == 4 and call.q.shape[-1] == call.k.shape[-1]
-    is_fit = call.is_plain and is_heads and call.cos.shape == call.sin.shape
-    return is_fit and turns(function, call.q.shape[-1], _turned_size(call.cos, doubling), doubling, pairs)
-
-
 def _turned_size(cos: Tensor, doubling: Doubling) -> int:
     """How many elements of a head they turn."""
     return cos.shape[-1] * (2 if doubling == "none" else 1)
@@ -258,18 +271,19 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
-def put_turns(model: nn.Module) -> dict[nn.Module, Turn]:
-    """A `Turn` in place of every such function that a module's forward calls by one name."""
+def put_turns(modules: Iterable[nn.Module]) -> dict[nn.Module, Turn]:
+    """A `Turn` in place of every such function that the forward of one of the modules calls by one name."""
     names: dict[Any, str | None] = {}
+    known: dict[object, bool] = {}
     found: dict[nn.Module, Turn] = {}
-    for module in model.modules():
+    for module in modules:
         forward = type(module).forward
         if not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward:
             continue
         if forward not in names:
             names[forward] = _turning_name(forward)
         if (name := names[forward]) is not None:
-            found[module] = turn = Turn(forward.__globals__[name])
+            found[module] = turn = Turn(forward.__globals__[name], known)
             own = {**forward.__globals__, name: turn}
             del own["__name__"]  # by it torch's compiler would look globals up in transformers' module
             copied = FunctionType(forward.__code__, own, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -300,9 +314,9 @@ class RotaryTrace:
         self.made: dict[nn.Module, list[Tensor]] = {}
 
     @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        """The calls of the model inside."""
-        found = [each for each in model.modules() if each._buffers and not each._modules and not each.state_dict()]
+    def watching(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """The calls of a model's modules inside."""
+        found = [each for each in modules if each._buffers and not each._modules and not each.state_dict()]
         hooks = [each.register_forward_hook(self._after, with_kwargs=True) for each in found]
         try:
             yield

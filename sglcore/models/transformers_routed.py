@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from sglcore.models.transformers_experts import has_experts
-from sglcore.models.transformers_states import names_in
+from sglcore.models.transformers_states import names_by_kind
 
 One = Callable[[Any, int, Tensor], Tensor]
 """Of a module and an expert's number, rows [T, H] to [T, H]."""
@@ -26,14 +26,17 @@ One = Callable[[Any, int, Tensor], Tensor]
 
 def take_routed(model: nn.Module) -> None:
     """Every such module of a model computes here."""
-    sorted_ones = [each for each in model.modules() if _names(each) == {"weight"} and "expert_size" in _asks(each)]
+    modules = list(model.modules())
+    asks = {kind: _asks(kind) for kind in set(map(type, modules))}
+    sorted_ones = [each for each in modules if "expert_size" in asks[type(each)] and _names(each) == {"weight"}]
     for module in sorted_ones:
         module.forward = partial(_by_order, module)
-    for module in model.modules():
-        form = _FORMS.get(frozenset(_names(module))) if "top_k_index" in _asks(module) else None
+    names = names_by_kind(modules) if sorted_ones else {}
+    for module in modules:
+        form = _FORMS.get(frozenset(_names(module))) if "top_k_index" in asks[type(module)] else None
         if form is not None and not has_experts(module):
             module.forward = partial(_routed, module, *form)
-        if sorted_ones and "tolist" in names_in(type(module)):
+        if "tolist" in names.get(type(module), ()):
             module.__class__ = type(type(module).__name__, (CountsOnDevice, type(module)), {})
 
 
@@ -41,9 +44,9 @@ def _names(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_parameters()}
 
 
-def _asks(module: nn.Module) -> tuple[str, ...]:
+def _asks(kind: type[nn.Module]) -> tuple[str, ...]:
     """The arguments of its forward."""
-    forward = type(module).forward
+    forward = kind.forward
     return tuple(inspect.signature(forward).parameters) if isinstance(forward, FunctionType) else ()
 
 

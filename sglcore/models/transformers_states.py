@@ -7,7 +7,7 @@ with the state of its slot; rows of one token side by side. The walk on shapes a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -197,8 +197,16 @@ class Mixer(StateLayer):
 
 def find_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
     """Every module that leaves a state in transformers' cache, taken over. What they keep shows in the walk."""
-    modules = [module for module in model.modules() if _UPDATES & names_in(type(module))]
-    return tuple(Mixer(number, module) for number, module in enumerate(modules))
+    modules = list(model.modules())
+    names = names_by_kind(modules)
+    return tuple(
+        Mixer(number, module) for number, module in enumerate(each for each in modules if _UPDATES & names[type(each)])
+    )
+
+
+def names_by_kind(modules: Iterable[nn.Module]) -> dict[type[nn.Module], set[str]]:
+    """`names_in` of the class of each module."""
+    return {kind: names_in(kind) for kind in set(map(type, modules))}
 
 
 def names_in(kind: type[nn.Module]) -> set[str]:

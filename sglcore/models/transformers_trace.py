@@ -49,23 +49,25 @@ class Trace(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        is_sum = func is torch.ops.aten.add.Tensor and not kwargs and isinstance(args[1], Tensor)
+        result = _sum(*args) if is_sum else func(*args, **(kwargs or {}))
         self._step += 1
         for each in _tensors((*args, *(kwargs or {}).values())):
             self._kept.append(each)
             if not func.is_view:
                 self._reads.setdefault(_memory(each), []).append(self._step)
-        if func is torch.ops.aten.add.Tensor and isinstance(args[1], Tensor) and not kwargs:
+        if is_sum:
             self._kept.append(result)
             self._additions[id(result)] = _Addition(self._step, (args[0], args[1]))
         return result
 
     @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        """The calls of the model inside."""
-        self._fixed = {_memory(each) for each in (*model.parameters(), *model.buffers())}
+    def watching(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """The calls of a model's modules inside."""
+        held = (each for module in modules for each in (*module._parameters.values(), *module._buffers.values()))
+        self._fixed = {_memory(each) for each in held if each is not None}
         hooks = []
-        for module in model.modules():
+        for module in modules:
             if isinstance(module, Giver):
                 hooks += [module.register_forward_pre_hook(self._before), module.register_forward_hook(self._after)]
         try:
@@ -143,6 +145,14 @@ class Trace(TorchDispatchMode):
             and not self.is_read(each, addition.step)
             for each in addition.operands
         )
+
+
+def _sum(first: Tensor, second: Tensor) -> Tensor:
+    """On shapes alone, which torch itself works out in a fifth of a millisecond."""
+    is_plain = first.shape == second.shape and first.dtype is second.dtype
+    if not is_plain or not (first.is_contiguous() and second.is_contiguous()):
+        return first + second
+    return torch.empty(first.shape, dtype=first.dtype, device="meta")
 
 
 def shared_inputs(calls: Iterable[tuple[PackedLinear, Tensor]]) -> list[Sequence[PackedLinear]]:

@@ -28,7 +28,7 @@ LENGTHS = (3, 260)
 FAR = 1 << 18
 """A place far behind every window."""
 
-_KEYS = 1 << 14
+_KEYS = (1 << 15) - 1
 """So many keys a mask is asked about at once, because torch wakes its threads for more."""
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -58,7 +58,7 @@ def tried(changed: Callable[[Tensor, Tensor], Tensor]) -> AttentionCall:
     """The call of a Llama's first layer whose scores are changed like this."""
     model = empty("llama")
     model.model.layers[0].self_attn = Attends(changed)
-    owns = find_own(model)
+    owns = find_own(list(model.modules()))
     calls = walk(model)
     return try_own([own for own in owns if own.settle()], calls)[0]
 

@@ -222,7 +222,7 @@ class AnglesOfKinds(nn.Module):
 
 def test_each_kind_of_layers_has_angles_of_its_own_though_it_is_named() -> None:
     own, trace, places, x = AnglesOfKinds(), RotaryTrace(), torch.arange(6)[None], torch.zeros(1, 6, 4)
-    with trace.watching(nn.Sequential(own)):
+    with trace.watching([own]):
         for kind in ("main", "local"):
             own(x, position_ids=places, layer_type=kind)
     rotary, build = Rotary(own, trace.calls[own], 4), SimpleNamespace(max_positions=6, weights=torch.empty(0))
