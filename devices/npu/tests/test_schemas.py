@@ -79,23 +79,24 @@ def test_a_captured_call_names_arguments_of_the_out_variant_and_all_that_it_want
 
 
 @pytest.fixture(scope="module")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The vendor's wheel, importable."""
+def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """What the vendor's wheel answers to `asked_schemas` and to `asked_meta`."""
     module = beside("wheel")
     found = module.find()
     if found is None:
         pytest.skip("needs the wheel of torch_npu: pip download --no-deps -d build/wheels torch_npu==2.13.0")
-    return module.unpack(found, tmp_path_factory.mktemp("wheel"))
+    schemas, meta = module.ask(module.unpack(found, tmp_path_factory.mktemp("wheel")), "asked_schemas", "asked_meta")
+    return schemas, meta
 
 
-def test_the_stored_schemas_are_those_of_the_wheel(unpacked: Path) -> None:
-    real = beside("wheel").ask(unpacked, "asked_schemas")
+def test_the_stored_schemas_are_those_of_the_wheel(answers: tuple[Any, Any]) -> None:
+    real, _ = answers
     assert {schema.removeprefix("npu::") for schema in real} >= set(references.stored_schemas().values())
     assert len(real) == len(references.stored_schemas())
 
 
-def test_the_package_runs_over_the_wheels_meta_kernels(unpacked: Path) -> None:
-    given = beside("wheel").ask(unpacked, "asked_meta")
+def test_the_package_runs_over_the_wheels_meta_kernels(answers: tuple[Any, Any]) -> None:
+    _, given = answers
     without = {name for name, result in given.items() if isinstance(result, str)}
     assert without == {"pack_linear"} and "no fake impl or Meta kernel" in given["pack_linear"]
     heads = {"decode": [3, 1024], "extend": [33, 1024], "rotary": [[5, 1024], [5, 256]], "store_kv": None}

@@ -1,7 +1,7 @@
 """The vendor's real torch_npu on a machine without CANN: its wheel unpacked, and empty libraries in place of CANN's.
 
-Run as a program, it imports that torch_npu in this process and prints, as JSON, what a module of these tests asks of it:
-`python wheel.py FOLDER MODULE`, where MODULE has a function `answer() -> object`.
+Run as a program, it imports that torch_npu in this process and prints, as JSON, what modules of these tests ask of it:
+`python wheel.py MODULE ...`, each of which has a function `answer() -> object`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def unpack(wheel: Path, folder: Path) -> Path:
         archive.extractall(folder)
     own = [*folder.glob("torch_npu/lib/*.so"), *folder.glob("torch_npu/_C*.so")]
     theirs = list((Path(torch.__file__).parent / "lib").glob("*.so*"))
-    here = {file.name for file in (*own, *theirs)}
-    missing = {name for file in own for name in needed(file) if name not in here and not is_installed(name)}
+    here, known = {file.name for file in (*own, *theirs)}, installed()
+    missing = {name for file in own for name in needed(file) if name not in here and name not in known}
     wanted = {name for file in own for name in symbols(file, "--undefined-only")}
     offered = {name for file in (*own, *theirs) for name in symbols(file, "--defined-only")}
     system = [Path(path) for path in linked(theirs[0])]
@@ -63,9 +63,9 @@ def needed(file: Path) -> list[str]:
     return [line.split("[")[1].rstrip("]") for line in text.splitlines() if "(NEEDED)" in line]
 
 
-def is_installed(name: str) -> bool:
-    """The loader knows it."""
-    return name in subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
+def installed() -> str:
+    """The libraries that the loader knows, as it lists them."""
+    return subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
 
 
 def linked(file: Path) -> list[str]:
@@ -74,12 +74,12 @@ def linked(file: Path) -> list[str]:
     return [part.split()[0] for line in text.splitlines() if "=> /" in line for part in [line.split("=> ")[1]]]
 
 
-def ask(folder: Path, module: str) -> Any:
-    """What `answer()` of a module beside this one gives in a process that has imported the unpacked torch_npu."""
+def ask(folder: Path, *modules: str) -> list[Any]:
+    """What `answer()` of each of these modules beside this one gives in a process that has imported the unpacked torch_npu."""
     paths = [str(folder), str(Path(__file__).parent), *filter(None, sys.path)]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "LD_LIBRARY_PATH": str(folder / "stubs")}
     environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    command = [sys.executable, __file__, str(folder), module]
+    command = [sys.executable, __file__, *modules]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"torch_npu could not be asked:\n{done.stderr[-4000:]}")
@@ -89,4 +89,4 @@ def ask(folder: Path, module: str) -> Any:
 if __name__ == "__main__":
     import torch_npu  # noqa: F401  # pyright: ignore[reportMissingImports]
 
-    print(json.dumps(importlib.import_module(sys.argv[2]).answer()))
+    print(json.dumps([importlib.import_module(module).answer() for module in sys.argv[1:]]))
