@@ -1,6 +1,28 @@
-"""A simulated accelerator under torch: real device names, streams and graphs on a CPU, and a fault where hardware would corrupt."""
+"""A simulated accelerator under torch: real device names, streams and graphs on a CPU, and a fault where hardware would corrupt.
 
-from sglcore_sim.faults import KINDS, Caught, Fault
-from sglcore_sim.simulator import Simulator, current, install
+Importing this module does not load torch, so that a pytest whose run has no simulated device does not either; the public
+names are imported on first use.
+"""
 
-__all__ = ["KINDS", "Caught", "Fault", "Simulator", "current", "install"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglcore_sim.faults import KINDS as KINDS
+    from sglcore_sim.faults import Caught as Caught
+    from sglcore_sim.faults import Fault as Fault
+    from sglcore_sim.simulator import Simulator as Simulator
+    from sglcore_sim.simulator import current as current
+    from sglcore_sim.simulator import install as install
+
+__all__ = ("KINDS", "Caught", "Fault", "Simulator", "current", "install")
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name where it lives, on first use."""
+    if name not in __all__:
+        raise AttributeError(f"module 'sglcore_sim' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    home = "faults" if name in ("KINDS", "Caught", "Fault") else "simulator"
+    return getattr(import_module(f"sglcore_sim.{home}"), name)

@@ -1,6 +1,7 @@
 """The pytest side: `--sim=KIND[:chip]` gives this process a simulated accelerator before anything is collected.
 
-A process holds one kind; workers of pytest-xdist install their own. A test that passes although the device raised a
+A process holds one kind; workers of pytest-xdist install their own, and the process that only hands out tests to them has
+none. Nothing here imports torch but an installation. A test that passes although the device raised a
 fault, which something swallowed, fails. `@pytest.mark.sim(...)` leaves out what the simulated device can not do, by
 capability; `@pytest.mark.sim_faults(...)` says which faults a test leaves behind on purpose.
 """
@@ -10,13 +11,16 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 from collections.abc import Generator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import sglcore_sim
-from sglcore_sim.simulator import Simulator
+
+if TYPE_CHECKING:
+    from sglcore_sim.simulator import Simulator
 
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
@@ -39,7 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "sim_faults(*kinds): faults of these kinds stay behind on purpose")
     kind = str(config.getoption("--sim"))
-    if kind and sglcore_sim.current() is None:
+    hands_out = bool(config.getoption("numprocesses", default=None))  # pytest-xdist's
+    if kind and not hands_out and installed() is None:
         os.environ["TRITON_INTERPRET"] = "1"
         sglcore_sim.install(
             kind,
@@ -48,9 +53,14 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
+def installed() -> Simulator | None:
+    """The simulated device of this process, without the import of what would make one."""
+    return sglcore_sim.current() if "sglcore_sim.simulator" in sys.modules else None
+
+
 def pytest_report_header(config: pytest.Config) -> str | None:
     """What the run is on."""
-    sim = sglcore_sim.current()
+    sim = installed()
     return (
         f"simulated device: {sim.devices} of {sim.kind.name} {sim.kind.arch}, {sim.memory >> 20} MiB each"
         if sim
@@ -79,7 +89,7 @@ def capabilities(sim: Simulator | None) -> frozenset[str]:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what asks for more than the device has; nothing of the test before is left on it."""
-    sim = sglcore_sim.current()
+    sim = installed()
     asked = {str(name) for mark in item.iter_markers("sim") for name in mark.args}
     missing = sorted(asked - capabilities(sim))
     if missing:
@@ -92,7 +102,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     """A test that passed although a fault was raised did not pass."""
     result = yield
-    sim = sglcore_sim.current()
+    sim = installed()
     if sim is None:
         return result
     sim.unfinished()
@@ -107,7 +117,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 @pytest.fixture
 def sim() -> Iterator[Simulator]:
     """The simulated device, with no access, counter or fault of a test before; skips without one."""
-    device = sglcore_sim.current()
+    device = installed()
     if device is None:
         pytest.skip("needs the capability device: run with --sim=KIND")
     gc.collect()
