@@ -28,8 +28,9 @@ from tests.kernels.guards import Guards, mutated
 SMALL = Tuning(programs=24, decode_tokens=16, extend_tokens=16, extend_queries=16)
 """Several splits, and several tiles even for short rows."""
 
-MIXED = [(9, 1), (30, 1), (2, 6), (0, 20), (25, 23)]
-SINGLES = [(9, 1), (0, 1), (3, 1), (46, 1)]
+Rows = tuple[tuple[int, int], ...]
+MIXED: Rows = ((9, 1), (30, 1), (2, 6), (0, 20), (25, 23))
+SINGLES: Rows = ((9, 1), (0, 1), (3, 1), (46, 1))
 
 
 class Small(TritonAttention):
@@ -269,11 +270,31 @@ SINK_MUTANTS = (
     (triton_extend, "begin(sinks, head,", "begin(sinks, member % GROUP,"),
 )
 PLAIN, FEW = Heads(6, 2, 12, window=20), Heads(4, 2, 8)
-DEFECTS = (
-    *((PLAIN, SINGLES, MIXED, *mutant) for mutant in MUTANTS),
-    *((replace(FEW, softcap=0.7), [(33, 1)], [(17, 3)], *mutant) for mutant in SOFTCAP_MUTANTS),
-    *((replace(FEW, has_sinks=True), [(33, 1)], [(17, 3)], *mutant) for mutant in SINK_MUTANTS),
+CHECKED = (
+    (PLAIN, SINGLES, MIXED),
+    (replace(FEW, softcap=0.7), ((33, 1),), ((17, 3),)),
+    (replace(FEW, has_sinks=True), ((33, 1),), ((17, 3),)),
 )
+DEFECTS = tuple(
+    (*rows, *mutant)
+    for rows, mutants in zip(CHECKED, (MUTANTS, SOFTCAP_MUTANTS, SINK_MUTANTS), strict=True)
+    for mutant in mutants
+)
+
+
+def check_both(heads: Heads, singles: Rows, mixed: Rows, patch: pytest.MonkeyPatch) -> None:
+    """Decode rows and a mixed batch; nobody leaves what it was given."""
+    guards = Guards(patch)
+    assert_equals_dense(case_of(singles, heads, decode=True))
+    assert_equals_dense(case_of(mixed, heads))
+    guards.check()
+
+
+@pytest.mark.parametrize(("heads", "singles", "mixed"), CHECKED, ids=str)
+def test_without_a_defect_the_same_rows_are_right(
+    heads: Heads, singles: Rows, mixed: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_both(heads, singles, mixed, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -283,24 +304,17 @@ DEFECTS = (
 )
 def test_a_defect_is_caught(
     heads: Heads,
-    singles: Sequence[tuple[int, int]],
-    mixed: Sequence[tuple[int, int]],
+    singles: Rows,
+    mixed: Rows,
     module: ModuleType,
     old: str,
     new: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cases = [case_of(singles, heads, decode=True), case_of(mixed, heads)]
-    guards = Guards(monkeypatch)
-    for case in cases:
-        assert_equals_dense(case)
-    guards.check()
     swap(monkeypatch, module, tmp_path, old, new)
     with pytest.raises(AssertionError):
-        for case in cases:
-            assert_equals_dense(case)
-        guards.check()
+        check_both(heads, singles, mixed, monkeypatch)
 
 
 def test_a_device_sets_the_launches() -> None:
