@@ -20,6 +20,8 @@ CODEC = RowCodec(44, exact=8, group=16)
 CODECS = ((24, None), (44, CODEC))
 ROTATED = 8
 POSITIONS = 60
+MOST_TOKENS = 5
+"""With streams: more are more of the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +206,8 @@ def grouped_linear(drawn: Draw, tokens: int, strided: bool) -> Inputs:
 
 
 def hc_pre(drawn: Draw, tokens: int, strided: bool) -> Inputs:
-    """Four streams, and three; not many tokens."""
-    tokens = min(tokens, 17)
+    """Four streams, and three."""
+    tokens = min(tokens, MOST_TOKENS)
     for streams, iters in ((4, 3), (3, 2)):
         outputs, scale = (2 + streams) * streams, torch.tensor([0.7, 1.1, 1.6], device="cpu")
         fn, base = drawn.values(outputs, streams * 24).float() * 0.15, drawn.values(outputs).float() / 2
@@ -218,11 +220,13 @@ def _streams(drawn: Draw, tokens: int, streams: int, strided: bool) -> Tensor:
 
 def hc_post(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """What goes from a stream to another is not what comes back."""
+    tokens = min(tokens, MOST_TOKENS)
     post, comb = drawn.values(tokens, 4).float(), drawn.values(tokens, 4, 4).float() / 2
     yield drawn.rows(tokens, 24, strided), _streams(drawn, tokens, 4, strided), post, comb
 
 
 def hc_head(drawn: Draw, tokens: int, strided: bool) -> Inputs:
     """Four streams."""
+    tokens = min(tokens, MOST_TOKENS)
     fn, scale = drawn.values(4, 96).float() * 0.15, torch.tensor([0.8], device="cpu")
     yield _streams(drawn, tokens, 4, strided), fn, drawn.values(4).float(), scale, 1e-6, 1e-2

@@ -36,10 +36,17 @@ def limited_silu_and_mul(drawn: Draw, tokens: int, strided: bool) -> kernel_inpu
     yield drawn.rows(tokens, 2 * 200, strided), 0.7
 
 
+def hc_head(drawn: Draw, tokens: int, strided: bool) -> kernel_inputs.Inputs:
+    """More tokens than one program takes."""
+    h, fn = drawn.rows(tokens, 60, strided).unflatten(1, (3, 20)), drawn.values(3, 60).float() * 0.15
+    yield h, fn, drawn.values(3).float(), torch.tensor([0.8]), 1e-6, 1e-2
+
+
 def check(kernels: ModuleType, name: str, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
     """Every call of the kit, of strided rows: results, and what is written."""
     entry = KernelTable.declared()[name]
-    inputs = vars(kernel_inputs) | vars(kernel_inputs_sparse) | {"limited_silu_and_mul": limited_silu_and_mul}
+    own = {"limited_silu_and_mul": limited_silu_and_mul, "hc_head": hc_head}
+    inputs = vars(kernel_inputs) | vars(kernel_inputs_sparse) | own
     for args in inputs[name](Draw(tokens, dtype), tokens, True):
         wanted_args = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
         given = [guards.place(arg) if isinstance(arg, Tensor) else arg for arg in args]
@@ -124,6 +131,8 @@ MUTANTS: tuple[tuple[str, str, str], ...] = (
     ("hc_pre", "eps, 1), is_pair, eps, 0)", "eps, 0), is_pair, eps, 1)"),
     ("hc_pre", "tl.load(scale + 2)", "tl.load(scale + 1)"),
     ("hc_post", "(token * STREAMS + each) * STREAMS + stream", "(token * STREAMS + stream) * STREAMS + each"),
+    ("hc_head", "token < tokens", "token <= tokens"),
+    ("hc_head", "tl.program_id(0) * ROWS", "tl.program_id(1) * ROWS"),
     ("hc_head", "+ eps\n    column", "\n    column"),
     ("sqrtsoftplus_routing", "(bits >> 31) & 0x7FFFFFFF", "0"),
     ("sqrtsoftplus_routing", "row < rows", "row <= rows"),
