@@ -302,8 +302,11 @@ void run_cpu(const Kernel& kernel, Stack& stack) {
   kernel(stack);
 }
 
-// `out=` tensors that the CPU kernel resized.
-void propagate_resize(Aliases& aliases) {
+using Target = std::pair<BlockRef, at::Tensor>;
+
+// `out=` tensors that the CPU kernel resized; those that have new memory, which a replay writes too.
+std::vector<Target> propagate_resize(Aliases& aliases) {
+  std::vector<Target> grown;
   for (auto& pair : aliases.pairs) {
     if (!pair.write) continue;
     c10::StorageImpl* storage = pair.device.storage().unsafeGetStorageImpl();
@@ -313,13 +316,17 @@ void propagate_resize(Aliases& aliases) {
       std::memcpy(data.mutable_get(), pair.cpu.storage().data(), pair.cpu.storage().nbytes());
       storage->set_data_ptr_noswap(std::move(data));
       storage->set_nbytes(pair.cpu.storage().nbytes());
+      c10::Storage host = cpu_storage(pair.device.storage());
+      for (auto& [device, known] : aliases.storages)
+        if (device == storage) known = host;
+      pair.cpu.set_(host, pair.cpu.storage_offset(), pair.cpu.sizes(), pair.cpu.strides());
+      if (BlockRef block = block_of(pair.device)) grown.emplace_back(block, pair.cpu);
     }
     if (pair.cpu.sizes() != pair.device.sizes() || pair.cpu.strides() != pair.device.strides())
       pair.device.unsafeGetTensorImpl()->set_sizes_and_strides(pair.cpu.sizes(), pair.cpu.strides(), pair.cpu.storage_offset());
   }
+  return grown;
 }
-
-using Target = std::pair<BlockRef, at::Tensor>;
 
 at::Tensor give_back(Call& call, const at::Tensor& result, std::vector<Target>& fresh) {
   if (!result.defined()) return result;
@@ -485,13 +492,14 @@ void run_tracked(Call& call, const Stack& cpu, Stack& stack) {
     if (Capture* capture = capturing(actor)) save_for_undo(*capture, call.accesses);
   }
   run_checked(call, cpu, stack, captured);
-  propagate_resize(call.aliases);
-  std::vector<Target> fresh;
+  std::vector<Target> grown = propagate_resize(call.aliases), fresh;
   for (at::IValue& value : stack) value = give_back(call, value, fresh);
   Node node;
   if (captured) node = node_for(call, cpu, fresh);
+  for (const auto& [block, tensor] : grown) node.accesses.push_back({block, {{0, block->size}}, true});
   Lock lock(state().mutex);
   record_fresh(fresh, actor, call.info.name, call.site);
+  record_fresh(grown, actor, call.info.name, call.site);
   if (Capture* capture = capturing(actor)) capture->nodes.push_back(std::move(node));
 }
 

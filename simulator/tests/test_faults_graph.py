@@ -26,6 +26,17 @@ def test_a_replay_reads_its_inputs_again(sim, dev, side, make_graph):
     assert out.tolist() == [8.0] * 4
 
 
+def test_a_replay_writes_what_an_operation_makes_by_resizing(sim, dev, side, make_graph):
+    """`arange` resizes an empty result."""
+    x, _ = ready(dev)
+    graph = make_graph()
+    out = graph.capture(lambda: x + torch.arange(4, device=dev), side)
+    for value in (5, 7):
+        x.fill_(value)
+        graph.replay()
+        assert out.tolist() == [value + place for place in range(4)]
+
+
 def test_a_capture_leaves_memory_outside_its_pool_alone(sim, dev, side, make_graph):
     x, out = ready(dev)
     make_graph().capture(

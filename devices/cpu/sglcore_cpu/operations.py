@@ -1,4 +1,4 @@
-"""The small operations of the kernel table by the native kernels: norms, activations, rotation, cells, routing.
+"""The small operations of the kernel table by the native kernels: norms, activations, rotation, cells.
 
 Models get them in float32 and bfloat16 (`table.takes`); what else may reach them, such as rows whose last dimension is not
 contiguous, goes to the reference.
@@ -13,7 +13,7 @@ from sglcore.runtime.kernels.reference import norm_rotary_and_store as reference
 from sglcore.runtime.kernels.reference import rotary_and_store as reference_rotary_and_store
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore_cpu.native import TYPES, Engine
-from sglcore_cpu.operands import INDEX_BYTES, can_rotate, can_store, rows_of, same_dtype, type_of_norm
+from sglcore_cpu.operands import INDEX_BYTES, can_rotate, can_store, rows_of, type_of_norm
 
 
 class Operations:
@@ -25,12 +25,11 @@ class Operations:
         self._rms_norm, self._add_rms_norm, self._layer_norm = (
             engine.kernel(name).bind() for name in ("rms_norm", "add_rms_norm", "layer_norm")
         )
-        self._silu_and_mul, self._gelu_tanh_and_mul, self._gelu = (
-            engine.kernel(name).bind() for name in ("silu_and_mul", "gelu_tanh_and_mul", "gelu")
+        self._silu_and_mul, self._limited_silu_and_mul, self._gelu_tanh_and_mul, self._gelu = (
+            engine.kernel(name).bind() for name in ("silu_and_mul", "limited_silu_and_mul", "gelu_tanh_and_mul", "gelu")
         )
-        self._rotate, self._copy_rows, self._embedding, self._cache_locations, self._routing, self._moe = (
-            engine.kernel(name).bind()
-            for name in ("rotate", "copy_rows", "embedding", "cache_locations", "top_k_routing", "moe")
+        self._rotate, self._copy_rows, self._embedding, self._cache_locations = (
+            engine.kernel(name).bind() for name in ("rotate", "copy_rows", "embedding", "cache_locations")
         )
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
@@ -128,6 +127,24 @@ class Operations:
         out = self._empty(rows, width // 2, dtype=x.dtype)
         self._silu_and_mul(
             x=x.data_ptr(), x_stride=strides[0], out=out.data_ptr(), rows=rows, width=width // 2, type=element
+        )
+        return out
+
+    def limited_silu_and_mul(self, x: Tensor, limit: float) -> Tensor:
+        """Gate first."""
+        element, strides = TYPES.get(x.dtype), x.stride()
+        if element is None or len(strides) != 2 or strides[1] != 1:
+            return self._reference.limited_silu_and_mul(x, limit)
+        rows, width = x.shape
+        out = self._empty(rows, width // 2, dtype=x.dtype)
+        self._limited_silu_and_mul(
+            x=x.data_ptr(),
+            x_stride=strides[0],
+            out=out.data_ptr(),
+            rows=rows,
+            width=width // 2,
+            type=element,
+            limit=limit,
         )
         return out
 
@@ -319,51 +336,3 @@ class Operations:
             tokens=out.numel(),
         )
         return None
-
-    def top_k_routing(self, logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-        """Of equal logits the first expert is chosen first."""
-        element, strides = TYPES.get(logits.dtype), logits.stride()
-        if element is None or strides[1] != 1:
-            return self._reference.top_k_routing(logits, k, normalize)
-        tokens, experts = logits.shape
-        weights = self._empty(tokens, k, dtype=logits.dtype)
-        ids = self._empty(tokens, k, dtype=torch.int64)
-        self._routing(
-            logits=logits.data_ptr(),
-            stride=strides[0],
-            weights=weights.data_ptr(),
-            ids=ids.data_ptr(),
-            tokens=tokens,
-            experts=experts,
-            k=k,
-            normalize=int(normalize),
-            type=element,
-        )
-        return weights, ids
-
-    def moe(self, hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-        """Of each chosen expert's plain weights, one pass over both."""
-        element, ids_bytes = TYPES.get(hidden.dtype), INDEX_BYTES.get(ids.dtype)
-        parts = weights, ids, w13, w2
-        is_plain = hidden.stride()[1] == 1 and all(part.is_contiguous() for part in parts)
-        if element is None or ids_bytes is None or not is_plain or not same_dtype(hidden, weights, w13, w2):
-            return self._reference.moe(hidden, *parts)
-        tokens, hidden_size = hidden.shape
-        out = self._empty(tokens, hidden_size, dtype=hidden.dtype)
-        self._moe(
-            hidden=hidden.data_ptr(),
-            hidden_stride=hidden.stride()[0],
-            weights=weights.data_ptr(),
-            ids=ids.data_ptr(),
-            ids_bytes=ids_bytes,
-            w13=w13.data_ptr(),
-            w2=w2.data_ptr(),
-            out=out.data_ptr(),
-            tokens=tokens,
-            choices=ids.shape[1],
-            experts=w13.shape[0],
-            hidden_size=hidden_size,
-            inner=w2.shape[2],
-            type=element,
-        )
-        return out

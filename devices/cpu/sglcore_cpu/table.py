@@ -13,14 +13,17 @@ from sglcore.runtime.attention.contract import Unavailable
 from sglcore.runtime.kernels.reference import QuantizedCodes
 from sglcore.runtime.kernels.table import KernelTable, Limited
 from sglcore_cpu.draw import NativeDraw
+from sglcore_cpu.experts import Experts
 from sglcore_cpu.kernels import linear as torch_linear
 from sglcore_cpu.kernels import takes_grouped, torch_kernels
+from sglcore_cpu.latent import Latent, takes_one, takes_store
 from sglcore_cpu.native import Engine, recorder
 from sglcore_cpu.operations import Operations
 from sglcore_cpu.packed import PackedWeight
 from sglcore_cpu.panels import pack, pack_parts
 from sglcore_cpu.quantized_form import pack_quantized, quantize
 from sglcore_cpu.recurrent import Recurrent
+from sglcore_cpu.sparse import SparseAttention, takes_keys, takes_rows, takes_state
 
 TILED = ("amx",)
 """Where torch's grouped products use instructions that the native experts do not."""
@@ -103,8 +106,8 @@ class NativeExperts:
     """Prompts go to torch's grouped products where those use tiles; a recorded step always to the native kernel, which
     needs no memory of its own in the record."""
 
-    def __init__(self, operations: Operations) -> None:
-        self._native, self._torch = operations.moe, torch_kernels().moe
+    def __init__(self, experts: Experts) -> None:
+        self._native, self._torch = experts.moe, torch_kernels().moe
 
     def __call__(self, hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
         """As the table's entry `moe`."""
@@ -117,7 +120,8 @@ def native_table(engine: Engine) -> KernelTable:
     """Every entry that the engine serves; the others are torch's."""
     operations = Operations(engine)
     linear, draw, recurrent = NativeLinear(engine, operations), NativeDraw(engine), Recurrent(engine)
-    moe = NativeExperts(operations) if engine.instruction_set in TILED else operations.moe
+    sparse, latent, experts = SparseAttention(engine), Latent(engine), Experts(engine)
+    moe = NativeExperts(experts) if engine.instruction_set in TILED else experts.moe
     return torch_kernels().replace(
         linear=linear.linear,
         gated_linear=Limited(linear.gated_linear, takes),
@@ -132,6 +136,7 @@ def native_table(engine: Engine) -> KernelTable:
         add_rms_norm=Limited(operations.add_rms_norm, takes),
         layer_norm=Limited(operations.layer_norm, takes),
         silu_and_mul=Limited(operations.silu_and_mul, takes),
+        limited_silu_and_mul=Limited(operations.limited_silu_and_mul, takes),
         gelu_tanh_and_mul=Limited(operations.gelu_tanh_and_mul, takes),
         gelu=Limited(operations.gelu, takes),
         rotary=Limited(operations.rotary, takes),
@@ -143,10 +148,29 @@ def native_table(engine: Engine) -> KernelTable:
         gated_delta_rule=Limited(recurrent.gated_delta_rule, takes),
         selective_scan=Limited(recurrent.selective_scan, takes),
         gated_rms_norm=Limited(recurrent.gated_rms_norm, takes),
-        top_k_routing=Limited(operations.top_k_routing, takes),
+        top_k_routing=Limited(experts.top_k_routing, takes),
+        sigmoid_routing=Limited(experts.sigmoid_routing, takes),
+        sqrtsoftplus_routing=Limited(experts.sqrtsoftplus_routing, takes),
+        hash_routing=Limited(experts.hash_routing, takes),
+        rope_tail=Limited(latent.rope_tail, takes_one),
+        norm_rope_store=Limited(latent.norm_rope_store, takes_store),
+        index_key_store=Limited(latent.index_key_store, takes_store),
+        window_rows=sparse.window_rows,
+        block_rows=sparse.block_rows,
+        compress_plan=sparse.compress_plan,
+        compress=Limited(sparse.compress, takes_state),
+        index_logits=Limited(sparse.index_logits, takes_keys),
+        index_top_k=sparse.index_top_k,
+        sparse_mqa=Limited(sparse.sparse_mqa, takes_rows),
+        paged_mqa=Limited(sparse.paged_mqa, takes_rows),
+        grouped_linear=Limited(latent.grouped_linear, takes_one),
+        hc_pre=Limited(latent.hc_pre, takes_one),
+        hc_post=Limited(latent.hc_post, takes_one),
+        hc_head=Limited(latent.hc_head, takes_one),
         draw=draw,
         greedy=draw.greedy,
         moe=Limited(moe, takes),
+        limited_moe=Limited(experts.limited_moe, takes),
     )
 
 

@@ -127,6 +127,8 @@ def test_activations_are_the_reference(engine: Engine, case: dict[str, Any]) -> 
         found, passed, tanh = operations.silu_and_mul(x), operations.gelu(x), operations.gelu_tanh_and_mul(x)
         # Far below zero torch's is 0, and this one's 1e-37.
         close(found, REFERENCE.silu_and_mul(x), case["scale"], casts=case["scale"] < 100)
+        limited = operations.limited_silu_and_mul(x, 0.7)
+        close(limited, REFERENCE.limited_silu_and_mul(x, 0.7), 1.0, casts=case["scale"] < 100)
         # In float32 torch's own are off by 5e-7: 1 + tanh cancels.
         for entry, own in (("gelu", passed), ("gelu_tanh_and_mul", tanh)):
             exact = getattr(REFERENCE, entry)(x.double()).to(x.dtype)
@@ -150,6 +152,10 @@ def test_activations_of_huge_values_are_theirs(engine: Engine, value: float) -> 
     assert found[0] == value and abs(float(found[1])) < 1e-37 and found[2].isnan()
     gated = Operations(engine).silu_and_mul(torch.tensor([[value, torch.nan, 1.0, 1.0]]))[0]
     assert gated[0] == value and gated[1].isnan()
+    limited = Operations(engine).limited_silu_and_mul(
+        torch.tensor([[value, torch.nan, 1.0, 1.0, 1.0, torch.nan]]), 2.0
+    )[0]
+    assert 1.7 < limited[0] < 1.8 and limited[1:].isnan().all()
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from devices.cpu.tests.native.guarded import GuardedResults, guarded_copy
 from sglcore.runtime.kernels.table import KernelTable
+from sglcore_cpu.experts import Experts
 from sglcore_cpu.native import Engine
-from sglcore_cpu.operations import Operations
 
 REFERENCE = KernelTable()
 EXAMPLES = settings(
@@ -32,6 +32,7 @@ CASES = st.fixed_dictionaries(
         "offset": st.integers(0, 9),
         "gap": st.sampled_from([0, 3, 16]),
         "absent": st.sampled_from([0.0, 0.4, 1.0]),
+        "limit": st.sampled_from([None, 0.3]),
         "seed": st.integers(0, 1 << 20),
     }
 )
@@ -67,8 +68,11 @@ def test_moe_is_the_reference(engine: Engine, case: dict[str, Any]) -> None:
     mixture = Mixture(case)
     bound = 2**-6 if case["dtype"] is torch.bfloat16 else 1e-5
     with GuardedResults():
-        found = Operations(engine).moe(*mixture.given)
-        expected = REFERENCE.moe(*mixture.plain)
+        if case["limit"] is None:
+            found, expected = Experts(engine).moe(*mixture.given), REFERENCE.moe(*mixture.plain)
+        else:
+            found = Experts(engine).limited_moe(*mixture.given, case["limit"])
+            expected = REFERENCE.limited_moe(*mixture.plain, case["limit"])
         largest = max(1.0, float(expected.abs().amax())) if expected.numel() else 1.0
         torch.testing.assert_close(found, expected, rtol=bound, atol=bound * largest)
     for check in mixture.checks:
@@ -86,10 +90,10 @@ def test_experts_are_added_in_ascending_order(engine: Engine) -> None:
         ids = torch.tensor([order])
         weights = scale[order][None]
         expected = REFERENCE.moe(hidden, weights, ids, w13, w2)
-        assert torch.equal(Operations(engine).moe(hidden, weights, ids, w13, w2), expected)
+        assert torch.equal(Experts(engine).moe(hidden, weights, ids, w13, w2), expected)
         assert float(expected[0, 0]) == 1 + 2**-7
         late = REFERENCE.moe(hidden, scale.flip(0)[order][None], ids, w13, w2)
-        assert torch.equal(Operations(engine).moe(hidden, scale.flip(0)[order][None], ids, w13, w2), late)
+        assert torch.equal(Experts(engine).moe(hidden, scale.flip(0)[order][None], ids, w13, w2), late)
         assert float(late[0, 0]) == 1
 
 
@@ -100,5 +104,5 @@ def test_other_types_and_strided_weights_go_to_torch(engine: Engine, dtype: torc
     w13 = torch.randn(8, 6, 4, generator=generator).to(dtype).permute(2, 1, 0)
     w2 = torch.randn(4, 8, 3, generator=generator).to(dtype)
     ids = torch.tensor([[0, 3], [1, 2], [3, 1]])
-    found = Operations(engine).moe(hidden, weights, ids, w13, w2)
+    found = Experts(engine).moe(hidden, weights, ids, w13, w2)
     torch.testing.assert_close(found, REFERENCE.moe(hidden, weights, ids, w13, w2), rtol=1e-2, atol=1e-2)

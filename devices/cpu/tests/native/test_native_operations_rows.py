@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from devices.cpu.tests.native.guarded import GuardedResults, guarded, guarded_copy
+from sglcore.conformance import kernel_inputs
+from sglcore.conformance.kernel_inputs import Draw, Inputs
 from sglcore.runtime.kernels import reference
 from sglcore.runtime.kernels.table import KernelTable
+from sglcore_cpu.experts import Experts
 from sglcore_cpu.native import Engine
 from sglcore_cpu.operations import Operations
 
@@ -233,7 +237,7 @@ def test_routing_is_the_reference(
     generator = torch.Generator().manual_seed(tokens + experts)
     logits, check = guarded_copy((torch.randn(tokens, experts, generator=generator) * scale).to(dtype), gap, gap)
     with GuardedResults():
-        weights, ids = Operations(engine).top_k_routing(logits, k, normalize)
+        weights, ids = Experts(engine).top_k_routing(logits, k, normalize)
         expected, _ = REFERENCE.top_k_routing(logits, k, normalize)
         bound = 2**-7 if dtype is torch.bfloat16 else 1e-5
         torch.testing.assert_close(weights, expected, rtol=bound, atol=1e-7)
@@ -242,8 +246,30 @@ def test_routing_is_the_reference(
     check()
 
 
+ROUTINGS: dict[str, Callable[[Draw, int, bool], Inputs]] = {
+    "sigmoid_routing": kernel_inputs.sigmoid_routing,
+    "sqrtsoftplus_routing": kernel_inputs.sqrtsoftplus_routing,
+    "hash_routing": kernel_inputs.hash_routing,
+}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_a_scored_routing_is_the_reference(engine: Engine, name: str) -> None:
+    for tokens, dtype in ((0, torch.float32), (5, torch.bfloat16), (70, torch.float32)):
+        for logits, *rest in ROUTINGS[name](Draw(tokens, dtype), tokens, False):
+            for scale in (1.0, 20.0):
+                held, check = guarded_copy(logits * scale, 3, 5)
+                with GuardedResults():
+                    weights, ids = getattr(Experts(engine), name)(held, *rest)
+                    expected, wanted = getattr(REFERENCE, name)(logits * scale, *rest)
+                    bound = 2**-7 if dtype is torch.bfloat16 else 1e-5
+                    torch.testing.assert_close(weights, expected, rtol=bound, atol=1e-7)
+                    assert scale > 1 or torch.equal(ids, wanted.long())
+                check()
+
+
 def test_routing_of_what_is_no_number_names_experts(engine: Engine) -> None:
     logits = torch.tensor([[torch.nan, 1.0, 2.0], [-torch.inf, -torch.inf, -torch.inf], [-torch.inf, 3.0, torch.nan]])
-    weights, ids = Operations(engine).top_k_routing(logits, 2, True)
+    weights, ids = Experts(engine).top_k_routing(logits, 2, True)
     assert weights.isnan().all()
     assert all(0 <= a < 3 and 0 <= b < 3 and a != b for a, b in ids.tolist())

@@ -28,18 +28,23 @@ SGL_INLINE f32x16 gelu_tanh_of(f32x16 x) {
     return div(x, add(set1(1.0f), exp(mul(cubic, set1(-1.5957691216f)))));
 }
 
-// The activation of the gate, cast, times what lies beside it.
-template <class Activation>
-void activate_and_mul(const ActivationArgs& args, Pool& pool, Activation&& activation) {
+// What is NaN stays so.
+SGL_INLINE f32x16 at_most(f32x16 x, f32x16 limit) { return where_less(limit, x, limit, x); }
+SGL_INLINE f32x16 at_least(f32x16 x, f32x16 limit) { return where_less(x, limit, limit, x); }
+
+// The activation of the gate, cast, times what lies beside it, both within a limit (gates above it only).
+template <class Args, class Activation>
+void activate_and_mul(const Args& args, Pool& pool, double limit, Activation&& activation) {
     with_type(args.type, [&](auto element) {
         using T = decltype(element);
+        f32x16 most = cast<T>(set1(static_cast<float>(limit)));
         each_row(pool, args.rows, 4 * args.width, [&](int64_t row, int) {
             const T* gate = row_of<T>(args.x, row, args.x_stride);
             T* out = row_of<T>(args.out, row, args.width);
             for (int64_t i = 0; i < args.width; i += 16) {
                 int64_t left = args.width - i;
-                f32x16 up = get(gate + args.width + i, left);
-                put(out + i, mul(cast<T>(activation(get(gate + i, left))), up), left);
+                f32x16 up = at_least(at_most(get(gate + args.width + i, left), most), sub(zero(), most));
+                put(out + i, mul(cast<T>(activation(at_most(get(gate + i, left), most))), up), left);
             }
         });
     });
@@ -48,11 +53,15 @@ void activate_and_mul(const ActivationArgs& args, Pool& pool, Activation&& activ
 }  // namespace
 
 void silu_and_mul(const ActivationArgs& args, Pool& pool) {
-    activate_and_mul(args, pool, [](f32x16 x) { return silu(x); });
+    activate_and_mul(args, pool, INFINITY, [](f32x16 x) { return silu(x); });
+}
+
+void limited_silu_and_mul(const LimitedActivationArgs& args, Pool& pool) {
+    activate_and_mul(args, pool, args.limit, [](f32x16 x) { return silu(x); });
 }
 
 void gelu_tanh_and_mul(const ActivationArgs& args, Pool& pool) {
-    activate_and_mul(args, pool, [](f32x16 x) { return gelu_tanh_of(x); });
+    activate_and_mul(args, pool, INFINITY, [](f32x16 x) { return gelu_tanh_of(x); });
 }
 
 void gelu(const ActivationArgs& args, Pool& pool) {

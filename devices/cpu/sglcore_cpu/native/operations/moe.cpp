@@ -26,7 +26,8 @@ template <class T>
 class Experts {
   public:
     Experts(const MoeArgs& args, Pool& pool)
-        : args_(args), pool_(pool), memory_(static_cast<char*>(pool.shared(bytes(args)))), plan_(args, memory_) {
+        : args_(args), pool_(pool), memory_(static_cast<char*>(pool.shared(bytes(args)))), plan_(args, memory_),
+          limit_(cast_one<T>(static_cast<float>(args.limit))) {
         inner_ = reinterpret_cast<T*>(memory_ + aligned(static_cast<size_t>(Plan::words(args)) * 8));
         parts_ = inner_ + args.tokens * args.choices * args.inner;
     }
@@ -53,7 +54,7 @@ class Experts {
         });
     }
 
-    // inner[entry, row] = silu(gate) * up for up to kRows rows.
+    // inner[entry, row] = silu(gate) * up, within the limit, for up to kRows rows.
     void gate_and_up(int64_t place, int64_t first_row) {
         int64_t last_row = std::min(first_row + kRows, args_.inner);
         const T* weight = row_of<T>(args_.w13, plan_.active[place], 2 * args_.inner * args_.hidden_size);
@@ -75,9 +76,9 @@ class Experts {
         }
     }
 
-    static float gated(float gate, float up) {
-        gate = cast_one<T>(gate);
-        return cast_one<T>(gate / (1.0f + std::exp(-gate))) * cast_one<T>(up);
+    float gated(float gate, float up) const {
+        gate = std::min(cast_one<T>(gate), limit_), up = std::max(std::min(cast_one<T>(up), limit_), -limit_);
+        return cast_one<T>(gate / (1.0f + std::exp(-gate))) * up;
     }
 
     // parts[entry, row] = weight of the choice * (inner[entry] . row of w2).
@@ -119,6 +120,7 @@ class Experts {
     Pool& pool_;
     char* memory_;
     Plan plan_;
+    float limit_;
     T* inner_;
     T* parts_;
 };

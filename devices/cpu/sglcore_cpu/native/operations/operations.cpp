@@ -9,6 +9,7 @@ const Kernel kernels[] = {
     SGL_KERNEL("add_rms_norm", add_rms_norm, AddRmsNormArgs),
     SGL_KERNEL("layer_norm", layer_norm, LayerNormArgs),
     SGL_KERNEL("silu_and_mul", silu_and_mul, ActivationArgs),
+    SGL_KERNEL("limited_silu_and_mul", limited_silu_and_mul, LimitedActivationArgs),
     SGL_KERNEL("gelu_tanh_and_mul", gelu_tanh_and_mul, ActivationArgs),
     SGL_KERNEL("gelu", gelu, ActivationArgs),
     SGL_KERNEL("rotate", rotate, RotateArgs),
@@ -16,6 +17,8 @@ const Kernel kernels[] = {
     SGL_KERNEL("embedding", embedding, EmbeddingArgs),
     SGL_KERNEL("cache_locations", cache_locations, CacheLocationsArgs),
     SGL_KERNEL("top_k_routing", top_k_routing, RoutingArgs),
+    SGL_KERNEL("scored_routing", scored_routing, ScoredRoutingArgs),
+    SGL_KERNEL("hash_routing", hash_routing, HashRoutingArgs),
     SGL_KERNEL("moe", moe, MoeArgs),
 };
 

@@ -22,6 +22,10 @@ SGL_ARGS(LayerNormArgs, SGL_LAYER_NORM_ARGS)
 #define SGL_ACTIVATION_ARGS(P, I, D) P(x) I(x_stride) P(out) I(rows) I(width) I(type)
 SGL_ARGS(ActivationArgs, SGL_ACTIVATION_ARGS)
 
+// A gate of at most `limit`, and what it opens within it.
+#define SGL_LIMITED_ACTIVATION_ARGS(P, I, D) SGL_ACTIVATION_ARGS(P, I, D) D(limit)
+SGL_ARGS(LimitedActivationArgs, SGL_LIMITED_ACTIVATION_ARGS)
+
 // q and k rotated to q_out and k_out, v copied to v_out (none if v is null). k_out and v_out have `store_type` and are
 // rows of a cache where `cells` is not null; else k_out's rows are those of k. Norms of each head before, where q_norm is
 // not null, with weights of `norm_type`. cos_sin [.., rotary_dim] f32: cosines, then sines.
@@ -51,11 +55,24 @@ SGL_ARGS(CacheLocationsArgs, SGL_CACHE_LOCATIONS_ARGS)
 #define SGL_ROUTING_ARGS(P, I, D) P(logits) I(stride) P(weights) P(ids) I(tokens) I(experts) I(k) I(normalize) I(type)
 SGL_ARGS(RoutingArgs, SGL_ROUTING_ARGS)
 
-// out[t] = the sum over k of weights[t, k] * w2[e] silu_and_mul(w13[e] hidden[t]), e = ids[t, k], none where that is -1.
+// The same of scores + bias f32, scores being sigmoid(logits) for kind 0 and sqrt(softplus(logits)) for 1, in the top_groups of
+// `groups` of neighbours whose two largest have the largest sums. Weights are scores, over their sum + eps if `normalize`,
+// times scale.
+#define SGL_SCORED_ROUTING_ARGS(P, I, D) \
+    SGL_ROUTING_ARGS(P, I, D) P(bias) I(kind) I(groups) I(top_groups) D(eps) D(scale)
+SGL_ARGS(ScoredRoutingArgs, SGL_SCORED_ROUTING_ARGS)
+
+// The same weights of the experts chosen[ids[t]] [k] i32.
+#define SGL_HASH_ROUTING_ARGS(P, I, D) \
+    SGL_ROUTING_ARGS(P, I, D) P(input_ids) I(input_bytes) P(chosen) D(eps) D(scale)
+SGL_ARGS(HashRoutingArgs, SGL_HASH_ROUTING_ARGS)
+
+// out[t] = the sum over k of weights[t, k] * w2[e] silu_and_mul(w13[e] hidden[t]), e = ids[t, k], none where that is -1;
+// gates are at most `limit`, and what they open within it.
 // w13 [experts, 2 * inner, hidden_size], w2 [experts, hidden_size, inner], weights and ids [tokens, choices], contiguous.
 #define SGL_MOE_ARGS(P, I, D)                                                                                   \
     P(hidden) I(hidden_stride) P(weights) P(ids) I(ids_bytes) P(w13) P(w2) P(out) I(tokens) I(choices) I(experts) \
-    I(hidden_size) I(inner) I(type)
+    I(hidden_size) I(inner) I(type) D(limit)
 SGL_ARGS(MoeArgs, SGL_MOE_ARGS)
 
 namespace sgl::SGL_ISA {
@@ -64,6 +81,7 @@ void rms_norm(const RmsNormArgs& args, Pool& pool);
 void add_rms_norm(const AddRmsNormArgs& args, Pool& pool);
 void layer_norm(const LayerNormArgs& args, Pool& pool);
 void silu_and_mul(const ActivationArgs& args, Pool& pool);
+void limited_silu_and_mul(const LimitedActivationArgs& args, Pool& pool);
 void gelu_tanh_and_mul(const ActivationArgs& args, Pool& pool);
 void gelu(const ActivationArgs& args, Pool& pool);
 void rotate(const RotateArgs& args, Pool& pool);
@@ -71,6 +89,8 @@ void copy_rows(const CopyRowsArgs& args, Pool& pool);
 void embedding(const EmbeddingArgs& args, Pool& pool);
 void cache_locations(const CacheLocationsArgs& args, Pool& pool);
 void top_k_routing(const RoutingArgs& args, Pool& pool);
+void scored_routing(const ScoredRoutingArgs& args, Pool& pool);
+void hash_routing(const HashRoutingArgs& args, Pool& pool);
 void moe(const MoeArgs& args, Pool& pool);
 
 }  // namespace sgl::SGL_ISA

@@ -1,0 +1,110 @@
+// A product for each group. Floor: each weight read once.
+#include <algorithm>
+
+#include "../operations/dots.h"
+#include "sparse.h"
+
+namespace sgl::SGL_ISA {
+namespace {
+
+constexpr int64_t kRows = 64, kColumns = 256;  // outputs of one part of the work
+constexpr int64_t kInputs = 64;   // of columns
+constexpr int64_t kTokens = 64;   // that pass over them at a time: their weights then stay in the cache
+
+template <class T>
+struct Group {
+    const GroupedArgs& args;
+    int64_t group;
+
+    const T* x(int64_t token) const { return row_of<T>(args.x, token, args.x_stride) + group * args.x_group_stride; }
+    const T* weight() const { return row_of<T>(args.weight, group, args.group_stride); }
+    T* out(int64_t token) const { return row_of<T>(args.out, token * args.groups + group, args.outputs); }
+};
+
+float as_float(float x) { return x; }
+float as_float(bf16 x) { return from_bf16(x); }
+void assign(float* out, float x) { *out = x; }
+void assign(bf16* out, float x) { *out = to_bf16(x); }
+
+// Outputs [first, last), whose weights each lie side by side.
+template <class T>
+void by_rows(const Group<T>& group, int64_t first, int64_t last, int64_t token, int64_t count) {
+    const T* vectors[kTokens];
+    for (int64_t i = 0; i < count; ++i) vectors[i] = group.x(token + i);
+    for (int64_t output = first; output < last; output += 4) {
+        auto at = [&](int64_t r) { return group.weight() + std::min(output + r, last - 1) * group.args.output_stride; };
+        const T* const rows[4] = {at(0), at(1), at(2), at(3)};
+        dot_all(rows, vectors, count, group.args.inputs, [&](int64_t v, const float* sums) {
+            T* out = group.out(token + v) + output;
+            for (int64_t r = 0; r < std::min<int64_t>(4, last - output); ++r) assign(out + r, sums[r]);
+        });
+    }
+}
+
+// sums[v][output] += weight . x over the inputs [k, end), for V tokens and N vectors of outputs from `first` on, or `left` < 16
+// outputs of one; the weights of an input lie side by side.
+template <class T, int V, int N>
+void add_inputs(const Group<T>& group, int64_t first, int64_t left, int64_t token, int64_t k, int64_t end, float* sums) {
+    f32x16 sum[V][N];
+    for (int v = 0; v < V; ++v)
+        for (int i = 0; i < N; ++i) sum[v][i] = load(sums + v * kColumns + 16 * i);
+    const T* x[V];
+    for (int v = 0; v < V; ++v) x[v] = group.x(token + v);
+    const T* weight = group.weight() + k * group.args.input_stride + first;
+    for (; k < end; ++k, weight += group.args.input_stride)
+        for (int i = 0; i < N; ++i) {
+            f32x16 one = N == 1 ? get(weight, left) : load16(weight + 16 * i);
+            for (int v = 0; v < V; ++v) sum[v][i] = fma(set1(as_float(x[v][k])), one, sum[v][i]);
+        }
+    for (int v = 0; v < V; ++v)
+        for (int i = 0; i < N; ++i) store(sums + v * kColumns + 16 * i, sum[v][i]);
+}
+
+// V tokens, the outputs [first, last) by N vectors at a time and what is left one by one.
+template <class T, int V, int N>
+void add_tokens(const Group<T>& group, int64_t first, int64_t last, int64_t token, int64_t k, int64_t end, float* sums) {
+    int64_t output = first;
+    for (; output + 16 * N <= last; output += 16 * N)
+        add_inputs<T, V, N>(group, output, 16, token, k, end, sums + output - first);
+    for (; output < last; output += 16)
+        add_inputs<T, V, 1>(group, output, last - output, token, k, end, sums + output - first);
+}
+
+// A block of inputs at a time, whose weights stay in the nearest cache while tokens pass. `sums` [count][kColumns].
+template <class T>
+void by_columns(const Group<T>& group, int64_t first, int64_t last, int64_t token, int64_t count, float* sums) {
+    constexpr int kWide = SGL_LEVEL >= 3 ? 16 : 4, kNarrow = SGL_LEVEL >= 3 ? 4 : 2, kTogether = SGL_LEVEL >= 3 ? 4 : 2;
+    std::fill_n(sums, count * kColumns, 0.0f);
+    for (int64_t k = 0; k < group.args.inputs; k += kInputs) {
+        int64_t end = std::min(k + kInputs, group.args.inputs), v = 0;
+        for (; v + kTogether <= count; v += kTogether)
+            add_tokens<T, kTogether, kNarrow>(group, first, last, token + v, k, end, sums + v * kColumns);
+        for (; v < count; ++v) add_tokens<T, 1, kWide>(group, first, last, token + v, k, end, sums + v * kColumns);
+    }
+    for (int64_t v = 0; v < count; ++v)
+        for (int64_t i = 0; i < last - first; i += 16)
+            put(group.out(token + v) + first + i, load(sums + v * kColumns + i), last - first - i);
+}
+
+}  // namespace
+
+void grouped_linear(const GroupedArgs& args, Pool& pool) {
+    bool are_rows = args.input_stride == 1;
+    int64_t wide = are_rows ? kRows : kColumns, blocks = (args.outputs + wide - 1) / wide;
+    int64_t rounds = (args.tokens + kTokens - 1) / kTokens;
+    int64_t work = std::min(args.tokens, kTokens) * wide * args.inputs / 4;
+    size_t bytes = are_rows ? 0 : static_cast<size_t>(std::min(args.tokens, kTokens) * kColumns) * sizeof(float);
+    with_type(args.type, [&](auto element) {
+        pool.run(args.groups * blocks * rounds, rows_of_part(work), [&](int64_t begin, int64_t end, int thread) {
+            for (int64_t item = begin; item < end; ++item) {
+                Group<decltype(element)> group{args, item / rounds / blocks};
+                int64_t first = item / rounds % blocks * wide, last = std::min(first + wide, args.outputs);
+                int64_t token = item % rounds * kTokens, count = std::min(kTokens, args.tokens - token);
+                if (are_rows) by_rows(group, first, last, token, count);
+                else by_columns(group, first, last, token, count, static_cast<float*>(pool.scratch(thread, bytes)));
+            }
+        });
+    });
+}
+
+}  // namespace sgl::SGL_ISA

@@ -1,0 +1,104 @@
+// Norms and rotations of latent rows, in float32 throughout (Su et al. 2021).
+#include <algorithm>
+
+#include "../operations/normed.h"
+#include "rows.h"
+
+namespace sgl::SGL_ISA {
+namespace {
+
+// Pairs of neighbours; cosines, then sines.
+void turn_neighbours(float* x, const float* cos_sin, int64_t half, float sign) {
+    for (int64_t i = 0; i < half; ++i) {
+        float cos = cos_sin[i], sin = sign * cos_sin[half + i], even = x[2 * i], odd = x[2 * i + 1];
+        x[2 * i] = even * cos - odd * sin;
+        x[2 * i + 1] = even * sin + odd * cos;
+    }
+}
+
+void turn_halves(float* x, const float* cos_sin, int64_t half) {
+    for (int64_t i = 0; i < half; ++i) {
+        float cos = cos_sin[i], sin = cos_sin[half + i], low = x[i], high = x[half + i];
+        x[i] = low * cos - high * sin;
+        x[half + i] = high * cos + low * sin;
+    }
+}
+
+template <class T>
+void widen(const T* from, float* to, int64_t size) {
+    for (int64_t i = 0; i < size; i += 16) put(to + i, get(from + i, size - i), size - i);
+}
+
+void scale(float* x, int64_t size, float factor) {
+    for (int64_t i = 0; i < size; i += 16) put(x + i, mul(get(x + i, size - i), set1(factor)), size - i);
+}
+
+// out = x in T.
+template <class T, class S>
+void narrow(const float* x, S* out, int64_t size) {
+    for (int64_t i = 0; i < size; i += 16) put(out + i, cast<T>(get(x + i, size - i)), size - i);
+}
+
+void norm_first(const NormStoreArgs& args, float* x) {
+    const auto* weight = static_cast<const float*>(args.weight);
+    norm_row(x, weight, x, args.normed, norm_factor(sum_of_squares(x, args.normed), args.normed, args.eps));
+}
+
+void norm_layer(const NormStoreArgs& args, float* x) {
+    const float *weight = static_cast<const float*>(args.weight), *bias = static_cast<const float*>(args.bias);
+    f32x16 sum = zero(), squares = zero();
+    for (int64_t i = 0; i < args.size; i += 16) sum = add(sum, get(x + i, args.size - i));
+    float mean = reduce_add(sum) / static_cast<float>(args.size);
+    for (int64_t i = 0; i < args.size; ++i) x[i] -= mean;
+    for (int64_t i = 0; i < args.size; i += 16) squares = fma(get(x + i, args.size - i), get(x + i, args.size - i), squares);
+    f32x16 factor = set1(norm_factor(reduce_add(squares), args.size, args.eps));
+    for (int64_t i = 0; i < args.size; i += 16) {
+        int64_t left = args.size - i;
+        put(x + i, fma(mul(get(x + i, left), factor), get(weight + i, left), get(bias + i, left)), left);
+    }
+}
+
+}  // namespace
+
+// Floor: x read and out written once.
+void rope_tail(const RopeTailArgs& args, Pool& pool) {
+    with_type(args.type, [&](auto element) {
+        using T = decltype(element);
+        auto bytes = static_cast<size_t>(args.size) * sizeof(float);
+        each_row(pool, args.tokens * args.heads, 4 * args.size, [&](int64_t row, int thread) {
+            int64_t token = row / args.heads, head = row % args.heads;
+            auto* x = static_cast<float*>(pool.scratch(thread, bytes));
+            widen(row_of<T>(args.x, token, args.x_stride) + head * args.x_head_stride, x, args.size);
+            if (args.norms) scale(x, args.size, norm_factor(sum_of_squares(x, args.size), args.size, args.eps));
+            const float* cos_sin = row_of<float>(args.cos_sin, i32_at(args.positions, token), args.cos_sin_stride);
+            turn_neighbours(x + args.size - args.rotary, cos_sin, args.rotary / 2, args.inverse ? -1.0f : 1.0f);
+            narrow<T>(x, row_of<T>(args.out, row, args.size), args.size);
+        });
+    });
+}
+
+// Floor: x read and its row written once.
+void norm_store(const NormStoreArgs& args, Pool& pool) {
+    with_type(args.type, [&](auto element) {
+        using T = decltype(element);
+        auto bytes = static_cast<size_t>(args.size) * sizeof(float);
+        each_row(pool, args.tokens, 6 * args.size, [&](int64_t token, int thread) {
+            int64_t place = index_at(args.out_rows, args.index_bytes, token);
+            auto* x = static_cast<float*>(pool.scratch(thread, bytes));
+            widen(row_of<T>(args.x, token, args.x_stride), x, args.size);
+            const float* cos_sin = row_of<float>(args.cos_sin, i32_at(args.positions, token), args.cos_sin_stride);
+            if (args.bias == nullptr) {
+                norm_first(args, x);
+                turn_neighbours(x + args.size - args.rotary, cos_sin, args.rotary / 2, 1.0f);
+            } else {
+                norm_layer(args, x);
+                turn_halves(x, cos_sin, args.rotary / 2);
+            }
+            with_type(args.row_type, [&](auto stored) {
+                narrow<T>(x, row_of<decltype(stored)>(args.rows, place, args.row_stride), args.size);
+            });
+        });
+    });
+}
+
+}  // namespace sgl::SGL_ISA
