@@ -185,9 +185,9 @@ def other_direction(x: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return reference_sparse.hc_post(x, h, post, comb.transpose(1, 2))
 
 
-def one_turn_too_few(*args: Any) -> tuple[Tensor, ...]:
-    *others, iters = args
-    return reference_sparse.hc_pre(*others, iters - 1)
+def one_turn_too_few(h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    norm_eps, hc_eps, iters = args
+    return reference_sparse.hc_pre(h, fn, base, scale, norm_eps, hc_eps, iters - 1)
 
 
 DEFECTS: tuple[tuple[str, Callable[..., Inputs], Callable[..., Any]], ...] = (
