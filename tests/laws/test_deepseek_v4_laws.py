@@ -12,6 +12,7 @@ import torch
 from tests.checkpoints import Oracle, save
 from tests.deepseek_v4 import HEAVY, SPARSE, deepseek_v4, with_module_names, with_published_names
 from tests.laws.engine import Result, TokenEngine, check_greedy, check_logprobs, random_prompts
+from tests.laws.test_model_laws import check_paths
 
 TOLERANCE = 5e-5
 Plant = tuple[Any, str, Any]
@@ -48,12 +49,14 @@ def same(found: list[Result], wanted: list[Result]) -> bool:
     return [each.tokens for each in found] == [each.tokens for each in wanted]
 
 
-def test_texts_of_many_lengths_together_and_in_pieces_have_transformers_numbers(checkpoint) -> None:
+@pytest.mark.parametrize("graph", ["off", pytest.param("native", marks=pytest.mark.needs("graphs.native"))])
+def test_texts_of_many_lengths_together_and_in_pieces_have_transformers_numbers(checkpoint, graph: str) -> None:
     folder, oracle = checkpoint
     for pieces, seed in ((512, 1), (7, 2)):
-        engine = opened(folder, graph="off", max_batch_tokens=pieces, scramble_pages=seed)
+        engine = opened(folder, graph=graph, max_batch_tokens=pieces, graph_token_buckets=(7,), scramble_pages=seed)
         found = engine.run(prompts(seed, LENGTHS), 6, score_prompts=True, stagger=seed - 1)
         check_logprobs(found, oracle, TOLERANCE)
+        check_paths(engine, graph)
 
 
 def test_greedy_tokens_are_those_of_transformers_beside_others_and_alone(checkpoint) -> None:

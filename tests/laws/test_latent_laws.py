@@ -18,7 +18,6 @@ from sglcore.runtime.attention.sparse.layer import SparseLayer
 from sglcore.runtime.forward_batch import ForwardBatch
 from tests.checkpoints import save
 from tests.latent import INDEXER, SIZES, deepseek_v3, deepseek_v32
-from tests.laws.conftest import KINDS
 from tests.laws.engine import Result, TokenEngine, check_logprobs, random_prompts
 from tests.laws.test_model_laws import check_paths
 
@@ -56,19 +55,11 @@ class Case:
         check_logprobs(results, self.oracle, TOLERANCE)
 
 
-GRAPHS = [
-    pytest.param("off", marks=pytest.mark.needs("device")),
-    *(pytest.param(kind, marks=pytest.mark.needs(f"graphs.{kind}")) for kind in KINDS if kind != "native"),
-]
-"""Steps that the processor records are of its own attention."""
-
-
 @pytest.fixture(scope="module", params=list(CASES))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     yield Case(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.mark.parametrize("graph", GRAPHS)
 def test_rows_by_pages_change_nothing(case: Case, graph: str) -> None:
     """Chunks and ragged arrivals; prefix hits at the end of a text and where others branch off; retraction."""
     engine = case.engine(graph=graph, max_batch_tokens=24, graph_token_buckets=(24,))

@@ -42,7 +42,7 @@ class PagedAttention(AttentionBackend[PagedPlan]):
 
     facts = AttentionFacts(
         dtypes=("bfloat16", "float32"),
-        features=frozenset({"sliding_window", "softcap", "sinks", "mixed"}),
+        features=frozenset({"sliding_window", "softcap", "sinks", "mixed", "capture"}),
         takes_stored=True,
         layouts=(CELL_MAJOR, INT8),
     )

@@ -21,7 +21,6 @@ from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.streams import Streams
 from sglcore.step.sizing import MemoryBudget, MemorySizes
 from sglcore_cpu.arena import huge_zeros
-from sglcore_cpu.attention import PagedAttention
 from sglcore_cpu.choice import NAMES, NATIVE, TORCH, choose_kernels
 from sglcore_cpu.extension import extension_row, find_extension
 from sglcore_cpu.kernels import torch_kernels
@@ -196,7 +195,7 @@ def reason_against_recording(kernels: KernelTable, attention: AttentionBackend) 
     if not is_native(kernels):
         return "the native kernels do not serve"
     for part in attention.parts:
-        if not isinstance(part, PagedAttention):
+        if "capture" not in part.facts.features:
             return f"{type(part).__name__} works on lengths that a recorded call would not see"
     return ""
 

@@ -98,16 +98,16 @@ def test_kernels_that_are_none_list_those_that_are() -> None:
 def test_pages_are_counted_by_what_the_cells_take_that_are_made(
     kind: PoolKind, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bring_up, "size_pools", lambda config, **given: given["geometry"].cell)
+    monkeypatch.setattr(bring_up, "size_pools", lambda config, **given: given["geometry"].page)
     config, none = EngineConfig(kv_cache_dtype=kind.kv_cache_dtype, page_size=4), cast("Any", None)
-    assert bring_up.sizes(config, none, model(), none, none, kind) == size
+    assert bring_up.sizes(config, Facts(tensor_device="cpu"), model(), none, none, kind) == 4 * size
 
 
 def test_what_layers_with_states_say_of_prompts_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bring_up, "size_pools", lambda config, **given: None)
     made, ledger, none = model(), DecisionLedger(), cast("Any", None)
     made.state_layers = [SimpleNamespace(kept={}, remark=said) for said in ("", "slow", "slow")]
-    bring_up.sizes(EngineConfig(page_size=4), none, made, none, ledger)
+    bring_up.sizes(EngineConfig(page_size=4), Facts(tensor_device="cpu"), made, none, ledger)
     assert [(row.topic, row.reason) for row in ledger.rows] == [("prompts", "slow")]
 
 
