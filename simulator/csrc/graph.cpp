@@ -148,7 +148,7 @@ void Graph::replay() {
     if (node.dynamic) {
       std::vector<Access> rows = node.dynamic();
       Lock lock(state().mutex);
-      touch_more(rows, actor, node.op, node.site);
+      touch_more(rows, actor, node.op, node.site, pool_);
     }
     if (node.run) node.run(actor);
   }

@@ -306,7 +306,7 @@ std::vector<Range> ranges_of(const at::Tensor& tensor, const Block& block);
 std::vector<Range> rows_of(const at::Tensor& tensor, const at::Tensor& rows, const Block& block);
 void check_alive(const Block& block, int op, int site);
 void touch(const std::vector<Access>& accesses, int actor, int op, int site);   // a new piece of work
-void touch_more(const std::vector<Access>& accesses, int actor, int op, int site);  // further bytes of the latest one
+void touch_more(const std::vector<Access>& accesses, int actor, int op, int site, const Pool* replayed = nullptr);  // further bytes of the latest one; of a replay over this pool
 void save_for_undo(Capture& capture, const std::vector<Access>& accesses);
 std::string text_of(Range range, const Block& block);
 

@@ -289,6 +289,18 @@ def test_row_writes_follow_the_indices_of_the_replay(sim, dev, side, make_graph)
         pool[4:6].add_(1)
 
 
+def test_rows_of_what_a_graph_has_made_and_let_go_are_there_when_it_runs_again(sim, dev, side, make_graph):
+    x, _ = ready(dev)
+    index = torch.tensor([3, 1], device=dev)
+    torch.accelerator.synchronize()
+    graph = make_graph()
+    out = graph.capture(lambda: (x + 1).index_select(0, index) * 2, side)
+    for value in (1.0, 4.0):
+        x.fill_(value)
+        graph.replay()
+        assert out.tolist() == [2 * value + 2] * 2
+
+
 def test_a_launch_is_one_node_and_runs_again(sim, dev, side, make_graph):
     x, out = ready(dev)
     runs = []
