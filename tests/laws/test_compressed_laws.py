@@ -1,0 +1,189 @@
+"""Attention over windows and compressed blocks: prefix hits, retraction, overlap and graphs change nothing, whatever becomes of the
+pages that fell out of a window, and of what a slot had before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglcore.layers import sparse as layers
+from sglcore.runtime.attention.sparse.compressed import CompressedPlan, DeepseekV4AttnBackend
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.memory.deepseek_v4 import kept_rows
+from sglcore.runtime.memory.rows import Place, RowPool
+from sglcore.schedule.loop import Loop
+from sglcore.schedule.scheduler import Scheduler
+from sglcore.schedule.windows import Windows
+from tests.checkpoints import Oracle, save
+from tests.deepseek_v4 import deepseek_v4
+from tests.laws.conftest import KINDS
+from tests.laws.engine import Result, TokenEngine, Watched, check_logprobs, random_prompts
+from tests.laws.test_model_laws import check_paths
+from tests.laws.windows import ForgettingPool
+
+PAGE, CONTEXT, STEP = 16, 160, 24
+TOLERANCE = 5e-5
+GRAPHS = [
+    pytest.param("off", marks=pytest.mark.needs("device")),
+    *(pytest.param(kind, marks=pytest.mark.needs(f"graphs.{kind}")) for kind in KINDS if kind != "native"),
+]
+
+
+class ForgettingRows(ForgettingPool):
+    """What pages of windows had is no number once they are given back."""
+
+    def _forget(self, pages: list[int]) -> None:
+        pool: Any = self.cells
+        assert isinstance(pool, RowPool)
+        with self.streams.running(), torch.inference_mode():
+            for layer_id, layer in enumerate(pool.layers):
+                for name, kept in layer.items():
+                    if kept.place is Place.WINDOW_PAGES:
+                        rows = pool.rows(layer_id, name).unflatten(0, (-1, kept.count(pool.page_size)))
+                        for page in pages:
+                            rows[page].fill_(torch.nan)
+
+
+class CompressedEngine(TokenEngine):
+    """Its scheduler knows of few pages. `freed`: those of windows."""
+
+    def __init__(self, folder: Path, *, pages: int = 12, window_pages: int = 12, **settings: Any) -> None:
+        given = {"attention_backend": "compressed", "page_size": PAGE, "max_model_len": CONTEXT, "max_requests": 4}
+        given |= {"max_batch_tokens": STEP, "graph_token_buckets": (STEP,), "poison": True}
+        super().__init__(folder, **{**given, **settings})
+        limits, runner, watched = self.worker.limits, self.worker.runner, Watched(self.worker)
+        assert pages <= limits.num_pages and window_pages <= limits.num_window_pages
+        self.scheduler = Scheduler(replace(limits, num_pages=pages, num_window_pages=window_pages), prefix_cache=True)
+        self._scramble(3)
+        self.paths, self.loop = watched.paths, Loop(self.scheduler, watched)
+        self.windows = self.scheduler._running.memory.windows
+        self.freed = ForgettingRows(window_pages, runner.attn_backend.token_to_kv_pool, runner.streams)
+        self.windows._pool = self.freed
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Oracle]]:
+    """Blocks of 4 and of 16 tokens, and a window of 16."""
+    oracle = deepseek_v4()
+    yield save(oracle, tmp_path_factory.mktemp("deepseek-v4")), oracle
+
+
+def texts(seed: int, lengths: tuple[int, ...]) -> list[list[int]]:
+    return random_prompts(seed, lengths, 128)
+
+
+def check(results: list[Result], oracle: Oracle) -> None:
+    check_logprobs(results, oracle, TOLERANCE)
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_pages_of_both_kinds_change_nothing(checkpoint: tuple[Path, Oracle], graph: str) -> None:
+    """Chunks and ragged arrivals; prefix hits at the end of a text and where others branch off; retraction."""
+    folder, oracle = checkpoint
+    engine = CompressedEngine(folder, graph=graph)
+    check(engine.run(texts(1, (5, 60, 17, 34)), 8, score_prompts=True, stagger=2), oracle)
+    base = texts(8, (70,))[0]
+    others = [base[:37] + tail for tail in texts(9, (3, 1, 40))]
+    for prompts in ([base], [base], others, others):
+        check(engine.run(prompts, 4), oracle)
+    assert engine.scheduler.stats().hit_tokens >= 64 + 3 * 32
+    check(engine.run(texts(10, (40, 44, 48, 42)), 30, stagger=1), oracle)
+    assert engine.scheduler.stats().retractions > 0 and engine.freed.given > 20
+    check_paths(engine, graph)
+
+
+@pytest.mark.needs("device")
+def test_texts_go_on_from_every_page_of_one_that_goes_on_itself(checkpoint: tuple[Path, Oracle]) -> None:
+    """Two at once; when it has ended; with nothing of their own behind it."""
+    folder, oracle = checkpoint
+    engine, base = CompressedEngine(folder, pages=40, window_pages=26, graph="off"), texts(11, (81,))[0]
+    pairs = [base[:end] + tail for end in (16, 32, 48, 64, 80) for tail in texts(end, (2, 19))]
+    check(engine.run([base, *pairs], 30, stagger=4), oracle)
+    check(engine.run([base, base[:80], base[:64], *pairs[::3]], 6, stagger=2), oracle)
+    assert engine.scheduler.stats().hit_tokens > 400
+
+
+@pytest.mark.needs("device")
+def test_a_text_whose_window_is_gone_is_computed_again_from_where_one_is_left(checkpoint: tuple[Path, Oracle]) -> None:
+    folder, oracle = checkpoint
+    engine, base = CompressedEngine(folder, pages=40, window_pages=5, graph="off"), texts(12, (70,))[0]
+    check(engine.run([base], 4), oracle)
+    check(engine.run(texts(13, (60, 55)), 4), oracle)
+    assert engine.windows.evicted > 0
+    before = engine.scheduler.stats()
+    check(engine.run([base], 4), oracle)
+    after = engine.scheduler.stats()
+    assert after.cached_pages >= 4 and after.hit_tokens - before.hit_tokens < 64
+
+
+class ReachesAll(Windows):
+    """A hit goes as far as pages of all tokens do."""
+
+    def reachable(self, path: Any) -> int:
+        return len(path)
+
+
+def by_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What blocks of 4 tokens are made of belongs to a slot: who goes on from a page does not have it."""
+
+    def kept(*given: Any) -> Any:
+        found = kept_rows(*given)
+        return {name: replace(each, place=Place.SLOTS) if each.ring else each for name, each in found.items()}
+
+    monkeypatch.setattr(layers, "kept_rows", kept)
+
+
+def to_tombstones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Window pages that are gone do not hinder a hit."""
+    monkeypatch.setattr(Windows, "reachable", ReachesAll.reachable)
+
+
+def frees_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first page that the window still sees goes back."""
+    seen = Windows.first_seen
+    monkeypatch.setattr(Windows, "first_seen", lambda windows, pages: seen(windows, pages + 1))
+
+
+def sees_a_token_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest token of each window is left out."""
+    fill = DeepseekV4AttnBackend._fill_lists
+
+    def filled(backend: DeepseekV4AttnBackend, plan: CompressedPlan, batch: ForwardBatch) -> None:
+        fill(backend, plan, batch)
+        plan.window.copy_(plan.window.roll(-1, 1).index_fill(1, torch.tensor([plan.window.shape[1] - 1]), -1))
+
+    monkeypatch.setattr(DeepseekV4AttnBackend, "_fill_lists", filled)
+
+
+def forgets_the_open_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's tokens are not kept for the block that a later step completes."""
+    complete = DeepseekV4AttnBackend._complete
+
+    def completed(backend: DeepseekV4AttnBackend, plan: CompressedPlan, batch: ForwardBatch) -> None:
+        complete(backend, plan, batch)
+        for each in plan.completed.values():
+            each.writes.zero_()
+
+    monkeypatch.setattr(DeepseekV4AttnBackend, "_complete", completed)
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize(
+    "defect",
+    [by_slot, to_tombstones, frees_early, sees_a_token_less, forgets_the_open_block],
+    ids=lambda each: each.__name__,
+)
+def test_a_defect_is_caught(
+    checkpoint: tuple[Path, Oracle], defect: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, oracle = checkpoint
+    defect(monkeypatch)
+    engine, base = CompressedEngine(folder, pages=40, window_pages=5, graph="off"), texts(12, (70,))[0]
+    with pytest.raises(AssertionError):
+        for prompts in ([base], texts(13, (60, 55)), [base], [base[:48] + tail for tail in texts(14, (3, 9))]):
+            check(engine.run(prompts, 4), oracle)
