@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from sglcore.runtime.attention.sparse.compressed import COMPRESSED, DeepseekV4At
 from sglcore.runtime.attention.sparse.compressor import C4Indexer, Compressor
 from sglcore.runtime.attention.sparse.layer import SparseLayer
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.kernels.choice import Call
+from sglcore.runtime.kernels.entry import Entry
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.deepseek_v4 import BLOCKS, INDEX_KEYS, INDEX_STATE, STATE, WINDOW, kept_rows
 
 Rows = Callable[[Tensor], Tensor]
@@ -99,6 +102,7 @@ class CompressedAttention(SparseLayer):
             sinks=build.parameter("sinks", net.heads, dtype=torch.float32),
         )
         self.projections, self._cos_sin, self._eps = projections, rotary, build.config.rms_norm_eps
+        self._build, self._index_shape = build, (net.index_heads, net.index_dim)
         self.kv_norm = build.parameter("kv_norm.weight", net.head_dim, dtype=torch.float32)
         self.compressor = self.indexer = None
         if compression is not None:
@@ -112,6 +116,31 @@ class CompressedAttention(SparseLayer):
         ape = scope.parameter("position_bias", compression.ratio, compression.series * size, dtype=torch.float32)
         weight = scope.parameter("kv_norm.weight", size, dtype=torch.float32)
         return Compressor(self, rows, state, ape, weight, self._eps, self._cos_sin)
+
+    def calls(self, page_size: int) -> Iterator[tuple[Entry[Any], Call]]:
+        """Its own, those of its compressors and indexer, and those of `DeepseekV4AttnBackend`."""
+        build, one = self._build, self._build.indices()
+        q, row, chosen = build.rows(self.num_heads, self.head_dim), build.rows(self.head_dim), build.indices(1)
+        yield KernelTable.rope_tail, (q, one, self._cos_sin, self._eps, False)
+        yield KernelTable.norm_rope_store, (row, self.kv_norm, self._eps, one, self._cos_sin, row, one, None)
+        more = (None, None) if self.compressor is None else (row, chosen)
+        yield KernelTable.sparse_mqa, (q, row, chosen, *more, self.sinks, self.scaling, self.value_size, None)
+        for compressor in (self.compressor, None if self.indexer is None else self.indexer.compressor):
+            if compressor is not None:
+                yield from self._compressor_calls(compressor)
+        if self.indexer is not None:
+            heads, size = self._index_shape
+            queries, key, count = build.rows(heads, size), build.rows(size), self.rows[INDEX_KEYS].count(page_size)
+            yield KernelTable.rope_tail, (queries, one, self._cos_sin, None, False)
+            yield KernelTable.index_logits, (queries, build.rows(heads), key, chosen, one, one, count, 1.0, count, None)
+            yield KernelTable.index_top_k, (build.rows(count).float(), one, chosen, one, count, self.top_k)
+
+    def _compressor_calls(self, compressor: Compressor) -> Iterator[tuple[Entry[Any], Call]]:
+        kept, build = self.rows[compressor.state], self._build
+        one, row = build.indices(), build.rows(self.rows[compressor.rows].size)
+        state = torch.empty(1, kept.size, dtype=kept.dtype, device="meta")
+        yield KernelTable.compress, (build.rows(kept.size), state, compressor.ape, build.indices(kept.span), one)
+        yield KernelTable.norm_rope_store, (row, compressor.weight, self._eps, one, self._cos_sin, row, one, None)
 
     def mix(self, hidden: Tensor, batch: ForwardBatch, backend: DeepseekV4AttnBackend) -> Tensor:
         """[T, H] to [T, H]."""
