@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from sglcore.checkpoint.compressed import CompressedConfig, Compression
 from sglcore.device.errors import ConfigError
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.kernels.row_codec import RowCodec
-from sglcore.runtime.memory.geometry import fitting_page_size, geometry
+from sglcore.runtime.memory.deepseek_v4 import DeepSeekV4TokenToKVPool, kept_rows
+from sglcore.runtime.memory.geometry import fitting_page_size, geometry, rows_row
 from sglcore.runtime.memory.pools import cell_bytes
 from sglcore.runtime.memory.rows import KeptRows, Place, RowCounts, RowPool, page_multiple, row_bytes
-from sglcore.step.sizing import Geometry
+from sglcore.step.sizing import Geometry, size_text
+from tests.runtime.sparse_tiny import net_of
 
 F32, BF16 = torch.float32, torch.bfloat16
 PAGE = 32
@@ -87,3 +92,39 @@ def test_a_page_is_made_to_fit_all_ratios_and_one_that_does_not_is_refused() -> 
     with pytest.raises(ConfigError, match="page_size is 12; wanted a multiple of 8, .* leave --page-size out"):
         fitting_page_size(layers, 12, 16)
     assert fitting_page_size([Attention(0, 4, 1, 8)], 12, 16) == 12
+
+
+class Kept(Layer):
+    """Keeps what DeepSeek-V4's attention keeps."""
+
+    def __init__(self, net: CompressedConfig, compression: Compression | None, drafts: int) -> None:
+        super().__init__(window=net.window)
+        self.rows = kept_rows(net, compression, BF16, drafts)
+
+
+@pytest.mark.parametrize("drafts", [1, 4])
+def test_deepseek_v4_takes_to_the_byte_what_its_layers_keep(drafts: int) -> None:
+    """Of the published size: rows of 512 and index keys of 128 elements in two bytes, states in four."""
+    sparse, heavy, size, index, page = Compression(4, True), Compression(128, False), 512, 128, 256
+    kinds = [None, None, *(heavy, sparse) * 20, heavy]
+    rings = (8, 128) if drafts == 1 else (16, 256)
+    net = replace(net_of(kinds), head_dim=size, index_dim=index, window=128)
+    layers = [Kept(net, each, drafts) for each in kinds]
+    assert fitting_page_size(layers, None, 16) == 128
+    found = geometry(layers, [], 4096, page, BF16, cell_bytes)
+    every = 20 * 2 * (size + index) * page // 4 + 21 * 2 * size * page // 128
+    window = 43 * 2 * size * page + 20 * rings[0] * 4 * (size + index) * 4
+    assert found == Geometry(every, window, 128, ring=21 * rings[1] * 2 * size * 4)
+    assert 1000 * every / page == 1000 * (20 * (2 * size + 2 * index) / 4 + 21 * 2 * size / 128)
+    pool = DeepSeekV4TokenToKVPool([layer.rows for layer in layers], page, RowCounts(3, 2, 1), "meta")
+    stored = sum(part.nbytes for layer in range(pool.num_layers) for part in pool.kv(layer))
+    assert stored == 4 * every + 3 * window + 2 * found.ring
+
+
+def test_the_ledger_has_rows_beside_keys_and_values_by_head() -> None:
+    net, page = net_of([None, Compression(2, True)]), 16
+    layers = [Kept(net, each, 1) for each in net.compressions]
+    kept = Geometry(2048 * page, 1024 * page, 6, ring=1 << 20)
+    row = rows_row(kept, layers, page, torch.float32)
+    assert row.effective == "2.0 MiB for 1,000 tokens, 1.0 MiB for 1,000 that windows see, 1.0 MiB a request"
+    assert row.reason == f"keys and values by head would be {size_text(1000 * 2 * 2 * 4 * 8 * 4)} for 1,000 tokens"
