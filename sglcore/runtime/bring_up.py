@@ -186,6 +186,11 @@ def sizes(
     pool_kind: PoolKind = PER_HEAD,
 ) -> MemorySizes:
     """Pages and context, from what the device has left beside the weights and what a cell of these pools takes."""
+    if config.kv_cache_dtype != "auto" and any(layer.rows for layer in model.attention_layers):
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}, and this model keeps no keys and values by head, but rows in its type",
+            remedy="leave --kv-cache-dtype out",
+        )
     if config.kv_cache_dtype != pool_kind.kv_cache_dtype:
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype!r}, and this device keeps keys and values in the model's type",

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from sglcore.device.collection import no_collection
-from sglcore.runtime.buffer_registry import BufferRegistry
+from sglcore.runtime.buffer_registry import BufferRegistry, FillContext
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext
 from sglcore.runtime.graphs.backend import Forward, GraphBackend, PromptBackend
 from sglcore.runtime.graphs.decode import DecodeGraphs
 from sglcore.runtime.graphs.policy import planned, real_view
 from sglcore.runtime.graphs.prompts import PromptForward, PromptGraphs
-from sglcore.runtime.graphs.shadow import Shadow, leaving_cells
+from sglcore.runtime.graphs.shadow import Held, Shadow, leaving_cells
 from sglcore.runtime.streams import Streams
 
 Policy = DecodeGraphs | PromptGraphs
@@ -89,7 +89,9 @@ class GraphRunner:
         assert policy is not None
         if self.shadow is None or not self.shadow.is_due():
             return policy.run(batch)
-        before = self._states_of(batch)
+        size, count = batch.batch_size, batch.num_tokens
+        policy.registry.fill_from(batch, FillContext(size, size, count, count))
+        before = Held.of(self._context, real_view(policy.registry, batch))
         hidden = policy.run(batch)
         self.shadow.compare(policy.path(batch), hidden, self._run_beside(policy, batch, before))
         return hidden
@@ -137,21 +139,14 @@ class GraphRunner:
         if free is not None:
             self.memory = max(0, free - (_free_memory(self._streams) or 0))
 
-    def _states_of(self, batch: ForwardBatch) -> list[Tensor]:
-        """What the slots of a batch hold, copied; nothing of a model without states."""
-        states = self._context.state_pool
-        return [] if states is None else states.read(batch.req_pool_indices)
-
-    def _run_beside(self, policy: Policy, batch: ForwardBatch, before: list[Tensor]) -> Tensor:
-        """An eager forward of the same inputs that leaves no trace; its slots begin with the states `before`."""
+    def _run_beside(self, policy: Policy, batch: ForwardBatch, before: Held) -> Tensor:
+        """An eager forward of the same inputs that leaves no trace; it begins with what was there `before`."""
         view = replace(real_view(policy.registry, batch), plan_record=None)
-        states, after = self._context.state_pool, self._states_of(batch)
-        if states is not None:
-            states.write(batch.req_pool_indices, before)
+        after = before.now()
+        before.write()
         with planned(view, self._context):
             hidden = leaving_cells(self._context, view, lambda: self._forward(view))
-        if states is not None:
-            states.write(batch.req_pool_indices, after)
+        after.write()
         return hidden
 
 

@@ -15,6 +15,7 @@ from sglcore.runtime.attention.sparse import tokens as sparse_tokens
 from sglcore.runtime.attention.sparse.compressed import CompressedPlan, DeepseekV4AttnBackend
 from sglcore.runtime.buffer_registry import FillContext
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
+from sglcore.runtime.graphs.shadow import Shadow
 from sglcore.runtime.memory.pools import ReqToTokenPool
 from tests.runtime.sparse_tiny import HEAVY, LAYERS, SLIDING, SPARSE, WINDOW, SparseDesk, desk_of, make_sparse
 from tests.runtime.test_windows import script
@@ -181,3 +182,26 @@ def test_a_batch_that_is_not_planned_is_refused() -> None:
     batch = site.runner.init_batch(SparseDesk(site, WINDOW).extend({3: random_tokens(1, 9)}))
     with pytest.raises(StalePlanError, match="not planned"):
         site.attention.planned(batch)
+
+
+def test_compared_replays_leave_rows_and_rings_as_they_were() -> None:
+    """Whatever the eager forward beside a replay writes."""
+    site = make_sparse(buckets=(2,))
+    desk = running(site, {1: 9, 2: 17})
+    assert site.runner.graphs is not None
+    site.runner.graphs.shadow = Shadow(1)
+    pool, beside = site.attention.token_to_kv_pool, site.runner.graphs._forward
+
+    def spoils(batch: ForwardBatch) -> Tensor:
+        """As exact as it is, and then all that it may write is no number."""
+        hidden = beside(batch)
+        for tensor, places in site.attention.rows_of(batch):
+            tensor[places] = torch.nan
+        return hidden
+
+    site.runner.graphs._forward = spoils
+    for _ in range(6):
+        site.worker.collect(site.worker.submit(desk.decode(1, 2)))
+    assert site.runner.graphs.shadow.compared == 6
+    rows = [pool.rows(layer, "window") for layer in range(pool.num_layers)]
+    assert not any(part[site.model.seen[-1].window_cache_loc].isnan().any() for part in rows)

@@ -128,6 +128,10 @@ class AttentionBackend(ABC, Generic[Plan]):
         """Where keys and values of a layer are, and the cells int[T] of this batch's tokens there."""
         return self.token_to_kv_pool, batch.out_cache_loc
 
+    def rows_of(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
+        """Tensors beside cells that a forward of the batch writes, each with the int rows [N] of it."""
+        return []
+
     @classmethod
     def unavailable(cls) -> str:
         """Why it can not run on the device that is current, with the remedy; empty if it can. Selection asks, once; what only

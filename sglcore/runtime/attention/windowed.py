@@ -73,6 +73,10 @@ class WindowedAttention(AttentionBackend[WindowedPlan]):
             return self.window.token_to_kv_pool, batch.window_cache_loc
         return super().cells_of(layer, batch)
 
+    def rows_of(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
+        """Of both backends."""
+        return [rows for part in self.parts for rows in part.rows_of(batch)]
+
     def plan(self, batch: ForwardBatch) -> WindowedPlan:
         """Both plans."""
         view = window_view(batch)

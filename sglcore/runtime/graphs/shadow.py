@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.forward_context import ForwardContext
 from sglcore.runtime.graphs.backend import Step
+from sglcore.runtime.memory.states import StatePool
 
 TOLERANCE = MappingProxyType({torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2})
 """Allowed error of a row, relative to the largest value of the row: padding changes the order of sums, no more."""
@@ -55,6 +57,40 @@ def _difference(one: Tensor, other: Tensor) -> Tensor:
     one, other = one.float(), other.float()
     same = (one == other) | (one.isnan() & other.isnan())
     return torch.where(same, 0.0, (one - other).abs())
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a forward goes on from and writes beside cells: states of slots int[B], and rows of tensors, with what they held."""
+
+    pool: StatePool | None
+    slots: Tensor
+    states: list[Tensor]
+    rows: list[tuple[Tensor, Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, context: ForwardContext, batch: ForwardBatch) -> Held:
+        """Of a batch whose inputs are on the device, copied."""
+        rows = context.attn_backend.rows_of(batch)
+        return cls._read(
+            context.state_pool, batch.req_pool_indices, [(tensor, places, tensor) for tensor, places in rows]
+        )
+
+    @classmethod
+    def _read(cls, pool: StatePool | None, slots: Tensor, rows: list[tuple[Tensor, Tensor, Tensor]]) -> Held:
+        states = [] if pool is None else pool.read(slots)
+        return cls(pool, slots, states, [(tensor, places, tensor[places]) for tensor, places, _ in rows])
+
+    def now(self) -> Held:
+        """The same places with what they hold now."""
+        return self._read(self.pool, self.slots, self.rows)
+
+    def write(self) -> None:
+        """Put it back."""
+        if self.pool is not None:
+            self.pool.write(self.slots, self.states)
+        for tensor, places, values in self.rows:
+            tensor[places] = values
 
 
 def leaving_cells(context: ForwardContext, batch: ForwardBatch, forward: Step) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket
 from sglcore.runtime.attention.sparse.layer import SparseLayer
 from sglcore.runtime.attention.sparse.tokens import Paged, TokenRows, choose_rows, later_steps
-from sglcore.runtime.memory.deepseek_v4 import BLOCKS, INDEX_KEYS, WINDOW, DeepSeekV4TokenToKVPool
+from sglcore.runtime.memory.deepseek_v4 import BLOCKS, INDEX_KEYS, STATE, WINDOW, DeepSeekV4TokenToKVPool
 from sglcore.runtime.memory.rows import ROWS, KeptRows, Place
 
 if TYPE_CHECKING:
@@ -63,6 +63,18 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
 
     facts = AttentionFacts(features=frozenset({COMPRESSED, "capture", "mixed"}), takes_stored=True, layouts=(ROWS,))
     token_to_kv_pool: DeepSeekV4TokenToKVPool
+
+    def rows_of(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
+        """Those of its tokens, of the blocks that they complete, and of what they leave for others."""
+        plan, pool, found = self.plan(batch), self.token_to_kv_pool, []
+        for layer_id, layer in enumerate(pool.layers):
+            for name, kept in layer.items():
+                place = plan.window_out
+                if name != WINDOW:
+                    completed = plan.completed[kept.ratio, layer[STATE].span]
+                    place = completed.writes if kept.ring else completed.out_rows
+                found.append((pool.rows(layer_id, name), place))
+        return found
 
     def plan(self, batch: ForwardBatch) -> CompressedPlan:
         """On the device, by as many operations for any batch; the host's lengths bound what is made."""

@@ -40,6 +40,12 @@ class DeepseekSparseAttnBackend(AttentionBackend[LatentPlan]):
         """Tokens of a request."""
         return self.req_to_token_pool.max_pages * self.token_to_kv_pool.page_size
 
+    def rows_of(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
+        """Those of its tokens."""
+        pool, places = self.token_to_kv_pool, batch.out_cache_loc
+        assert places is not None
+        return [(rows, places) for layer_id in range(pool.num_layers) for rows in pool.kv(layer_id)]
+
     def plan(self, batch: ForwardBatch) -> LatentPlan:
         """On the device, by as many operations for any batch."""
         return LatentPlan(self, self.generation, TokenRows.of(batch, self._most))
