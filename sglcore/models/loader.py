@@ -64,9 +64,10 @@ def load_model(
     weights = Weights(dtype, torch.device(device))
     packer, refusals = Packer(weights, kernels, quantize), Refusals()
     model = model_type(Build(config, kernels, weights, max_positions or config.context_length, index_dtype, refusals))
-    if config.is_encoder and model.state_layers:
+    if config.is_encoder and (model.state_layers or any(layer.rows for layer in model.attention_layers)):
+        kept = "states" if model.state_layers else "rows of its own"
         raise ConfigError(
-            f"{config.architecture} keeps states, and an embedding runs without", remedy="use another model"
+            f"{config.architecture} keeps {kept}, and an embedding runs without", remedy="use another model"
         )
     if page_size is not None:
         fitting_page_size(model.attention_layers, page_size, page_size)

@@ -196,6 +196,11 @@ def sizes(
             f"kv_cache_dtype is {config.kv_cache_dtype!r}, and this device keeps keys and values in the model's type",
             remedy="leave --kv-cache-dtype out",
         )
+    if config.kv_cache_dtype != PER_HEAD.kv_cache_dtype and any(layer.rows for layer in model.attention_layers):
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}, and layers of {model.config.architecture} keep rows of their own",
+            remedy="leave --kv-cache-dtype out",
+        )
     if config.kv_cache_dtype != PER_HEAD.kv_cache_dtype and any(layer.is_exact for layer in model.attention_layers):
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype!r}, and keys of this model hold their places, which it would round",

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sglcore.device.errors import ConfigError
 from sglcore.runtime.attention.sparse.latent import DeepseekSparseAttnBackend, LatentPlan
 from sglcore.runtime.attention.sparse.layer import SparseLayer
 from sglcore.runtime.forward_batch import ForwardBatch
@@ -131,3 +132,18 @@ def test_an_indexer_that_may_choose_all_changes_nothing(tmp_path: Path) -> None:
     plain.load_state_dict(oracle.state_dict(), strict=False)
     engine = TokenEngine(save(oracle, tmp_path), graph="off", attention_backend="latent", max_batch_tokens=16)
     check_logprobs(engine.run(random_prompts(1, (40, 9)), 8, score_prompts=True), plain, TOLERANCE)
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8', and "),
+        ({"task": "embed"}, "keeps rows of its own, and an embedding runs without"),
+        ({"attention_backend": "gathered"}, "keys and values laid out rows|is not offered"),
+    ],
+)
+@pytest.mark.parametrize("case", ["deepseek-v3"], indirect=True)
+def test_what_does_not_go_with_rows_is_refused(case: Case, asked: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        TokenEngine(case.folder, graph="off", **asked)

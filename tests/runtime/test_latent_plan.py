@@ -1,0 +1,77 @@
+"""Plans of latent attention: in place, of several steps at once, and an indexer's choice in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sglcore.device.batch import ForwardMode
+from sglcore.runtime.attention.contract import Bucket
+from sglcore.runtime.attention.sparse.latent import DeepseekSparseAttnBackend, LatentPlan
+from sglcore.runtime.forward_batch import ForwardBatch
+from tests.checkpoints import oracle_logprobs, save
+from tests.latent import deepseek_v32
+from tests.models.steps import Steps, load
+
+LENGTHS = {1: 21, 2: 5, 3: 33}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory):
+    yield save(deepseek_v32(), tmp_path_factory.mktemp("latent"))
+
+
+@pytest.fixture
+def steps(folder) -> Iterator[Steps]:
+    """Three requests that have run."""
+    made = Steps(load(folder, max_positions=128))
+    made.logprobs({slot: [5] * length for slot, length in LENGTHS.items()})
+    yield made
+
+
+def backend_of(steps: Steps) -> DeepseekSparseAttnBackend:
+    backend = steps.runner.attn_backend
+    assert isinstance(backend, DeepseekSparseAttnBackend)
+    return backend
+
+
+def same(plan: LatentPlan, other: LatentPlan) -> bool:
+    return torch.equal(plan.tokens.slots, other.tokens.slots) and torch.equal(plan.tokens.lens, other.tokens.lens)
+
+
+def test_a_captured_plan_becomes_a_batchs_where_it_stands(steps: Steps) -> None:
+    backend = backend_of(steps)
+    plan = backend.capture_plan(Bucket(2, 2))
+    where = plan.tokens.slots.data_ptr(), plan.tokens.lens.data_ptr()
+    for slots in ((1, 3), (2, 1)):
+        batch = steps.staged({slot: [7] for slot in slots}, ForwardMode.DECODE)
+        assert backend.refresh(plan, batch) is None
+        assert same(plan, backend.plan(batch))
+    assert (plan.tokens.slots.data_ptr(), plan.tokens.lens.data_ptr()) == where
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_plans_of_several_steps_are_those_of_each(steps: Steps, count: int) -> None:
+    backend, view = backend_of(steps), steps.staged({1: [7], 3: [7]}, ForwardMode.DECODE)
+    plans = backend.plan_steps(view, count)
+    assert len(plans) == count
+    for step, plan in enumerate(plans):
+        assert same(plan, backend.plan(advanced(view, step)))
+    assert plans[-1].tokens.lens.tolist() == [LENGTHS[1] + count, LENGTHS[3] + count]
+
+
+def advanced(view: ForwardBatch, step: int) -> ForwardBatch:
+    """The batch `step` tokens later."""
+    assert view.seq_lens_cpu is not None
+    lens = {"seq_lens": view.seq_lens + step, "seq_lens_cpu": view.seq_lens_cpu + step}
+    return replace(view, positions=view.positions + step, **lens)
+
+
+def test_a_choice_in_parts_is_the_whole_choice(folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglcore.runtime.attention.sparse.tokens.LOGITS", 300)
+    oracle, ids = deepseek_v32(), [index * 7 % 89 + 3 for index in range(50)]
+    got = Steps(load(folder, max_positions=128)).logprobs({1: ids})
+    assert (got - oracle_logprobs(oracle, ids)).abs().max() < 5e-5
