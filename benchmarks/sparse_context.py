@@ -3,7 +3,7 @@
 Both models are random, of about 0.3 billion weights in bfloat16, with as many layers, heads, elements of a head and experts; the dense
 one is a Qwen 3 with experts, whose heads share `--kv-heads` keys and values.
 
-    python benchmarks/sparse_context.py [--short 2048] [--long 32768] [--dense-long 16384] [--prompt 8192] [--json FILE]
+    python benchmarks/sparse_context.py [--short 2048] [--long 32768] [--dense-long 16384] [--prompt 8192] [--busy] [--json FILE]
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def _save(model: Any, folder: Path) -> int:
 class Served:
     """A worker and its scheduler, for one request at a time."""
 
-    def __init__(self, folder: Path, context: int) -> None:
+    def __init__(self, folder: Path, context: int, is_busy: bool) -> None:
+        """`is_busy`: as the option says."""
         given = {
             "model": str(folder),
             "device": "cpu",
@@ -88,6 +89,8 @@ class Served:
             "max_model_len": context,
             "dtype": "bfloat16",
         }
+        given |= {"threads": 1} if is_busy else {}
+        self._clock = time.process_time if is_busy else time.perf_counter
         self.worker: Any = start(resolve_config({**given, "kv_cache_memory": 2 << 30}, {})).worker
         self.loop = Loop(Scheduler(self.worker.limits, prefix_cache=False), self.worker, overlap=False)
 
@@ -97,20 +100,20 @@ class Served:
         params = SamplingParams(temperature=0.0, max_tokens=1 + WARM + STEPS, ignore_eos=True)
         request = Request(f"{length}", prompt, params)
         self.loop.scheduler.add(request)
-        begun = time.perf_counter()
+        begun = self._clock()
         while not request.output_ids:
             self.loop.step()
-        first, times = time.perf_counter() - begun, []
+        first, times = self._clock() - begun, []
         while self.loop.has_work:
-            begun = time.perf_counter()
+            begun = self._clock()
             self.loop.step()
-            times.append(time.perf_counter() - begun)
+            times.append(self._clock() - begun)
         return first, median(times[WARM:])
 
 
-def measure(folder: Path, lengths: Sequence[int], context: int) -> dict[str, Any]:
+def measure(folder: Path, lengths: Sequence[int], context: int, is_busy: bool) -> dict[str, Any]:
     """Milliseconds of a decode step and seconds of the prompt, by length."""
-    served, found = Served(folder, context), {}
+    served, found = Served(folder, context, is_busy), {}
     served.run(256)
     for length in lengths:
         first, step = served.run(length)
@@ -125,6 +128,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("short", 2048), ("long", 32768), ("dense-long", 16384), ("prompt", 8192), ("kv-heads", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument(
+        "--busy", action="store_true", help="processor seconds of one thread, where others use the machine"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     transformers.logging.disable_progress_bar()
@@ -133,8 +139,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         sparse, dense = Path(name) / "sparse", Path(name) / "dense"
         weights = write_sparse(sparse, context), write_dense(dense, context, options.kv_heads)
-        ours = measure(sparse, (options.short, options.prompt, options.long), context)
-        theirs = measure(dense, (options.short, options.prompt, options.dense_long), context)
+        ours = measure(sparse, (options.short, options.prompt, options.long), context, options.busy)
+        theirs = measure(dense, (options.short, options.prompt, options.dense_long), context, options.busy)
     short, prompt = str(options.short), str(options.prompt)
     grows = ours[str(options.long)]["step_ms"] / ours[short]["step_ms"]
     dense_grows = theirs[str(options.dense_long)]["step_ms"] / theirs[short]["step_ms"]
