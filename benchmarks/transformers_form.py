@@ -3,8 +3,9 @@
     python -m benchmarks.transformers_form [MODEL] [--dtype bfloat16] [--rounds 3] [--out benchmarks/results/NAME.json]
 
 Without MODEL, a Llama of 100 million random weights. Decode is milliseconds a step at 1 and 8 requests, prefill milliseconds for
-384 tokens, start seconds. The ways take turns, because a machine's speed drifts; what
-counts is their ratio. Peaks are the most memory that a start takes, over the bytes of the weights' files, for models of 400 MiB
+384 tokens. The ways take turns, because a machine's speed drifts; what
+counts is their ratio. Starts are seconds, the medians of several, with every library imported and each way started before; either
+way is the first one in every second pair, and their ratio is the median of the pairs'. Peaks are the most memory that a start takes, over the bytes of the weights' files, for models of 400 MiB
 that are made here; what the process had before, with every library imported and a small model of the same type started and
 closed, is subtracted.
 """
@@ -20,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
@@ -33,7 +35,8 @@ from sglcore.checkpoint.files import checkpoint_files
 from sglcore.engine.llm import LLM
 from sglcore.sampling.params import SamplingParams
 
-PROMPT, STEPS, PREFILL, TIMES = [5] * 10, 40, list(range(5, 389)), 4
+PROMPT, STEPS, PREFILL, TIMES, STARTS = [5] * 10, 40, list(range(5, 389)), 4, 12
+GRAPHS = ("recorded", "eager")
 WAYS = ("native recorded", "transformers recorded", "native eager", "transformers eager", "generate")
 DENSE = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_hidden_layers": 16}
 SPARSE = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 8, "num_local_experts": 32}
@@ -60,14 +63,17 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         if asked.model is None:
             make_model(Path(folder), "llama", {})
-        best = _best_of(asked.rounds, asked.model or Path(folder), asked.dtype)
-    told = {"machine": machine(), "dtype": asked.dtype, "best of": asked.rounds, "ways": best, "peaks": dict(_peaks())}
+        model = asked.model or Path(folder)
+        best = _best_of(asked.rounds, model, asked.dtype)
+        starts = {graph: _starts(graph, model, asked.dtype) for graph in GRAPHS}
+    told = {"machine": machine(), "dtype": asked.dtype, "best of": asked.rounds, "ways": best, "starts": starts}
     told["ratios"] = {
         way: {
             name: round(best[f"native {way}"][name] / value, 3) for name, value in best[f"transformers {way}"].items()
         }
-        for way in ("recorded", "eager")
+        for way in GRAPHS
     }
+    told["peaks"] = dict(_peaks())
     print(json.dumps(told, indent=1))
     if asked.out is not None:
         write_results(asked.out, told)
@@ -85,12 +91,10 @@ def measured(
     way: str, model: Path, dtype: str, *, steps: int = STEPS, times: int = TIMES, has_prefill: bool = True
 ) -> Iterator[tuple[str, float]]:
     """Each figure of one way, the best of so many `times`, with its name; decode takes so many `steps`."""
-    begin = time.perf_counter()
     if way == "generate":
         run, close = _by_generate(model, dtype), None
     else:
         engine = LLM(**_settings(way, model, dtype))
-        yield "start", time.perf_counter() - begin
         run, close = partial(_generate, engine), engine.close
     for requests in (1, 8):
         prompts = [PROMPT] * requests
@@ -100,6 +104,22 @@ def measured(
         yield "prefill", _best(lambda: run([PREFILL], 1), times) * 1e3
     if close is not None:
         close()
+
+
+def _starts(graph: str, model: Path, dtype: str) -> dict[str, float]:
+    """Seconds of both ways, and how many times native's the other's are."""
+    ways = [f"{impl} {graph}" for impl in ("native", "transformers")]
+    pairs = [{way: _start(way, model, dtype) for way in ways[:: 1 if number % 2 else -1]} for number in range(STARTS)]
+    found = {way.partition(" ")[0]: round(median(pair[way] for pair in pairs[2:]), 4) for way in ways}
+    return found | {"times native": round(median(pair[ways[1]] / pair[ways[0]] for pair in pairs[2:]), 3)}
+
+
+def _start(way: str, model: Path, dtype: str) -> float:
+    begin = time.perf_counter()
+    engine = LLM(**_settings(way, model, dtype))
+    taken = time.perf_counter() - begin
+    engine.close()
+    return taken
 
 
 def _settings(way: str, model: Path, dtype: str) -> Mapping[str, Any]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import llama_cpp as lib  # pyright: ignore[reportMissingImports]
 import numpy as np
-from geometry import VOCABULARY
 from runner import Job, Prompt, Reading, serve
 
 
@@ -27,7 +26,7 @@ class LlamaCpp:
     """A model, and contexts over it."""
 
     def __init__(self, job: Job) -> None:
-        self.threads = job.threads
+        self.threads, self.vocabulary = job.threads, job.vocabulary
         lib.llama_backend_init()
         self.model = lib.llama_model_load_from_file(job.model.encode(), lib.llama_model_default_params())
         if not self.model:
@@ -80,7 +79,7 @@ class LlamaCpp:
         if not handle:
             raise RuntimeError(f"llama.cpp can not make a context of {chosen.n_ctx} tokens")
         try:
-            yield Context(handle)
+            yield Context(handle, self.vocabulary)
         finally:
             lib.llama_free(handle)
 
@@ -88,8 +87,8 @@ class LlamaCpp:
 class Context:
     """One context: rows in, the greedy token of each sequence out."""
 
-    def __init__(self, handle: lib.llama_context_p) -> None:
-        self.handle = handle
+    def __init__(self, handle: lib.llama_context_p, vocabulary: int) -> None:
+        self.handle, self.vocabulary = handle, vocabulary
         self.memory = lib.llama_get_memory(handle)
         self.limit = lib.llama_n_batch(handle)
 
@@ -120,7 +119,7 @@ class Context:
 
     def _greedy(self, place: int) -> int:
         logits = lib.llama_get_logits_ith(self.handle, place)
-        return int(np.ctypeslib.as_array(logits, (VOCABULARY,)).argmax())
+        return int(np.ctypeslib.as_array(logits, (self.vocabulary,)).argmax())
 
 
 def prompt_rows(prompts: Sequence[Prompt], start: int = 0) -> list[Row]:

@@ -29,12 +29,13 @@ CHECKED = 8
 @dataclass(frozen=True, slots=True)
 class Job:
     """What a child is to load: `model` is a folder or file, `format` one of `FORMATS` in cases.py, `cache_tokens` the size
-    of its KV cache."""
+    of its KV cache. Prompts are of ids below `vocabulary`."""
 
     model: str
     format: str
     threads: int
     cache_tokens: int
+    vocabulary: int = VOCABULARY
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +94,11 @@ class NotOffered(Exception):
     """The engine has no such case; the text says why."""
 
 
-def random_prompts(seed: int, count: int, length: int, prefix: int = 0) -> list[Prompt]:
+def random_prompts(seed: int, count: int, length: int, prefix: int = 0, vocabulary: int = VOCABULARY) -> list[Prompt]:
     """`count` prompts of `length` random ids, the first `prefix` of them common to all."""
     source = random.Random(seed)
-    common = [source.randrange(2, VOCABULARY) for _ in range(prefix)]
-    return [common + [source.randrange(2, VOCABULARY) for _ in range(length - prefix)] for _ in range(count)]
+    common = [source.randrange(2, vocabulary) for _ in range(prefix)]
+    return [common + [source.randrange(2, vocabulary) for _ in range(length - prefix)] for _ in range(count)]
 
 
 def steady(step: Callable[[], object], counts: Callable[[], Sequence[int]], new: int) -> Reading:
@@ -117,8 +118,9 @@ def serve(load: Callable[[Job], Engine]) -> None:
     say = own_output()
     end_with_parent()
     try:
-        engine = load(Job(**json.loads(sys.argv[1])))
-        prompt = random_prompts(0, 1, 16)[0]
+        job = Job(**json.loads(sys.argv[1]))
+        engine = load(job)
+        prompt = random_prompts(0, 1, 16, vocabulary=job.vocabulary)[0]
         engine.complete(prompt, 1)
         say({"ready": os.getpid()})
         say({"tokens": engine.complete(prompt, CHECKED)})
@@ -126,14 +128,14 @@ def serve(load: Callable[[Job], Engine]) -> None:
         say({"error": f"{type(error).__name__}: {error}"})
         raise
     for line in sys.stdin:
-        say(answer(engine, json.loads(line)))
+        say(answer(engine, json.loads(line), job.vocabulary))
     os._exit(0)  # engines whose threads or children do not end by themselves are not waited for
 
 
-def answer(engine: Engine, asked: dict[str, Any]) -> dict[str, Any]:
+def answer(engine: Engine, asked: dict[str, Any], vocabulary: int = VOCABULARY) -> dict[str, Any]:
     """One case: `{"tokens", "seconds"}`, or `{"error"}`, or `{"not_offered"}` with the reason."""
     kind, new = asked["kind"], asked["new"]
-    prompts = random_prompts(asked["seed"], asked["batch"], asked["prompt"], asked["prefix"])
+    prompts = random_prompts(asked["seed"], asked["batch"], asked["prompt"], asked["prefix"], vocabulary)
     try:
         if kind == "decode":
             return asdict(engine.decode(prompts, new))
