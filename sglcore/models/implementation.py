@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -88,7 +87,8 @@ def _needs_code(raw: Mapping[str, Any], name: str, kind: str) -> bool:
 def _proof(config: ModelConfig, kind: str, is_proven: bool) -> tuple[str, bool]:
     """Why a model gives what its class's own forward gives, and whether that says less than the comparison of all types
     does. Raises `ConfigError` where it does not."""
-    found = version("transformers")
+    from transformers import __version__ as found
+
     if not is_proven:
         from sglcore.models.transformers_check import check
 

@@ -161,7 +161,7 @@ def test_a_device_without_torch_has_files_of_ours_alone(foreign: Path) -> None:
 
 
 def test_another_version_than_the_compared_one_is_a_downgrade(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglcore.models.implementation.version", lambda name: "9.9.9")
+    monkeypatch.setattr("transformers.__version__", "9.9.9")
     ledger = DecisionLedger()
     choose_implementation("auto", foreign, ledger)
     assert ledger.rows[0].downgrade and "9.9.9 is installed" in ledger.rows[0].reason
