@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -67,6 +68,15 @@ class Case:
     def __init__(self, name: str, folder: Path) -> None:
         self.oracle = ARCHITECTURES[name]()
         self.folder = save(self.oracle, folder)
+        self.prompts = random_prompts(1, (7, 23))
+
+    @cached_property
+    def continuations(self) -> list[list[int]]:
+        """The 64 tokens with which the oracle goes on after each of `prompts`."""
+        greedy = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        with torch.no_grad():
+            found = [self.oracle.generate(torch.tensor([prompt]), **greedy) for prompt in self.prompts]
+        return [out[0, len(prompt) :].tolist() for out, prompt in zip(found, self.prompts, strict=True)]
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one KV page in float32."""
@@ -83,18 +93,12 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     yield Case(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def check_64_greedy_steps(engine: TokenEngine, oracle: Any) -> None:
+def check_64_greedy_steps(engine: TokenEngine, case: Case) -> None:
     """The tokens of transformers' own greedy search, and their log-probabilities."""
-    prompts = random_prompts(1, (7, 23))
-    results = engine.run(prompts, 64)
-    check_greedy(results, oracle)
-    check_logprobs(results, oracle)
-    for prompt, result in zip(prompts, results, strict=True):
-        with torch.no_grad():
-            out = oracle.generate(
-                torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
-            )
-        assert result.tokens == out[0, len(prompt) :].tolist()
+    results = engine.run(case.prompts, 64)
+    check_greedy(results, case.oracle)
+    check_logprobs(results, case.oracle)
+    assert [result.tokens for result in results] == case.continuations
 
 
 def check_paths(engine: TokenEngine, graph: str) -> None:
@@ -111,7 +115,7 @@ def check_paths(engine: TokenEngine, graph: str) -> None:
 @pytest.mark.parametrize("overlap", [True, False])
 def test_greedy_tokens_of_64_steps_are_those_of_transformers(case: Case, graph: str, overlap: bool) -> None:
     engine = TokenEngine(case.folder, graph=graph, overlap=overlap, scramble_pages=3)
-    check_64_greedy_steps(engine, case.oracle)
+    check_64_greedy_steps(engine, case)
     check_paths(engine, graph)
 
 
@@ -186,7 +190,7 @@ def test_compiled_decode_changes_nothing(case: Case) -> None:
     engine = TokenEngine(
         case.folder, graph="compiled", graph_buckets=(4,), poison=True, kv_cache_memory=memory, max_batch_tokens=24
     )
-    check_64_greedy_steps(engine, case.oracle)
+    check_64_greedy_steps(engine, case)
     prompts = random_prompts(12, (20, 24, 28, 22, 3))
     for _ in range(2):
         check_logprobs(engine.run(prompts, 30, stagger=1), case.oracle)
