@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+
+from tests import warm
 
 SIZES = {
     "architectures": ["LlamaForCausalLM"],
@@ -71,8 +73,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def peak_over_weights(folder: Path, dtype: str, pieces: str = "drop") -> float:
     """Peak memory of loading, as a multiple of the weights, in a process of its own; "keep" holds on to all pieces."""
-    command = [sys.executable, "-c", LOAD_AND_MEASURE, str(folder), dtype, pieces]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return float(measured(LOAD_AND_MEASURE, folder, dtype, pieces))
+
+
+def measured(script: str, folder: Path, *words: str) -> str:
+    """What a script prints about a checkpoint, in a process of its own."""
+    ran = warm.run(("-c", script, str(folder), *words), folder, os.environ)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
 
 
 needs_counter = pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's peak-memory counter")

@@ -28,7 +28,7 @@ SEEDS = range(400)
 
 
 @settings(
-    max_examples=1500,
+    max_examples=750,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
