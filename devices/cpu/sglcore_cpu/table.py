@@ -29,16 +29,19 @@ TILED = ("amx",)
 """Where torch's grouped products use instructions that the native experts do not."""
 MANY_ROWS = 16
 """Rows for each expert from which a tile is full."""
+FEW_ROWS = 8
+"""That are multiplied with a plain weight at the speed at which it is read."""
 BITS: Mapping[str, int] = MappingProxyType({"int8": 8, "int4": 4})
 SERVED = (torch.float32, torch.bfloat16)
 """Element types that the native kernels compute in."""
 
 
 class NativeLinear:
-    """Products with packed weights; plain ones, such as float16's, go to torch."""
+    """Products with packed weights. Plain ones go to torch, but for a few rows, for which calling it takes longer."""
 
-    def __init__(self, engine: Engine, operations: Operations) -> None:
+    def __init__(self, engine: Engine, operations: Operations, latent: Latent) -> None:
         self.engine = engine
+        self._grouped = latent.grouped_linear
         self._embedding = operations.embedding
         self._silu_and_mul = operations.silu_and_mul
 
@@ -46,6 +49,8 @@ class NativeLinear:
         """As the table's entry."""
         if isinstance(weight, PackedWeight):
             return weight.form.multiply(x, bias)
+        if bias is None and x.shape[0] <= FEW_ROWS and x.dtype in SERVED and takes_plain(x, weight):
+            return self._grouped(x.unsqueeze(1), weight.unsqueeze(0)).squeeze(1)
         return torch_linear(x, weight, bias)
 
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -91,6 +96,11 @@ def takes(*call: object) -> str:
     return "" if dtype in SERVED else f"it computes in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
 
 
+def takes_plain(x: Tensor, weight: Tensor) -> bool:
+    """Rows of one dtype side by side."""
+    return not weight.is_mkldnn and x.dtype is weight.dtype and x.dim() == 2 and x.stride(1) == weight.stride(1) == 1
+
+
 def check_served(dtype: torch.dtype) -> None:
     """Raise ConfigError for a type in which weights of 8 or 4 bits can not be multiplied."""
     if dtype not in SERVED:
@@ -119,8 +129,8 @@ class NativeExperts:
 def native_table(engine: Engine) -> KernelTable:
     """Every entry that the engine serves; the others are torch's."""
     operations = Operations(engine)
-    linear, draw, recurrent = NativeLinear(engine, operations), NativeDraw(engine), Recurrent(engine)
     sparse, latent, experts = SparseAttention(engine), Latent(engine), Experts(engine)
+    linear, draw, recurrent = NativeLinear(engine, operations, latent), NativeDraw(engine), Recurrent(engine)
     moe = NativeExperts(experts) if engine.instruction_set in TILED else experts.moe
     return torch_kernels().replace(
         linear=linear.linear,

@@ -13,6 +13,7 @@ from sglcore_cpu.native import Engine
 from sglcore_cpu.native_graphs import NativeGraphs
 from sglcore_cpu.operations import Operations
 from sglcore_cpu.recording import HostCall, NotCapturable, StepArena
+from sglcore_cpu.table import native_table
 
 ROWS, WIDTH = 3, 48
 
@@ -102,6 +103,24 @@ def test_what_torch_computes_between_kernels_is_computed_again(engine: Engine) -
     for seed in (4, 5):
         x.copy_(values(seed))
         torch.testing.assert_close(captured.replay(None).clone(), step(), atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_rows_of_another_type_and_plain_products_are_kernels(engine: Engine) -> None:
+    """In a step; eagerly torch casts, and multiplies many rows."""
+    table, x, weight, ones = native_table(engine), values(0), torch.randn(20, WIDTH), torch.ones(WIDTH)
+
+    def step() -> Tensor:
+        normed = table.rms_norm(x, ones, 1e-6)
+        return table.linear(normed.bfloat16().float(), weight, None).bfloat16()
+
+    captured = NativeGraphs().capture(step)
+    assert not any(isinstance(part, HostCall) for part in captured.parts)
+    for seed in (6, 7):
+        x.copy_(values(seed))
+        wanted = torch.nn.functional.linear(expected(x, ones, 1).bfloat16().float(), weight)
+        torch.testing.assert_close(captured.replay(None).float(), wanted, atol=0.1, rtol=1e-2)
+        torch.testing.assert_close(step().float(), wanted, atol=0.1, rtol=1e-2)
 
 
 @torch.inference_mode()

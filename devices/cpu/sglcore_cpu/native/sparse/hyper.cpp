@@ -7,24 +7,29 @@ namespace sgl::SGL_ISA {
 namespace {
 
 constexpr int64_t kColumns = 1024;  // of one work item; sums depend on it and on nothing else of the batch
-constexpr int64_t kTokens = 16;
-constexpr int kRows = SGL_LEVEL >= 3 ? 8 : 4;
+constexpr int64_t kTokens = 48;
+constexpr int kRows = SGL_LEVEL >= 3 ? 8 : 4, kTogether = SGL_LEVEL >= 3 ? 3 : 1;  // rows and tokens whose sums stay in registers
 
-// out[r] = rows[r] . x over `size` elements.
-template <class T>
-void dots(const float* const (&rows)[kRows], const T* x, int64_t size, float* out) {
-    f32x16 sums[kRows];
-    for (int r = 0; r < kRows; ++r) sums[r] = zero();
+// out[v * out_stride + r] = rows[r] . x[v] over `size` elements, of V tokens.
+template <int V, class T>
+void dots(const float* const (&rows)[kRows], const T* x, int64_t x_stride, int64_t size, float* out, int64_t out_stride) {
+    f32x16 sums[V][kRows];
+    for (int v = 0; v < V; ++v)
+        for (int r = 0; r < kRows; ++r) sums[v][r] = zero();
     int64_t i = 0;
     for (; i + 16 <= size; i += 16) {
-        f32x16 value = load16(x + i);
-        for (int r = 0; r < kRows; ++r) sums[r] = fma(load(rows[r] + i), value, sums[r]);
+        f32x16 values[V];
+        for (int v = 0; v < V; ++v) values[v] = load16(x + v * x_stride + i);
+        for (int r = 0; r < kRows; ++r) {
+            f32x16 row = load(rows[r] + i);
+            for (int v = 0; v < V; ++v) sums[v][r] = fma(row, values[v], sums[v][r]);
+        }
     }
-    if (i < size) {
-        f32x16 value = get(x + i, size - i);
-        for (int r = 0; r < kRows; ++r) sums[r] = fma(get(rows[r] + i, size - i), value, sums[r]);
-    }
-    for (int r = 0; r < kRows; ++r) out[r] = reduce_add(sums[r]);
+    for (int v = 0; v < V; ++v)
+        for (int r = 0; r < kRows; ++r) {
+            if (i < size) sums[v][r] = fma(get(rows[r] + i, size - i), get(x + v * x_stride + i, size - i), sums[v][r]);
+            out[v * out_stride + r] = reduce_add(sums[v][r]);
+        }
 }
 
 template <class T>
@@ -81,18 +86,23 @@ class Mixer {
   private:
     // A chunk of the columns of some tokens: every row's product, then the sum of the squares.
     void add_up(int64_t chunk, int64_t first, float* partial) const {
-        int64_t begin = chunk * kColumns, count = std::min(kColumns, flat_ - begin);
-        for (int64_t token = first; token < std::min(first + kTokens, args_.tokens); ++token) {
-            const T* h = row_of<T>(args_.h, token, args_.h_stride) + begin;
-            float* out = partial + (token * chunks_ + chunk) * padded_;
-            for (int64_t row = 0; row < mixes_; row += kRows) {
-                const float* rows[kRows];
-                for (int64_t r = 0; r < kRows; ++r) rows[r] = row_of<float>(args_.fn, std::min(row + r, mixes_ - 1), flat_) + begin;
-                const float* const(&fixed)[kRows] = rows;
-                dots(fixed, h, count, out + row);
-            }
-            out[mixes_] = squares(h, count);
+        int64_t token = first, last = std::min(first + kTokens, args_.tokens);
+        for (; token + kTogether <= last; token += kTogether) add_tokens<kTogether>(chunk, token, partial);
+        for (; token < last; ++token) add_tokens<1>(chunk, token, partial);
+    }
+
+    template <int V>
+    void add_tokens(int64_t chunk, int64_t token, float* partial) const {
+        int64_t begin = chunk * kColumns, count = std::min(kColumns, flat_ - begin), step = chunks_ * padded_;
+        const T* h = row_of<T>(args_.h, token, args_.h_stride) + begin;
+        float* out = partial + (token * chunks_ + chunk) * padded_;
+        for (int64_t row = 0; row < mixes_; row += kRows) {
+            const float* rows[kRows];
+            for (int64_t r = 0; r < kRows; ++r) rows[r] = row_of<float>(args_.fn, std::min(row + r, mixes_ - 1), flat_) + begin;
+            const float* const(&fixed)[kRows] = rows;
+            dots<V>(fixed, h, args_.h_stride, count, out + row, step);
         }
+        for (int64_t v = 0; v < V; ++v) out[v * step + mixes_] = squares(h + v * args_.h_stride, count);
     }
 
     void mix(int64_t token, float* sums) const {
@@ -128,6 +138,26 @@ class Mixer {
     int64_t flat_, chunks_, mixes_, padded_;
 };
 
+// The elements [first, last) of one token. N: how many streams, or 0 for any.
+template <int N, class T>
+void widen_strip(const HcPostArgs& args, int64_t token, int64_t first, int64_t last) {
+    const int64_t n = N ? N : args.streams;
+    const T *x = row_of<T>(args.x, token, args.x_stride), *h = row_of<T>(args.h, token, args.h_stride);
+    const float *post = row_of<float>(args.post, token, n), *comb = row_of<float>(args.comb, token, n * n);
+    T* out = row_of<T>(args.out, token, n * args.size);
+    for (int64_t i = first; i < last; i += 16) {
+        int64_t left = args.size - i;
+        f32x16 block = get(x + i, left), streams[N ? N : 1];
+        for (int j = 0; j < N; ++j) streams[j] = get(h + j * args.size + i, left);
+        for (int64_t k = 0; k < n; ++k) {
+            f32x16 sum = mul(set1(post[k]), block);
+            for (int64_t j = 0; j < n; ++j)
+                sum = fma(set1(comb[j * n + k]), N ? streams[N ? j : 0] : get(h + j * args.size + i, left), sum);
+            put(out + k * args.size + i, sum, left);
+        }
+    }
+}
+
 }  // namespace
 
 // Floor: fn and h read once.
@@ -139,22 +169,12 @@ void hc_pre(const HcPreArgs& args, Pool& pool) {
 void hc_post(const HcPostArgs& args, Pool& pool) {
     with_type(args.type, [&](auto element) {
         using T = decltype(element);
-        int64_t n = args.streams, strips = (args.size + kColumns - 1) / kColumns;
-        pool.run(args.tokens * strips, rows_of_part(n * n * kColumns), [&](int64_t begin, int64_t end, int) {
+        int64_t strips = (args.size + kColumns - 1) / kColumns;
+        pool.run(args.tokens * strips, rows_of_part(args.streams * args.streams * kColumns), [&](int64_t begin, int64_t end, int) {
             for (int64_t item = begin; item < end; ++item) {
-                int64_t token = item / strips, first = item % strips * kColumns;
-                const T *x = row_of<T>(args.x, token, args.x_stride), *h = row_of<T>(args.h, token, args.h_stride);
-                const float *post = row_of<float>(args.post, token, n), *comb = row_of<float>(args.comb, token, n * n);
-                T* out = row_of<T>(args.out, token, n * args.size);
-                for (int64_t i = first; i < std::min(first + kColumns, args.size); i += 16) {
-                    int64_t left = args.size - i;
-                    for (int64_t k = 0; k < n; ++k) {
-                        f32x16 sum = mul(set1(post[k]), get(x + i, left));
-                        for (int64_t j = 0; j < n; ++j)
-                            sum = fma(set1(comb[j * n + k]), get(h + j * args.size + i, left), sum);
-                        put(out + k * args.size + i, sum, left);
-                    }
-                }
+                int64_t token = item / strips, first = item % strips * kColumns, last = std::min(first + kColumns, args.size);
+                if (args.streams == 4) widen_strip<4, T>(args, token, first, last);
+                else widen_strip<0, T>(args, token, first, last);
             }
         });
     });
