@@ -142,7 +142,7 @@ def _older(config: dict[str, Any]) -> dict[str, Any]:
     theta, kind = scaling.pop("rope_theta"), scaling.pop("rope_type")
     for name in ("head_dim", "qk_head_dim", "layer_types", "mlp_layer_types", "dtype", "rope_interleave"):
         config.pop(name, None)
-    blocks = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK] * 2}
+    blocks = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [BLOCK] * 2}
     routing = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "ep_size": 1}
     return {
         **config,

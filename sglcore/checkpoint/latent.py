@@ -56,6 +56,8 @@ def latent_config(config: ModelConfig, wanted: Mapping[str, Any]) -> LatentConfi
     for name, value in {**wanted, "rope_interleave": True, "moe_layer_freq": 1}.items():
         if words.get(name, value) != value:
             raise _unfit(config, name, words[name], repr(value))
+    if config.rope.partial != 1:
+        raise _unfit(config, "partial_rotary_factor", config.rope.partial, "1: all of qk_rope_head_dim is rotated")
     if any(config.sliding_windows):
         raise _unfit(config, "sliding_window", words["sliding_window"], "none beside latent attention")
     return LatentConfig(

@@ -15,7 +15,7 @@ from sglcore.checkpoint.config import read_config
 from sglcore.checkpoint.latent import latent_config, with_indexer
 from sglcore.device.errors import ConfigError
 from tests.checkpoints import oracle_logprobs, save
-from tests.latent import SIZES, deepseek_v2, deepseek_v3, deepseek_v32, glm_moe_dsa, publish
+from tests.latent import SIZES, deepseek_v2, deepseek_v3, deepseek_v32, glm4_moe_lite, glm_moe_dsa, publish
 from tests.models.steps import Steps, load
 
 IDS = random.Random(3).choices(range(97), k=60)
@@ -46,6 +46,7 @@ def test_keys_and_values_are_made_by_views_of_one_weight(tmp_path: Path) -> None
         (deepseek_v3, {"n_group": 3}, "of 1 of 3 groups of 8 experts; wanted no more than there are"),
         (deepseek_v3, {"kv_lora_rank": 0}, "kv_lora_rank = 0; wanted a whole number above zero"),
         (deepseek_v3, {"qk_rope_head_dim": 15}, "rotates 15 elements of a head; wanted an even number"),
+        (glm4_moe_lite, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5; wanted 1: all of"),
         (deepseek_v2, {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'; wanted 'greedy' or"),
         (deepseek_v2, {"norm_topk_prob": True}, "norm_topk_prob = True; wanted False"),
         (deepseek_v32, {"index_head_dim": 8}, "index_head_dim = 8; wanted qk_rope_head_dim, 16, at least"),
