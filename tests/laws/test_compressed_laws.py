@@ -21,17 +21,12 @@ from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.windows import Windows
 from tests.checkpoints import Oracle, save
 from tests.deepseek_v4 import deepseek_v4
-from tests.laws.conftest import KINDS
 from tests.laws.engine import Result, TokenEngine, Watched, check_logprobs, random_prompts
 from tests.laws.test_model_laws import check_paths
 from tests.laws.windows import ForgettingPool
 
 PAGE, CONTEXT, STEP = 16, 160, 24
 TOLERANCE = 5e-5
-GRAPHS = [
-    pytest.param("off", marks=pytest.mark.needs("device")),
-    *(pytest.param(kind, marks=pytest.mark.needs(f"graphs.{kind}")) for kind in KINDS if kind != "native"),
-]
 
 
 class ForgettingRows(ForgettingPool):
@@ -81,7 +76,6 @@ def check(results: list[Result], oracle: Oracle) -> None:
     check_logprobs(results, oracle, TOLERANCE)
 
 
-@pytest.mark.parametrize("graph", GRAPHS)
 def test_pages_of_both_kinds_change_nothing(checkpoint: tuple[Path, Oracle], graph: str) -> None:
     """Chunks and ragged arrivals; prefix hits at the end of a text and where others branch off; retraction."""
     folder, oracle = checkpoint
