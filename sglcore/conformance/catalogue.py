@@ -15,6 +15,7 @@ from sglcore.conformance import (
     laws_pool,
     laws_runner,
     laws_serving,
+    laws_sparse,
 )
 from sglcore.conformance.law import LEVELS, Law, up_to
 from sglcore.device.errors import ConfigError
@@ -26,6 +27,7 @@ LAWS: tuple[Law, ...] = tuple(
             *laws_facts.LAWS,
             *laws_runner.LAWS,
             *laws_memory.LAWS,
+            *laws_sparse.LAWS,
             *laws_graphs.LAWS,
             *laws_masks.LAWS,
             *laws_kernels.LAWS,

@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sglcore.conformance.checkpoint_sparse import SPARSE_MODELS, sparse_weights
+
 VOCAB = 97
 CONTEXT = 256
 LAYERS = 2
@@ -78,6 +80,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **_EVERY}
         ),
         "spoiled-hybrid": _HYBRID,
+        **SPARSE_MODELS,
     }
 )
 """Grouped-query attention; with a sliding window; with experts; "hybrid" with a state of each request in its first layer;
@@ -88,10 +91,14 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "hybrid": MappingProxyType({"poison": True}),
         "alternating": MappingProxyType({"max_batch_tokens": 16}),
+        **dict.fromkeys(
+            SPARSE_MODELS,
+            MappingProxyType({"poison": True, "max_batch_tokens": 64, "page_size": 16, "dtype": "float32"}),
+        ),
     }
 )
 """How devices are started on some models: a state that nobody wrote is no number; steps so short that windows get pages of
-their own."""
+their own; of layers with rows of their own both, in a type in which no rounding changes what is chosen."""
 
 SMOOTH: Mapping[str, str] = MappingProxyType({"moe": "moe-all", "spoiled": "spoiled-all"})
 """What stands in for a model where it runs in 16 bits."""
@@ -105,6 +112,9 @@ def write_checkpoint(folder: Path, model: str, head_dim: int, seed: int = 0) -> 
         config = {**config, **_copy_tokenizer(folder)}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     generator = torch.Generator(device="cpu").manual_seed(seed)
+    if model in SPARSE_MODELS:
+        save_file(sparse_weights(folder, config, generator), folder / "model.safetensors")
+        return folder
     weights = {name: _values(name, shape, generator, config) for name, shape in _shapes(config)}
     if model.startswith("spoiled"):
         weights["model.embed_tokens.weight"][0] = float("nan")

@@ -129,10 +129,10 @@ def replay_is_eager(trial: Trial) -> None:
             trial.compare(harness, harness.run(random_prompts(len(lengths), lengths), counts))
         if not trial.is_interpreted:
             trial.compare(harness, harness.run(random_prompts(9, LENGTHS), 6, stagger=1, chunk=7))
-        _check_replayed(harness, kind, buckets)
+        check_replayed(harness, kind, buckets)
 
 
-def _check_replayed(harness: Harness, kind: str, buckets: Sequence[int]) -> None:
+def check_replayed(harness: Harness, kind: str, buckets: Sequence[int]) -> None:
     """The results prove nothing unless graphs made them."""
     replayed = {path.rpartition(":")[2] for path in harness.recorder.paths if path != "eager"}
     missing = [str(bucket) for bucket in buckets if str(bucket) not in replayed]

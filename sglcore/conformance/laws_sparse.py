@@ -1,0 +1,117 @@
+"""C2 over models whose layers keep rows of their own: latent ones with an indexer, and compressed ones beside a window.
+
+A vendor whose package has a backend or kernels for such layers runs these; who has none runs the core's in its kernel table.
+"""
+
+from __future__ import annotations
+
+from sglcore.conformance import mutants_sparse as sparse
+from sglcore.conformance import mutants_worker as worker
+from sglcore.conformance.checkpoint_sparse import SPARSE_MODELS
+from sglcore.conformance.harness import random_prompts
+from sglcore.conformance.law import Law
+from sglcore.conformance.laws_memory import prefix_hits, retraction
+from sglcore.conformance.laws_runner import c2, check_replayed, overlap_is_sequential
+from sglcore.conformance.mutant import TORCH
+from sglcore.conformance.mutants_attention import FORGETS_LENGTHS
+from sglcore.conformance.target import Target
+from sglcore.conformance.trial import Trial
+
+LENGTHS = (41, 3, 16, 5, 64, 1)
+"""Around the sizes of blocks and pages, and beyond what an indexer and a window see."""
+BUCKETS = (4,)
+TOKENS = (16,)
+
+
+def rows_by_pages(trial: Trial) -> None:
+    """Texts whole and in chunks that no block divides, beside others that join later, over pages in any order."""
+    harness = trial.kit.harness(trial.case)
+    trial.compare(harness, harness.run(random_prompts(21, LENGTHS), 6, score_prompts=True))
+    for chunk, scramble in ((7, 1), (33, 2)):
+        how = {"chunk": chunk, "scramble": scramble, "stagger": 1}
+        trial.compare(harness, harness.run(random_prompts(22, LENGTHS), 9, score_prompts=True, **how))
+
+
+def slots_and_pages_go_on(trial: Trial) -> None:
+    """More requests than slots, one after the other in the rows that others left."""
+    harness = trial.kit.harness(trial.case)
+    session = harness.session(stagger=1)
+    for seed in (23, 24):
+        trial.compare(harness, session.run(random_prompts(seed, (19, 2, 35, 8, 50, 4, 27, 11, 17, 33)), 8))
+
+
+def replayed_rows(trial: Trial) -> None:
+    """Plans in place before each replay, for fewer rows than were captured and for as many; prompts between."""
+    kind, _, model = trial.case.partition("/")
+    with trial.opened(model, graph=kind, graph_buckets=BUCKETS, graph_token_buckets=TOKENS) as harness:
+        for lengths in ((3, 30, 15, 40), (6,), (11, 31)):
+            trial.compare(harness, harness.run(random_prompts(len(lengths), lengths), 6, stagger=1, chunk=16))
+        check_replayed(harness, kind, BUCKETS)
+
+
+def by_graph(target: Target) -> tuple[str, ...]:
+    """Each model in each kind of graph."""
+    return tuple(f"{kind}/{model}" for kind in target.package.graphs for model in SPARSE_MODELS)
+
+
+def by_model(target: Target) -> tuple[str, ...]:
+    """Each model."""
+    return tuple(SPARSE_MODELS)
+
+
+LAWS: tuple[Law, ...] = (
+    c2(
+        "rows_by_pages",
+        "What layers keep as rows of their own does not depend on chunks, neighbours or pages.",
+        rows_by_pages,
+        sparse.FORGETS_BLOCKS,
+        sparse.CHOOSES_FIRST,
+        sparse.LOSES_OLDEST,
+        sparse.SEES_OPEN_BLOCKS,
+        sparse.ROWS_OF_NEIGHBOURS,
+        needs=TORCH,
+        cases=by_model,
+    ),
+    c2(
+        "slots_and_pages_go_on",
+        "Rows that a request left do no harm to the next.",
+        slots_and_pages_go_on,
+        sparse.READS_BEFORE_THE_FIRST,
+        needs=TORCH,
+        cases=by_model,
+    ),
+    c2(
+        "hits_of_rows",
+        "Cached pages bring along what was kept of them, up to where another request goes on.",
+        prefix_hits,
+        worker.LOSES_SHARED_PAGES,
+        sparse.KEEPS_THE_LAST_PAGE,
+        needs=TORCH,
+        cases=by_model,
+    ),
+    c2(
+        "retracted_rows",
+        "A request that gave its pages up makes its rows again.",
+        retraction,
+        worker.FORGETS_OUTPUTS,
+        needs=TORCH,
+        cases=by_model,
+    ),
+    c2(
+        "rows_under_overlap",
+        "Plans of rows that are made while another step runs are those of their own step.",
+        overlap_is_sequential,
+        worker.REUSES_RESULTS,
+        needs=TORCH,
+        cases=by_model,
+    ),
+    c2(
+        "replayed_rows",
+        "A replayed step finds its rows as the step itself does.",
+        replayed_rows,
+        FORGETS_LENGTHS,
+        sparse.PLANS_ONCE,
+        needs=TORCH | {"graphs"},
+        cases=by_graph,
+    ),
+)
