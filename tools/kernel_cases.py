@@ -17,17 +17,23 @@ from sglcore.runtime.kernels.row_codec import RowCodec
 from sglcore.runtime.kernels.triton import (
     activation,
     cells,
+    compressor,
     convolution,
     delta_rule,
     experts,
+    grouped_product,
     hyper,
+    indexer,
     latent_rows,
     norm,
     race,
     rotated_store,
     rotation,
     routing,
+    rows,
     sampling,
+    softmax,
+    sparse_attention,
     sparse_plan,
     state_space,
 )
@@ -40,6 +46,7 @@ KERNELS: tuple[ModuleType, ...] = (
     *(activation, cells, sampling, experts, norm, race, rotated_store, rotation, routing),
     *(convolution, delta_rule, state_space),
     *(hyper, latent_rows, sparse_plan),
+    *(compressor, grouped_product, indexer, rows, softmax, sparse_attention),
     *(triton_decode, triton_extend),
 )
 """Where the kernels are."""
@@ -57,6 +64,19 @@ ATTENTION: tuple[tuple[torch.dtype, int, dict[str, Any], tuple[int, ...]], ...] 
 )
 """(dtype, head size, what else the layer asks for, splits); one dtype in every form, the others once."""
 
+LATENT: tuple[tuple[torch.dtype, int, RowCodec | None, int, int, int], ...] = (
+    (BF16, 512, None, 64, 640, 4),
+    (BF16, 512, None, 64, 640, 1024),
+    (BF16, 512, RowCodec(512, exact=64), 64, 640, 4),
+    (BF16, 576, None, 128, 2048, 4),
+    (BF16, 576, None, 128, 0, 4),
+    (BF16, 576, RowCodec(576, exact=64), 16, 2048, 4),
+    (F16, 512, None, 64, 640, 4),
+    (F32, 512, None, 64, 640, 4),
+)
+"""(dtype, elements of a row, its codec, heads, rows that a token's lists name or 0 for all of its request's, tokens). Rows of 512
+are DeepSeek-V4's: 128 of them in a window, the rest compressed, and sinks; those of 576 are V3's."""
+
 Cases = dict[str, Callable[[], object]]
 
 
@@ -71,6 +91,12 @@ def cases(tuning: Tuning) -> Cases:
         for count in splits:
             every[f"decode {name} in {count}"] = partial(_decode, dtype, layer, count, tuning)
         every[f"extend {name}"] = partial(_extend, dtype, layer, tuning)
+    for dtype, size, codec, heads, width, tokens in LATENT:
+        form = f"{str(dtype)[6:]} rows of {size}{' in 8 bits' if codec else ''}"
+        name = f"{'chosen' if width else 'paged'} {form} of {heads} heads and {tokens} tokens"
+        every[name] = partial(_mqa, dtype, size, codec, heads, width, tokens, tuning)
+    for dtype in (BF16, F32):
+        every |= {f"{name} {str(dtype)[6:]}": case for name, case in _indexer(dtype, tuning).items()}
     for dtype in (BF16, F32):
         every |= {f"{name} {str(dtype)[6:]}": case for name, case in _recurrent(dtype, tuning).items()}
     for dtype, tokens in ((BF16, 4), (BF16, 1024), (BF16, 16384), (F16, 1024), (F32, 4)):
@@ -216,6 +242,47 @@ def _extend(dtype: torch.dtype, layer: Attention, tuning: Tuning) -> None:
     q, ints = torch.empty(128, 32 * layer.head_dim, dtype=dtype), torch.empty(4, dtype=torch.int32)
     out = torch.empty_like(q)
     triton_extend.attend_rows(q, *_pool(dtype, layer.head_dim), PAGE, ints, ints, ints, ints, 64, out, layer, tuning)
+
+
+def _mqa(
+    dtype: torch.dtype, size: int, codec: RowCodec | None, heads: int, width: int, tokens: int, tuning: Tuning
+) -> None:
+    q, ints = torch.empty(tokens, heads, size, dtype=dtype), torch.empty(tokens, dtype=torch.int32)
+    pool = torch.empty(CELLS, codec.num_bytes, dtype=torch.uint8) if codec else torch.empty(CELLS, size, dtype=dtype)
+    window, chosen = (torch.empty(tokens, each, dtype=torch.int32) for each in (128, width))
+    form = 1.0, 512, codec, tuning
+    if not width:
+        sparse_attention.paged_mqa(q, pool, ints.view(1, tokens).expand(4, tokens), ints, ints, PAGE, *form)
+    elif size == 512:
+        sparse_attention.sparse_mqa(q, pool, window, pool, chosen[:, 128:].contiguous(), torch.empty(heads), *form)
+    else:
+        sparse_attention.sparse_mqa(q, pool, chosen, None, None, None, *form)
+
+
+def _indexer(dtype: torch.dtype, tuning: Tuning) -> Cases:
+    """The indexer and the compressors of DeepSeek-V4, and the grouped half of its output."""
+    q, ints = torch.empty(4, 64, 128, dtype=dtype), torch.empty(4, dtype=torch.int32)
+    keys, codes = torch.empty(CELLS, 128, dtype=dtype), torch.empty(CELLS, RowCodec(128).num_bytes, dtype=torch.uint8)
+    asked = torch.empty(4, 16, dtype=torch.int32), ints, ints, PAGE
+    every: Cases = {
+        "index scores": lambda: indexer.index_logits(q, q[..., 0], keys, *asked, 1.0, 32768, None, tuning),
+        "index choice": lambda: indexer.index_top_k(torch.empty(4, 32768), ints, *asked[:2], PAGE, 512, tuning),
+        "grouped product": lambda: grouped_product.grouped_linear(
+            torch.empty(4, 8, 4096, dtype=dtype), torch.empty(8, 1024, 4096, dtype=dtype), tuning
+        ),
+    }
+    if dtype == BF16:
+        every["index scores of 8 bits"] = lambda: indexer.index_logits(
+            q, q[..., 0], codes, *asked, 1.0, 32768, RowCodec(128), tuning
+        )
+    for ratio, span in ((4, 8), (128, 128)):
+        columns = 512 * span // ratio
+        new, state = torch.empty(TOKENS, 2 * columns, dtype=dtype), torch.empty(CELLS, 2 * columns)
+        reads = torch.empty(4, span, dtype=torch.int32), torch.empty(TOKENS, dtype=torch.int64)
+        every[f"blocks of {ratio} tokens"] = partial(
+            compressor.compress, new, state, torch.empty(ratio, columns), *reads, tuning
+        )
+    return every
 
 
 def _experts(dtype: torch.dtype, tokens: int, tuning: Tuning) -> None:

@@ -21,7 +21,7 @@ from sglcore.runtime.attention import triton, triton_blocks, triton_decode, trit
 from sglcore.runtime.attention.contract import Bucket
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.triton import TritonAttention, TritonPlan
-from sglcore.runtime.kernels.triton import LaunchConfig, Tuning
+from sglcore.runtime.kernels.triton import LaunchConfig, Tuning, softmax
 from tests.attention.rows import CONTEXT, Case, Heads, make_case
 from tests.kernels.guards import Guards, mutated
 
@@ -235,7 +235,9 @@ def swap(monkeypatch: pytest.MonkeyPatch, module: ModuleType, folder: Path, old:
     defect = mutated(module, folder, old, new)
     users = [(triton_decode, "attend_singles"), (triton_extend, "attend_rows")]
     for user, name in users:
-        if module is triton_blocks:
+        if module is not user and f"from {module.__name__} import" in Path(str(user.__file__)).read_text(
+            encoding="utf-8"
+        ):
             found = mutated(user, folder, f"from {module.__name__} import", f"from {defect.__name__} import")
             monkeypatch.setattr(triton, name, getattr(found, name))
         elif module is user:
@@ -245,11 +247,11 @@ def swap(monkeypatch: pytest.MonkeyPatch, module: ModuleType, folder: Path, old:
 MUTANTS = (
     (triton_blocks, "positions % PAGE", "0"),
     (triton_blocks, "column < DIM", "column < DIM - 1"),
-    (triton_blocks, "mean * fade[:, None]", "mean"),
+    (softmax, "mean * fade[:, None]", "mean"),
     (triton_decode, "inside = position < end", "inside = position <= end"),
     (triton_decode, "seq_len - WINDOW", "seq_len - WINDOW - 1"),
     (triton_decode, "member < GROUP", "member <= GROUP"),
-    (triton_decode, "share[:, None]", "1.0"),
+    (softmax, "share[:, None]", "1.0"),
     (triton_decode, "start + share, seq_len", "start + share, seq_len - 1"),
     (triton_extend, "position[None, :] <= asked[:, None]", "position[None, :] < asked[:, None]"),
     (triton_extend, "> asked[:, None] - WINDOW", ">= asked[:, None] - WINDOW"),
@@ -258,13 +260,13 @@ MUTANTS = (
     (triton_extend, "tl.load(starts + row) + token", "token"),
 )
 SOFTCAP_MUTANTS = (
-    (triton_blocks, "(2.0 / SOFTCAP)", "(1.0 / SOFTCAP)"),
-    (triton_blocks, "(SOFTCAP * LOG2_E)", "SOFTCAP"),
-    (triton_blocks, "tl.where(seen, score,", "tl.where(True | seen, score,"),
+    (softmax, "(2.0 / SOFTCAP)", "(1.0 / SOFTCAP)"),
+    (softmax, "(SOFTCAP * LOG2_E)", "SOFTCAP"),
+    (softmax, "tl.where(seen, score,", "tl.where(True | seen, score,"),
 )
 SINK_MUTANTS = (
-    (triton_blocks, ".to(tl.float32) * LOG2_E", ".to(tl.float32)"),
-    (triton_blocks, 'tl.where(best > float("-inf"), 1.0, 0.0)', "tl.zeros([QUERIES], tl.float32)"),
+    (softmax, ".to(tl.float32) * LOG2_E", ".to(tl.float32)"),
+    (softmax, 'tl.where(best > float("-inf"), 1.0, 0.0)', "tl.zeros([QUERIES], tl.float32)"),
     (triton_decode, "begin(sinks, head,", "begin(sinks, member,"),
     (triton_decode, "tl.where(split == 0, GROUP, 0)", "GROUP"),
     (triton_extend, "begin(sinks, head,", "begin(sinks, member % GROUP,"),

@@ -181,6 +181,7 @@ def test_the_table_replaces_what_has_a_kernel_and_says_so() -> None:
         *("hc_pre", "hc_post", "hc_head", "rope_tail", "norm_rope_store", "index_key_store"),
         *("window_rows", "block_rows", "compress_plan"),
         *("causal_conv", "gated_delta_rule", "selective_scan", "gated_rms_norm"),
+        *("sparse_mqa", "paged_mqa", "index_logits", "index_top_k", "compress", "grouped_linear"),
     }
     assert table.origin["rms_norm"] == "sglcore.runtime.kernels.triton.norm:rms_norm"
 

@@ -25,6 +25,7 @@ OTHERS = MappingProxyType(
         **dict.fromkeys(("events_kernel", "writes_kernel"), "compress_plan"),
         **dict.fromkeys(("sqrtsoftplus_routing_kernel", "hash_routing_kernel"), "top_k_routing"),
         "hc_mix_kernel": "hc_pre",
+        **{"keep_kernel": "compress", "grouped_linear_kernel": "moe"},
         **dict.fromkeys(("delta_step_kernel", "delta_chunks_kernel"), "gated_delta_rule"),
         **dict.fromkeys(("scan_step_kernel", "scan_chunks_kernel"), "selective_scan"),
         **dict.fromkeys(

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 ASYNC_COPIES = (8, 0)
 """From this compute capability on, loads of a loop can be kept in flight without registers."""
+WIDE_PRODUCTS = frozenset({9, 10})
+"""Major versions whose products of 64 rows read both sides from shared memory, and that have enough of it for so many heads."""
 
 
 def kernels() -> KernelTable:
@@ -31,9 +33,14 @@ def tuning(capability: Capability) -> Tuning:
     from sglcore.runtime.kernels.triton import LaunchConfig, Tuning
 
     stages = 3 if capability.version >= ASYNC_COPIES else 1
+    is_wide = capability.version[0] in WIDE_PRODUCTS
     return Tuning(
         lanes=32,
         programs=2 * capability.multiprocessors,
         decode=LaunchConfig(128, stages),
         extend=LaunchConfig(128, min(stages, 2)),
+        sparse_heads=64 if is_wide else 32,
+        sparse_tokens=32 if is_wide else 16,
+        sparse_mqa=LaunchConfig(256, min(stages, 2)),
+        index_logits=LaunchConfig(128, stages),
     )

@@ -45,5 +45,7 @@ def tuning(capability: Capability) -> Tuning:
         tile_bytes=min(usual.tile_bytes, capability.local_bytes // 4),
         decode=product(usual.decode),
         extend=product(usual.extend, grf_mode="large"),
+        sparse_mqa=product(usual.sparse_mqa, grf_mode="large"),
+        index_logits=product(usual.index_logits),
         moe=tuple(replace(tile, config=product(tile.config, grf_mode="large")) for tile in usual.moe),
     )

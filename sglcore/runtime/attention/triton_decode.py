@@ -8,15 +8,15 @@ A split covers an equal share of a row's own length, read on the device, so one 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sglcore.runtime.attention.layer import Attention
-from sglcore.runtime.attention.triton_blocks import LOG2_E, begin, load_cells, take_in
+from sglcore.runtime.attention.triton_blocks import load_cells
 from sglcore.runtime.kernels.triton.products import NARROWEST_DOT
 from sglcore.runtime.kernels.triton.rounding import narrow
+from sglcore.runtime.kernels.triton.softmax import LOG2_E, begin, merged, parts_of, take_in
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two
 
 
@@ -79,26 +79,6 @@ def decode_kernel(
     tl.store(out + part[:, None] * DIM + column[None, :], narrow(mean, out.dtype.element_ty), mask=mine)
 
 
-@triton.jit
-def merge_kernel(
-    parts, weights, out, DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr
-):
-    """Programs (row * head): the mean of the splits' results by their weights.
-
-    Floor: SPLITS * DIM float32 read for each head of each row; splits without tokens are not read.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    split, column = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    weight = tl.load(weights + row * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
-    level = tl.max(weight, axis=0)
-    share = tl.exp2(weight - tl.where(level > float("-inf"), level, 0.0))
-    has = (weight > float("-inf"))[:, None] & (column < DIM)[None, :]
-    part = tl.load(parts + (row * SPLITS + split)[:, None] * DIM + column[None, :], mask=has, other=0.0)
-    total = tl.sum(share, axis=0)
-    mean = tl.sum(part * share[:, None], axis=0) / tl.where(total > 0, total, 1.0)
-    tl.store(out + row * DIM + column, narrow(mean, out.dtype.element_ty), mask=column < DIM)
-
-
 def splits_for(tuning: Tuning, rows: int, kv_heads: int, longest: int) -> int:
     """Splits that fill the device with `rows` requests of up to `longest` tokens; from bounds, never from lengths."""
     wanted = tuning.programs // max(1, rows * kv_heads)
@@ -124,9 +104,8 @@ def attend_singles(
     if not rows:
         return
     heads, block = q.shape[1] // dim, max(power_of_two(dim), NARROWEST_DOT)
-    is_split = splits > 1
-    parts = out.new_empty((rows, heads, splits, dim), dtype=torch.float32) if is_split else out
-    weights = parts.new_empty((rows, heads, splits)) if is_split else out
+    result = out.view(rows, heads, dim)
+    parts, weights = parts_of(result, splits)
     decode_kernel[(rows, kv_heads, splits)](
         q,
         k_cache,
@@ -153,14 +132,4 @@ def attend_singles(
         SOFTCAP=layer.softcap,
         **tuning.options(tuning.decode),
     )
-    if is_split:
-        merge_kernel[(rows * heads,)](
-            parts,
-            weights,
-            out,
-            DIM=dim,
-            BLOCK_D=block,
-            SPLITS=splits,
-            BLOCK_S=power_of_two(splits),
-            **tuning.options(tuning.merge),
-        )
+    merged(parts, weights, result, tuning)

@@ -13,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from sglcore.runtime.attention.layer import Attention
-from sglcore.runtime.attention.triton_blocks import LOG2_E, begin, load_cells, take_in
+from sglcore.runtime.attention.triton_blocks import load_cells
 from sglcore.runtime.kernels.triton.products import NARROWEST_DOT
 from sglcore.runtime.kernels.triton.rounding import narrow
+from sglcore.runtime.kernels.triton.softmax import LOG2_E, begin, take_in
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 

@@ -15,19 +15,23 @@ except ImportError as error:
 
 from functools import partial
 
-from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.kernels.table import KernelTable, Limited
 from sglcore.runtime.kernels.triton.activation import gelu_tanh_and_mul, limited_silu_and_mul, silu_and_mul
 from sglcore.runtime.kernels.triton.cells import cache_locations, store_kv
+from sglcore.runtime.kernels.triton.compressor import compress
 from sglcore.runtime.kernels.triton.convolution import causal_conv
 from sglcore.runtime.kernels.triton.delta_rule import gated_delta_rule
 from sglcore.runtime.kernels.triton.experts import clamped_moe, limited_moe, moe, mxfp4_moe
+from sglcore.runtime.kernels.triton.grouped_product import grouped_linear
 from sglcore.runtime.kernels.triton.hyper import hc_head, hc_post, hc_pre
+from sglcore.runtime.kernels.triton.indexer import index_logits, index_top_k
 from sglcore.runtime.kernels.triton.latent_rows import index_key_store, norm_rope_store, rope_tail
 from sglcore.runtime.kernels.triton.norm import add_rms_norm, gated_rms_norm, rms_norm
 from sglcore.runtime.kernels.triton.rotated_store import rotary_and_store
 from sglcore.runtime.kernels.triton.rotation import rotary
 from sglcore.runtime.kernels.triton.routing import hash_routing, sqrtsoftplus_routing, top_k_routing
 from sglcore.runtime.kernels.triton.sampling import draw
+from sglcore.runtime.kernels.triton.sparse_attention import paged_mqa, sparse_mqa, takes_values
 from sglcore.runtime.kernels.triton.sparse_plan import block_rows, compress_plan, window_rows
 from sglcore.runtime.kernels.triton.state_space import selective_scan
 from sglcore.runtime.kernels.triton.tuning import LaunchConfig, Tuning
@@ -48,7 +52,13 @@ def triton_kernels(tuning: Tuning = Tuning()) -> KernelTable:
         gated_delta_rule,
         selective_scan,
         gated_rms_norm,
+        index_logits,
+        index_top_k,
+        compress,
+        grouped_linear,
     )
     entries += (limited_moe, limited_silu_and_mul, sqrtsoftplus_routing, hash_routing, hc_pre, hc_post, hc_head)
     entries += (rope_tail, norm_rope_store, index_key_store, window_rows, block_rows, compress_plan)
-    return KernelTable().replace(**{entry.__name__: partial(entry, tuning=tuning) for entry in entries})
+    own = {entry.__name__: partial(entry, tuning=tuning) for entry in entries}
+    latent = {each.__name__: Limited(partial(each, tuning=tuning), takes_values) for each in (sparse_mqa, paged_mqa)}
+    return KernelTable().replace(**own, **latent)

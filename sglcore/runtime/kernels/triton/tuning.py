@@ -90,6 +90,18 @@ class Tuning:
     extend: LaunchConfig = LaunchConfig(128, 2)
     tile_bytes: int = 16 << 10
     """Keys of one iteration; several such tiles are in flight in memory that a few programs share."""
+    sparse_heads: int = 64
+    """Heads of one program of attention over rows that all heads share, in half types; what it holds grows with them."""
+    sparse_tokens: int = 16
+    """Rows of one iteration of it."""
+    sparse_mqa: LaunchConfig = LaunchConfig(256, 2)
+    index_tokens: int = 64
+    """Rows of one iteration of the indexer's scores."""
+    index_logits: LaunchConfig = LaunchConfig(128, 2)
+    index_scanned: int = 4096
+    """Scores of one iteration of the search for the highest."""
+    index_top_k: LaunchConfig = LaunchConfig(512, 1)
+    compress: LaunchConfig = LaunchConfig(128, 1)
     top_k_routing: LaunchConfig = LaunchConfig(128, 1)
     moe: tuple[MoeTile, ...] = field(default=MOE_TILES)
     moe_sort: LaunchConfig = LaunchConfig(128, 1)

@@ -1,0 +1,117 @@
+"""Entries of blocks of tokens, each channel weighed by a softmax of its own; then the state that later blocks read."""
+
+# A kernel is not Python to a type checker.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglcore.runtime.kernels.triton.rounding import narrow
+from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
+
+
+@triton.jit
+def compress_kernel(
+    kv_gate,
+    state,
+    ape,
+    reads,
+    out,
+    kv_stride,
+    state_stride,
+    SPAN: tl.constexpr,
+    RATIO: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Programs (event, channels). Floor: the SPAN values and gates of each channel of an event, read once."""
+    event = tl.program_id(0).to(tl.int64)
+    token, channel = tl.arange(0, TOKENS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    read = tl.load(reads + event * SPAN + token, mask=token < SPAN, other=-1).to(tl.int64)
+    # With SPAN = 2 RATIO, the second half of the channels is that of the newer tokens.
+    column = (token // RATIO * SIZE)[:, None] + channel[None, :]
+    inside = (channel < SIZE)[None, :]
+    is_new, is_held = (read >= 0)[:, None] & inside, (read < -1)[:, None] & inside
+    new, held = kv_gate + (read * kv_stride)[:, None] + column, state + ((-2 - read) * state_stride)[:, None] + column
+    gate = tl.load(new + WIDTH, mask=is_new, other=0.0).to(tl.float32)
+    gate += tl.load(held + WIDTH, mask=is_held, other=0.0).to(tl.float32)
+    gate += tl.load(ape + (token % RATIO * WIDTH)[:, None] + column, mask=is_new | is_held, other=0.0).to(tl.float32)
+    gate = tl.where(is_new | is_held, gate, float("-inf"))
+    best = tl.max(gate, axis=0)
+    weight = tl.exp(gate - tl.where(best > float("-inf"), best, 0.0)[None, :])
+    values = tl.load(new, mask=is_new, other=0.0).to(tl.float32)
+    values += tl.load(held, mask=is_held, other=0.0).to(tl.float32)
+    total = tl.sum(weight, axis=0)
+    entry = tl.sum(weight * values, axis=0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + event * SIZE + channel, narrow(entry, out.dtype.element_ty), mask=channel < SIZE)
+
+
+@triton.jit
+def keep_kernel(
+    kv_gate,
+    state,
+    writes,
+    tokens,
+    kv_stride,
+    state_stride,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Row t goes to state[writes[t]]. Floor: tokens * COLUMNS elements read and written."""
+    token, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (token < tokens)[:, None] & (column < COLUMNS)[None, :]
+    row = tl.load(writes + token, mask=token < tokens, other=0).to(tl.int64)
+    token = token.to(tl.int64)
+    values = tl.load(kv_gate + (token * kv_stride)[:, None] + column[None, :], mask=inside, other=0.0)
+    place = state + (row * state_stride)[:, None] + column[None, :]
+    tl.store(place, narrow(values.to(tl.float32), state.dtype.element_ty), mask=inside)
+
+
+def compress(
+    kv_gate: Tensor, state: Tensor, ape: Tensor, reads: Tensor, writes: Tensor, tuning: Tuning = Tuning()
+) -> Tensor:
+    """The table's `compress`. All is read in one launch, before another writes."""
+    (tokens, columns), (events, span), (ratio, width) = kv_gate.shape, reads.shape, ape.shape
+    size = width * ratio // span
+    out = torch.empty(events, size, dtype=kv_gate.dtype, device=kv_gate.device)
+    strides = kv_gate.stride(0), state.stride(0)
+    if events:
+        held = power_of_two(span)
+        block = min(power_of_two(size), max(1, tuning.elements // held))
+        compress_kernel[(events, tiles(size, block))](
+            kv_gate,
+            state,
+            ape,
+            reads,
+            out,
+            *strides,
+            SPAN=span,
+            RATIO=ratio,
+            WIDTH=width,
+            SIZE=size,
+            TOKENS=held,
+            BLOCK=block,
+            **tuning.options(tuning.compress),
+        )
+    if tokens:
+        block = min(power_of_two(columns), tuning.elements)
+        rows = tuning.rows(block, tokens)
+        keep_kernel[(tiles(tokens, rows), tiles(columns, block))](
+            kv_gate,
+            state,
+            writes,
+            tokens,
+            *strides,
+            COLUMNS=columns,
+            ROWS=rows,
+            BLOCK=block,
+            **tuning.options(tuning.compress),
+        )
+    return out

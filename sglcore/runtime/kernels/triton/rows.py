@@ -1,0 +1,87 @@
+"""Rows of a pool, which lists or pages name: their numbers, and their elements, decoded where they are in eight bits."""
+
+# A kernel is not Python to a type checker.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sglcore.runtime.kernels.row_codec import RowCodec
+from sglcore.runtime.kernels.triton.rounding import narrow
+
+HALF_BIAS = tl.constexpr(256.0)
+"""What the bits of a float8 e4m3, as those of a float16 with its exponent, are too small by."""
+
+
+@triton.jit
+def paged_rows(table, slot, place, inside, table_stride, PAGE: tl.constexpr):
+    """int64 rows of a slot's places, PAGE of which are in a page; anything where not inside."""
+    page = tl.load(table + slot * table_stride + place // PAGE, mask=inside, other=0).to(tl.int64)
+    return page * PAGE + place % PAGE
+
+
+@triton.jit
+def decoded(
+    line, inside, dtype: tl.constexpr, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, EXACT, GROUP
+):
+    """As `load_elements`, of rows in the form of `RowCodec`: exact in float32, whatever floats the device knows."""
+    ROUNDED: tl.constexpr = SIZE - EXACT
+    column = FIRST + tl.arange(0, BLOCK)
+    is_small = inside[:, None] & (column < ROUNDED)[None, :]
+    byte = tl.load(line[:, None] + column[None, :], mask=is_small, other=0)
+    bits = (byte.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -0x4001
+    values = bits.to(tl.float16, bitcast=True).to(tl.float32)
+    SPAN: tl.constexpr = min(GROUP, BLOCK)
+    group = (FIRST + tl.arange(0, BLOCK // SPAN) * SPAN) // GROUP
+    has_scale = inside[:, None] & (group * GROUP < ROUNDED)[None, :]
+    exponent = tl.load(line[:, None] + (ROUNDED + 2 * EXACT + group)[None, :], mask=has_scale, other=0).to(tl.int32)
+    scale = (exponent << 23).to(tl.float32, bitcast=True) * HALF_BIAS
+    apart = tl.reshape(values, [values.shape[0], BLOCK // SPAN, SPAN]) * scale[:, :, None]
+    values = tl.reshape(apart, [values.shape[0], BLOCK])
+    if EXACT > 0:
+        is_exact = inside[:, None] & ((column >= ROUNDED) & (column < SIZE))[None, :]
+        first = (line + ROUNDED).to(tl.pointer_type(tl.bfloat16))
+        exact = tl.load(first[:, None] + (column - ROUNDED)[None, :], mask=is_exact, other=0.0)
+        values = tl.where(is_exact, exact.to(tl.float32), values)
+    return narrow(values, dtype)
+
+
+@triton.jit
+def load_elements(
+    line,
+    inside,
+    dtype: tl.constexpr,
+    FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EXACT: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """[rows, BLOCK] of dtype: the elements from FIRST on of the rows of SIZE that begin at `line`; zeros behind them and where
+    not inside. GROUP is that of the codec, 0 where rows are numbers."""
+    if GROUP:
+        values = decoded(line, inside, dtype, FIRST, SIZE, BLOCK, EXACT, GROUP)
+    else:
+        column = FIRST + tl.arange(0, BLOCK)
+        loaded = inside[:, None] & (column < SIZE)[None, :]
+        values = tl.load(line[:, None] + column[None, :], mask=loaded, other=0.0)
+        if values.dtype != dtype:
+            values = narrow(values.to(tl.float32), dtype)
+    return values
+
+
+@triton.jit
+def load_heads(
+    line, head, head_stride, FIRST: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """[heads, BLOCK] of a token: the elements from FIRST on of heads of SIZE; zeros behind them and where there is none."""
+    column = FIRST + tl.arange(0, BLOCK)
+    inside = (head < HEADS)[:, None] & (column < SIZE)[None, :]
+    return tl.load(line + (head * head_stride)[:, None] + column[None, :], mask=inside, other=0.0)
+
+
+def form_of(codec: RowCodec | None) -> dict[str, int]:
+    """How `load_elements` is told of a codec."""
+    return {"EXACT": codec.exact if codec else 0, "GROUP": codec.group if codec else 0}

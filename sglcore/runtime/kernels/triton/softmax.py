@@ -1,0 +1,98 @@
+"""A softmax over one block of keys after another, and the merge of such softmaxes over parts of the keys."""
+
+# A kernel is not Python to a type checker.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglcore.runtime.kernels.triton.products import wide_dot
+from sglcore.runtime.kernels.triton.rounding import narrow
+from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+"""Scores are kept in base 2, whose exponential is one instruction."""
+
+
+@triton.jit
+def begin(sinks, head, counted, QUERIES: tl.constexpr):
+    """The running maximum and sum of each query row [QUERIES] before the first block: those of its head's sink, where it is
+    counted and there are sinks at all."""
+    best = tl.full([QUERIES], float("-inf"), tl.float32)
+    if sinks is not None:
+        best = tl.load(sinks + head, mask=counted, other=float("-inf")).to(tl.float32) * LOG2_E
+    return best, tl.where(best > float("-inf"), 1.0, 0.0)
+
+
+@triton.jit
+def take_scores(score, values, best, total, mean):
+    """The running maximum, sum and weighted sum of each query row [QUERIES] after one more block (Milakov and Gimelshein
+    2018), by its scores [QUERIES, TOKENS] in base 2; -inf where a row does not see a token."""
+    higher = tl.maximum(best, tl.max(score, axis=1))
+    # A row that has seen nothing yet has -inf here, from which nothing can be subtracted.
+    level = tl.where(higher > float("-inf"), higher, 0.0)
+    weight = tl.exp2(score - level[:, None])
+    fade = tl.exp2(best - level)
+    total = total * fade + tl.sum(weight, axis=1)
+    mean = mean * fade[:, None] + wide_dot(narrow(weight, values.dtype), values)
+    return higher, total, mean
+
+
+@triton.jit
+def take_in(query, keys, values, seen, scale, best, total, mean, SOFTCAP: tl.constexpr):
+    """As `take_scores`; seen [QUERIES, TOKENS], or a part of that shape, says which of the block's tokens a row sees."""
+    score = wide_dot(query, tl.trans(keys)) * scale
+    if SOFTCAP is not None:
+        # tanh x = 1 - 2 / (e^2x + 1), and the score is a power of two's.
+        score = (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (tl.exp2(score * (2.0 / SOFTCAP)) + 1.0))
+    return take_scores(tl.where(seen, score, float("-inf")), values, best, total, mean)
+
+
+@triton.jit
+def merge_kernel(
+    parts, weights, out, DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    """Programs (row * head): the mean of the splits' results by their weights.
+
+    Floor: SPLITS * DIM float32 read for each head of each row; splits without tokens are not read.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    split, column = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    weight = tl.load(weights + row * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
+    level = tl.max(weight, axis=0)
+    share = tl.exp2(weight - tl.where(level > float("-inf"), level, 0.0))
+    has = (weight > float("-inf"))[:, None] & (column < DIM)[None, :]
+    part = tl.load(parts + (row * SPLITS + split)[:, None] * DIM + column[None, :], mask=has, other=0.0)
+    total = tl.sum(share, axis=0)
+    mean = tl.sum(part * share[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + row * DIM + column, narrow(mean, out.dtype.element_ty), mask=column < DIM)
+
+
+def parts_of(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Where the splits of a result [rows, heads, dim] go, [rows, heads, splits, dim], and their weights; both `out`, and one not
+    read, where there is one."""
+    if splits == 1:
+        return out, out
+    parts = out.new_empty((*out.shape[:2], splits, out.shape[2]), dtype=torch.float32)
+    return parts, parts.new_empty(parts.shape[:3])
+
+
+def merged(parts: Tensor, weights: Tensor, out: Tensor, tuning: Tuning) -> Tensor:
+    """`out` [rows, heads, dim], of the parts that `parts_of` gave."""
+    if parts is not out:
+        rows, heads, splits, dim = parts.shape
+        merge_kernel[(rows * heads,)](
+            parts,
+            weights,
+            out,
+            DIM=dim,
+            BLOCK_D=power_of_two(dim),
+            SPLITS=splits,
+            BLOCK_S=power_of_two(splits),
+            **tuning.options(tuning.merge),
+        )
+    return out
