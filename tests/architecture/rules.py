@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -73,7 +74,11 @@ def sources(root: Path, *patterns: str) -> Iterator[Source]:
     for pattern in patterns or ("sglcore/**/*.py", "devices/*/sglcore_*/**/*.py"):
         for path in sorted(root.glob(pattern)):
             text = path.read_text()
-            yield Source(str(path.relative_to(root)), tuple(text.splitlines()), ast.parse(text))
+            yield Source(str(path.relative_to(root)), tuple(text.splitlines()), parsed(text))
+
+
+parsed = cache(ast.parse)
+"""Each text once for all rules; whoever has no more rules to ask forgets the trees."""
 
 
 def import_direction(root: Path) -> list[str]:

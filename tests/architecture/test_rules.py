@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -95,6 +95,13 @@ def planted(root: Path, name: str, text: str) -> Path:
     path.parent.mkdir(parents=True)
     path.write_text(text)
     return root
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees() -> Iterator[None]:
+    """Trees of the whole source, for these tests alone."""
+    yield
+    rules.parsed.cache_clear()
 
 
 @pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.__name__)
