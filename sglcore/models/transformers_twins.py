@@ -147,9 +147,9 @@ def _is_block(module: nn.Module, roles: Sequence[str], activation: Activation, d
 def _small(own: Any, is_down: bool, count: int, generator: torch.Generator) -> nn.Linear:
     """A linear layer as this one, with the sizes of a twin."""
     inputs, outputs = (INNER, HIDDEN) if is_down else (HIDDEN, INNER if count == 3 else 2 * INNER)
-    made = _Product(inputs, outputs, bias=own.bias is not None)
-    for parameter in made.parameters():
-        parameter.requires_grad_(False).copy_(torch.randn(parameter.shape, generator=generator))
+    made = _Product(inputs, outputs, bias=own.bias is not None, device="meta")
+    for name, empty in made.named_parameters():
+        setattr(made, name, nn.Parameter(torch.randn(empty.shape, generator=generator), requires_grad=False))
     return made
 
 
