@@ -58,6 +58,11 @@ class LatentAttention(SparseLayer):
         self._cos_sin, self._latent, self._build = rotary, latent, build
         self._choose(build)
 
+    @property
+    def size_by_head(self) -> int:
+        """Of keys and values as the latent row gives them to each head."""
+        return self.num_heads * (self._latent.query_dim + self._latent.value_dim)
+
     def _choose(self, build: Scope) -> None:
         heads, latent = self.num_heads, self._latent
         query, positions = build.rows(heads, latent.query_dim), build.indices()

@@ -186,7 +186,7 @@ def sizes(
     pool_kind: PoolKind = PER_HEAD,
 ) -> MemorySizes:
     """Pages and context, from what the device has left beside the weights and what a cell of these pools takes."""
-    if config.kv_cache_dtype != "auto" and any(layer.rows for layer in model.attention_layers):
+    if config.kv_cache_dtype != PER_HEAD.kv_cache_dtype and any(layer.rows for layer in model.attention_layers):
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype!r}, and this model keeps no keys and values by head, but rows in its type",
             remedy="leave --kv-cache-dtype out",
@@ -194,11 +194,6 @@ def sizes(
     if config.kv_cache_dtype != pool_kind.kv_cache_dtype:
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype!r}, and this device keeps keys and values in the model's type",
-            remedy="leave --kv-cache-dtype out",
-        )
-    if config.kv_cache_dtype != PER_HEAD.kv_cache_dtype and any(layer.rows for layer in model.attention_layers):
-        raise ConfigError(
-            f"kv_cache_dtype is {config.kv_cache_dtype!r}, and layers of {model.config.architecture} keep rows of their own",
             remedy="leave --kv-cache-dtype out",
         )
     if config.kv_cache_dtype != PER_HEAD.kv_cache_dtype and any(layer.is_exact for layer in model.attention_layers):

@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError, DeviceError
+from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
-from sglcore.runtime.attention.contract import AttentionFacts
+from sglcore.device.package import API, DevicePackage
+from sglcore.runtime.attention.contract import AttentionFacts, AttentionShape
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.reference import ReferenceAttention
-from sglcore.runtime.attention.selection import AttentionNeeds, refusal, select_attention, shape_of
+from sglcore.runtime.attention.selection import AttentionNeeds, choose_attention, refusal, select_attention, shape_of
+from sglcore.runtime.attention.sparse.latent import DeepseekSparseAttnBackend
 from sglcore.runtime.memory.pools import CELL_MAJOR, PAGE_MAJOR
+from sglcore.runtime.memory.rows import ROWS, KeptRows, RowCounts, RowPool
 from tests.attention.rows import make_case
 
 NEEDS = AttentionNeeds(head_dims=(64, 128), page_size=16, dtype="bfloat16", features=frozenset({"sliding_window"}))
@@ -166,6 +171,31 @@ def test_a_refusal_names_what_is_missing_and_what_there_is(facts: AttentionFacts
 )
 def test_what_a_layer_asks_for_is_what_a_backend_must_name(asked: dict[str, Any], named: set[str]) -> None:
     assert Attention(0, 4, 2, 8, **asked).features == named
+
+
+class OwnRows(ReferenceAttention):
+    """Reads pools of rows, for layers with latent attention."""
+
+    facts = AttentionFacts(layouts=(ROWS,), features=frozenset({"latent"}))
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted"),
+    [
+        (refs("Wide"), DeepseekSparseAttnBackend),
+        (refs("OwnRows"), OwnRows),
+        ({"latent": f"{__name__}:OwnRows"}, OwnRows),
+    ],
+)
+def test_rows_are_read_by_a_packages_own_backend_before_the_cores(own: dict[str, str], wanted: type) -> None:
+    """Whatever its name is."""
+    parts: Any = dict.fromkeys(("probe", "facts", "worker", "bring_up"), "toy:part")
+    kernels = {"own": "toy:kernels"}
+    package = DevicePackage(name="toy", api=API, summary="", attention=own, graphs={}, kernels=kernels, **parts)
+    shape = AttentionShape(1, ((1, 8),), (None,), False, frozenset({"latent"}))
+    pool = RowPool([{"latent": KeptRows(8, torch.float32)}], 16, RowCounts(1), "cpu")
+    given = EngineConfig(), package, Facts("cpu"), "float32", shape, pool, "the model", DecisionLedger()
+    assert choose_attention(*given) is wanted
 
 
 class ByPage(ReferenceAttention):

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from sglcore.checkpoint.config import read_config
 from sglcore.checkpoint.latent import latent_config, with_indexer
 from sglcore.device.errors import ConfigError
+from sglcore.runtime.memory.geometry import rows_row
+from sglcore.step.sizing import Geometry, size_text
 from tests.checkpoints import oracle_logprobs, save
 from tests.latent import SIZES, deepseek_v2, deepseek_v3, deepseek_v32, glm4_moe_lite, glm_moe_dsa, publish
 from tests.models.steps import Steps, load
@@ -35,6 +38,14 @@ def test_keys_and_values_are_made_by_views_of_one_weight(tmp_path: Path) -> None
         assert both.data_ptr() == layer.to_values.untyped_storage().data_ptr()
         heads = SIZES["qk_nope_head_dim"] + SIZES["v_head_dim"]
         assert both.nbytes() == 4 * SIZES["num_attention_heads"] * heads * SIZES["kv_lora_rank"]
+
+
+def test_the_ledger_has_rows_beside_the_keys_and_values_that_heads_make_of_them(tmp_path: Path) -> None:
+    layers = load(save(deepseek_v3(), tmp_path)).attention_layers
+    head = SIZES["qk_nope_head_dim"] + SIZES["qk_rope_head_dim"] + SIZES["v_head_dim"]
+    dense = size_text(1000 * 3 * SIZES["num_attention_heads"] * head * 4)
+    row = rows_row(Geometry(16 * 1024), layers, 16, torch.float32)
+    assert row.effective == f"{size_text(1000 * 1024)} for 1,000 tokens" and f"by head would be {dense}" in row.reason
 
 
 @pytest.mark.parametrize(

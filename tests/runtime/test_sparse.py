@@ -147,7 +147,7 @@ def after(view: ForwardBatch, step: int, pool: ReqToTokenPool, windows: ReqToTok
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_plans_of_several_steps_are_those_of_each(own_pages: int, count: int) -> None:
     site = make_sparse(own_pages=own_pages)
-    desk, backend = running(site, {1: 9, 2: 14, 3: 3}), site.attention
+    desk, backend = running(site, {1: 9, 2: 13, 3: 3}), site.attention
     assert isinstance(backend, DeepseekV4AttnBackend)
     # The pages of the steps to come.
     ahead = site.runner.init_batch(desk.batch({slot: [1] * count for slot in (1, 2, 3)}, ForwardMode.EXTEND))

@@ -283,6 +283,35 @@ def test_bytes_of_each_kind_are_those_that_were_sized() -> None:
     assert with_windows(8)[0].num_bytes == {**two, "kv_bytes": 2 * 4 * PAGE_BYTES, "window_bytes": 0}
 
 
+RING = 5 * PAGE_BYTES
+
+
+def with_rings(pages: float, state: int = 0, **wanted: Any) -> tuple[MemorySizes, Any]:
+    """The same of a model whose requests have rings, of which there are no snapshots, and maybe states beside them."""
+    ledger = DecisionLedger()
+    found = size_pools(
+        EngineConfig(**{"max_requests": 4, **wanted}),
+        context_len=CONTEXT,
+        geometry=Geometry(PAGE_BYTES, state=state, ring=RING),
+        page_size=PAGE,
+        budget=budget(pages),
+        ledger=ledger,
+    )
+    return found, {row.topic: row for row in ledger.rows}
+
+
+def test_rings_of_all_requests_and_one_for_padding_come_before_pages_and_have_no_snapshots() -> None:
+    found, rows = with_rings(60)
+    assert found == MemorySizes(PAGE, 35, CONTEXT, 4)
+    assert rows["states"].effective == f"{size_text(RING)} a request, {size_text(5 * RING)} for 4"
+    assert "snapshots" not in rows
+    kinds = {"kv_bytes": 35 * PAGE_BYTES, "window_bytes": 0, "state_bytes": 5 * RING, "snapshot_bytes": 0}
+    assert found.num_bytes == kinds
+    both, _ = with_rings(300, state=STATE)
+    assert (both.num_snapshots, both.num_pages) == (1, 40)
+    assert both.num_bytes["state_bytes"] == 5 * (STATE + RING) and both.num_bytes["snapshot_bytes"] == STATE
+
+
 def test_states_leave_half_of_the_memory_to_pages_and_fewer_requests_run_where_they_do_not_fit() -> None:
     found, rows = with_states(70)
     assert found == MemorySizes(PAGE, 20, CONTEXT, 2, num_snapshots=0)

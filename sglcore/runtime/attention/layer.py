@@ -68,6 +68,11 @@ class Attention:
         self.is_exact = is_exact
 
     @property
+    def size_by_head(self) -> int:
+        """Elements of a token's keys and values, if each head of queries had its own."""
+        return 2 * self.num_heads * self.head_dim
+
+    @property
     def features(self) -> frozenset[str]:
         """What a backend's facts must name to serve it, beside those of its batches."""
         asked = {

@@ -124,7 +124,8 @@ def choose_attention(
         int(spec_of(ForwardBatch, "seq_lens").padding.value),
         cells.layout,
     )
-    offered = {**package.attention, **(OF_ROWS if cells.layout == ROWS else {})}
+    # Behind the package's own, and not in place of one that has the same name.
+    offered = {**package.attention, **(OF_ROWS if cells.layout == ROWS else {}), **package.attention}
     select = partial(select_attention, offered, explicit=config.attention_backend, package=package.name)
     try:
         return select(needs, whom=whom, ledger=ledger)

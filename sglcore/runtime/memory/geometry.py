@@ -87,6 +87,6 @@ def rows_row(kept: Geometry, layers: Sequence[Attention], page_size: int, dtype:
     parts = [f"{thousand(kept.page)} for 1,000 tokens"]
     parts += [f"{thousand(kept.window_page)} for 1,000 that windows see"] if kept.window_page else []
     parts += [f"{size_text(kept.ring)} a request"] if kept.ring else []
-    dense = sum(2 * layer.num_heads * layer.head_dim for layer in layers) * dtype.itemsize
+    dense = sum(layer.size_by_head for layer in layers) * dtype.itemsize
     reason = f"keys and values by head would be {size_text(1000 * dense)} for 1,000 tokens"
     return Row("kv rows", "auto", ", ".join(parts), reason)

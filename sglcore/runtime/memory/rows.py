@@ -6,10 +6,9 @@ Page 0 and slot 0 belong to nobody, and so does row 0 of everything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from math import lcm
 from typing import TYPE_CHECKING, ClassVar
 
@@ -106,16 +105,14 @@ class RowPool:
         counts: RowCounts,
         device: str,
         poison: bool = False,
-        zeros: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
     ) -> None:
-        """`poison`: what was never written is NaN, so that who reads it shows. `zeros` as in `MHATokenToKVPool`."""
+        """`poison`: what was never written is NaN, so that who reads it shows."""
         self.generation = 0
         self.page_size = page_size
         self.num_cells = (counts.pages + 1) * page_size
         self.num_layers = len(layers)
         self.layers = tuple(layers)
-        self._counts, self._poison = counts, poison
-        self._zeros = zeros or partial(_torch_zeros, device)
+        self._counts, self._device, self._poison = counts, device, poison
         self._rows = self._allocate()
 
     def rows(self, layer_id: int, name: str) -> Tensor:
@@ -141,10 +138,10 @@ class RowPool:
     def _make(self, kept: KeptRows) -> Tensor:
         rows, codec = self._counts.owners(kept.place) * kept.count(self.page_size), kept.codec
         if codec is not None:
-            made = self._zeros((rows, codec.num_bytes), torch.uint8)
-            return made.fill_(ENCODED_NAN) if self._poison else made
-        made = self._zeros((rows, kept.size), kept.dtype)
-        return made.fill_(torch.nan) if self._poison else made
+            value = ENCODED_NAN if self._poison else 0
+            return torch.full((rows, codec.num_bytes), value, dtype=torch.uint8, device=self._device)
+        value = torch.nan if self._poison else 0
+        return torch.full((rows, kept.size), value, dtype=kept.dtype, device=self._device)
 
 
 class BaseSWAKVPool(RowPool):
@@ -158,12 +155,7 @@ class BaseSWAKVPool(RowPool):
         counts: RowCounts,
         device: str,
         poison: bool = False,
-        zeros: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
         window_table: WindowTable | None = None,
     ) -> None:
-        super().__init__(layers, page_size, counts, device, poison, zeros)
+        super().__init__(layers, page_size, counts, device, poison)
         self.window_table = window_table
-
-
-def _torch_zeros(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
