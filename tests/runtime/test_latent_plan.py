@@ -14,7 +14,7 @@ from sglcore.runtime.attention.sparse.latent import DeepseekSparseAttnBackend, L
 from sglcore.runtime.forward_batch import ForwardBatch
 from tests.checkpoints import oracle_logprobs, save
 from tests.latent import deepseek_v32
-from tests.models.steps import Steps, load
+from tests.models.steps import CONTEXT, Steps, load
 
 LENGTHS = {1: 21, 2: 5, 3: 33}
 
@@ -50,6 +50,7 @@ def test_a_captured_plan_becomes_a_batchs_where_it_stands(steps: Steps) -> None:
         batch = steps.staged({slot: [7] for slot in slots}, ForwardMode.DECODE)
         assert backend.refresh(plan, batch) is None
         assert same(plan, backend.plan(batch))
+    assert plan.tokens.most == CONTEXT
     assert (plan.tokens.slots.data_ptr(), plan.tokens.lens.data_ptr()) == where
 
 

@@ -19,7 +19,7 @@ from sglcore.runtime.graphs.shadow import Shadow
 from sglcore.runtime.memory.pools import ReqToTokenPool
 from tests.runtime.sparse_tiny import HEAVY, LAYERS, SLIDING, SPARSE, WINDOW, SparseDesk, desk_of, make_sparse
 from tests.runtime.test_windows import script
-from tests.runtime.tiny import SHARED, STAGED, Site, assert_close, random_tokens
+from tests.runtime.tiny import CONTEXT, SHARED, STAGED, Site, assert_close, random_tokens
 
 
 @pytest.mark.parametrize("layers", [(SLIDING,), (HEAVY,), (SPARSE,), LAYERS])
@@ -104,9 +104,9 @@ def assert_same(found: CompressedPlan, wanted: CompressedPlan, size: int) -> Non
 @torch.inference_mode()
 @pytest.mark.parametrize("own_pages", [0, 24])
 def test_a_plan_that_is_refreshed_is_that_which_would_be_made_and_stays_where_it_is(own_pages: int) -> None:
-    """As batches shrink and grow, with rows of padding."""
+    """As batches shrink and grow, with rows of padding, up to the longest text."""
     site = make_sparse(own_pages=own_pages)
-    desk, backend = running(site, {1: 9, 2: 17, 3: 3, 5: 12, 7: 7}), site.attention
+    desk, backend = running(site, {1: 9, 2: CONTEXT - 4, 3: 3, 5: 12, 7: 7}), site.attention
     assert isinstance(backend, DeepseekV4AttnBackend)
     captured = backend.capture_plan(Bucket(6, 6))
     addresses = {name: value.data_ptr() for name, value in parts(captured).items()}
