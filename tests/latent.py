@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import Oracle, rope, save
 
-YARN = rope("yarn", factor=40.0, original_max_position_embeddings=256, mscale=1.0, mscale_all_dim=1.0)
+YARN = rope("yarn", factor=40.0, original_max_position_embeddings=256, mscale=0.7, mscale_all_dim=1.0)
 SIZES: Mapping[str, Any] = MappingProxyType(
     {
         "vocab_size": 97,
@@ -96,11 +96,13 @@ def glm_moe_dsa(**changes: Any) -> Oracle:
 LATENT: Mapping[str, Callable[[], Oracle]] = MappingProxyType(
     {
         "deepseek-v2": deepseek_v2,
-        "deepseek-v2-lite": lambda: deepseek_v2(q_lora_rank=None, topk_method="greedy", routed_scaling_factor=1.0),
+        "deepseek-v2-lite": lambda: deepseek_v2(
+            q_lora_rank=None, topk_method="greedy", routed_scaling_factor=1.0, attention_bias=True
+        ),
         "deepseek-v3": deepseek_v3,
         "deepseek-v3-biases-tied": lambda: deepseek_v3(attention_bias=True, tie_word_embeddings=True),
         "deepseek-v3.2": deepseek_v32,
-        "deepseek-v3.2-sees-all": lambda: deepseek_v32(index_topk=64),
+        "deepseek-v3.2-sees-all": lambda: deepseek_v32(index_topk=64, index_head_dim=16),
         "glm4-moe-lite": glm4_moe_lite,
         "glm-moe-dsa": glm_moe_dsa,
     }
@@ -114,12 +116,12 @@ WHOLE = ("embed_tokens", "lm_head", "norm", "gate.weight", "weights_proj", "bias
 
 
 def publish(oracle: Oracle, folder: Path) -> Oracle:
-    """Save it as DeepSeek's files are: floats of 8 bits with scales of blocks, a layer that predicts a further token, and the
+    """Save it as DeepSeek's files are: floats of 8 bits with scales of blocks, layers that predict further tokens, and the
     configuration's older words. Returns the model that they mean."""
     generator = torch.Generator().manual_seed(5)
     save(oracle, folder)
     values = load_file(folder / "model.safetensors")
-    stored, meant = {"model.layers.3.eh_proj.weight": torch.zeros(4, 8)}, {}
+    stored, meant = {f"model.layers.{layer}.eh_proj.weight": torch.zeros(4, 8) for layer in (3, 4)}, {}
     for name, weight in values.items():
         stored[name] = meant[name] = weight
         if not any(part in name for part in WHOLE):
@@ -144,9 +146,11 @@ def _older(config: dict[str, Any]) -> dict[str, Any]:
         config.pop(name, None)
     blocks = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [BLOCK] * 2}
     routing = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "ep_size": 1}
+    behind = {"num_nextn_predict_layers": 2}
     return {
         **config,
         **routing,
+        **behind,
         "torch_dtype": "float32",
         "rope_theta": theta,
         "rope_scaling": {"type": kind, "beta_fast": 32, "beta_slow": 1, **scaling},

@@ -6,7 +6,6 @@ Two dialects: transformers' saved form (`layer_types`, `mlp_layer_types`, `compr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -72,11 +71,6 @@ class CompressedConfig:
     sinkhorn_iters: int
     hc_eps: float
     limit: float
-
-    @property
-    def page_multiple(self) -> int:
-        """Of what a page is a multiple, so that every block is within one."""
-        return math.lcm(*(each.ratio for each in self.compressions if each is not None))
 
     @property
     def of_next_token(self) -> CompressedConfig:

@@ -33,10 +33,10 @@ SAVED: dict[str, Any] = {
     "compress_rates": {SPARSE: 4, HEAVY: 128},
     "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
     "rope_parameters": {
-        "main": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        "main": {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.25},
         "compress": {
             "rope_type": "yarn",
-            "rope_theta": 160000.0,
+            "rope_theta": 80000.0,
             "partial_rotary_factor": 0.25,
             "factor": 16,
             "original_max_position_embeddings": 256,
@@ -54,11 +54,12 @@ LEFT = (
 )
 PUBLISHED: dict[str, Any] = {
     **{name: value for name, value in SAVED.items() if name not in LEFT},
-    "compress_ratios": [0, 128, 4, 128, 0],
+    "compress_ratios": [0, 128, 4, 128, 1],
     "n_hash_layers": 1,
     "window_size": 16,
     "qk_rope_head_dim": 8,
-    "compress_rope_theta": 160000.0,
+    "rope_theta": 20000.0,
+    "compress_rope_theta": 80000.0,
     "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 256},
 }
 
@@ -75,7 +76,7 @@ def test_both_forms_say_the_same(tmp_path: Path) -> None:
     assert saved == read(tmp_path, PUBLISHED)
     assert saved.compressions == (None, Compression(128, False), Compression(4, True), Compression(128, False))
     assert (saved.window, saved.rope_dim, saved.is_hashed) == (16, 8, (True, False, False, False))
-    assert (saved.page_multiple, saved.of_next_token.page_multiple) == (128, 1)
+    assert (saved.main_rope.theta, saved.block_rope.theta) == (20000, 80000)
     assert [each.span for each in saved.compressions if each] == [128, 8, 128]
 
 
@@ -97,6 +98,11 @@ def test_words_of_older_files_change_the_ratios(tmp_path: Path) -> None:
         ({**SAVED, "compress_rates": {"other": 4}}, "compress_rates of other = 4"),
         ({**SAVED, "index_head_dim": 4}, "index_head_dim = 4; wanted at least the rotated 8"),
         ({**SAVED, "o_groups": 3}, "o_groups = 3; wanted a divisor of 4 heads of 32"),
+        ({**SAVED, "n_shared_experts": 2}, "n_shared_experts = 2; wanted 1"),
+        ({**SAVED, "attention_bias": True}, "attention_bias = True; wanted False"),
+        ({**SAVED, "mlp_bias": True}, "mlp_bias = True; wanted False"),
+        ({**PUBLISHED, "qk_rope_head_dim": 34}, "qk_rope_head_dim = 34; wanted 1 to head_dim, 32"),
+        ({**PUBLISHED, "qk_rope_head_dim": 0}, "qk_rope_head_dim = 0; wanted 1 to head_dim, 32"),
         ({**SAVED, "num_key_value_heads": 2}, "num_key_value_heads = 2; wanted 1"),
         ({**SAVED, "scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'; wanted 'sqrtsoftplus'"),
         ({**SAVED, "hc_mult": 0}, "hc_mult = 0; wanted a whole number above zero"),

@@ -11,7 +11,7 @@ import transformers
 from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 from sglcore.checkpoint.config import ModelConfig, MoeConfig, read_config
-from sglcore.checkpoint.defaults import OPTIONS
+from sglcore.checkpoint.defaults import DEFAULTS, OPTIONS
 from sglcore.checkpoint.recurrent import FULL, layer_kinds, mamba2_config
 from sglcore.device.errors import ConfigError
 from sglcore.models.registry import ARCHITECTURES, model_class
@@ -320,6 +320,8 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(tmp_path, architectur
     kinds = wanted.get("layer_types") or ["sliding_attention"] * found.num_hidden_layers
     has_window = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
     assert found.sliding_windows == tuple(window if kind in has_window else None for kind in kinds)
+    for name in DEFAULTS.get(architecture, {}).keys() & wanted.keys() - {"sliding_window"}:
+        assert found.words[name] == wanted[name], name
     for name in OPTIONS.keys() & wanted.keys():
         value = OPTIONS[name] if wanted[name] is None else wanted[name]
         assert found.options.get(name, OPTIONS[name]) == value, name

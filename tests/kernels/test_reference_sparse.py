@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
+from sglcore.runtime.kernels import reference_sparse
 from sglcore.runtime.kernels.row_codec import FP8_MAX, RowCodec
 from sglcore.runtime.kernels.table import KernelTable
 from tests.kernels.test_reference_kernels import random
@@ -82,8 +83,9 @@ def test_blocks_are_the_oracles_however_the_tokens_come(kind: type[nn.Module], s
 def blocks_in_steps(
     kv_gate: Tensor, state: Tensor, ape: Tensor, weight: Tensor, ratio: int, span: int, steps: tuple[int, ...]
 ) -> Tensor:
-    """The pool of a request of slot 1 with pages 1, 2, ..."""
+    """The pool of a request of slot 1 with pages 1, 2, ...; of blocks that share no tokens the state is the slot's."""
     table, done = torch.stack((torch.zeros(6), torch.arange(1, 7))).int(), 0
+    state_table = table if span > ratio else None
     rows = torch.full((56 // ratio, weight.shape[0]), torch.nan)
     for count in steps:
         events = min(count, count // ratio + 1)
@@ -91,7 +93,7 @@ def blocks_in_steps(
         reads, places, out_rows, writes = (torch.empty(shape, dtype=torch.int32) for shape in shapes)
         own, positions = torch.ones(count, dtype=torch.int32), torch.arange(done, done + count).int()
         given = int32(1), int32(done + count), int32(count), int32(0), own, positions, table
-        TABLE.compress_plan(*given, table, None, PAGE, ratio, span, reads, places, out_rows, writes)
+        TABLE.compress_plan(*given, state_table, None, PAGE, ratio, span, reads, places, out_rows, writes)
         blocks = TABLE.compress(kv_gate[done : done + count], state, ape, reads, writes)
         TABLE.norm_rope_store(blocks, weight, 1e-6, places, angles(), rows, out_rows, None)
         done += count
@@ -159,6 +161,27 @@ def test_attention_without_a_sink_is_the_softmax_over_what_is_chosen() -> None:
     for token, size in enumerate(lens.tolist()):
         chosen[token, :size] = torch.tensor([*range(16, 24), *range(8, 16)])[:size]
     close(TABLE.sparse_mqa(q, rows, chosen.int(), None, None, None, 0.4, 20, None), found)
+
+
+def test_so_many_tokens_at_a_time_as_memory_permits_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = 7
+    q, pools = random(tokens, 4, SIZE), (random(24, SIZE, seed=1), random(24, SIZE, seed=2))
+    table, own = int32(0, 0, 2, 1, 1, 2).view(3, 2), torch.arange(tokens).int() % 2 + 1
+    lens, chosen = torch.arange(tokens).int() + 3, torch.arange(2 * tokens * 5).view(2, tokens, 5).int() % 24
+    paged = table, own, lens
+
+    def found() -> list[Tensor]:
+        lists = pools[0], chosen[0], pools[1], chosen[1], random(4, seed=3)
+        return [
+            TABLE.index_logits(q, random(tokens, 4, seed=4), pools[0], *paged, 8, 0.3, 16, None),
+            TABLE.paged_mqa(q, pools[0], *paged, 8, 0.4, 20, None),
+            TABLE.sparse_mqa(q, *lists, 0.4, SIZE, None),
+        ]
+
+    whole = found()
+    monkeypatch.setattr(reference_sparse, "AT_ONCE", 3 * 16 * SIZE)
+    for parts, wanted in zip(found(), whole, strict=True):
+        close(parts, wanted)
 
 
 def test_streams_are_mixed_as_the_oracles() -> None:

@@ -190,6 +190,18 @@ def test_every_row_that_a_plan_reads_holds_the_token_that_is_meant(layout: Layou
         Life(reference_sparse, layout, seed).run(15)
 
 
+def test_what_is_no_event_names_no_row_behind_the_table() -> None:
+    """Two requests near the end of their pages, neither of which completes a block."""
+    table, out = int32(0, 0, 1, 2, 3, 4).view(3, 2), [torch.full(size, -7) for size in ((2, 8), (2,), (2,), (2,))]
+    tokens = int32(1, 2), int32(12, 12)
+    reference_sparse.compress_plan(
+        int32(1, 2), int32(13, 13), None, None, *tokens, table, table, None, PAGE, 4, 8, *out
+    )
+    reads, places, out_rows, writes = out
+    assert (reads == -1).all() and not places.any() and not out_rows.any()
+    assert writes.tolist() == [2 * 8 + 4, 4 * 8 + 4]
+
+
 MUTANTS = (
     ("place + ring >= end", "place + ring > end"),
     ("(place // page_size + 1) * page_size", "end"),

@@ -43,7 +43,10 @@ def test_floats_of_8_bits_are_the_values_that_they_stand_for(folder: Path, read:
 def test_what_is_kept_in_float32_is_so_in_a_model_of_bfloat16(folder: Path) -> None:
     model = load(folder, dtype=torch.bfloat16)
     layer = model.layers[2]
+    attention, router, hashed = layer.self_attn.attention, layer.mlp.experts._route, model.layers[0].mlp.experts._route
     kept = [*layer.attn_hc.weights, *model.hc_head.weights, layer.input_layernorm.weight, model.norm.weight]
+    kept += [attention.sinks, attention.kv_norm, router.bias, router._gate.weight, hashed._gate.weight]
+    kept += [each for part in (attention.compressor, attention.indexer.compressor) for each in (part.ape, part.weight)]
     assert {each.dtype for each in kept} == {torch.float32}
     assert layer.mlp.experts.w13.dtype is torch.bfloat16
 

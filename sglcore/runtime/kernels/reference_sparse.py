@@ -170,11 +170,9 @@ def compress(kv_gate: Tensor, state: Tensor, ape: Tensor, reads: Tensor, writes:
     ratio, width = ape.shape
     events, span = reads.shape
     size = width * ratio // span
-    found = state.index_select(0, (-2 - reads).clamp(min=0).flatten()).float()
-    if kv_gate.shape[0]:
-        new = kv_gate.float().index_select(0, reads.clamp(min=0).flatten())
-        found = torch.where((reads >= 0).view(events * span, 1), new, found)
-    kv, gate = found.view(events, span, 2, width).unbind(2)
+    held = state.index_select(0, (-2 - reads).clamp(min=0).flatten()).float()
+    new = kv_gate.float().index_select(0, reads.clamp(min=0).flatten())
+    kv, gate = torch.where((reads >= 0).view(events * span, 1), new, held).view(events, span, 2, width).unbind(2)
     gate = gate + ape.float().repeat(span // ratio, 1)
     if span > ratio:
         # The older block counts by the first half of its channels, the newer by the second.
