@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from sglcore.checkpoint.compressed import CompressedConfig, Compression
+from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
+from sglcore.device.facts import Facts
+from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.bring_up import sizes
 from sglcore.runtime.kernels.row_codec import RowCodec
 from sglcore.runtime.memory.deepseek_v4 import DeepSeekV4TokenToKVPool, kept_rows
 from sglcore.runtime.memory.geometry import fitting_page_size, geometry, rows_row
 from sglcore.runtime.memory.pools import cell_bytes
 from sglcore.runtime.memory.rows import KeptRows, Place, RowCounts, RowPool, page_multiple, row_bytes
-from sglcore.step.sizing import Geometry, size_text
+from sglcore.step.sizing import GIB, Geometry, MemoryBudget, size_text
 from tests.runtime.sparse_tiny import net_of
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -94,6 +100,9 @@ def test_a_page_is_made_to_fit_all_ratios_and_one_that_does_not_is_refused() -> 
     assert fitting_page_size([Attention(0, 4, 1, 8)], 12, 16) == 12
 
 
+KINDS = net_of([Compression(16, False)])
+
+
 class Kept(Layer):
     """Keeps what DeepSeek-V4's attention keeps."""
 
@@ -119,6 +128,19 @@ def test_deepseek_v4_takes_to_the_byte_what_its_layers_keep(drafts: int) -> None
     pool = DeepSeekV4TokenToKVPool([layer.rows for layer in layers], page, RowCounts(3, 2, 1), "meta")
     stored = sum(part.nbytes for layer in range(pool.num_layers) for part in pool.kv(layer))
     assert stored == 4 * every + 3 * window + 2 * found.ring
+
+
+@pytest.mark.parametrize(("asked", "own", "found"), [(None, 24, 32), (None, 32, 32), (16, 24, 16)])
+def test_a_start_says_which_pages_its_blocks_need_and_what_rows_take(asked: int | None, own: int, found: int) -> None:
+    config, ledger = SimpleNamespace(context_length=4096, architecture="Toy"), DecisionLedger()
+    model: Any = SimpleNamespace(
+        attention_layers=[Kept(KINDS, KINDS.compressions[0], 1)], state_layers=[], dtype=F32, config=config
+    )
+    given = EngineConfig(page_size=asked, max_batch_tokens=64), Facts("cpu", page_size=own), model
+    assert sizes(*given, MemoryBudget(GIB, GIB, "told"), ledger).page_size == found
+    rows = {row.topic: row for row in ledger.rows}
+    assert ("page size" in rows) == (asked is None and own != found) and "kv rows" in rows
+    assert "page size" not in rows or (rows["page size"].effective, own) == (f"{found} tokens", 24)
 
 
 def test_the_ledger_has_rows_beside_keys_and_values_by_head() -> None:

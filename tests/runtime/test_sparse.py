@@ -16,6 +16,7 @@ from sglcore.runtime.attention.sparse.compressed import CompressedPlan, Deepseek
 from sglcore.runtime.buffer_registry import FillContext
 from sglcore.runtime.forward_batch import ForwardBatch, StalePlanError
 from sglcore.runtime.graphs.shadow import Shadow
+from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import ReqToTokenPool
 from tests.runtime.sparse_tiny import HEAVY, LAYERS, SLIDING, SPARSE, WINDOW, SparseDesk, desk_of, make_sparse
 from tests.runtime.test_windows import script
@@ -76,6 +77,12 @@ def test_an_indexer_scores_as_many_tokens_at_a_time_as_fit(monkeypatch: pytest.M
         hidden, _ = site.runner.forward(site.runner.init_batch(SparseDesk(site, WINDOW).extend({3: text})))
         whole = hidden if whole is None else whole
         assert_close(hidden, whole)
+
+
+def test_an_indexer_of_no_tokens_chooses_nothing() -> None:
+    paged = sparse_tokens.Paged(torch.zeros(1, 1, dtype=torch.int32), *torch.zeros(2, 0, dtype=torch.int32), 4, 0)
+    q, weights, keys = torch.zeros(0, 2, 8), torch.zeros(0, 2), torch.zeros(4, 8)
+    assert sparse_tokens.choose_rows(KernelTable(), q, weights, keys, None, paged, 3).shape == (0, 3)
 
 
 def parts(plan: CompressedPlan) -> dict[str, Tensor]:

@@ -33,8 +33,8 @@ def make_cells(
     windowed: Collection[int],
     is_encoder: bool,
 ) -> tuple[TokenToKVPool, TokenToKVPool | None]:
-    """Cells, of so many pages by `make_pool`, of the layers that keep all tokens, a page of them for an encoder; and of those of the ids `windowed`, if there are
-    some."""
+    """Cells, of so many pages by `make_pool`, of the layers that keep all tokens, a page of them for an encoder; and of those
+    of the ids `windowed`, if there are some."""
 
     def cells(count: int, of_windows: bool) -> TokenToKVPool:
         shapes = layer_shapes(layers, lambda layer: layer.cached and (layer.layer_id in windowed) == of_windows)
