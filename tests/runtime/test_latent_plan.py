@@ -71,6 +71,15 @@ def advanced(view: ForwardBatch, step: int) -> ForwardBatch:
     return replace(view, positions=view.positions + step, **lens)
 
 
+def test_a_forward_writes_all_that_a_token_keeps(steps: Steps) -> None:
+    backend, batch = backend_of(steps), steps.staged({1: [7], 3: [7]}, ForwardMode.DECODE)
+    found, pool = backend.rows_of(batch), backend.token_to_kv_pool
+    kept = [pool.rows(layer, name) for layer, names in enumerate(pool.layers) for name in names]
+    assert len(kept) == 2 * pool.num_layers
+    assert [rows.data_ptr() for rows, _ in found] == [rows.data_ptr() for rows in kept]
+    assert all(places is batch.out_cache_loc for _, places in found)
+
+
 def test_a_choice_in_parts_is_the_whole_choice(folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglcore.runtime.attention.sparse.tokens.LOGITS", 300)
     oracle, ids = deepseek_v32(), [index * 7 % 89 + 3 for index in range(50)]

@@ -19,9 +19,10 @@ from sglcore.runtime.bring_up import sizes
 from sglcore.runtime.kernels.row_codec import RowCodec
 from sglcore.runtime.memory.deepseek_v4 import DeepSeekV4TokenToKVPool, kept_rows
 from sglcore.runtime.memory.geometry import fitting_page_size, geometry, rows_row
+from sglcore.runtime.memory.make import make_rows
 from sglcore.runtime.memory.pools import cell_bytes
 from sglcore.runtime.memory.rows import KeptRows, Place, RowCounts, RowPool, page_multiple, row_bytes
-from sglcore.step.sizing import GIB, Geometry, MemoryBudget, size_text
+from sglcore.step.sizing import GIB, Geometry, MemoryBudget, MemorySizes, size_text
 from tests.runtime.sparse_tiny import net_of
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -68,6 +69,14 @@ def test_a_pool_has_what_the_geometry_counts_and_what_is_nobodys(window_pages: i
     of_windows = row_bytes([KEPT], Place.WINDOW_PAGES, PAGE)
     stored = sum(part.nbytes for part in pool.kv(0))
     assert stored == 11 * of_pages + (1 + (window_pages or 10)) * of_windows + 4 * of_slots
+
+
+def test_rows_are_made_for_the_pages_and_requests_that_were_sized() -> None:
+    sized = MemorySizes(PAGE, 10, 10 * PAGE, 3, window=16, num_window_pages=5)
+    pool = make_rows([Layer()], sized, "cpu", True, None)
+    page, window, ring = (row_bytes([KEPT], place, PAGE) for place in Place)
+    assert sum(part.nbytes for part in pool.kv(0)) == 11 * page + 6 * window + 4 * ring
+    assert all(part.isnan().all() for part in pool.kv(0))
 
 
 def test_what_was_never_written_is_no_number_where_that_is_asked() -> None:
