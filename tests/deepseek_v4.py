@@ -88,7 +88,7 @@ def with_module_names(model: Oracle, folder: Path) -> Path:
 
 
 def with_published_names(model: Oracle, folder: Path) -> Path:
-    """As DeepSeek publishes them, with a layer that predicts one token more, and the published form of the configuration."""
+    """As DeepSeek publishes them, with what predicts further tokens, and the published form of the configuration."""
     own = revert_weight_conversion(model, model.state_dict())
     weights = {re.sub(r"^model\.", "", name): values for name, values in own.items()}
     weights = {_published(name): values for name, values in weights.items()}
@@ -125,10 +125,11 @@ def _next_token(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     size = weights["embed.weight"].shape[1]
     ends = {f"mtp.0.{name}": weights[name] for name in ("norm.weight", "hc_head_fn", "hc_head_base", "hc_head_scale")}
     shared = {"mtp.0.emb.tok_emb.weight": weights["embed.weight"], "mtp.0.head.weight": weights["head.weight"]}
+    second = {"mtp.1.norm.weight": torch.ones(size)}
     norms = {f"mtp.0.{name}.weight": 1 + 0.1 * torch.randn(size) for name in ("enorm", "hnorm")}
     joined = {f"mtp.0.{name}.weight": torch.randn(size, size) * size**-0.5 for name in ("e_proj", "h_proj")}
     made = {name: values + 0.01 * torch.randn(values.shape) for name, values in {**layer, **ends}.items()}
-    return {**made, **shared, **norms, **joined}
+    return {**made, **shared, **norms, **joined, **second}
 
 
 def _write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Path:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sglcore.checkpoint.config import read_config
@@ -49,6 +50,19 @@ def test_what_is_kept_in_float32_is_so_in_a_model_of_bfloat16(folder: Path) -> N
     kept += [each for part in (attention.compressor, attention.indexer.compressor) for each in (part.ape, part.weight)]
     assert {each.dtype for each in kept} == {torch.float32}
     assert layer.mlp.experts.w13.dtype is torch.bfloat16
+
+
+def test_tables_of_experts_have_whole_numbers_of_either_size(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "config.json", tmp_path)
+    weights, found = load_file(folder / "model.safetensors"), []
+    for dtype in (torch.int32, torch.int64):
+        changed = {name: each.to(dtype) for name, each in weights.items() if name.endswith("tid2eid")}
+        save_file({**weights, **changed}, tmp_path / "model.safetensors")
+        found.append(load(tmp_path).layers[0].mlp.experts._route.table)
+    assert torch.equal(*found) and torch.equal(found[0], weights["layers.0.ffn.gate.tid2eid"].int())
+    save_file({**weights, **{name: each.float() for name, each in changed.items()}}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="tid2eid' in model.safetensors has the type F32"):
+        load(tmp_path)
 
 
 class Drafting(DeepseekV4NextN):
