@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from types import FunctionType, MethodType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig
 
-from sglcore.checkpoint.config import EMPTY
 from sglcore.device.errors import ConfigError
 from sglcore.layers.build import Build
 from sglcore.models.transformers_layers import Norm, PackedLinear
@@ -103,7 +102,7 @@ def _halves(angles: Tensor, doubling: Doubling) -> tuple[Tensor, Tensor]:
     return angles[:, :half], angles[:, half:]
 
 
-def _copied(own: nn.Module, replaced: Mapping[int, Any] = EMPTY) -> nn.Module:
+def _copied(own: nn.Module, replaced: Mapping[int, Any] = MappingProxyType({})) -> nn.Module:
     """With others in place of some of what it has, by their ids; its configuration stays the same one."""
     kept = {id(each): each for each in vars(own).values() if isinstance(each, PreTrainedConfig)}
     return deepcopy(own, {**kept, **replaced})

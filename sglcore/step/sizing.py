@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
@@ -45,6 +46,15 @@ class Geometry:
     ring: int = 0
 
 
+class KeptBytes(TypedDict):
+    """Those of each kind of memory, by the names of `Limits`."""
+
+    kv_bytes: int
+    window_bytes: int
+    state_bytes: int
+    snapshot_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class MemorySizes:
     """The sizes every pool and table is made with; `num_snapshots` of states beside those of `max_requests`. `num_window_pages`
@@ -61,8 +71,8 @@ class MemorySizes:
     geometry: Geometry = field(default=Geometry(0), compare=False)
 
     @property
-    def num_bytes(self) -> dict[str, int]:
-        """Those of each kind of memory, by the names of `Limits`; one state is for padding rows."""
+    def num_bytes(self) -> KeptBytes:
+        """One state is for padding rows."""
         kept = self.geometry
         page = kept.page + (0 if self.num_window_pages else kept.window_page)
         return {

@@ -144,6 +144,6 @@ def test_an_indexer_that_may_choose_all_changes_nothing(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("case", ["deepseek-v3"], indirect=True)
-def test_what_does_not_go_with_rows_is_refused(case: Case, asked: dict[str, str], text: str) -> None:
+def test_what_does_not_go_with_rows_is_refused(case: Case, asked: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         TokenEngine(case.folder, graph="off", **asked)

@@ -71,7 +71,7 @@ def test_moe_is_the_reference(engine: Engine, case: dict[str, Any]) -> None:
         if case["limit"] is None:
             found, expected = Experts(engine).moe(*mixture.given), REFERENCE.moe(*mixture.plain)
         else:
-            found = Experts(engine).limited_moe(*mixture.given, case["limit"])
+            found = Experts(engine).limited_moe(*mixture.given, limit=case["limit"])
             expected = REFERENCE.limited_moe(*mixture.plain, case["limit"])
         largest = max(1.0, float(expected.abs().amax())) if expected.numel() else 1.0
         torch.testing.assert_close(found, expected, rtol=bound, atol=bound * largest)
