@@ -111,7 +111,7 @@ MUTANTS: tuple[tuple[str, str, str], ...] = (
     ("sparse_mqa", "tl.maximum(start - first, 0)", "start"),
     ("sparse_mqa", "tl.minimum(end, first)", "end"),
     ("sparse_mqa", "tl.where(split == 0, HEADS, 0)", "HEADS"),
-    ("sparse_mqa", "split, head < HEADS, best", "split, head <= HEADS, best"),
+    ("sparse_mqa", "part, head < HEADS, best", "part, head <= HEADS, best"),
     ("sparse_mqa", "score += wide_dot(tail, tl.trans(rest))", "score += 0.0"),
     ("sparse_mqa", "place + 1, 0), axis=0)", "place, 0), axis=0)"),
     ("paged_mqa", "inside = place < end", "inside = place <= end"),

@@ -54,6 +54,13 @@ def lengths_of(chosen, more_chosen, lens, token, width, more_width, PAGE: tl.con
 
 
 @triton.jit
+def share_of(count, split, SPLITS: tl.constexpr, TOKENS: tl.constexpr):
+    """Where a split's share of so many entries begins and ends, in whole iterations but for the last."""
+    share = tl.cdiv(tl.cdiv(count, SPLITS), TOKENS) * TOKENS
+    return split * share, tl.minimum(split * share + share, count)
+
+
+@triton.jit
 def take_rows(
     query,
     tail,
@@ -140,22 +147,22 @@ def sparse_mqa_kernel(
     GROUP: tl.constexpr,
 ):
     """Programs (token and block of heads, split): out [T, HEADS, SPLITS, VALUES] and, if SPLITS > 1, its log2 weights. MAIN
-    elements, the values among them, then TAIL. With pages, `chosen` is the table.
-
-    Floor: the rows that a token's lists name, read once for all heads: later blocks of heads find them in the cache.
+    elements, the values among them, then TAIL. With pages, `chosen` is the table. Floor: the rows that a token's lists name,
+    read once for all heads: later blocks of heads find them in the cache.
     """
     BLOCKS: tl.constexpr = (HEADS + QUERIES - 1) // QUERIES
     token, split = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     head = tl.program_id(0) % BLOCKS * QUERIES + tl.arange(0, QUERIES)
     chosen += (tl.load(slots + token).to(tl.int64) if PAGE else token) * chosen_stride
-    if more_rows is not None:
-        more_chosen += token * more_chosen_stride
+    more_chosen = more_chosen + token * more_chosen_stride if more_rows is not None else None
     first, count = lengths_of(chosen, more_chosen, lens, token, width, more_width, PAGE)
-    share = tl.cdiv(tl.cdiv(count, SPLITS), TOKENS) * TOKENS
-    start, end = split * share, tl.minimum(split * share + share, count)
-    q += token * q_stride
-    query = load_heads(q, head, head_stride, 0, HEADS, DIM, MAIN)
-    tail = load_heads(q, head, head_stride, MAIN, HEADS, DIM, TAIL) if TAIL else None
+    start, end = share_of(count, split, SPLITS, TOKENS)
+    part = (token * HEADS + head) * SPLITS + split
+    if (split > 0) & (start >= count):
+        tl.store(weights + part, float("-inf"), mask=head < HEADS)
+        return
+    query = load_heads(q + token * q_stride, head, head_stride, 0, HEADS, DIM, MAIN)
+    tail = load_heads(q + token * q_stride, head, head_stride, MAIN, HEADS, DIM, TAIL) if TAIL else None
     best, total = begin(sinks, head, head < tl.where(split == 0, HEADS, 0), QUERIES)
     mean, last = tl.zeros([QUERIES, MAIN], tl.float32), tl.minimum(end, first)
     best, total, mean = take_rows(
@@ -166,7 +173,7 @@ def sparse_mqa_kernel(
         best, total, mean = take_rows(
             query, tail, best, total, mean, rows, chosen, start, last, scale, MORE, DIM, TOKENS, PAGE, EXACT, GROUP
         )
-    store_part(out, weights, (token * HEADS + head) * SPLITS + split, head < HEADS, best, total, mean, VALUES, SPLITS)
+    store_part(out, weights, part, head < HEADS, best, total, mean, VALUES, SPLITS)
 
 
 def takes_values(*call: object) -> str:
