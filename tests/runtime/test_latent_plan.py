@@ -50,7 +50,7 @@ def test_a_captured_plan_becomes_a_batchs_where_it_stands(steps: Steps) -> None:
         batch = steps.staged({slot: [7] for slot in slots}, ForwardMode.DECODE)
         assert backend.refresh(plan, batch) is None
         assert same(plan, backend.plan(batch))
-    assert plan.tokens.most == CONTEXT
+    assert plan.tokens.most >= CONTEXT
     assert (plan.tokens.slots.data_ptr(), plan.tokens.lens.data_ptr()) == where
 
 
