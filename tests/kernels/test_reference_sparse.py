@@ -126,6 +126,8 @@ def test_of_equal_logits_the_first_are_chosen() -> None:
     table, logits = int32(0, 1).view(2, 1), torch.tensor([[1.0, 3, 1, 1, -torch.inf]])
     found = TABLE.index_top_k(logits, int32(4), table, int32(1), 5, 3)
     assert found.tolist() == [[5, 6, 7]]
+    found = TABLE.index_top_k(logits, int32(4), table, int32(1), 5, 7)
+    assert found.tolist() == [[5, 6, 7, 8, -1, -1, -1]], "more are wanted than there are columns"
 
 
 @pytest.mark.parametrize("codec", [None, RowCodec(SIZE, exact=ROTATED, group=16)])
