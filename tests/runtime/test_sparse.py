@@ -80,7 +80,8 @@ def test_an_indexer_scores_as_many_tokens_at_a_time_as_fit(monkeypatch: pytest.M
 
 
 def test_an_indexer_of_no_tokens_chooses_nothing() -> None:
-    paged = sparse_tokens.Paged(torch.zeros(1, 1, dtype=torch.int32), *torch.zeros(2, 0, dtype=torch.int32), 4, 0)
+    table, none = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    paged = sparse_tokens.Paged(table, none, none, 4, 0)
     q, weights, keys = torch.zeros(0, 2, 8), torch.zeros(0, 2), torch.zeros(4, 8)
     assert sparse_tokens.choose_rows(KernelTable(), q, weights, keys, None, paged, 3).shape == (0, 3)
 
