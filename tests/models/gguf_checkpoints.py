@@ -25,9 +25,10 @@ ARCHITECTURES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 
 def gguf_name(name: str, arch: str) -> str:
     """The gguf package's name of a parameter; an architecture that we lack has those of a Llama."""
-    found = None
+    found, layer = None, next((int(part) for part in name.split(".") if part.isdigit()), 0)
     for each in (arch, "llama"):
-        found = found or gguf.get_tensor_name_map(ARCHITECTURES[each], 8).get_name(name, (".weight", ".bias"))
+        names = gguf.get_tensor_name_map(ARCHITECTURES[each], layer + 1)
+        found = found or names.get_name(name, (".weight", ".bias"))
     assert found is not None, name
     return found
 
