@@ -82,26 +82,23 @@ def main() -> None:
 def _best_of(rounds: int, model: Path, dtype: str) -> dict[str, dict[str, float]]:
     best: dict[str, dict[str, float]] = defaultdict(dict)
     for way in WAYS * rounds:
-        for name, value in measured(way, model, dtype):
+        for name, value in _measured(way, model, dtype):
             best[way][name] = min(value, best[way].get(name, value))
     return best
 
 
-def measured(
-    way: str, model: Path, dtype: str, *, steps: int = STEPS, times: int = TIMES, has_prefill: bool = True
-) -> Iterator[tuple[str, float]]:
-    """Each figure of one way, the best of so many `times`, with its name; decode takes so many `steps`."""
+def _measured(way: str, model: Path, dtype: str) -> Iterator[tuple[str, float]]:
+    """Each figure of one way, with its name."""
     if way == "generate":
-        run, close = _by_generate(model, dtype), None
+        run, close = by_generate(model, dtype), None
     else:
-        engine = LLM(**_settings(way, model, dtype))
+        engine = LLM(**settings_of(way, model, dtype))
         run, close = partial(_generate, engine), engine.close
     for requests in (1, 8):
         prompts = [PROMPT] * requests
         run(prompts, 4)
-        yield f"decode {requests}", _best(lambda prompts=prompts: run(prompts, steps), times) / steps * 1e3
-    if has_prefill:
-        yield "prefill", _best(lambda: run([PREFILL], 1), times) * 1e3
+        yield f"decode {requests}", _best(lambda prompts=prompts: run(prompts, STEPS), TIMES) / STEPS * 1e3
+    yield "prefill", _best(lambda: run([PREFILL], 1), TIMES) * 1e3
     if close is not None:
         close()
 
@@ -116,13 +113,14 @@ def _starts(graph: str, model: Path, dtype: str) -> dict[str, float]:
 
 def _start(way: str, model: Path, dtype: str) -> float:
     begin = time.perf_counter()
-    engine = LLM(**_settings(way, model, dtype))
+    engine = LLM(**settings_of(way, model, dtype))
     taken = time.perf_counter() - begin
     engine.close()
     return taken
 
 
-def _settings(way: str, model: Path, dtype: str) -> Mapping[str, Any]:
+def settings_of(way: str, model: Path, dtype: str) -> Mapping[str, Any]:
+    """Of `LLM`, for a way on the engine."""
     impl, _, graph = way.partition(" ")
     return {
         "model": str(model),
@@ -140,9 +138,10 @@ def _generate(engine: LLM, prompts: list[list[int]], tokens: int) -> None:
     engine.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
 
 
-def _by_generate(model: Path, dtype: str) -> Callable[[list[list[int]], int], None]:
+def by_generate(model: Path, dtype: str) -> Callable[[list[list[int]], int], None]:
+    """Plain `generate`: prompts of one length, and how many tokens each gets."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
 
     def run(prompts: list[list[int]], tokens: int) -> None:
         ids = torch.tensor(prompts)
@@ -179,9 +178,9 @@ def _peaks() -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
 
 def _start_peak(way: str, model: Path, small: Path, settings: Mapping[str, Any]) -> dict[str, float]:
     given = {"kv_cache_memory": 1 << 24, "max_model_len": 256, **settings}
-    LLM(**{**_settings(way, small, "bfloat16"), **given}).close()
+    LLM(**{**settings_of(way, small, "bfloat16"), **given}).close()
     before = _memory("VmRSS")
-    LLM(**{**_settings(way, model, "bfloat16"), **given}).close()
+    LLM(**{**settings_of(way, model, "bfloat16"), **given}).close()
     peak, weights = _memory("VmHWM"), sum(file.stat().st_size for file in checkpoint_files(model))
     return {
         "over the weights": round((peak - before) / weights, 3),
