@@ -4,8 +4,9 @@
 
 Without MODEL, a Llama of 100 million random weights. Decode is milliseconds a step at 1 and 8 requests, prefill milliseconds for
 384 tokens. The ways take turns, because a machine's speed drifts; what
-counts is their ratio. Starts are seconds, the medians of several, with every library imported and each way started before; either
-way is the first one in every second pair, and their ratio is the median of the pairs'. Peaks are the most memory that a start takes, over the bytes of the weights' files, for models of 400 MiB
+counts is their ratio. Starts are milliseconds of processor time, which what else runs hardly changes, on one processor: medians of
+several, with every library imported and each way started before. Either way is the first one in every second pair, and their ratio
+is the median of the pairs'. Peaks are the most memory that a start takes, over the bytes of the weights' files, for models of 400 MiB
 that are made here; what the process had before, with every library imported and a small model of the same type started and
 closed, is subtracted.
 """
@@ -65,7 +66,7 @@ def main() -> None:
             make_model(Path(folder), "llama", {})
         model = asked.model or Path(folder)
         best = _best_of(asked.rounds, model, asked.dtype)
-        starts = {graph: _starts(graph, model, asked.dtype) for graph in GRAPHS}
+        starts = _all_starts(model, asked.dtype)
     told = {"machine": machine(), "dtype": asked.dtype, "best of": asked.rounds, "ways": best, "starts": starts}
     told["ratios"] = {
         way: {
@@ -103,18 +104,32 @@ def _measured(way: str, model: Path, dtype: str) -> Iterator[tuple[str, float]]:
         close()
 
 
-def _starts(graph: str, model: Path, dtype: str) -> dict[str, float]:
-    """Seconds of both ways, and how many times native's the other's are."""
-    ways = [f"{impl} {graph}" for impl in ("native", "transformers")]
-    pairs = [{way: _start(way, model, dtype) for way in ways[:: 1 if number % 2 else -1]} for number in range(STARTS)]
-    found = {way.partition(" ")[0]: round(median(pair[way] for pair in pairs[2:]), 4) for way in ways}
-    return found | {"times native": round(median(pair[ways[1]] / pair[ways[0]] for pair in pairs[2:]), 3)}
+def _all_starts(model: Path, dtype: str) -> dict[str, dict[str, dict[str, float]]]:
+    """Of the model, and of a large one that is made."""
+    with TemporaryDirectory() as folder:
+        make_model(Path(folder), "llama", DENSE)
+        models = {"the model": model, "400 MiB": Path(folder)}
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return {name: pool.apply(_starts, (path, dtype)) for name, path in models.items()}
+
+
+def _starts(model: Path, dtype: str) -> dict[str, dict[str, float]]:
+    """Milliseconds of both ways, and how many times native's the other's are, for each graph; on one processor."""
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    told = {}
+    for graph in GRAPHS:
+        ways = [f"{impl} {graph}" for impl in ("native", "transformers")]
+        pairs = [{way: _start(way, model, dtype) for way in ways[:: 1 if each % 2 else -1]} for each in range(STARTS)]
+        found = {way.partition(" ")[0]: round(median(pair[way] for pair in pairs[2:]) * 1e3, 1) for way in ways}
+        ratio = round(median(pair[ways[1]] / pair[ways[0]] for pair in pairs[2:]), 3)
+        told[graph] = {**found, "times native": ratio}
+    return told
 
 
 def _start(way: str, model: Path, dtype: str) -> float:
-    begin = time.perf_counter()
+    begin = time.process_time()
     engine = LLM(**settings_of(way, model, dtype))
-    taken = time.perf_counter() - begin
+    taken = time.process_time() - begin
     engine.close()
     return taken
 

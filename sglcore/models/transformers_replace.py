@@ -168,11 +168,12 @@ def _check(model: PreTrainedModel, found: Replaced, linears: Sequence[PackedLine
 
 def _places(model: PreTrainedModel, keeps: Callable[[str], bool]) -> Iterator[Place]:
     """Modules that one module owns, none of whose parameters is another's or `keeps`."""
-    owners = Counter(id(child) for module in model.modules() for child in module.children())
+    modules = list(model.named_modules())
+    owners = Counter(id(child) for _, module in modules for child in module.children())
     stored = model.state_dict(keep_vars=True)
     uses = Counter(id(parameter) for parameter in stored.values())
     fixed = {id(parameter) for name, parameter in stored.items() if uses[id(parameter)] > 1 or keeps(name)}
-    for prefix, owner in list(model.named_modules()):
+    for prefix, owner in modules:
         for name, child in list(owner.named_children()):
             is_free = not fixed or not any(id(parameter) in fixed for parameter in child.parameters())
             if owners[id(child)] == 1 and is_free:

@@ -219,6 +219,8 @@ def names_in(kind: type[nn.Module]) -> set[str]:
 def check_mixers(mixers: tuple[Mixer, ...]) -> None:
     """Find those that forget, by a twin of each class with random weights, once buffers have their values. Raises
     `ConfigError` for one that token by token does not give what it gives at once."""
+    if not mixers:
+        return
     kinds = {type(mixer.module): mixer for mixer in mixers}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
