@@ -88,6 +88,7 @@ class HashRouting:
     def __init__(self, build: Scope, moe: MoeConfig) -> None:
         self._gate = _Gate(build, moe)
         self.table = build.parameter("tid2eid", build.config.vocab_size, moe.experts_per_token, dtype=torch.int32)
+        build.weights.bounds.append((f"{build.prefix}tid2eid", self.table, moe.num_experts))
         self._scale = moe.scale
         logits, ids = build.rows(moe.num_experts).float(), build.indices()
         self._route = build.kernel(KernelTable.hash_routing, logits, ids, self.table, self._scale)

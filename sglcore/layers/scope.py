@@ -41,10 +41,12 @@ class Weights:
     `linears` are the layers whose weight is packed once it is loaded. `head` is the output layer, packed by rules of its
     own because its weight is the embedding's too if `is_head_tied`; None where there is none. `offsets` are numbers that are
     added to parameters once they are loaded. `orders` has int64 [N] for targets whose row i is row order[i] of the checkpoint's.
+    `bounds` are parameters of whole numbers, with their names, and the number that each element is below; none is negative.
     `stacks` are parameters that some checkpoints have whole and others in parts, with the names of the parts.
     """
 
     __slots__ = (
+        "bounds",
         "device",
         "dtype",
         "head",
@@ -63,6 +65,7 @@ class Weights:
         self.head: Packable | None = None
         self.is_head_tied = False
         self.linears: list[Packable] = []
+        self.bounds: list[tuple[str, Tensor, int]] = []
         self.offsets: list[tuple[Tensor, float]] = []
         self.orders: dict[str, Tensor] = {}
         self.parameters: list[Tensor] = []

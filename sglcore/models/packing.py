@@ -45,6 +45,17 @@ def check_quantize(asked: str, kernels: KernelTable) -> None:
         )
 
 
+def check_bounds(name: str, parameter: Tensor, bound: int) -> None:
+    """Raise `CheckpointError` unless every element is one of 0..bound - 1. Waits."""
+    least, most = (int(each) for each in parameter.aminmax())
+    if least < 0 or most >= bound:
+        raise CheckpointError(
+            f"{name} has numbers from {least} to {most}",
+            wanted=f"0 to {bound - 1}",
+            remedy="the file is damaged, or config.json belongs to another checkpoint",
+        )
+
+
 class Packer:
     """Fills a model's weights. `forms` counts the linear layers in each form, `head` says the output layer's, and
     `notes` counts what a person may want to know about quantised weights that are not kept as they are."""
@@ -81,6 +92,8 @@ class Packer:
             self.head = self._load_layer(head, [sources[name] for name in head.names], report)
         for parameter, offset in weights.offsets:
             parameter.add_(offset)
+        for name, parameter, bound in weights.bounds:
+            check_bounds(name, parameter, bound)
         weights.targets.clear()
 
     def row(self) -> Row | None:

@@ -65,6 +65,16 @@ def test_tables_of_experts_have_whole_numbers_of_either_size(folder: Path, tmp_p
         load(tmp_path)
 
 
+@pytest.mark.parametrize("wrong", [8, -1])
+def test_a_table_that_names_an_expert_that_there_is_not_is_refused(folder: Path, tmp_path: Path, wrong: int) -> None:
+    shutil.copy(folder / "config.json", tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    weights["layers.0.ffn.gate.tid2eid"][3, 1] = wrong
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"tid2eid has numbers from .*{wrong}.*wanted 0 to 7"):
+        load(tmp_path)
+
+
 class Drafting(DeepseekV4NextN):
     """Of streams that a test has put beside the batch."""
 
