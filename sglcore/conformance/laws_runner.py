@@ -179,14 +179,19 @@ def two_runners(trial: Trial) -> None:
     """Two models in one process, step by step in turn, with different attention backends where there are two."""
     backends = tuple(trial.target.usable_attention())
     with trial.opened("dense") as one, trial.opened("window", **_other_backend(trial, backends)) as other:
-        sessions = [harness.session(chunk=6) for harness in (one, other)]
-        for seed, session in enumerate(sessions):
-            session.begin(random_prompts(seed, (9, 4, 17)), 8)
-        running = sessions
-        while running:
-            running = [session for session in running if session.step()]
-        for harness, session in zip((one, other), sessions, strict=True):
-            trial.compare(harness, session.end())
+        run_in_turn(trial, one, other)
+
+
+def run_in_turn(trial: Trial, *harnesses: Harness) -> None:
+    """A few requests on each device, one step of each after the other."""
+    sessions = [harness.session(chunk=6) for harness in harnesses]
+    for seed, session in enumerate(sessions):
+        session.begin(random_prompts(seed, (9, 4, 17)), 8)
+    running = sessions
+    while running:
+        running = [session for session in running if session.step()]
+    for harness, session in zip(harnesses, sessions, strict=True):
+        trial.compare(harness, session.end())
 
 
 def _other_backend(trial: Trial, backends: tuple[str, ...]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from sglcore.conformance.checkpoint_sparse import SPARSE_MODELS
 from sglcore.conformance.harness import random_prompts
 from sglcore.conformance.law import Law
 from sglcore.conformance.laws_memory import prefix_hits, retraction
-from sglcore.conformance.laws_runner import c2, check_replayed, overlap_is_sequential
+from sglcore.conformance.laws_runner import c2, check_replayed, overlap_is_sequential, run_in_turn
 from sglcore.conformance.mutant import TORCH
 from sglcore.conformance.mutants_attention import FORGETS_LENGTHS
 from sglcore.conformance.target import Target
@@ -47,6 +47,12 @@ def replayed_rows(trial: Trial) -> None:
         for lengths in ((3, 30, 15, 40), (6,), (11, 31)):
             trial.compare(harness, harness.run(random_prompts(len(lengths), lengths), 6, stagger=1, chunk=16))
         check_replayed(harness, kind, BUCKETS)
+
+
+def runners_in_turn(trial: Trial) -> None:
+    """One model of each kind and one without rows in one process, each with its own pools, plans and backend."""
+    with trial.opened("latent") as one, trial.opened("compressed") as two, trial.opened("dense") as three:
+        run_in_turn(trial, one, two, three)
 
 
 def by_graph(target: Target) -> tuple[str, ...]:
@@ -104,6 +110,13 @@ LAWS: tuple[Law, ...] = (
         worker.REUSES_RESULTS,
         needs=TORCH,
         cases=by_model,
+    ),
+    c2(
+        "runners_in_turn",
+        "Backends of different rows do not meet in one process.",
+        runners_in_turn,
+        worker.LATEST_WORKER,
+        needs=TORCH,
     ),
     c2(
         "replayed_rows",
