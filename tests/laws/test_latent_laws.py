@@ -140,7 +140,7 @@ def test_an_indexer_that_may_choose_all_changes_nothing(tmp_path: Path) -> None:
     [
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8', and "),
         ({"task": "embed"}, "keeps rows of its own, and an embedding runs without"),
-        ({"attention_backend": "gathered"}, "keys and values laid out rows|is not offered"),
+        ({"attention_backend": "gathered"}, "keys and values laid out rows|it lacks latent|is not offered"),
     ],
 )
 @pytest.mark.parametrize("case", ["deepseek-v3"], indirect=True)
