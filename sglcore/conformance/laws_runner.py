@@ -12,7 +12,7 @@ from sglcore.conformance import mutants_kept as kept
 from sglcore.conformance import mutants_runtime as runtime
 from sglcore.conformance import mutants_worker as worker
 from sglcore.conformance.attention_cases import every_cell
-from sglcore.conformance.checkpoint import CONTEXT
+from sglcore.conformance.checkpoint import CONTEXT, SETTINGS
 from sglcore.conformance.harness import Harness, Result, random_prompts
 from sglcore.conformance.held import counter
 from sglcore.conformance.law import LOGPROBS, Law, LawBroken, NotApplicable
@@ -214,9 +214,17 @@ def models(*names: str) -> Callable[[Target], tuple[str, ...]]:
 def open_case(trial: Trial) -> Harness:
     """The shared device of a case named by model, or by model and dtype."""
     model, _, dtype = trial.case.partition("/")
+    check_computes(trial.target, model)
     harness = trial.kit.harness(model, **({"dtype": dtype} if dtype else {}))
     _check_keeps(harness)
     return harness
+
+
+def check_computes(target: Target, *models: str) -> None:
+    """Raise NotApplicable where a model asks for a type that the device does not compute in."""
+    for dtype in (SETTINGS[model]["dtype"] for model in models if "dtype" in SETTINGS.get(model, ())):
+        if dtype not in target.facts().dtypes:
+            raise NotApplicable(f"this device does not compute in {dtype}, in which roundings change no choice of rows")
 
 
 def _check_keeps(harness: Harness) -> None:

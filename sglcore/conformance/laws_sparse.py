@@ -11,7 +11,14 @@ from sglcore.conformance.checkpoint_sparse import SPARSE_MODELS
 from sglcore.conformance.harness import random_prompts
 from sglcore.conformance.law import Law
 from sglcore.conformance.laws_memory import prefix_hits, retraction
-from sglcore.conformance.laws_runner import c2, check_replayed, overlap_is_sequential, run_in_turn
+from sglcore.conformance.laws_runner import (
+    c2,
+    check_computes,
+    check_replayed,
+    open_case,
+    overlap_is_sequential,
+    run_in_turn,
+)
 from sglcore.conformance.mutant import TORCH
 from sglcore.conformance.mutants_attention import FORGETS_LENGTHS
 from sglcore.conformance.target import Target
@@ -25,7 +32,7 @@ TOKENS = (16,)
 
 def rows_by_pages(trial: Trial) -> None:
     """Texts whole and in chunks that no block divides, beside others that join later, over pages in any order."""
-    harness = trial.kit.harness(trial.case)
+    harness = open_case(trial)
     trial.compare(harness, harness.run(random_prompts(21, LENGTHS), 6, score_prompts=True))
     for chunk, scramble in ((7, 1), (33, 2)):
         how = {"chunk": chunk, "scramble": scramble, "stagger": 1}
@@ -34,7 +41,7 @@ def rows_by_pages(trial: Trial) -> None:
 
 def slots_and_pages_go_on(trial: Trial) -> None:
     """More requests than slots, one after the other in the rows that others left."""
-    harness = trial.kit.harness(trial.case)
+    harness = open_case(trial)
     session = harness.session(stagger=1)
     for seed in (23, 24):
         trial.compare(harness, session.run(random_prompts(seed, (19, 2, 35, 8, 50, 4, 27, 11, 17, 33)), 8))
@@ -43,6 +50,7 @@ def slots_and_pages_go_on(trial: Trial) -> None:
 def replayed_rows(trial: Trial) -> None:
     """Plans in place before each replay, for fewer rows than were captured and for as many; prompts between."""
     kind, _, model = trial.case.partition("/")
+    check_computes(trial.target, model)
     with trial.opened(model, graph=kind, graph_buckets=BUCKETS, graph_token_buckets=TOKENS) as harness:
         for lengths in ((3, 30, 15, 40), (6,), (11, 31)):
             trial.compare(harness, harness.run(random_prompts(len(lengths), lengths), 6, stagger=1, chunk=16))
@@ -51,6 +59,7 @@ def replayed_rows(trial: Trial) -> None:
 
 def runners_in_turn(trial: Trial) -> None:
     """One model of each kind and one without rows in one process, each with its own pools, plans and backend."""
+    check_computes(trial.target, *SPARSE_MODELS)
     with trial.opened("latent") as one, trial.opened("compressed") as two, trial.opened("dense") as three:
         run_in_turn(trial, one, two, three)
 

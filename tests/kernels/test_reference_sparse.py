@@ -186,6 +186,36 @@ def test_so_many_tokens_at_a_time_as_memory_permits_change_nothing(monkeypatch: 
         close(parts, wanted)
 
 
+def test_lists_name_the_last_tokens_and_the_complete_blocks() -> None:
+    table, own, places = int32(0, 0, 5, 2).view(2, 2), int32(1, 1, 1), int32(1, 6, 9)
+    window, blocks = torch.empty(3, 4, dtype=torch.int32), torch.empty(3, 4, dtype=torch.int32)
+    TABLE.window_rows(table, own, places, 4, 8, window)
+    assert window.tolist() == [[40, 41, -1, -1], [43, 44, 45, 46], [46, 47, 16, 17]]
+    TABLE.block_rows(table, own, places, 2, 8, blocks)
+    assert blocks.tolist() == [[20, -1, -1, -1], [20, 21, 22, -1], [20, 21, 22, 23]]
+
+
+def test_keys_of_an_index_are_normalised_and_turned_by_halves_where_they_begin() -> None:
+    x, weight, bias, places, table = (
+        random(5, 24),
+        random(24, seed=1),
+        random(24, seed=2),
+        int32(3, 0, 9, 1, 4),
+        angles(),
+    )
+    rows = torch.zeros(9, 24)
+    TABLE.index_key_store(x, weight, bias, 1e-5, places, table, rows, torch.tensor([4, 1, 8, 2, 5]), None)
+    wanted, _ = TABLE.rotary(F.layer_norm(x, (24,), weight, bias, 1e-5), x, places, table, 24)
+    close(rows[[4, 1, 8, 2, 5]], wanted)
+    assert not rows[[0, 3, 6, 7]].any()
+
+
+def test_factors_are_held_within_a_limit_before_the_gate_is_bent() -> None:
+    x = random(6, 20) * 3
+    gate, up = x[:, :10].clamp(max=0.7), x[:, 10:].clamp(-0.7, 0.7)
+    close(TABLE.limited_silu_and_mul(x, 0.7), gate * torch.sigmoid(gate) * up)
+
+
 def test_streams_are_mixed_as_the_oracles() -> None:
     module, h = made(deepseek.DeepseekV4HyperConnection), random(7, 4, 48)
     given = module.fn, module.base, module.scale, module.input_norm.eps, module.hc_eps, module.hc_sinkhorn_iters
