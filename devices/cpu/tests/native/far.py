@@ -160,8 +160,11 @@ def started(driver: Path, processor: str) -> subprocess.Popen[bytes]:
     for _ in range(20):
         command = (EMULATOR, "-L", LIBRARIES, "-cpu", processor, str(driver))
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        Pipe(child).send(LEVEL)
-        Pipe(child).word()
+        try:
+            Pipe(child).send(LEVEL)
+            Pipe(child).word()
+        except (OSError, RuntimeError):
+            continue  # the emulator found no place for its own memory, and ended
         here, there = spans("self"), spans(str(child.pid))
         if not any(first < end and start < last for first, last in here for start, end in there):
             return child
