@@ -40,6 +40,11 @@ class ReqToTokenPool:
         self.max_pages = -(-max_model_len // page_size) + 1
         self.page_table = torch.zeros(max_requests + 1, self.max_pages, dtype=torch.int32, device=device)
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens for which a slot has room."""
+        return self.max_pages * self.page_size
+
     def changes(self, batch: ScheduleBatch) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
         """The step's page-table differences: int32[N] entries of the flat table, and the int32[N] pages to write there.
 

@@ -78,7 +78,7 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
 
     def plan(self, batch: ForwardBatch) -> CompressedPlan:
         """On the device, by as many operations for any batch; the host's lengths bound what is made."""
-        tokens = TokenRows.of(batch, self._most)
+        tokens = TokenRows.of(batch, self.req_to_token_pool.max_tokens)
         counts = {kept.ratio: _most_completed(batch, kept.ratio) for kept in self.token_to_kv_pool.states}
         plan = self._empty(tokens, counts, self._window_out(batch))
         self._fill_lists(plan, batch)
@@ -88,14 +88,14 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
     def capture_plan(self, bucket: Bucket) -> CompressedPlan:
         """As many rows as there can be."""
         device = self.req_to_token_pool.page_table.device
-        tokens = TokenRows.empty(bucket.num_tokens, self._most, device)
+        tokens = TokenRows.empty(bucket.num_tokens, self.req_to_token_pool.max_tokens, device)
         states = self.token_to_kv_pool.states
         counts = {kept.ratio: most_completed(bucket.num_tokens, bucket.batch_size, kept.ratio) for kept in states}
         return self._empty(tokens, counts, torch.zeros_like(tokens.slots))
 
     def refresh(self, plan: CompressedPlan, batch: ForwardBatch) -> None:
         """In place."""
-        plan.tokens.copy_(TokenRows.of(batch, self._most))
+        plan.tokens.copy_(TokenRows.of(batch, self.req_to_token_pool.max_tokens))
         plan.window_out.copy_(self._window_out(batch))
         self._fill_lists(plan, batch)
         self._complete(plan, batch)
@@ -103,7 +103,7 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
     def plan_steps(self, view: ForwardBatch, count: int) -> tuple[CompressedPlan, ...]:
         """Plans of the decode batch `view` and of those after it, each with one token more: their lists are made together."""
         (whole, steps), pool = later_steps(view, count), self.token_to_kv_pool
-        tokens, (table, positions) = TokenRows.of(whole, self._most), self._windows(whole)
+        tokens, (table, positions) = TokenRows.of(whole, self.req_to_token_pool.max_tokens), self._windows(whole)
         out = torch.empty_like(tokens.slots)
         self.kernels.cache_locations(table, tokens.slots, positions, pool.page_size, out)
         made = self._empty(tokens, {kept.ratio: 0 for kept in pool.states}, out)
@@ -134,11 +134,6 @@ class DeepseekV4AttnBackend(AttentionBackend[CompressedPlan]):
         q = q.view(q.shape[0], layer.num_heads, layer.head_dim)
         given = window, plan.window, rows, chosen, layer.sinks, layer.scaling, layer.value_size, codec
         return self.kernels.sparse_mqa(q, *given).flatten(1)
-
-    @property
-    def _most(self) -> int:
-        """Tokens of a request."""
-        return self.req_to_token_pool.max_pages * self.token_to_kv_pool.page_size
 
     def _window_out(self, batch: ForwardBatch) -> Tensor:
         found = batch.out_cache_loc if self.token_to_kv_pool.window_table is None else batch.window_cache_loc

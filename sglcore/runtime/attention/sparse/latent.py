@@ -35,11 +35,6 @@ class DeepseekSparseAttnBackend(AttentionBackend[LatentPlan]):
     facts = AttentionFacts(features=frozenset({LATENT, "capture", "mixed"}), takes_stored=True, layouts=(ROWS,))
     token_to_kv_pool: RowPool
 
-    @property
-    def _most(self) -> int:
-        """Tokens of a request."""
-        return self.req_to_token_pool.max_pages * self.token_to_kv_pool.page_size
-
     def rows_of(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
         """Those of its tokens."""
         pool, places = self.token_to_kv_pool, batch.out_cache_loc
@@ -48,20 +43,22 @@ class DeepseekSparseAttnBackend(AttentionBackend[LatentPlan]):
 
     def plan(self, batch: ForwardBatch) -> LatentPlan:
         """On the device, by as many operations for any batch."""
-        return LatentPlan(self, self.generation, TokenRows.of(batch, self._most))
+        return LatentPlan(self, self.generation, TokenRows.of(batch, self.req_to_token_pool.max_tokens))
 
     def capture_plan(self, bucket: Bucket) -> LatentPlan:
         """One row for each token."""
         device = self.req_to_token_pool.page_table.device
-        return LatentPlan(self, self.generation, TokenRows.empty(bucket.num_tokens, self._most, device))
+        return LatentPlan(
+            self, self.generation, TokenRows.empty(bucket.num_tokens, self.req_to_token_pool.max_tokens, device)
+        )
 
     def refresh(self, plan: LatentPlan, batch: ForwardBatch) -> None:
         """In place."""
-        plan.tokens.copy_(TokenRows.of(batch, self._most))
+        plan.tokens.copy_(TokenRows.of(batch, self.req_to_token_pool.max_tokens))
 
     def plan_steps(self, view: ForwardBatch, count: int) -> tuple[LatentPlan, ...]:
         """Plans of the decode batch `view` and of those after it, each with one token more, made together."""
-        tokens = TokenRows.of(later_steps(view, count)[0], self._most)
+        tokens = TokenRows.of(later_steps(view, count)[0], self.req_to_token_pool.max_tokens)
         return tuple(LatentPlan(self, self.generation, tokens.part(step, count)) for step in range(count))
 
     def choose(self, q: Tensor, weights: Tensor, layer: SparseLayer, batch: ForwardBatch) -> None:
