@@ -23,7 +23,6 @@ from sglcore.device.worker import Limits
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.selection import choose_attention, shape_of
-from sglcore.runtime.attention.sparse.layer import SparseLayer
 from sglcore.runtime.attention.windowed import WindowedAttention
 from sglcore.runtime.graphs.backend import PromptBackend
 from sglcore.runtime.graphs.build import capture, make_backend
@@ -273,7 +272,7 @@ def attention(
     kernels = fitted(kernels, KernelTable.draw, (logits, None, None), refusals=refusals)
     kernels = fitted(kernels, KernelTable.greedy, (logits,), refusals=refusals)
     for layer in layers:
-        for entry, call in layer.calls(pools.token_to_kv.page_size) if isinstance(layer, SparseLayer) else ():
+        for entry, call in layer.calls(pools.token_to_kv.page_size):
             kernels = fitted(kernels, entry, call, refusals=refusals)
     ledger.record(*refusals.rows())
 

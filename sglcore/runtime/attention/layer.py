@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch import Tensor
 from sglcore.runtime.forward_context import get_forward_context
 
 if TYPE_CHECKING:
+    from sglcore.runtime.kernels.choice import Call
+    from sglcore.runtime.kernels.entry import Entry
     from sglcore.runtime.memory.rows import KeptRows
 
 
@@ -82,6 +84,11 @@ class Attention:
             "encoder": not self.cached,
         }
         return frozenset(name for name, is_asked in asked.items() if is_asked)
+
+    def calls(self, page_size: int) -> Iterable[tuple[Entry[Any], Call]]:
+        """The entries of the kernel table that a backend calls for it beside those that every model has, each with arguments that have the sizes and types of such
+        a call."""
+        return ()
 
     def cells(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """The caches [cells, kv_heads, head_dim] of keys and values and the cells int[T] of this forward's tokens, if the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +14,6 @@ from sglcore.runtime.forward_context import get_forward_context
 
 if TYPE_CHECKING:
     from sglcore.runtime.forward_batch import ForwardBatch
-    from sglcore.runtime.kernels.choice import Call
-    from sglcore.runtime.kernels.entry import Entry
     from sglcore.runtime.memory.rows import KeptRows
 
 
@@ -66,11 +64,6 @@ class SparseLayer(Attention, ABC):
             return context.segments.run_between(self, hidden)
         assert context.batch is not None
         return self.mix(hidden, context.batch, context.attn_backend)
-
-    def calls(self, page_size: int) -> Iterable[tuple[Entry[Any], Call]]:
-        """The entries of the kernel table that a backend calls for it, each with arguments that have the sizes and types of such
-        a call."""
-        return ()
 
     @abstractmethod
     def mix(self, hidden: Tensor, batch: ForwardBatch, backend: Any) -> Tensor:
