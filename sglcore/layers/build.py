@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from sglcore.checkpoint.compressed import CompressedConfig, Compression
-from sglcore.checkpoint.config import EXPERT_PARTS, MoeConfig, RopeConfig
+from sglcore.checkpoint.config import EMPTY, EXPERT_PARTS, MoeConfig, RopeConfig
 from sglcore.checkpoint.latent import LatentConfig
 from sglcore.checkpoint.quantization import has_mxfp4_experts
 from sglcore.checkpoint.recurrent import DeltaNetConfig, Mamba2Config
@@ -20,7 +20,7 @@ from sglcore.layers.attention import AttentionLayer
 from sglcore.layers.hyper import HyperConnection, HyperHead
 from sglcore.layers.latent import LatentAttention, Projections
 from sglcore.layers.limited import LimitedMlp, LimitedMoe
-from sglcore.layers.linear import Embedding, GroupedLinear, Head, Linear, OrderedLinear, Softcap
+from sglcore.layers.linear import Embedding, GroupedLinear, Head, Linear, MappedHead, OrderedLinear, Softcap
 from sglcore.layers.mlp import GatedMlp
 from sglcore.layers.moe import (
     ClampedMoe,
@@ -42,7 +42,10 @@ from sglcore.runtime.kernels.table import KernelTable
 
 @dataclass(frozen=True, slots=True)
 class Build(Scope):
-    """The scope in which a layer is built, and the layers themselves."""
+    """The scope in which a layer is built, and the layers themselves. `given` are layers of another model in the place of
+    embeddings and output layers of these names."""
+
+    given: Mapping[str, Any] = EMPTY
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> Linear:
         """x W^T + b."""
@@ -78,11 +81,19 @@ class Build(Scope):
 
     def embedding(self, name: str, rows: int, size: int, scale: float | None = None) -> Embedding:
         """A row for each id."""
-        return Embedding(self.at(name), rows, size, scale)
+        return self.given.get(self.prefix + name) or Embedding(self.at(name), rows, size, scale)
 
     def head(self, name: str, rows: int, size: int, tied: Embedding | None = None) -> Head:
         """The output layer."""
-        return Head(self.at(name), rows, size, tied)
+        return self.given.get(self.prefix + name) or Head(self.at(name), rows, size, tied)
+
+    def mapped_head(self, name: str, ids: str, rows: int, size: int, outputs: int) -> MappedHead:
+        """The output layer of some outputs."""
+        return MappedHead(self, name, ids, rows, size, outputs)
+
+    def concat(self) -> Callable[..., Tensor]:
+        """Columns side by side."""
+        return lambda *parts: torch.cat(parts, -1)
 
     def rotary(self, rope: RopeConfig | None = None) -> Tensor:
         """The cosines and sines of every position."""

@@ -117,6 +117,31 @@ class Head:
         return self._linear(hidden, self._owner.weight, None).float()
 
 
+class MappedHead:
+    """The output layer of a part of the vocabulary: float32 logits of all of it, -inf where it has no row."""
+
+    __slots__ = ("_head", "_ids", "_rows")
+
+    def __init__(self, build: Scope, name: str, ids: str, rows: int, size: int, outputs: int) -> None:
+        """The arguments are those of `Build.mapped_head`."""
+        self._head = Head(build.at(name), rows, size, None)
+        self._ids = build.parameter(ids, rows, dtype=torch.int32)
+        self._rows = torch.full((outputs,), rows, dtype=torch.int32, device=build.weights.device)
+        build.weights.offsets.append((self._ids, torch.arange(rows, dtype=torch.int32, device=build.weights.device)))
+        build.weights.bounds.append((build.prefix + ids, self._ids, outputs))
+        build.weights.derived.append(self._invert)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[N, H] to float32 [N, outputs]."""
+        logits = torch.nn.functional.pad(self._head(hidden), (0, 1), value=-torch.inf)
+        return logits.index_select(1, self._rows)
+
+    def _invert(self) -> None:
+        rows = torch.full(self._rows.shape, len(self._ids), dtype=torch.int32)
+        rows[self._ids.cpu().long()] = torch.arange(len(self._ids), dtype=torch.int32)
+        self._rows.copy_(rows)
+
+
 class Softcap:
     """cap * tanh(x / cap)."""
 

@@ -6,7 +6,7 @@ follow from that declaration.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self, TypeVar
 
@@ -40,13 +40,14 @@ class Weights:
 
     `linears` are the layers whose weight is packed once it is loaded. `head` is the output layer, packed by rules of its
     own because its weight is the embedding's too if `is_head_tied`; None where there is none. `offsets` are numbers that are
-    added to parameters once they are loaded. `orders` has int64 [N] for targets whose row i is row order[i] of the checkpoint's.
+    added to parameters once they are loaded, and `derived` is called when all is. `orders` has int64 [N] for targets whose row i is row order[i] of the checkpoint's.
     `bounds` are parameters of whole numbers, with their names, and the number that each element is below; none is negative.
     `stacks` are parameters that some checkpoints have whole and others in parts, with the names of the parts.
     """
 
     __slots__ = (
         "bounds",
+        "derived",
         "device",
         "dtype",
         "head",
@@ -66,7 +67,8 @@ class Weights:
         self.is_head_tied = False
         self.linears: list[Packable] = []
         self.bounds: list[tuple[str, Tensor, int]] = []
-        self.offsets: list[tuple[Tensor, float]] = []
+        self.derived: list[Callable[[], None]] = []
+        self.offsets: list[tuple[Tensor, float | Tensor]] = []
         self.orders: dict[str, Tensor] = {}
         self.parameters: list[Tensor] = []
         self.stacks: dict[str, tuple[Tensor, tuple[str, ...]]] = {}

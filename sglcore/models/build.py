@@ -7,7 +7,7 @@ come first, [T, ...], and every layer takes T = 0.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from sglcore.checkpoint.compressed import CompressedConfig, Compression
@@ -39,6 +39,11 @@ class Batch(Protocol):
     @property
     def token_type_ids(self) -> Array | None:
         """Integers [T]: the segment of each token of its request, or None where all are of the first."""
+        ...
+
+    @property
+    def features(self) -> Array | None:
+        """[T, H]: what another model made of the token before each of these, or this one of its own proposals."""
         ...
 
 
@@ -282,6 +287,15 @@ class Build(Protocol):
     ) -> Attention:
         """Latent attention between projections, with the norm, `kv_b_proj` and the `indexer` of this scope: [T, H] to [T, H]. Rotated
         pairs are neighbours."""
+        ...
+
+    def mapped_head(self, name: str, ids: str, rows: int, size: int, outputs: int) -> Layer:
+        """The output layer [T, size] to float32 [T, outputs] that has weights for `rows` of them: output i + `ids`[i] by its row i,
+        by `ids` integers [rows], and -inf for the others."""
+        ...
+
+    def concat(self) -> Callable[..., Array]:
+        """Any number of arrays [T, ...] to one with all their columns, in order."""
         ...
 
     def softcap(self, cap: float) -> Layer:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from sglcore.checkpoint.config import ModelConfig, MoeConfig
 from sglcore.checkpoint.recurrent import mamba2_config
 from sglcore.device.errors import ConfigError
-from sglcore.models.build import Architecture, Array, Attention, Batch, Build, Layer, Stateful
+from sglcore.models.build import Architecture, Array, Attention, Batch, Build, Layer, Norm, Stateful
 
 
 class LayerState(NamedTuple):
@@ -44,14 +44,17 @@ class SelfAttention:
         sinks: bool = False,
         fused: str = "",
         is_interleaved: bool = False,
+        inputs: int | None = None,
     ) -> None:
         """`fused` names a weight with the rows of queries, keys and values. `is_interleaved`: rotated pairs are neighbours in the
-        checkpoint. The others are those of `Build.attention`."""
+        checkpoint. It is called with rows of `inputs` elements, None: the hidden size. The others are those of
+        `Build.attention`."""
         config = build.config
         size, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
         parts = (("q_proj", heads * size), ("k_proj", kv_heads * size), ("v_proj", kv_heads * size))
         parts = ((fused, (heads + 2 * kv_heads) * size),) if fused else parts
-        self.qkv_proj = build.fused(parts, config.hidden_size, qkv_bias, ("q_proj", "k_proj") if is_interleaved else ())
+        turned = ("q_proj", "k_proj") if is_interleaved else ()
+        self.qkv_proj = build.fused(parts, config.hidden_size if inputs is None else inputs, qkv_bias, turned)
         self.attention = build.attention(
             layer_id, rotary, qk_norm=qk_norm, whole_norm=whole_norm, norm_offset=norm_offset, sinks=sinks
         )
@@ -107,10 +110,12 @@ class DecoderLayer:
 
     __slots__ = ("input_layernorm", "mlp", "post_attention_layernorm", "self_attn")
 
-    def __init__(self, build: Build, self_attn: Mixer, mlp: Layer, offset: float | None = None) -> None:
-        """`offset` is that of `Build.norm`."""
+    def __init__(
+        self, build: Build, self_attn: Mixer, mlp: Layer, offset: float | None = None, first: Norm | None = None
+    ) -> None:
+        """`offset` is that of `Build.norm`; `first` stands in the place of the norm before attention."""
         size = build.config.hidden_size
-        self.input_layernorm = build.norm("input_layernorm", size, offset)
+        self.input_layernorm = build.norm("input_layernorm", size, offset) if first is None else first
         self.self_attn = self_attn
         self.post_attention_layernorm = build.norm("post_attention_layernorm", size, offset)
         self.mlp = mlp
@@ -182,30 +187,34 @@ class CausalLM(Architecture):
     """Embedding, layers, norm and head. `embed`, `run_layers` over all layers in order, and `finish` are one forward.
 
     `knows` are the options of the configuration that the architecture heeds; `activations` those that its feed-forward blocks may
-    have, of which experts have the first; `norm_offset` is that of its norms.
+    have, of which experts have the first; `norm_offset` is that of its norms. `behind` is how many layers, which predict further
+    tokens and are left unread, a checkpoint has behind the last if its configuration does not say.
     """
 
     activations: ClassVar[tuple[str, ...]] = ("silu", "gelu_pytorch_tanh")
 
     knows: ClassVar[frozenset[str]] = frozenset()
     norm_offset: ClassVar[float | None] = None
+    behind: ClassVar[int] = 0
 
     def __init__(self, build: Build) -> None:
         """Raises `ConfigError` for an activation that these layers do not have, and for options that nothing here heeds."""
         super().__init__(build)
         config, inner = build.config, build.at("model")
         self._check(config)
-        vocab, size = config.vocab_size, config.hidden_size
+        first, size = config.num_hidden_layers, config.hidden_size
+        behind = range(first, first + config.words.get("num_nextn_predict_layers", self.behind))
+        self.ignored = (*self.ignored, *(rf"model\.layers\.{layer}\..*" for layer in behind))
         self.rotary = self.make_rotary(build)
         self.local_rotary = self.rotary if config.local_rope is None else build.rotary(config.local_rope)
-        self.embed_tokens = inner.embedding("embed_tokens", vocab, size, self.embedding_scale)
+        self.embed_tokens = inner.embedding("embed_tokens", config.vocab_size, size, self.embedding_scale)
         self.layers = tuple(self.make_layer(inner.at("layers", i), i) for i in range(config.num_hidden_layers))
-        self.norm = inner.norm("norm", size, self.norm_offset)
+        self.norm = self.make_norm(inner)
         cap = config.options.get("final_logit_softcapping")
         self.softcap = None if cap is None else build.softcap(cap)
         self.lm_head = self.score = None
         if config.pooling is None:
-            self.lm_head = build.head("lm_head", vocab, size, self.embed_tokens if config.tie_word_embeddings else None)
+            self.lm_head = self.make_head(build)
         elif config.pooling.labels:
             self.score = build.linear("score", size, config.pooling.labels)
         mixers: tuple[Mixer, ...] = tuple(layer.self_attn for layer in self.layers)
@@ -247,6 +256,16 @@ class CausalLM(Architecture):
     @abstractmethod
     def make_layer(self, build: Build, layer_id: int) -> AnyLayer:
         """One layer of this architecture."""
+
+    def make_norm(self, build: Build) -> Norm:
+        """The norm behind the last layer."""
+        return build.norm("norm", build.config.hidden_size, self.norm_offset)
+
+    def make_head(self, build: Build) -> Layer:
+        """The output layer."""
+        config = build.config
+        tied = self.embed_tokens if config.tie_word_embeddings else None
+        return build.head("lm_head", config.vocab_size, config.hidden_size, tied)
 
     def make_rotary(self, build: Build) -> Any:
         """What turns heads by their positions; None for a model without."""

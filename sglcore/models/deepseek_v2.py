@@ -59,21 +59,19 @@ class LatentSelfAttention:
 
 
 class DeepseekV2ForCausalLM(CausalLM):
-    """Dense blocks in the first layers. Layers behind the last, which predict further tokens, are left unread.
+    """Dense blocks in the first layers.
 
     `wanted` has what words of the configuration must say if they say anything.
     """
 
     knows: ClassVar[frozenset[str]] = frozenset({"n_group", "n_shared_experts", "routed_scaling_factor"})
     activations: ClassVar[tuple[str, ...]] = ("silu",)
+    behind: ClassVar[int] = 1
     wanted: ClassVar[Mapping[str, Any]] = MappingProxyType({"scoring_func": "softmax", "norm_topk_prob": False})
 
     def __init__(self, build: Build) -> None:
         self.latent = self.make_latent(build)
         super().__init__(build)
-        first = build.config.num_hidden_layers
-        behind = range(first, first + build.config.words.get("num_nextn_predict_layers", 1))
-        self.ignored = tuple(rf"model\.layers\.{layer}\..*" for layer in behind)
 
     def make_latent(self, build: Build) -> LatentConfig:
         """What the configuration says of the attention of all layers."""

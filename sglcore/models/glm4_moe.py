@@ -9,14 +9,10 @@ from sglcore.models.decoder import CausalLM, DecoderLayer, SelfAttention, Shared
 
 
 class Glm4MoeForCausalLM(CausalLM):
-    """Biases on queries, keys and values; half of a head is rotated. The layer that predicts a further token, behind the
-    last, is left unread."""
+    """Biases on queries, keys and values; half of a head is rotated."""
 
     knows: ClassVar[frozenset[str]] = frozenset({"n_group", "n_shared_experts", "routed_scaling_factor", "use_qk_norm"})
-
-    def __init__(self, build: Build) -> None:
-        super().__init__(build)
-        self.ignored = (rf"model\.layers\.{build.config.num_hidden_layers}\..*",)
+    behind: ClassVar[int] = 1
 
     def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
         config = build.config

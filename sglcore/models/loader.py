@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
 from io import FileIO
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -51,8 +51,10 @@ def load_model(
     index_dtype: torch.dtype = torch.int64,
     page_size: int | None = None,
     ledger: DecisionLedger | None = None,
+    given: Mapping[str, Any] = EMPTY,
 ) -> Architecture:
-    """Build the model on `device` in `dtype` and fill it from the checkpoint folder, or the GGUF file.
+    """Build the model on `device` in `dtype` and fill it from the checkpoint folder, or the GGUF file. `given` are layers of
+    another model that this one uses in the place of its own, by their names.
 
     `max_positions` sizes position tables (default: the model's context length); `architectures` adds to the registry;
     `quantize` and `page_size` are EngineConfig's, `index_dtype` that of cells. Kernels that do not take this model are rows of the ledger, as is
@@ -63,7 +65,8 @@ def load_model(
     model_type = model_class(config.architecture, architectures)
     weights = Weights(dtype, torch.device(device))
     packer, refusals = Packer(weights, kernels, quantize), Refusals()
-    model = model_type(Build(config, kernels, weights, max_positions or config.context_length, index_dtype, refusals))
+    positions = max_positions or config.context_length
+    model = model_type(Build(config, kernels, weights, positions, index_dtype, refusals, given=given))
     if config.is_encoder and (model.state_layers or any(layer.rows for layer in model.attention_layers)):
         kept = "states" if model.state_layers else "rows of its own"
         raise ConfigError(

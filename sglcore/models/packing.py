@@ -94,6 +94,8 @@ class Packer:
             parameter.add_(offset)
         for name, parameter, bound in weights.bounds:
             check_bounds(name, parameter, bound)
+        for derive in weights.derived:
+            derive()
         weights.targets.clear()
 
     def row(self) -> Row | None:

@@ -76,6 +76,7 @@ class ForwardInputs(Generic[Array]):
     only where the device alone knows the lengths, which never is on one whose facts say `needs_host_lengths`.
     `window_*` is the same as layers with windows see it, whose requests begin at `ScheduleBatch.window_starts` and whose
     cells are indices into a pool of their own; None where the worker keeps none.
+    `features` [T, F]: what a target model made of each token, for the model that proposes the next ones.
     `global_num_tokens` int32[ranks] counts tokens on every data-parallel rank.
     """
 
@@ -131,6 +132,7 @@ class ForwardInputs(Generic[Array]):
         axis=TOKENS, dtype="int32", padding=zero(), read="mrope_positions", when=IF_GIVEN, lead=(3,)
     )
     input_embeds: Array | None = batch_field(axis=TOKENS, owner="embedding", when=IF_GIVEN)
+    features: Array | None = batch_field(axis=TOKENS, padding=zero(), owner="target model", when=IF_GIVEN)
     ngram_embedding_info: NgramEmbeddingInfo[Array] | None = batch_field(
         axis=NONE, split=Split.NESTED, record=NgramEmbeddingInfo, when=IF_GIVEN
     )

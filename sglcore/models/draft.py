@@ -1,0 +1,233 @@
+"""From a checkpoint folder to the model that proposes tokens for another: what kind it is, whether it fits, its weights.
+
+Embedding and output layer are the target's where the draft has none of its own; there is no second copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from sglcore.checkpoint.config import ModelConfig, read_config
+from sglcore.checkpoint.files import checkpoint_files, read_json
+from sglcore.checkpoint.gguf import is_gguf
+from sglcore.device.config import EngineConfig
+from sglcore.device.errors import ConfigError
+from sglcore.device.facts import Facts
+from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.models.build import Architecture
+from sglcore.models.checkpoint import load_checkpoint
+from sglcore.models.loader import load_model
+from sglcore.models.mtp import layout_of, next_token_config
+from sglcore.models.safetensors_file import SafetensorsFile
+from sglcore.runtime.kernels.table import KernelTable
+
+EAGLE, EAGLE3, MTP, STANDALONE = "eagle", "eagle3", "mtp", "standalone"
+OFFERED = "draft"
+"""The folder beside a target's files that has a draft for it."""
+DRAFTS: Mapping[str, str] = MappingProxyType(
+    {
+        EAGLE: "sglcore.models.eagle:EagleForCausalLM",
+        EAGLE3: "sglcore.models.eagle3:Eagle3ForCausalLM",
+        MTP: "sglcore.models.mtp:NextToken",
+    }
+)
+"""The classes of drafts. No registry has them: most files name the architecture of the target."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of a checkpoint's tensors, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A model that proposes tokens. `aux_layers` are those before which it wants the target's sum (none: it wants the hidden
+    states after the last norm; None: it wants nothing but tokens)."""
+
+    kind: str
+    model: Architecture
+    aux_layers: tuple[int, ...] | None
+
+
+def offered_head(folder: Path) -> str | None:
+    """The kind of draft that a target's checkpoint brings along: in its folder `draft`, or as layers behind its last. Reads no
+    weights. Raises what reading its configuration raises."""
+    if (folder / OFFERED / "config.json").is_file():
+        return kind_of(folder / OFFERED)
+    found = None if is_gguf(folder) else kind_of(folder)
+    return found if found == MTP else None
+
+
+def kind_of(folder: Path) -> str:
+    """By the names of a checkpoint's tensors, which say more than those of architectures: many drafts are called as their target."""
+    names, raw = _shapes(folder), read_json(folder / "config.json")
+    if any(name.endswith("hidden_norm.weight") and "mtp" not in name for name in names) or "d2t" in names:
+        return EAGLE3
+    if "fc.weight" in names:
+        return EAGLE
+    layers = raw.get("text_config", raw).get("num_hidden_layers", 0)
+    return STANDALONE if layout_of(names.keys(), layers) is None else MTP
+
+
+def load_draft(
+    config: EngineConfig,
+    folder: Path,
+    kind: str,
+    target: Architecture,
+    *,
+    facts: Facts,
+    kernels: KernelTable,
+    ledger: DecisionLedger,
+    progress: Callable[[str, int, int], None],
+) -> Draft:
+    """The draft for a target, in its dtype and for its positions, from a checkpoint folder, which may be the target's own;
+    `kind` is one of EAGLE, EAGLE3, MTP and STANDALONE. What it is goes to the ledger. Raises ConfigError for one of another
+    kind, and for one that does not fit the target, before weights are read; and what `load_checkpoint` raises. Waits.
+    """
+    if folder == target.config.path and kind != MTP:
+        folder = folder / OFFERED
+    if kind == STANDALONE:
+        return _standalone(config, folder, target, facts=facts, kernels=kernels, ledger=ledger, progress=progress)
+    draft, shapes = _draft_config(folder, kind, target), _shapes(folder)
+    given = {"model.embed_tokens": target.embed_ids, "lm_head": target.logits}
+    if kind == EAGLE3:
+        given = {name: layer for name, layer in given.items() if f"{name.removeprefix('model.')}.weight" not in shapes}
+    model: Any = load_model(
+        folder,
+        draft,
+        kernels=kernels,
+        device=facts.tensor_device,
+        dtype=target.dtype,
+        max_positions=config.max_model_len or target.config.context_length,
+        architectures=DRAFTS,
+        progress=lambda done, total: progress("loading the draft", done, total),
+        quantize=config.quantize,
+        index_dtype=getattr(torch, facts.index_dtype),
+        page_size=config.page_size,
+        given=given,
+    )
+    shared = " and ".join(["embedding", "output layer"][name == "lm_head"] for name in given) or "nothing"
+    count = sum(each.numel() for each in model.weights.parameters)
+    told = f"{count / 1e6:.1f} million weights of {folder}, which shares with the model: {shared}"
+    ledger.record(Row("draft model", kind, kind, told, "--draft-model"))
+    return Draft(kind, model, model.aux_layers)
+
+
+def _standalone(
+    config: EngineConfig, folder: Path, target: Architecture, *, ledger: DecisionLedger, **given: Any
+) -> Draft:
+    """Any model that generates text, over the same tokens."""
+    found = read_config(folder)
+    _same(folder, "vocab_size", found.vocab_size, target.config.vocab_size)
+    ours, theirs = (_tokens(each) for each in (folder, target.config.path))
+    if ours is not None and theirs is not None and ours != theirs:
+        raise ConfigError(
+            f"{folder / 'tokenizer.json'} has other tokens than the model's", wanted="the same ids", remedy=_OTHER
+        )
+    # What it decides is not the target's to tell, and its positions are bounded by the target's.
+    own = replace(config, dtype=str(target.dtype).removeprefix("torch."), max_model_len=None, task="generate")
+    model = load_checkpoint(own, folder, ledger=DecisionLedger(), **given)
+    ledger.record(Row("draft model", STANDALONE, STANDALONE, f"{found.architecture} of {folder}", "--draft-model"))
+    return Draft(STANDALONE, model, None)
+
+
+_OTHER = "use a draft that was made for this model"
+
+
+def _draft_config(folder: Path, kind: str, target: Architecture) -> ModelConfig:
+    """What the class of this kind is built by. Raises ConfigError for a checkpoint of another kind, and what does not fit."""
+    found = kind_of(folder)
+    if found != kind:
+        raise ConfigError(f"{folder} has a draft of kind {found!r}", wanted=f"{kind!r}", remedy=f"--speculative {found}")
+    config, shapes = read_config(folder), _shapes(folder)
+    _same(folder, "vocab_size", config.vocab_size, target.config.vocab_size)
+    if kind == MTP:
+        _same(folder, "hidden_size", config.hidden_size, target.config.hidden_size)
+        layout = layout_of(shapes.keys(), config.num_hidden_layers)
+        assert layout is not None
+        return next_token_config(config, layout)
+    words = {"num_nextn_predict_layers": 0} | (
+        {"fc_bias": "fc.bias" in shapes} if kind == EAGLE else _eagle3_words(config, shapes, target.config)
+    )
+    if kind == EAGLE or "embed_tokens.weight" not in shapes:
+        _same(folder, "hidden_size", config.hidden_size, target.config.hidden_size)
+    has_bias = any(name.endswith("q_proj.bias") for name in shapes)
+    return replace(
+        config,
+        architecture=kind,
+        attention_bias=has_bias,
+        tie_word_embeddings=False,
+        words={**config.words, **words},
+    )
+
+
+def _eagle3_words(config: ModelConfig, shapes: Shapes, target: ModelConfig) -> dict[str, Any]:
+    """What `Eagle3ForCausalLM` wants to know beyond the configuration."""
+    width = config.words.get("target_hidden_size", config.hidden_size)
+    _same(config.path, "target_hidden_size", width, target.hidden_size)
+    rows = config.words.get("draft_vocab_size", config.vocab_size)
+    has_head = "lm_head.weight" in shapes
+    if has_head and rows != config.vocab_size and "d2t" not in shapes:
+        raise ConfigError(
+            f"{config.path / 'config.json'} has draft_vocab_size = {rows}, and its files have no d2t",
+            wanted=f"d2t, or {config.vocab_size}",
+            remedy="download the checkpoint again",
+        )
+    if rows > config.vocab_size:
+        _unfit(config.path, "draft_vocab_size", rows, f"{config.vocab_size} at most")
+    return {
+        "aux_layers": _aux_layers(config, shapes, target.num_hidden_layers, width),
+        "target_hidden_size": width,
+        "has_fc_norm": any(name.startswith(("fc_norm.", "aux_norm_")) for name in shapes),
+        "draft_vocab_size": rows,
+        "has_d2t": has_head and "d2t" in shapes,
+    }
+
+
+def _aux_layers(config: ModelConfig, shapes: Shapes, layers: int, width: int) -> tuple[int, ...]:
+    """The target's layers before which its sum is wanted. The configuration's ids name layers behind which it is."""
+    eagle = config.words.get("eagle_config", {})
+    if not eagle.get("use_aux_hidden_state", True):
+        return ()
+    name = "eagle_aux_hidden_state_layer_ids"
+    ids = eagle.get(name, config.words.get(name))
+    found = [2, layers // 2, layers - 3] if ids is None else [each + 1 for each in ids]
+    if found != sorted(found) or found[0] < 0 or found[-1] > layers:
+        _unfit(config.path, name, ids, f"ascending numbers of the model's {layers} layers")
+    inputs = shapes.get("fc.weight", (0, 0))[1]
+    if inputs != len(found) * width:
+        _unfit(config.path, name, ids, f"{inputs // width} of them, as fc.weight has {inputs} columns")
+    return tuple(found)
+
+
+def _same(folder: Path, name: str, found: int, wanted: int) -> None:
+    if found != wanted:
+        _unfit(folder, name, found, f"{wanted}, the model's")
+
+
+def _unfit(folder: Path, name: str, found: object, wanted: str) -> None:
+    raise ConfigError(f"{folder / 'config.json'} has {name} = {found}", wanted=wanted, remedy=_OTHER)
+
+
+def _shapes(folder: Path) -> Shapes:
+    """Of all tensors, by the heads of the files."""
+    found: dict[str, tuple[int, ...]] = {}
+    for path in checkpoint_files(folder):
+        with closing(SafetensorsFile(path)) as file:
+            found |= {entry.name.removeprefix("model.") if "midlayer" in entry.name else entry.name: entry.shape for entry in file.entries}
+    return found
+
+
+def _tokens(folder: Path) -> tuple[Any, Any] | None:
+    """The ids of a tokenizer's pieces and of those added to them; None without a file of them."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    raw = read_json(file)
+    added = sorted((each["id"], each["content"]) for each in raw.get("added_tokens", ()))
+    return raw.get("model", {}).get("vocab"), added
