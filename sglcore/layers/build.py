@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from sglcore.checkpoint.compressed import CompressedConfig, Compression
-from sglcore.checkpoint.config import EMPTY, EXPERT_PARTS, MoeConfig, RopeConfig
+from sglcore.checkpoint.config import EXPERT_PARTS, MoeConfig, RopeConfig
 from sglcore.checkpoint.latent import LatentConfig
 from sglcore.checkpoint.quantization import has_mxfp4_experts
 from sglcore.checkpoint.recurrent import DeltaNetConfig, Mamba2Config
@@ -45,7 +45,7 @@ class Build(Scope):
     """The scope in which a layer is built, and the layers themselves. `given` are layers of another model in the place of
     embeddings and output layers of these names."""
 
-    given: Mapping[str, Any] = EMPTY
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> Linear:
         """x W^T + b."""

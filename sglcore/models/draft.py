@@ -66,7 +66,7 @@ def offered_head(folder: Path) -> str | None:
 def kind_of(folder: Path) -> str:
     """By the names of a checkpoint's tensors, which say more than those of architectures: many drafts are called as their target."""
     names, raw = _shapes(folder), read_json(folder / "config.json")
-    if any(name.endswith("hidden_norm.weight") and "mtp" not in name for name in names) or "d2t" in names:
+    if any(name.endswith(".hidden_norm.weight") for name in names):
         return EAGLE3
     if "fc.weight" in names:
         return EAGLE
@@ -143,14 +143,16 @@ def _draft_config(folder: Path, kind: str, target: Architecture) -> ModelConfig:
     """What the class of this kind is built by. Raises ConfigError for a checkpoint of another kind, and what does not fit."""
     found = kind_of(folder)
     if found != kind:
-        raise ConfigError(f"{folder} has a draft of kind {found!r}", wanted=f"{kind!r}", remedy=f"--speculative {found}")
+        raise ConfigError(
+            f"{folder} has a draft of kind {found!r}", wanted=f"{kind!r}", remedy=f"--speculative {found}"
+        )
     config, shapes = read_config(folder), _shapes(folder)
     _same(folder, "vocab_size", config.vocab_size, target.config.vocab_size)
     if kind == MTP:
         _same(folder, "hidden_size", config.hidden_size, target.config.hidden_size)
         layout = layout_of(shapes.keys(), config.num_hidden_layers)
         assert layout is not None
-        return next_token_config(config, layout)
+        return replace(next_token_config(config, layout), architecture=kind)
     words = {"num_nextn_predict_layers": 0} | (
         {"fc_bias": "fc.bias" in shapes} if kind == EAGLE else _eagle3_words(config, shapes, target.config)
     )
@@ -219,7 +221,7 @@ def _shapes(folder: Path) -> Shapes:
     found: dict[str, tuple[int, ...]] = {}
     for path in checkpoint_files(folder):
         with closing(SafetensorsFile(path)) as file:
-            found |= {entry.name.removeprefix("model.") if "midlayer" in entry.name else entry.name: entry.shape for entry in file.entries}
+            found |= {entry.name: entry.shape for entry in file.entries}
     return found
 
 

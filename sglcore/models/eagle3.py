@@ -15,7 +15,15 @@ AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 class Eagle3Layer:
     """The first layer: attention over the token and the features side by side, added to the features."""
 
-    __slots__ = ("concat", "hidden_norm", "input_layernorm", "is_normed", "mlp", "post_attention_layernorm", "self_attn")
+    __slots__ = (
+        "concat",
+        "hidden_norm",
+        "input_layernorm",
+        "is_normed",
+        "mlp",
+        "post_attention_layernorm",
+        "self_attn",
+    )
 
     def __init__(self, build: Build, self_attn: SelfAttention, mlp: Layer) -> None:
         """`norm_before_residual` of the configuration's words: attention is added to the normed features."""

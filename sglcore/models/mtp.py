@@ -54,7 +54,6 @@ def next_token_config(config: ModelConfig, names: Names) -> ModelConfig:
     kinds = {"layer_types": ["full_attention"], "indexer_types": ["full"], "num_nextn_predict_layers": 0}
     return replace(
         config,
-        architecture="NextToken",
         num_hidden_layers=1,
         sliding_windows=config.sliding_windows[-1:],
         moe=moe,

@@ -1,0 +1,256 @@
+"""Tiny random drafts in the published formats, and what they propose by dense torch: every proposal by a forward from scratch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+
+from tests.checkpoints import SIZES, Oracle, save
+
+LAYERS = 6
+AUX_IDS = (0, 2, 4)
+"""What a configuration says: the layers behind which a stream is taken."""
+
+TARGET: Mapping[str, Any] = MappingProxyType({"num_hidden_layers": LAYERS})
+
+
+class Eagle3Layer(nn.Module):
+    """Attention over two rows side by side, by transformers' own attention."""
+
+    input_layernorm: nn.Module
+    hidden_norm: nn.Module
+    post_attention_layernorm: nn.Module
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.self_attn = LlamaAttention(config, 0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            setattr(self.self_attn, name, nn.Linear(2 * size, getattr(self.self_attn, name).out_features, bias=False))
+        self.mlp = LlamaMLP(config)
+        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+            setattr(self, name, LlamaRMSNorm(size, config.rms_norm_eps))
+
+    def forward(self, token: Tensor, features: Tensor, **given: Any) -> Tensor:
+        joined = torch.cat([self.input_layernorm(token), self.hidden_norm(features)], -1)
+        summed = features + self.self_attn(hidden_states=joined, **given)[0]
+        return summed + self.mlp(self.post_attention_layernorm(summed))
+
+
+class DenseDraft(nn.Module):
+    """What all have in common. `target` gives embedding and output layer; modules are called as in published files."""
+
+    target: Any
+    config: Any
+    rotary: Any
+
+    def __init__(self, target: Oracle, **changes: Any) -> None:
+        super().__init__()
+        # Beside the parameters, which are the draft's own.
+        self.__dict__["target"] = target
+        self.__dict__["config"] = LlamaConfig(**{**SIZES, "num_hidden_layers": 1, **changes})
+        self.config._attn_implementation = "eager"
+        self.__dict__["rotary"] = LlamaRotaryEmbedding(self.config)
+
+    def turned(self, count: int) -> dict[str, Any]:
+        """What layers are given beside their rows: positions from 0, and each sees those before it."""
+        places = torch.arange(count)
+        mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
+        return {
+            "position_embeddings": self.rotary(torch.zeros(1), places[None]),
+            "attention_mask": mask,
+            "position_ids": places[None],
+        }
+
+    def project(self, features: Tensor) -> Tensor:
+        return features
+
+    def logits(self, recurrent: Tensor) -> Tensor:
+        return self.target.lm_head(recurrent)
+
+    @torch.no_grad()
+    def propose(self, following: Sequence[int], features: Tensor, path: Sequence[int]) -> Tensor:
+        """Log-probabilities [len(path) + 1, vocab]: after cells of tokens `following`, the token after each of `features` [L, F],
+        and after each token of a path of proposals."""
+        ids, rows, found = list[Any](following), self.project(features), []
+        for token in (*path, None):
+            recurrent = self(self.target.model.embed_tokens(torch.tensor(ids))[None], rows[None])[0]
+            found.append(torch.log_softmax(self.logits(recurrent[-1:]), -1)[0])
+            rows = torch.cat([rows, recurrent[-1:]])
+            ids.append(token)
+        return torch.stack(found)
+
+
+class DenseEagle(DenseDraft):
+    def __init__(self, target: Oracle, **changes: Any) -> None:
+        super().__init__(target, **changes)
+        self.fc = nn.Linear(2 * self.config.hidden_size, self.config.hidden_size)
+        self.layers = nn.ModuleList(LlamaDecoderLayer(self.config, i) for i in range(self.config.num_hidden_layers))
+        setattr(self.layers[0], "input_layernorm", nn.Identity())
+
+    def forward(self, token: Tensor, features: Tensor) -> Tensor:
+        hidden = self.fc(torch.cat([token, features], -1))
+        for layer in self.layers:
+            hidden = layer(hidden, **self.turned(token.shape[1]))
+        return hidden
+
+
+class DenseEagle3(DenseDraft):
+    d2t: Any
+
+    def __init__(
+        self, target: Oracle, rows: int, norm_output: bool = False, has_fc_norm: bool = False, **changes: Any
+    ) -> None:
+        super().__init__(target, **changes)
+        config, wide = self.config, target.config.hidden_size
+        self.norm_output = norm_output
+        self.fc = nn.Linear(3 * wide, config.hidden_size, bias=False)
+        self.fc_norm = nn.ModuleList(LlamaRMSNorm(wide, config.rms_norm_eps) for _ in range(3 * has_fc_norm))
+        self.midlayer = Eagle3Layer(config)
+        self.layers = nn.ModuleDict({str(i): LlamaDecoderLayer(config, i) for i in range(1, config.num_hidden_layers)})
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        if rows:
+            self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
+            ids = torch.randperm(config.vocab_size)[:rows].sort().values
+            self.register_buffer("d2t", ids - torch.arange(rows))
+            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True))
+
+    def project(self, features: Tensor) -> Tensor:
+        parts = features.chunk(3, -1)
+        return self.fc(
+            torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=False)] or [features], -1)
+        )
+
+    def forward(self, token: Tensor, features: Tensor) -> Tensor:
+        given = self.turned(token.shape[1])
+        hidden = self.midlayer(token, features, **given)
+        for layer in self.layers.values():
+            hidden = layer(hidden, **given)
+        return self.norm(hidden) if self.norm_output else hidden
+
+    def logits(self, recurrent: Tensor) -> Tensor:
+        normed = recurrent if self.norm_output else self.norm(recurrent)
+        if "lm_head" not in self._modules:
+            return super().logits(normed)
+        own = self.lm_head(normed)
+        wide = torch.full((len(own), self.config.vocab_size), -torch.inf)
+        wide[:, torch.arange(len(self.d2t)) + self.d2t] = own
+        return wide
+
+
+class DenseNextToken(DenseDraft):
+    """DeepSeek's scheme around a layer and norm of transformers' own, `shell` being a model of one layer."""
+
+    def __init__(self, target: Oracle, shell: Oracle) -> None:
+        super().__init__(target)
+        size, norm = target.config.hidden_size, type(shell.model.norm)
+        self.enorm, self.hnorm = (norm(size, target.config.rms_norm_eps) for _ in range(2))
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.shell = shell
+
+    def forward(self, token: Tensor, features: Tensor) -> Tensor:
+        joined = self.eh_proj(torch.cat([self.enorm(token), self.hnorm(features)], -1))
+        return self.shell.model(inputs_embeds=joined, use_cache=False).last_hidden_state
+
+
+def randomized(model: Any, seed: int = 3) -> Any:
+    """With weights of which a wrong one shows, and norms that are not 1."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            wide = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * wide if "norm" in name else 0.1 * wide)
+    return model.eval()
+
+
+def with_config(folder: Path, **changes: Any) -> Path:
+    """Change words of a folder's configuration; None takes one away."""
+    file = folder / "config.json"
+    config = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    return folder
+
+
+def publish(draft: DenseDraft, folder: Path, **words: Any) -> Path:
+    """A folder of its own, as EAGLE's are."""
+    folder.mkdir(exist_ok=True)
+    draft.config.save_pretrained(folder)
+    save_file({name: value.contiguous() for name, value in draft.state_dict().items()}, folder / "model.safetensors")
+    return with_config(folder, architectures=["LlamaForCausalLM"], **words)
+
+
+def eagle(target: Oracle, folder: Path, **changes: Any) -> DenseDraft:
+    """An EAGLE draft in `folder`."""
+    made = randomized(DenseEagle(target, **changes))
+    publish(made, folder)
+    return made
+
+
+def eagle3(target: Oracle, folder: Path, rows: int = 40, norm_output: bool = False, **changes: Any) -> DenseDraft:
+    """An EAGLE-3 draft in `folder`; without `rows` the output layer is the target's."""
+    torch.manual_seed(1)
+    made = randomized(DenseEagle3(target, rows, norm_output, **changes))
+    ids = {"eagle_aux_hidden_state_layer_ids": list(AUX_IDS), "use_aux_hidden_state": True}
+    own = {"draft_vocab_size": rows or None, "norm_output": norm_output}
+    publish(made, folder, eagle_config=ids, **own)
+    return made
+
+
+NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "deepseek": MappingProxyType(
+            {
+                "shell.model.layers.0.": "model.layers.{}.",
+                "shell.model.norm.": "model.layers.{}.shared_head.norm.",
+                "enorm.": "model.layers.{}.enorm.",
+                "hnorm.": "model.layers.{}.hnorm.",
+                "eh_proj.": "model.layers.{}.eh_proj.",
+            }
+        ),
+        "qwen": MappingProxyType(
+            {
+                "shell.model.layers.0.": "mtp.layers.0.",
+                "shell.model.norm.": "mtp.norm.",
+                "enorm.": "mtp.pre_fc_norm_embedding.",
+                "hnorm.": "mtp.pre_fc_norm_hidden.",
+                "eh_proj.": "mtp.fc.",
+            }
+        ),
+    }
+)
+"""What the parts of `DenseNextToken` are called in files."""
+
+
+def next_token(
+    target: Oracle, folder: Path, make: Callable[..., Oracle], names: str = "deepseek", **one: Any
+) -> DenseDraft:
+    """The target's folder, with a layer behind its last that predicts a further token; `make(**one)` is a model of one such
+    layer."""
+    save(target, folder)
+    made = randomized(DenseNextToken(target, make(num_hidden_layers=1, **one)))
+    stored, layers = load_file(folder / "model.safetensors"), target.config.num_hidden_layers
+    for name, value in made.state_dict().items():
+        for ours, theirs in NAMES[names].items():
+            if name.startswith(ours):
+                stored[theirs.format(layers) + name.removeprefix(ours)] = value.contiguous()
+    if names == "deepseek":
+        copies = {"embed_tokens": target.model.embed_tokens.weight, "shared_head.head": target.lm_head.weight}
+        stored |= {f"model.layers.{layers}.{name}.weight": value.detach().clone() for name, value in copies.items()}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    with_config(folder, num_nextn_predict_layers=1)
+    return made
