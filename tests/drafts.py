@@ -101,7 +101,7 @@ class DenseEagle(DenseDraft):
         super().__init__(target, **changes)
         self.fc = nn.Linear(2 * self.config.hidden_size, self.config.hidden_size)
         self.layers = nn.ModuleList(LlamaDecoderLayer(self.config, i) for i in range(self.config.num_hidden_layers))
-        setattr(self.layers[0], "input_layernorm", nn.Identity())
+        self.layers[0].register_module("input_layernorm", nn.Identity())
 
     def forward(self, token: Tensor, features: Tensor) -> Tensor:
         hidden = self.fc(torch.cat([token, features], -1))

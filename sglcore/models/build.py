@@ -88,8 +88,7 @@ class Attention(Protocol):
         ...
 
     def __call__(self, qkv: Array, batch: Batch, /) -> Array:
-        """Queries, keys and values side by side, [T, (heads + 2 kv_heads) * head_dim], to [T, heads * head_dim]; or what its
-        kind says."""
+        """Queries, keys and values side by side, [T, (heads + 2 kv_heads) * head_dim], to [T, heads * head_dim]; or as its kind says."""
         ...
 
 
@@ -212,8 +211,7 @@ class Build(Protocol):
         ...
 
     def grouped(self, name: str, groups: int, inputs: int, outputs: int) -> Layer:
-        """A linear layer for each group of `inputs`, [T, groups * inputs] to [T, groups * outputs]; the weight has the groups' rows one
-        after the other."""
+        """A linear layer for each group of `inputs`, [T, groups * inputs] to [T, groups * outputs]; the weight has group after group."""
         ...
 
     def norm(self, name: str, size: int, offset: float | None = None, eps: float | None = None) -> Norm:
@@ -278,20 +276,17 @@ class Build(Protocol):
         ...
 
     def short_conv(self, state_id: int, taps: int, projection: Layer, output: Layer, bias: bool = False) -> Stateful:
-        """The convolution `conv` of this scope over `taps` tokens, between two gates and two projections: output(c * conv(b * x)).
-        `projection` gives b, c and x."""
+        """The convolution `conv` of this scope over `taps` tokens: output(c * conv(b * x)), of what `projection` gives: b, c and x."""
         ...
 
     def latent_attention(
         self, layer_id: int, rotary: Any, latent: LatentConfig, projections: Projections, output: Layer
     ) -> Attention:
-        """Latent attention between projections, with the norm, `kv_b_proj` and the `indexer` of this scope: [T, H] to [T, H]. Rotated
-        pairs are neighbours."""
+        """Latent attention with the norm, `kv_b_proj` and `indexer` of this scope: [T, H] to [T, H]. Rotated pairs are neighbours."""
         ...
 
     def mapped_head(self, name: str, ids: str, rows: int, size: int, outputs: int) -> Layer:
-        """The output layer [T, size] to float32 [T, outputs] that has weights for `rows` of them: output i + `ids`[i] by its row i,
-        by `ids` integers [rows], and -inf for the others."""
+        """The output layer [T, size] to float32 [T, outputs] with `rows` weights: i + `ids`[i] by its row i, -inf for the others."""
         ...
 
     def concat(self) -> Callable[..., Array]:
@@ -380,8 +375,7 @@ class Architecture(ABC):
         self.kernels = build.kernels
 
     def named(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
-        """What each tensor in the checkpoint's files, whose shapes these are, is called in the model's record of its
-        weights."""
+        """What each tensor in the checkpoint's files, of these shapes, is called in the model's record of its weights."""
         return {name: self.own_name(name) for name in shapes}
 
     @classmethod
@@ -398,8 +392,7 @@ class Architecture(ABC):
         raise ConfigError(f"{self.config.architecture} is an encoder and has no logits", remedy="use its embeddings")
 
     def embed_ids(self, ids: Array) -> Array:
-        """Token ids [T] to the rows [T, H] that the first layer takes; raises `ConfigError` where prompts bring none of their
-        own."""
+        """Token ids [T] to the rows [T, H] that the first layer takes; raises `ConfigError` where prompts may bring no others."""
         raise ConfigError(f"{self.config.architecture} takes no embeddings", remedy="give it text or token ids")
 
     def classify(self, pooled: Array) -> Array:
