@@ -43,7 +43,8 @@ class EngineConfig:
         is_memory=True,
     )
     kv_cache_dtype: str = setting(
-        "auto", "Type of the KV cache: auto (the model's), or one that the device offers, such as int8."
+        "auto",
+        "Type of the KV cache: auto (the model's), fp8 where layers keep rows, or one that the device offers, such as int8.",
     )
     attention_backend: str | None = setting(None, "An attention backend of the device.")
     graph: str = setting(

@@ -19,7 +19,7 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.choice import Call
 from sglcore.runtime.kernels.entry import Entry
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.memory.rows import KeptRows
+from sglcore.runtime.memory.rows import KeptRows, row_codec
 
 Rows = Callable[[Tensor], Tensor]
 """A function of rows."""
@@ -35,10 +35,12 @@ class LatentAttention(SparseLayer):
     ) -> None:
         """`rotary` is what `cos_sin_cache` gives."""
         heads, rank, nope = build.config.num_attention_heads, latent.kv_rank, latent.nope_dim
-        rows = {LATENT: KeptRows(latent.width, build.dtype)}
+        asked = build.kv_cache_dtype
+        rows = {LATENT: KeptRows(latent.width, build.dtype, codec=row_codec(asked, latent.width, latent.rope_dim))}
         has_indexer = latent.top_k > 0 and latent.indexers[layer_id] == FULL
         if has_indexer:
-            rows[INDEX_KEYS] = KeptRows(latent.index_dim, build.dtype)
+            codec = row_codec(asked, latent.index_dim)
+            rows[INDEX_KEYS] = KeptRows(latent.index_dim, build.dtype, codec=codec)
         super().__init__(
             layer_id,
             heads,
@@ -54,7 +56,7 @@ class LatentAttention(SparseLayer):
         both = build.parameter("kv_b_proj.weight", heads * (nope + latent.value_dim), rank)
         both = both.view(heads, nope + latent.value_dim, rank)
         self.to_keys, self.to_values = both[:, :nope].transpose(1, 2), both[:, nope:]
-        self.indexer = Indexer(build.at("indexer"), layer_id, rotary, latent) if has_indexer else None
+        self.indexer = Indexer(build.at("indexer"), rows[INDEX_KEYS], rotary, latent) if has_indexer else None
         self._cos_sin, self._latent, self._build = rotary, latent, build
         self._choose(build)
 
@@ -64,36 +66,40 @@ class LatentAttention(SparseLayer):
         return self.num_heads * (self._latent.query_dim + self._latent.value_dim)
 
     def _choose(self, build: Scope) -> None:
-        heads, latent = self.num_heads, self._latent
+        heads, latent, kept = self.num_heads, self._latent, self.rows[LATENT]
         query, positions = build.rows(heads, latent.query_dim), build.indices()
         self._turn = build.kernel(KernelTable.rope_tail, query, positions, self._cos_sin, None, False)
         row = build.rows(latent.width)
-        stored = positions, self._cos_sin, row, build.indices(dtype=build.index_dtype), None
+        stored = positions, self._cos_sin, kept.row, build.indices(dtype=build.index_dtype), kept.codec
         self._store = build.kernel(KernelTable.norm_rope_store, row, self.norm, INNER_EPS, *stored)
         self._keys = build.kernel(KernelTable.grouped_linear, build.rows(heads, latent.nope_dim), self.to_keys)
         self._values = build.kernel(KernelTable.grouped_linear, build.rows(heads, latent.kv_rank), self.to_values)
 
     def calls(self, page_size: int) -> Iterator[tuple[Entry[Any], Call]]:
         """Those of `DeepseekSparseAttnBackend`."""
-        build, latent = self._build, self._latent
-        q, rows, one = build.rows(self.num_heads, latent.width), build.rows(latent.width), build.indices()
-        how = latent.scaling, latent.kv_rank, None
+        build, latent, kept = self._build, self._latent, self.rows[LATENT]
+        q, one = build.rows(self.num_heads, latent.width), build.indices()
+        how = latent.scaling, latent.kv_rank, kept.codec
         if not latent.top_k:
-            yield KernelTable.paged_mqa, (q, rows, build.indices(1), one, one, page_size, *how)
+            yield KernelTable.paged_mqa, (q, kept.row, build.indices(1), one, one, page_size, *how)
             return
-        yield KernelTable.sparse_mqa, (q, rows, build.indices(latent.top_k), None, None, None, *how)
-        queries, keys = build.rows(latent.index_heads, latent.index_dim), build.rows(latent.index_dim)
+        yield KernelTable.sparse_mqa, (q, kept.row, build.indices(latent.top_k), None, None, None, *how)
+        if self.indexer is None:
+            return
+        queries, keys = build.rows(latent.index_heads, latent.index_dim), self.rows[INDEX_KEYS]
         weights, logits, table = build.rows(latent.index_heads).float(), build.rows(page_size).float(), build.indices(1)
-        yield KernelTable.index_logits, (queries, weights, keys, table, one, one, page_size, 1.0, page_size, None)
+        scored = queries, weights, keys.row, table, one, one, page_size, 1.0, page_size, keys.codec
+        yield KernelTable.index_logits, scored
         yield KernelTable.index_top_k, (logits, one, table, one, page_size, latent.top_k)
 
     def mix(self, hidden: Tensor, batch: ForwardBatch, backend: DeepseekSparseAttnBackend) -> Tensor:
         """hidden [T, H] to [T, H]."""
         latent, tokens = self._latent, hidden.shape[0]
         queries, kept, inner = self.projections(hidden)
-        rows, places = backend.token_to_kv_pool.rows(self.layer_id, LATENT), batch.out_cache_loc
+        pool, places = backend.token_to_kv_pool, batch.out_cache_loc
         assert places is not None
-        self._store(kept, self.norm, INNER_EPS, batch.positions, self._cos_sin, rows, places, None)
+        stored = pool.rows(self.layer_id, LATENT), places, pool.codec(self.layer_id, LATENT)
+        self._store(kept, self.norm, INNER_EPS, batch.positions, self._cos_sin, *stored)
         if self.indexer is not None and inner is not None:
             self.indexer(hidden, inner, batch, self, backend)
         queries = queries.view(tokens, self.num_heads, latent.query_dim)
@@ -108,7 +114,8 @@ class LatentAttention(SparseLayer):
 class Indexer:
     """What chooses the rows that a query sees, by few small heads (DeepSeek-V3.2, section 2.1)."""
 
-    def __init__(self, build: Scope, layer_id: int, rotary: Tensor, latent: LatentConfig) -> None:
+    def __init__(self, build: Scope, kept: KeptRows, rotary: Tensor, latent: LatentConfig) -> None:
+        """`kept` are the keys."""
         heads, size, hidden = latent.index_heads, latent.index_dim, build.config.hidden_size
         self.wq_b = Linear(build, (("wq_b", heads * size),), latent.q_rank)
         self.wk = Linear(build, (("wk", size),), hidden)
@@ -122,9 +129,8 @@ class Indexer:
         self._weigh = build.kernel(KernelTable.linear, build.rows(hidden).float(), self.weights_proj, None)
         turned = build.rows(heads * size), build.rows(size), build.indices(), rotary, size
         self._turn = build.kernel(KernelTable.rotary, *turned)
-        key = build.rows(size)
-        stored = build.indices(), rotary, key, build.indices(dtype=build.index_dtype), None
-        self._store = build.kernel(KernelTable.index_key_store, key, *self.norm, INNER_EPS, *stored)
+        stored = build.indices(), rotary, kept.row, build.indices(dtype=build.index_dtype), kept.codec
+        self._store = build.kernel(KernelTable.index_key_store, build.rows(size), *self.norm, INNER_EPS, *stored)
 
     def __call__(
         self,
@@ -136,10 +142,11 @@ class Indexer:
     ) -> None:
         """Store the keys of hidden [T, H], and choose by queries of inner [T, q_rank] what the batch's tokens see."""
         (heads, size), tokens = self._shape, hidden.shape[0]
-        rows, places = backend.token_to_kv_pool.rows(layer.layer_id, INDEX_KEYS), batch.out_cache_loc
+        pool, places = backend.token_to_kv_pool, batch.out_cache_loc
         assert places is not None
+        stored = pool.rows(layer.layer_id, INDEX_KEYS), places, pool.codec(layer.layer_id, INDEX_KEYS)
         weight, bias = self.norm
-        self._store(self.wk(hidden), weight, bias, INNER_EPS, batch.positions, self._cos_sin, rows, places, None)
+        self._store(self.wk(hidden), weight, bias, INNER_EPS, batch.positions, self._cos_sin, *stored)
         queries = self.wq_b(inner)
         # The entry turns keys too, of which there are none here.
         queries, _ = self._turn(queries, queries[:, :size], batch.positions, self._cos_sin, size)

@@ -101,8 +101,8 @@ class Weights:
 class Scope:
     """The scope in which a layer is built; `prefix` is its name in the checkpoint, with a trailing dot unless empty.
 
-    `max_positions` bounds the positions that will occur, `index_dtype` is that of cells, and `refusals` is told of kernels that
-    do not take what a layer calls them with.
+    `max_positions` bounds the positions that will occur, `index_dtype` is that of cells, `kv_cache_dtype` is EngineConfig's,
+    and `refusals` is told of kernels that do not take what a layer calls them with.
     """
 
     config: ModelConfig
@@ -111,6 +111,7 @@ class Scope:
     max_positions: int
     index_dtype: torch.dtype = torch.int64
     refusals: Refusals | None = None
+    kv_cache_dtype: str = "auto"
     prefix: str = field(default="")
 
     def at(self, *names: str | int) -> Self:

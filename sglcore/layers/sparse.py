@@ -18,6 +18,7 @@ from sglcore.runtime.kernels.choice import Call
 from sglcore.runtime.kernels.entry import Entry
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.deepseek_v4 import BLOCKS, INDEX_KEYS, INDEX_STATE, STATE, WINDOW, kept_rows
+from sglcore.runtime.memory.rows import KeptRows
 
 Rows = Callable[[Tensor], Tensor]
 """A function of rows."""
@@ -93,7 +94,7 @@ class CompressedAttention(SparseLayer):
             layer_id,
             net.heads,
             net.head_dim,
-            kept_rows(net, compression, build.dtype),
+            kept_rows(net, compression, build.dtype, kv_cache_dtype=build.kv_cache_dtype),
             COMPRESSED,
             scaling=net.head_dim**-0.5,
             value_size=net.head_dim,
@@ -120,27 +121,34 @@ class CompressedAttention(SparseLayer):
     def calls(self, page_size: int) -> Iterator[tuple[Entry[Any], Call]]:
         """Its own, those of its compressors and indexer, and those of `DeepseekV4AttnBackend`."""
         build, one = self._build, self._build.indices()
-        q, row, chosen = build.rows(self.num_heads, self.head_dim), build.rows(self.head_dim), build.indices(1)
+        q, chosen, kept = build.rows(self.num_heads, self.head_dim), build.indices(1), self.rows[WINDOW]
         yield KernelTable.rope_tail, (q, one, self._cos_sin, self._eps, False)
-        yield KernelTable.norm_rope_store, (row, self.kv_norm, self._eps, one, self._cos_sin, row, one, None)
-        more = (None, None) if self.compressor is None else (row, chosen)
-        yield KernelTable.sparse_mqa, (q, row, chosen, *more, self.sinks, self.scaling, self.value_size, None)
+        yield self._storing(self.kv_norm, kept)
+        more = (None, None) if self.compressor is None else (self.rows[BLOCKS].row, chosen)
+        attended = q, kept.row, chosen, *more, self.sinks, self.scaling, self.value_size, kept.codec
+        yield KernelTable.sparse_mqa, attended
         for compressor in (self.compressor, None if self.indexer is None else self.indexer.compressor):
             if compressor is not None:
                 yield from self._compressor_calls(compressor)
         if self.indexer is not None:
             heads, size = self._index_shape
-            queries, key, count = build.rows(heads, size), build.rows(size), self.rows[INDEX_KEYS].count(page_size)
+            queries, keys = build.rows(heads, size), self.rows[INDEX_KEYS]
+            count = keys.count(page_size)
             yield KernelTable.rope_tail, (queries, one, self._cos_sin, None, False)
-            yield KernelTable.index_logits, (queries, build.rows(heads), key, chosen, one, one, count, 1.0, count, None)
+            scored = queries, build.rows(heads), keys.row, chosen, one, one, count, 1.0, count, keys.codec
+            yield KernelTable.index_logits, scored
             yield KernelTable.index_top_k, (build.rows(count).float(), one, chosen, one, count, self.top_k)
 
     def _compressor_calls(self, compressor: Compressor) -> Iterator[tuple[Entry[Any], Call]]:
         kept, build = self.rows[compressor.state], self._build
-        one, row = build.indices(), build.rows(self.rows[compressor.rows].size)
-        state = torch.empty(1, kept.size, dtype=kept.dtype, device="meta")
-        yield KernelTable.compress, (build.rows(kept.size), state, compressor.ape, build.indices(kept.span), one)
-        yield KernelTable.norm_rope_store, (row, compressor.weight, self._eps, one, self._cos_sin, row, one, None)
+        given = build.rows(kept.size), kept.row, compressor.ape, build.indices(kept.span), build.indices()
+        yield KernelTable.compress, given
+        yield self._storing(compressor.weight, self.rows[compressor.rows])
+
+    def _storing(self, weight: Tensor, kept: KeptRows) -> tuple[Entry[Any], Call]:
+        build, one = self._build, self._build.indices()
+        given = build.rows(kept.size), weight, self._eps, one, self._cos_sin, kept.row, one, kept.codec
+        return KernelTable.norm_rope_store, given
 
     def mix(self, hidden: Tensor, batch: ForwardBatch, backend: DeepseekV4AttnBackend) -> Tensor:
         """[T, H] to [T, H]."""

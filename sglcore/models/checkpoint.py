@@ -48,5 +48,6 @@ def load_checkpoint(
         quantize=config.quantize,
         index_dtype=getattr(torch, facts.index_dtype),
         page_size=config.page_size,
+        kv_cache_dtype=config.kv_cache_dtype,
         ledger=ledger,
     )

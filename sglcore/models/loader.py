@@ -29,6 +29,7 @@ from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.kernels.choice import Refusals, fitted
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.geometry import fitting_page_size
+from sglcore.runtime.memory.rows import check_row_dtype
 
 TIED_HEAD = r"lm_head\.(weight|qweight|qzeros|scales|g_idx|weight_packed|weight_scale|weight_shape|weight_zero_point)"
 """What a checkpoint with a tied head may have of it, and nobody reads."""
@@ -50,6 +51,7 @@ def load_model(
     quantize: str = "auto",
     index_dtype: torch.dtype = torch.int64,
     page_size: int | None = None,
+    kv_cache_dtype: str = "auto",
     ledger: DecisionLedger | None = None,
     given: Mapping[str, Any] = EMPTY,
 ) -> Architecture:
@@ -57,7 +59,7 @@ def load_model(
     another model that this one uses in the place of its own, by their names.
 
     `max_positions` sizes position tables (default: the model's context length); `architectures` adds to the registry;
-    `quantize` and `page_size` are EngineConfig's, `index_dtype` that of cells. Kernels that do not take this model are rows of the ledger, as is
+    `quantize`, `page_size` and `kv_cache_dtype` are EngineConfig's, `index_dtype` that of cells. Kernels that do not take this model are rows of the ledger, as is
     the form in which quantised weights are kept.
     Raises `CheckpointError` for files that are missing, damaged, or not this model's, `ConfigError` for a model that is
     not supported. Host memory beyond the weights stays under one layer's, as stored and as packed.
@@ -66,12 +68,15 @@ def load_model(
     weights = Weights(dtype, torch.device(device))
     packer, refusals = Packer(weights, kernels, quantize), Refusals()
     positions = max_positions or config.context_length
-    model = model_type(Build(config, kernels, weights, positions, index_dtype, refusals, given=given))
+    shared = config, kernels, weights, positions, index_dtype, refusals, kv_cache_dtype
+    model = model_type(Build(*shared, given=given))
     if config.is_encoder and (model.state_layers or any(layer.rows for layer in model.attention_layers)):
         kept = "states" if model.state_layers else "rows of its own"
         raise ConfigError(
             f"{config.architecture} keeps {kept}, and an embedding runs without", remedy="use another model"
         )
+    if any(layer.rows for layer in model.attention_layers):
+        check_row_dtype(kv_cache_dtype, device)
     if page_size is not None:
         fitting_page_size(model.attention_layers, page_size, page_size)
     if not config.is_encoder:

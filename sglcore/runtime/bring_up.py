@@ -185,12 +185,8 @@ def sizes(
     pool_kind: PoolKind = PER_HEAD,
 ) -> MemorySizes:
     """Pages and context, from what the device has left beside the weights and what a cell of these pools takes."""
-    if config.kv_cache_dtype != PER_HEAD.kv_cache_dtype and any(layer.rows for layer in model.attention_layers):
-        raise ConfigError(
-            f"kv_cache_dtype is {config.kv_cache_dtype!r}, and this model keeps no keys and values by head, but rows in its type",
-            remedy="leave --kv-cache-dtype out",
-        )
-    if config.kv_cache_dtype != pool_kind.kv_cache_dtype:
+    has_rows = any(layer.rows for layer in model.attention_layers)
+    if config.kv_cache_dtype != pool_kind.kv_cache_dtype and not has_rows:
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype!r}, and this device keeps keys and values in the model's type",
             remedy="leave --kv-cache-dtype out",
@@ -209,8 +205,8 @@ def sizes(
         why = f"blocks of this model come out even in it; the device's own is {facts.page_size}"
         ledger.record(Row("page size", "auto", f"{page_size} tokens", why, "set page_size to a multiple of it"))
     kept = geometry(layers, model.state_layers, most, page_size, model.dtype, pool_kind.cell_bytes)
-    if any(layer.rows for layer in layers):
-        ledger.record(rows_row(kept, layers, page_size, model.dtype))
+    if has_rows:
+        ledger.record(rows_row(kept, layers, page_size, model.dtype, config.kv_cache_dtype))
     if not kept.window and any(has_window(layer) for layer in layers):
         why = "a window and the tokens of a step are not below max_model_len, so that nothing would be freed in time"
         ledger.record(Row("window cache", "auto", "none", why, "lower max_batch_tokens"))

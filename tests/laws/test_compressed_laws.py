@@ -125,8 +125,8 @@ class ReachesAll(Windows):
 def by_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """What blocks of 4 tokens are made of belongs to a slot: who goes on from a page does not have it."""
 
-    def kept(*given: Any) -> Any:
-        found = kept_rows(*given)
+    def kept(*given: Any, **more: Any) -> Any:
+        found = kept_rows(*given, **more)
         return {name: replace(each, place=Place.SLOTS) if each.ring else each for name, each in found.items()}
 
     monkeypatch.setattr(layers, "kept_rows", kept)

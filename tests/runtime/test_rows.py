@@ -21,7 +21,15 @@ from sglcore.runtime.memory.deepseek_v4 import DeepSeekV4TokenToKVPool, kept_row
 from sglcore.runtime.memory.geometry import fitting_page_size, geometry, rows_row
 from sglcore.runtime.memory.make import make_rows
 from sglcore.runtime.memory.pools import cell_bytes
-from sglcore.runtime.memory.rows import KeptRows, Place, RowCounts, RowPool, page_multiple, row_bytes
+from sglcore.runtime.memory.rows import (
+    KeptRows,
+    Place,
+    RowCounts,
+    RowPool,
+    check_row_dtype,
+    page_multiple,
+    row_bytes,
+)
 from sglcore.step.sizing import GIB, Geometry, MemoryBudget, MemorySizes, size_text
 from tests.runtime.sparse_tiny import net_of
 
@@ -139,6 +147,21 @@ def test_deepseek_v4_takes_to_the_byte_what_its_layers_keep(drafts: int) -> None
     assert stored == 4 * every + 3 * window + 2 * found.ring
 
 
+def test_in_eight_bits_a_row_of_the_published_sizes_takes_its_bytes() -> None:
+    """Of 512 elements, 64 of them rotated: 448 bytes, 128 for those, 7 scales and one that aligns; of an index key, 128 bytes,
+    2 scales and what aligns. States stay as they are."""
+    kinds, page = [None, Compression(4, True), Compression(128, False)], 256
+    net = replace(net_of(kinds), head_dim=512, rope_dim=64, index_dim=128, window=128)
+    plain, small = ([kept_rows(net, each, BF16, kv_cache_dtype=asked) for each in kinds] for asked in ("auto", "fp8"))
+    assert row_bytes(small, Place.PAGES, page) == (584 + 136) * page // 4 + 584 * page // 128
+    states = row_bytes(plain, Place.WINDOW_PAGES, page) - 3 * 2 * 512 * page
+    assert row_bytes(small, Place.WINDOW_PAGES, page) == 3 * 584 * page + states
+    assert row_bytes(small, Place.SLOTS, page) == row_bytes(plain, Place.SLOTS, page)
+    pool = DeepSeekV4TokenToKVPool(small, page, RowCounts(3, 2, 1), "meta")
+    stored = sum(part.nbytes for layer in range(pool.num_layers) for part in pool.kv(layer))
+    assert stored == sum(count * row_bytes(small, place, page) for place, count in zip(Place, (4, 3, 2), strict=True))
+
+
 @pytest.mark.parametrize(("asked", "own", "found"), [(None, 24, 32), (None, 32, 32), (16, 24, 16)])
 def test_a_start_says_which_pages_its_blocks_need_and_what_rows_take(asked: int | None, own: int, found: int) -> None:
     config, ledger = SimpleNamespace(context_length=4096, architecture="Toy"), DecisionLedger()
@@ -159,3 +182,22 @@ def test_the_ledger_has_rows_beside_keys_and_values_by_head() -> None:
     row = rows_row(kept, layers, page, torch.float32)
     assert row.effective == "2.0 MiB for 1,000 tokens, 1.0 MiB for 1,000 that windows see, 1.0 MiB a request"
     assert row.reason == f"keys and values by head would be {size_text(1000 * 2 * 2 * 4 * 8 * 4)} for 1,000 tokens"
+    small = rows_row(kept, layers, page, torch.float32, "fp8")
+    assert (small.requested, small.effective) == ("fp8", f"fp8, {row.effective}") and row.reason in small.reason
+
+
+def test_a_type_that_rows_have_not_or_the_device_can_not_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for asked in ("auto", "fp8"):
+        check_row_dtype(asked, "cpu")
+    with pytest.raises(
+        ConfigError, match="kv_cache_dtype is 'int8', .* wanted auto or fp8; leave --kv-cache-dtype out"
+    ):
+        check_row_dtype("int8", "cpu")
+
+    def unknown(codec: RowCodec, values: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("Float8_e4m3fn is not supported")
+
+    monkeypatch.setattr(RowCodec, "encode", unknown)
+    check_row_dtype("auto", "cpu")
+    with pytest.raises(ConfigError, match="this device knows no 8-bit floats: Float8_e4m3fn is not supported"):
+        check_row_dtype("fp8", "cpu")

@@ -102,7 +102,7 @@ def kernel_choices(config: EngineConfig, facts: Facts, model: LoadedModel, ledge
 
 def pool_kind(config: EngineConfig, model: LoadedModel, kernels: KernelTable, ledger: DecisionLedger) -> PoolKind:
     """Cells of the model's type, or of 8 bits where the native kernels read them; all take memory only as they are used."""
-    if config.kv_cache_dtype == "auto":
+    if config.kv_cache_dtype == "auto" or any(layer.rows for layer in model.attention_layers):
         return PoolKind(partial(MHATokenToKVPool, zeros=huge_zeros), cell_bytes)
     if config.kv_cache_dtype != INT8_POOL.kv_cache_dtype:
         raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype!r}", wanted=f"auto or {INT8_POOL.kv_cache_dtype}")

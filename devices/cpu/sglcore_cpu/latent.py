@@ -11,7 +11,7 @@ from sglcore.runtime.kernels import reference_sparse
 from sglcore.runtime.kernels.row_codec import RowCodec
 from sglcore_cpu.native import TYPES, Engine
 from sglcore_cpu.operands import INDEX_BYTES
-from sglcore_cpu.sparse import address, are_indices, last_is_plain, refusal
+from sglcore_cpu.sparse import address, are_indices, form_of, is_known, last_is_plain, refusal
 
 
 class Latent:
@@ -60,10 +60,11 @@ class Latent:
         codec: RowCodec | None,
     ) -> None:
         """One pass."""
-        if codec is not None or not (last_is_plain(x, cos_sin_cache, rows, out_rows) and are_indices(positions)):
+        dense = last_is_plain(x, cos_sin_cache, rows, out_rows)
+        if not (is_known(codec) and dense and are_indices(positions)):
             reference_sparse.norm_rope_store(x, weight, eps, positions, cos_sin_cache, rows, out_rows, codec)
         else:
-            self._store(x, weight, None, eps, positions, cos_sin_cache, rows, out_rows)
+            self._store(x, weight, None, eps, positions, cos_sin_cache, rows, out_rows, codec)
 
     def index_key_store(
         self,
@@ -78,10 +79,11 @@ class Latent:
         codec: RowCodec | None,
     ) -> None:
         """One pass."""
-        if codec is not None or not (last_is_plain(x, cos_sin_cache, rows, out_rows) and are_indices(positions)):
+        dense = last_is_plain(x, cos_sin_cache, rows, out_rows)
+        if not (is_known(codec) and dense and are_indices(positions)):
             reference_sparse.index_key_store(x, weight, bias, eps, positions, cos_sin_cache, rows, out_rows, codec)
         else:
-            self._store(x, weight, bias, eps, positions, cos_sin_cache, rows, out_rows)
+            self._store(x, weight, bias, eps, positions, cos_sin_cache, rows, out_rows, codec)
 
     def _store(
         self,
@@ -93,6 +95,7 @@ class Latent:
         cos_sin_cache: Tensor,
         rows: Tensor,
         out_rows: Tensor,
+        codec: RowCodec | None,
     ) -> None:
         self._norm_store(
             x=x.data_ptr(),
@@ -109,7 +112,7 @@ class Latent:
             tokens=x.shape[0],
             size=x.shape[1],
             type=TYPES[x.dtype],
-            row_type=TYPES[rows.dtype],
+            **form_of(rows, codec),
         )
 
     def grouped_linear(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -208,11 +211,12 @@ class Latent:
 
 
 def takes_store(x: Tensor, weight: Tensor, *others: object) -> str:
-    """Of stores: norms in float32, rows of a pool that the kernels write."""
+    """Of stores: norms in float32, rows of a pool that the kernels write: numbers, or bytes of a codec."""
     floats = [each.dtype for each in others if isinstance(each, Tensor) and each.ndim == 2]
     rows = floats[-1]
     wide = weight.dtype is torch.float32
-    return refusal(x) or ("" if wide and rows in TYPES else f"it stores rows of float32 and bfloat16, not of {rows}")
+    stores = wide and rows in {*TYPES, torch.uint8}
+    return refusal(x) or ("" if stores else f"it stores rows of float32 and bfloat16, not of {rows}")
 
 
 def takes_one(*call: object) -> str:

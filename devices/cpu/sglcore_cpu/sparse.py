@@ -1,7 +1,7 @@
 """The entries of attention over listed rows by the native kernels: latent rows, chosen or compressed.
 
 Slots, positions, lengths, lists and tables are read when a kernel runs, so that a recorded step serves whatever they hold.
-Rows in a codec's form, and tensors that lie otherwise than the kernels read them, go to the reference.
+Tensors that lie otherwise than the kernels read them go to the reference.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from sglcore.runtime.kernels.row_codec import RowCodec
 from sglcore_cpu.native import TYPES, Engine
 from sglcore_cpu.operands import INDEX_BYTES
 
-ROW_TYPES: Mapping[torch.dtype, int] = MappingProxyType({**TYPES, torch.float16: 3})
-"""Element types of rows, as the kernels count them."""
+ROW_TYPES: Mapping[torch.dtype, int] = MappingProxyType({**TYPES, torch.float16: 3, torch.uint8: 4})
+"""Element types of rows, as the kernels count them; bytes are a codec's."""
+GROUP_UNIT = 16
+"""Divides the groups of codecs that the kernels know."""
 
 
 class SparseAttention:
@@ -48,12 +50,12 @@ class SparseAttention:
         """Chunks of both lists are shared out."""
         lists = [each for each in (chosen, more_chosen) if each is not None]
         others = [each for each in (more_rows, sinks) if each is not None]
-        if codec is not None or not (last_is_plain(q, rows, *others) and are_indices(*lists)):
+        if not (is_known(codec) and last_is_plain(q, rows, *others) and are_indices(*lists)):
             return reference_sparse.sparse_mqa(q, rows, chosen, more_rows, more_chosen, sinks, scale, value_size, codec)
         out = self._empty(*q.shape[:2], value_size, dtype=q.dtype)
         self._sparse_mqa(
             **_heads(q),
-            **_rows(rows, q.shape[2]),
+            **_rows(rows, q.shape[2], codec),
             out=out.data_ptr(),
             value_size=value_size,
             scale=scale,
@@ -82,12 +84,12 @@ class SparseAttention:
         codec: RowCodec | None,
     ) -> Tensor:
         """Chunks of each request are shared out."""
-        if codec is not None or not (last_is_plain(q, rows) and are_indices(table, token_slots, lens)):
+        if not (is_known(codec) and last_is_plain(q, rows) and are_indices(table, token_slots, lens)):
             return reference_sparse.paged_mqa(q, rows, table, token_slots, lens, page_size, scale, value_size, codec)
         out = self._empty(*q.shape[:2], value_size, dtype=q.dtype)
         self._paged_mqa(
             **_heads(q),
-            **_rows(rows, q.shape[2]),
+            **_rows(rows, q.shape[2], codec),
             **_pages(table, token_slots, lens, page_size),
             out=out.data_ptr(),
             value_size=value_size,
@@ -110,7 +112,7 @@ class SparseAttention:
         codec: RowCodec | None,
     ) -> Tensor:
         """Chunks of each request's keys are shared out."""
-        if codec is not None or not (last_is_plain(q, weights, keys) and are_indices(table, token_slots, lens)):
+        if not (is_known(codec) and last_is_plain(q, weights, keys) and are_indices(table, token_slots, lens)):
             pages = table, token_slots, lens, rows_per_page
             return reference_sparse.index_logits(q, weights, keys, *pages, scale, width, codec)
         out = self._empty(q.shape[0], width, dtype=torch.float32)
@@ -121,7 +123,7 @@ class SparseAttention:
             weight_type=TYPES[weights.dtype],
             keys=keys.data_ptr(),
             key_stride=keys.stride(0),
-            row_type=ROW_TYPES[keys.dtype],
+            **form_of(keys, codec),
             size=q.shape[2],
             **_pages(table, token_slots, lens, rows_per_page),
             out=out.data_ptr(),
@@ -264,7 +266,8 @@ class SparseAttention:
 
 def takes_rows(q: Tensor, rows: Tensor, chosen: Tensor, more_rows: Tensor | None, *others: object) -> str:
     """Of `sparse_mqa` and `paged_mqa`, whose fourth argument is no pool."""
-    return refusal(q, rows, *([more_rows] if isinstance(more_rows, Tensor) and more_rows.is_floating_point() else []))
+    more = [more_rows] if isinstance(more_rows, Tensor) and more_rows.dtype is not torch.int32 else []
+    return refusal(q, rows, *more)
 
 
 def takes_keys(q: Tensor, weights: Tensor, keys: Tensor, *others: object) -> str:
@@ -315,13 +318,19 @@ def _heads(q: Tensor) -> dict[str, int]:
     }
 
 
-def _rows(rows: Tensor, size: int) -> dict[str, int]:
-    return {
-        "rows": rows.data_ptr(),
-        "row_stride": rows.stride(0),
-        "row_type": ROW_TYPES[rows.dtype],
-        "size": size,
-    }
+def is_known(codec: RowCodec | None) -> bool:
+    """The kernels read its form, or rows are numbers."""
+    return codec is None or codec.group % GROUP_UNIT == 0
+
+
+def form_of(rows: Tensor, codec: RowCodec | None) -> dict[str, int]:
+    """How rows of a pool are told to the kernels."""
+    exact, group = (0, 0) if codec is None else (codec.exact, codec.group)
+    return {"row_type": ROW_TYPES[rows.dtype], "exact": exact, "group": group}
+
+
+def _rows(rows: Tensor, size: int, codec: RowCodec | None) -> dict[str, int]:
+    return {"rows": rows.data_ptr(), "row_stride": rows.stride(0), "size": size, **form_of(rows, codec)}
 
 
 def _pages(table: Tensor, token_slots: Tensor, lens: Tensor, page_rows: int) -> dict[str, int]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from sglcore.checkpoint.compressed import CompressedConfig, Compression
-from sglcore.runtime.memory.rows import BaseSWAKVPool, KeptRows, LayerRows, Place
+from sglcore.runtime.memory.rows import BaseSWAKVPool, KeptRows, LayerRows, Place, row_codec
 
 WINDOW, BLOCKS, STATE = "window", "blocks", "state"
 INDEX_KEYS, INDEX_STATE = "index_keys", "index_state"
@@ -22,11 +22,18 @@ def ring_size(ratio: int, span: int, drafts: int = 1) -> int:
     return size
 
 
-def kept_rows(net: CompressedConfig, compression: Compression | None, dtype: torch.dtype, drafts: int = 1) -> LayerRows:
+def kept_rows(
+    net: CompressedConfig,
+    compression: Compression | None,
+    dtype: torch.dtype,
+    drafts: int = 1,
+    kv_cache_dtype: str = "auto",
+) -> LayerRows:
     """Those of one layer, computed in `dtype`; states are float32, values and gates side by side. The last block's tokens
     belong to a page of the window where the next block takes them too, so that who goes on from a page has them; else to
     the slot, because a page ends with a block."""
-    kept = {WINDOW: KeptRows(net.head_dim, dtype, Place.WINDOW_PAGES)}
+    codec = row_codec(kv_cache_dtype, net.head_dim, net.rope_dim)
+    kept = {WINDOW: KeptRows(net.head_dim, dtype, Place.WINDOW_PAGES, codec=codec)}
     if compression is None:
         return kept
     ratio, span, series = compression.ratio, compression.span, compression.series
@@ -35,9 +42,13 @@ def kept_rows(net: CompressedConfig, compression: Compression | None, dtype: tor
     def state(size: int) -> KeptRows:
         return KeptRows(2 * series * size, torch.float32, place, ratio, ring, span)
 
-    kept |= {BLOCKS: KeptRows(net.head_dim, dtype, ratio=ratio), STATE: state(net.head_dim)}
+    kept |= {BLOCKS: KeptRows(net.head_dim, dtype, ratio=ratio, codec=codec), STATE: state(net.head_dim)}
     if compression.is_sparse:
-        kept |= {INDEX_KEYS: KeptRows(net.index_dim, dtype, ratio=ratio), INDEX_STATE: state(net.index_dim)}
+        codec = row_codec(kv_cache_dtype, net.index_dim)
+        kept |= {
+            INDEX_KEYS: KeptRows(net.index_dim, dtype, ratio=ratio, codec=codec),
+            INDEX_STATE: state(net.index_dim),
+        }
     return kept
 
 

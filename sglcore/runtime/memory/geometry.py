@@ -10,7 +10,7 @@ import torch
 
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import Row
-from sglcore.runtime.memory.rows import Place, page_multiple, row_bytes
+from sglcore.runtime.memory.rows import FP8, Place, page_multiple, row_bytes
 from sglcore.runtime.memory.states import KeepsState, state_bytes
 from sglcore.step.sizing import Geometry, size_text
 
@@ -78,7 +78,9 @@ def fitting_page_size(layers: Sequence[Attention], asked: int | None, default: i
     return asked
 
 
-def rows_row(kept: Geometry, layers: Sequence[Attention], page_size: int, dtype: torch.dtype) -> Row:
+def rows_row(
+    kept: Geometry, layers: Sequence[Attention], page_size: int, dtype: torch.dtype, kv_cache_dtype: str = "auto"
+) -> Row:
     """For the ledger: what 1,000 tokens of layers that keep rows take, beside what they would by head."""
 
     def thousand(page_bytes: int) -> str:
@@ -89,4 +91,9 @@ def rows_row(kept: Geometry, layers: Sequence[Attention], page_size: int, dtype:
     parts += [f"{size_text(kept.ring)} a request"] if kept.ring else []
     dense = sum(layer.size_by_head for layer in layers) * dtype.itemsize
     reason = f"keys and values by head would be {size_text(1000 * dense)} for 1,000 tokens"
-    return Row("kv rows", "auto", ", ".join(parts), reason)
+    if kv_cache_dtype == FP8:
+        parts[0], reason = (
+            f"{FP8}, {parts[0]}",
+            f"8-bit floats with a scale for each group of them; in {dtype} {reason}",
+        )
+    return Row("kv rows", kv_cache_dtype, ", ".join(parts), reason, f"--kv-cache-dtype auto or {FP8}")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from sglcore.device.errors import ConfigError
 from sglcore.runtime.kernels.row_codec import RowCodec
 
 if TYPE_CHECKING:
@@ -22,8 +23,36 @@ if TYPE_CHECKING:
 
 ROWS = "rows"
 """The layout of pools whose layers say by name which rows they keep."""
+FP8 = "fp8"
+"""The `kv_cache_dtype` of rows in eight bits."""
 ENCODED_NAN = 0xFF
 """A byte that no codec reads as a number."""
+
+
+def row_codec(kv_cache_dtype: str, size: int, exact: int = 0) -> RowCodec | None:
+    """The form of rows of `size` elements, the last `exact` of which hold places, by what a configuration asks for; None: they
+    are numbers of the model's type."""
+    return RowCodec(size, exact) if kv_cache_dtype == FP8 else None
+
+
+def check_row_dtype(kv_cache_dtype: str, device: torch.device | str) -> None:
+    """Raises ConfigError for a `kv_cache_dtype` that rows have none of, or that the device can not compute."""
+    if kv_cache_dtype not in ("auto", FP8):
+        raise ConfigError(
+            f"kv_cache_dtype is {kv_cache_dtype!r}, and this model keeps no keys and values by head, but rows",
+            wanted=f"auto or {FP8}",
+            remedy="leave --kv-cache-dtype out",
+        )
+    codec = row_codec(kv_cache_dtype, 64)
+    try:
+        if codec is not None:
+            codec.decode(codec.encode(torch.ones(1, 64, device=device)))
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"kv_cache_dtype is {kv_cache_dtype!r}, and this device knows no 8-bit floats: {error}",
+            wanted="auto",
+            remedy="leave --kv-cache-dtype out",
+        ) from None
 
 
 class Place(Enum):
@@ -60,8 +89,14 @@ class KeptRows:
 
     def num_bytes(self, page_size: int) -> int:
         """Bytes of one page or slot."""
-        each = self.size * self.dtype.itemsize if self.codec is None else self.codec.num_bytes
-        return self.count(page_size) * each
+        return self.count(page_size) * self.row.nbytes
+
+    @property
+    def row(self) -> Tensor:
+        """One as calls of kernels have it, [1, elements or bytes], without content."""
+        if self.codec is not None:
+            return torch.empty(1, self.codec.num_bytes, dtype=torch.uint8, device="meta")
+        return torch.empty(1, self.size, dtype=self.dtype, device="meta")
 
 
 LayerRows = Mapping[str, KeptRows]
@@ -136,12 +171,10 @@ class RowPool:
         return [{name: self._make(each) for name, each in layer.items()} for layer in self.layers]
 
     def _make(self, kept: KeptRows) -> Tensor:
-        rows, codec = self._counts.owners(kept.place) * kept.count(self.page_size), kept.codec
-        if codec is not None:
-            value = ENCODED_NAN if self._poison else 0
-            return torch.full((rows, codec.num_bytes), value, dtype=torch.uint8, device=self._device)
-        value = torch.nan if self._poison else 0
-        return torch.full((rows, kept.size), value, dtype=kept.dtype, device=self._device)
+        rows, row = self._counts.owners(kept.place) * kept.count(self.page_size), kept.row
+        unwritten = torch.nan if kept.codec is None else ENCODED_NAN
+        value = unwritten if self._poison else 0
+        return torch.full((rows, row.shape[1]), value, dtype=row.dtype, device=self._device)
 
 
 class BaseSWAKVPool(RowPool):

@@ -29,7 +29,7 @@ struct KernelList {
 };
 
 // Element types as arguments name them.
-enum Type : int64_t { kF32 = 0, kBF16 = 1, kI8 = 2, kF16 = 3 };
+enum Type : int64_t { kF32 = 0, kBF16 = 1, kI8 = 2, kF16 = 3, kCodes = 4 };
 
 }  // namespace sgl
 

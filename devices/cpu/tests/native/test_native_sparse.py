@@ -13,7 +13,7 @@ from torch import Tensor
 from devices.cpu.tests.native.guarded import GuardedResults, guarded_copy
 from sglcore.conformance import kernel_inputs_sparse
 from sglcore.conformance.kernel_inputs import Draw, Inputs
-from sglcore.conformance.laws_kernels import relative_error
+from sglcore.conformance.laws_kernels import RELATIVE, relative_error
 from sglcore.runtime.kernels import reference_sparse
 from sglcore.runtime.kernels.row_codec import RowCodec
 from sglcore.runtime.kernels.sparse import SparseKernels
@@ -45,6 +45,24 @@ def wide_mqa(drawn: Draw, tokens: int, strided: bool) -> Inputs:
             pool[unnamed] = math.nan
         rest = (pools[1], lists[1]) if more else (None, None)
         yield q, pools[0], lists[0], *rest, drawn.values(heads).float() if more else None, 0.2, value_size, None
+
+
+def long_codes(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Groups of several blocks of elements, the last of which is cut, and rows of float8 alone."""
+    for *args, _ in long_paged(drawn, tokens, strided):
+        codec = RowCodec(40, exact=8 if strided else 0, group=64 if strided else 16)
+        args[1] = codec.encode(args[1] * torch.exp(3 * drawn.values(len(args[1]), 1).float()))
+        yield *args, codec
+
+
+def stored_codes(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Numbers of every size, zeros, and halves of what a code's steps are."""
+    table, places = drawn.values(50, 8).float(), drawn.permutation(40)[:tokens]
+    for codec in (RowCodec(72, exact=8), RowCodec(72, exact=8, group=16), RowCodec(72)):
+        x = drawn.rows(tokens, 72, strided) * torch.exp2(drawn.ints(-30, 12, tokens, 72).float()).to(drawn.dtype)
+        x[:, 16:32] = 0
+        rows = torch.zeros(40, codec.num_bytes, dtype=torch.uint8)
+        yield x, torch.ones(64), 1e-6, drawn.ints(0, 50, tokens), table, rows, places, codec
 
 
 def long_paged(drawn: Draw, tokens: int, strided: bool) -> Inputs:
@@ -101,6 +119,8 @@ CASES: tuple[tuple[str, Callable[..., Inputs]], ...] = (
     *((name, getattr(kernel_inputs_sparse, name)) for name in ENTRIES),
     ("sparse_mqa", wide_mqa),
     ("paged_mqa", long_paged),
+    ("paged_mqa", long_codes),
+    ("norm_rope_store", stored_codes),
     ("index_logits", many_keys),
     ("index_top_k", ties),
     ("compress", long_blocks),
@@ -125,8 +145,7 @@ def check(run: Callable[..., Any], name: str, make: Any, dtype: torch.dtype) -> 
     entry = ENTRIES[name]
     for tokens, strided in ((0, False), (1, False), (5, True), (33, False)):
         for args in make(Draw(tokens, dtype), tokens, strided):
-            if any(isinstance(arg, RowCodec) for arg in args):
-                continue
+            codec = next((arg for arg in args if isinstance(arg, RowCodec)), None)
             wanted_args = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)
             placed = [
                 placed_as(arg, place) if isinstance(arg, Tensor) else (arg, None) for place, arg in enumerate(args)
@@ -138,6 +157,8 @@ def check(run: Callable[..., Any], name: str, make: Any, dtype: torch.dtype) -> 
                 for one, other in zip(found, wanted, strict=True):
                     bound = BOUNDS[dtype] if other.is_floating_point() else 0
                     assert one.shape == other.shape and one.dtype == other.dtype, (tokens, strided)
+                    if codec is not None and other.dtype is torch.uint8:
+                        one, other, bound = codec.decode(one.clone()), codec.decode(other), RELATIVE["float8"]
                     assert relative_error(one, other) <= bound, (tokens, strided)
             for _, holds in placed:
                 if holds is not None:
@@ -177,6 +198,13 @@ def forgets_sinks(q: Tensor, *args: Any) -> Tensor:
     return reference_sparse.sparse_mqa(q, rows, chosen, more_rows, more_chosen, None, *others)
 
 
+def forgets_scales(q: Tensor, rows: Tensor, *others: Any) -> Tensor:
+    codec = others[-1]
+    scales = slice(codec.size + codec.exact, codec.size + codec.exact + codec.num_scales)
+    rows[:, scales] = 127
+    return reference_sparse.paged_mqa(q, rows, *others)
+
+
 def one_row_too_few(q: Tensor, rows: Tensor, table: Tensor, slots: Tensor, lens: Tensor, *others: Any) -> Tensor:
     return reference_sparse.paged_mqa(q, rows, table, slots, (lens - 1).clamp(min=0), *others)
 
@@ -196,6 +224,7 @@ DEFECTS: tuple[tuple[str, Callable[..., Inputs], Callable[..., Any]], ...] = (
     ("sparse_mqa", wide_mqa, reads_past_the_list),
     ("sparse_mqa", wide_mqa, forgets_sinks),
     ("paged_mqa", long_paged, one_row_too_few),
+    ("paged_mqa", long_codes, forgets_scales),
     ("hc_post", kernel_inputs_sparse.hc_post, other_direction),
     ("hc_pre", kernel_inputs_sparse.hc_pre, one_turn_too_few),
 )

@@ -41,7 +41,7 @@ class Indexer {
         for (; first < known; first += kBlockRows) {
             int64_t count = std::min(kBlockRows, known - first), padded = up_to(count, Words::row_unit);
             for (int64_t i = 0; i < padded; ++i)
-                copy_row(i < count ? key(keys.row(first + i)) : nullptr, args_.row_type, args_.size,
+                copy_row(i < count ? key(keys.row(first + i)) : nullptr, Form::of(args_),
                          depth_ * Words::per_word, reinterpret_cast<Plain<Words>*>(block + i * depth_));
             product<Words>({block, padded, depth_, depth_, 1}, {queries, panels_, kPanel * depth_},
                            {scores, kBlockRows * kPanel, nullptr});

@@ -187,13 +187,14 @@ class Mqa {
                    const Scratch<Words>& own) const {
         constexpr int64_t kAhead = 4;
         Block<Words> block(own.block, args_.size);
-        int64_t padded = up_to(count, Words::row_unit), bytes = args_.size * bytes_of(args_.row_type);
+        const Form form = Form::of(args_);
+        int64_t padded = up_to(count, Words::row_unit), bytes = form.bytes();
         for (int64_t i = 0; i < padded; ++i) {
             if (i + kAhead < count) {
                 const char* next = rows_.row(of, first + i + kAhead);
                 for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(next + at);
             }
-            copy_row(i < count ? rows_.row(of, first + i) : nullptr, args_.row_type, args_.size, block.padded(), block.row(i));
+            copy_row(i < count ? rows_.row(of, first + i) : nullptr, form, block.padded(), block.row(i));
         }
         product<Words>(block.keys(padded), Panels{own.queries, panels, kPanel * depth_},
                        Result{own.scores, kBlockRows * kPanel, nullptr});

@@ -1,5 +1,6 @@
 // Norms and rotations of latent rows, in float32 throughout (Su et al. 2021).
 #include <algorithm>
+#include <cmath>
 
 #include "../operations/normed.h"
 #include "rows.h"
@@ -37,6 +38,48 @@ void scale(float* x, int64_t size, float factor) {
 template <class T, class S>
 void narrow(const float* x, S* out, int64_t size) {
     for (int64_t i = 0; i < size; i += 16) put(out + i, cast<T>(get(x + i, size - i)), size - i);
+}
+
+// Of at most 448; ties to even. Below 2^-6 there are steps of 2^-9, to which the addition rounds.
+uint8_t float8(float x) {
+    uint32_t bits, sign;
+    std::memcpy(&bits, &x, 4);
+    sign = bits >> 24 & 0x80, bits &= 0x7fffffff;
+    if (bits < 0x3c800000) {
+        float small = std::fabs(x) + 16384.0f;
+        std::memcpy(&bits, &small, 4);
+        return static_cast<uint8_t>(sign | (bits - 0x46800000));
+    }
+    bits = std::min<uint32_t>(bits + 0x7ffff + (bits >> 20 & 1), 0x43f00000);
+    return static_cast<uint8_t>(sign | ((bits >> 20) - 0x3c0));
+}
+
+// x as codes, as rows.h has them; a scale is the least power of two that brings a group to 448.
+template <class T>
+void encode(const float* x, const Form& form, char* row) {
+    int64_t codes = form.codes();
+    for (int64_t first = 0; first < codes; first += form.group) {
+        int64_t last = std::min(first + form.group, codes);
+        f32x16 top = set1(1e-4f);
+        for (int64_t i = first; i < last; i += 16) {
+            f32x16 values = cast<T>(get(x + i, last - i));
+            top = max(top, max(values, sub(zero(), values)));
+        }
+        float largest = reduce_max(top), inverse;
+        uint32_t bits;
+        std::memcpy(&bits, &largest, 4);
+        uint32_t exponent = ((bits + 0x1fffff) >> 23) - 8, inverse_bits = (254 - exponent) << 23;
+        std::memcpy(&inverse, &inverse_bits, 4);
+        row[form.size + form.exact + first / form.group] = static_cast<char>(exponent);
+        for (int64_t i = first; i < last; i += 16) {
+            alignas(64) float scaled[16];
+            store(scaled, mul(cast<T>(get(x + i, last - i)), set1(inverse)));
+            for (int64_t lane = 0; lane < std::min<int64_t>(16, last - i); ++lane)
+                row[i + lane] = static_cast<char>(float8(scaled[lane]));
+        }
+    }
+    for (int64_t i = 0; i < form.exact; i += 16)
+        put(reinterpret_cast<bf16*>(row + codes) + i, cast<T>(get(x + codes + i, form.exact - i)), form.exact - i);
 }
 
 void norm_first(const NormStoreArgs& args, float* x) {
@@ -94,6 +137,7 @@ void norm_store(const NormStoreArgs& args, Pool& pool) {
                 norm_layer(args, x);
                 turn_halves(x, cos_sin, args.rotary / 2);
             }
+            if (args.row_type == kCodes) return encode<T>(x, Form::of(args), row_of<char>(args.rows, place, args.row_stride));
             with_type(args.row_type, [&](auto stored) {
                 narrow<T>(x, row_of<decltype(stored)>(args.rows, place, args.row_stride), args.size);
             });

@@ -29,17 +29,58 @@ SGL_INLINE f32x16 sixteen(const char* row, int64_t type, int64_t at, int64_t siz
     return load_f16(lanes);
 }
 
-inline int64_t bytes_of(int64_t type) { return type == kF32 ? 4 : 2; }
+inline int64_t bytes_of(int64_t type) { return type == kF32 ? 4 : type == kCodes ? 1 : 2; }
 
-// A row, or zeros for null, as `padded` (a multiple of 16) floats, or bf16, which it then has to be.
-inline void copy_row(const char* row, int64_t type, int64_t size, int64_t padded, float* to) {
-    if (row == nullptr) return static_cast<void>(std::fill_n(to, padded, 0.0f));
-    for (int64_t i = 0; i < padded; i += 16) store(to + i, sixteen(row, type, i, size));
+// How rows of `size` elements are stored: as numbers of `type`, or as codes: float8 e4m3 but for the last `exact`, which are
+// bf16; then a byte for each `group` (a multiple of 16) of the former, the exponent of its scale.
+struct Form {
+    int64_t type, size, exact, group;
+
+    template <class Args>
+    static Form of(const Args& args) { return {args.row_type, args.size, args.exact, args.group}; }
+    int64_t codes() const { return size - exact; }
+    int64_t bytes() const { return type == kCodes ? size + exact + (codes() + group - 1) / group : size * bytes_of(type); }
+};
+
+// Sixteen elements of a row of codes from `at` on. A float8 is a float16 of which the exponent is 8 less.
+inline f32x16 decoded(const char* row, const Form& form, int64_t at) {
+    int64_t codes = form.codes(), n = std::min<int64_t>(16, codes - at);
+    if (n <= 0) return sixteen(row + codes, kBF16, at - codes, form.exact);
+    const auto* bytes = reinterpret_cast<const uint8_t*>(row) + at;
+    alignas(32) uint16_t halves[16] = {};
+    for (int64_t i = 0; i < n; ++i) {
+        int code = bytes[i] & 0x7f;
+        halves[i] = static_cast<uint16_t>((bytes[i] & 0x80) << 8 | (code == 0x7f ? 0x7fff : code << 7));
+    }
+    uint32_t bits = static_cast<uint32_t>(static_cast<uint8_t>(row[form.size + form.exact + at / form.group])) << 23;
+    float scale;
+    std::memcpy(&scale, &bits, 4);
+    f32x16 values = mul(load_f16(halves), set1(256.0f * scale));
+    if (n == 16) return values;
+    alignas(64) float mixed[16];
+    store(mixed, values);
+    for (int64_t i = n; i < std::min<int64_t>(16, form.size - at); ++i) {
+        bf16 exact;
+        std::memcpy(&exact, row + codes + 2 * (i - n), 2);
+        mixed[i] = from_bf16(exact);
+    }
+    return load(mixed);
 }
-inline void copy_row(const char* row, int64_t, int64_t size, int64_t padded, bf16* to) {
+
+// A row, or zeros for null, as `padded` (a multiple of 16) floats, or bf16, which it then has to be or codes, which those hold.
+inline void copy_row(const char* row, const Form& form, int64_t padded, float* to) {
+    if (row == nullptr) return static_cast<void>(std::fill_n(to, padded, 0.0f));
+    for (int64_t i = 0; i < padded; i += 16)
+        store(to + i, form.type == kCodes ? decoded(row, form, i) : sixteen(row, form.type, i, form.size));
+}
+inline void copy_row(const char* row, const Form& form, int64_t padded, bf16* to) {
     if (row == nullptr) return static_cast<void>(std::fill_n(to, padded, bf16{0}));
-    std::memcpy(to, row, static_cast<size_t>(size) * 2);
-    std::memset(to + size, 0, static_cast<size_t>(padded - size) * 2);
+    if (form.type == kCodes) {
+        for (int64_t i = 0; i < padded; i += 16) store_bf16(to + i, decoded(row, form, i));
+    } else {
+        std::memcpy(to, row, static_cast<size_t>(form.size) * 2);
+        std::memset(to + form.size, 0, static_cast<size_t>(padded - form.size) * 2);
+    }
 }
 
 // Sizes in elements of what the products read: keys in words of `per_word`, and results in rows.
@@ -53,7 +94,7 @@ void pack_heads(const char* q, int64_t type, int64_t head_stride, int64_t first,
                 int64_t depth, uint32_t* rows, uint32_t* panel) {
     for (int64_t i = 0; i < kPanel; ++i) {
         const char* head = first + i < heads ? q + (first + i) * head_stride * bytes_of(type) : nullptr;
-        copy_row(head, type, size, depth * Words::per_word, reinterpret_cast<Plain<Words>*>(rows + i * depth));
+        copy_row(head, {type, size, 0, 0}, depth * Words::per_word, reinterpret_cast<Plain<Words>*>(rows + i * depth));
     }
     for (int64_t k = 0; k < depth; k += 16) transpose(rows + k, depth, panel + k * kPanel, kPanel);
 }
@@ -62,7 +103,7 @@ void pack_heads(const char* q, int64_t type, int64_t head_stride, int64_t first,
 template <class Run>
 void with_words(int64_t type, int64_t row_type, Run&& run) {
 #if SGL_LEVEL >= 5
-    if (type == kBF16 && row_type == kBF16) {
+    if (type == kBF16 && (row_type == kBF16 || row_type == kCodes)) {
 #if SGL_LEVEL >= 6
         return run(Tiles{});
 #else

@@ -1,8 +1,8 @@
 // Attention over rows that lists name, and what stands around it in a layer. What differs between steps (slots, positions,
 // lengths, lists, tables) is read when a kernel runs, so that a recorded call serves other contents at the same addresses.
 //
-// Rows of a pool have `row_type` (f32, bf16 or f16) and lie `.._stride` elements apart; row 0 is nobody's. Other elements have
-// `type` (f32 or bf16) unless a comment says otherwise; indices, slots and positions are i32.
+// Rows of a pool have `row_type` (f32, bf16 or f16, or codes, of which `exact` and `group` say what rows.h says) and lie
+// `.._stride` elements (of codes: bytes) apart; row 0 is nobody's. Other elements have `type` (f32 or bf16) unless a comment says otherwise; indices, slots and positions are i32.
 #pragma once
 
 #include "../operations/elements.h"
@@ -11,7 +11,8 @@
 // `size` elements: chosen [tokens, width] of `rows` and more_chosen [tokens, more_width] of `more_rows`, up to the first -1
 // of each. Rows of a list lie `chosen_stride` apart. `sinks` [heads] f32 are scores of one more key without a value; null means none.
 #define SGL_MQA_ARGS(P, I, D)                                                                                     \
-    P(q) I(q_stride) I(q_head_stride) P(out) P(sinks) I(tokens) I(heads) I(size) I(value_size) I(type) I(row_type) D(scale)
+    P(q) I(q_stride) I(q_head_stride) P(out) P(sinks) I(tokens) I(heads) I(size) I(value_size) I(type) I(row_type) \
+    I(exact) I(group) D(scale)
 #define SGL_SPARSE_MQA_ARGS(P, I, D)                                                                              \
     SGL_MQA_ARGS(P, I, D) P(rows) I(row_stride) P(chosen) I(chosen_stride) I(width)                               \
     P(more_rows) I(more_row_stride) P(more_chosen) I(more_chosen_stride) I(more_width)
@@ -28,7 +29,7 @@ SGL_ARGS(PagedMqaArgs, SGL_PAGED_MQA_ARGS)
 // have `weight_type`.
 #define SGL_INDEX_LOGITS_ARGS(P, I, D)                                                                            \
     P(q) I(q_stride) I(q_head_stride) P(weights) I(weight_stride) I(weight_type) P(keys) I(key_stride) P(out)      \
-    I(tokens) I(heads) I(size) I(width) I(type) I(row_type) D(scale) SGL_PAGED_ARGS(P, I)
+    I(tokens) I(heads) I(size) I(width) I(type) I(row_type) I(exact) I(group) D(scale) SGL_PAGED_ARGS(P, I)
 SGL_ARGS(IndexLogitsArgs, SGL_INDEX_LOGITS_ARGS)
 
 // out [tokens, k]: the rows of the k largest of logits f32 [tokens, width] among the first lens[t], of equal ones the
@@ -69,7 +70,7 @@ SGL_ARGS(RopeTailArgs, SGL_ROPE_TAIL_ARGS)
 // `rotary` apart. weight and bias f32.
 #define SGL_NORM_STORE_ARGS(P, I, D)                                                                              \
     P(x) I(x_stride) P(weight) P(bias) I(normed) D(eps) P(positions) P(cos_sin) I(cos_sin_stride) I(rotary)       \
-    P(rows) I(row_stride) P(out_rows) I(index_bytes) I(tokens) I(size) I(type) I(row_type)
+    P(rows) I(row_stride) P(out_rows) I(index_bytes) I(tokens) I(size) I(type) I(row_type) I(exact) I(group)
 SGL_ARGS(NormStoreArgs, SGL_NORM_STORE_ARGS)
 
 // out [tokens, groups, outputs] = weight[g] x[t, g]; weight elements at g * group_stride + output * output_stride + input *
