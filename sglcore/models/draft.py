@@ -109,6 +109,7 @@ def load_draft(
         quantize=config.quantize,
         index_dtype=getattr(torch, facts.index_dtype),
         page_size=config.page_size,
+        kv_cache_dtype=config.kv_cache_dtype,
         given=given,
     )
     shared = " and ".join(["embedding", "output layer"][name == "lm_head"] for name in given) or "nothing"
