@@ -119,6 +119,10 @@ class ScheduleBatch:
     (t - window_starts) % page_size of window page (t - window_starts) // page_size of its list, which holds all of
     `seq_lens`; what the window does not see is never read. The worker takes the lists in the order of submission, each before
     its forward: a window page may be in another row's list as soon as no row submitted later has it in its own.
+    `cell_limits` int32[B]: cells of the row that are in its pages and that its output can need; None where the worker proposes
+    nothing (`Limits.draft_tokens`). A decode row of a worker that does brings as many tokens as the worker verifies, its
+    last one and proposals, of which `input_ids` has the first; `seq_lens` is then the most that the request can have once this
+    forward has run, and exact where no other step is in flight.
     `token_type_ids` int32[T]: the segment of each token in its text, in an EMBED batch where some are not of the first.
     `embed_rows` int32[N] and `prompt_embeds` float32[N, H]: tokens of the step whose embedding is given, ascending, and it.
     `mrope_positions` int32[3, T]: time, height and width of each token where some differ. `ngram_starts`,
@@ -155,6 +159,7 @@ class ScheduleBatch:
     mrope_positions: Ints | None = None
     ngram_starts: Ints | None = None
     ngram_lens: Ints | None = None
+    cell_limits: Ints | None = None
     capture_hidden_mode: OneShot[CaptureHiddenMode] = field(default_factory=_one_shot(CaptureHiddenMode.NONE))
     seq_lens_cpu_cache: OneShot[Ints | None] = field(default_factory=_one_shot(None))
     return_hidden_states_before_norm: OneShot[bool] = field(default_factory=_one_shot(False))

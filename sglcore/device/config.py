@@ -65,6 +65,13 @@ class EngineConfig:
     quantize: str = setting(
         "auto", "Round the weights of linear layers to int8 or int4; auto takes them as the checkpoint has them."
     )
+    speculative: str = setting(
+        "auto",
+        "What proposes tokens for the model to verify several at once, which changes no text: ngram (what followed the last tokens"
+        " before), off, or auto.",
+    )
+    draft_model: str | None = setting(None, "The checkpoint folder of a model that proposes tokens.")
+    draft_tokens: int | None = setting(None, "Tokens that are proposed for each step.", least=1)
     kernels: str = setting(
         "auto",
         'A kernel table of the device by name; "reference" computes with the reference\'s functions, to compare numbers.',

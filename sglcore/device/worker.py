@@ -39,7 +39,9 @@ class Limits:
     states, and `snapshot_bytes`.
     `num_labels`: what is answered to a prompt to embed are so many scores (0: a vector). `embed_size`: prompts may be
     embeddings of so many numbers a token (0: they may not); `takes_mrope`: with positions by three axes.
-    `reads_history`: the worker remembers all tokens of a request, for embeddings of several at once.
+    `reads_history`: the worker remembers all tokens of a request, for embeddings of several at once; `keeps_history`: for
+    proposals. `draft_tokens`: how many tokens it may propose for a row and verify in one step, so that each decode row brings
+    1 to `draft_tokens` + 1 of them.
     """
 
     max_model_len: int
@@ -66,6 +68,8 @@ class Limits:
     embed_size: int = 0
     takes_mrope: bool = False
     reads_history: bool = False
+    keeps_history: bool = False
+    draft_tokens: int = 0
 
     @property
     def capacity(self) -> int:
@@ -99,7 +103,8 @@ class TokenLogprobs:
 class BatchResult:
     """What one step produced, row for row of its batch.
 
-    Row i emitted `token_ids[token_offsets[i]:token_offsets[i + 1]]` (none for a chunk that was not the last). `bad_rows`
+    Row i emitted `token_ids[token_offsets[i]:token_offsets[i + 1]]` (none for a chunk that was not the last; several where
+    proposals were right). `proposed` int32[B]: how many proposals the step verified of each row (None: of none). `bad_rows`
     bool[B] marks rows whose logits were not finite. `logprobs` runs along `token_ids`. `prompt_logprobs` maps a row to
     one entry per token of this chunk (its token at chunk index j predicts the token after it). `embeddings` is
     float32[B, hidden]. `path` says what ran ("eager", or the graph's kind and bucket).
@@ -113,6 +118,7 @@ class BatchResult:
     prompt_logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     embeddings: NDArray[np.float32] | None = None
     path: str = "eager"
+    proposed: NDArray[np.int32] | None = None
 
 
 class ModelWorker(Protocol):

@@ -6,12 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from sglcore.checkpoint.config import ModelConfig
 from sglcore.checkpoint.rotary import mrope_axes
 from sglcore.device.bring_up import BringUp
 from sglcore.device.config import EngineConfig
@@ -28,6 +25,7 @@ from sglcore.runtime.graphs.backend import PromptBackend
 from sglcore.runtime.graphs.build import capture, make_backend
 from sglcore.runtime.kernels.choice import Refusals, choose, fitted
 from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.loaded_model import LoadedModel
 from sglcore.runtime.memory.geometry import fitting_page_size, geometry, has_window, keeps_window, rows_row
 from sglcore.runtime.memory.make import make_cells, make_rows
 from sglcore.runtime.memory.pools import (
@@ -40,10 +38,12 @@ from sglcore.runtime.memory.pools import (
     WindowTable,
 )
 from sglcore.runtime.memory.rows import ROWS
-from sglcore.runtime.memory.states import KeepsState, StatePool
-from sglcore.runtime.model_runner import Model, ModelRunner
+from sglcore.runtime.memory.states import StatePool
+from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.pooling import Pooler
 from sglcore.runtime.registry_builders import Compute, build_decode_registry, build_prefill_registry
+from sglcore.runtime.speculative.choice import Speculation, StepShape, choose_speculation
+from sglcore.runtime.speculative.make import make_speculative_worker
 from sglcore.runtime.streams import Streams, make_streams
 from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import TpModelWorker
@@ -57,50 +57,6 @@ REFERENCE = "sglcore.runtime.kernels.reference"
 
 Progress = Callable[[str, int, int], None]
 """`progress(phase, done, total)`."""
-
-
-class LinearLayer(Protocol):
-    """A linear layer of a loaded model: its `weight` in whatever form the device's kernels read."""
-
-    weight: Tensor
-
-
-class Weights(Protocol):
-    """What a model was loaded with."""
-
-    @property
-    def linears(self) -> Sequence[LinearLayer]:
-        """The layers whose weights the device may keep in a form of its own."""
-        ...
-
-
-class LoadedModel(Model, Protocol):
-    """A model with its weights on the device: what a start asks of it beside what the runner does. Its geometry, what it is
-    computed in, the functions it calls, the states that its layers keep, whether it calls torch's own between them, and what was loaded."""
-
-    config: ModelConfig
-    dtype: torch.dtype
-    kernels: KernelTable
-    weights: Weights
-
-    @property
-    def state_layers(self) -> Sequence[KeepsState]:
-        """The layers that keep a state of each request, indexed by their id."""
-        ...
-
-    @property
-    def calls_library(self) -> bool:
-        """Some of its operations are torch's own, between those of the table."""
-        ...
-
-    @property
-    def reads_history(self) -> bool:
-        """What it makes of a token depends on the ids before it."""
-        ...
-
-    def classify(self, pooled: Tensor) -> Tensor:
-        """[B, labels] from pooled hidden states [B, H]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +132,11 @@ def model(
     return load(config, model_path, facts=facts, kernels=kernels, ledger=ledger, progress=progress)
 
 
+def speculation(config: EngineConfig, model: LoadedModel, ledger: DecisionLedger) -> Speculation | None:
+    """What proposes tokens, with the model that does if one does; None: every step brings one token of a request."""
+    return choose_speculation(config, model, ledger)
+
+
 def sizes(
     config: EngineConfig,
     facts: Facts,
@@ -183,6 +144,7 @@ def sizes(
     device_memory: MemoryBudget,
     ledger: DecisionLedger,
     pool_kind: PoolKind = PER_HEAD,
+    speculation: Speculation | None = None,
 ) -> MemorySizes:
     """Pages and context, from what the device has left beside the weights and what a cell of these pools takes."""
     has_rows = any(layer.rows for layer in model.attention_layers)
@@ -199,7 +161,8 @@ def sizes(
     for remark in dict.fromkeys(layer.remark for layer in model.state_layers if layer.remark):
         ledger.record(Row("prompts", "auto", "whole ones at once", remark, "raise max_batch_tokens above their length"))
     context_len, layers = model.config.context_length, model.attention_layers
-    most = (config.max_model_len or context_len) - config.max_batch_tokens
+    # What a window has let go of can not be seen again, and a wrong proposal goes back.
+    most = 0 if speculation is not None else (config.max_model_len or context_len) - config.max_batch_tokens
     page_size = fitting_page_size(layers, config.page_size, facts.page_size)
     if config.page_size is None and page_size != facts.page_size:
         why = f"blocks of this model come out even in it; the device's own is {facts.page_size}"
@@ -209,7 +172,10 @@ def sizes(
         ledger.record(rows_row(kept, layers, page_size, model.dtype, config.kv_cache_dtype))
     if not kept.window and any(has_window(layer) for layer in layers):
         why = "a window and the tokens of a step are not below max_model_len, so that nothing would be freed in time"
-        ledger.record(Row("window cache", "auto", "none", why, "lower max_batch_tokens"))
+        remedy = "lower max_batch_tokens"
+        if speculation is not None:
+            why, remedy = "tokens are proposed, and a wrong one goes back in the window", "--speculative off"
+        ledger.record(Row("window cache", "auto", "none", why, remedy))
     return size_pools(
         config,
         context_len=context_len,
@@ -299,13 +265,16 @@ def runner(
     ledger: DecisionLedger,
     progress: Progress,
     streams: Streams,
+    speculation: Speculation | None = None,
 ) -> ModelRunner:
     """The runner with its registries, and the graphs that were asked for or that the device takes by itself."""
     backend = make_backend(config, package, facts, streams, attention, ledger)
     cells = kernels.cache_locations if model.config.is_encoder else _cache_locations(kernels, pools, facts, ledger)
     pool = None if model.config.is_encoder else pools.req_to_token
     table = None if pools.windows is None else pools.windows.table
-    decode = build_decode_registry(facts, pool, max_bs=sizes.max_requests, cells=cells, window_table=table)
+    shape = StepShape() if speculation is None else speculation.shape_of(model)
+    most = sizes.max_requests * shape.most
+    decode = build_decode_registry(facts, pool, max_bs=most, cells=cells, window_table=table)
     max_bs, max_num_tokens = _prompt_sizes(config, sizes, captured=isinstance(backend, PromptBackend))
     prefill = build_prefill_registry(
         facts, pool, max_bs=max_bs, cells=cells, window_table=table, max_num_tokens=max_num_tokens
@@ -327,7 +296,7 @@ def runner(
     )
     if backend is not None:
         told = partial(progress, "capturing graphs")
-        made.graphs = capture(config, facts, backend, made, ledger, told)
+        made.graphs = capture(config, facts, backend, made, ledger, told, shape.widths)
     return made
 
 
@@ -358,6 +327,7 @@ def worker(
     pools: Pools,
     sizes: MemorySizes,
     runner: ModelRunner,
+    speculation: Speculation | None = None,
 ) -> TpModelWorker:
     """The worker that the scheduler submits to."""
     pooling = model.config.pooling
@@ -382,9 +352,13 @@ def worker(
         takes_mrope=mrope_axes(model.config) is not None,
         reads_history=model.reads_history,
     )
+    if speculation is not None:
+        return make_speculative_worker(speculation, runner, pools.token_table, limits, facts)
     pooler = None if pooling is None else Pooler(pooling, model.classify, model.dtype)
     return resolve(package.worker, package.name)(runner, pools.token_table, limits, pooler)
 
 
-STANDARD = BringUp((world, groups, device, streams, kernels, model, sizes, pools, hisparse, attention, runner, worker))
+STANDARD = BringUp(
+    (world, groups, device, streams, kernels, model, speculation, sizes, pools, hisparse, attention, runner, worker)
+)
 """Every torch device starts from this order; `device_memory` is what a package must insert before `sizes`."""

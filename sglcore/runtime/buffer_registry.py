@@ -380,7 +380,7 @@ def _is_optional(buffer: InputBuffer) -> bool:
 
 def _is_exposed(buffer: InputBuffer, extend: bool) -> bool:
     """Every step of the kind fills it."""
-    if buffer.post_fill is not None:
+    if buffer.is_computed:
         return True
     return not _is_optional(buffer) and (extend or buffer.spec.is_for_decode)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.speculative.drafter import DrawDraft
 from sglcore.runtime.token_table import TokenTable
 from sglcore.sampling.batch import SamplingNeeds
 from sglcore.sampling.logprobs import logprobs_of
@@ -35,7 +36,11 @@ class DeviceSampling:
 class SampleStep:
     """Logits, draw and bookkeeping for one runner. Keeps what stays while a composition lasts."""
 
-    def __init__(self, runner: ModelRunner, token_table: TokenTable, vocab_size: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, token_table: TokenTable, vocab_size: int, keeps_history: bool = False
+    ) -> None:
+        """`keeps_history`: every token goes to the history, whether its sampling looks back or not."""
+        self._keeps_history = keeps_history
         self._runner = runner
         self._table = token_table
         self._vocab_size = vocab_size
@@ -44,6 +49,7 @@ class SampleStep:
             vocab_size, token_table.last.device, draw=kernels.draw, greedy=kernels.greedy, is_narrow=runner.is_narrow
         )
         self._known = _nothing(token_table.last.device)
+        self._drafting = self._known
 
     def inputs(self, batch: ScheduleBatch, rows: RowPlan) -> SamplingInputs:
         """What `run` will need of the host batch, to be sent with it. Host work only."""
@@ -66,16 +72,44 @@ class SampleStep:
         positions, last = staged.seq_lens, None
         if rows.emitting is not None:
             positions, last = arrived["positions"], arrived["last"]
-        logits = self._runner.logits(hidden, last)
+        sampled = self.draw(batch, rows, self._runner.logits(hidden, last), inputs, arrived, positions)
+        slots = self._known.slots
+        self._table.publish(slots, sampled.token_ids)
+        if self.looks_back(inputs) or batch.ngram_starts is not None:
+            self._table.admit_history(slots, positions, sampled.token_ids)
+        return sampled, prompt
+
+    def looks_back(self, inputs: SamplingInputs) -> bool:
+        """The history has to have this step's tokens."""
+        host = self._known.host if inputs.new is None else inputs.new
+        return self._keeps_history or host.needs.any_penalty
+
+    def draw(
+        self,
+        batch: ScheduleBatch,
+        rows: RowPlan,
+        logits: Tensor,
+        inputs: SamplingInputs,
+        arrived: Mapping[str, Tensor],
+        positions: Tensor,
+    ) -> SampledTokens[Tensor]:
+        """One token for each emitting row of logits float[N, V], as token number `positions` int32[N] of its text. Publishes nothing."""
         state = self._state_for(batch, rows, inputs, arrived, positions)
         if "masks" in arrived:
             state = replace(state, masks=Masks(arrived["mask_rows"], arrived["masks"]))
-        sampled = self._sampler.sample(logits, state)
-        slots = self._known.slots
-        self._table.publish(slots, sampled.token_ids)
-        if state.needs.any_penalty or batch.ngram_starts is not None:
-            self._table.admit_history(slots, positions, sampled.token_ids)
-        return sampled, prompt
+        return self._sampler.sample(logits, state)
+
+    def drafting(self, width: int, lengths: Tensor) -> DrawDraft:
+        """What draws proposals for the requests of the last draw, whose every `width` rows are one request with a root at
+        `lengths` int32[R]: their own temperature, cut-offs and noise, without what depends on the text."""
+        if self._drafting.host.number != self._known.host.number:
+            self._drafting = replace(self._known, state=_of_requests(self._known.state, width))
+        state = self._drafting.state
+
+        def draw(logits: Tensor, depth: int) -> Tensor:
+            return self._sampler.sample(logits, replace(state, positions=lengths + depth)).token_ids
+
+        return draw
 
     def _state_for(
         self,
@@ -115,6 +149,14 @@ class SampleStep:
 
     def _score(self, hidden: Tensor, targets: Tensor, top_n: int) -> Logprobs[Tensor]:
         return logprobs_of(self._runner.logits(hidden, None), targets, top_n, is_narrow=self._runner.is_narrow)
+
+
+def _of_requests(state: SamplingState, width: int) -> SamplingState:
+    """The state of each request's first row, for a plain draw."""
+    needs = replace(state.needs, any_penalty=False, any_bias=False, top_logprobs=None)
+    parts = {item.name: getattr(state, item.name) for item in fields(state)}
+    first = {name: part[::width].contiguous() for name, part in parts.items() if isinstance(part, Tensor)}
+    return replace(state, **first, needs=needs, penalties=None, bias=None, masks=None)
 
 
 def _nothing(device: torch.device) -> DeviceSampling:

@@ -52,7 +52,7 @@ class TpModelWorker:
         self.runner = runner
         self.limits = limits
         self._pooler = pooler
-        self._sampling = SampleStep(runner, token_table, limits.vocab_size)
+        self._sampling = SampleStep(runner, token_table, limits.vocab_size, limits.keeps_history)
         self._streams = runner.streams
         self._readbacks = ReadbackQueue(runner.streams, token_table.last.device, runner.staging_ring.pinned)
         self._tickets = Tickets(RING)

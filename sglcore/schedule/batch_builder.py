@@ -32,6 +32,9 @@ class BatchBuilder:
         self._keeps_state = limits.keeps_state
         self._keeps_windows = limits.num_window_pages > 0
         self._reads_history = limits.reads_history
+        self._keeps_history = limits.reads_history or limits.keeps_history
+        self._reads_next = limits.lookahead > 0
+        self._drafts = limits.draft_tokens
         self._compose = compose
         self._composition = 0
         self._sampling: HostSampling | None = None
@@ -58,6 +61,8 @@ class BatchBuilder:
         extended = [request for request, _ in chunks]
         self._set_rows([rows.requests[row] for row in chosen.tolist()] + extended, bool(chunks))
         seq_lens = _join(rows.seq_lens[chosen], [request.num_cells + count for request, count in chunks])
+        if self._drafts:
+            seq_lens[: len(chosen)] += rows.drafted_lens[chosen]
         lengths = _join(np.ones(len(chosen), dtype=np.int32), [count for _, count in chunks])
         slots = _join(rows.slots[chosen], [request.slot for request in extended])
         page_counts = _join(rows.page_counts[chosen], [request.sent_pages for request in extended])
@@ -73,6 +78,7 @@ class BatchBuilder:
             slots=slots,
             seq_lens=seq_lens,
             prefix_lens=seq_lens - lengths,
+            cell_limits=self._cell_limits(rows, chosen, extended) if self._drafts else None,
             token_offsets=offsets_of(lengths),
             input_ids=np.concatenate([decode_ids, *chunk_ids]),
             page_counts=page_counts,
@@ -84,10 +90,12 @@ class BatchBuilder:
         )
         self.slots = slots[emits]
         rows.page_counts[chosen] = totals[: len(chosen)]
-        _add_history(batch, len(chosen), extended, self._reads_history)
+        if self._drafts:
+            batch.prefix_lens[: len(chosen)] -= self._drafts
+        _add_history(batch, len(chosen), extended, self._keeps_history)
         if self._reads_history:
             batch.ngram_starts, batch.ngram_lens = batch.prefix_lens, lengths
-        _add_prompt_logprobs(batch, len(chosen), chunks)
+        _add_prompt_logprobs(batch, len(chosen), chunks, self._reads_next)
         if self._keeps_state:
             _add_states(batch, len(chosen), chunks, saves)
         if self._keeps_windows:
@@ -106,8 +114,11 @@ class BatchBuilder:
             return self._start_steady(step, rows, collected, saves)
         batch.step = step
         batch.state_from, batch.state_to = None if saves is None else self._kept, saves
+        if self._drafts:
+            np.add(rows.seq_lens, rows.drafted_lens, out=batch.seq_lens)
+            batch.cell_limits = self._cell_limits(rows, slice(None), [])
         self._add_masks(batch)
-        np.subtract(rows.seq_lens, 1, out=batch.prefix_lens)
+        np.subtract(batch.seq_lens, 1 + self._drafts, out=batch.prefix_lens)
         if batch.mrope_positions is not None:
             add_embeds(batch, self.requests)
         # Every row took part in the step before, so all the last tokens are known or none is.
@@ -119,9 +130,9 @@ class BatchBuilder:
             batch.new_page_offsets, batch.new_pages = self._no_offsets, self._no_pages
             return batch
         batch.page_counts = rows.page_counts.copy()
-        rows.page_counts[fresh] += 1
+        rows.page_counts[fresh] = rows.allocated_lens[fresh] // self._page_size
         batch.new_page_offsets = offsets_of(rows.page_counts - batch.page_counts)
-        batch.new_pages = np.array([rows.requests[row].pages[-1] for row in fresh.tolist()], dtype=np.int32)
+        batch.new_pages = self._new_pages(batch.page_counts, rows.page_counts)
         if self._keeps_windows:
             rows.sent_window_starts[fresh] = rows.window_starts[fresh]
             self._add_window_lists(batch, fresh.tolist())
@@ -152,7 +163,8 @@ class BatchBuilder:
 
     def _start_steady(self, step: int, rows: DecodeRows, collected: int, saves: Ints | None) -> ScheduleBatch:
         batch = self.build(step, rows, np.arange(len(rows.requests)), [], collected, saves)
-        batch.seq_lens = rows.seq_lens
+        if not self._drafts:
+            batch.seq_lens = rows.seq_lens
         if self._keeps_windows:
             batch.window_starts = rows.window_starts
         self._steady, self._steady_version = batch, rows.version
@@ -185,6 +197,15 @@ class BatchBuilder:
         batch.masks = np.empty((len(emitting), self._mask_words), dtype=np.int32)
         for words, (_, matcher) in zip(batch.masks, emitting, strict=True):
             matcher.fill(words)
+
+    def _cell_limits(self, rows: DecodeRows, chosen: NDArray[np.intp] | slice, extended: list[Request]) -> Ints:
+        """What its pages hold of the cells that each row's output can need; of a row under a grammar no more than its next
+        one, as a mask is for one token."""
+        limits = np.minimum(rows.allocated_lens[chosen], rows.final_seq_lens[chosen])
+        for row, _ in self._constrained:
+            if row < len(limits):
+                limits[row] = rows.seq_lens[chosen][row]
+        return _join(limits, [min(len(request.pages) * self._page_size, request.final_seq_len) for request in extended])
 
     def _add_windows(
         self, batch: ScheduleBatch, rows: DecodeRows, chosen: NDArray[np.intp], extended: list[Request]
@@ -265,14 +286,19 @@ def _add_states(batch: ScheduleBatch, decodes: int, chunks: list[Chunk], saves: 
         batch.state_from, batch.state_to = state_from, state_to
 
 
-def _add_prompt_logprobs(batch: ScheduleBatch, decodes: int, chunks: list[Chunk]) -> None:
-    if not any(request.scores_prompt for request, _ in chunks):
+def _add_prompt_logprobs(batch: ScheduleBatch, decodes: int, chunks: list[Chunk], reads_next: bool) -> None:
+    """Prompt log-probabilities that are asked for, and the tokens after chunks, which they and some workers (`reads_next`) need."""
+    scores = any(request.scores_prompt for request, _ in chunks)
+    if not scores and not (reads_next and chunks):
         return
     batch.next_ids = np.full(batch.batch_size, -1, dtype=np.int32)
-    batch.prompt_logprobs = np.full(batch.batch_size, -1, dtype=np.int32)
     for row, (request, count) in enumerate(chunks, start=decodes):
         end = request.num_cells + count
         if end < request.target:
             batch.next_ids[row] = request.tokens(end, end + 1)[0]
+    if not scores:
+        return
+    batch.prompt_logprobs = np.full(batch.batch_size, -1, dtype=np.int32)
+    for row, (request, _) in enumerate(chunks, start=decodes):
         if request.scores_prompt:
             batch.prompt_logprobs[row] = request.params.prompt_logprobs or 0

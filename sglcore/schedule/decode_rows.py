@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sglcore.schedule.request import Ints, Request, State
 
@@ -30,7 +31,9 @@ class DecodeRows:
 
     slots: Ints = _column(lambda request, _: request.slot)
     seq_lens: Ints = _column(lambda request, _: request.num_cells, back="num_cells")
-    """Cells written once all submitted steps ran."""
+    """Cells written once all submitted steps ran; at least, where these may bring more tokens than one."""
+    drafted_lens: Ints = _column(lambda request, _: 0)
+    """Cells that they may have written beyond those."""
     allocated_lens: Ints = _column(lambda request, page_size: len(request.pages) * page_size)
     """Cells that fit in the pages held."""
     final_seq_lens: Ints = _column(lambda request, _: request.final_seq_len)
@@ -49,6 +52,26 @@ class DecodeRows:
         self.version = 0
         self._table = np.zeros((len(COLUMNS), capacity), dtype=np.int32)
         self._view()
+
+    def room_for(self, reach: int) -> Ints:
+        """int32[B]: the cells that a row must have for a step that may write `reach` cells more, or as many as its output can
+        need."""
+        if reach == 1:
+            return self.seq_lens + 1
+        return np.minimum(self.seq_lens + self.drafted_lens + reach, self.final_seq_lens)
+
+    def begin_step(self, chosen: NDArray[np.intp] | slice, drafts: int) -> None:
+        """A step is planned in which the chosen rows emit a token, and up to `drafts` more."""
+        self.seq_lens[chosen] += 1
+        if drafts:
+            self.drafted_lens[chosen] += drafts
+
+    def end_step(self, slots: Ints, counts: Ints, drafts: int) -> None:
+        """A step is collected in which the rows of `slots`, those of them that are still here, emitted `counts` tokens."""
+        gained, drafted = np.zeros((2, int(max(slots.max(), self.slots.max(initial=0))) + 1), dtype=np.int32)
+        gained[slots], drafted[slots] = counts - 1, drafts
+        self.seq_lens += gained[self.slots]
+        self.drafted_lens -= drafted[self.slots]
 
     def append(self, request: Request, page_size: int) -> None:
         """A request has been submitted up to its last known token and decodes from now on."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from sglcore.device.worker import BatchResult, Limits, TokenLogprobs
 from sglcore.schedule.overlap import BatchRecord
 from sglcore.schedule.prompt_embeds import check_embeds
@@ -49,11 +51,19 @@ def _check_embedding(request: Request, limits: Limits) -> None:
         )
 
 
-def check_result(record: BatchRecord, result: BatchResult) -> None:
-    """Raise ValueError if the result is not for this step, not one token per emitting row, or lacks its embeddings."""
+def check_result(record: BatchRecord, result: BatchResult, draft_tokens: int = 0) -> None:
+    """Raise ValueError if the result is not for this step, not one token per emitting row, or 1 to `draft_tokens` + 1 where it
+    verified proposals, or lacks its embeddings."""
+    rows, tokens = len(record.requests), len(record.slots)
+    if result.proposed is not None:
+        counts = np.diff(result.token_offsets)
+        tokens = int(counts.sum())
+        if not ((counts >= 1) & (counts <= draft_tokens + 1)).all():
+            raise ValueError(
+                f"rows of step {record.step} emitted {counts} tokens; wanted 1 to {draft_tokens + 1} of each"
+            )
     found = (result.step, len(result.token_offsets) - 1, len(result.token_ids), len(result.bad_rows))
-    rows = len(record.requests)
-    wanted = (record.step, rows, len(record.slots), rows)
+    wanted = (record.step, rows, tokens, rows)
     if found != wanted:
         raise ValueError(f"the worker's result has (step, rows, tokens, bad rows) {found}; wanted {wanted}")
     if result.embeddings is None and record.requests[0].task == "embed":
@@ -78,3 +88,28 @@ def take_prompt_logprobs(request: Request, logprobs: TokenLogprobs | None, start
         return
     request.prompt_logprobs.append(cut_logprobs(logprobs, 0, count, wanted))
     request.scored_tokens += count
+
+
+def up_to_end(request: Request, tokens: list[int]) -> tuple[list[int], int | None]:
+    """Of tokens that were emitted one after the other, those up to the one that ends the request; and the one after them if the
+    request's grammar does not allow it."""
+    kept: list[int] = []
+    for token in tokens:
+        if request.matcher is not None and not follows(request, token):
+            return kept, token
+        kept.append(token)
+        if token in request.stop_ids:
+            break
+    return kept, None
+
+
+def follows(request: Request, token: int) -> bool:
+    """A stop token was in the mask only if the output may end here, or if the request asked for it by itself."""
+    return token in request.stop_ids or (request.matcher is not None and request.matcher.accept(token))
+
+
+def why_bad(request: Request, step: int) -> str:
+    """Why a row's logits are not finite."""
+    if request.matcher is not None and request.matcher.error:
+        return f"the grammar can not go on: {request.matcher.error}"
+    return f"the logits of step {step} were not finite; check the weights and the dtype"

@@ -37,6 +37,8 @@ class RunningRequests:
         self._limits = limits
         # Every running row brings at least one token to a step, so no more of them may run than a step has tokens.
         self._most = min(limits.max_requests, limits.max_batch_tokens)
+        # What a step may write past the cells that are known: its tokens, and as many again where the worker proposes the next.
+        self.reach = 1 + 2 * limits.draft_tokens
         self._free_slots = list(range(limits.max_requests, 0, -1))
         self._refused: tuple[Request, int] | None = None
         self._chunked: list[Request] = []
@@ -93,20 +95,23 @@ class RunningRequests:
         self._chunked.clear()
 
     def claim_pages(self) -> bool:
-        """One more page for every decode row that has no room, taken from younger requests if need be.
+        """Pages for every decode row that has no room for the next step, taken from younger requests if need be.
 
         False if pages were short: some row got none and stays out of this step, or a row was retracted.
         """
         rows, size = self.rows, self._limits.page_size
-        full = np.flatnonzero(rows.seq_lens >= rows.allocated_lens).tolist()
+        missing = rows.room_for(self.reach) - rows.allocated_lens
+        full = np.flatnonzero(missing > 0).tolist()
         version, all_served = rows.version, True
         if self.memory.keeps_windows:
             self._slide_rows(full)
         for row, request in [(row, rows.requests[row]) for row in full]:
             if request.state is not State.DECODING:
                 continue
-            if self._obtain(request, 1):
-                rows.allocated_lens[row if rows.version == version else rows.requests.index(request)] += size
+            pages = self.memory.pages_for(int(missing[row]))
+            if self._obtain(request, pages):
+                place = row if rows.version == version else rows.requests.index(request)
+                rows.allocated_lens[place] += pages * size
             else:
                 all_served = False
         return all_served and rows.version == version
@@ -187,11 +192,12 @@ class RunningRequests:
         return max(1, self.memory.pages_for(request.num_tokens) - common)
 
     def _promised(self) -> int:
-        """Pages spoken for: one for each running request. Extending requests need none beside: while one lacks pages for
+        """Pages spoken for: those of a step for each running request. Extending requests need none beside: while one lacks pages for
         its known tokens, the step has no tokens left, there is no page, or its chunk ended early for a snapshot."""
+        steps = len(self) * self.memory.pages_for(self.reach)
         if not self.memory.takes_snapshots:
-            return len(self)
-        return len(self) + sum(self.memory.pages_for(each.target) - len(each.pages) for each in self.extending)
+            return steps
+        return steps + sum(self.memory.pages_for(each.target) - len(each.pages) for each in self.extending)
 
     def _start(self, request: Request) -> None:
         if request.scores_prompt:

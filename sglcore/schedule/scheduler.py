@@ -15,7 +15,15 @@ from sglcore.schedule.output import EngineOutput, FinishReason, token_logprobs
 from sglcore.schedule.overlap import BatchRecord, InFlight
 from sglcore.schedule.queue import WaitingQueue
 from sglcore.schedule.request import Request, RequestError, State
-from sglcore.schedule.results import check_request, check_result, cut_logprobs, take_prompt_logprobs
+from sglcore.schedule.results import (
+    check_request,
+    check_result,
+    cut_logprobs,
+    follows,
+    take_prompt_logprobs,
+    up_to_end,
+    why_bad,
+)
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.sampling_rows import SamplingRows
 from sglcore.schedule.stats import SchedulerStats
@@ -109,16 +117,22 @@ class Scheduler:
 
     def finish(self, record: BatchRecord, result: BatchResult) -> list[EngineOutput]:
         """Take in the results of the oldest step in flight; returns the outputs, in row order."""
-        check_result(record, result)
+        check_result(record, result, self.limits.draft_tokens)
         self._close(record)
-        self._builder.last_tokens[record.slots] = result.token_ids
-        special = record.has_stale_rows or result.logprobs is not None or result.bad_rows.any()
+        is_run = result.proposed is not None
+        if is_run:
+            self._running.rows.end_step(record.slots, np.diff(result.token_offsets), self.limits.draft_tokens)
+        last = result.token_ids[result.token_offsets[1:] - 1] if is_run else result.token_ids
+        self._builder.last_tokens[record.slots] = last
+        special = is_run or record.has_stale_rows or result.logprobs is not None or result.bad_rows.any()
         plain = 0 if special else len(record.requests) - len(record.spans)
         outputs = self._take_tokens(record.requests[:plain], result.token_ids[:plain].tolist())
         if plain < len(record.requests):
             outputs += self._take_rows(record, result, plain)
         if record.finishing:
             self._end_finishing(record, outputs)
+        if is_run:
+            self._part_with_finishing()
         self._running.release(record)
         return outputs
 
@@ -212,20 +226,21 @@ class Scheduler:
         if decodes and served and not chunks:
             if not rows.requests:
                 return None
-            rows.seq_lens += 1
+            rows.begin_step(slice(None), self.limits.draft_tokens)
             batch = self._builder.build_decode(step, rows, self._collected, self._running.save_states(None))
             rows.last_steps[:] = step
         else:
-            chosen = np.flatnonzero(rows.seq_lens < rows.allocated_lens) if decodes else np.zeros(0, dtype=np.intp)
+            has_room = rows.room_for(self._running.reach) <= rows.allocated_lens
+            chosen = np.flatnonzero(has_room) if decodes else np.zeros(0, dtype=np.intp)
             if not len(chosen) and not chunks:
                 return None
-            rows.seq_lens[chosen] += 1
+            rows.begin_step(chosen, self.limits.draft_tokens)
             saves = self._running.save_states(chosen)
             batch = self._builder.build(step, rows, chosen, chunks, self._collected, saves)
             rows.last_steps[chosen] = step
         record = self._open_record(chunks)
         record.is_masked = batch.masks is not None
-        self._part_with_finishing(record)
+        self._part_with_finishing()
         self._advance_chunks(record, chunks)
         return batch
 
@@ -237,8 +252,8 @@ class Scheduler:
         self.in_flight.open(record)
         return record
 
-    def _part_with_finishing(self, record: BatchRecord) -> None:
-        """Rows whose last token this step emits leave now, so that no later step names them."""
+    def _part_with_finishing(self) -> None:
+        """Rows whose last token a step in flight emits leave now, so that no later step names them."""
         rows = self._running.rows
         last = np.flatnonzero(rows.seq_lens >= rows.final_seq_lens)
         if not len(last):
@@ -246,6 +261,8 @@ class Scheduler:
         requests = [rows.requests[row] for row in last.tolist()]
         rows.remove_rows(last.tolist())
         for request in requests:
+            record = self.in_flight.naming(request.last_step)
+            assert record is not None
             record.add_finishing(request)
 
     def _advance_chunks(self, record: BatchRecord, chunks: list[Chunk]) -> None:
@@ -288,7 +305,7 @@ class Scheduler:
         """The common case: decode rows that emitted one good token each and whose requests are still there."""
         outputs = []
         for request, token in zip(requests, tokens, strict=True):
-            if request.matcher is not None and not _follows(request, token):
+            if request.matcher is not None and not follows(request, token):
                 outputs.append(self._refuse(request, token))
                 continue
             request.output_ids.append(token)
@@ -308,7 +325,7 @@ class Scheduler:
             if request.state is State.FINISHED:
                 continue
             if bad[row]:
-                outputs.append(self._end(request, "error", error=_why_bad(request, record.step)))
+                outputs.append(self._end(request, "error", error=why_bad(request, record.step)))
                 continue
             if row >= decodes:
                 self._take_chunk(request, record.spans[row - decodes], row, result)
@@ -316,7 +333,7 @@ class Scheduler:
                 request.embedding = result.embeddings[row].copy()
                 outputs.append(self._end(request, "stop"))
             elif offsets[row] < offsets[row + 1]:
-                outputs.append(self._take_token(request, offsets[row], result))
+                outputs.append(self._take_run(record, request, result, offsets[row], offsets[row + 1]))
         return outputs
 
     def _take_chunk(self, request: Request, span: tuple[int, int], row: int, result: BatchResult) -> None:
@@ -327,25 +344,31 @@ class Scheduler:
         self._running.memory.publish(request, end)
         request.prompt_published = request.prompt_published or end >= len(request.prompt_ids)
 
-    def _take_token(self, request: Request, index: int, result: BatchResult) -> EngineOutput:
-        token = int(result.token_ids[index])
-        if request.matcher is not None and not _follows(request, token):
-            return self._refuse(request, token)
-        request.output_ids.append(token)
-        output, wanted = request.output([token]), request.params.logprobs
-        if result.logprobs is not None and wanted is not None:
-            logprobs = cut_logprobs(result.logprobs, index, index + 1, wanted)
-            request.logprobs.append(logprobs)
-            output.logprobs = token_logprobs([token], logprobs, wanted)
-        if token in request.stop_ids:
-            self._end(request, "stop", token, output=output)
+    def _take_run(
+        self, record: BatchRecord, request: Request, result: BatchResult, start: int, end: int
+    ) -> EngineOutput:
+        """Of the tokens start..end-1 of a result, those up to the one with which the request ends."""
+        room = request.final_seq_len + 1 - request.num_tokens
+        kept, refused = up_to_end(request, result.token_ids[start : min(end, start + room)].tolist())
+        request.output_ids += kept
+        output, wanted = request.output(kept), request.params.logprobs
+        if result.logprobs is not None and wanted is not None and kept:
+            logprobs = cut_logprobs(result.logprobs, start, start + len(kept), wanted)
+            request.logprobs += [cut_logprobs(logprobs, place, place + 1, wanted) for place in range(len(kept))]
+            output.logprobs = token_logprobs(kept, logprobs, wanted)
+        if refused is not None:
+            return self._refuse(request, refused, output)
+        if kept and kept[-1] in request.stop_ids:
+            return self._end(request, "stop", kept[-1], output=output)
+        if len(kept) == room and request not in record.finishing:
+            return self._end(request, "length", output=output)
         return output
 
-    def _refuse(self, request: Request, token: int) -> EngineOutput:
+    def _refuse(self, request: Request, token: int, output: EngineOutput | None = None) -> EngineOutput:
         """End a request whose grammar does not allow what the device drew: the token is not taken."""
         assert request.matcher is not None
         reason = request.matcher.error or "the device did not apply the mask"
-        return self._end(request, "error", error=f"token {token} does not follow the grammar: {reason}")
+        return self._end(request, "error", error=f"token {token} does not follow the grammar: {reason}", output=output)
 
     def _end_finishing(self, record: BatchRecord, outputs: list[EngineOutput]) -> None:
         known = {(output.request_id, output.index): output for output in outputs}
@@ -375,14 +398,3 @@ class Scheduler:
         output = output or request.output([])
         output.finish_reason, output.stop_cause, output.error = reason, cause, error
         return output
-
-
-def _follows(request: Request, token: int) -> bool:
-    """A stop token was in the mask only if the output may end here, or if the request asked for it by itself."""
-    return token in request.stop_ids or (request.matcher is not None and request.matcher.accept(token))
-
-
-def _why_bad(request: Request, step: int) -> str:
-    if request.matcher is not None and request.matcher.error:
-        return f"the grammar can not go on: {request.matcher.error}"
-    return f"the logits of step {step} were not finite; check the weights and the dtype"

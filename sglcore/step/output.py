@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from sglcore.device.worker import BatchResult, TokenLogprobs
 from sglcore.sampling.state import Logprobs, SampledTokens
+from sglcore.step.proposals import accepted_runs
 from sglcore.step.rows import RowPlan
 
 A = TypeVar("A")
@@ -19,13 +20,15 @@ A = TypeVar("A")
 @dataclass(slots=True)
 class StepOutput(Generic[A]):
     """`tokens` of the emitting rows and `prompt` log-probabilities by row, or `embeddings` float32[B, H]; `path` is what
-    ran. The device may not have come to them yet."""
+    ran. `runs`: the rows are those of B requests with proposals, of which so many, int32[B], are right, and so many were made.
+    The device may not have come to them yet."""
 
     rows: RowPlan
     path: str
     tokens: SampledTokens[A] | None = None
     prompt: Mapping[int, Logprobs[A]] = field(default_factory=dict)
     embeddings: A | None = None
+    runs: tuple[A, A] | None = None
 
     def arrays(self) -> list[A]:
         """Everything that the host will read, in the order that `read` knows."""
@@ -35,10 +38,13 @@ class StepOutput(Generic[A]):
         for part in (self.tokens.logprobs, *self.prompt.values()):
             if part is not None:
                 found += [part.chosen, part.ranks, part.top_ids, part.top]
-        return found
+        return found if self.runs is None else [*self.runs, *found]
 
     def read(self, step: int, arrays: Sequence[NDArray]) -> BatchResult:
         """From the host's own arrays of `arrays()`."""
+        if self.runs is not None:
+            accepted, proposed, *others = arrays
+            return accepted_runs(replace(self, runs=None).read(step, others), accepted, proposed)
         offsets = self.rows.token_offsets
         if self.tokens is None:
             (embeddings,) = arrays

@@ -4,6 +4,7 @@ loses no overlap by it."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from random import Random
 
 import numpy as np
@@ -86,9 +87,9 @@ class ForgetsWhenRetracted(RunningRequests):
 
 
 class AcceptsInPlainStepsOnly(Scheduler):
-    def _take_token(self, request: Request, index: int, result: object) -> object:
+    def _take_run(self, record: Any, request: Request, *given: Any) -> Any:
         matcher, request.matcher = request.matcher, None
-        output = super()._take_token(request, index, result)  # pyright: ignore[reportArgumentType]
+        output = super()._take_run(record, request, *given)
         request.matcher = matcher if request.state is not State.FINISHED else None
         return output
 

@@ -18,6 +18,7 @@ from sglcore.runtime.bring_up import STANDARD, LoadedModel, Pools, Progress, att
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.pools import MHATokenToKVPool, PoolKind, cell_bytes
 from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.speculative.choice import Speculation
 from sglcore.runtime.streams import Streams
 from sglcore.step.sizing import MemoryBudget, MemorySizes
 from sglcore_cpu.arena import huge_zeros
@@ -169,6 +170,7 @@ def processor_runner(
     ledger: DecisionLedger,
     progress: Progress,
     streams: Streams,
+    speculation: Speculation | None = None,
 ) -> ModelRunner:
     """The standard runner. A step is recorded only where native kernels compute all of it."""
     if facts.graph_kind(config.graph) == "native":
@@ -178,7 +180,7 @@ def processor_runner(
         if reason:
             ledger.record(Row("native graph", "auto", "off", reason, "--graph compiled"))
             facts = replace(facts, default_graph="off")
-    parts = model, pools, sizes, attention, kernels, ledger, progress, streams
+    parts = model, pools, sizes, attention, kernels, ledger, progress, streams, speculation
     try:
         return runner(config, package, facts, *parts)
     except NotCapturable as error:

@@ -69,11 +69,17 @@ def _prompt_forward(config: EngineConfig, backend: GraphBackend, runner: ModelRu
 
 
 def _within_limit(
-    config: EngineConfig, facts: Facts, runner: ModelRunner, prompts: PromptForward | None, ledger: DecisionLedger
+    config: EngineConfig,
+    facts: Facts,
+    runner: ModelRunner,
+    prompts: PromptForward | None,
+    ledger: DecisionLedger,
+    widths: tuple[int, ...],
 ) -> tuple[tuple[int, ...], PromptForward | None]:
     """Decode sizes, and prompts with their sizes, that the device can hold. A prompt is a piece between every layer that
     attends or has states."""
-    decode = tuple(size for size in config.graph_buckets if 0 < size <= runner.decode_registry.max_bs)
+    rows = (size * width for size in config.graph_buckets for width in widths)
+    decode = tuple(size for size in rows if 0 < size <= runner.decode_registry.max_bs)
     states = runner.state_pool
     pieces = len(runner.model.attention_layers) + (0 if states is None else len(states.layers)) + 1
     asked = Buckets(tuple(sorted(set(decode))), () if prompts is None else prompts.buckets, pieces)
@@ -91,9 +97,10 @@ def capture(
     runner: ModelRunner,
     ledger: DecisionLedger,
     progress: Callable[[int, int], None],
+    widths: tuple[int, ...] = (1,),
 ) -> GraphRunner:
-    """Capture every bucket and say in the ledger what replays from now on. Waits for the device."""
-    buckets, prompts = _within_limit(config, facts, runner, _prompt_forward(config, backend, runner), ledger)
+    """Capture every bucket, of batch sizes with so many rows a request, and say in the ledger what replays from now on. Waits for the device."""
+    buckets, prompts = _within_limit(config, facts, runner, _prompt_forward(config, backend, runner), ledger, widths)
     captured = GraphRunner(
         backend,
         runner.decode_registry,

@@ -1,0 +1,66 @@
+"""What proposes tokens: the contract between a drafter and the worker that verifies them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sglcore.runtime.forward_batch import ForwardBatch
+
+NONE = -1
+"""In place of a proposal: there is none here, nor after it."""
+
+DrawDraft = Callable[[Tensor, int], Tensor]
+"""`draw(logits float[R, V], depth) -> int32[R]`: what the requests' own sampling would draw from these logits, with the
+same noise, as the token `depth` >= 1 places after the root."""
+
+
+@dataclass(slots=True)
+class DraftRows:
+    """What a forward of the target computed, T tokens, for the drafter to go on from.
+
+    `batch` is the forward's, an EXTEND of prompts or a decode whose rows are `width` tokens of each request (1 for prompts). `ids`
+    int32[T] is the token after each of its tokens: the prompt's next one, or what the target drew. `features` [T, F] is what the
+    drafter asked for. R requests emitted: `select` int[R] is the token whose `ids` is the request's new root, of which the
+    target has no cell yet; `slots` and `lengths` int32[R], its slot and its cells; `limits` int32[R], cells that are in its
+    pages: what lies at or past it goes to slot 0. `most_lens` int32[R] is as much of `lengths` as the host knows: the most
+    they can be, exact where steps do not overlap. `history` int32[slots + 1, context + 1] has the tokens 0..lengths of each slot, if the
+    drafter reads it.
+    """
+
+    batch: ForwardBatch
+    width: int
+    ids: Tensor
+    features: Tensor | None
+    select: Tensor
+    slots: Tensor
+    lengths: Tensor
+    limits: Tensor
+    most_lens: NDArray
+    draw: DrawDraft
+    history: Tensor | None = None
+
+
+class Drafter(Protocol):
+    """Proposes tokens, and keeps what it needs of every slot by itself.
+
+    `tokens`: how many it proposes. `lookahead`: how many following tokens what it keeps of a token depends on.
+    `reads_history`: it reads `DraftRows.history`.
+    """
+
+    tokens: int
+    lookahead: int
+    reads_history: bool
+
+    def advance(self, rows: DraftRows) -> Tensor:
+        """Take in what the target computed, and propose int32[R, tokens] for the tokens after each root; NONE where there is
+        nothing to propose. Waits for nothing."""
+        ...
+
+    def close(self) -> None:
+        """Free what it holds. Idempotent."""
+        ...

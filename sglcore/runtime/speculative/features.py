@@ -1,0 +1,81 @@
+"""What a target model gives a drafter of each token: its hidden states, or the streams before some of its layers."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.forward_batch import ForwardBatch
+
+
+class LayeredModel(Protocol):
+    """A model whose forward is `finish(run_layers(embed(batch), 0, len(layers)))`."""
+
+    @property
+    def layers(self) -> tuple[Any, ...]:
+        """Its layers, in order."""
+        ...
+
+    @property
+    def attention_layers(self) -> tuple[Attention, ...]:
+        """Those that attend, indexed by their id."""
+        ...
+
+    def embed(self, batch: ForwardBatch, /) -> Any:
+        """What the first layer starts from: `hidden` [T, H], and `residual` [T, H] to which it is not yet added, or None."""
+        ...
+
+    def run_layers(self, state: Any, first: int, last: int, /) -> Any:
+        """The state after the layers first <= i < last."""
+        ...
+
+    def finish(self, state: Any, /) -> Tensor:
+        """[T, H] after the last norm."""
+        ...
+
+    def logits(self, hidden: Tensor, /) -> Tensor:
+        """float32 [N, vocab] from [N, H]."""
+        ...
+
+    def embed_ids(self, ids: Tensor, /) -> Tensor:
+        """[T] to [T, H]."""
+        ...
+
+
+class FeatureModel:
+    """A model whose forward gives, beside its hidden states, the sums that enter some of its layers: [T, H * (1 + layers)]."""
+
+    def __init__(self, model: LayeredModel, aux_layers: tuple[int, ...]) -> None:
+        """`aux_layers`: numbers of layers, ascending; that after the last one is the sum before the last norm."""
+        self._model = model
+        self._aux_layers = aux_layers
+        self.attention_layers = model.attention_layers
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """One forward."""
+        model, first, found = self._model, 0, list[Tensor]()
+        state = model.embed(batch)
+        for layer in self._aux_layers:
+            state = model.run_layers(state, first, layer)
+            # A layer uses up what it is given.
+            found.append(state.hidden.clone() if state.residual is None else state.hidden + state.residual)
+            first = layer
+        hidden = model.finish(model.run_layers(state, first, len(model.layers)))
+        return torch.cat([hidden, *found], -1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [N, vocab] from what a forward gave of N tokens."""
+        size = hidden.shape[-1] // (1 + len(self._aux_layers))
+        return self._model.logits(hidden[:, :size].contiguous())
+
+    def embed_ids(self, ids: Tensor) -> Tensor:
+        """[T] to the rows [T, H] that the first layer takes."""
+        return self._model.embed_ids(ids)
+
+
+def features_of(output: Tensor, size: int | None) -> Tensor:
+    """[T, F] of a forward's output: its last `size` numbers of each token (None: all)."""
+    return output if size is None else output[:, output.shape[-1] - size :]

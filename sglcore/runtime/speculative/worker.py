@@ -1,0 +1,217 @@
+"""The worker that verifies proposals: one forward of the target over each request's last token and what was proposed after it.
+
+A proposal is right when it equals the token that the target draws in its place, so the text is the same as without any. The
+state between steps is in tables by slot on the device: how many cells of it are valid, and what is proposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sglcore.device.batch import ScheduleBatch
+from sglcore.device.worker import Limits, Ticket
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.speculative.drafter import NONE, Drafter, DraftRows
+from sglcore.runtime.speculative.features import features_of
+from sglcore.runtime.staging import StagedArrays
+from sglcore.runtime.token_table import TokenTable
+from sglcore.runtime.tp_worker import TpModelWorker, prompt_embeds
+from sglcore.sampling.state import SampledTokens
+from sglcore.step.output import StepOutput
+from sglcore.step.proposals import WideRows, wide_rows, widen
+from sglcore.step.rows import RowPlan, plan_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A verified step of B requests with N tokens each: `slots`, `lengths` and `limits` int32[B] as they were before, `usable`
+    bool[B, N] (the token has a cell of its own), and `proposals` int32[B, N - 1]."""
+
+    slots: Tensor
+    lengths: Tensor
+    limits: Tensor
+    usable: Tensor
+    proposals: Tensor
+
+
+class SpeculativeWorker(TpModelWorker):
+    """Composes the target's runner and a drafter. Decode rows bring `limits.draft_tokens` proposals, prompts as always."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        token_table: TokenTable,
+        limits: Limits,
+        drafter: Drafter,
+        feature_size: int | None = None,
+    ) -> None:
+        """`feature_size`: of the runner's output, the last so many numbers of each token are the drafter's; None: all are, and
+        the model's too."""
+        super().__init__(runner, token_table, limits)
+        self.drafter = drafter
+        self._feature_size = feature_size
+        self._table = token_table
+        device, slots = token_table.last.device, limits.max_requests + 1
+        self._lengths = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._proposals = torch.full((slots, drafter.tokens), NONE, dtype=torch.int32, device=device)
+        self._nodes = torch.arange(drafter.tokens + 1, dtype=torch.int32, device=device)
+        self._wide: WideRows | None = None
+
+    @torch.inference_mode()
+    def forward_batch_generation(self, batch: ScheduleBatch) -> Ticket:
+        """A prompt's forward, or a verification; then what the drafter proposes next."""
+        return self._verify(batch) if batch.forward_mode.is_decode else self._extend(batch)
+
+    def _extend(self, batch: ScheduleBatch) -> Ticket:
+        rows = plan_rows(batch)
+        inputs = self._sampling.inputs(batch, rows)
+        sent = {**inputs.arrays, **prompt_embeds(batch), **_chunk_arrays(batch, rows)}
+        arrays = StagedArrays(sent, lasting=inputs.new is not None)
+        staged = self.runner.init_batch(batch, arrays)
+        arrived = arrays.arrived
+        if batch.embed_rows is not None:
+            staged.input_embeds = self.runner.model.embed_ids(staged.input_ids)
+            staged.input_embeds[arrived["embed_rows"]] = arrived["prompt_embeds"].to(staged.input_embeds.dtype)
+        hidden, path = self.runner.forward(staged)
+        tokens, prompt = self._sampling.run(batch, staged, rows, hidden, inputs, arrived)
+        self._advance_prompts(batch, staged, rows, hidden, arrived)
+        return self._ticket(batch, staged, arrays, StepOutput(rows, path, tokens, prompt))
+
+    def _advance_prompts(
+        self, batch: ScheduleBatch, staged: ForwardBatch, rows: RowPlan, hidden: Tensor, arrived: Mapping[str, Tensor]
+    ) -> None:
+        every = staged.req_pool_indices
+        self._lengths.scatter_(0, every, staged.seq_lens)
+        following = torch.where(arrived["next_ids"] < 0, self._table.last.index_select(0, every), arrived["next_ids"])
+        ids = staged.input_ids.roll(-1)
+        ids.scatter_(0, arrived["ends"], following)
+        lengths, slots = arrived["positions"], arrived["emitting_slots"]
+        drawn = DraftRows(
+            staged,
+            1,
+            ids,
+            features_of(hidden, self._feature_size),
+            arrived["last"],
+            slots,
+            lengths,
+            arrived["emitting_limits"],
+            rows.select(batch.seq_lens),
+            self._sampling.drafting(1, lengths),
+            self._history,
+        )
+        self._propose(drawn)
+
+    def _verify(self, batch: ScheduleBatch) -> Ticket:
+        width = self.drafter.tokens + 1
+        wide = self._widened(batch, width)
+        many = widen(batch, wide)
+        rows = plan_rows(many)
+        inputs = self._sampling.inputs(many, rows)
+        assert batch.cell_limits is not None
+        arrays = StagedArrays({**inputs.arrays, "cell_limits": batch.cell_limits}, lasting=inputs.new is not None)
+        staged = self.runner.init_batch(many, arrays)
+        step = self._place(staged, arrays.arrived["cell_limits"], width)
+        if self._sampling.looks_back(inputs):
+            self._table.admit_history(staged.req_pool_indices, staged.positions, staged.input_ids)
+        hidden, path = self.runner.forward(staged)
+        logits = self.runner.logits(hidden, None)
+        sampled = self._sampling.draw(many, rows, logits, inputs, arrays.arrived, staged.seq_lens)
+        accepted, proposed = self._accept(step, sampled)
+        output = StepOutput(rows, path, sampled, runs=(accepted, proposed))
+        ticket = self._ticket(batch, staged, arrays, output)
+        self._advance_verified(batch, staged, step, sampled, accepted, hidden)
+        return ticket
+
+    def _widened(self, batch: ScheduleBatch, width: int) -> WideRows:
+        number = batch.composition * (self.drafter.tokens + 2) + width
+        if self._wide is None or self._wide.number != number:
+            self._wide = wide_rows(batch, width, number)
+        return self._wide
+
+    def _place(self, staged: ForwardBatch, limits: Tensor, width: int) -> Verified:
+        """Where each token of a request is to go, by the tables of its slot; one without a cell goes to slot 0."""
+        every = staged.req_pool_indices.view(-1, width)
+        slots = every[:, 0].clone()
+        lengths = self._lengths.index_select(0, slots)
+        positions = lengths[:, None] + self._nodes[:width]
+        usable = positions < limits[:, None]
+        proposals = self._proposals.index_select(0, slots)[:, : width - 1]
+        staged.positions.view(-1, width).copy_(positions.mul_(usable))
+        staged.seq_lens.view(-1, width).copy_(positions + 1)
+        every.mul_(usable)
+        staged.input_ids.view(-1, width)[:, 1:].copy_(proposals.clamp(min=0))
+        return Verified(slots, lengths, limits, usable, proposals)
+
+    def _accept(self, step: Verified, sampled: SampledTokens[Tensor]) -> tuple[Tensor, Tensor]:
+        """int32[B]: how many proposals of each request are right, up to the first that is not; and how many there were."""
+        drawn = sampled.token_ids.view(step.usable.shape)
+        is_right = (drawn[:, :-1] == step.proposals) & step.usable[:, 1:]
+        accepted = is_right.to(torch.int32).cumprod(1, dtype=torch.int32).sum(1, dtype=torch.int32)
+        proposed = ((step.proposals >= 0) & step.usable[:, 1:]).sum(1, dtype=torch.int32)
+        return accepted, proposed
+
+    def _advance_verified(
+        self,
+        batch: ScheduleBatch,
+        staged: ForwardBatch,
+        step: Verified,
+        sampled: SampledTokens[Tensor],
+        accepted: Tensor,
+        hidden: Tensor,
+    ) -> None:
+        width = step.usable.shape[1]
+        select = accepted + torch.arange(
+            0, sampled.token_ids.shape[0], width, dtype=torch.int32, device=accepted.device
+        )
+        roots = sampled.token_ids.index_select(0, select)
+        lengths = torch.minimum(step.lengths + accepted + 1, torch.maximum(step.limits, step.lengths))
+        self._lengths.scatter_(0, step.slots, lengths)
+        self._table.publish(step.slots, roots)
+        if self._history is not None:
+            self._table.admit_history(step.slots, lengths, roots)
+        rows = DraftRows(
+            staged,
+            width,
+            sampled.token_ids,
+            features_of(hidden, self._feature_size),
+            select,
+            step.slots,
+            lengths,
+            step.limits,
+            batch.seq_lens,
+            self._sampling.drafting(width, lengths),
+            self._history,
+        )
+        self._propose(rows)
+
+    @property
+    def _history(self) -> Tensor | None:
+        return self._table.history if self.limits.keeps_history else None
+
+    def _propose(self, rows: DraftRows) -> None:
+        self._proposals[rows.slots] = self.drafter.advance(rows)
+
+    def close(self) -> None:
+        """As the plain worker's, and the drafter's."""
+        if not self._closed:
+            super().close()
+            self.drafter.close()
+
+
+def _chunk_arrays(batch: ScheduleBatch, rows: RowPlan) -> dict[str, NDArray]:
+    """What follows each chunk and where it ends, and of the rows that emit, slots and cells."""
+    assert batch.cell_limits is not None
+    following = np.full(batch.batch_size, -1, np.int32) if batch.next_ids is None else batch.next_ids
+    return {
+        "next_ids": following,
+        "ends": batch.token_offsets[1:] - np.int32(1),
+        "emitting_slots": rows.select(batch.slots),
+        "emitting_limits": rows.select(batch.cell_limits),
+    }

@@ -1,0 +1,90 @@
+"""Steps that verify proposals: a decode row becomes several rows of its slot, one for each token that is to be verified.
+
+Attention, graphs and kernels see a decode of more rows: a forward stores all cells before it attends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglcore.device.batch import HostSampling, Ints, ScheduleBatch
+from sglcore.device.worker import BatchResult, TokenLogprobs
+from sglcore.sampling.batch import SamplingBatch
+
+
+@dataclass(frozen=True, slots=True)
+class WideRows:
+    """What stays of a widened batch while its composition lasts: `number` is that of the wide composition, `rows` int32[B * N]
+    the row that each wide row is of, `nodes` int32[B * N] its place among that row's."""
+
+    number: int
+    rows: Ints
+    nodes: Ints
+    slots: Ints
+    input_ids: Ints
+    token_offsets: Ints
+    emits: NDArray[np.bool_]
+    sampling: HostSampling | None
+
+
+def wide_rows(batch: ScheduleBatch, width: int, number: int) -> WideRows:
+    """For `width` tokens of each row."""
+    count = batch.batch_size
+    rows = np.repeat(np.arange(count, dtype=np.int32), width)
+    slots = batch.slots[rows]
+    sampling = batch.sampling
+    return WideRows(
+        number,
+        rows,
+        np.tile(np.arange(width, dtype=np.int32), count),
+        slots,
+        -slots,
+        np.arange(count * width + 1, dtype=np.int32),
+        np.ones(count * width, dtype=bool),
+        sampling.select(rows) if isinstance(sampling, SamplingBatch) else sampling,
+    )
+
+
+def widen(batch: ScheduleBatch, wide: WideRows) -> ScheduleBatch:
+    """A decode batch whose every row has the tokens to verify as rows of its own, of which the first brings the new pages.
+    Lengths are the most that they can be."""
+    assert batch.cell_limits is not None
+    width = len(wide.rows) // max(batch.batch_size, 1)
+    prefix_lens = batch.prefix_lens[wide.rows] + wide.nodes
+    ends = np.repeat(batch.new_page_offsets[1:], width)
+    return replace(
+        batch,
+        slots=wide.slots,
+        seq_lens=np.minimum(prefix_lens + 1, np.maximum(batch.cell_limits, 1)[wide.rows]),
+        prefix_lens=prefix_lens,
+        token_offsets=wide.token_offsets,
+        input_ids=wide.input_ids,
+        page_counts=batch.page_counts[wide.rows],
+        new_page_offsets=np.concatenate([batch.new_page_offsets[:1], ends]),
+        emits=wide.emits,
+        composition=wide.number,
+        sampling=wide.sampling,
+        mask_rows=None if batch.mask_rows is None else batch.mask_rows * np.int32(width),
+        cell_limits=None,
+    )
+
+
+def accepted_runs(wide: BatchResult, accepted: Ints, proposed: Ints) -> BatchResult:
+    """The result of B rows from that of their B * N: of each the first `accepted` + 1."""
+    nodes = wide.token_ids.reshape(len(accepted), -1)
+    kept = np.arange(nodes.shape[1], dtype=np.int32) <= accepted[:, None]
+    offsets = np.zeros(len(accepted) + 1, np.int32)
+    np.cumsum(accepted + 1, out=offsets[1:])
+    flat = kept.reshape(-1)
+    logprobs = wide.logprobs
+    if logprobs is not None:
+        logprobs = TokenLogprobs(
+            logprobs.chosen[flat], logprobs.ranks[flat], logprobs.top_ids[flat], logprobs.top_logprobs[flat]
+        )
+    bad = (wide.bad_rows.reshape(nodes.shape) & kept).any(axis=1)
+    return replace(
+        wide, token_offsets=offsets, token_ids=nodes[kept], bad_rows=bad, logprobs=logprobs, proposed=proposed
+    )
