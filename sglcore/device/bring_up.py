@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from sglcore.device.errors import BringUpError
 
@@ -53,6 +53,11 @@ class Step:
             optional=tuple(p.name for p in parameters if p.default is not p.empty),
         )
 
+    def call(self, known: Mapping[str, Any]) -> Any:
+        """What the function makes of what is known."""
+        wanted = (*self.needs, *(name for name in self.optional if name in known))
+        return self.function(**{name: known[name] for name in wanted})
+
     def line(self, width: int = 0) -> str:
         """What it provides, which function does when that has another name, and its needs."""
         name = getattr(self.function, "__name__")  # noqa: B009
@@ -61,16 +66,50 @@ class Step:
         return f"{label:<{width}}  <- {needs or 'nothing'}"
 
 
+@dataclass(frozen=True, slots=True)
+class Again:
+    """The functions of earlier `steps` once more, whichever they are in a package's order, with other things in place of what
+    they need: `instead` has the name of each by the need that it stands for. It provides what the last of them makes, or None
+    where one of those things is None."""
+
+    provides: str
+    steps: tuple[str, ...]
+    instead: Mapping[str, str]
+
+    optional: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The things that stand in for others."""
+        return tuple(self.instead.values())
+
+    def line(self, width: int = 0) -> str:
+        """What it provides, the steps, and what they take instead."""
+        label = f"{self.provides} ({', '.join(self.steps)} again)"
+        return f"{label:<{width}}  <- {', '.join(f'{need}={thing}' for need, thing in self.instead.items())}"
+
+    def run(self, order: BringUp, known: Mapping[str, Any]) -> Any:
+        """What the last of the steps of `order` makes."""
+        given = {**known, **{need: known[thing] for need, thing in self.instead.items()}}
+        if any(given[need] is None for need in self.instead):
+            return None
+        for name in self.steps:
+            step = order.steps[order._index(name)]
+            assert isinstance(step, Step)
+            given[name] = step.call(given)
+        return given[self.steps[-1]]
+
+
 class BringUp:
     """An immutable order of steps."""
 
     __slots__ = ("steps",)
 
-    steps: tuple[Step, ...]
+    steps: tuple[Step | Again, ...]
 
-    def __init__(self, steps: Iterable[StepFunction | Step]) -> None:
+    def __init__(self, steps: Iterable[StepFunction | Step | Again]) -> None:
         """Raises `BringUpError` when two steps provide the same thing."""
-        self.steps = tuple(step if isinstance(step, Step) else Step.of(step) for step in steps)
+        self.steps = tuple(step if isinstance(step, (Step, Again)) else Step.of(step) for step in steps)
         names = [step.provides for step in self.steps]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -124,10 +163,9 @@ class BringUp:
         known = dict(given)
         built: dict[str, Any] = {}
         for step in self.steps:
-            wanted = (*step.needs, *(name for name in step.optional if name in known))
             start = time.perf_counter()
             try:
-                made = step.function(**{name: known[name] for name in wanted})
+                made = step.call(known) if isinstance(step, Step) else step.run(self, known)
             except BaseException as error:
                 error.add_note(f"in the bring-up step {step.line()}")
                 _close_in_reverse(built, error)
@@ -144,7 +182,7 @@ class BringUp:
 
     def _index(self, step: StepFunction | str) -> int:
         for place, other in enumerate(self.steps):
-            if step in (other.provides, other.function):
+            if step == other.provides or (isinstance(other, Step) and step is other.function):
                 return place
         name = step if isinstance(step, str) else getattr(step, "__name__")  # noqa: B009
         steps = ", ".join(other.provides for other in self.steps)
@@ -164,7 +202,7 @@ def _close_in_reverse(built: Mapping[str, object], failure: BaseException) -> No
             failure.add_note(f"closing {name!r} failed too: {error!r}")
 
 
-def _missing(step: Step, need: str, is_later: bool, known: Collection[str]) -> BringUpError:
+def _missing(step: Step | Again, need: str, is_later: bool, known: Collection[str]) -> BringUpError:
     found = f"step {step.provides!r} needs {need!r}"
     if need == step.provides:
         return BringUpError(f"{found}, which it provides itself", remedy=f"give {need!r}, or rename the parameter")

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from sglcore.checkpoint.rotary import mrope_axes
-from sglcore.device.bring_up import BringUp
+from sglcore.device.bring_up import Again, BringUp
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
@@ -26,7 +27,14 @@ from sglcore.runtime.graphs.build import capture, make_backend
 from sglcore.runtime.kernels.choice import Refusals, choose, fitted
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.loaded_model import LoadedModel
-from sglcore.runtime.memory.geometry import fitting_page_size, geometry, has_window, keeps_window, rows_row
+from sglcore.runtime.memory.geometry import (
+    fitting_page_size,
+    geometry,
+    has_window,
+    keeps_window,
+    layer_shapes,
+    rows_row,
+)
 from sglcore.runtime.memory.make import make_cells, make_rows
 from sglcore.runtime.memory.pools import (
     PER_HEAD,
@@ -41,8 +49,14 @@ from sglcore.runtime.memory.rows import ROWS
 from sglcore.runtime.memory.states import StatePool
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.pooling import Pooler
-from sglcore.runtime.registry_builders import Compute, build_decode_registry, build_prefill_registry
-from sglcore.runtime.speculative.choice import Speculation, StepShape, choose_speculation
+from sglcore.runtime.registry_builders import (
+    Compute,
+    build_decode_registry,
+    build_prefill_registry,
+    feature_buffer,
+)
+from sglcore.runtime.speculative.choice import DRAFT_LOADER, Speculation, StepShape, choose_speculation
+from sglcore.runtime.speculative.features import with_features
 from sglcore.runtime.speculative.make import make_speculative_worker
 from sglcore.runtime.streams import Streams, make_streams
 from sglcore.runtime.token_table import TokenTable
@@ -132,9 +146,22 @@ def model(
     return load(config, model_path, facts=facts, kernels=kernels, ledger=ledger, progress=progress)
 
 
-def speculation(config: EngineConfig, model: LoadedModel, ledger: DecisionLedger) -> Speculation | None:
+def speculation(
+    config: EngineConfig,
+    facts: Facts,
+    ledger: DecisionLedger,
+    progress: Progress,
+    model_path: Path,
+    kernels: KernelTable,
+    model: LoadedModel,
+) -> Speculation | None:
     """What proposes tokens, with the model that does if one does; None: every step brings one token of a request."""
-    return choose_speculation(config, model, ledger)
+
+    def load(folder: Path, kind: str) -> Any:
+        given = {"facts": facts, "kernels": kernels, "ledger": ledger, "progress": progress}
+        return resolve(DRAFT_LOADER)(config, folder, kind, model, **given)
+
+    return choose_speculation(config, model, model_path, ledger, load)
 
 
 def sizes(
@@ -161,6 +188,8 @@ def sizes(
     for remark in dict.fromkeys(layer.remark for layer in model.state_layers if layer.remark):
         ledger.record(Row("prompts", "auto", "whole ones at once", remark, "raise max_batch_tokens above their length"))
     context_len, layers = model.config.context_length, model.attention_layers
+    if speculation is not None and speculation.draft is not None:
+        layers = (*layers, *speculation.draft.attention_layers)
     # What a window has let go of can not be seen again, and a wrong proposal goes back.
     most = 0 if speculation is not None else (config.max_model_len or context_len) - config.max_batch_tokens
     page_size = fitting_page_size(layers, config.page_size, facts.page_size)
@@ -211,6 +240,29 @@ def pools(
         StatePool(states, sizes.max_requests, sizes.num_snapshots, device, config.poison) if states else None,
         None if table is None or of_windows is None else WindowPools(windowed, table, of_windows),
     )
+
+
+def draft(speculation: Speculation | None) -> LoadedModel | None:
+    """The model that proposes tokens, if one does."""
+    return None if speculation is None else speculation.draft
+
+
+def draft_pools(
+    facts: Facts, draft: LoadedModel | None, pools: Pools, sizes: MemorySizes, pool_kind: PoolKind = PER_HEAD
+) -> Pools | None:
+    """The cells of the model that proposes: pages and slots are those of the model that verifies."""
+    if draft is None:
+        return None
+    shapes = layer_shapes(draft.attention_layers)
+    cells = pool_kind.make_pool(
+        sizes.num_pages, sizes.page_size, shapes, draft.dtype, facts.tensor_device, draft.kernels
+    )
+    return Pools(pools.req_to_token, cells, pools.token_table)
+
+
+def draft_ledger(ledger: DecisionLedger) -> DecisionLedger:
+    """Where what is chosen for the model that proposes is written."""
+    return ledger.about("draft")
 
 
 def hisparse(config: EngineConfig, pools: Pools) -> None:
@@ -274,13 +326,16 @@ def runner(
     table = None if pools.windows is None else pools.windows.table
     shape = StepShape() if speculation is None else speculation.shape_of(model)
     most = sizes.max_requests * shape.most
-    decode = build_decode_registry(facts, pool, max_bs=most, cells=cells, window_table=table)
+    extra = () if not shape.feature_size else (feature_buffer(shape.feature_size, model.dtype),)
+    given = {"cells": cells, "window_table": table}
+    decode = build_decode_registry(facts, pool, max_bs=most, extra_buffers=extra, **given)
     max_bs, max_num_tokens = _prompt_sizes(config, sizes, captured=isinstance(backend, PromptBackend))
+    extra = () if not shape.feature_size else (feature_buffer(shape.feature_size, model.dtype),)
     prefill = build_prefill_registry(
-        facts, pool, max_bs=max_bs, cells=cells, window_table=table, max_num_tokens=max_num_tokens
+        facts, pool, max_bs=max_bs, max_num_tokens=max_num_tokens, extra_buffers=extra, **given
     )
     made = ModelRunner(
-        model,
+        with_features(model, shape.aux_layers),
         attention,
         decode,
         prefill,
@@ -327,7 +382,8 @@ def worker(
     pools: Pools,
     sizes: MemorySizes,
     runner: ModelRunner,
-    speculation: Speculation | None = None,
+    speculation: Speculation | None,
+    draft_runner: ModelRunner | None,
 ) -> TpModelWorker:
     """The worker that the scheduler submits to."""
     pooling = model.config.pooling
@@ -353,12 +409,21 @@ def worker(
         reads_history=model.reads_history,
     )
     if speculation is not None:
-        return make_speculative_worker(speculation, runner, pools.token_table, limits, facts)
+        return make_speculative_worker(speculation, runner, draft_runner, pools.token_table, limits, facts)
     pooler = None if pooling is None else Pooler(pooling, model.classify, model.dtype)
     return resolve(package.worker, package.name)(runner, pools.token_table, limits, pooler)
 
 
 STANDARD = BringUp(
-    (world, groups, device, streams, kernels, model, speculation, sizes, pools, hisparse, attention, runner, worker)
+    (
+        *(world, groups, device, streams, kernels, model, speculation, draft, sizes, pools, draft_pools, hisparse),
+        *(attention, runner, draft_ledger),
+        Again(
+            "draft_runner",
+            ("attention", "runner"),
+            {"model": "draft", "pools": "draft_pools", "ledger": "draft_ledger"},
+        ),
+        worker,
+    )
 )
 """Every torch device starts from this order; `device_memory` is what a package must insert before `sizes`."""

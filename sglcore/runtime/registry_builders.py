@@ -69,6 +69,13 @@ def build_prefill_registry(
     return _build(facts, batch_type, max_bs, max_num_tokens, [*buffers, *extra_buffers])
 
 
+def feature_buffer(size: int, dtype: torch.dtype) -> InputBuffer:
+    """The buffer of `ForwardInputs.features`, of `size` numbers a token, for a model that reads them at every step."""
+    name = str(dtype).removeprefix("torch.")
+    spec = replace(spec_of(ForwardBatch, "features"), dtype=name)
+    return InputBuffer(spec, trail=(size,), source_fn=lambda batch, ctx: batch.features)
+
+
 def _build(
     facts: Facts, batch_type: type[ForwardBatch], max_bs: int, max_num_tokens: int, buffers: Iterable[InputBuffer]
 ) -> BufferRegistry:

@@ -4,8 +4,8 @@ loses no overlap by it."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest

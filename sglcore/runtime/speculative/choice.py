@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
+from sglcore.device.package import Ref, resolve
 
 if TYPE_CHECKING:
     from sglcore.runtime.loaded_model import LoadedModel
 
 DRAFT_TOKENS = 4
 """Proposals of a step where nobody asks for another number."""
-KINDS = ("auto", "off", "ngram")
+NGRAM = "ngram"
+MODELS = ("eagle", "eagle3", "mtp", "standalone")
+"""Kinds of models that propose."""
+KINDS = ("auto", "off", NGRAM, *MODELS)
+DRAFT_LOADER: Ref = "sglcore.models.draft:load_draft"
+DRAFT_KIND: Ref = "sglcore.models.draft:kind_of"
+OFFERED: Ref = "sglcore.models.draft:offered_head"
+"""How a draft becomes a model, of which kind one is, and which a checkpoint brings; references, because models build on the
+runtime."""
+
+LoadDraft = Callable[[Path, str], Any]
+"""`load(folder, kind)`: the draft, with its `model` and its `aux_layers`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """What the decode steps of one runner look like: so many rows of each request, `feature_size` numbers that each row brings,
-    and the layers before which the drafter reads the model (None: it runs as it is)."""
+    and the layers before which a drafter reads the model (none: it runs as it is)."""
 
     widths: tuple[int, ...] = (1,)
     feature_size: int = 0
@@ -34,33 +48,58 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Proposals of this `kind`, `tokens` of them a step; `draft` is the model that makes them (None: none does)."""
+    """Proposals of this `kind`, `tokens` of them a step. `draft` is the model that makes them (None: none does); `aux_layers` as
+    in `StepShape`, None where it reads nothing of the target but its tokens."""
 
     kind: str
     tokens: int
     draft: LoadedModel | None = None
+    aux_layers: tuple[int, ...] | None = None
 
     def shape_of(self, model: LoadedModel) -> StepShape:
-        """The decode steps of the target, or of the draft."""
-        return StepShape((self.tokens + 1,))
+        """The decode steps of the target, or of the draft, which also runs a row a request."""
+        width = self.tokens + 1
+        if model is not self.draft:
+            return StepShape((width,), aux_layers=self.aux_layers or ())
+        return StepShape((1, width), 0 if self.aux_layers is None else model.config.hidden_size)
 
 
-def choose_speculation(config: EngineConfig, model: LoadedModel, ledger: DecisionLedger) -> Speculation | None:
-    """As the configuration asks. Raises ConfigError for a kind that there is not, and for a model that can not take a token back."""
+def choose_speculation(
+    config: EngineConfig, model: LoadedModel, folder: Path, ledger: DecisionLedger, load: LoadDraft
+) -> Speculation | None:
+    """As the configuration asks. Raises ConfigError for a kind that there is not, for a model that can not take a token back, and
+    what loading the draft raises."""
     asked = config.speculative
     if asked not in KINDS:
         raise ConfigError(f"speculative is {asked!r}", wanted=f"one of {', '.join(KINDS)}")
-    if asked in ("auto", "off"):
-        reason = "asked for" if asked == "off" else "this checkpoint brings nothing that proposes tokens"
-        ledger.record(Row("speculative", asked, "off", reason, "--speculative ngram, for texts that repeat themselves"))
+    kind, why = _kind(config, model, folder)
+    if kind == "off":
+        ledger.record(Row("speculative", asked, "off", why, "--speculative ngram, for texts that repeat themselves"))
         return None
     reason = _reason_against(model)
     if reason:
         raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy="--speculative off")
     tokens = config.draft_tokens or DRAFT_TOKENS
-    what = f"{tokens} tokens a step, by what followed the last ones before"
-    ledger.record(Row("speculative", asked, what, "the text is the same as without", "--speculative off"))
-    return Speculation(asked, tokens)
+    what = f"{kind}, {tokens} tokens a step"
+    ledger.record(Row("speculative", asked, what, f"{why}; the text is the same as without", "--speculative off"))
+    if kind == NGRAM:
+        return Speculation(kind, tokens)
+    draft = load(folder if config.draft_model is None else Path(config.draft_model).expanduser(), kind)
+    return Speculation(kind, tokens, draft.model, draft.aux_layers)
+
+
+def _kind(config: EngineConfig, model: LoadedModel, folder: Path) -> tuple[str, str]:
+    """What proposes, and why."""
+    if config.speculative != "auto":
+        return config.speculative, "asked for"
+    if config.draft_model is not None:
+        return resolve(DRAFT_KIND)(Path(config.draft_model).expanduser()), "a draft model was given"
+    if model.config.is_encoder:
+        return "off", "this model embeds"
+    offered = resolve(OFFERED)(folder)
+    if offered is None:
+        return "off", "this checkpoint brings nothing that proposes tokens"
+    return "off", f"this checkpoint brings a draft: --speculative {offered} verifies what it proposes"
 
 
 def _reason_against(model: LoadedModel) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from sglcore.device.errors import ConfigError
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.model_runner import Model
 
 
+@runtime_checkable
 class LayeredModel(Protocol):
     """A model whose forward is `finish(run_layers(embed(batch), 0, len(layers)))`."""
 
@@ -74,6 +77,18 @@ class FeatureModel:
     def embed_ids(self, ids: Tensor) -> Tensor:
         """[T] to the rows [T, H] that the first layer takes."""
         return self._model.embed_ids(ids)
+
+
+def with_features(model: Model, aux_layers: tuple[int, ...]) -> Model:
+    """The model, or one that also gives the sums before these layers. Raises ConfigError for one without layers of its own."""
+    if not aux_layers:
+        return model
+    if not isinstance(model, LayeredModel):
+        raise ConfigError(
+            f"the draft reads the model before its layers {aux_layers}, and {type(model).__name__} runs as a whole",
+            remedy="--model-impl native, where there is a file, or another draft",
+        )
+    return FeatureModel(model, aux_layers)
 
 
 def features_of(output: Tensor, size: int | None) -> Tensor:

@@ -7,18 +7,31 @@ from dataclasses import replace
 from sglcore.device.facts import Facts
 from sglcore.device.worker import Limits
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.speculative.choice import Speculation
+from sglcore.runtime.speculative.choice import NGRAM, Speculation
+from sglcore.runtime.speculative.drafter import Drafter
 from sglcore.runtime.speculative.ngram import NgramDrafter
 from sglcore.runtime.speculative.worker import SpeculativeWorker
 from sglcore.runtime.token_table import TokenTable
 
 
+def make_drafter(speculation: Speculation, draft_runner: ModelRunner | None) -> Drafter:
+    """What proposes; `draft_runner` is that of its model, if it has one."""
+    if speculation.kind == NGRAM:
+        return NgramDrafter(speculation.tokens)
+    raise NotImplementedError(speculation.kind)
+
+
 def make_speculative_worker(
-    speculation: Speculation, runner: ModelRunner, token_table: TokenTable, limits: Limits, facts: Facts
+    speculation: Speculation,
+    runner: ModelRunner,
+    draft_runner: ModelRunner | None,
+    token_table: TokenTable,
+    limits: Limits,
+    facts: Facts,
 ) -> SpeculativeWorker:
     """The worker whose decode steps verify what `speculation` proposes. Steps bring decode rows or prompts, never both; one
     whose forward must be told lengths by the host waits for those of the step before."""
-    drafter = NgramDrafter(speculation.tokens)
+    drafter = make_drafter(speculation, draft_runner)
     limits = replace(
         limits,
         draft_tokens=drafter.tokens,
@@ -27,4 +40,5 @@ def make_speculative_worker(
         allows_mixed_batches=False,
         can_overlap=limits.can_overlap and not facts.needs_host_lengths,
     )
-    return SpeculativeWorker(runner, token_table, limits, drafter)
+    aux_layers = speculation.aux_layers or ()
+    return SpeculativeWorker(runner, token_table, limits, drafter, len(aux_layers) * limits.embed_size or None)
