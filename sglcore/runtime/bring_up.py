@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,10 +30,9 @@ from sglcore.runtime.memory.geometry import (
     geometry,
     has_window,
     keeps_window,
-    layer_shapes,
     rows_row,
 )
-from sglcore.runtime.memory.make import make_cells, make_rows
+from sglcore.runtime.memory.make import Pools, WindowPools, make_cells, make_rows
 from sglcore.runtime.memory.pools import (
     PER_HEAD,
     KVPool,
@@ -55,7 +52,8 @@ from sglcore.runtime.registry_builders import (
     build_prefill_registry,
     feature_buffer,
 )
-from sglcore.runtime.speculative.choice import DRAFT_LOADER, Speculation, StepShape, choose_speculation
+from sglcore.runtime.speculative.bring_up import draft, draft_ledger, draft_pools, speculation
+from sglcore.runtime.speculative.choice import Speculation, StepShape
 from sglcore.runtime.speculative.features import with_features
 from sglcore.runtime.speculative.make import make_speculative_worker
 from sglcore.runtime.streams import Streams, make_streams
@@ -71,27 +69,6 @@ REFERENCE = "sglcore.runtime.kernels.reference"
 
 Progress = Callable[[str, int, int], None]
 """`progress(phase, done, total)`."""
-
-
-@dataclass(frozen=True, slots=True)
-class WindowPools:
-    """Of the layers that keep the last tokens alone, by their ids: their page table and their cells, or the pool of all where
-    layers keep rows of their own."""
-
-    layer_ids: frozenset[int]
-    table: WindowTable
-    token_to_kv: KVPool
-
-
-@dataclass(frozen=True, slots=True)
-class Pools:
-    """The device tables and cells of one worker, the states of a model that has some, and what its windows are kept in."""
-
-    req_to_token: ReqToTokenPool
-    token_to_kv: KVPool
-    token_table: TokenTable
-    states: StatePool | None = None
-    windows: WindowPools | None = None
 
 
 def world(config: EngineConfig) -> None:
@@ -144,24 +121,6 @@ def model(
     """The model with its weights on the device, its operations from the package's kernel table."""
     load = resolve(MODEL_LOADER)
     return load(config, model_path, facts=facts, kernels=kernels, ledger=ledger, progress=progress)
-
-
-def speculation(
-    config: EngineConfig,
-    facts: Facts,
-    ledger: DecisionLedger,
-    progress: Progress,
-    model_path: Path,
-    kernels: KernelTable,
-    model: LoadedModel,
-) -> Speculation | None:
-    """What proposes tokens, with the model that does if one does; None: every step brings one token of a request."""
-
-    def load(folder: Path, kind: str) -> Any:
-        given = {"facts": facts, "kernels": kernels, "ledger": ledger, "progress": progress}
-        return resolve(DRAFT_LOADER)(config, folder, kind, model, **given)
-
-    return choose_speculation(config, model, model_path, ledger, load)
 
 
 def sizes(
@@ -240,29 +199,6 @@ def pools(
         StatePool(states, sizes.max_requests, sizes.num_snapshots, device, config.poison) if states else None,
         None if table is None or of_windows is None else WindowPools(windowed, table, of_windows),
     )
-
-
-def draft(speculation: Speculation | None) -> LoadedModel | None:
-    """The model that proposes tokens, if one does."""
-    return None if speculation is None else speculation.draft
-
-
-def draft_pools(
-    facts: Facts, draft: LoadedModel | None, pools: Pools, sizes: MemorySizes, pool_kind: PoolKind = PER_HEAD
-) -> Pools | None:
-    """The cells of the model that proposes: pages and slots are those of the model that verifies."""
-    if draft is None:
-        return None
-    shapes = layer_shapes(draft.attention_layers)
-    cells = pool_kind.make_pool(
-        sizes.num_pages, sizes.page_size, shapes, draft.dtype, facts.tensor_device, draft.kernels
-    )
-    return Pools(pools.req_to_token, cells, pools.token_table)
-
-
-def draft_ledger(ledger: DecisionLedger) -> DecisionLedger:
-    """Where what is chosen for the model that proposes is written."""
-    return ledger.about("draft")
 
 
 def hisparse(config: EngineConfig, pools: Pools) -> None:

@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglcore.runtime.memory.deepseek_v4 import DeepSeekV4TokenToKVPool
 from sglcore.runtime.memory.geometry import has_window, layer_shapes
-from sglcore.runtime.memory.pools import LayerShapes, TokenToKVPool, WindowTable
+from sglcore.runtime.memory.pools import KVPool, LayerShapes, ReqToTokenPool, TokenToKVPool, WindowTable
 from sglcore.runtime.memory.rows import RowCounts, RowPool
+from sglcore.runtime.memory.states import StatePool
+from sglcore.runtime.token_table import TokenTable
 from sglcore.step.sizing import MemorySizes
 
 if TYPE_CHECKING:
     from sglcore.runtime.attention.layer import Attention
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPools:
+    """Of the layers that keep the last tokens alone, by their ids: their page table and their cells, or the pool of all where
+    layers keep rows of their own."""
+
+    layer_ids: frozenset[int]
+    table: WindowTable
+    token_to_kv: KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """The device tables and cells of one worker, the states of a model that has some, and what its windows are kept in."""
+
+    req_to_token: ReqToTokenPool
+    token_to_kv: KVPool
+    token_table: TokenTable
+    states: StatePool | None = None
+    windows: WindowPools | None = None
 
 
 def make_rows(

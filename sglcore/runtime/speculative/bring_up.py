@@ -1,0 +1,63 @@
+"""The steps of a bring-up that are there for a model that proposes tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sglcore.device.config import EngineConfig
+from sglcore.device.facts import Facts
+from sglcore.device.ledger import DecisionLedger
+from sglcore.device.package import resolve
+from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.loaded_model import LoadedModel
+from sglcore.runtime.memory.geometry import layer_shapes
+from sglcore.runtime.memory.make import Pools
+from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
+from sglcore.runtime.speculative.choice import DRAFT_LOADER, Speculation, choose_speculation
+from sglcore.step.sizing import MemorySizes
+
+Progress = Callable[[str, int, int], None]
+"""`progress(phase, done, total)`."""
+
+
+def speculation(
+    config: EngineConfig,
+    facts: Facts,
+    ledger: DecisionLedger,
+    progress: Progress,
+    model_path: Path,
+    kernels: KernelTable,
+    model: LoadedModel,
+) -> Speculation | None:
+    """What proposes tokens, with the model that does if one does; None: every step brings one token of a request."""
+
+    def load(folder: Path, kind: str) -> Any:
+        given = {"facts": facts, "kernels": kernels, "ledger": ledger, "progress": progress}
+        return resolve(DRAFT_LOADER)(config, folder, kind, model, **given)
+
+    return choose_speculation(config, model, model_path, ledger, load)
+
+
+def draft(speculation: Speculation | None) -> LoadedModel | None:
+    """The model that proposes tokens, if one does."""
+    return None if speculation is None else speculation.draft
+
+
+def draft_pools(
+    facts: Facts, draft: LoadedModel | None, pools: Pools, sizes: MemorySizes, pool_kind: PoolKind = PER_HEAD
+) -> Pools | None:
+    """The cells of the model that proposes: pages and slots are those of the model that verifies."""
+    if draft is None:
+        return None
+    shapes = layer_shapes(draft.attention_layers)
+    cells = pool_kind.make_pool(
+        sizes.num_pages, sizes.page_size, shapes, draft.dtype, facts.tensor_device, draft.kernels
+    )
+    return Pools(pools.req_to_token, cells, pools.token_table)
+
+
+def draft_ledger(ledger: DecisionLedger) -> DecisionLedger:
+    """Where what is chosen for the model that proposes is written."""
+    return ledger.about("draft")
