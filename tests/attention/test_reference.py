@@ -115,15 +115,16 @@ class IgnoringPages(ReferenceAttention):
 class ReadingOnward(ReferenceAttention):
     """Mutant: does not mask the columns beyond a row's length."""
 
-    def _make_gather(self, part: Any, window: int | None) -> tuple[Tensor, Tensor | None]:
+    def _make_gather(self, part: Any, window: int | None) -> tuple[Tensor, Tensor]:
         """The true cells, no mask."""
-        return super()._make_gather(part, window)[0], None
+        cells, mask = super()._make_gather(part, window)
+        return cells, torch.ones_like(mask)
 
 
 class OneTooWide(ReferenceAttention):
     """Mutant: the window is one token too wide."""
 
-    def _make_gather(self, part: Any, window: int | None) -> tuple[Tensor, Tensor | None]:
+    def _make_gather(self, part: Any, window: int | None) -> tuple[Tensor, Tensor]:
         """Of a wider window."""
         return super()._make_gather(part, None if window is None else window + 1)
 

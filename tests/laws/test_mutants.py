@@ -40,14 +40,13 @@ class OneKeyTooFew(ReferenceAttention):
         rows = super()._single_rows(batch, count)
         rows.seq_lens = (rows.seq_lens - 1).clamp(min=1)
         rows.longest = max(rows.longest - 1, 1)
-        rows.shortest = max(rows.shortest - 1, 1)
         return rows
 
 
 class WindowOffByOne(ReferenceAttention):
     """A window that is one token too wide."""
 
-    def _make_gather(self, part: SingleRows, window: int | None) -> tuple[Tensor, Tensor | None]:
+    def _make_gather(self, part: SingleRows, window: int | None) -> tuple[Tensor, Tensor]:
         return super()._make_gather(part, None if window is None else window + 1)
 
 

@@ -25,16 +25,14 @@ Window = int | None
 
 @dataclass(slots=True)
 class SingleRows:
-    """R rows of one token, the first of the batch: `slots` and `seq_lens` int32[R] on the device, and whether all have
-    the `longest` length. `gathers`: cells int32[R * L] and mask bool[R, 1, 1, L] (None: nothing to mask) for each
-    window, made by the first layer that needs them."""
+    """R rows of one token, the first of the batch: `slots` and `seq_lens` int32[R] on the device, of at most `longest` tokens.
+    `gathers`: cells int32[R * L] and mask bool[R, 1, 1, L] for each window, made by the first layer that needs them."""
 
     count: int
     slots: Tensor
     seq_lens: Tensor
     longest: int
-    shortest: int
-    gathers: dict[Window, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    gathers: dict[Window, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,24 +112,22 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         assert lens is not None
         if count != len(slots):
             slots, seq_lens, lens = slots[:count], seq_lens[:count], lens[:count]
-        if count == 1:
-            return SingleRows(1, slots, seq_lens, int(lens[0]), int(lens[0]))
-        return SingleRows(count, slots, seq_lens, int(lens.max()), int(lens.min()))
+        return SingleRows(count, slots, seq_lens, int(lens.max()))
 
-    def _gather(self, part: SingleRows, window: Window) -> tuple[Tensor, Tensor | None]:
+    def _gather(self, part: SingleRows, window: Window) -> tuple[Tensor, Tensor]:
         found = part.gathers.get(window)
         if found is None:
             found = part.gathers[window] = self._make_gather(part, window)
         return found
 
-    def _make_gather(self, part: SingleRows, window: Window) -> tuple[Tensor, Tensor | None]:
+    def _make_gather(self, part: SingleRows, window: Window) -> tuple[Tensor, Tensor]:
         longest, counts, starts = part.longest, part.seq_lens[:, None], None
         if window is not None and window < longest:
             longest, starts = window, (counts - window).clamp_(min=0)
             counts = counts - starts
         columns = torch.arange(longest, dtype=torch.int32, device=part.slots.device)[None]
-        mask = (columns < counts)[:, None, None, :] if part.shortest < longest else None
-        positions = columns if mask is None else torch.minimum(columns, counts - 1)
+        mask = (columns < counts)[:, None, None, :]
+        positions = torch.minimum(columns, counts - 1)
         if starts is not None:
             positions = positions + starts
         return self._cells(part.slots, positions).view(-1), mask
@@ -195,8 +191,8 @@ class ReferenceAttention(AttentionBackend[ReferencePlan]):
         keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
         if _is_plain(layer):
             return sdpa(q, keys, values, attn_mask=mask, scale=layer.scaling)
-        mask = None if mask is None else mask[:, None]
-        return self._attend_scores(q[:, :, :, None], keys[:, :, None], values[:, :, None], mask, layer)[:, :, :, 0]
+        parts = q[:, :, :, None], keys[:, :, None], values[:, :, None]
+        return self._attend_scores(*parts, mask[:, None], layer)[:, :, :, 0]
 
     def _attend_row(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layer: Attention, causal: bool

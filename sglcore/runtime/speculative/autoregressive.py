@@ -1,0 +1,138 @@
+"""Proposals by a model of their own, one token after another: what it keeps of a text is rewritten by every forward of the target.
+
+A draft that reads features keeps in cell i the token i + 1 and what the target made of token i (EAGLE, MTP); any other keeps token
+i, as the target does.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sglcore.device.batch import ForwardMode
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.speculative.drafter import DraftRows
+
+
+class AutoregressiveDrafter(ABC):
+    """`tokens` forwards of a model a step: the first over the target's own rows, the others of one row a request. `lookahead` is
+    how far the token in a cell is ahead of the cell."""
+
+    lookahead: int
+    reads_history = False
+
+    def __init__(self, runner: ModelRunner, tokens: int) -> None:
+        """`runner` is the draft's, over the target's page table."""
+        self.tokens = tokens
+        self.runner = runner
+
+    @abstractmethod
+    def take_in(self, rows: DraftRows) -> Tensor:
+        """Write cells for all that the target computed; what the first proposals are drawn of, [R, H]."""
+
+    def advance(self, rows: DraftRows) -> Tensor:
+        """As `Drafter.advance`."""
+        hidden, found = self.take_in(rows), list[Tensor]()
+        if not len(rows.most_lens):
+            return torch.empty(0, self.tokens, dtype=torch.int32, device=rows.ids.device)
+        for depth in range(1, self.tokens + 1):
+            if found:
+                hidden = self.run(self.decode(rows, found[-1], depth - 1 - self.lookahead, hidden))
+            found.append(rows.draw(self.runner.logits(hidden, None), depth))
+        return torch.stack(found, 1)
+
+    def run(self, batch: ForwardBatch) -> Tensor:
+        """One forward of the draft, [T, H]; the next one overwrites it."""
+        return self.runner.forward(batch)[0]
+
+    def decode(self, rows: DraftRows, ids: Tensor, beyond: int, hidden: Tensor | None = None) -> ForwardBatch:
+        """A decode of one token of each request, in the cell that is `beyond` its lengths."""
+        slots, positions = placed(rows.slots, rows.lengths + beyond, rows.limits)
+        room = self.runner.attn_backend.req_to_token_pool.max_tokens
+        most_lens = np.minimum(rows.most_lens + np.int32(beyond + 1), np.int32(room))
+        return decode_batch(rows.batch, slots, positions, ids, most_lens, hidden if self.lookahead else None)
+
+    def close(self) -> None:
+        """Free the runner's graphs."""
+        self.runner.close()
+
+
+class FeatureDrafter(AutoregressiveDrafter):
+    """Proposals by a model that reads features: EAGLE, EAGLE-3, and the layer behind a model's last."""
+
+    lookahead = 1
+
+    def __init__(self, runner: ModelRunner, tokens: int, project: Callable[[Tensor], Tensor]) -> None:
+        """`project` makes of the target's features [T, F] what the model reads, [T, H]."""
+        super().__init__(runner, tokens)
+        self._project = project
+
+    def take_in(self, rows: DraftRows) -> Tensor:
+        assert rows.features is not None
+        features = self._project(rows.features)
+        batch = replace(rows.batch, input_ids=rows.ids, input_embeds=None, features=features, plan_record=None)
+        return self.run(batch).index_select(0, rows.select)
+
+
+class StandaloneDrafter(AutoregressiveDrafter):
+    """Proposals by any model over the same tokens. The first forward of a verified step also has the new roots' rows, so that none
+    is left to run alone, as it is after a prompt."""
+
+    lookahead = 0
+
+    def take_in(self, rows: DraftRows) -> Tensor:
+        roots = rows.ids.index_select(0, rows.select)
+        if rows.batch.forward_mode.is_decode:
+            return self.run(self._with_roots(rows, roots))[-len(roots) :]
+        self.run(replace(rows.batch, plan_record=None))
+        return self.run(self.decode(rows, roots, 0)) if len(roots) else roots
+
+    def _with_roots(self, rows: DraftRows, roots: Tensor) -> ForwardBatch:
+        """The rows of a verified step, but those behind what was accepted, and behind them the roots."""
+        batch, ends = rows.batch, rows.lengths.repeat_interleave(rows.width, output_size=rows.batch.num_tokens)
+        root = self.decode(rows, roots, 0)
+        slots, positions = placed(batch.req_pool_indices, batch.positions, ends)
+        assert batch.seq_lens_cpu is not None and root.seq_lens_cpu is not None
+        return decode_batch(
+            batch,
+            torch.cat([slots, root.req_pool_indices]),
+            torch.cat([positions, root.positions]),
+            torch.cat([batch.input_ids, root.input_ids]),
+            np.concatenate([batch.seq_lens_cpu, root.seq_lens_cpu]),
+        )
+
+
+def placed(slots: Tensor, positions: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Slots and positions int32[R]: those at or behind `ends` go to the beginning of slot 0, which nobody reads."""
+    usable = positions < ends
+    return slots * usable, positions * usable
+
+
+def decode_batch(
+    like: ForwardBatch,
+    slots: Tensor,
+    positions: Tensor,
+    ids: Tensor,
+    most_lens: NDArray[np.int32],
+    features: Tensor | None = None,
+) -> ForwardBatch:
+    """One token of each row, int32[R] each, for the runner of a draft; `most_lens` are lengths at most."""
+    return type(like)(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=len(most_lens),
+        num_tokens=len(most_lens),
+        req_pool_indices=slots,
+        seq_lens=positions + 1,
+        input_ids=ids,
+        positions=positions,
+        num_token_non_padded=like.num_token_non_padded,
+        seq_lens_cpu=most_lens,
+        features=features,
+    )
