@@ -165,6 +165,8 @@ class Desk:
             self.texts[slot].tokens += [self.token()] * done
         parts = [(self.texts[slot], start, end) for (slot, _), start, end in zip(rows, starts, lens, strict=True)]
         given = {"extend_prefix_lens": starts, "extend_seq_lens": counts, "seq_lens": lens}
+        on_device: dict[str, Any] = {name: ints(values) for name, values in given.items()}
+        on_host: dict[str, Any] = {f"{name}_cpu": np.array(values, np.int32) for name, values in given.items()}
         batch = ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             batch_size=len(rows),
@@ -173,8 +175,8 @@ class Desk:
             input_ids=ints([token for text, start, end in parts for token in text.tokens[start:end]]),
             positions=ints([place for _, start, end in parts for place in range(start, end)]),
             extend_start_loc=ints(np.cumsum([0, *counts[:-1]])),
-            **{name: ints(values) for name, values in given.items()},
-            **{f"{name}_cpu": np.array(values, np.int32) for name, values in given.items()},
+            **on_device,
+            **on_host,
         )
         ids = [token for text, start, end in parts for token in text.tokens[start + 1 : end + 1]]
         features = torch.cat([text.features[start:end] for text, start, end in parts])

@@ -57,11 +57,14 @@ class Speculation:
     aux_layers: tuple[int, ...] | None = None
 
     def shape_of(self, model: LoadedModel) -> StepShape:
-        """The decode steps of the target, or of the draft, which also runs a row a request."""
+        """The decode steps of the target, or of the draft, which also runs a row a request; one that reads no features runs the new
+        roots beside the target's rows."""
         width = self.tokens + 1
         if model is not self.draft:
             return StepShape((width,), aux_layers=self.aux_layers or ())
-        return StepShape((1, width), 0 if self.aux_layers is None else model.config.hidden_size)
+        if self.aux_layers is None:
+            return StepShape((1, width + 1))
+        return StepShape((1, width), model.config.hidden_size)
 
 
 def choose_speculation(

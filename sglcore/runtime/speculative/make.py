@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from sglcore.device.facts import Facts
 from sglcore.device.worker import Limits
 from sglcore.runtime.model_runner import ModelRunner
+from sglcore.runtime.speculative.autoregressive import FeatureDrafter, StandaloneDrafter
 from sglcore.runtime.speculative.choice import NGRAM, Speculation
 from sglcore.runtime.speculative.drafter import Drafter
 from sglcore.runtime.speculative.ngram import NgramDrafter
@@ -18,7 +20,11 @@ def make_drafter(speculation: Speculation, draft_runner: ModelRunner | None) -> 
     """What proposes; `draft_runner` is that of its model, if it has one."""
     if speculation.kind == NGRAM:
         return NgramDrafter(speculation.tokens)
-    raise NotImplementedError(speculation.kind)
+    assert draft_runner is not None
+    if speculation.aux_layers is None:
+        return StandaloneDrafter(draft_runner, speculation.tokens)
+    model: Any = draft_runner.model
+    return FeatureDrafter(draft_runner, speculation.tokens, model.project)
 
 
 def make_speculative_worker(
