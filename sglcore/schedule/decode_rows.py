@@ -70,7 +70,8 @@ class DecodeRows:
         """A step is collected in which the rows of `slots`, those of them that are still here, emitted `counts` tokens."""
         gained, drafted = np.zeros((2, int(max(slots.max(), self.slots.max(initial=0))) + 1), dtype=np.int32)
         gained[slots], drafted[slots] = counts - 1, drafts
-        self.seq_lens += gained[self.slots]
+        # A step that was planned before this one was known may have had nothing left to write.
+        np.minimum(self.seq_lens + gained[self.slots], self.final_seq_lens, out=self.seq_lens)
         self.drafted_lens -= drafted[self.slots]
 
     def append(self, request: Request, page_size: int) -> None:

@@ -54,15 +54,16 @@ class SpeculativeWorker(TpModelWorker):
     ) -> None:
         """`feature_size`: of the runner's output, the last so many numbers of each token are the drafter's; None: all are, and
         the model's too."""
-        super().__init__(runner, token_table, limits)
         self.drafter = drafter
         self._feature_size = feature_size
         self._table = token_table
         device, slots = token_table.last.device, limits.max_requests + 1
+        # Before the forward stream takes over what was made.
         self._lengths = torch.zeros(slots, dtype=torch.int32, device=device)
         self._proposals = torch.full((slots, drafter.tokens), NONE, dtype=torch.int32, device=device)
         self._nodes = torch.arange(drafter.tokens + 1, dtype=torch.int32, device=device)
         self._wide: WideRows | None = None
+        super().__init__(runner, token_table, limits)
 
     @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> Ticket:

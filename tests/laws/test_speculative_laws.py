@@ -1,0 +1,155 @@
+"""Proposals change no text: with any drafter, drawn or greedy, in every kind of graph, planned ahead or not, the tokens and
+log-probabilities are those of plain decode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglcore.runtime.speculative.worker import SpeculativeWorker
+from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.request import Request
+from tests.checkpoints import llama, save
+from tests.laws.drafters import DRAFTERS, Texts
+from tests.laws.engine import TokenEngine, random_prompts
+
+CONTEXT, VOCABULARY = 128, 97
+TOKENS = 24
+WIDE = (2, 10, 24)
+"""Sizes of decode graphs: batches of verified rows are padded to them."""
+SAMPLING: Sequence[dict[str, Any]] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.7, "seed": 6, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
+    {"temperature": 1.0, "seed": 7, "repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2},
+    {"temperature": 1.3, "seed": 8, "min_tokens": 9, "stop_token_ids": list(range(3, 20)), "logit_bias": {30: 2.0}},
+)
+PROMPTS = random_prompts(3, (7, 23, 40, 5, 16))
+
+
+@dataclass
+class Ran:
+    """What requests brought, and the steps that it took."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    reasons: list[str | None]
+    decodes: int
+
+
+def run(engine: TokenEngine, prompts: Sequence[list[int]] = PROMPTS, tokens: int = TOKENS) -> Ran:
+    """The prompts at once, each with its own sampling."""
+    requests = []
+    for index, (prompt, sampling) in enumerate(zip(prompts, SAMPLING, strict=True)):
+        params = SamplingParams(**sampling, max_tokens=tokens, logprobs=0, ignore_eos=True)
+        stops = frozenset(params.stop_token_ids)
+        requests.append(Request(f"r{index}", np.array(prompt, np.int32), params, seed=params.seed or 0, stop_ids=stops))
+        engine.scheduler.add(requests[-1])
+    before = engine.scheduler.stats().steps
+    while engine.loop.has_work:
+        engine.loop.step()
+        engine.scheduler.audit()
+    stats = engine.scheduler.stats()
+    assert stats.free_pages + stats.cached_pages == stats.num_pages
+    assert not [request.error for request in requests if request.error]
+    return Ran(
+        [list(request.output_ids) for request in requests],
+        [[float(found.chosen[0]) for found in request.logprobs] for request in requests],
+        [request.finish_reason for request in requests],
+        stats.steps - before,
+    )
+
+
+def check_same(found: Ran, wanted: Ran) -> None:
+    """Tokens, why they end, and log-probabilities."""
+    assert found.tokens == wanted.tokens
+    assert found.reasons == wanted.reasons
+    for one, other in zip(found.logprobs, wanted.logprobs, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-4, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint."""
+    return save(llama(max_position_embeddings=CONTEXT, vocab_size=VOCABULARY), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Ran:
+    """What comes without proposals."""
+    engine = TokenEngine(folder, graph="off")
+    try:
+        return run(engine)
+    finally:
+        engine.worker.close()
+
+
+@pytest.fixture
+def engines(folder: Path) -> Iterator[Any]:
+    """Makes engines that propose, and closes them."""
+    made: list[TokenEngine] = []
+
+    def make(drafter: str, texts: Ran, tokens: int = 4, **settings: Any) -> TokenEngine:
+        sizes = {"graph_buckets": (1, 2, 5), "graph_token_buckets": (64,)}
+        engine = TokenEngine(folder, **{"speculative": "ngram", "draft_tokens": tokens, **sizes, **settings})
+        made.append(engine)
+        assert isinstance(engine.worker, SpeculativeWorker)
+        if drafter != "ngram":
+            whole = [prompt + output for prompt, output in zip(PROMPTS, texts.tokens, strict=True)]
+            engine.worker.drafter = DRAFTERS[drafter](tokens, Texts(whole), VOCABULARY)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.worker.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("drafter", ["ngram", *DRAFTERS])
+def test_proposals_change_no_text(engines: Any, plain: Ran, drafter: str, graph: str, overlap: bool) -> None:
+    engine = engines(drafter, plain, graph=graph, overlap=overlap)
+    found = run(engine)
+    check_same(found, plain)
+    decoded = {path for path in engine.paths if path != "eager"}
+    assert graph == "off" or decoded, engine.paths
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("tokens", [1, 3, 6])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_neither_pages_nor_the_number_of_proposals_change_a_text(
+    engines: Any, plain: Ran, tokens: int, page_size: int
+) -> None:
+    settings = {"graph": "off", "page_size": page_size, "max_batch_tokens": 16, "poison": True}
+    check_same(run(engines("guessing", plain, tokens, **settings)), plain)
+
+
+@pytest.mark.needs("device")
+def test_who_is_always_right_saves_steps_and_who_never_is_saves_none(engines: Any, plain: Ran) -> None:
+    decodes = {name: run(engines(name, plain, 3, graph="off", overlap=False)).decodes for name in DRAFTERS}
+    # A prompt's step draws the first token; then four at a time, of which the fifth request stops earlier.
+    assert decodes["oracle"] == 1 + -(-(TOKENS - 1) // 4)
+    assert decodes["adversary"] == TOKENS
+    assert decodes["oracle"] < decodes["guessing"] < decodes["adversary"]
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_cache_that_holds_no_two_texts_changes_none(engines: Any, plain: Ran, overlap: bool) -> None:
+    engine = engines("guessing", plain, graph="off", overlap=overlap, kv_cache_memory=40 << 10, max_model_len=80)
+    assert engine.worker.limits.capacity < sum(map(len, PROMPTS)) + 5 * TOKENS
+    check_same(run(engine), plain)
+    assert engine.scheduler.stats().retractions > 0
+
+
+@pytest.mark.needs("device")
+def test_a_text_that_comes_again_is_found_in_the_cache_and_the_same(engines: Any, plain: Ran) -> None:
+    engine = engines("guessing", plain, graph="off")
+    for _ in range(2):
+        check_same(run(engine), plain)
+    assert engine.scheduler.stats().hit_tokens > 0
