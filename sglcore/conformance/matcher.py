@@ -15,12 +15,12 @@ class HashedMatcher:
 
     def __init__(self, seed: int, vocab_size: int, share: float = 0.15) -> None:
         self.error = ""
-        self._digest = seed + 1
+        self._digests = [seed + 1]
         self._vocab_size, self._share = vocab_size, share
 
     def allowed(self) -> NDArray[np.bool_]:
         """bool[V]: the tokens that may come next, at least one."""
-        drawn = np.random.default_rng(self._digest).random(self._vocab_size)
+        drawn = np.random.default_rng(self._digests[-1]).random(self._vocab_size)
         return drawn <= max(self._share, drawn.min())
 
     def accept(self, token_id: int) -> bool:
@@ -28,8 +28,13 @@ class HashedMatcher:
         if not self.allowed()[token_id]:
             self.error = f"token {token_id} was not allowed"
             return False
-        self._digest = (self._digest ^ (token_id + 1)) * PRIME & WORD
+        self._digests.append((self._digests[-1] ^ (token_id + 1)) * PRIME & WORD)
         return True
+
+    def rollback(self, count: int) -> None:
+        """Forget the last tokens."""
+        del self._digests[len(self._digests) - count :]
+        self.error = ""
 
     def fill(self, words: NDArray[np.int32]) -> None:
         """The bits of `allowed`."""

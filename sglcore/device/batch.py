@@ -107,7 +107,9 @@ class ScheduleBatch:
     the row enters a slot. `next_ids` int32[B]: the prompt token after the chunk (-1: to be sampled), and
     `prompt_logprobs` int32[B] (-1: none, else how many alternatives), when a row asks for prompt log-probabilities.
     `mask_rows` int32[M] and `masks` int32[M, ceil(V / 32)]: rows that emit under a grammar, ascending, and the tokens that
-    each may draw (lowest bit first, 1 = allowed). They belong to this step alone, whatever the composition.
+    each may draw (lowest bit first, 1 = allowed). They belong to this step alone, whatever the composition. `mask_nodes`
+    int32[M], in a decode step of a worker that proposes: after how many proposals each mask holds, from 0 upwards in each
+    row; proposals behind a row's last mask are not verified.
     `state_from` int32[B]: what each slot's state becomes before the forward: -1 what it is, 0 zeros, n a copy of snapshot n.
     `state_to` int32[B]: 0 nothing, n copy the slot's state into snapshot n after the forward. The worker copies in, runs,
     copies out, step by step as submitted; a batch names no snapshot twice in `state_to`. Both are None where no row
@@ -147,6 +149,7 @@ class ScheduleBatch:
     next_ids: Ints | None = None
     prompt_logprobs: Ints | None = None
     mask_rows: Ints | None = None
+    mask_nodes: Ints | None = None
     masks: Ints | None = None
     state_from: Ints | None = None
     state_to: Ints | None = None

@@ -104,7 +104,8 @@ class BatchResult:
     """What one step produced, row for row of its batch.
 
     Row i emitted `token_ids[token_offsets[i]:token_offsets[i + 1]]` (none for a chunk that was not the last; several where
-    proposals were right). `proposed` int32[B]: how many proposals the step verified of each row (None: of none). `bad_rows`
+    proposals were right). `proposed` int32[B]: how many proposals the step verified of each row (None: of none). `drafts`
+    int32[B, k]: what is proposed to follow, -1 from where nothing is, if the batch had masks. `bad_rows`
     bool[B] marks rows whose logits were not finite. `logprobs` runs along `token_ids`. `prompt_logprobs` maps a row to
     one entry per token of this chunk (its token at chunk index j predicts the token after it). `embeddings` is
     float32[B, hidden]. `path` says what ran ("eager", or the graph's kind and bucket).
@@ -119,6 +120,7 @@ class BatchResult:
     embeddings: NDArray[np.float32] | None = None
     path: str = "eager"
     proposed: NDArray[np.int32] | None = None
+    drafts: NDArray[np.int32] | None = None
 
 
 class ModelWorker(Protocol):

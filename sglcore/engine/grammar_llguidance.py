@@ -62,21 +62,34 @@ class CompiledByLlguidance:
 
     def start(self) -> Matcher:
         """As `CompiledGrammar.start`."""
-        return LlguidanceMatcher(self._matcher.deep_copy(), self._num_words)
+        return LlguidanceMatcher(self._matcher, self._num_words)
 
 
 class LlguidanceMatcher:
     """One sample's way through a grammar."""
 
-    __slots__ = ("_matcher", "_num_words", "error")
+    __slots__ = ("_beginning", "_matcher", "_num_words", "_tokens", "error")
 
-    def __init__(self, matcher: Any, num_words: int) -> None:
-        self._matcher, self._num_words = matcher, num_words
+    def __init__(self, beginning: Any, num_words: int) -> None:
+        self._beginning, self._num_words = beginning, num_words
+        self._matcher, self._tokens = beginning.deep_copy(), list[int]()
         self.error = ""
 
     def accept(self, token_id: int) -> bool:
         """As `Matcher.accept`."""
-        return self._matcher.consume_token(token_id)
+        is_taken = self._matcher.consume_token(token_id)
+        if is_taken:
+            self._tokens.append(token_id)
+        return is_taken
+
+    def rollback(self, count: int) -> None:
+        """As `Matcher.rollback`."""
+        del self._tokens[len(self._tokens) - count :]
+        # One that failed once refuses everything.
+        if self._matcher.is_error() or not self._matcher.rollback(count):
+            self._matcher = self._beginning.deep_copy()
+            self._matcher.consume_tokens(self._tokens)
+        self.error = ""
 
     def fill(self, words: NDArray[np.int32]) -> None:
         """As `Matcher.fill`."""

@@ -168,6 +168,11 @@ class XgrammarMatcher:
             self.error = _one_line(str(error))
             return False
 
+    def rollback(self, count: int) -> None:
+        """As `Matcher.rollback`."""
+        self._matcher.rollback(count)
+        self.error = ""
+
     def fill(self, words: NDArray[np.int32]) -> None:
         """As `Matcher.fill`."""
         try:

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from sglcore.device.batch import ForwardMode, HostSampling, ScheduleBatch, offsets_of
 from sglcore.device.worker import Limits
 from sglcore.schedule.decode_rows import DecodeRows
+from sglcore.schedule.masks import fill_along
 from sglcore.schedule.prompt_embeds import add_embeds
-from sglcore.schedule.request import Matcher, Request
+from sglcore.schedule.request import Request
 
 Ints = NDArray[np.int32]
 Compose = Callable[[Sequence[Request]], HostSampling | None]
@@ -38,7 +39,7 @@ class BatchBuilder:
         self._compose = compose
         self._composition = 0
         self._sampling: HostSampling | None = None
-        self._constrained: list[tuple[int, Matcher]] = []
+        self._constrained: list[tuple[int, Request]] = []
         self._steady: ScheduleBatch | None = None
         self._steady_version = -1
         self._had_chunks = False
@@ -178,33 +179,32 @@ class BatchBuilder:
         same = requests == self.requests
         if not same:
             self.requests = requests
-            self._constrained = [
-                (row, request.matcher) for row, request in enumerate(requests) if request.matcher is not None
-            ]
+            self._constrained = [(row, request) for row, request in enumerate(requests) if request.matcher is not None]
             self._sampling = self._compose(requests)
         if not same or has_chunks or self._had_chunks:
             self._composition += 1
         self._had_chunks = has_chunks
 
     def _add_masks(self, batch: ScheduleBatch) -> None:
-        """What each constrained row may draw after all of its tokens."""
+        """What each constrained row may draw after all of its tokens, and after what is proposed to follow them."""
         if not self._constrained:
             return
-        emitting = [(row, matcher) for row, matcher in self._constrained if batch.emits[row]]
+        emitting = [(row, request) for row, request in self._constrained if batch.emits[row]]
         if not emitting:
             return
-        batch.mask_rows = np.array([row for row, _ in emitting], dtype=np.int32)
-        batch.masks = np.empty((len(emitting), self._mask_words), dtype=np.int32)
-        for words, (_, matcher) in zip(batch.masks, emitting, strict=True):
-            matcher.fill(words)
+        drafts = self._drafts if batch.forward_mode.is_decode else 0
+        words = np.empty((len(emitting), 1 + drafts, self._mask_words), dtype=np.int32)
+        counts = [fill_along(request, own) for own, (_, request) in zip(words, emitting, strict=True)]
+        batch.mask_rows = np.repeat(np.array([row for row, _ in emitting], dtype=np.int32), counts)
+        if not drafts:
+            batch.masks = words[:, 0]
+            return
+        is_filled = np.arange(1 + drafts, dtype=np.int32) < np.array(counts)[:, None]
+        batch.masks, batch.mask_nodes = words[is_filled], np.nonzero(is_filled)[1].astype(np.int32)
 
     def _cell_limits(self, rows: DecodeRows, chosen: NDArray[np.intp] | slice, extended: list[Request]) -> Ints:
-        """What its pages hold of the cells that each row's output can need; of a row under a grammar no more than its next
-        one, as a mask is for one token."""
+        """What its pages hold of the cells that each row's output can need."""
         limits = np.minimum(rows.allocated_lens[chosen], rows.final_seq_lens[chosen])
-        for row, _ in self._constrained:
-            if row < len(limits):
-                limits[row] = rows.seq_lens[chosen][row]
         return _join(limits, [min(len(request.pages) * self._page_size, request.final_seq_len) for request in extended])
 
     def _add_windows(

@@ -48,7 +48,11 @@ class Matcher(Protocol):
         ...
 
     def accept(self, token_id: int) -> bool:
-        """Go on by a token that was emitted and is no stop token; False if the grammar does not allow it."""
+        """Go on by a token that was emitted, or proposed, and is no stop token; False if the grammar does not allow it."""
+        ...
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` tokens that were accepted, and whatever went wrong after them."""
         ...
 
     def fill(self, words: Ints) -> None:
@@ -76,6 +80,7 @@ class Request:
     Results: `output_ids` (a stop token included); `logprobs`, one entry of N = 1 per emitted token; `prompt_logprobs`,
     entries that together cover prompt tokens 1..P-1. `stop_cause` is the stop token's id or the stop string found.
     `matcher`: has accepted all of `output_ids` but a stop token, and is dropped when the request ends.
+    `drafts`: what the worker proposes after `output_ids`, of a request with a matcher.
     `cached_tokens`: prompt tokens that the prefix cache had when the request first ran (-1: not yet).
     Everything below `cached_tokens` belongs to the scheduler. `is_broken`: a step that named it failed, so its cells may
     hold anything, however it ended. `is_duplicate`: another running request has published a page that it computed too.
@@ -97,6 +102,7 @@ class Request:
     embeds: PromptEmbeds | None = None
     leader: Request | None = None
     matcher: Matcher | None = None
+    drafts: list[int] = field(default_factory=list)
     request_id: str = ""
 
     output_ids: list[int] = field(default_factory=list)

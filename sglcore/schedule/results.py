@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sglcore.device.worker import BatchResult, Limits, TokenLogprobs
 from sglcore.schedule.overlap import BatchRecord
@@ -88,6 +89,13 @@ def take_prompt_logprobs(request: Request, logprobs: TokenLogprobs | None, start
         return
     request.prompt_logprobs.append(cut_logprobs(logprobs, 0, count, wanted))
     request.scored_tokens += count
+
+
+def take_drafts(requests: list[Request], drafts: NDArray[np.int32]) -> None:
+    """Keep int32[B, k], what is proposed after this step, of those of its B requests that have a grammar."""
+    for request, own in zip(requests, drafts, strict=True):
+        if request.matcher is not None:
+            request.drafts = own.tolist()
 
 
 def up_to_end(request: Request, tokens: list[int]) -> tuple[list[int], int | None]:

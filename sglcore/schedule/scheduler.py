@@ -20,6 +20,7 @@ from sglcore.schedule.results import (
     check_result,
     cut_logprobs,
     follows,
+    take_drafts,
     take_prompt_logprobs,
     up_to_end,
     why_bad,
@@ -122,6 +123,8 @@ class Scheduler:
         is_run = result.proposed is not None
         if is_run:
             self._running.rows.end_step(record.slots, np.diff(result.token_offsets), self.limits.draft_tokens)
+        if result.drafts is not None:
+            take_drafts(record.requests, result.drafts)
         last = result.token_ids[result.token_offsets[1:] - 1] if is_run else result.token_ids
         self._builder.last_tokens[record.slots] = last
         special = is_run or record.has_stale_rows or result.logprobs is not None or result.bad_rows.any()

@@ -20,8 +20,8 @@ A = TypeVar("A")
 @dataclass(slots=True)
 class StepOutput(Generic[A]):
     """`tokens` of the emitting rows and `prompt` log-probabilities by row, or `embeddings` float32[B, H]; `path` is what
-    ran. `runs`: the rows are those of B requests with proposals, of which so many, int32[B], are right, and so many were made.
-    The device may not have come to them yet."""
+    ran. `runs`: the rows are those of B requests with proposals, of which so many, int32[B], are right, and so many were made. `drafts` int32[B, k]: what is proposed
+    next, if the host is to know. The device may not have come to them yet."""
 
     rows: RowPlan
     path: str
@@ -29,6 +29,7 @@ class StepOutput(Generic[A]):
     prompt: Mapping[int, Logprobs[A]] = field(default_factory=dict)
     embeddings: A | None = None
     runs: tuple[A, A] | None = None
+    drafts: A | None = None
 
     def arrays(self) -> list[A]:
         """Everything that the host will read, in the order that `read` knows."""
@@ -38,10 +39,14 @@ class StepOutput(Generic[A]):
         for part in (self.tokens.logprobs, *self.prompt.values()):
             if part is not None:
                 found += [part.chosen, part.ranks, part.top_ids, part.top]
-        return found if self.runs is None else [*self.runs, *found]
+        found = found if self.runs is None else [*self.runs, *found]
+        return found if self.drafts is None else [self.drafts, *found]
 
     def read(self, step: int, arrays: Sequence[NDArray]) -> BatchResult:
         """From the host's own arrays of `arrays()`."""
+        if self.drafts is not None:
+            drafts, *others = arrays
+            return replace(replace(self, drafts=None).read(step, others), drafts=drafts)
         if self.runs is not None:
             accepted, proposed, *others = arrays
             return accepted_runs(replace(self, runs=None).read(step, others), accepted, proposed)

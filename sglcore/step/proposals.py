@@ -53,6 +53,7 @@ def widen(batch: ScheduleBatch, wide: WideRows) -> ScheduleBatch:
     Lengths are the most that they can be."""
     assert batch.cell_limits is not None
     width = len(wide.rows) // max(batch.batch_size, 1)
+    mask_rows, masks = _wide_masks(batch, width)
     prefix_lens = batch.prefix_lens[wide.rows] + wide.nodes
     ends = np.repeat(batch.new_page_offsets[1:], width)
     return replace(
@@ -67,9 +68,27 @@ def widen(batch: ScheduleBatch, wide: WideRows) -> ScheduleBatch:
         emits=wide.emits,
         composition=wide.number,
         sampling=wide.sampling,
-        mask_rows=None if batch.mask_rows is None else batch.mask_rows * np.int32(width),
+        mask_rows=mask_rows,
+        mask_nodes=None,
+        masks=masks,
         cell_limits=None,
     )
+
+
+def _wide_masks(batch: ScheduleBatch, width: int) -> tuple[Ints | None, Ints | None]:
+    """The wide rows that have a mask, and the masks: those for tokens beyond the width are left out."""
+    if batch.mask_rows is None or batch.mask_nodes is None or batch.masks is None:
+        return None, None
+    kept = batch.mask_nodes < width
+    return (batch.mask_rows * np.int32(width) + batch.mask_nodes)[kept], batch.masks[kept]
+
+
+def node_limits(batch: ScheduleBatch, width: int) -> Ints | None:
+    """int32[B]: of the `width` tokens of each row, those that may be verified, as they have a mask each or need none; None: all."""
+    if batch.mask_rows is None:
+        return None
+    counts = np.bincount(batch.mask_rows, minlength=batch.batch_size).astype(np.int32)
+    return np.where(counts > 0, counts, np.int32(width))
 
 
 def accepted_runs(wide: BatchResult, accepted: Ints, proposed: Ints) -> BatchResult:

@@ -150,6 +150,9 @@ class FakeMatcher:
         self.emitted.append(token_id)
         return True
 
+    def rollback(self, count: int) -> None:
+        del self.emitted[len(self.emitted) - count :]
+
     def fill(self, words: np.ndarray) -> None:
         words[:] = mask_word(self.request, self.emitted)
 

@@ -25,7 +25,7 @@ from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import TpModelWorker, prompt_embeds
 from sglcore.sampling.state import SampledTokens
 from sglcore.step.output import StepOutput
-from sglcore.step.proposals import WideRows, wide_rows, widen
+from sglcore.step.proposals import WideRows, node_limits, wide_rows, widen
 from sglcore.step.rows import RowPlan, plan_rows
 
 
@@ -83,7 +83,8 @@ class SpeculativeWorker(TpModelWorker):
         hidden, path = self.runner.forward(staged)
         tokens, prompt = self._sampling.run(batch, staged, rows, hidden, inputs, arrived)
         self._advance_prompts(batch, staged, rows, hidden, arrived)
-        return self._ticket(batch, staged, arrays, StepOutput(rows, path, tokens, prompt))
+        output = StepOutput(rows, path, tokens, prompt, drafts=self._drafts(batch, staged.req_pool_indices))
+        return self._ticket(batch, staged, arrays, output)
 
     def _advance_prompts(
         self, batch: ScheduleBatch, staged: ForwardBatch, rows: RowPlan, hidden: Tensor, arrived: Mapping[str, Tensor]
@@ -116,9 +117,12 @@ class SpeculativeWorker(TpModelWorker):
         rows = plan_rows(many)
         inputs = self._sampling.inputs(many, rows)
         assert batch.cell_limits is not None
-        arrays = StagedArrays({**inputs.arrays, "cell_limits": batch.cell_limits}, lasting=inputs.new is not None)
+        sent = {**inputs.arrays, "cell_limits": batch.cell_limits}
+        if (nodes := node_limits(batch, width)) is not None:
+            sent["node_limits"] = nodes
+        arrays = StagedArrays(sent, lasting=inputs.new is not None)
         staged = self.runner.init_batch(many, arrays)
-        step = self._place(staged, arrays.arrived["cell_limits"], width)
+        step = self._place(staged, arrays.arrived, width)
         if self._sampling.looks_back(inputs):
             self._table.admit_history(staged.req_pool_indices, staged.positions, staged.input_ids)
         hidden, path = self.runner.forward(staged)
@@ -126,8 +130,12 @@ class SpeculativeWorker(TpModelWorker):
         sampled = self._sampling.draw(many, rows, logits, inputs, arrays.arrived, staged.seq_lens)
         accepted, proposed = self._accept(step, sampled)
         output = StepOutput(rows, path, sampled, runs=(accepted, proposed))
-        ticket = self._ticket(batch, staged, arrays, output)
+        # The host goes on while proposals are made, unless it waits for them too.
+        ticket = self._ticket(batch, staged, arrays, output) if batch.masks is None else None
         self._advance_verified(batch, staged, step, sampled, accepted, hidden)
+        if ticket is None:
+            output.drafts = self._drafts(batch, step.slots)
+            ticket = self._ticket(batch, staged, arrays, output)
         return ticket
 
     def _widened(self, batch: ScheduleBatch, width: int) -> WideRows:
@@ -136,13 +144,21 @@ class SpeculativeWorker(TpModelWorker):
             self._wide = wide_rows(batch, width, number)
         return self._wide
 
-    def _place(self, staged: ForwardBatch, limits: Tensor, width: int) -> Verified:
-        """Where each token of a request is to go, by the tables of its slot; one without a cell goes to slot 0."""
+    def _drafts(self, batch: ScheduleBatch, slots: Tensor) -> Tensor | None:
+        """int32[B, k]: what is proposed next, where the host makes masks along it."""
+        return None if batch.masks is None else self._proposals.index_select(0, slots)
+
+    def _place(self, staged: ForwardBatch, arrived: Mapping[str, Tensor], width: int) -> Verified:
+        """Where each token of a request is to go, by the tables of its slot; one without a cell, or without a mask that it
+        needs, goes to slot 0."""
+        limits = arrived["cell_limits"]
         every = staged.req_pool_indices.view(-1, width)
         slots = every[:, 0].clone()
         lengths = self._lengths.index_select(0, slots)
         positions = lengths[:, None] + self._nodes[:width]
         usable = positions < limits[:, None]
+        if "node_limits" in arrived:
+            usable &= self._nodes[:width] < arrived["node_limits"][:, None]
         proposals = self._proposals.index_select(0, slots)[:, : width - 1]
         staged.positions.view(-1, width).copy_(positions.mul_(usable))
         staged.seq_lens.view(-1, width).copy_(positions + 1)
