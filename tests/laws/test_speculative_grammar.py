@@ -1,0 +1,179 @@
+"""Proposals beside grammars: a mask for each proposal that a grammar allows, and the text and log-probabilities of plain decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from sglcore.conformance.matcher import HashedMatcher, follows
+from sglcore.device.batch import ScheduleBatch
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.speculative.worker import SpeculativeWorker, Verified
+from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.batch_builder import BatchBuilder
+from sglcore.schedule.request import Request
+from tests.laws.drafters import DRAFTERS, Texts
+from tests.laws.engine import TokenEngine
+from tests.laws.test_speculative_laws import PROMPTS, SAMPLING, TOKENS, VOCABULARY, Ran, check_same, folder
+
+__all__ = ["folder"]
+
+GRAMMARS = (11, None, 12, 13, 14)
+"""The seed of each prompt's grammar; None: it is free. The one with stop tokens draws them where its grammar allows them."""
+
+
+class Matching(HashedMatcher):
+    """Knows its request, so that it can tell proposals from what was emitted."""
+
+    def __init__(self, seed: int, request: Request) -> None:
+        super().__init__(seed, VOCABULARY)
+        self._request = request
+
+
+def run(engine: TokenEngine, kind: type[Matching] = Matching) -> Ran:
+    """The prompts at once, each with its own sampling and grammar."""
+    requests = list[Request]()
+    for index, (prompt, sampling, seed) in enumerate(zip(PROMPTS, SAMPLING, GRAMMARS, strict=True)):
+        params = SamplingParams(**sampling, max_tokens=TOKENS, logprobs=0, ignore_eos=True)
+        stops = frozenset(params.stop_token_ids)
+        request = Request(f"r{index}", np.array(prompt, np.int32), params, seed=params.seed or 0, stop_ids=stops)
+        request.matcher = None if seed is None else kind(seed, request)
+        requests.append(request)
+        engine.scheduler.add(request)
+    before = engine.scheduler.stats().steps
+    while engine.loop.has_work:
+        engine.loop.step()
+        engine.scheduler.audit()
+    assert not [request.error for request in requests if request.error]
+    return Ran(
+        [list(request.output_ids) for request in requests],
+        [[float(found.chosen[0]) for found in request.logprobs] for request in requests],
+        [request.finish_reason for request in requests],
+        engine.scheduler.stats().steps - before,
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Ran:
+    """What comes without proposals, which keeps to the grammars."""
+    engine = TokenEngine(folder, graph="off")
+    try:
+        found = run(engine)
+    finally:
+        engine.worker.close()
+    for seed, tokens, reason in zip(GRAMMARS, found.tokens, found.reasons, strict=True):
+        assert seed is None or follows(seed, VOCABULARY, tokens[: len(tokens) - (reason == "stop")])
+    return found
+
+
+@pytest.fixture
+def engines(folder: Path, plain: Ran) -> Iterator[Callable[..., TokenEngine]]:
+    """Makes engines that propose, and closes them."""
+    made: list[TokenEngine] = []
+
+    def make(drafter: str, tokens: int = 3, **settings: Any) -> TokenEngine:
+        given = {"speculative": "ngram", "draft_tokens": tokens, "graph_buckets": (2, 5), **settings}
+        engine = TokenEngine(folder, **given)
+        made.append(engine)
+        if drafter != "ngram":
+            whole = Texts([prompt + output for prompt, output in zip(PROMPTS, plain.tokens, strict=True)])
+            engine.worker.drafter = DRAFTERS[drafter](tokens, whole, VOCABULARY)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.worker.close()
+
+
+@pytest.mark.parametrize("drafter", ["ngram", *DRAFTERS])
+def test_a_grammar_and_proposals_change_no_text(
+    engines: Callable[..., TokenEngine], plain: Ran, drafter: str, graph: str
+) -> None:
+    check_same(run(engines(drafter, graph=graph, overlap=True, poison=True)), plain)
+
+
+@pytest.mark.needs("device")
+def test_retraction_and_small_pages_change_no_text(engines: Callable[..., TokenEngine], plain: Ran) -> None:
+    engine = engines("guessing", graph="off", kv_cache_memory=40 << 10, max_model_len=80, max_batch_tokens=16)
+    check_same(run(engine), plain)
+    assert engine.scheduler.stats().retractions > 0
+
+
+@pytest.mark.needs("device")
+def test_who_is_right_saves_steps_under_a_grammar_too(engines: Callable[..., TokenEngine], plain: Ran) -> None:
+    assert run(engines("oracle", graph="off")).decodes == 1 + -(-(TOKENS - 1) // 4)
+    assert run(engines("adversary", graph="off")).decodes == TOKENS
+
+
+class FailsAhead(Matching):
+    """Can not go further than one proposal."""
+
+    def fill(self, words: np.ndarray) -> None:
+        super().fill(words)
+        if len(self._digests) - 1 > len(self._request.output_ids) + 1:
+            self.error, words[:] = "it gave up", 0
+
+
+@pytest.mark.needs("device")
+def test_a_grammar_that_fails_along_proposals_fails_no_request(engines: Callable[..., TokenEngine], plain: Ran) -> None:
+    found = run(engines("oracle", graph="off"), FailsAhead)
+    check_same(found, plain)
+    assert found.decodes == 1 + (TOKENS - 1 + 1) // 2
+
+
+class RollsNothingBack(Matching):
+    def rollback(self, count: int) -> None:
+        pass
+
+
+class RollsOneTooFewBack(Matching):
+    def rollback(self, count: int) -> None:
+        super().rollback(max(count - 1, 0))
+
+
+class MasksOfTheTokenBefore(BatchBuilder):
+    def _add_masks(self, batch: ScheduleBatch) -> None:
+        super()._add_masks(batch)
+        if batch.masks is not None and batch.mask_nodes is not None:
+            later = np.flatnonzero(batch.mask_nodes)
+            batch.masks[later] = batch.masks[later - 1]
+
+
+class MasksOfTheRoot(BatchBuilder):
+    def _add_masks(self, batch: ScheduleBatch) -> None:
+        super()._add_masks(batch)
+        if batch.masks is not None and batch.mask_nodes is not None:
+            batch.masks = batch.masks[np.arange(len(batch.masks)) - batch.mask_nodes]
+
+
+class VerifiesWhatHasNoMask(SpeculativeWorker):
+    def _place(self, staged: ForwardBatch, arrived: Mapping[str, Tensor], width: int) -> Verified:
+        return super()._place(staged, {"cell_limits": arrived["cell_limits"]}, width)
+
+
+MUTANTS: Mapping[str, tuple[type[BatchBuilder] | None, type[SpeculativeWorker] | None, type[Matching]]] = MappingProxyType(
+    {
+        "rolls nothing back": (None, None, RollsNothingBack),
+        "rolls one too few back": (None, None, RollsOneTooFewBack),
+        "masks of the token before": (MasksOfTheTokenBefore, None, Matching),
+        "masks of the root": (MasksOfTheRoot, None, Matching),
+        "verifies what has no mask": (None, VerifiesWhatHasNoMask, FailsAhead),
+    }
+)
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("name", list(MUTANTS))
+def test_a_defect_is_caught(engines: Callable[..., TokenEngine], plain: Ran, name: str) -> None:
+    builder, worker, matcher = MUTANTS[name]
+    engine = engines("guessing" if worker is None else "oracle", graph="off")
+    engine.scheduler._builder.__class__ = builder or BatchBuilder
+    engine.worker.__class__ = worker or SpeculativeWorker
+    with pytest.raises(AssertionError):
+        check_same(run(engine, matcher), plain)
