@@ -85,8 +85,9 @@ class LlguidanceMatcher:
     def rollback(self, count: int) -> None:
         """As `Matcher.rollback`."""
         del self._tokens[len(self._tokens) - count :]
-        # One that failed once refuses everything.
-        if self._matcher.is_error() or not self._matcher.rollback(count):
+        matcher = self._matcher
+        # One that failed refuses everything; one that has stopped takes end tokens without counting them.
+        if matcher.is_error() or matcher.is_stopped() or not matcher.rollback(count):
             self._matcher = self._beginning.deep_copy()
             self._matcher.consume_tokens(self._tokens)
         self.error = ""

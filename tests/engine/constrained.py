@@ -35,12 +35,13 @@ class Answer:
 
     text: str
     tokens: list[int]
+    logprobs: list[float]
     finish: str
     error: str
 
 
 class Constrained:
-    """A started device. Every `run` has a scheduler of its own; also a context manager."""
+    """A started device. Every `run` has a scheduler of its own, which took `steps`; also a context manager."""
 
     def __init__(self, **settings: Any) -> None:
         started = start(resolve_config({"threads": 1, "max_requests": 64, "kv_cache_memory": 96 << 20, **settings}, {}))
@@ -51,6 +52,7 @@ class Constrained:
         grammars, _ = open_grammars("auto", vocabulary)
         assert grammars is not None
         self.grammars: Grammars = grammars
+        self.steps = 0
         self._composition = 0
 
     def run(
@@ -72,7 +74,7 @@ class Constrained:
         while loop.has_work:
             loop.step()
         scheduler.audit()
-        self._composition = scheduler._builder._composition
+        self._composition, self.steps = scheduler._builder._composition, scheduler.stats().steps
         return [self._answer(request) for request in requests]
 
     def close(self) -> None:
@@ -90,4 +92,5 @@ class Constrained:
     def _answer(self, request: Request) -> Answer:
         ids = [token for token in request.output_ids if token not in self.eos_ids]
         text = self.codec.decode(ids, skip_special_tokens=False)
-        return Answer(text, list(request.output_ids), request.finish_reason or "", request.error)
+        logprobs = [float(found.chosen[0]) for found in request.logprobs]
+        return Answer(text, list(request.output_ids), logprobs, request.finish_reason or "", request.error)

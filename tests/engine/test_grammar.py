@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from random import Random
 
 import jsonschema
+import numpy as np
 import pytest
 
 from sglcore.sampling.grammar import Grammar, GrammarError
@@ -106,3 +107,32 @@ def test_a_token_outside_the_grammar_is_not_drawn_however_likely(model: Constrai
     wanted = model.codec.encode("z", special=False)[0]
     (answer,) = model.run([Sample(Grammar("regex", "[a-y]{5}"))], logit_bias={wanted: 1e9})
     assert re.fullmatch("[a-y]{5}", answer.text)
+
+
+RECORD = {
+    "type": "object",
+    "properties": {"name": {"enum": ["north", "south"]}, "is_open": {"type": "boolean"}, "count": {"type": "integer"}},
+    "required": ["name", "is_open", "count"],
+    "additionalProperties": False,
+}
+REPEATING = (
+    Grammar("json_schema", json.dumps({"type": "array", "items": RECORD, "minItems": 6, "maxItems": 9})),
+    Grammar("regex", "(one two three four five six\\. ){7}"),
+    Grammar("regex", "(the lily|the lilac|a rose)( and (the lily|the lilac|a rose)){12}"),
+)
+"""Outputs that say much again, so that what followed before is often what follows."""
+
+
+def test_proposals_beside_grammars_change_no_text_and_save_steps(model: Constrained) -> None:
+    samples = [Sample(grammar, seed, 110) for seed, grammar in enumerate([*REPEATING, None, *REPEATING])]
+    with Constrained(dtype="float32", speculative="ngram", draft_tokens=4) as proposing:
+        for sampling in ({"temperature": 0.0}, {"temperature": 1.0}):
+            wanted = model.run(samples, logprobs=0, **sampling)
+            found = proposing.run(samples, logprobs=0, **sampling)
+            assert [answer.tokens for answer in found] == [answer.tokens for answer in wanted]
+            assert [answer.finish for answer in found] == [answer.finish for answer in wanted]
+            for one, other in zip(found, wanted, strict=True):
+                np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-4, rtol=0)
+        for sample in samples[: len(REPEATING)]:
+            (answer,) = proposing.run([sample], temperature=0.0)
+            assert len(answer.tokens) > 1.5 * proposing.steps, (sample, proposing.steps)

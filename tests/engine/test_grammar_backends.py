@@ -310,3 +310,31 @@ def test_a_parser_that_gives_up_leaves_a_reason_and_an_empty_mask(tokenizer: Tok
     matcher = opened("auto", tokenizer).backend.compile(Grammar("regex", "abc")).start()
     assert not matcher.accept(tokenizer.encode("z", add_special_tokens=False).ids[0])
     assert allowed(matcher) == [] and matcher.error
+
+
+def test_taking_tokens_back_leaves_a_matcher_as_one_that_never_had_them(
+    backend: GrammarBackend, tokenizer: Tokenizer
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "boolean"}}}, "additionalProperties": False}
+    compiled = backend.compile(Grammar("json_schema", json.dumps(schema)))
+    for seed in range(8):
+        rng, matcher, kept = np.random.default_rng(seed), compiled.start(), list[int]()
+        for _ in range(20):
+            ahead = 0
+            for _ in range(rng.integers(4)):
+                if not matcher.accept(int(rng.choice(allowed(matcher)))):
+                    break
+                ahead += 1
+            if rng.integers(2):
+                # What is refused, or asked for after the end, is taken back too.
+                matcher.accept(SIZE - 1)
+                allowed(matcher)
+            matcher.rollback(ahead)
+            fresh = compiled.start()
+            assert all(fresh.accept(token) for token in kept)
+            choice = allowed(matcher)
+            assert choice == allowed(fresh) and not matcher.error, (seed, kept)
+            if set(choice) <= set(EOS):
+                break
+            kept.append(int(rng.choice([token for token in choice if token not in EOS])))
+            assert matcher.accept(kept[-1])
