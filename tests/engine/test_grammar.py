@@ -126,9 +126,9 @@ REPEATING = (
 def test_proposals_beside_grammars_change_no_text_and_save_steps(model: Constrained) -> None:
     samples = [Sample(grammar, seed, 110) for seed, grammar in enumerate([*REPEATING, None, *REPEATING])]
     with Constrained(dtype="float32", speculative="ngram", draft_tokens=4) as proposing:
-        for sampling in ({"temperature": 0.0}, {"temperature": 1.0}):
-            wanted = model.run(samples, logprobs=0, **sampling)
-            found = proposing.run(samples, logprobs=0, **sampling)
+        for temperature in (0.0, 1.0):
+            wanted = model.run(samples, logprobs=0, temperature=temperature)
+            found = proposing.run(samples, logprobs=0, temperature=temperature)
             assert [answer.tokens for answer in found] == [answer.tokens for answer in wanted]
             assert [answer.finish for answer in found] == [answer.finish for answer in wanted]
             for one, other in zip(found, wanted, strict=True):

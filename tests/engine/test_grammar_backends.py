@@ -315,7 +315,11 @@ def test_a_parser_that_gives_up_leaves_a_reason_and_an_empty_mask(tokenizer: Tok
 def test_taking_tokens_back_leaves_a_matcher_as_one_that_never_had_them(
     backend: GrammarBackend, tokenizer: Tokenizer
 ) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "boolean"}}}, "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "array", "items": {"type": "boolean"}}},
+        "additionalProperties": False,
+    }
     compiled = backend.compile(Grammar("json_schema", json.dumps(schema)))
     for seed in range(8):
         rng, matcher, kept = np.random.default_rng(seed), compiled.start(), list[int]()

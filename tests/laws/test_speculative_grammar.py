@@ -81,6 +81,7 @@ def engines(folder: Path, plain: Ran) -> Iterator[Callable[..., TokenEngine]]:
         given = {"speculative": "ngram", "draft_tokens": tokens, "graph_buckets": (2, 5), **settings}
         engine = TokenEngine(folder, **given)
         made.append(engine)
+        assert isinstance(engine.worker, SpeculativeWorker)
         if drafter != "ngram":
             whole = Texts([prompt + output for prompt, output in zip(PROMPTS, plain.tokens, strict=True)])
             engine.worker.drafter = DRAFTERS[drafter](tokens, whole, VOCABULARY)
@@ -157,14 +158,16 @@ class VerifiesWhatHasNoMask(SpeculativeWorker):
         return super()._place(staged, {"cell_limits": arrived["cell_limits"]}, width)
 
 
-MUTANTS: Mapping[str, tuple[type[BatchBuilder] | None, type[SpeculativeWorker] | None, type[Matching]]] = MappingProxyType(
-    {
-        "rolls nothing back": (None, None, RollsNothingBack),
-        "rolls one too few back": (None, None, RollsOneTooFewBack),
-        "masks of the token before": (MasksOfTheTokenBefore, None, Matching),
-        "masks of the root": (MasksOfTheRoot, None, Matching),
-        "verifies what has no mask": (None, VerifiesWhatHasNoMask, FailsAhead),
-    }
+MUTANTS: Mapping[str, tuple[type[BatchBuilder] | None, type[SpeculativeWorker] | None, type[Matching]]] = (
+    MappingProxyType(
+        {
+            "rolls nothing back": (None, None, RollsNothingBack),
+            "rolls one too few back": (None, None, RollsOneTooFewBack),
+            "masks of the token before": (MasksOfTheTokenBefore, None, Matching),
+            "masks of the root": (MasksOfTheRoot, None, Matching),
+            "verifies what has no mask": (None, VerifiesWhatHasNoMask, FailsAhead),
+        }
+    )
 )
 
 
