@@ -121,3 +121,9 @@ def why_bad(request: Request, step: int) -> str:
     if request.matcher is not None and request.matcher.error:
         return f"the grammar can not go on: {request.matcher.error}"
     return f"the logits of step {step} were not finite; check the weights and the dtype"
+
+
+def why_refused(request: Request, token: int) -> str:
+    """Why a token that the device drew is not taken."""
+    assert request.matcher is not None
+    return f"token {token} does not follow the grammar: {request.matcher.error or 'the device did not apply the mask'}"

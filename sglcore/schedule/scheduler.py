@@ -24,6 +24,7 @@ from sglcore.schedule.results import (
     take_prompt_logprobs,
     up_to_end,
     why_bad,
+    why_refused,
 )
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.sampling_rows import SamplingRows
@@ -309,7 +310,7 @@ class Scheduler:
         outputs = []
         for request, token in zip(requests, tokens, strict=True):
             if request.matcher is not None and not follows(request, token):
-                outputs.append(self._refuse(request, token))
+                outputs.append(self._end(request, "error", error=why_refused(request, token)))
                 continue
             request.output_ids.append(token)
             output = request.output([token])
@@ -360,18 +361,12 @@ class Scheduler:
             request.logprobs += [cut_logprobs(logprobs, place, place + 1, wanted) for place in range(len(kept))]
             output.logprobs = token_logprobs(kept, logprobs, wanted)
         if refused is not None:
-            return self._refuse(request, refused, output)
+            return self._end(request, "error", error=why_refused(request, refused), output=output)
         if kept and kept[-1] in request.stop_ids:
             return self._end(request, "stop", kept[-1], output=output)
         if len(kept) == room and request not in record.finishing:
             return self._end(request, "length", output=output)
         return output
-
-    def _refuse(self, request: Request, token: int, output: EngineOutput | None = None) -> EngineOutput:
-        """End a request whose grammar does not allow what the device drew: the token is not taken."""
-        assert request.matcher is not None
-        reason = request.matcher.error or "the device did not apply the mask"
-        return self._end(request, "error", error=f"token {token} does not follow the grammar: {reason}", output=output)
 
     def _end_finishing(self, record: BatchRecord, outputs: list[EngineOutput]) -> None:
         known = {(output.request_id, output.index): output for output in outputs}
