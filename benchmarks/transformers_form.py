@@ -5,7 +5,8 @@
 Without MODEL, a Llama of 100 million random weights. Decode is milliseconds a step at 1 and 8 requests, prefill milliseconds for
 384 tokens. The ways take turns, because a machine's speed drifts; what
 counts is their ratio. Starts are milliseconds of processor time, which what else runs hardly changes, on one processor: medians of
-several, with every library imported and each way started before. Either way is the first one in every second pair, and their ratio
+several, with every library imported and each way started before, and with new memory, which costs a start the more the less the
+one before has left to it. Either way is the first one in every second pair, and their ratio
 is the median of the pairs'. Peaks are the most memory that a start takes, over the bytes of the weights' files, for models of 400 MiB
 that are made here; what the process had before, with every library imported and a small model of the same type started and
 closed, is subtracted.
@@ -14,6 +15,8 @@ closed, is subtracted.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import multiprocessing
 import os
@@ -37,6 +40,8 @@ from sglcore.engine.llm import LLM
 from sglcore.sampling.params import SamplingParams
 
 PROMPT, STEPS, PREFILL, TIMES, STARTS = [5] * 10, 40, list(range(5, 389)), 4, 12
+MMAP_THRESHOLD = -3
+"""By which `mallopt` of glibc is told from how many bytes on memory is the system's own, and goes back to it."""
 GRAPHS = ("recorded", "eager")
 WAYS = ("native recorded", "transformers recorded", "native eager", "transformers eager", "generate")
 DENSE = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_hidden_layers": 16}
@@ -116,6 +121,7 @@ def _all_starts(model: Path, dtype: str) -> dict[str, dict[str, dict[str, float]
 def _starts(model: Path, dtype: str) -> dict[str, dict[str, float]]:
     """Milliseconds of both ways, and how many times native's the other's are, for each graph; on one processor."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 20)
     told = {}
     for graph in GRAPHS:
         ways = [f"{impl} {graph}" for impl in ("native", "transformers")]
@@ -127,6 +133,7 @@ def _starts(model: Path, dtype: str) -> dict[str, dict[str, float]]:
 
 
 def _start(way: str, model: Path, dtype: str) -> float:
+    gc.collect()
     begin = time.process_time()
     engine = LLM(**settings_of(way, model, dtype))
     taken = time.process_time() - begin

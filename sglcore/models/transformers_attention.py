@@ -167,5 +167,6 @@ def _rows(part: Tensor, wide: int) -> Tensor:
     _, heads, tokens, size = part.shape
     if size != wide:
         part, size = pad(part, (0, wide - size)), wide
-    rows, shape = part.transpose(1, 2), (tokens, heads * size)
-    return rows.view(shape) if part.stride()[1::2] == (size, 1) else rows.reshape(shape)
+    if part.stride()[1::2] != (size, 1) or torch.compiler.is_compiling():
+        return part.transpose(1, 2).reshape(tokens, heads * size)
+    return part.as_strided((tokens, heads * size), (part.stride(2), 1))  # transposed and viewed at once

@@ -3,7 +3,7 @@ or nothing where there is no rest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, cast
@@ -81,11 +81,11 @@ class Ends:
             self.embedding = None
 
 
-def replace_ends(model: PreTrainedModel, keeps: Callable[[str], bool]) -> Ends:
+def replace_ends(model: PreTrainedModel, stored: Mapping[str, Tensor], keeps: Callable[[str], bool]) -> Ends:
     """Replace the embedding and the output layer of a model on the meta device where they are no more than that. None whose
-    weight something else may have, or that has a name which `keeps`."""
+    weight something else may have of what the model had `stored`, or that has a name which `keeps`."""
     given, own = model.get_input_embeddings(), model.get_output_embeddings()
-    names, stored = {id(module): name for name, module in model.named_modules()}, model.state_dict(keep_vars=True)
+    names = {id(module): name for name, module in model.named_modules()}
 
     def shared(module: nn.Module) -> set[str]:
         return {name for name, each in stored.items() if each is module._parameters.get("weight")}

@@ -35,34 +35,38 @@ class Product:
 
     def rows(self, x: Tensor) -> Tensor:
         """[T, in] to [T, out]."""
-        return x.new_empty(x.shape[0], self.outputs) if self.linear is None else self.linear(x)
+        return empty_as(x, x.shape[0], self.outputs) if self.linear is None else self.linear(x)
+
+    def whole(self, x: Tensor, is_addend: bool = False) -> Tensor:
+        """[..., in] to [..., out], perhaps as what is to be added."""
+        shape = *x.shape[:-1], self.outputs
+        if self.linear is None and not is_addend:
+            return empty_as(x, *shape)
+        return handed(self.rows(as_rows(x)), shape, is_addend)
 
     def part(self, place: int, x: Tensor) -> Tensor:
         """[..., in] to what the layer of this place gives. The whole is computed at the first call with an x, and forgotten
         at the last place's; a call out of turn costs time, no more."""
-        if len(self.parts) == 1:
-            return self._whole(x)
         if x is not self._x:
-            self._x, self._split = x, self._whole(x).split([size for _, size in self.parts], dim=-1)
+            self._x, self._split = x, self.whole(x).split([size for _, size in self.parts], dim=-1)
         part = self._split[place]
         if place == len(self.parts) - 1:
             self._x, self._split = None, ()
         return part
 
-    def _whole(self, x: Tensor) -> Tensor:
-        return self.rows(as_rows(x)).view(*x.shape[:-1], self.outputs)
-
 
 class PackedLinear(nn.Module):
     """y = x W^T + b over any leading dimensions, by itself or as a part of a product."""
+
+    part = 0
+    is_addend = False
+    is_read = False
 
     def __init__(self, linear: nn.Linear, name: str) -> None:
         super().__init__()
         self.name = name
         self._own = (linear,)  # out of the reach of who looks for modules
-        self.product, self.part = Product([(name, linear)]), 0
-        self.is_addend = False
-        self.is_read = False
+        self.product = Product([(name, linear)])
 
     @property
     def weight(self) -> Tensor:
@@ -88,7 +92,10 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        return handed(self.product.part(self.part, x), self.is_addend)
+        if len(self.product.parts) == 1:
+            return self.product.whole(x, self.is_addend)
+        found = self.product.part(self.part, x)
+        return Addend.of(found, found[0]) if self.is_addend else found
 
 
 Activation = Entry[Callable[[Tensor], Tensor]]
@@ -98,10 +105,11 @@ Activation = Entry[Callable[[Tensor], Tensor]]
 class GatedBlock(nn.Module):
     """down(activation(gate(x)) * up(x)); `gate_up` is the product of gate and up."""
 
+    is_addend = False
+
     def __init__(self, gate_up: Product, down: Product, activation: Activation) -> None:
         super().__init__()
         self.gate_up, self.down = gate_up, down
-        self.is_addend = False
         self._activation = activation
         self._inner: Callable[[Tensor], Tensor] | None = None
 
@@ -117,9 +125,8 @@ class GatedBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] to [..., H]."""
         if self._inner is None:
-            return handed(x.new_empty(x.shape), self.is_addend)
-        out = self.down.rows(self._inner(as_rows(x)))
-        return handed(out.view(x.shape), self.is_addend)
+            return handed(empty_as(x, x.shape[:-1].numel(), x.shape[-1]), x.shape, self.is_addend)
+        return handed(self.down.rows(self._inner(as_rows(x))), x.shape, self.is_addend)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +141,14 @@ class Norm(nn.Module):
     """Root mean square norm over the last dimension, together with the addition before it where a `Sum` comes. `heads`: so
     many of them come as [1, T, heads, size]; None for rows [1, T, size]."""
 
+    heads: int | None = None
+    waits = False
+    """Whether its heads are normed together with their rotary embedding, unless a compiler watches."""
+    is_addend = False
+
     def __init__(self, name: str, own: Tensor, form: NormForm) -> None:
         """`own` is the weight that it stands for, on shapes alone."""
         super().__init__()
-        self.heads: int | None = None
-        self.waits = False
-        """Whether its heads are normed together with their rotary embedding, unless a compiler watches."""
-        self.is_addend = False
         self._name, self._form = name, form
         self._own = (own,)  # no parameter of this module
         self._norm: RMSNorm | None = None
@@ -166,16 +174,17 @@ class Norm(nn.Module):
         if self._norm is None:
             if type(x) is Sum:
                 x.total = x.residual
-            return added(x).new_empty(x.shape)
+            x = added(x)
+            return empty_as(x, *x.shape)
         if self.waits and not torch.compiler.is_compiling():
             return x
         if type(x) is Sum and x.total is None:
-            normed, total = self._norm.add(x.addend[0], x.residual[0])
-            x.total = total[None]
-            return handed(normed[None], self.is_addend)
+            normed, x.total = self._norm.add(x.addend, x.residual)
+            return handed(normed, (1, *normed.shape), self.is_addend)
         x = added(x)
-        normed = self._norm(x[0])[None] if x.dim() > 2 and x.shape[0] == 1 else self._norm(x)
-        return handed(normed, self.is_addend)
+        if x.dim() == 2 or x.shape[0] != 1:
+            return self._norm(x)
+        return handed(self._norm(x[0]), x.shape, self.is_addend)
 
 
 class Rows(nn.Module):
@@ -214,6 +223,11 @@ class Rows(nn.Module):
         return self._embedding(ids.reshape(-1)).view(*ids.shape, self.own.weight.shape[1])
 
 
+def empty_as(x: Tensor, *shape: int) -> Tensor:
+    """Without contents, of a tensor's dtype. On shapes alone `new_empty` takes four times as long."""
+    return torch.empty(shape, dtype=x.dtype, device=x.device)
+
+
 def as_rows(x: Tensor) -> Tensor:
     """[..., size] as [T, size]."""
     return x.view(-1, x.shape[-1]) if x.is_contiguous() else x.reshape(-1, x.shape[-1])
@@ -230,6 +244,7 @@ class NoDropout(nn.Dropout):
         return input
 
 
-def handed(x: Tensor, is_addend: bool) -> Tensor:
-    """As what is to be added, where that is known; a compiler takes plain tensors."""
-    return x.as_subclass(Addend) if is_addend and not torch.compiler.is_compiling() else x
+def handed(rows: Tensor, shape: Sequence[int], is_addend: bool) -> Tensor:
+    """[T, H] in another shape, as what is to be added where that is known; a compiler takes plain tensors."""
+    x = rows.view(shape)
+    return Addend.of(x, rows) if is_addend and not torch.compiler.is_compiling() else x

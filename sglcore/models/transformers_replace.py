@@ -47,10 +47,13 @@ from sglcore.models.transformers_twins import (
     may_be_norm,
     rms_norm_of,
 )
-from sglcore.models.transformers_walk import LENGTHS, AttentionCall, DoesNotRun, walk
+from sglcore.models.transformers_walk import LENGTHS, AttentionCall, DoesNotRun, Windows, walk
 
 _CHOOSING = frozenset({"gate", "router", "wg"})
 """Layers that choose experts stay as they are: a rounding would choose others, and their classes read their weights."""
+
+_VALUES = (int, float, str, tuple, FunctionType)
+"""What shows, among a module's attributes, that it is another kind of its class."""
 
 Place = tuple[nn.Module, str, str, nn.Module]
 """A module's owner, its name there, its name in the model, and itself."""
@@ -104,9 +107,9 @@ def replace(
     modules = list(model.modules())
     turns, trace, seen = put_turns(modules) if is_whole else {}, Trace(), RotaryTrace()
     attended: dict[nn.Module, list[tuple[Tensor, ...]]] = {}
-    owns = find_own(modules)
+    owns, windows = find_own(modules), Windows()
     with seen.watching(modules), trace.watching(modules):
-        found.calls = walk(model, attended, LENGTHS[:1], has_states=has_states)
+        found.calls = walk(model, attended, LENGTHS[:1], windows=windows, has_states=has_states)
     found.owns = [own for own in owns if own.settle()]
     _check_norms(model, found.layers, trace)
     found.routers += _unless(routers, lambda router: router.is_read or trace.is_read(router.logits))
@@ -115,7 +118,7 @@ def replace(
     if is_whole:
         _join(trace)
         found.rotaries, found.turns = settle(model, turns, seen, trace, attended)
-    _check(model, found, kept, has_states)
+    _check(model, found, kept, windows, has_states)
     return found
 
 
@@ -123,7 +126,8 @@ def _put(
     model: PreTrainedModel, keeps: Callable[[str], bool], mixers: Sequence[Mixer], found: Replaced, is_whole: bool
 ) -> tuple[list[Put[Router]], list[Put[PackedLinear]]]:
     """Replace what twins tell, before the walk; returns what may be taken back after it."""
-    places, routers, dtype = list(_places(model, keeps)), [], model.dtype
+    stored, routers, dtype = model.state_dict(keep_vars=True), [], model.dtype
+    places = list(_places(model, stored, keeps))
     if is_whole:
         own = {part for mixer in mixers for part in mixer.module.modules()}
         found.layers += _blocks([place for place in places if place[0] not in own], dtype)
@@ -131,7 +135,7 @@ def _put(
         routers = list(_routers(_still(model, places), dtype))
         sparse = [module for module in model.modules() if any(map(has_experts, module.children()))]
         found.blocks += map(as_sparse_block, sparse)
-        found.ends = replace_ends(model, keeps)
+        found.ends = replace_ends(model, stored, keeps)
     return routers, list(_linears(_still(model, places), model.get_output_embeddings()))
 
 
@@ -155,9 +159,11 @@ def _check_norms(model: PreTrainedModel, norms: Iterable[Replacement], trace: Tr
         )
 
 
-def _check(model: PreTrainedModel, found: Replaced, linears: Sequence[PackedLinear], has_states: bool) -> None:
+def _check(
+    model: PreTrainedModel, found: Replaced, linears: Sequence[PackedLinear], windows: Windows, has_states: bool
+) -> None:
     """Raise `ConfigError` for a model that, with more tokens, does something else than what `found` tells."""
-    again = walk(model, lengths=LENGTHS[1:], has_states=has_states)
+    again = walk(model, lengths=LENGTHS[1:], windows=windows, has_states=has_states)
     if again != found.calls or found.ends.is_read or any(each.is_read for each in linears):
         raise DoesNotRun(
             f"{type(model).__name__} can not be served by transformers' classes: it calls attention otherwise with "
@@ -166,17 +172,17 @@ def _check(model: PreTrainedModel, found: Replaced, linears: Sequence[PackedLine
         )
 
 
-def _places(model: PreTrainedModel, keeps: Callable[[str], bool]) -> Iterator[Place]:
-    """Modules that one module owns, none of whose parameters is another's or `keeps`."""
+def _places(model: nn.Module, stored: Mapping[str, Tensor], keeps: Callable[[str], bool]) -> Iterator[Place]:
+    """Modules that one module owns, none of whose parameters, which are among `stored`, is another's or `keeps`."""
     modules = list(model.named_modules())
-    owners = Counter(id(child) for _, module in modules for child in module.children())
-    stored = model.state_dict(keep_vars=True)
+    owners = Counter(id(child) for _, module in modules for child in module._modules.values())
     uses = Counter(id(parameter) for parameter in stored.values())
     fixed = {id(parameter) for name, parameter in stored.items() if uses[id(parameter)] > 1 or keeps(name)}
     for prefix, owner in modules:
-        for name, child in list(owner.named_children()):
-            is_free = not fixed or not any(id(parameter) in fixed for parameter in child.parameters())
-            if owners[id(child)] == 1 and is_free:
+        for name, child in list(owner._modules.items()):
+            if child is None or owners[id(child)] > 1:
+                continue
+            if not fixed or not any(id(parameter) in fixed for parameter in child.parameters()):
                 yield owner, name, f"{prefix}.{name}".removeprefix("."), child
 
 
@@ -242,7 +248,7 @@ def _linears(places: Iterable[Place], head: nn.Module | None) -> Iterator[Put[Pa
 def _kind(module: nn.Module) -> object:
     """Modules of one kind have twins that do the same."""
     own = vars(module).items()
-    values = tuple(each for each in own if isinstance(each[1], int | float | str | tuple | FunctionType))
+    values = tuple(each for each in own if isinstance(each[1], _VALUES))
     shapes = tuple((name, None if each is None else each.shape) for name, each in module._parameters.items())
     parts = tuple((name, _kind(each)) for name, each in module._modules.items() if each is not None)
     return type(module), values, shapes, parts

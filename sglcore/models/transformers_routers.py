@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from sglcore.checkpoint.config import MoeConfig
 from sglcore.layers.build import Build
 from sglcore.layers.moe import Routing, SigmoidRouting, SoftmaxRouting
-from sglcore.models.transformers_layers import handed
+from sglcore.models.transformers_sums import Addend
 from sglcore.models.transformers_twins import twin_of
 from sglcore.runtime.kernels import reference
 
@@ -85,9 +85,11 @@ class SparseBlock(nn.Module):
     def __call__(self, *args: Any, **named: Any) -> Any:
         """As its class."""
         found = super().__call__(*args, **named)
+        if not self.is_addend or torch.compiler.is_compiling():
+            return found
         if isinstance(found, tuple):
-            return handed(found[0], self.is_addend), *found[1:]
-        return handed(found, self.is_addend)
+            return Addend.of(found[0], found[0][0]), *found[1:]
+        return Addend.of(found, found[0])
 
 
 def as_sparse_block(block: nn.Module) -> SparseBlock:

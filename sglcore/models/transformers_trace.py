@@ -53,9 +53,10 @@ class Trace(TorchDispatchMode):
         result = _sum(*args) if is_sum else func(*args, **(kwargs or {}))
         self._step += 1
         for each in _tensors((*args, *(kwargs or {}).values())):
-            self._kept.append(each)
-            if not func.is_view:
-                self._reads.setdefault(_memory(each), []).append(self._step)
+            if func.is_view:
+                self._kept.append(each)
+            else:
+                self._read(each)
         if is_sum:
             self._kept.append(result)
             self._additions[id(result)] = _Addition(self._step, (args[0], args[1]))
@@ -82,6 +83,13 @@ class Trace(TorchDispatchMode):
             self._normed.append((module, args[0]))
         if isinstance(module, PackedLinear):
             self.products.append((module, args[0]))
+        if not isinstance(module, SparseBlock):  # what stands for a part of a model reads no shapes
+            self._step += 1
+            self._read(args[0])
+
+    def _read(self, tensor: Tensor) -> None:
+        self._kept.append(tensor)
+        self._reads.setdefault(_memory(tensor), []).append(self._step)
 
     def _after(self, module: Any, _: Any, found: Any) -> None:
         out = found[0] if isinstance(found, tuple) else found

@@ -156,6 +156,9 @@ def _small(own: Any, is_down: bool, count: int, generator: torch.Generator) -> n
 class _Product(nn.Linear):
     """A linear layer by an elementwise product: torch wakes its threads for any other."""
 
+    def reset_parameters(self) -> None:
+        """Who makes it gives it its weight."""
+
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
         product = (input.unsqueeze(-2) * self.weight).sum(dim=-1)

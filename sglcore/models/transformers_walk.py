@@ -34,6 +34,9 @@ _KEYS = (1 << 15) - 1
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Of batch, head, query's place and key's place: whether the query sees the key."""
 
+Windows = dict[MaskFunction, int | None]
+"""Those of masks that were asked."""
+
 _UNTOUCHED = frozenset(
     {"dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "output_router_logits", "is_causal"}
 )
@@ -60,17 +63,23 @@ class AttentionCall:
 
 @dataclass(slots=True)
 class _Walk:
-    names: dict[int, str]
-    calls: list[AttentionCall]
+    model: PreTrainedModel
     attended: dict[nn.Module, list[tuple[Tensor, ...]]]
+    windows: Windows
+    calls: list[AttentionCall] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
     stored: dict[tuple[object, ...], int] = field(default_factory=dict)
-    windows: dict[MaskFunction, int | None] = field(default_factory=dict)
 
     def window(self, function: MaskFunction) -> int | None:
         """`window_of`, once for each mask, which many layers share."""
         if function not in self.windows:
             self.windows[function] = window_of(function)
         return self.windows[function]
+
+    def name(self, parameter: Tensor) -> str:
+        """That of one of the model's parameters; few models are asked for any."""
+        self.names = self.names or {id(each): name for name, each in self.model.named_parameters()}
+        return self.names[id(parameter)]
 
 
 _walking: ContextVar[_Walk] = ContextVar("sglcore_transformers_walk")
@@ -112,15 +121,17 @@ def walk(
     attended: dict[nn.Module, list[tuple[Tensor, ...]]] | None = None,
     lengths: Sequence[int] = LENGTHS,
     *,
+    windows: Windows | None = None,
     has_states: bool = False,
     is_padded: bool = True,
 ) -> tuple[AttentionCall, ...]:
     """Every call of attention of a model on the meta device, in order. `attended` gets the queries, keys and values of each
-    module's; without `is_padded` the model gets no mask. Raises `ConfigError` for a model that attends in a way of its own, or nowhere unless it has states beside."""
+    module's, `windows` those of masks that it has not; without `is_padded` the model gets no mask. Raises `ConfigError` for a model that attends in a way of its own, or nowhere unless it has states beside."""
     AttentionInterface.register(WALK, write_down)
     AttentionMaskInterface.register(WALK, make_mask)
     use_attention(model, WALK)
-    first, *others = (_calls(model, length, {} if attended is None else attended, is_padded) for length in lengths)
+    attended, windows = {} if attended is None else attended, {} if windows is None else windows
+    first, *others = (_calls(_Walk(model, attended, windows), length, is_padded) for length in lengths)
     if not first and not has_states:
         raise refusal(model, "it never calls attention by transformers' interface")
     for length, found in zip(lengths[1:], others, strict=True):
@@ -137,25 +148,23 @@ def use_attention(model: PreTrainedModel, name: str) -> None:
             each.config._attn_implementation = name
 
 
-def _calls(
-    model: PreTrainedModel, length: int, attended: dict[nn.Module, list[tuple[Tensor, ...]]], is_padded: bool
-) -> tuple[AttentionCall, ...]:
+def _calls(record: _Walk, length: int, is_padded: bool) -> tuple[AttentionCall, ...]:
+    model = record.model
     given = torch.ones(1, length, dtype=torch.int64, device="meta")
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    with _walking_over(_Walk(names, [], attended)) as found, torch.no_grad():
+    with _walking_over(record), torch.no_grad():
         try:
             model(input_ids=given, attention_mask=given.as_subclass(Ones) if is_padded else None, use_cache=False)
         except (RuntimeError, NotImplementedError, AttributeError, TypeError, LookupError, StopIteration) as error:
             what = f"it does not run on shapes alone ({type(error).__name__}: {error})"
             raise refusal(model, what, DoesNotRun) from error
-    return tuple(found.calls)
+    return tuple(record.calls)
 
 
 @contextmanager
-def _walking_over(record: _Walk) -> Iterator[_Walk]:
+def _walking_over(record: _Walk) -> Iterator[None]:
     token = _walking.set(record)
     try:
-        yield record
+        yield
     finally:
         _walking.reset(token)
 
@@ -192,7 +201,7 @@ def write_down(
         query.shape[3] ** -0.5 if scaling is None else float(scaling),
         record.window(attention_mask.function),
         softcap,
-        None if s_aux is None else record.names[id(s_aux)],
+        None if s_aux is None else record.name(s_aux),
     )
     # A tensor that was written to since is another.
     same = (id(key), key._version, id(value), value._version, *asked)
@@ -220,8 +229,9 @@ def seen_by(mask_function: MaskFunction, place: int) -> int | None:
     """How many tokens the one at a place sees, itself counted; None: all up to it. Raises `ConfigError` for others than the
     last ones."""
     zero, query = torch.zeros((), dtype=torch.int64), torch.tensor(place)
-    keys = torch.from_numpy(np.arange(place + 2)).split(_KEYS)
-    parts = [torch.as_tensor(mask_function(zero, zero, query, each)).expand(len(each)) for each in keys]
+    # Piece by piece, in memory that is there: what is larger comes from the system, page by page.
+    pieces = (torch.from_numpy(np.arange(first, min(first + _KEYS, place + 2))) for first in range(0, place + 2, _KEYS))
+    parts = [torch.as_tensor(mask_function(zero, zero, query, keys)).expand(len(keys)) for keys in pieces]
     seen = np.concatenate([part.numpy() for part in parts])
     count = int(np.count_nonzero(seen))
     if not 0 < count <= place + 1 or not seen[place + 1 - count : place + 1].all():
