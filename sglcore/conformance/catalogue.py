@@ -16,6 +16,7 @@ from sglcore.conformance import (
     laws_runner,
     laws_serving,
     laws_sparse,
+    laws_speculative,
 )
 from sglcore.conformance.law import LEVELS, Law, up_to
 from sglcore.device.errors import ConfigError
@@ -28,6 +29,7 @@ LAWS: tuple[Law, ...] = tuple(
             *laws_runner.LAWS,
             *laws_memory.LAWS,
             *laws_sparse.LAWS,
+            *laws_speculative.LAWS,
             *laws_graphs.LAWS,
             *laws_masks.LAWS,
             *laws_kernels.LAWS,

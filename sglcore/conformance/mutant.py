@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from sglcore.device.bring_up import BringUp, Step
+from sglcore.device.bring_up import Again, BringUp, Step
 from sglcore.device.facts import Facts
 from sglcore.device.package import DevicePackage
 
@@ -64,7 +64,10 @@ def wrap_steps(order: BringUp, changes: Mapping[str, Change]) -> BringUp:
     return BringUp(_wrapped(step, changes[step.provides]) if step.provides in changes else step for step in order.steps)
 
 
-def _wrapped(step: Step, change: Change) -> Step:
+def _wrapped(step: Step | Again, change: Change) -> Step:
+    if isinstance(step, Again):
+        raise PlantingError(f"{step.provides!r} is made by other steps once more: change what they make")
+
     def changed(**given: Any) -> object:
         built = step.function(**given)
         try:

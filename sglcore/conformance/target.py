@@ -104,9 +104,11 @@ class Target:
         return started.built["pools"].token_to_kv if "torch_runtime" in self.capabilities() else None
 
     def capabilities(self) -> frozenset[str]:
-        """What laws may need: "torch_runtime", "cells", "attention", "graphs", "streams", "mixed_batches"."""
+        """What laws may need: "torch_runtime", "cells", "attention", "graphs", "streams", "mixed_batches",
+        "proposals"."""
         facts = self.facts()
-        is_torch = {step.provides for step in self.order().steps} >= TORCH_STEPS
+        steps = {step.provides for step in self.order().steps}
+        is_torch = steps >= TORCH_STEPS
         offered = {
             "torch_runtime": is_torch,
             "cells": is_torch or self.fixture().cells is not None,
@@ -114,6 +116,7 @@ class Target:
             "graphs": bool(self.package.graphs),
             "streams": facts.has_streams,
             "mixed_batches": facts.allows_mixed_batches,
+            "proposals": "speculation" in steps,
         }
         return frozenset(name for name, holds in offered.items() if holds)
 

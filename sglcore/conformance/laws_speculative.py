@@ -1,0 +1,62 @@
+"""C2: tokens that are proposed and verified, several of a request in one step, change no number."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sglcore.conformance import mutants_speculative as broken
+from sglcore.conformance.harness import Harness, random_prompts
+from sglcore.conformance.law import Law, LawBroken
+from sglcore.conformance.laws_runner import FLAT, c2
+from sglcore.conformance.target import Target
+from sglcore.conformance.trial import Trial
+from sglcore.device.facts import Facts
+
+TOKENS = 3
+"""Proposals of a step."""
+BUCKETS = (1, 2, 4)
+COIN = {30: FLAT, 31: FLAT}
+"""Two tokens are drawn, so that what followed before is right now and then."""
+
+
+def proposals_change_nothing(trial: Trial) -> None:
+    """By what followed before, right and wrong, planned ahead and not."""
+    kind, sizes = trial.case, {"graph_buckets": BUCKETS, "graph_token_buckets": (32,)}
+    with trial.opened("dense", speculative="ngram", draft_tokens=TOKENS, graph=kind, **sizes) as harness:
+        harness.recorder.keep = True
+        for overlap in sorted({False, harness.limits.can_overlap}):
+            sampling = {"temperature": 1.0, "seed": 11, "logit_bias": COIN}
+            lengths = (5, 14, 9, 21, 3)[: 2 if trial.is_interpreted else 5]
+            prompts = random_prompts(12, lengths)
+            count = 8 if trial.is_interpreted else 24
+            trial.compare(harness, harness.run(prompts, count, overlap=overlap, stagger=1, sampling=sampling))
+        _check_verified(harness)
+
+
+def _check_verified(harness: Harness) -> None:
+    """The results prove nothing unless some proposals were right and others wrong."""
+    verified = [(result, result.proposed) for _, result in harness.recorder.steps if result.proposed is not None]
+    proposed = sum(int(each.sum()) for _, each in verified)
+    right = sum(int((np.diff(result.token_offsets) - 1).sum()) for result, _ in verified)
+    if not 0 < right < proposed:
+        raise LawBroken(f"{right} of {proposed} proposals were right; wanted some, and not all")
+
+
+def _kinds(target: Target) -> tuple[str, ...]:
+    """Eager steps, and the kind of graph that the device takes by itself."""
+    facts: Facts = target.facts()
+    return tuple(dict.fromkeys(("off", facts.graph_kind("auto"))))
+
+
+LAWS: tuple[Law, ...] = (
+    c2(
+        "proposals_change_nothing",
+        "Several tokens of a request in one decode step, of which some are kept, give what one by one gives.",
+        proposals_change_nothing,
+        broken.SEES_AHEAD,
+        broken.KEEPS_WRONG_ONES,
+        broken.STANDS_STILL,
+        needs=frozenset({"proposals"}),
+        cases=_kinds,
+    ),
+)

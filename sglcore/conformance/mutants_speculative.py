@@ -1,0 +1,71 @@
+"""Broken devices that show it only where several tokens of a request are in one decode step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglcore.conformance.mutant import Mutant, become, in_runtime, words_of
+from sglcore.runtime.attention.contract import AttentionPlan
+from sglcore.runtime.forward_batch import ForwardBatch
+
+
+def by_slot(batch: ForwardBatch) -> ForwardBatch:
+    """The batch with every row as long as the longest of its slot."""
+    slots, lengths = batch.req_pool_indices, batch.seq_lens
+    is_same = slots[:, None] == slots[None, :]
+    longest = (lengths[None, :] * is_same).amax(1).to(lengths.dtype)
+    host = None if batch.seq_lens_cpu is None else np.full_like(batch.seq_lens_cpu, batch.seq_lens_cpu.max())
+    return replace(batch, seq_lens=longest, seq_lens_cpu=host)
+
+
+def sees_ahead(base: Any) -> type:
+    """A row of a request sees the tokens that are verified after it."""
+
+    class SeesAhead(base):
+        __slots__ = ()
+
+        def plan(self, batch: ForwardBatch) -> AttentionPlan:
+            return super().plan(by_slot(batch) if batch.extend_seq_lens is None else batch)
+
+        def attend(self, q: Tensor, layer: Any, batch: ForwardBatch, plan: Any) -> Tensor:
+            return super().attend(q, layer, by_slot(batch) if batch.extend_seq_lens is None else batch, plan)
+
+    return SeesAhead
+
+
+def keeps_wrong_ones(base: Any) -> type:
+    """One proposal more than was right is kept."""
+
+    class KeepsWrongOnes(base):
+        def _accept(self, step: Any, sampled: Any) -> tuple[Tensor, Tensor]:
+            accepted, proposed = super()._accept(step, sampled)
+            return (accepted + 1).clamp(max=step.usable.shape[1] - 1), proposed
+
+    return KeepsWrongOnes
+
+
+def stands_still(base: Any) -> type:
+    """After a right proposal the next step begins a cell too early."""
+
+    class StandsStill(base):
+        def _advance_verified(
+            self, batch: Any, staged: Any, step: Any, sampled: Any, accepted: Any, hidden: Any
+        ) -> None:
+            super()._advance_verified(batch, staged, step, sampled, accepted, hidden)
+            self._lengths.scatter_add_(0, step.slots.long(), -(accepted > 0).to(torch.int32))
+
+    return StandsStill
+
+
+def _mutant(step: str, defect: Any) -> Mutant:
+    return in_runtime(*words_of(defect), **{step: lambda built: become(built, defect)})
+
+
+SEES_AHEAD = _mutant("attention", sees_ahead)
+KEEPS_WRONG_ONES = _mutant("worker", keeps_wrong_ones)
+STANDS_STILL = _mutant("worker", stands_still)
