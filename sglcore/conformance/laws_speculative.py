@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 
 from sglcore.conformance import mutants_speculative as broken
@@ -15,7 +18,7 @@ from sglcore.device.facts import Facts
 TOKENS = 3
 """Proposals of a step."""
 BUCKETS = (1, 2, 4)
-COIN = {30: FLAT, 31: FLAT}
+COIN: Mapping[int, float] = MappingProxyType({30: FLAT, 31: FLAT})
 """Two tokens are drawn, so that what followed before is right now and then."""
 
 
@@ -25,7 +28,7 @@ def proposals_change_nothing(trial: Trial) -> None:
     with trial.opened("dense", speculative="ngram", draft_tokens=TOKENS, graph=kind, **sizes) as harness:
         harness.recorder.keep = True
         for overlap in sorted({False, harness.limits.can_overlap}):
-            sampling = {"temperature": 1.0, "seed": 11, "logit_bias": COIN}
+            sampling = {"temperature": 1.0, "seed": 11, "logit_bias": dict(COIN)}
             lengths = (5, 14, 9, 21, 3)[: 2 if trial.is_interpreted else 5]
             prompts = random_prompts(12, lengths)
             count = 8 if trial.is_interpreted else 24
