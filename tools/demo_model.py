@@ -1,6 +1,7 @@
 """A compact Llama for training: the parameter names are those of the published checkpoints, the files those of transformers."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,16 +117,21 @@ class Decoder(nn.Module):
         self.register_buffer("cosine", angles.cos(), persistent=False)
         self.register_buffer("sine", angles.sin(), persistent=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids: [rows, length] int64; the result is [rows, length, hidden]."""
+    def streams(self, ids: Tensor) -> list[Tensor]:
+        """The residual stream [rows, length, hidden] before each layer and after the last; ids: [rows, length] int64."""
         x = self.embed_tokens(ids).to(
             torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
         )
         length = ids.shape[1]
         cosine, sine = self.cosine[:length].to(x.dtype), self.sine[:length].to(x.dtype)
+        found = [x]
         for layer in self.layers:
-            x = layer(x, cosine, sine)
-        return self.norm(x)
+            found.append(layer(found[-1], cosine, sine))
+        return found
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids: [rows, length] int64; the result is [rows, length, hidden]."""
+        return self.norm(self.streams(ids)[-1])
 
 
 class DemoModel(nn.Module):
@@ -185,7 +191,12 @@ def save_model(model: DemoModel, tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(transformers_config(model.config, tokenizer), indent=2) + "\n")
     generation = {**special_ids(tokenizer), "do_sample": False, "max_new_tokens": 256}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    weights = {name: value.to(torch.bfloat16).contiguous() for name, value in model.state_dict().items()}
-    save_file(weights, folder / "model.safetensors.new", metadata={"format": "pt"})
-    (folder / "model.safetensors.new").chmod(0o644)
-    (folder / "model.safetensors.new").replace(folder / "model.safetensors")
+    save_weights({name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}, folder)
+
+
+def save_weights(weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write model.safetensors in one move."""
+    new = folder / "model.safetensors.new"
+    save_file({name: value.contiguous() for name, value in weights.items()}, new, metadata={"format": "pt"})
+    new.chmod(0o644)
+    new.replace(folder / "model.safetensors")

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from demo_text import CATEGORIES, arithmetic, chat, facts, functions, records
-from demo_text.corpus import document
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tools.demo_text import CATEGORIES, arithmetic, chat, facts, functions, records
+from tools.demo_text.corpus import document
 
 FOLDER = Path(__file__).resolve().parents[1] / "sglcore" / "assets" / "demo"
 SEED = 1001

@@ -1,4 +1,4 @@
-"""Train the demo model that sglcore ships, from nothing but this repository: python tools/train_demo_model.py --minutes 40.
+"""Train the demo model that sglcore ships, from nothing but this repository: python -m tools.train_demo_model --minutes 40.
 
 Writes the folder of a Llama-architecture model that transformers can load. The learning rate follows the clock, so that
 a run ends well whatever the speed of the machine; --resume continues from the last checkpoint. On a machine that is
@@ -18,12 +18,13 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from demo_model import DemoConfig, DemoModel, save_model
-from demo_text import long_document
-from demo_text.corpus import document
-from demo_tokenizer import make_tokenizer, save_tokenizer
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
+
+from tools.demo_model import DemoConfig, DemoModel, save_model
+from tools.demo_text import long_document
+from tools.demo_text.corpus import document
+from tools.demo_tokenizer import make_tokenizer, save_tokenizer
 
 OUTPUT = Path(__file__).resolve().parents[1] / "sglcore" / "assets" / "demo"
 IGNORED = -100
@@ -111,10 +112,11 @@ def learning_rate(done: float, peak: float) -> float:
     return peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * phase)))
 
 
-def make_optimizers(model: DemoModel, rate: float) -> Optimizers:
-    """Muon for the matrices of the layers, AdamW for gains and the embedding; both with steps of the same size."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+def make_optimizers(model: nn.Module, rate: float) -> Optimizers:
+    """Muon for the matrices of the layers, AdamW for gains and rows of tokens; both with steps of the same size."""
+    of_tokens = ("embed_tokens.weight", "lm_head.weight")
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and not name.endswith(of_tokens)]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or name.endswith(of_tokens)]
     muon = torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     return muon, torch.optim.AdamW(others, lr=rate, weight_decay=0.0, betas=(0.9, 0.95), fused=True)
 

@@ -183,6 +183,11 @@ class SharedExpert:
         return self.experts(hidden) + shared
 
 
+def names_behind(layers: int, behind: int) -> tuple[str, ...]:
+    """Patterns of the names in the `behind` layers after a model's own, which predict further tokens."""
+    return tuple(rf"model\.layers\.{layer}\..*" for layer in range(layers, layers + behind))
+
+
 class CausalLM(Architecture):
     """Embedding, layers, norm and head. `embed`, `run_layers` over all layers in order, and `finish` are one forward.
 
@@ -202,9 +207,9 @@ class CausalLM(Architecture):
         super().__init__(build)
         config, inner = build.config, build.at("model")
         self._check(config)
-        first, size = config.num_hidden_layers, config.hidden_size
-        behind = range(first, first + config.words.get("num_nextn_predict_layers", self.behind))
-        self.ignored = (*self.ignored, *(rf"model\.layers\.{layer}\..*" for layer in behind))
+        size = config.hidden_size
+        behind = config.words.get("num_nextn_predict_layers", self.behind)
+        self.ignored = (*self.ignored, *names_behind(config.num_hidden_layers, behind))
         self.rotary = self.make_rotary(build)
         self.local_rotary = self.rotary if config.local_rope is None else build.rotary(config.local_rope)
         self.embed_tokens = inner.embedding("embed_tokens", config.vocab_size, size, self.embedding_scale)

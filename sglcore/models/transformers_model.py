@@ -18,6 +18,7 @@ from transformers.initialization import no_init_weights
 from sglcore.device.errors import ConfigError
 from sglcore.layers.build import Build
 from sglcore.models.build import Architecture
+from sglcore.models.decoder import names_behind
 from sglcore.models.transformers_attention import MASKED, PAGED, attend, attention_layers, make_zeros
 from sglcore.models.transformers_experts import choose_experts, serve_experts, turned_weights
 from sglcore.models.transformers_head import head_of, output_of
@@ -62,7 +63,9 @@ class TransformersModel(Architecture):
         head = replaced.ends.head
         self._output = None if head is None else output_of(model, head, build)
         self._naming = Naming(model, build.weights.targets)
-        self.ignored = tuple(f".*(?:{each}).*" for each in sorted(model._keys_to_ignore_on_load_unexpected or ()))
+        behind = build.config.raw.get("num_nextn_predict_layers", 0)
+        unread = sorted(model._keys_to_ignore_on_load_unexpected or ())
+        self.ignored = (*(f".*(?:{each}).*" for each in unread), *names_behind(build.config.num_hidden_layers, behind))
         choose_experts(model, build)
         self.parts = f"{replaced}{why}"
 

@@ -223,6 +223,21 @@ def test_what_transformers_leaves_unread_in_files_is_left_unread(
     load(Saved(tmp_path / "whole", {**weights, surplus: torch.ones(4, 4)}), tmp_path / "more")  # pyright: ignore[reportArgumentType]
 
 
+def test_layers_behind_the_last_that_the_configuration_tells_are_left_unread(tmp_path: Path) -> None:
+    model = tiny_model("llama", sizes_of("llama"))
+    model.config.num_nextn_predict_layers = 1
+    model.save_pretrained(tmp_path / "whole")
+    weights = load_file(tmp_path / "whole" / "model.safetensors")
+
+    def loaded(layer: int) -> None:
+        surplus = {f"model.layers.{layer}.eh_proj.weight": torch.ones(4, 4)}
+        load(Saved(tmp_path / "whole", {**weights, **surplus}), tmp_path / str(layer))  # pyright: ignore[reportArgumentType]
+
+    loaded(model.config.num_hidden_layers)
+    with pytest.raises(CheckpointError, match="model.layers.0.eh_proj"):
+        loaded(0)
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "by_kernel"),
     [

@@ -1,0 +1,159 @@
+"""How many drafts of a head the demo model accepts: a walk over what the model writes after held-out prompts.
+
+A draft is accepted where it equals the token that the model draws, so one pass over a written text, with the draws of the
+engine's sampler and its noise, gives the steps that the engine would make. `acceptance.json` beside the model holds them.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from sglcore import LLM, SamplingParams
+from sglcore.sampling.noise import fixed_scale, seed_words
+from sglcore.sampling.race import RaceTables, draw_race, gaps_below_best, make_race_tables, row_keys
+from tools.demo_heads import Head, read, unroll
+from tools.demo_model import Decoder
+from tools.demo_text import document
+
+RECORD = "acceptance.json"
+DRAFTS = 4
+SPLIT, SEED, PROMPTS = "test", 1001, 64
+PROMPT, WRITTEN = 32, 128
+TEMPERATURES = (0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt of `prompt` tokens and what the model wrote after it at `temperature` with `seed`."""
+
+    ids: list[int]
+    prompt: int
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The verify steps over one text, and by depth how many drafts were reached and how many were right."""
+
+    tokens: int
+    steps: int
+    reached: list[int]
+    right: list[int]
+
+
+def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a document, which brings its special tokens along."""
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def held_out(tokenizer: Tokenizer, count: int = PROMPTS) -> dict[int, list[int]]:
+    """By the number of the document, the beginnings of the first ones of the test split that are at least twice as long."""
+    found: dict[int, list[int]] = {}
+    index = 0
+    while len(found) < count:
+        ids = encoded(tokenizer, document(SEED, index, SPLIT).text)
+        if len(ids) >= 2 * PROMPT:
+            found[index] = ids[:PROMPT]
+        index += 1
+    return found
+
+
+def written(
+    llm: LLM, prompts: Sequence[list[int]], temperature: float, most: int = WRITTEN, to_the_end: bool = True
+) -> list[Text]:
+    """What the model writes after the prompts: always `most` tokens, or not beyond its end token. A prompt's place is its seed."""
+    params = [
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=most, ignore_eos=to_the_end)
+        for seed in range(len(prompts))
+    ]
+    outputs = llm.generate(prompts, params)
+    return [
+        Text([*prompt, *output.outputs[0].token_ids], len(prompt), temperature, seed)
+        for seed, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+    ]
+
+
+def drawn(logits: Tensor, text: Text, tables: RaceTables) -> Tensor:
+    """The engine's draws, int[cells], from logits float32[cells, V] of the tokens from the text's third on."""
+    if not text.temperature:
+        return logits.argmax(-1)
+    cells = len(logits)
+    words = torch.from_numpy(seed_words(np.array([text.seed], np.uint64), np.zeros(1, np.int64)))
+    keys = row_keys(words.expand(cells, 2), torch.arange(2, cells + 2, dtype=torch.int32))
+    scale = torch.full((cells,), float(fixed_scale(text.temperature)))
+    return draw_race(gaps_below_best(logits, logits.amax(-1), scale), keys, tables)
+
+
+@torch.no_grad()
+def hits(head: Head, target: Decoder, text: Text) -> np.ndarray:
+    """bool[DRAFTS, cells]: whether the draft of a cell, at each depth, is the token that the text has there."""
+    ids = torch.tensor([text.ids])
+    vocab_size = target.embed_tokens.num_embeddings
+    tables = make_race_tables(vocab_size, ids.device)
+    features, _ = read(head, target, ids)
+    found = []
+    for drafted in unroll(head, target, ids, features, DRAFTS):
+        logits = torch.full((ids.shape[1] - 2, vocab_size), float("-inf"))
+        logits.index_copy_(1, head.ids, drafted[0, :-1].float())
+        found.append(drawn(logits, text, tables) == ids[0, 2:])
+    return torch.stack(found).numpy()
+
+
+def walk(hit: np.ndarray, prompt: int) -> Walk:
+    """Over one text: the first written token is the prompt's own, and the last step ends where the text does."""
+    reached, right = [0] * DRAFTS, [0] * DRAFTS
+    root, last, steps = prompt, hit.shape[1] + 1, 0
+    while root < last:
+        accepted, is_right = 0, True
+        while is_right and accepted < min(DRAFTS, last - root):
+            is_right = bool(hit[accepted, root - 1 + accepted])
+            reached[accepted] += 1
+            right[accepted] += is_right
+            accepted += is_right
+        root += accepted + 1
+        steps += 1
+    return Walk(last - prompt, steps, reached, right)
+
+
+def walks(head: Head, target: Decoder, texts: Sequence[Text]) -> list[Walk]:
+    """Of each text."""
+    return [walk(hits(head, target, text), text.prompt) for text in texts]
+
+
+def tau(found: Sequence[Walk]) -> float:
+    """Tokens that a verify step emits, its own one included."""
+    return sum(one.tokens for one in found) / sum(one.steps for one in found)
+
+
+def measured(found: Sequence[Walk]) -> dict[str, object]:
+    """What the record has of a head at one temperature: `tau`, the share of right drafts among those reached `by_depth`, and
+    the `steps` of each prompt."""
+    reached, right = (np.sum([getattr(one, name) for one in found], axis=0) for name in ("reached", "right"))
+    shares = [round(float(share), 4) for share in right / np.maximum(reached, 1)]
+    return {"tau": round(tau(found), 3), "by_depth": shares, "steps": [one.steps for one in found]}
+
+
+def record(
+    folder: Path, kind: str, head: Head, target: Decoder, documents: Sequence[int], texts: Sequence[Sequence[Text]]
+) -> None:
+    """Write a head's part of the record; `texts` are of each of `TEMPERATURES`."""
+    path = folder / RECORD
+    known = json.loads(path.read_text()) if path.exists() else {"heads": {}}
+    own = {
+        str(temperature): measured(walks(head, target, part))
+        for temperature, part in zip(TEMPERATURES, texts, strict=True)
+    }
+    found = {
+        "drafts": DRAFTS,
+        "prompts": {"split": SPLIT, "seed": SEED, "tokens": PROMPT, "documents": list(documents)},
+        "written": WRITTEN,
+        "heads": {**known["heads"], kind: own},
+    }
+    path.write_text(json.dumps(found) + "\n")

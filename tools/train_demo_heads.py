@@ -1,0 +1,194 @@
+"""Train a draft head of the demo model and ship it beside it: python -m tools.train_demo_heads mtp --minutes 10, and eagle3.
+
+A head learns the target's softmax, unrolled over the depths that drafting uses, on the generated text and on what the
+target itself writes, greedily and at temperature 1. The learning rate follows the processor's clock.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from sglcore import LLM
+from tools.demo_acceptance import TEMPERATURES, Text, encoded, held_out, record, tau, walks, written
+from tools.demo_heads import (
+    Eagle3,
+    Head,
+    NextToken,
+    load_eagle3,
+    load_next_token,
+    load_target,
+    read,
+    save_eagle3,
+    save_next_token,
+    unroll,
+)
+from tools.demo_model import Decoder, DemoConfig
+from tools.demo_text import document, long_document
+from tools.train_demo_model import IGNORED, OUTPUT, Packer, Progress, learning_rate, make_optimizers
+
+DEPTHS = 4
+DEPTH_WEIGHT = 0.8
+DRAFT_VOCAB = 1024
+EAGLE3_INTERMEDIATE = 512
+CHECKED = 16
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+
+
+def training_texts(llm: LLM, tokenizer: Tokenizer, seed: int, count: int) -> list[list[int]]:
+    """Documents that the training of the target has not seen, cut somewhere and continued by it: half of them greedily."""
+    prompts = []
+    for index in range(count):
+        rng = random.Random(f"heads:{seed}:{index}")
+        make = long_document if index % 10 == 0 else document
+        ids = encoded(tokenizer, make(seed + 1, index).text)
+        prompts.append(ids[: max(1, int(len(ids) * rng.uniform(0.02, 0.5)))])
+    half = count // 2
+    greedy = written(llm, prompts[:half], 0.0, most=256, to_the_end=False)
+    return [text.ids for text in (*greedy, *written(llm, prompts[half:], 1.0, most=256, to_the_end=False))]
+
+
+class TextPacker(Packer):
+    """Every second document is one that the target wrote."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: int, texts: Sequence[list[int]]) -> None:
+        super().__init__(tokenizer, seed, Progress())
+        self.texts = texts
+
+    def tokens(self, index: int, is_long: bool) -> list[int]:
+        """One document."""
+        if index % 2 or is_long:
+            return super().tokens(index, is_long)
+        return self.texts[index // 2 % len(self.texts)]
+
+
+def batches(packer: Packer, rows: int, length: int) -> Batches:
+    """Batches without end; every twelfth one has rows of the model's greatest length."""
+    while True:
+        for _ in range(11):
+            yield packer.batch(rows, length, False)
+        yield packer.batch(rows * length // 1024, 1024, True)
+
+
+def draft_ids(texts: Sequence[list[int]], vocab_size: int) -> Tensor:
+    """The `DRAFT_VOCAB` most frequent ids, ascending: int64[V_d]."""
+    counts = torch.bincount(torch.tensor([token for ids in texts for token in ids]), minlength=vocab_size)
+    return counts.argsort(descending=True, stable=True)[:DRAFT_VOCAB].sort().values
+
+
+def unrolled_loss(head: Head, target: Decoder, ids: Tensor, targets: Tensor) -> Tensor:
+    """The cross entropy against the target's softmax on the draft vocabulary, in nats, summed over the depths with their
+    weights. Cells whose likeliest token the head can not draft count for nothing."""
+    features, logits = read(head, target, ids)
+    wanted = logits[:, 1:].float()
+    can_draft = torch.isin(wanted.argmax(-1), head.ids) & (targets[:, 1:] != IGNORED)
+    p = wanted[..., head.ids].softmax(-1)
+    total = torch.zeros(())
+    for depth, drafted in enumerate(unroll(head, target, ids, features, DEPTHS)):
+        counts = can_draft.clone()
+        counts[:, :depth] = False
+        q = drafted[counts].float().log_softmax(-1)
+        total = total + DEPTH_WEIGHT**depth * -(p[counts] * q).sum(-1).mean()
+    return total
+
+
+class HeadTrainer:
+    """One run: a head, its optimizers and its clock."""
+
+    def __init__(self, head: Head, target: Decoder, minutes: float, rate: float) -> None:
+        self.head, self.target, self.minutes, self.rate = head, target, minutes, rate
+        head.begin(target)
+        self.optimizers = make_optimizers(head, rate)
+        self.seconds, self.steps, self.tokens, self.loss = 0.0, 0, 0, math.nan
+
+    def step(self, ids: Tensor, targets: Tensor) -> None:
+        """One update; `loss` is the one before it."""
+        begun = time.process_time()
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            group["lr"] = learning_rate(self.seconds / (60 * self.minutes), self.rate)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = unrolled_loss(self.head, self.target, ids, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        self.tokens += int((targets != IGNORED).sum())
+        self.loss = float(loss.detach())
+        self.seconds += time.process_time() - begun
+
+    def run(self, source: Batches, checks: Sequence[Sequence[Text]]) -> None:
+        """Train until the time is over, with a line of progress at each tenth of it."""
+        for tenth in range(1, 11):
+            while self.seconds < 6 * self.minutes * tenth:
+                self.step(*next(source))
+            self.report(checks)
+
+    def report(self, checks: Sequence[Sequence[Text]]) -> None:
+        """One line."""
+        taus = [round(tau(walks(self.head, self.target, texts)), 3) for texts in checks]
+        place = {"step": self.steps, "minutes": round(self.seconds / 60, 2), "tokens": self.tokens}
+        print(json.dumps({**place, "loss": round(self.loss, 3), "tau": taus}), flush=True)
+
+
+def make_head(kind: str, vocab_size: int, texts: Sequence[list[int]]) -> Eagle3 | NextToken:
+    """An untrained head; EAGLE-3's draft vocabulary is of these texts."""
+    config = DemoConfig(vocab_size=vocab_size)
+    if kind == "mtp":
+        return NextToken(config)
+    return Eagle3(replace(config, intermediate=EAGLE3_INTERMEDIATE), draft_ids(texts, vocab_size))
+
+
+def ship(head: Eagle3 | NextToken, folder: Path) -> Eagle3 | NextToken:
+    """Write the head's files; the head as they give it back."""
+    if isinstance(head, Eagle3):
+        save_eagle3(head, folder)
+        return load_eagle3(folder)
+    save_next_token(head, folder)
+    return load_next_token(folder)
+
+
+def arguments(words: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=("eagle3", "mtp"))
+    parser.add_argument("--minutes", type=float, default=10.0, help="processor time of the training alone")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--texts", type=int, default=6000, help="texts that the target writes to train on")
+    parser.add_argument("--folder", type=Path, default=OUTPUT, help="folder of the target, where the head goes")
+    return parser.parse_args(words)
+
+
+def main(words: list[str]) -> None:
+    """Train, ship and record; one thread, so that processor time is the training's."""
+    given = arguments(words)
+    torch.set_num_threads(1)
+    torch.manual_seed(given.seed)
+    tokenizer = Tokenizer.from_file(str(given.folder / "tokenizer.json"))
+    target, prompts = load_target(given.folder), held_out(tokenizer)
+    with LLM(str(given.folder)) as llm:
+        texts = training_texts(llm, tokenizer, given.seed, given.texts)
+        tests = [written(llm, list(prompts.values()), temperature) for temperature in TEMPERATURES]
+    head = make_head(given.kind, tokenizer.get_vocab_size(), texts)
+    trainer = HeadTrainer(head, target, given.minutes, given.rate)
+    source = batches(TextPacker(tokenizer, given.seed, texts), given.rows, given.length)
+    trainer.run(source, [part[:CHECKED] for part in tests])
+    record(given.folder, given.kind, ship(head, given.folder), target, list(prompts), tests)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
