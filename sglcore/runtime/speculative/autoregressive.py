@@ -22,7 +22,7 @@ from sglcore.runtime.speculative.drafter import DraftRows
 
 
 class AutoregressiveDrafter(ABC):
-    """`tokens` forwards of a model a step: the first over the target's own rows, the others of one row a request. `lookahead` is
+    """A forward of a model for each proposal: the first over the target's own rows, the others of one row a request. `lookahead` is
     how far the token in a cell is ahead of the cell."""
 
     lookahead: int
@@ -40,9 +40,9 @@ class AutoregressiveDrafter(ABC):
     def advance(self, rows: DraftRows) -> Tensor:
         """As `Drafter.advance`."""
         hidden, found = self.take_in(rows), list[Tensor]()
-        if not len(rows.most_lens):
-            return torch.empty(0, self.tokens, dtype=torch.int32, device=rows.ids.device)
-        for depth in range(1, self.tokens + 1):
+        if not rows.wanted or not len(rows.most_lens):
+            return torch.empty(len(rows.most_lens), rows.wanted, dtype=torch.int32, device=rows.ids.device)
+        for depth in range(1, rows.wanted + 1):
             if found:
                 hidden = self.run(self.decode(rows, found[-1], depth - 1 - self.lookahead, hidden))
             found.append(rows.draw(self.runner.logits(hidden, None), depth))

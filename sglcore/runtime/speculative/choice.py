@@ -11,12 +11,13 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.ledger import DecisionLedger, Row
 from sglcore.device.package import Ref, resolve
+from sglcore.runtime.speculative.length import lengths_of
 
 if TYPE_CHECKING:
     from sglcore.runtime.loaded_model import LoadedModel
 
 DRAFT_TOKENS = 4
-"""Proposals of a step where nobody asks for another number."""
+"""Proposals of a step at most where nobody asks for a number."""
 NGRAM = "ngram"
 MODELS = ("eagle", "eagle3", "mtp", "standalone")
 """Kinds of models that propose."""
@@ -48,23 +49,28 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Proposals of this `kind`, `tokens` of them a step. `draft` is the model that makes them (None: none does); `aux_layers` as
-    in `StepShape`, None where it reads nothing of the target but its tokens."""
+    """Proposals of this `kind`, as many a step as one of `lengths`, ascending. `draft` is the model that makes them (None: none
+    does); `aux_layers` as in `StepShape`, None where it reads nothing of the target but its tokens."""
 
     kind: str
-    tokens: int
+    lengths: tuple[int, ...]
     draft: LoadedModel | None = None
     aux_layers: tuple[int, ...] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Proposals of a step at most."""
+        return self.lengths[-1]
 
     def shape_of(self, model: LoadedModel) -> StepShape:
         """The decode steps of the target, or of the draft, which also runs a row a request; one that reads no features runs the new
         roots beside the target's rows."""
-        width = self.tokens + 1
+        widths = tuple(each + 1 for each in self.lengths)
         if model is not self.draft:
-            return StepShape((width,), aux_layers=self.aux_layers or ())
+            return StepShape(widths, aux_layers=self.aux_layers or ())
         if self.aux_layers is None:
-            return StepShape((1, width + 1))
-        return StepShape((1, width), model.config.hidden_size)
+            return StepShape((1, *(each + 1 for each in widths)))
+        return StepShape(tuple(sorted({1, *widths})), model.config.hidden_size)
 
 
 def choose_speculation(
@@ -82,13 +88,13 @@ def choose_speculation(
     reason = _reason_against(model)
     if reason:
         raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy="--speculative off")
-    tokens = config.draft_tokens or DRAFT_TOKENS
-    what = f"{kind}, {tokens} tokens a step"
+    lengths = lengths_of(config.draft_tokens, DRAFT_TOKENS)
+    what = f"{kind}, {' or '.join(map(str, lengths))} tokens a step"
     ledger.record(Row("speculative", asked, what, f"{why}; the text is the same as without", "--speculative off"))
     if kind == NGRAM:
-        return Speculation(kind, tokens)
+        return Speculation(kind, lengths)
     draft = load(folder if config.draft_model is None else Path(config.draft_model).expanduser(), kind)
-    return Speculation(kind, tokens, draft.model, draft.aux_layers)
+    return Speculation(kind, lengths, draft.model, draft.aux_layers)
 
 
 def _kind(config: EngineConfig, model: LoadedModel, folder: Path) -> tuple[str, str]:

@@ -28,7 +28,7 @@ class DraftRows:
     drafter asked for. R requests emitted: `select` int[R] is the token whose `ids` is the request's new root, of which the
     target has no cell yet; `slots` and `lengths` int32[R], its slot and its cells; `limits` int32[R], cells that are in its
     pages: what lies at or past it goes to slot 0. `most_lens` int32[R] is as much of `lengths` as the host knows: the most
-    they can be, exact where steps do not overlap. `history` int32[slots + 1, context + 1] has the tokens 0..lengths of each slot, if the
+    they can be, exact where steps do not overlap. `wanted`: how many proposals to make of each. `history` int32[slots + 1, context + 1] has the tokens 0..lengths of each slot, if the
     drafter reads it.
     """
 
@@ -42,13 +42,14 @@ class DraftRows:
     limits: Tensor
     most_lens: NDArray
     draw: DrawDraft
+    wanted: int
     history: Tensor | None = None
 
 
 class Drafter(Protocol):
     """Proposes tokens, and keeps what it needs of every slot by itself.
 
-    `tokens`: how many it proposes. `lookahead`: how many following tokens what it keeps of a token depends on.
+    `tokens`: how many it proposes at most. `lookahead`: how many following tokens what it keeps of a token depends on.
     `reads_history`: it reads `DraftRows.history`.
     """
 
@@ -57,7 +58,7 @@ class Drafter(Protocol):
     reads_history: bool
 
     def advance(self, rows: DraftRows) -> Tensor:
-        """Take in what the target computed, and propose int32[R, tokens] for the tokens after each root; NONE where there is
+        """Take in what the target computed, and propose int32[R, rows.wanted] for the tokens after each root; NONE where there is
         nothing to propose. Waits for nothing."""
         ...
 

@@ -47,4 +47,7 @@ def make_speculative_worker(
         can_overlap=limits.can_overlap and not facts.needs_host_lengths,
     )
     aux_layers = speculation.aux_layers or ()
-    return SpeculativeWorker(runner, token_table, limits, drafter, len(aux_layers) * limits.embed_size or None)
+    feature_size = len(aux_layers) * limits.embed_size or None
+    return SpeculativeWorker(
+        runner, token_table, limits, drafter, feature_size, speculation.lengths, facts.shares_host_memory
+    )

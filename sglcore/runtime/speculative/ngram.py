@@ -22,10 +22,10 @@ class NgramDrafter:
     def advance(self, rows: DraftRows) -> Tensor:
         """As `Drafter.advance`. Work grows with the longest text of the batch."""
         assert rows.history is not None
-        if not len(rows.most_lens):
-            return torch.empty(0, self.tokens, dtype=torch.int32, device=rows.slots.device)
+        if not rows.wanted or not len(rows.most_lens):
+            return torch.empty(len(rows.most_lens), rows.wanted, dtype=torch.int32, device=rows.slots.device)
         known = rows.history[:, : int(rows.most_lens.max()) + 1].index_select(0, rows.slots)
-        return propose(known, rows.lengths, self.tokens, self._least, self._most)
+        return propose(known, rows.lengths, rows.wanted, self._least, self._most)
 
     def close(self) -> None:
         """Nothing to free."""

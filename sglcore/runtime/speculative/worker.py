@@ -6,8 +6,11 @@ state between steps is in tables by slot on the device: how many cells of it are
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,11 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglcore.device.batch import ScheduleBatch
-from sglcore.device.worker import Limits, Ticket
+from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.speculative.drafter import NONE, Drafter, DraftRows
 from sglcore.runtime.speculative.features import features_of
+from sglcore.runtime.speculative.length import LengthController
 from sglcore.runtime.staging import StagedArrays
 from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import TpModelWorker, prompt_embeds
@@ -41,8 +45,18 @@ class Verified:
     proposals: Tensor
 
 
+class Started(NamedTuple):
+    """A verification of so many proposals of each request, and `time.perf_counter()` when it was submitted."""
+
+    step: int
+    requests: int
+    tokens: int
+    begin: float
+
+
 class SpeculativeWorker(TpModelWorker):
-    """Composes the target's runner and a drafter. Decode rows bring `limits.draft_tokens` proposals, prompts as always."""
+    """Composes the target's runner and a drafter. Decode rows bring up to `limits.draft_tokens` proposals, as `length` has it, prompts
+    as always."""
 
     def __init__(
         self,
@@ -51,10 +65,17 @@ class SpeculativeWorker(TpModelWorker):
         limits: Limits,
         drafter: Drafter,
         feature_size: int | None = None,
+        lengths: tuple[int, ...] = (),
+        reads_proposals: bool = False,
     ) -> None:
         """`feature_size`: of the runner's output, the last so many numbers of each token are the drafter's; None: all are, and
-        the model's too."""
+        the model's too. `lengths` are the numbers of proposals that a step may verify, ascending (none: always all).
+        `reads_proposals`: the host reads them in their place, so that no step is wider than what was proposed."""
         self.drafter = drafter
+        self.length = LengthController(lengths or (drafter.tokens,))
+        self._reads_proposals = reads_proposals
+        self._started = deque[Started]()
+        self._last_collect = 0.0
         self._feature_size = feature_size
         self._table = token_table
         device, slots = token_table.last.device, limits.max_requests + 1
@@ -106,12 +127,14 @@ class SpeculativeWorker(TpModelWorker):
             arrived["emitting_limits"],
             rows.select(batch.seq_lens),
             self._sampling.drafting(1, lengths),
+            self.length.tokens,
             self._history,
         )
         self._propose(drawn)
 
     def _verify(self, batch: ScheduleBatch) -> Ticket:
-        width = self.drafter.tokens + 1
+        width = self._tokens_of(batch) + 1
+        self._started.append(Started(batch.step, batch.batch_size, width - 1, time.perf_counter()))
         wide = self._widened(batch, width)
         many = widen(batch, wide)
         rows = plan_rows(many)
@@ -130,6 +153,7 @@ class SpeculativeWorker(TpModelWorker):
         sampled = self._sampling.draw(many, rows, logits, inputs, arrays.arrived, staged.seq_lens)
         accepted, proposed = self._accept(step, sampled)
         output = StepOutput(rows, path, sampled, runs=(accepted, proposed))
+        self.length.choose(batch.batch_size)
         # The host goes on while proposals are made, unless it waits for them too.
         ticket = self._ticket(batch, staged, arrays, output) if batch.masks is None else None
         self._advance_verified(batch, staged, step, sampled, accepted, hidden)
@@ -137,6 +161,14 @@ class SpeculativeWorker(TpModelWorker):
             output.drafts = self._drafts(batch, step.slots)
             ticket = self._ticket(batch, staged, arrays, output)
         return ticket
+
+    def _tokens_of(self, batch: ScheduleBatch) -> int:
+        """How many proposals of each request this step verifies."""
+        tokens = self.length.tokens
+        if not self._reads_proposals or not tokens:
+            return tokens
+        proposed = self._proposals[torch.from_numpy(batch.slots)] != NONE
+        return min(tokens, self.length.fitting(int(proposed.any(0).sum())))
 
     def _widened(self, batch: ScheduleBatch, width: int) -> WideRows:
         number = batch.composition * (self.drafter.tokens + 2) + width
@@ -204,6 +236,7 @@ class SpeculativeWorker(TpModelWorker):
             step.limits,
             batch.seq_lens,
             self._sampling.drafting(width, lengths),
+            self.length.tokens,
             self._history,
         )
         self._propose(rows)
@@ -213,7 +246,22 @@ class SpeculativeWorker(TpModelWorker):
         return self._table.history if self.limits.keeps_history else None
 
     def _propose(self, rows: DraftRows) -> None:
-        self._proposals[rows.slots] = self.drafter.advance(rows)
+        found = self.drafter.advance(rows)
+        missing = self.drafter.tokens - found.shape[1]
+        self._proposals[rows.slots] = torch.nn.functional.pad(found, (0, missing), value=NONE)
+
+    def collect(self, ticket: Ticket) -> BatchResult:
+        """As the plain worker's. What a step took is the time since it was submitted, or since the one before it was collected:
+        nothing waits for it."""
+        result = super().collect(ticket)
+        now, before = time.perf_counter(), self._last_collect
+        self._last_collect = now
+        while self._started and self._started[0].step <= result.step:
+            started = self._started.popleft()
+            if started.step == result.step:
+                accepted = np.diff(result.token_offsets) - 1
+                self.length.learn(started.requests, started.tokens, accepted, now - max(before, started.begin))
+        return result
 
     def close(self) -> None:
         """As the plain worker's, and the drafter's."""
