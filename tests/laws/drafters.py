@@ -45,7 +45,7 @@ class Knowing:
         history, found = rows.history.cpu(), torch.full((len(rows.slots), self.tokens), NONE, dtype=torch.int32)
         for row, (slot, last) in enumerate(zip(rows.slots.tolist(), rows.lengths.tolist(), strict=True)):
             # A request whose last token is drawn already may go on for a step: nobody sees what it draws.
-            if rows.width == 1 or last < int(rows.limits[row]):
+            if not rows.batch.forward_mode.is_decode or last < int(rows.limits[row]):
                 found[row] = self.propose(history[slot, : last + 1].tolist())
         return found.to(rows.slots.device)
 

@@ -1,0 +1,122 @@
+"""How many proposals a step verifies, by what is right and what steps cost: in simulated runs, and while it changes at random."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglcore.runtime.speculative.length import DWELL, LengthController, lengths_of
+from sglcore.runtime.speculative.worker import SpeculativeWorker
+from tests.laws.test_speculative_laws import Ran, check_same, engines, folder, plain, run
+
+__all__ = ["engines", "folder", "plain"]
+
+LENGTHS = (0, 1, 3, 4)
+Cost = Callable[[int], float]
+
+
+def simulate(
+    made: LengthController, steps: int, rate: float, cost: Cost, requests: int = 1, seed: int = 0
+) -> list[int]:
+    """The lengths of steps of which each proposal behind right ones is right so often, and which take so long."""
+    rng, taken = np.random.default_rng(seed), []
+    for _ in range(steps):
+        tokens = made.tokens
+        right = rng.random((requests, tokens)) < rate
+        accepted = right.cumprod(1).sum(1).astype(np.int32)
+        made.choose(requests)
+        made.learn(requests, tokens, accepted, cost(tokens))
+        taken.append(tokens)
+    return taken
+
+
+def share(taken: list[int], tokens: int) -> float:
+    return taken.count(tokens) / len(taken)
+
+
+def test_a_start_changes_between_lengths_up_to_its_largest_or_keeps_the_one_asked_for() -> None:
+    assert lengths_of(None, 4) == (0, 1, 3, 4)
+    assert lengths_of(None, 7) == (0, 1, 3, 5, 7)
+    assert lengths_of(6, 4) == (6,)
+    assert set(simulate(LengthController((6,)), 50, 0.0, lambda tokens: 1 + tokens)) == {6}
+
+
+@pytest.mark.parametrize("requests", [1, 6, 32])
+@pytest.mark.parametrize(
+    ("rate", "slope", "best"),
+    [(0.95, 0.05, 4), (0.02, 0.3, 0), (0.45, 0.25, 1), (0.9, 1.2, 0), (0.0, 0.12, 0)],
+)
+def test_it_finds_the_length_with_the_most_tokens_a_second(requests: int, rate: float, slope: float, best: int) -> None:
+    made = LengthController(LENGTHS)
+    simulate(made, 64, rate, lambda tokens: 1 + slope * tokens, requests)
+    taken = simulate(made, 512, rate, lambda tokens: 1 + slope * tokens, requests, seed=1)
+    assert share(taken, best) > (0.55 if requests == 1 and best == 1 else 0.9), {n: share(taken, n) for n in LENGTHS}
+
+
+def test_it_costs_little_where_nothing_is_right_and_comes_back_when_something_is() -> None:
+    made = LengthController(LENGTHS)
+    simulate(made, 64, 0.0, lambda tokens: 1 + 0.3 * tokens)
+    taken = simulate(made, 1024, 0.0, lambda tokens: 1 + 0.3 * tokens)
+    assert sum(1 + 0.3 * tokens for tokens in taken) < 1.05 * len(taken)
+    taken = simulate(made, 512, 1.0, lambda tokens: 1 + 0.3 * tokens)
+    assert share(taken[256:], 4) > 0.9
+
+
+def test_what_is_right_of_few_requests_says_nothing_of_many() -> None:
+    made = LengthController(LENGTHS)
+    simulate(made, 128, 0.95, lambda tokens: 1 + 0.05 * tokens, requests=1)
+    simulate(made, 128, 0.95, lambda tokens: 1 + 1.5 * tokens, requests=64)
+    assert share(simulate(made, 128, 0.95, lambda tokens: 1 + 0.05 * tokens, requests=1), 4) > 0.9
+
+
+def test_it_stays_with_a_length_for_some_steps() -> None:
+    made, rng = LengthController(LENGTHS), random.Random(3)
+    taken = [each for _ in range(40) for each in simulate(made, 10, rng.random(), lambda n: 1 + 0.2 * n)]
+    settled = [made_at for made_at, (one, other) in enumerate(zip(taken, taken[1:], strict=False)) if one != other]
+    runs = [after - before for before, after in zip(settled, settled[1:], strict=False)]
+    assert sum(length < DWELL - 1 for length in runs) <= 2 * len(taken) // 64 + 2 * 2 * len(LENGTHS)
+
+
+def test_no_length_is_narrower_than_what_was_proposed() -> None:
+    assert [LengthController((3, 6)).fitting(tokens) for tokens in range(7)] == [0, 3, 3, 3, 6, 6, 6]
+
+
+class AtRandom(LengthController):
+    """Another length whenever it likes."""
+
+    def __init__(self) -> None:
+        super().__init__(LENGTHS)
+        self._random = random.Random(7)
+        self.taken: set[int] = set()
+
+    def choose(self, requests: int) -> None:
+        self.tokens = self._random.choice(self.lengths)
+        self.taken.add(self.tokens)
+
+
+class StaleRows(SpeculativeWorker):
+    """Rows of a step are those of the step before, whatever its width."""
+
+    def _widened(self, batch, width):
+        return super()._widened(batch, width if self._wide is None else self._wide.nodes.max() + 1)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("drafter", ["guessing", "ngram"])
+def test_lengths_that_change_at_random_change_no_text(engines, plain: Ran, drafter: str, overlap: bool) -> None:
+    engine = engines(drafter, plain, overlap=overlap, graph="off")
+    engine.worker.length = changing = AtRandom()
+    check_same(run(engine), plain)
+    assert changing.taken == set(LENGTHS)
+
+
+@pytest.mark.needs("device")
+def test_a_table_of_another_width_shows(engines, plain: Ran) -> None:
+    engine = engines("guessing", plain, overlap=False, graph="off")
+    engine.worker.length, engine.worker.__class__ = AtRandom(), StaleRows
+    with pytest.raises((AssertionError, RuntimeError, ValueError)):
+        check_same(run(engine), plain)
