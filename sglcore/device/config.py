@@ -71,7 +71,11 @@ class EngineConfig:
         " before), off, or auto.",
     )
     draft_model: str | None = setting(None, "The checkpoint folder of a model that proposes tokens.")
-    draft_tokens: int | None = setting(None, "Tokens that are proposed for each step.", least=1)
+    draft_tokens: int | None = setting(
+        None,
+        "Tokens that are proposed for each step; left out, as many as are measured to be fastest, which may be none.",
+        least=1,
+    )
     kernels: str = setting(
         "auto",
         'A kernel table of the device by name; "reference" computes with the reference\'s functions, to compare numbers.',

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_it_finds_the_length_with_the_most_tokens_a_second(requests: int, rate: 
     made = LengthController(LENGTHS)
     simulate(made, 64, rate, lambda tokens: 1 + slope * tokens, requests)
     taken = simulate(made, 512, rate, lambda tokens: 1 + slope * tokens, requests, seed=1)
-    assert share(taken, best) > (0.55 if requests == 1 and best == 1 else 0.9), {n: share(taken, n) for n in LENGTHS}
+    assert share(taken, best) > (0.55 if requests == 1 and best == 1 else 0.85), {n: share(taken, n) for n in LENGTHS}
 
 
 def test_it_costs_little_where_nothing_is_right_and_comes_back_when_something_is() -> None:
@@ -74,11 +74,13 @@ def test_what_is_right_of_few_requests_says_nothing_of_many() -> None:
 
 
 def test_it_stays_with_a_length_for_some_steps() -> None:
-    made, rng = LengthController(LENGTHS), random.Random(3)
-    taken = [each for _ in range(40) for each in simulate(made, 10, rng.random(), lambda n: 1 + 0.2 * n)]
-    settled = [made_at for made_at, (one, other) in enumerate(zip(taken, taken[1:], strict=False)) if one != other]
-    runs = [after - before for before, after in zip(settled, settled[1:], strict=False)]
-    assert sum(length < DWELL - 1 for length in runs) <= 2 * len(taken) // 64 + 2 * 2 * len(LENGTHS)
+    made, rng, settled = LengthController(LENGTHS), random.Random(3), list[int]()
+    for _ in range(400):
+        simulate(made, 1, rng.random(), lambda tokens: 1 + 0.2 * tokens)
+        settled.append(made._settled)
+    changes = [step for step, (one, other) in enumerate(pairwise(settled)) if one != other]
+    assert len(changes) > 5
+    assert all(after - before >= DWELL for before, after in pairwise(changes))
 
 
 def test_no_length_is_narrower_than_what_was_proposed() -> None:
@@ -105,6 +107,7 @@ class StaleRows(SpeculativeWorker):
         return super()._widened(batch, width if self._wide is None else self._wide.nodes.max() + 1)
 
 
+@pytest.mark.needs("device")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("drafter", ["guessing", "ngram"])
 def test_lengths_that_change_at_random_change_no_text(engines, plain: Ran, drafter: str, overlap: bool) -> None:
