@@ -59,7 +59,8 @@ class FeatureModel:
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """One forward."""
-        model, first, found = self._model, 0, list[Tensor]()
+        found: list[Tensor] = []
+        model, first = self._model, 0
         state = model.embed(batch)
         for layer in self._aux_layers:
             state = model.run_layers(state, first, layer)

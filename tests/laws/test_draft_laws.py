@@ -1,0 +1,151 @@
+"""Models that propose tokens, in whole engines: every proposal is drawn of what dense torch gives on the text that came out and on
+transformers' own hidden states, through chunks, prefix hits, graphs and any number of right proposals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sglcore.runtime.speculative.drafter import DraftRows
+from sglcore.runtime.speculative.worker import SpeculativeWorker
+from tests.checkpoints import llama, save
+from tests.drafts import AUX_IDS, TARGET, DenseDraft, eagle, eagle3, next_token, with_config
+from tests.laws.engine import TokenEngine, random_prompts
+
+TOKENS = 3
+TOLERANCE = 5e-4
+
+
+class Step(NamedTuple):
+    """What one text's proposals were drawn of: its cells, those in its pages, log-probabilities [tokens, vocab], proposals."""
+
+    cells: int
+    limit: int
+    logprobs: Tensor
+    proposals: list[int]
+
+
+class Recording:
+    """A drafter that remembers what it drew; for one text at a time."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.steps: list[Step] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def advance(self, rows: DraftRows) -> Tensor:
+        drawn: list[Tensor] = []
+        draw = rows.draw
+
+        def remember(logits: Tensor, depth: int) -> Tensor:
+            drawn.append(torch.log_softmax(logits[0].cpu(), -1))
+            return draw(logits, depth)
+
+        rows.draw = remember
+        found = self.inner.advance(rows)
+        if drawn:
+            cells, limit = int(rows.lengths[0]), int(rows.limits[0])
+            self.steps.append(Step(cells, limit, torch.stack(drawn), found[0].tolist()))
+        return found
+
+
+@torch.no_grad()
+def features_of(target: Any, tokens: Sequence[int], kind: str) -> Tensor:
+    """What transformers' model makes of each token, [n, F]: after the last norm, or behind the layers that the draft names."""
+    found = target.model(torch.tensor([tokens]), output_hidden_states=True)
+    if kind != "eagle3":
+        return found.last_hidden_state[0]
+    return torch.cat([found.hidden_states[layer + 1][0] for layer in AUX_IDS], -1)
+
+
+def furthest(target: Any, dense: DenseDraft, kind: str, tokens: list[int], steps: Sequence[Step]) -> float:
+    """The largest difference of log-probabilities, of all proposals whose forwards had cells. A step behind the end of a text goes
+    on with what nobody sees."""
+    features, worst, before = features_of(target, tokens, kind), 0.0, 0
+    for cells, limit, logprobs, proposals in steps:
+        if not before < cells < len(tokens):
+            continue
+        before = cells
+        within = min(TOKENS, max(limit - cells + 1, 1))
+        wanted = dense.propose(tokens[1 : cells + 1], features[:cells], proposals[: within - 1])
+        if not torch.equal(logprobs[:within].isinf(), wanted.isinf()):
+            return torch.inf
+        worst = max(worst, float((logprobs[:within] - wanted).nan_to_num().abs().max()))
+    return worst
+
+
+def run(folder: Path, kind: str, dense: DenseDraft, target: Any, **settings: Any) -> float:
+    """Texts of a new engine, one after another, of which the second begins as the first."""
+    where = {} if kind == "mtp" else {"draft_model": str(folder / "draft")}
+    engine = TokenEngine(
+        folder, speculative=kind, draft_tokens=TOKENS, max_batch_tokens=8, scramble_pages=2, **where, **settings
+    )
+    assert isinstance(engine.worker, SpeculativeWorker)
+    recording: Any = Recording(engine.worker.drafter)
+    engine.worker.drafter = recording
+    first, other = random_prompts(5, [21, 6])
+    worst = 0.0
+    for prompt in (first, [*first[:18], 3], other):
+        recording.steps.clear()
+        (result,) = engine.run([prompt], 10, temperature=1.0)
+        assert len(recording.steps) > 2
+        worst = max(worst, furthest(target, dense, kind, prompt + result.tokens, recording.steps))
+    engine.worker.close()
+    return worst
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, tuple[Path, DenseDraft]]]:
+    """A target by transformers, and of each kind its folder with a draft."""
+    target, made = llama(**TARGET), {}
+    for kind, make in (("eagle", eagle), ("eagle3", eagle3)):
+        folder = save(target, tmp_path_factory.mktemp(kind))
+        made[kind] = folder, make(target, folder / "draft")
+    folder = tmp_path_factory.mktemp("mtp")
+    made["mtp"] = folder, next_token(target, folder, llama)
+    return target, made
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
+def test_proposals_are_drawn_of_what_dense_torch_gives_on_the_text(drafts, kind: str) -> None:
+    target, made = drafts
+    folder, dense = made[kind]
+    assert run(folder, kind, dense, target, graph="off") < TOLERANCE
+
+
+def test_proposals_of_several_layers_are_too_by_every_graph(drafts, graph: str) -> None:
+    target, made = drafts
+    folder, dense = made["eagle3"]
+    assert run(folder, "eagle3", dense, target, graph=graph) < TOLERANCE
+
+
+def other_layers(draft: Path) -> None:
+    """The model is read one layer late."""
+    ids = [layer + 1 for layer in AUX_IDS]
+    with_config(draft, eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
+
+
+def absolute_ids(draft: Path) -> None:
+    """Distances to the target's ids, of which the loader makes what it would of ids."""
+    file = draft / "model.safetensors"
+    stored = load_file(file)
+    save_file({**stored, "d2t": stored["d2t"] - torch.arange(len(stored["d2t"]))}, file)
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("defect", [other_layers, absolute_ids], ids=lambda each: each.__name__)
+def test_a_draft_that_is_read_wrongly_shows(drafts, defect: Any, tmp_path: Path) -> None:
+    target, _ = drafts
+    save(target, tmp_path)
+    dense = eagle3(target, tmp_path / "draft")
+    defect(tmp_path / "draft")
+    assert run(tmp_path, "eagle3", dense, target, graph="off") > 0.1
