@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.device.batch import ForwardMode, ScheduleBatch, offsets_of
 from sglcore.device.worker import BatchResult, Limits, Ticket, TokenLogprobs
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.request import Request
@@ -64,9 +64,9 @@ class Truth:
         tokens, digests = known = self._known.setdefault(request, ([], []))
         while len(tokens) < max(length, len(request.prompt_ids)):
             place, digest = len(tokens), digests[-1] if digests else 0
-            drawn = (_mix(_mix(digest, request.seed), place) >> 7) % self.vocab_size
+            drawn = (mix(mix(digest, request.seed), place) >> 7) % self.vocab_size
             tokens.append(int(request.prompt_ids[place]) if place < len(request.prompt_ids) else drawn)
-            digests.append(_mix(digest, tokens[-1]))
+            digests.append(mix(digest, tokens[-1]))
         return known
 
     def output(self, request: Request, max_model_len: int) -> tuple[list[int], str]:
@@ -80,7 +80,7 @@ class Truth:
         return output, "length"
 
 
-def _mix(digest: int, value: int) -> int:
+def mix(digest: int, value: int) -> int:
     return ((digest ^ (value + 1)) * 0x100000001B3 + 0x9E3779B9) & 0xFFFFFFFFFFFF
 
 
@@ -128,9 +128,9 @@ class InFlightStep:
 
 def mask_word(request: Request, emitted: Sequence[int]) -> int:
     """What a fake grammar's mask says: whose it is, and after which tokens."""
-    digest = _mix(request.seed, request.arrival)
+    digest = mix(request.seed, request.arrival)
     for token in emitted:
-        digest = _mix(digest, token)
+        digest = mix(digest, token)
     return digest & 0x7FFFFFFF
 
 
@@ -212,31 +212,32 @@ class FakeWorker:
             self._spoil_states(step.batch)
             raise RuntimeError(f"planned failure of collect {ticket.step}")
         for name, before in step.snapshot.items():
-            _want((before == getattr(step.batch, name)).all(), f"{name} changed while the device still read it")
+            want((before == getattr(step.batch, name)).all(), f"{name} changed while the device still read it")
         return step.result
 
     def close(self) -> None:
         self.closed = True
 
     def _check_shape(self, batch: ScheduleBatch) -> None:
-        _want(batch.num_tokens <= self.limits.max_batch_tokens, f"{batch.num_tokens} tokens in a step")
-        _want(len(self.in_flight) < (2 if self.limits.can_overlap else 1), "too many steps in flight")
+        want(batch.num_tokens <= self.limits.max_batch_tokens, f"{batch.num_tokens} tokens in a step")
+        want(len(self.in_flight) < (2 if self.limits.can_overlap else 1), "too many steps in flight")
         kinds = (batch.forward_mode, self.limits.allows_mixed_batches)
-        _want(kinds != (ForwardMode.MIXED, False), "a mixed batch on a worker that has none")
+        want(kinds != (ForwardMode.MIXED, False), "a mixed batch on a worker that has none")
         for name in ("slots", "seq_lens", "prefix_lens", "token_offsets", "input_ids", "page_counts", "new_pages"):
-            _want(getattr(batch, name).dtype == np.int32, f"{name} is not int32")
+            want(getattr(batch, name).dtype == np.int32, f"{name} is not int32")
         lengths = np.diff(batch.token_offsets)
-        _want((lengths >= 1).all() and lengths.sum() == batch.num_tokens, "rows without tokens")
-        _want((batch.seq_lens - batch.prefix_lens == lengths).all(), "lengths do not add up")
+        want((lengths >= 1).all() and lengths.sum() == batch.num_tokens, "rows without tokens")
+        drafts = self.limits.draft_tokens if batch.forward_mode.is_decode else 0
+        want((batch.seq_lens - batch.prefix_lens == lengths + drafts).all(), "lengths do not add up")
         used = batch.slots[batch.slots != 0]
-        _want(len(set(used.tolist())) == len(used), "a slot twice in a batch")
-        _want(batch.new_page_offsets[-1] == len(batch.new_pages), "page offsets do not add up")
+        want(len(set(used.tolist())) == len(used), "a slot twice in a batch")
+        want(batch.new_page_offsets[-1] == len(batch.new_pages), "page offsets do not add up")
 
     def _run(self, batch: ScheduleBatch) -> BatchResult:
         assert isinstance(batch.sampling, FakeSampling)
         requests = batch.sampling.requests
-        _want(len(requests) == batch.batch_size, "sampling rows are not the batch's rows")
-        _want(self.compositions.setdefault(batch.composition, requests) == requests, "one composition, other rows")
+        want(len(requests) == batch.batch_size, "sampling rows are not the batch's rows")
+        want(self.compositions.setdefault(batch.composition, requests) == requests, "one composition, other rows")
         self._check_masks(batch, requests)
         for row, request in enumerate(requests):
             self._enter(batch, row, request)
@@ -245,34 +246,38 @@ class FakeWorker:
         for row, request in enumerate(requests):
             self._write(batch, row, request)
         self._save_states(batch)
-        tokens = []
-        for row, request in enumerate(requests):
-            slot = self.slots[batch.slots[row]]
-            slot.last_token = NOTHING
-            if batch.emits[row]:
-                slot.last_token = self.truth.tokens(request, slot.length + 1)[-1]
-                tokens.append(slot.last_token)
-        offsets = np.zeros(batch.batch_size + 1, dtype=np.int32)
-        np.cumsum(batch.emits, out=offsets[1:])
+        runs = [self._emit(batch, row, request) for row, request in enumerate(requests)]
+        tokens = [token for run in runs for token in run]
+        offsets = offsets_of([len(run) for run in runs])
         bad = np.array([request.rid in self.bad_requests for request in requests], dtype=bool)
         scores = {} if batch.prompt_logprobs is None else self._prompt_scores(batch, requests)
         wants = [request.params.logprobs for request in requests if request.params.logprobs is not None]
         logprobs = make_scores(tokens, max(wants)) if wants else None
         return BatchResult(batch.step, offsets, np.array(tokens, dtype=np.int32), bad, logprobs, scores)
 
+    def _emit(self, batch: ScheduleBatch, row: int, request: Request) -> list[int]:
+        slot = self.slots[batch.slots[row]]
+        run = self.truth.tokens(request, slot.length + 1)[-1:] if batch.emits[row] else []
+        slot.last_token = run[-1] if run else NOTHING
+        return run
+
     def _check_masks(self, batch: ScheduleBatch, requests: list[Request]) -> None:
         """Each constrained row that emits has a mask, made of all of its tokens; nobody else has one."""
         rows = [row for row, request in enumerate(requests) if request.matcher is not None and batch.emits[row]]
         if batch.masks is None or batch.mask_rows is None:
-            _want(not rows, f"no masks for rows {rows}")
+            want(not rows, f"no masks for rows {rows}")
             return
-        _want(batch.mask_rows.tolist() == rows, f"masks for rows {batch.mask_rows.tolist()}, constrained are {rows}")
+        want(batch.mask_rows.tolist() == rows, f"masks for rows {batch.mask_rows.tolist()}, constrained are {rows}")
         for row, words in zip(rows, batch.masks, strict=True):
-            request, length = requests[row], int(batch.seq_lens[row])
+            request, length = requests[row], self._known_tokens(batch, row)
             emitted = self.truth.tokens(request, length)[len(request.prompt_ids) :]
-            _want(
+            want(
                 words[0] == mask_word(request, emitted), f"the mask of {request.rid} is not that of its {length} tokens"
             )
+
+    def _known_tokens(self, batch: ScheduleBatch, row: int) -> int:
+        """Tokens after which the row draws the next."""
+        return int(batch.seq_lens[row])
 
     def _enter(self, batch: ScheduleBatch, row: int, request: Request) -> None:
         """Take in the row's page-table difference and check what is about to be read."""
@@ -281,43 +286,48 @@ class FakeWorker:
         new = batch.new_pages[batch.new_page_offsets[row] : batch.new_page_offsets[row + 1]].tolist()
         count, prefix = int(batch.page_counts[row]), int(batch.prefix_lens[row])
         if count == 0:
-            _want(all(number not in step.pages for step in self.in_flight), f"slot {number} reused while in flight")
+            want(all(number not in step.pages for step in self.in_flight), f"slot {number} reused while in flight")
             self.slots[number] = slot = Slot(request, state=slot.state)
             slot.length = prefix
             collected = self.in_flight[0].step if self.in_flight else batch.step
             shared = new[: prefix // self.limits.page_size]
-            _want(prefix % self.limits.page_size == 0, f"a prefix of {prefix} cells is not whole pages")
-            _want(
+            want(prefix % self.limits.page_size == 0, f"a prefix of {prefix} cells is not whole pages")
+            want(
                 all(self.writer[page] < collected for page in shared), "a page is shared before its writer is collected"
             )
-        _want(slot.owner is request, f"slot {number} belongs to another request")
-        _want(count == len(slot.pages), f"page_counts {count}, the device has {len(slot.pages)} entries")
-        _want(0 not in new and all(page <= self.limits.num_pages for page in new), f"pages {new}")
+        want(slot.owner is request, f"slot {number} belongs to another request")
+        want(count == len(slot.pages), f"page_counts {count}, the device has {len(slot.pages)} entries")
+        want(0 not in new and all(page <= self.limits.num_pages for page in new), f"pages {new}")
         slot.pages += new
-        _want(prefix == slot.length, f"prefix {prefix}, the device has {slot.length} cells")
-        _want(len(set(slot.pages)) == len(slot.pages), "a page twice in a table")
-        needed = -(-int(batch.seq_lens[row]) // self.limits.page_size)
-        _want(len(slot.pages) >= needed, "cells beyond the page table")
-        _want(len(slot.pages) <= needed, "pages without cells")
-        self._check_cells(slot, request, prefix)
+        want(len(set(slot.pages)) == len(slot.pages), "a page twice in a table")
+        self._check_lengths(batch, row, slot, request)
+        self._check_cells(slot, request, slot.length)
         if batch.history_offsets is not None and batch.history_ids is not None:
             start, end = batch.history_offsets[row : row + 2]
             slot.history += batch.history_ids[start:end].tolist()
-        if request.params.needs_history:
+        if request.params.needs_history or self.limits.keeps_history:
             known = self.truth.tokens(request, len(slot.history))
-            _want(slot.history == known, f"history {slot.history} of other tokens")
+            want(slot.history == known, f"history {slot.history} of other tokens")
             if count == 0:
-                _want(len(known) == request.num_tokens, f"history {slot.history} is not complete")
+                want(len(known) == request.num_tokens, f"history {slot.history} is not complete")
+
+    def _check_lengths(self, batch: ScheduleBatch, row: int, slot: Slot, request: Request) -> None:
+        """What the row has is what the device has, and its pages hold what it brings."""
+        prefix = int(batch.prefix_lens[row])
+        want(prefix == slot.length, f"prefix {prefix}, the device has {slot.length} cells")
+        needed = -(-int(batch.seq_lens[row]) // self.limits.page_size)
+        want(len(slot.pages) >= needed, "cells beyond the page table")
+        want(len(slot.pages) <= needed, "pages without cells")
 
     def _load_states(self, batch: ScheduleBatch) -> None:
         """Copy states in. A slot that nobody fills anew has what its last request left."""
         if batch.state_from is None or batch.state_to is None:
-            _want(batch.state_from is batch.state_to, "states are moved in one direction")
+            want(batch.state_from is batch.state_to, "states are moved in one direction")
             return
-        _want(self.limits.keeps_state, "states are moved that the worker does not keep")
-        _want(batch.state_from.dtype == batch.state_to.dtype == np.int32, "states' places are not int32")
-        _want(len(batch.state_from) == len(batch.state_to) == batch.batch_size, "states are not the batch's rows")
-        _want(batch.state_to.any() or (batch.state_from >= 0).any(), "state arrays though no row moves one")
+        want(self.limits.keeps_state, "states are moved that the worker does not keep")
+        want(batch.state_from.dtype == batch.state_to.dtype == np.int32, "states' places are not int32")
+        want(len(batch.state_from) == len(batch.state_to) == batch.batch_size, "states are not the batch's rows")
+        want(batch.state_to.any() or (batch.state_from >= 0).any(), "state arrays though no row moves one")
         for number, place in zip(batch.slots, batch.state_from.tolist(), strict=True):
             if place >= 0:
                 self.slots[number].state = self.snapshots[place] if place else EMPTY
@@ -326,7 +336,7 @@ class FakeWorker:
         if batch.state_to is None:
             return
         used = batch.state_to[batch.state_to != 0].tolist()
-        _want(len(set(used)) == len(used), f"a snapshot is written twice in a step: {used}")
+        want(len(set(used)) == len(used), f"a snapshot is written twice in a step: {used}")
         for row in np.flatnonzero(batch.state_to).tolist():
             self.snapshots[batch.state_to[row]] = self.slots[batch.slots[row]].state
 
@@ -342,7 +352,7 @@ class FakeWorker:
         is_bad = request.rid in self.bad_requests
         if self.limits.keeps_state and not is_bad:
             wanted = digests[start - 1] if start else EMPTY
-            _want(slot.state == wanted, f"the state of {request.rid} is not that of its {start} tokens")
+            want(slot.state == wanted, f"the state of {request.rid} is not that of its {start} tokens")
         slot.state = NOTHING if is_bad else digests[-1]
 
     def _check_cells(self, slot: Slot, request: Request, prefix: int) -> None:
@@ -355,17 +365,17 @@ class FakeWorker:
         start, ahead = prefix - len(found), self.limits.lookahead
         truth = np.array(self.truth.tokens(request, prefix + ahead))[start:]
         right = found[:, 0] == self.truth.digests(request, prefix)[start:]
-        _want(right.all(), f"{kind} cells of {request.rid} hold another request's tokens")
+        want(right.all(), f"{kind} cells of {request.rid} hold another request's tokens")
         for step in range(1, ahead + 1):
             known = np.where(found[:, step] == NOTHING, truth[step : step + len(found)], found[:, step])
-            _want((known == truth[step : step + len(found)]).all(), f"a {kind} depends on other following tokens")
-            _want((found[: max(len(found) - step, 0), step] != NOTHING).all(), f"a {kind} is not complete")
+            want((known == truth[step : step + len(found)]).all(), f"a {kind} depends on other following tokens")
+            want((found[: max(len(found) - step, 0), step] != NOTHING).all(), f"a {kind} is not complete")
 
     def _enter_windows(self, batch: ScheduleBatch, requests: list[Request]) -> None:
         """Take in the lists of window pages, then check that each is right and holds all that its row sees."""
         given = (batch.window_starts, batch.window_offsets, batch.window_pages)
         if not self.limits.num_window_pages:
-            _want(given == (None, None, None), "window pages of a worker that keeps none")
+            want(given == (None, None, None), "window pages of a worker that keeps none")
             return
         starts, lists = batch.window_starts, self._window_lists(batch)
         assert starts is not None and len(starts) == batch.batch_size and starts.dtype == np.int32
@@ -375,29 +385,29 @@ class FakeWorker:
             self._take_window_list(batch, row, slot, start, lists[row])
             self._check_window_list(batch, row, slot, request)
             written += slot.window_pages[(int(batch.prefix_lens[row]) - start) // self.limits.page_size :]
-        _want(len(set(written)) == len(written), f"a window page is written by two rows: {written}")
+        want(len(set(written)) == len(written), f"a window page is written by two rows: {written}")
 
     def _window_lists(self, batch: ScheduleBatch) -> list[list[int]]:
         offsets, pages = batch.window_offsets, batch.window_pages
         if offsets is None or pages is None:
-            _want(offsets is pages, "window lists in half")
+            want(offsets is pages, "window lists in half")
             return [[]] * batch.batch_size
-        _want(offsets.dtype == pages.dtype == np.int32, "window lists are not int32")
-        _want(len(offsets) == batch.batch_size + 1, "window lists are not the batch's rows")
-        _want(0 < offsets[-1] == len(pages), "window lists without pages")
+        want(offsets.dtype == pages.dtype == np.int32, "window lists are not int32")
+        want(len(offsets) == batch.batch_size + 1, "window lists are not the batch's rows")
+        want(0 < offsets[-1] == len(pages), "window lists without pages")
         return [part.tolist() for part in np.split(pages, offsets[1:-1])]
 
     def _take_window_list(self, batch: ScheduleBatch, row: int, slot: Slot, start: int, pages: list[int]) -> None:
         if not pages:
-            _want(batch.page_counts[row], f"slot {batch.slots[row]} has the window pages of its last request")
-            _want(start == slot.window_start, f"window_starts {start}, the device's list begins at {slot.window_start}")
+            want(batch.page_counts[row], f"slot {batch.slots[row]} has the window pages of its last request")
+            want(start == slot.window_start, f"window_starts {start}, the device's list begins at {slot.window_start}")
             return
-        _want((start, pages) != (slot.window_start, slot.window_pages), "a window list that the device has")
+        want((start, pages) != (slot.window_start, slot.window_pages), "a window list that the device has")
         if not batch.page_counts[row]:
             prefix = int(batch.prefix_lens[row])
             collected = self.in_flight[0].step if self.in_flight else batch.step
             shared = pages[: (prefix - start) // self.limits.page_size]
-            _want(
+            want(
                 (self.window_writer[shared] < collected).all(), "a window page is shared before its writer is collected"
             )
         slot.window_start, slot.window_pages = start, pages
@@ -405,16 +415,16 @@ class FakeWorker:
     def _check_window_list(self, batch: ScheduleBatch, row: int, slot: Slot, request: Request) -> None:
         size, prefix = self.limits.page_size, int(batch.prefix_lens[row])
         start, pages = slot.window_start, slot.window_pages
-        _want(start % size == 0, f"a list of window pages begins at {start}, within a page")
-        _want(len(pages) == -(-int(batch.seq_lens[row]) // size) - start // size, f"{len(pages)} window pages")
-        _want(len(pages) <= least_window_pages(self.limits), f"{len(pages)} window pages are too many")
-        _want(len(set(pages)) == len(pages), "a window page twice in a list")
-        _want(all(1 <= page <= self.limits.num_window_pages for page in pages), f"window pages {pages}")
+        want(start % size == 0, f"a list of window pages begins at {start}, within a page")
+        want(len(pages) == -(-int(batch.seq_lens[row]) // size) - start // size, f"{len(pages)} window pages")
+        want(len(pages) <= least_window_pages(self.limits), f"{len(pages)} window pages are too many")
+        want(len(set(pages)) == len(pages), "a window page twice in a list")
+        want(all(1 <= page <= self.limits.num_window_pages for page in pages), f"window pages {pages}")
         seen = max(0, prefix - self.limits.window + 1)
         whole = (prefix // size * size - self.limits.lookahead) // size * size
         first = max(0, whole - self.limits.window + 1) // size * size
-        _want(start <= seen, f"window pages from {start} on, {request.rid} sees from {seen} on")
-        _want(start >= first, f"window pages from {start} on, those before {first} are dead at {prefix}")
+        want(start <= seen, f"window pages from {start} on, {request.rid} sees from {seen} on")
+        want(start >= first, f"window pages from {start} on, those before {first} are dead at {prefix}")
         if request.rid not in self.bad_requests:
             found = self.window_cells[self._window_places(slot, np.arange(seen, prefix))]
             self._check_found(request, found, prefix, "window page")
@@ -425,11 +435,11 @@ class FakeWorker:
         ids = batch.input_ids[batch.token_offsets[row] : batch.token_offsets[row + 1]].tolist()
         is_decode = batch.forward_mode is ForwardMode.DECODE
         if is_decode or ids[0] < 0:
-            _want(slot.last_token != NOTHING, "a row decodes that has sampled nothing")
-            _want(ids[0] in (slot.last_token, -int(batch.slots[row])), f"token {ids[0]} instead of the last sampled")
-            _want(len(ids) == 1, "a decode row with several tokens")
+            want(slot.last_token != NOTHING, "a row decodes that has sampled nothing")
+            want(ids[0] in (slot.last_token, -int(batch.slots[row])), f"token {ids[0]} instead of the last sampled")
+            want(len(ids) == 1, "a decode row with several tokens")
             ids = [slot.last_token]
-        _want(ids == self.truth.tokens(request, end)[start:], f"{request.rid} brings wrong tokens")
+        want(ids == self.truth.tokens(request, end)[start:], f"{request.rid} brings wrong tokens")
         digests = self.truth.digests(request, end)
         self._continue_state(slot, request, digests, start)
         self._set(batch, row, np.arange(start, end), 0, digests[start:])
@@ -453,9 +463,9 @@ class FakeWorker:
         for page in set((places[changed] // self.limits.page_size).tolist()):
             for step in self.in_flight:
                 others = [other for other, pages in step.pages.items() if page in pages and other != number]
-                _want(not others, f"page {page} is written while slot {others} of step {step.step} still reads it")
+                want(not others, f"page {page} is written while slot {others} of step {step.step} still reads it")
             same_step = [other for other in batch.slots.tolist() if other != number and page in self.slots[other].pages]
-            _want(not same_step, f"page {page} is written while slot {same_step} of the same step reads it")
+            want(not same_step, f"page {page} is written while slot {same_step} of the same step reads it")
             self.writer[page] = batch.step
         if column == 0:
             self.cells[places] = NOTHING
@@ -488,7 +498,7 @@ class FakeWorker:
         assert batch.prompt_logprobs is not None and batch.next_ids is not None
         scores = {}
         for row in np.flatnonzero(batch.prompt_logprobs >= 0).tolist():
-            _want(requests[row].scores_prompt, f"{requests[row].rid} asks again for the scores that it has")
+            want(requests[row].scores_prompt, f"{requests[row].rid} asks again for the scores that it has")
             ids = batch.input_ids[batch.token_offsets[row] + 1 : batch.token_offsets[row + 1]].tolist()
             scores[row] = make_scores([*ids, int(batch.next_ids[row])], int(batch.prompt_logprobs.max()))
         return scores
@@ -513,6 +523,7 @@ def _arrays(batch: ScheduleBatch) -> dict[str, np.ndarray]:
     return {name: value.copy() for name, value in values.items() if isinstance(value, np.ndarray)}
 
 
-def _want(holds: object, found: str) -> None:
+def want(holds: object, found: str) -> None:
+    """Raise Violation unless it holds."""
     if not holds:
         raise Violation(found)

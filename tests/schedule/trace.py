@@ -18,7 +18,8 @@ from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.windows import least_window_pages
-from tests.schedule.fake_worker import FakeWorker, compose, make_limits, make_params
+from tests.schedule.fake_speculation import Accepts, FakeSpeculativeWorker
+from tests.schedule.fake_worker import FakeMatcher, FakeWorker, compose, make_limits, make_params
 
 VOCABULARY = 30
 
@@ -35,6 +36,7 @@ class Trace:
     fail_submit: set[int]
     fail_collect: set[int]
     bad_requests: set[str]
+    accepts: Accepts = "some"
 
 
 @dataclass
@@ -99,6 +101,27 @@ def with_windows(rnd: Random, limits: Limits) -> Limits:
     return replace(limits, num_window_pages=least_window_pages(limits) + rnd.choice([0, 0, 1, 3, 10, 40]))
 
 
+def with_proposals(rnd: Random, trace: Trace, draft_tokens: int, *, grammars: float = 0.1) -> Trace:
+    """The trace on a worker that verifies so many proposals a row (0: the trace as it is), with this share of grammars."""
+    if not draft_tokens:
+        return trace
+    for _, request in trace.arrivals:
+        if request.task == "generate" and rnd.random() < grammars:
+            request.matcher = FakeMatcher(request, rnd.choice([None, None, 2]))
+    limits = replace(
+        trace.limits,
+        draft_tokens=draft_tokens,
+        lookahead=rnd.choice([0, 1]),
+        keeps_history=rnd.random() < 0.5,
+        allows_mixed_batches=False,
+        keeps_state=False,
+        num_snapshots=0,
+        window=0,
+        num_window_pages=0,
+    )
+    return replace(trace, limits=limits, accepts=rnd.choice(["some", "some", "all", "none"]))
+
+
 def _draw_arrivals(rnd: Random, limits: Limits) -> list[tuple[int, Request]]:
     common = [rnd.randint(0, VOCABULARY - 1) for _ in range(limits.max_model_len)]
     arrivals: list[tuple[int, Request]] = []
@@ -131,7 +154,7 @@ def _draw_request(rnd: Random, rid: str, prompt: np.ndarray, leader: Request | N
 
 def play(trace: Trace, plant: Callable[[Scheduler], None] | None = None) -> Outcome:
     """Run a trace to its end, checking at every step. `plant` puts a bug into the scheduler."""
-    worker = FakeWorker(trace.limits)
+    worker = FakeSpeculativeWorker(trace.limits, accepts=trace.accepts) if trace.limits.draft_tokens else FakeWorker(trace.limits)
     worker.fail_submit, worker.fail_collect = trace.fail_submit, trace.fail_collect
     worker.bad_requests = trace.bad_requests
     scheduler = Scheduler(trace.limits, prefix_cache=trace.prefix_cache, compose=compose)
@@ -208,10 +231,11 @@ def _computing(outcome: Outcome) -> set[Request]:
 
 
 def _check_promises(outcome: Outcome) -> None:
-    """Who joined left everybody who ran the pages of what is known of it, and one more."""
+    """Who joined left everybody who ran the pages of what is known of it, and those of a step."""
     memory, running = outcome.scheduler._running.memory, outcome.scheduler._running
     owed = sum(memory.pages_for(request.num_tokens) - len(request.pages) for request in running.extending)
-    promised = owed + len(_computing(outcome)) - 1
+    step = memory.pages_for(1 + 2 * outcome.trace.limits.draft_tokens)
+    promised = owed + (len(_computing(outcome)) - 1) * step
     assert promised <= memory.available, f"{promised} pages are promised, {memory.available} are there"
 
 

@@ -1,0 +1,168 @@
+"""The checking worker with proposals: each decode row has its own length, which the host learns when it collects.
+
+As the real one, it verifies `draft_tokens` proposals after each row's last token, takes in those that are right, and leaves
+garbage in the cells of the others and in those of the next proposals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from sglcore.device.batch import ForwardMode, ScheduleBatch
+from sglcore.device.worker import BatchResult, Limits, Ticket
+from sglcore.schedule.request import Request
+from tests.schedule.fake_worker import EMPTY, NOTHING, FakeWorker, Slot, Truth, mix, want
+
+GARBAGE = -9
+Accepts = Literal["some", "all", "none"]
+"""How many proposals are right."""
+
+
+@dataclass
+class Known:
+    """What the host can know of a slot: its cells after the last collected step, and the steps in flight that verify; `most` cells
+    have been asked for."""
+
+    cells: int = 0
+    verifying: int = 0
+    most: int = 0
+
+
+class FakeSpeculativeWorker(FakeWorker):
+    """`limits.draft_tokens` proposals a row. `lookahead` 1: what is kept for proposals depends on the next token."""
+
+    def __init__(self, limits: Limits, truth: Truth | None = None, accepts: Accepts = "some") -> None:
+        super().__init__(limits, truth)
+        self.accepts = accepts
+        self.known: dict[int, Known] = {}
+        self.lengths: dict[int, dict[int, int]] = {}
+        """By step in flight that verifies, the cells of each of its slots after it."""
+        self.accepted: list[int] = []
+
+    def submit(self, batch: ScheduleBatch) -> Ticket:
+        ticket = super().submit(batch)
+        if batch.forward_mode.is_decode:
+            self.lengths[batch.step] = {slot: self.slots[slot].length for slot in batch.slots.tolist()}
+            for slot in self.lengths[batch.step]:
+                self.known[slot].verifying += 1
+        return ticket
+
+    def collect(self, ticket: Ticket) -> BatchResult:
+        for slot, length in self.lengths.pop(ticket.step, {}).items():
+            self.known[slot].cells = length
+            self.known[slot].verifying -= 1
+        return super().collect(ticket)
+
+    def _run(self, batch: ScheduleBatch) -> BatchResult:
+        want(batch.forward_mode is not ForwardMode.MIXED, "prompts beside rows that verify")
+        want(batch.cell_limits is not None and batch.cell_limits.dtype == np.int32, "no cell_limits")
+        self.runs: dict[int, int] = {}
+        result = super()._run(batch)
+        if not batch.forward_mode.is_decode:
+            return result
+        self.accepted += self.runs.values()
+        return replace(result, proposed=np.full(batch.batch_size, self.limits.draft_tokens, dtype=np.int32))
+
+    def _known_tokens(self, batch: ScheduleBatch, row: int) -> int:
+        if not batch.forward_mode.is_decode:
+            return super()._known_tokens(batch, row)
+        return self.slots[batch.slots[row]].length + 1
+
+    def _check_lengths(self, batch: ScheduleBatch, row: int, slot: Slot, request: Request) -> None:
+        number, size, drafts = int(batch.slots[row]), self.limits.page_size, self.limits.draft_tokens
+        prefix, final, held = int(batch.prefix_lens[row]), self._final(request), len(slot.pages) * self.limits.page_size
+        assert batch.cell_limits is not None
+        limit = int(batch.cell_limits[row])
+        if not batch.forward_mode.is_decode:
+            super()._check_lengths(batch, row, slot, request)
+            self.known[number] = Known(int(batch.seq_lens[row]), 0, int(batch.seq_lens[row]))
+            want(limit == min(held, final), f"cell_limits {limit} of {held} cells, {final} are needed")
+            return
+        known = self.known[number]
+        want(slot.length <= prefix, f"at most {prefix} cells, the device has {slot.length}")
+        bound = known.cells + known.verifying * (drafts + 1)
+        want(prefix == bound, f"at most {prefix} cells, which is not the bound {bound}")
+        want(known.cells + known.verifying < final, "a row runs whose last token is on its way")
+        want(limit <= held, f"cells beyond the page table: cell_limits {limit}, pages hold {held}")
+        want(limit <= final, f"cell_limits {limit}, no output needs more than {final}")
+        if request.matcher is not None:
+            want(limit == slot.length + 1, f"a mask is for one token, and {limit - slot.length} are verified")
+        else:
+            # What a step may write past its bound: what it verifies, and what it proposes after all of that.
+            most = prefix + 2 * drafts + 1 - self.limits.lookahead
+            want(limit >= min(most, final), f"proposals without cells: cell_limits {limit}, wanted {most} or {final}")
+        known.most = max(known.most, min(prefix + 1 + 2 * drafts, final))
+        want(len(slot.pages) <= -(-known.most // size), "pages without cells")
+
+    def _final(self, request: Request) -> int:
+        """Cells of the request when it has ended: its last token has none."""
+        most = request.params.max_tokens
+        context = self.limits.max_model_len
+        return (context if most is None else min(len(request.prompt_ids) + most, context)) - 1
+
+    def _check_cells(self, slot: Slot, request: Request, prefix: int) -> None:
+        super()._check_cells(slot, request, prefix)
+        if prefix and self.limits.lookahead and request.rid not in self.bad_requests:
+            found = self.cells[self._places(slot, np.arange(prefix)), 1]
+            want((found == self.truth.tokens(request, prefix + 1)[1:]).all(), "what proposals depend on is not complete")
+
+    def _write(self, batch: ScheduleBatch, row: int, request: Request) -> None:
+        slot = self.slots[batch.slots[row]]
+        if batch.forward_mode.is_decode:
+            self._verify(batch, row, request, slot)
+            return
+        super()._write(batch, row, request)
+        if self.limits.lookahead:
+            self._check_next(batch, row, request, slot.length)
+            self._set(batch, row, np.array([slot.length - 1]), 1, self.truth.tokens(request, slot.length + 1)[-1:])
+        if batch.emits[row]:
+            self._propose(batch, row, slot)
+
+    def _check_next(self, batch: ScheduleBatch, row: int, request: Request, end: int) -> None:
+        want(batch.next_ids is not None, "no tokens after the chunks")
+        assert batch.next_ids is not None
+        following = -1 if batch.emits[row] else self.truth.tokens(request, end + 1)[-1]
+        want(batch.next_ids[row] == following, f"token {batch.next_ids[row]} after a chunk, wanted {following}")
+
+    def _verify(self, batch: ScheduleBatch, row: int, request: Request, slot: Slot) -> None:
+        start, drafts, own = slot.length, self.limits.draft_tokens, -int(batch.slots[row])
+        assert batch.cell_limits is not None
+        limit, first = int(batch.cell_limits[row]), int(batch.input_ids[batch.token_offsets[row]])
+        want(slot.last_token != NOTHING, "a row decodes that has sampled nothing")
+        want(first in (slot.last_token, own), f"token {first} instead of the last sampled")
+        cells = np.arange(start, min(start + drafts + 1, max(limit, start)))
+        accepted = max(0, min(self._rightly(request, start), len(cells) - 1))
+        self.runs[row] = accepted
+        right, wrong = min(accepted + 1, len(cells)), len(cells) - accepted - 1
+        is_bad = request.rid in self.bad_requests
+        tokens, digests = self.truth.tokens(request, start + right + 1), self.truth.digests(request, start + right)
+        for column, values in enumerate((digests[start:], tokens[start + 1 :])[: 1 + self.limits.lookahead]):
+            found = [NOTHING if is_bad else value for value in values[:right]]
+            self._set(batch, row, cells, column, found + [GARBAGE] * wrong)
+        slot.length += right
+        self._propose(batch, row, slot)
+
+    def _rightly(self, request: Request, start: int) -> int:
+        """Proposals that are right, as far as there are cells."""
+        if self.accepts != "some":
+            return self.limits.draft_tokens if self.accepts == "all" else 0
+        return (mix(mix(EMPTY, request.seed), start) >> 9) % (self.limits.draft_tokens + 1)
+
+    def _propose(self, batch: ScheduleBatch, row: int, slot: Slot) -> None:
+        """The next proposals' own cells."""
+        assert batch.cell_limits is not None
+        end = slot.length + self.limits.draft_tokens - self.limits.lookahead
+        cells = np.arange(slot.length, max(slot.length, min(end, int(batch.cell_limits[row]))))
+        self._set(batch, row, cells, self.limits.lookahead, [GARBAGE] * len(cells))
+
+    def _emit(self, batch: ScheduleBatch, row: int, request: Request) -> list[int]:
+        if not batch.forward_mode.is_decode:
+            return super()._emit(batch, row, request)
+        slot, count = self.slots[batch.slots[row]], self.runs[row] + 1
+        end = slot.length + 1
+        run = self.truth.tokens(request, max(end, count + 1))[end - count : end]
+        slot.last_token = run[-1]
+        return run
