@@ -56,11 +56,12 @@ class OutputProcessor:
 
     def _grow(self, completion: Completion, text: IncrementalDetokenizer, output: EngineOutput) -> TextDelta:
         self._take_prompt(output)
-        logprobs = self._take_tokens(completion, output)
-        visible = output.token_ids
-        if output.finish_reason == "stop" and visible and isinstance(output.stop_cause, int):
-            visible = visible[:-1]
-        shown = text.push(visible)
+        ids = output.token_ids
+        has_stop_token = output.finish_reason == "stop" and isinstance(output.stop_cause, int)
+        shown = text.push(ids[:-1] if has_stop_token else ids)
+        if text.stopped_by is not None:
+            ids = ids[: text.taken]
+        logprobs = self._take_tokens(completion, ids, output.logprobs)
         if output.finish_reason is not None or text.stopped_by is not None:
             shown += text.finish()
             self._end(completion, text, output)
@@ -69,7 +70,7 @@ class OutputProcessor:
             self.output.request_id,
             completion.index,
             shown,
-            tuple(output.token_ids),
+            tuple(ids),
             completion.finish_reason,
             logprobs,
             completion.error,
@@ -81,15 +82,17 @@ class OutputProcessor:
         if known.prompt_logprobs is not None and len(known.prompt_logprobs) == 1 and output.prompt_logprobs:
             known.prompt_logprobs += output.prompt_logprobs
 
-    def _take_tokens(self, completion: Completion, output: EngineOutput) -> tuple[TokenLogprob, ...] | None:
-        completion.token_ids.extend(output.token_ids)
-        if completion.logprobs is None or output.logprobs is None:
+    def _take_tokens(
+        self, completion: Completion, ids: list[int], logprobs: list[TokenLogprob] | None
+    ) -> tuple[TokenLogprob, ...] | None:
+        completion.token_ids.extend(ids)
+        if completion.logprobs is None or logprobs is None:
             return None
-        completion.logprobs.extend(output.logprobs)
-        return tuple(output.logprobs)
+        completion.logprobs.extend(logprobs[: len(ids)])
+        return tuple(logprobs[: len(ids)])
 
     def _end(self, completion: Completion, text: IncrementalDetokenizer, output: EngineOutput) -> None:
         stopped = text.stopped_by is not None
         completion.finish_reason = "stop" if stopped else output.finish_reason
         completion.stop_cause = text.stopped_by if stopped else output.stop_cause
-        completion.error = output.error
+        completion.error = "" if stopped else output.error

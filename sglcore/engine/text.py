@@ -96,8 +96,8 @@ class IncrementalDetokenizer:
     """The text of tokens that arrive one after another, cut at stop strings.
 
     `push` returns what may be shown: never half a character, never the beginning of something that may become a stop
-    string. `stopped_by` is the stop string that ended the text. `prompt` ends with the tokens before the first one, which
-    decide whether that begins with a space.
+    string. `stopped_by` is the stop string that ended the text; `taken` counts the tokens of the last `push` up to that which
+    completed it. `prompt` ends with the tokens before the first one, which decide whether that begins with a space.
     """
 
     def __init__(
@@ -119,12 +119,15 @@ class IncrementalDetokenizer:
         self._shown = 0
         self.text = ""
         self.stopped_by: str | None = None
+        self.taken = 0
 
     def push(self, ids: Sequence[int]) -> str:
-        """Take new tokens; returns the text that became final."""
+        """Take new tokens, up to the one that ends the text; returns the text that became final."""
+        self.taken = 0
         for token_id in ids:
             if self.stopped_by is not None:
                 break
+            self.taken += 1
             if token_id in self._skipped:
                 continue
             self._ids.append(token_id)

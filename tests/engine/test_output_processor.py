@@ -1,12 +1,20 @@
-"""A prompt's samples as text: what has ended stays as it ended, and says why."""
+"""A prompt's samples as text: what has ended stays as it ended, and says why; tokens in runs make what single ones make."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from random import Random
+
+import pytest
+
 from sglcore.engine.output_processor import OutputProcessor
+from sglcore.engine.outputs import Completion, TextDelta
 from sglcore.engine.start import embedded_model
-from sglcore.engine.text import TextCodec
+from sglcore.engine.text import IncrementalDetokenizer, TextCodec
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.output import EngineOutput
+from sglcore.schedule.output import EngineOutput, FinishReason, TokenLogprob
 
 CODEC = TextCodec(embedded_model())
 
@@ -33,3 +41,140 @@ def test_a_sample_that_ends_by_an_error_says_which() -> None:
     delta = samples.take(EngineOutput("r", 1, finish_reason="error", error="the step failed"))
     assert delta is not None and (delta.finish_reason, delta.error) == ("error", "the step failed")
     assert [each.error for each in samples.output.outputs] == ["", "the step failed"]
+
+
+@dataclass
+class Sample:
+    """What one sample draws, and how it ends: by "stop" with its last token, by "length" with it, by others after it."""
+
+    ids: list[int]
+    reason: FinishReason | None
+    params: SamplingParams
+
+    def outputs(self, sizes: Iterator[int]) -> list[EngineOutput]:
+        """Its tokens in runs of these sizes."""
+        found, place = list[EngineOutput](), 0
+        while place < len(self.ids):
+            run = self.ids[place : place + next(sizes)]
+            scores = [TokenLogprob(token_id, -1.0, place + index) for index, token_id in enumerate(run)]
+            found.append(EngineOutput("r", 0, run, logprobs=scores))
+            place += len(run)
+        return found
+
+    def end(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+        """The outputs, of which the last says how it ends, if it does."""
+        last = outputs[-1]
+        last.finish_reason, last.error = self.reason, "it failed" if self.reason == "error" else ""
+        last.stop_cause = self.ids[-1] if self.reason == "stop" else None
+        return outputs
+
+    def single(self) -> list[EngineOutput]:
+        """One token a step."""
+        outputs = self.outputs(repeat(1))
+        return self.end([*outputs, EngineOutput("r", 0)] if self.reason in ("error", "abort") else outputs)
+
+
+IDS = [*CODEC.encode("a b.c é🙂", special=False), *sorted(CODEC.special_ids)[:1]]
+
+
+def draw_sample(rnd: Random) -> Sample:
+    """Of few letters, so that stop strings are in it."""
+    stop = ["".join(rnd.choices("abc. é", k=rnd.randint(1, 3))) for _ in range(rnd.choice([0, 1, 2]))]
+    params = SamplingParams(
+        stop=tuple(stop),
+        include_stop_str_in_output=rnd.random() < 0.5,
+        skip_special_tokens=rnd.random() < 0.5,
+        logprobs=rnd.choice([None, 0]),
+    )
+    reason = rnd.choice([None, "stop", "length", "error", "abort"])
+    return Sample(rnd.choices(IDS, k=rnd.randint(1, 16)), reason, params)
+
+
+def told(
+    sample: Sample, outputs: list[EngineOutput], plant: Callable[[OutputProcessor], None]
+) -> tuple[Completion, list[TextDelta]]:
+    """The completion, and what was told of it while it grew."""
+    processor = OutputProcessor(CODEC, "r", None, [5], sample.params, 0)
+    plant(processor)
+    deltas = [delta for output in outputs if (delta := processor.take(output)) is not None]
+    return processor.output.outputs[0], deltas
+
+
+def check_runs(rnd: Random, plant: Callable[[OutputProcessor], None] = lambda processor: None) -> bool:
+    """Whatever runs its tokens come in, a sample is what one token a step makes of it. True if a stop string was in it."""
+    sample = draw_sample(rnd)
+    wanted, steps = told(sample, sample.single(), lambda processor: None)
+    found, deltas = told(sample, sample.end(sample.outputs(iter(lambda: rnd.randint(1, 5), 0))), plant)
+    assert found == wanted
+    for grown in (steps, deltas):
+        assert "".join(delta.text for delta in grown) == found.text
+        assert [token_id for delta in grown for token_id in delta.token_ids] == found.token_ids
+        scores = [score for delta in grown for score in delta.logprobs or ()]
+        assert scores == (found.logprobs or []) and len(scores) in (0, len(found.token_ids))
+        assert (grown[-1].finish_reason, grown[-1].error) == (found.finish_reason, found.error)
+    return isinstance(found.stop_cause, str)
+
+
+def test_tokens_in_runs_make_the_same_completion_as_one_after_the_other() -> None:
+    assert sum(check_runs(Random(seed)) for seed in range(300)) > 30
+
+
+class TakesTheWholeRun(IncrementalDetokenizer):
+    def push(self, ids: Sequence[int]) -> str:
+        shown = super().push(ids)
+        self.taken = len(ids)
+        return shown
+
+
+class TakesOneTokenLess(IncrementalDetokenizer):
+    def push(self, ids: Sequence[int]) -> str:
+        shown = super().push(ids)
+        self.taken -= 1
+        return shown
+
+
+class CountsWhatIsShown(IncrementalDetokenizer):
+    def push(self, ids: Sequence[int]) -> str:
+        shown = super().push(ids)
+        self.taken = sum(token_id not in self._skipped for token_id in ids[: self.taken])
+        return shown
+
+
+class KeepsTheScoresOfTheRun(OutputProcessor):
+    def _take_tokens(self, completion, ids, logprobs):
+        found = super()._take_tokens(completion, ids, logprobs)
+        return found if found is None else tuple(logprobs)
+
+
+class TellsWhatCameAfterTheStopString(OutputProcessor):
+    def _end(self, completion: Completion, text: IncrementalDetokenizer, output: EngineOutput) -> None:
+        super()._end(completion, text, output)
+        completion.error = output.error
+
+
+class IsNotStoppedByTheRunsEnd(OutputProcessor):
+    def _end(self, completion: Completion, text: IncrementalDetokenizer, output: EngineOutput) -> None:
+        super()._end(completion, text, output)
+        completion.finish_reason = output.finish_reason or completion.finish_reason
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        TakesTheWholeRun,
+        TakesOneTokenLess,
+        CountsWhatIsShown,
+        KeepsTheScoresOfTheRun,
+        TellsWhatCameAfterTheStopString,
+        IsNotStoppedByTheRunsEnd,
+    ],
+)
+def test_a_planted_bug_is_caught_by_some_run(kind: type) -> None:
+    def plant(processor: OutputProcessor) -> None:
+        for part in (processor, *processor._texts):
+            if issubclass(kind, type(part)):
+                part.__class__ = kind
+
+    with pytest.raises(AssertionError):
+        for seed in range(300):
+            check_runs(Random(seed), plant)

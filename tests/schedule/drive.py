@@ -10,7 +10,8 @@ from sglcore.schedule.loop import Loop
 from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
-from tests.schedule.fake_worker import FakeWorker, compose, make_limits, make_params
+from tests.schedule.fake_speculation import make_worker
+from tests.schedule.fake_worker import compose, make_limits, make_params
 
 
 class Drive:
@@ -18,7 +19,7 @@ class Drive:
 
     def __init__(self, *, prefix_cache: bool = True, overlap: bool = True, **limits: object) -> None:
         self.limits = make_limits(**limits)
-        self.worker = FakeWorker(self.limits)
+        self.worker = make_worker(self.limits)
         self.scheduler = Scheduler(self.limits, prefix_cache=prefix_cache, compose=compose)
         self.loop = Loop(self.scheduler, self.worker, overlap=overlap)
         self.outputs: list[EngineOutput] = []

@@ -107,7 +107,9 @@ class FakeSpeculativeWorker(FakeWorker):
         super()._check_cells(slot, request, prefix)
         if prefix and self.limits.lookahead and request.rid not in self.bad_requests:
             found = self.cells[self._places(slot, np.arange(prefix)), 1]
-            want((found == self.truth.tokens(request, prefix + 1)[1:]).all(), "what proposals depend on is not complete")
+            want(
+                (found == self.truth.tokens(request, prefix + 1)[1:]).all(), "what proposals depend on is not complete"
+            )
 
     def _write(self, batch: ScheduleBatch, row: int, request: Request) -> None:
         slot = self.slots[batch.slots[row]]
@@ -166,3 +168,8 @@ class FakeSpeculativeWorker(FakeWorker):
         run = self.truth.tokens(request, max(end, count + 1))[end - count : end]
         slot.last_token = run[-1]
         return run
+
+
+def make_worker(limits: Limits, accepts: Accepts = "some") -> FakeWorker:
+    """The checking worker with these limits."""
+    return FakeSpeculativeWorker(limits, accepts=accepts) if limits.draft_tokens else FakeWorker(limits)

@@ -18,7 +18,7 @@ from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
 from tests.schedule.drive import Drive
 from tests.schedule.fake_worker import FakeMatcher
-from tests.schedule.trace import Outcome, Trace, draw_trace, play
+from tests.schedule.trace import Outcome, Trace, draw_trace, play, with_proposals
 
 SEEDS = range(120)
 
@@ -33,7 +33,9 @@ def constrain(trace: Trace, rnd: Random) -> Trace:
 
 def play_seed(seed: int, plant: Callable[[Scheduler], None] | None = None) -> tuple[Outcome, list[Request]]:
     """A constrained trace to its end, and those of its requests that had a grammar."""
-    trace = constrain(draw_trace(Random(seed)), Random(seed))
+    rnd = Random(seed)
+    trace = with_proposals(rnd, draw_trace(rnd), rnd.choice([0, 3]), grammars=0)
+    trace = constrain(trace, Random(seed))
     constrained = [request for _, request in trace.arrivals if request.matcher is not None]
     return play(trace, plant), constrained
 
@@ -49,7 +51,7 @@ def test_whatever_happens_a_mask_is_made_of_all_tokens_of_its_own_row() -> None:
         seen["ended"] += sum(request.finish_reason in ("stop", "length") for request in constrained)
         seen["overlapped"] += outcome.worker.most_in_flight > 1
         assert all(request.matcher is None for request in constrained)
-    assert min(seen.values()) >= 8, seen
+    assert min(seen.values()) >= 5, seen
 
 
 class PlansAhead(Scheduler):

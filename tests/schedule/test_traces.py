@@ -22,7 +22,7 @@ from sglcore.schedule.prefix_cache import Node, PrefixCache
 from sglcore.schedule.request import Request, State
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
-from tests.schedule.trace import check_caught, draw_trace, plant, play
+from tests.schedule.trace import check_caught, draw_trace, plant, play, with_proposals
 
 SEEDS = range(400)
 
@@ -35,7 +35,7 @@ SEEDS = range(400)
 )
 @given(st.randoms(use_true_random=False))
 def test_any_trace_ends_as_if_every_request_had_run_alone(rnd: Random) -> None:
-    play(draw_trace(rnd))
+    play(with_proposals(rnd, draw_trace(rnd), rnd.choice([0, 0, 1, 3, 5])))
 
 
 @pytest.mark.parametrize("seed", range(0, 400, 4))

@@ -18,7 +18,7 @@ from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.request import Request
 from sglcore.schedule.scheduler import Scheduler
 from sglcore.schedule.windows import least_window_pages
-from tests.schedule.fake_speculation import Accepts, FakeSpeculativeWorker
+from tests.schedule.fake_speculation import Accepts, make_worker
 from tests.schedule.fake_worker import FakeMatcher, FakeWorker, compose, make_limits, make_params
 
 VOCABULARY = 30
@@ -154,7 +154,7 @@ def _draw_request(rnd: Random, rid: str, prompt: np.ndarray, leader: Request | N
 
 def play(trace: Trace, plant: Callable[[Scheduler], None] | None = None) -> Outcome:
     """Run a trace to its end, checking at every step. `plant` puts a bug into the scheduler."""
-    worker = FakeSpeculativeWorker(trace.limits, accepts=trace.accepts) if trace.limits.draft_tokens else FakeWorker(trace.limits)
+    worker = make_worker(trace.limits, trace.accepts)
     worker.fail_submit, worker.fail_collect = trace.fail_submit, trace.fail_collect
     worker.bad_requests = trace.bad_requests
     scheduler = Scheduler(trace.limits, prefix_cache=trace.prefix_cache, compose=compose)

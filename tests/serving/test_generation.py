@@ -18,7 +18,7 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput, TokenLogprob
 from sglcore.serving.channel import EngineChannel, FrontendChannel
 from sglcore.serving.generation import Generation
-from sglcore.serving.ipc import Address, EngineStats, GenerateRequest, pack_ids, pack_params
+from sglcore.serving.ipc import Address, EngineRequest, EngineStats, GenerateRequest, Stop, pack_ids, pack_params
 
 REPORTS = 200
 
@@ -78,6 +78,28 @@ def test_what_nobody_took_in_time_is_one_delta_with_the_log_probabilities_of_all
     for delta, completion in zip(deltas, generation.output.outputs, strict=True):
         assert delta.logprobs is not None and [each.token_id for each in delta.logprobs] == list(delta.token_ids)
         assert list(delta.logprobs) == completion.logprobs and delta.text == completion.text
+
+
+@pytest.mark.parametrize("runs", [[1] * 8, [8], [3, 5], [1, 6, 1]])
+def test_a_stop_string_within_a_run_ends_the_sample_at_the_token_that_completes_it(runs: list[int]) -> None:
+    codec, sent, told = TextCodec(embedded_model()), list[EngineRequest](), []
+    ids = codec.encode("a b.c a b.c d e", special=False)[:8]
+    clock = KeptClock()
+    generation = make(clock, SamplingParams(stop=(".c",), logprobs=0, include_stop_str_in_output=True))
+    generation.bind(sent.append, told.append)
+    for count in runs:
+        run, ids = ids[:count], ids[count:]
+        scores = [TokenLogprob(token_id, -1.0, 1) for token_id in run]
+        generation.deliver(EngineOutput("r", 0, run, logprobs=scores))
+
+    async def taken() -> list[TextDelta]:
+        return [delta async for delta in generation if isinstance(delta, TextDelta)]
+
+    (delta,), (completion,) = asyncio.run(taken()), generation.output.outputs
+    assert (delta.text, delta.finish_reason, completion.stop_cause) == ("a b.c", "stop", ".c")
+    assert codec.decode(delta.token_ids) == completion.text == delta.text
+    assert list(delta.token_ids) == completion.token_ids == [score.token_id for score in delta.logprobs or ()]
+    assert sent == [Stop("r", 0, ".c")] and told == [generation] and clock.ends == ["stop"]
 
 
 def test_however_many_reports_wait_others_have_their_turn_between_two_of_them(tmp_path: Path) -> None:

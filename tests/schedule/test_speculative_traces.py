@@ -1,0 +1,333 @@
+"""Random traces on the worker that verifies proposals, whatever share of them is right; and schedulers with one planted bug,
+which the traces must catch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+
+from sglcore.device.batch import ScheduleBatch, offsets_of
+from sglcore.device.worker import BatchResult
+from sglcore.schedule.batch_builder import BatchBuilder, Chunk
+from sglcore.schedule.decode_rows import DecodeRows
+from sglcore.schedule.memory import Memory
+from sglcore.schedule.output import EngineOutput
+from sglcore.schedule.overlap import BatchRecord
+from sglcore.schedule.prefix_cache import PrefixCache
+from sglcore.schedule.request import Ints, Request, State
+from sglcore.schedule.results import cut_logprobs
+from sglcore.schedule.running_requests import RunningRequests
+from sglcore.schedule.scheduler import Scheduler
+from tests.schedule.drive import Drive
+from tests.schedule.fake_speculation import Accepts, FakeSpeculativeWorker
+from tests.schedule.fake_worker import FakeMatcher, Truth, make_params
+from tests.schedule.trace import Trace, check_caught, draw_trace, plant, play, with_proposals
+
+SEEDS = range(3000, 3400)
+
+
+def draw(seed: int) -> Trace:
+    """A trace in which proposals are verified. Some who come late go on with what an earlier one said; in every second trace the
+    pages are too few for who runs."""
+    rnd = Random(seed)
+    trace = with_proposals(rnd, draw_trace(rnd), rnd.choice([1, 3, 5]))
+    truth, most = Truth(trace.limits.vocab_size), trace.limits.max_model_len - 2
+    for index, early in enumerate([request for _, request in trace.arrivals if request.task == "generate"][:2]):
+        known = truth.tokens(early, min(len(early.prompt_ids) + rnd.randint(1, 12), most))
+        late = Request(f"late{index}", np.array([*known, rnd.randint(0, 2)]), make_params(9), seed=early.seed)
+        trace.arrivals.append((rnd.randint(8, 40), late))
+    if seed % 2:
+        return trace
+    for index in range(3):
+        prompt = np.array([rnd.randint(0, 2) for _ in range(rnd.randint(1, 4))], dtype=np.int32)
+        long = Request(f"long{index}", prompt, make_params(rnd.choice([9, None]), logprobs=1), seed=rnd.randint(0, 99))
+        trace.arrivals.append((rnd.randint(0, 3), long))
+    pages = -(-trace.limits.max_model_len // trace.limits.page_size) + rnd.randint(0, 2)
+    return replace(trace, limits=replace(trace.limits, num_pages=pages, max_requests=6, max_batch_tokens=20))
+
+
+def test_the_traces_reach_what_they_are_meant_to_reach() -> None:
+    seen = dict.fromkeys((*WATCHED, "retractions", "hits of pages that depend on the next token", "overlapped"), 0)
+    for seed in SEEDS[:60]:
+        print("seed", seed)
+        outcome = play(draw(seed), plant(Watched, ""))
+        stats, limits = outcome.scheduler.stats(), outcome.trace.limits
+        for name in outcome.scheduler.__dict__.get("watched", ()):
+            seen[name] += 1
+        seen["retractions"] += stats.retractions > 0
+        seen["hits of pages that depend on the next token"] += stats.hit_tokens > 0 and limits.lookahead > 0
+        seen["overlapped"] += outcome.worker.most_in_flight > 1
+    assert min(seen.values()) >= 3, seen
+
+
+WATCHED = (
+    "several",
+    "stopped within",
+    "all that was left",
+    "of who was retracted",
+    "of who has ended",
+    "several pages",
+)
+
+
+class Watched(Scheduler):
+    """Notes what happens to runs of several tokens."""
+
+    def finish(self, record: BatchRecord, result: BatchResult) -> list[EngineOutput]:
+        watched = self.__dict__.setdefault("watched", set())
+        batch, offsets = record.batch, result.token_offsets
+        for row, request in enumerate(record.requests if result.proposed is not None else ()):
+            run = result.token_ids[offsets[row] : offsets[row + 1]].tolist()
+            if len(run) < 2:
+                continue
+            watched.add("several")
+            if request.state is State.FINISHED:
+                watched.add("of who has ended")
+                continue
+            watched.update(["stopped within"] * bool(request.stop_ids & set(run[:-1])))
+            watched.update(["all that was left"] * (request.num_tokens + len(run) == request.final_seq_len + 1))
+            watched.update(["of who was retracted"] * (request.state is State.WAITING))
+            watched.update(
+                ["several pages"] * (batch is not None and bool((np.diff(batch.new_page_offsets) > 1).any()))
+            )
+        return super().finish(record, result)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("accepts", "steps"), [("all", 4), ("none", 13)])
+def test_a_request_takes_as_many_steps_as_proposals_are_wrong(accepts: Accepts, steps: int, overlap: bool) -> None:
+    drive = Drive(overlap=overlap, draft_tokens=3, lookahead=1, allows_mixed_batches=False)
+    assert isinstance(drive.worker, FakeSpeculativeWorker)
+    drive.worker.accepts = accepts
+    request = drive.add("a", 6, 1 + 12)
+    drive.run()
+    # The step that is planned before the last one is known runs for nothing, unless its number is known beforehand.
+    late = overlap and accepts == "all"
+    assert drive.scheduler.stats().steps == steps + late and request.output_ids == drive.alone(request)
+
+
+def test_a_grammar_beside_free_rows_takes_a_token_a_step_and_they_several() -> None:
+    drive = Drive(draft_tokens=3, allows_mixed_batches=False)
+    assert isinstance(drive.worker, FakeSpeculativeWorker)
+    drive.worker.accepts = "all"
+    bound, free = drive.make("bound", 4, 20), drive.make("free", 4, 20)
+    bound.matcher = FakeMatcher(bound)
+    drive.scheduler.add(bound)
+    drive.scheduler.add(free)
+    drive.step(5)
+    assert (len(bound.output_ids), len(free.output_ids)) == (4, 13)
+    drive.run()
+    assert bound.output_ids == drive.alone(bound) and free.output_ids == drive.alone(free)
+
+
+class HasTheBoundOfHeadDrafting(RunningRequests):
+    @property
+    def reach(self) -> int:
+        return 1 + self._limits.draft_tokens
+
+
+class HasTheBoundOfOneToken(RunningRequests):
+    @property
+    def reach(self) -> int:
+        return 1
+
+
+class FreesBeforeCollect(RunningRequests):
+    def leave(self, request: Request) -> None:
+        if request.state is State.EXTENDING:
+            self.extending.remove(request)
+        else:
+            self.rows.remove(request)
+        self.in_flight.mark_stale()
+        self._release(request)
+
+
+class ForgetsPromises(RunningRequests):
+    def _promised(self) -> int:
+        return len(self)
+
+
+class ForgetsGains(DecodeRows):
+    __slots__ = ()
+
+    def end_step(self, slots: Ints, counts: Ints, drafts: int) -> None:
+        super().end_step(slots, np.ones_like(counts), drafts)
+
+
+class GivesGainsToOthers(DecodeRows):
+    __slots__ = ()
+
+    def end_step(self, slots: Ints, counts: Ints, drafts: int) -> None:
+        super().end_step(slots, counts[::-1], drafts)
+
+
+class CountsCellsThatNobodyNeeds(DecodeRows):
+    __slots__ = ()
+
+    def end_step(self, slots: Ints, counts: Ints, drafts: int) -> None:
+        final = self.final_seq_lens.copy()
+        self.final_seq_lens += drafts
+        super().end_step(slots, counts, drafts)
+        self.final_seq_lens[:] = final
+
+
+class KeepsTheDrafted(DecodeRows):
+    __slots__ = ()
+
+    def end_step(self, slots: Ints, counts: Ints, drafts: int) -> None:
+        super().end_step(slots, counts, 0)
+
+
+class TakesTheDraftedBackFromAll(DecodeRows):
+    __slots__ = ()
+
+    def end_step(self, slots: Ints, counts: Ints, drafts: int) -> None:
+        super().end_step(slots, counts, drafts)
+        self.drafted_lens[:] = 0
+
+
+class ForgetsTheDrafted(DecodeRows):
+    __slots__ = ()
+
+    def begin_step(self, chosen, drafts: int) -> None:
+        super().begin_step(chosen, 0)
+
+
+class PublishesTheBound(Memory):
+    def release(self, request: Request, cells: int) -> None:
+        super().release(request, cells and cells + 5)
+
+
+class IgnoresStopsWithinARun(Scheduler):
+    def _take_run(
+        self, record: BatchRecord, request: Request, result: BatchResult, start: int, end: int
+    ) -> EngineOutput:
+        stops, request.stop_ids = request.stop_ids, request.stop_ids & {int(result.token_ids[end - 1])}
+        output = super()._take_run(record, request, result, start, end)
+        request.stop_ids = stops
+        return output
+
+
+class TakesMoreThanIsLeft(Scheduler):
+    def _take_run(
+        self, record: BatchRecord, request: Request, result: BatchResult, start: int, end: int
+    ) -> EngineOutput:
+        request.final_seq_len += 1
+        output = super()._take_run(record, request, result, start, end)
+        request.final_seq_len -= 1
+        return output
+
+
+class TakesOtherScores(Scheduler):
+    def _take_run(
+        self, record: BatchRecord, request: Request, result: BatchResult, start: int, end: int
+    ) -> EngineOutput:
+        row = record.requests.index(request)
+        if result.logprobs is not None:
+            found = cut_logprobs(result.logprobs, row, len(result.token_ids), result.logprobs.top_ids.shape[1])
+            result = replace(result, token_ids=result.token_ids[start:], logprobs=found)
+            start, end = 0, end - start
+        return super()._take_run(record, request, result, start, end)
+
+
+class KeepsWhoIsFinishing(Scheduler):
+    def _part_with_finishing(self) -> None:
+        if len(self.in_flight) and self.in_flight.newest.ticket is None:
+            super()._part_with_finishing()
+
+
+class TakesTheFirstForTheLast(Scheduler):
+    def finish(self, record: BatchRecord, result: BatchResult) -> list[EngineOutput]:
+        outputs = super().finish(record, result)
+        if result.proposed is not None:
+            self._builder.last_tokens[record.slots] = result.token_ids[result.token_offsets[:-1]]
+        return outputs
+
+
+class IgnoresFinalLengths(BatchBuilder):
+    def _cell_limits(self, rows: DecodeRows, chosen, extended: list[Request]) -> Ints:
+        limits = super()._cell_limits(rows, chosen, extended)
+        held = rows.allocated_lens[chosen]
+        limits[: len(held)] = np.where(limits[: len(held)] == rows.final_seq_lens[chosen], held, limits[: len(held)])
+        return limits
+
+
+class VerifiesUnderAMask(BatchBuilder):
+    def _cell_limits(self, rows: DecodeRows, chosen, extended: list[Request]) -> Ints:
+        constrained, self._constrained = self._constrained, []
+        limits = super()._cell_limits(rows, chosen, extended)
+        self._constrained = constrained
+        return limits
+
+
+class SendsOnePageOfARow(BatchBuilder):
+    def build_decode(self, *args) -> ScheduleBatch:
+        batch = super().build_decode(*args)
+        counts = np.diff(batch.new_page_offsets)
+        batch.new_pages = batch.new_pages[batch.new_page_offsets[:-1][counts > 0]]
+        batch.new_page_offsets = offsets_of(np.minimum(counts, 1))
+        return batch
+
+
+class SendsTheTokenAfterTheNext(BatchBuilder):
+    def build(self, step: int, rows, chosen, chunks: list[Chunk], collected: int, saves=None) -> ScheduleBatch:
+        batch = super().build(step, rows, chosen, chunks, collected, saves)
+        for row, (request, count) in enumerate(chunks, start=len(chosen)):
+            end = request.num_cells + count + 1
+            if batch.next_ids is not None and end < request.target:
+                batch.next_ids[row] = request.tokens(end, end + 1)[0]
+        return batch
+
+
+class SendsTheNextOnlyWithScores(BatchBuilder):
+    @property
+    def _reads_next(self) -> bool:
+        return False
+
+
+class SendsHistoryOnlyToPenalties(BatchBuilder):
+    @property
+    def _keeps_history(self) -> bool:
+        return False
+
+
+class IgnoresLookahead(PrefixCache):
+    def key(self, tokens: np.ndarray, index: int) -> bytes:
+        start = index * self.page_size
+        return tokens[start : start + self.page_size].tobytes()
+
+
+SCHEDULER, RUNNING, ROWS, BUILDER, MEMORY = "", "_running", "_running.rows", "_builder", "_running.memory"
+MUTANTS = (
+    (HasTheBoundOfHeadDrafting, RUNNING, "proposals without cells"),
+    (HasTheBoundOfOneToken, RUNNING, "proposals without cells"),
+    (FreesBeforeCollect, RUNNING, "still reads it"),
+    (ForgetsPromises, RUNNING, "pages are promised"),
+    (ForgetsGains, ROWS, "the device has"),
+    (GivesGainsToOthers, ROWS, "not the bound"),
+    (CountsCellsThatNobodyNeeds, ROWS, ""),
+    (KeepsTheDrafted, ROWS, "not the bound"),
+    (TakesTheDraftedBackFromAll, ROWS, "the device has"),
+    (ForgetsTheDrafted, ROWS, "the device has"),
+    (PublishesTheBound, MEMORY, "another request's tokens"),
+    (IgnoresStopsWithinARun, SCHEDULER, "differs from its run alone"),
+    (TakesMoreThanIsLeft, SCHEDULER, ""),
+    (TakesOtherScores, SCHEDULER, ""),
+    (KeepsWhoIsFinishing, SCHEDULER, "on its way"),
+    (TakesTheFirstForTheLast, SCHEDULER, "instead of the last sampled"),
+    (IgnoresFinalLengths, BUILDER, "no output needs more"),
+    (VerifiesUnderAMask, BUILDER, "a mask is for one token"),
+    (SendsOnePageOfARow, BUILDER, "beyond the page table"),
+    (SendsTheTokenAfterTheNext, BUILDER, "after a chunk"),
+    (SendsTheNextOnlyWithScores, BUILDER, "no tokens after the chunks"),
+    (SendsHistoryOnlyToPenalties, BUILDER, "is not complete"),
+    (IgnoresLookahead, "_running.memory.cache", "other following tokens"),
+)
+
+
+@pytest.mark.parametrize(("kind", "path", "message"), MUTANTS)
+def test_a_planted_bug_is_caught_by_some_trace(kind: type, path: str, message: str) -> None:
+    check_caught(draw, SEEDS, plant(kind, path), message)
