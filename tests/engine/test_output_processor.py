@@ -86,8 +86,8 @@ def draw_sample(rnd: Random) -> Sample:
         skip_special_tokens=rnd.random() < 0.5,
         logprobs=rnd.choice([None, 0]),
     )
-    reason = rnd.choice([None, "stop", "length", "error", "abort"])
-    return Sample(rnd.choices(IDS, k=rnd.randint(1, 16)), reason, params)
+    reasons: tuple[FinishReason | None, ...] = (None, "stop", "length", "error", "abort")
+    return Sample(rnd.choices(IDS, k=rnd.randint(1, 16)), rnd.choice(reasons), params)
 
 
 def told(
@@ -143,7 +143,7 @@ class CountsWhatIsShown(IncrementalDetokenizer):
 class KeepsTheScoresOfTheRun(OutputProcessor):
     def _take_tokens(self, completion, ids, logprobs):
         found = super()._take_tokens(completion, ids, logprobs)
-        return found if found is None else tuple(logprobs)
+        return found if found is None else tuple(logprobs or ())
 
 
 class TellsWhatCameAfterTheStopString(OutputProcessor):
@@ -171,7 +171,8 @@ class IsNotStoppedByTheRunsEnd(OutputProcessor):
 )
 def test_a_planted_bug_is_caught_by_some_run(kind: type) -> None:
     def plant(processor: OutputProcessor) -> None:
-        for part in (processor, *processor._texts):
+        parts: tuple[object, ...] = (processor, *processor._texts)
+        for part in parts:
             if issubclass(kind, type(part)):
                 part.__class__ = kind
 
