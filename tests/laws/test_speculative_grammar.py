@@ -15,12 +15,12 @@ from sglcore.conformance.matcher import HashedMatcher, follows
 from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.speculative.worker import SpeculativeWorker, Verified
-from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.batch_builder import BatchBuilder
 from sglcore.schedule.request import Request
+from tests.laws import test_speculative_laws as laws
 from tests.laws.drafters import DRAFTERS, Texts
 from tests.laws.engine import TokenEngine
-from tests.laws.test_speculative_laws import PROMPTS, SAMPLING, TOKENS, VOCABULARY, Ran, check_same, folder
+from tests.laws.test_speculative_laws import PROMPTS, TOKENS, VOCABULARY, Ran, check_same, folder
 
 __all__ = ["folder"]
 
@@ -38,25 +38,12 @@ class Matching(HashedMatcher):
 
 def run(engine: TokenEngine, kind: type[Matching] = Matching) -> Ran:
     """The prompts at once, each with its own sampling and grammar."""
-    requests = list[Request]()
-    for index, (prompt, sampling, seed) in enumerate(zip(PROMPTS, SAMPLING, GRAMMARS, strict=True)):
-        params = SamplingParams(**sampling, max_tokens=TOKENS, logprobs=0, ignore_eos=True)
-        stops = frozenset(params.stop_token_ids)
-        request = Request(f"r{index}", np.array(prompt, np.int32), params, seed=params.seed or 0, stop_ids=stops)
-        request.matcher = None if seed is None else kind(seed, request)
-        requests.append(request)
-        engine.scheduler.add(request)
-    before = engine.scheduler.stats().steps
-    while engine.loop.has_work:
-        engine.loop.step()
-        engine.scheduler.audit()
-    assert not [request.error for request in requests if request.error]
-    return Ran(
-        [list(request.output_ids) for request in requests],
-        [[float(found.chosen[0]) for found in request.logprobs] for request in requests],
-        [request.finish_reason for request in requests],
-        engine.scheduler.stats().steps - before,
-    )
+
+    def prepare(requests: list[Request]) -> None:
+        for request, seed in zip(requests, GRAMMARS, strict=True):
+            request.matcher = None if seed is None else kind(seed, request)
+
+    return laws.run(engine, prepare=prepare)
 
 
 @pytest.fixture(scope="module")

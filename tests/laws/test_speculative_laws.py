@@ -3,7 +3,7 @@ log-probabilities are those of plain decode."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,22 @@ class Ran:
     decodes: int
 
 
-def run(engine: TokenEngine, prompts: Sequence[list[int]] = PROMPTS, tokens: int = TOKENS) -> Ran:
-    """The prompts at once, each with its own sampling."""
-    requests = []
-    for index, (prompt, sampling) in enumerate(zip(prompts, SAMPLING, strict=True)):
+def run(
+    engine: TokenEngine,
+    prompts: Sequence[list[int]] = PROMPTS,
+    tokens: int = TOKENS,
+    samplings: Sequence[dict[str, Any]] = SAMPLING,
+    prepare: Callable[[list[Request]], None] = lambda requests: None,
+) -> Ran:
+    """The prompts at once, each with its own sampling, once `prepare` has had all requests."""
+    requests = list[Request]()
+    for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
         params = SamplingParams(**sampling, max_tokens=tokens, logprobs=0, ignore_eos=True)
         stops = frozenset(params.stop_token_ids)
         requests.append(Request(f"r{index}", np.array(prompt, np.int32), params, seed=params.seed or 0, stop_ids=stops))
-        engine.scheduler.add(requests[-1])
+    prepare(requests)
+    for request in requests:
+        engine.scheduler.add(request)
     before = engine.scheduler.stats().steps
     while engine.loop.has_work:
         engine.loop.step()
