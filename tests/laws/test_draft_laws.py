@@ -12,10 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sglcore.device.errors import ConfigError
 from sglcore.runtime.speculative.drafter import DraftRows
 from sglcore.runtime.speculative.worker import SpeculativeWorker
 from tests.checkpoints import llama, save
+from tests.deepseek_v4 import deepseek_v4, with_published_names
 from tests.drafts import AUX_IDS, TARGET, DenseDraft, eagle, eagle3, next_token, with_config
+from tests.latent import deepseek_v3
 from tests.laws.engine import TokenEngine, random_prompts
 
 TOKENS = 3
@@ -120,6 +123,21 @@ def test_proposals_are_drawn_of_what_dense_torch_gives_on_the_text(drafts, kind:
     target, made = drafts
     folder, dense = made[kind]
     assert run(folder, kind, dense, target, graph="off") < TOLERANCE
+
+
+@pytest.mark.needs("device")
+def test_proposals_of_a_layer_that_keeps_rows_are_too(tmp_path: Path) -> None:
+    target = deepseek_v3()
+    dense = next_token(target, tmp_path, deepseek_v3, first_k_dense_replace=0)
+    given = {"graph": "off", "attention_backend": "latent"}
+    assert run(tmp_path, "mtp", dense, target, **given) < TOLERANCE
+
+
+@pytest.mark.needs("device")
+def test_a_model_that_keeps_its_last_tokens_in_rings_verifies_nothing(tmp_path: Path) -> None:
+    folder = with_published_names(deepseek_v4(), tmp_path)
+    with pytest.raises(ConfigError, match="speculative is 'ngram', and this model keeps its last tokens in rings"):
+        TokenEngine(folder, speculative="ngram", page_size=None, attention_backend="auto")
 
 
 def test_proposals_of_several_layers_are_too_by_every_graph(drafts, graph: str) -> None:

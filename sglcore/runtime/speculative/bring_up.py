@@ -13,7 +13,7 @@ from sglcore.device.package import resolve
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.loaded_model import LoadedModel
 from sglcore.runtime.memory.geometry import layer_shapes
-from sglcore.runtime.memory.make import Pools
+from sglcore.runtime.memory.make import Pools, make_rows
 from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
 from sglcore.runtime.speculative.choice import DRAFT_LOADER, Speculation, choose_speculation
 from sglcore.step.sizing import MemorySizes
@@ -46,15 +46,22 @@ def draft(speculation: Speculation | None) -> LoadedModel | None:
 
 
 def draft_pools(
-    facts: Facts, draft: LoadedModel | None, pools: Pools, sizes: MemorySizes, pool_kind: PoolKind = PER_HEAD
+    config: EngineConfig,
+    facts: Facts,
+    draft: LoadedModel | None,
+    pools: Pools,
+    sizes: MemorySizes,
+    pool_kind: PoolKind = PER_HEAD,
 ) -> Pools | None:
-    """The cells of the model that proposes: pages and slots are those of the model that verifies."""
+    """The cells or rows of the model that proposes: pages and slots are those of the model that verifies."""
     if draft is None:
         return None
-    shapes = layer_shapes(draft.attention_layers)
-    cells = pool_kind.make_pool(
-        sizes.num_pages, sizes.page_size, shapes, draft.dtype, facts.tensor_device, draft.kernels
-    )
+    layers, device = draft.attention_layers, facts.tensor_device
+    if any(layer.rows for layer in layers):
+        cells = make_rows(layers, sizes, device, config.poison, None)
+    else:
+        shapes = layer_shapes(layers)
+        cells = pool_kind.make_pool(sizes.num_pages, sizes.page_size, shapes, draft.dtype, device, draft.kernels)
     return Pools(pools.req_to_token, cells, pools.token_table)
 
 

@@ -117,6 +117,8 @@ def _reason_against(model: LoadedModel) -> str:
         return "this model embeds: it proposes and draws no tokens"
     if model.state_layers:
         return "this model keeps a state of each request, which can not go back to before a wrong proposal"
+    if any(kept.ring for layer in model.attention_layers for kept in layer.rows.values()):
+        return "this model keeps its last tokens in rings, where a proposal takes the place of a token that may be needed again"
     if model.reads_history:
         return "this model reads the history of each token, which has no proposals"
     return ""
