@@ -171,10 +171,11 @@ class IsNotStoppedByTheRunsEnd(OutputProcessor):
 )
 def test_a_planted_bug_is_caught_by_some_run(kind: type) -> None:
     def plant(processor: OutputProcessor) -> None:
-        parts: tuple[object, ...] = (processor, *processor._texts)
-        for part in parts:
-            if issubclass(kind, type(part)):
-                part.__class__ = kind
+        if issubclass(kind, OutputProcessor):
+            processor.__class__ = kind
+        for text in processor._texts:
+            if issubclass(kind, IncrementalDetokenizer):
+                text.__class__ = kind
 
     with pytest.raises(AssertionError):
         for seed in range(300):

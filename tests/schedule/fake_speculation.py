@@ -1,12 +1,13 @@
 """The checking worker with proposals: each decode row has its own length, which the host learns when it collects.
 
-As the real one, it verifies `draft_tokens` proposals after each row's last token, takes in those that are right, and leaves
-garbage in the cells of the others and in those of the next proposals.
+As the real one, it verifies up to `draft_tokens` proposals after each row's last token, takes in those that are right, and
+leaves garbage in the cells of the others and in those of the next proposals.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Literal
 
 import numpy as np
@@ -14,7 +15,17 @@ import numpy as np
 from sglcore.device.batch import ForwardMode, ScheduleBatch
 from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.schedule.request import Request
-from tests.schedule.fake_worker import EMPTY, NOTHING, FakeWorker, Slot, Truth, mix, want
+from tests.schedule.fake_worker import (
+    EMPTY,
+    NOTHING,
+    FakeMatcher,
+    FakeWorker,
+    Slot,
+    Truth,
+    mask_word,
+    mix,
+    want,
+)
 
 GARBAGE = -9
 Accepts = Literal["some", "all", "none"]
@@ -40,6 +51,8 @@ class FakeSpeculativeWorker(FakeWorker):
         self.known: dict[int, Known] = {}
         self.lengths: dict[int, dict[int, int]] = {}
         """By step in flight that verifies, the cells of each of its slots after it."""
+        self.proposals: dict[int, list[int]] = {}
+        """By slot, what is proposed after its last token."""
         self.accepted: list[int] = []
 
     def submit(self, batch: ScheduleBatch) -> Ticket:
@@ -60,11 +73,46 @@ class FakeSpeculativeWorker(FakeWorker):
         want(batch.forward_mode is not ForwardMode.MIXED, "prompts beside rows that verify")
         want(batch.cell_limits is not None and batch.cell_limits.dtype == np.int32, "no cell_limits")
         self.runs: dict[int, int] = {}
+        self.verified: dict[int, int] = {}
         result = super()._run(batch)
+        if batch.masks is not None:
+            drafts = [self.proposals[slot] for slot in batch.slots.tolist()]
+            result = replace(result, drafts=np.array(drafts, dtype=np.int32))
         if not batch.forward_mode.is_decode:
             return result
         self.accepted += self.runs.values()
-        return replace(result, proposed=np.full(batch.batch_size, self.limits.draft_tokens, dtype=np.int32))
+        return replace(result, proposed=np.array(list(self.verified.values()), dtype=np.int32))
+
+    def _check_masks(self, batch: ScheduleBatch, requests: list[Request]) -> None:
+        """Those of decode rows go along what is proposed, as far as it is allowed."""
+        if not batch.forward_mode.is_decode:
+            want(batch.mask_nodes is None, "masks along proposals in a step that verifies none")
+            super()._check_masks(batch, requests)
+            return
+        self.nodes: dict[int, int] = {}
+        wanted: list[tuple[int, int, int]] = []
+        for row, request in enumerate(requests):
+            if isinstance(request.matcher, FakeMatcher):
+                words = self._words_along(self.slots[batch.slots[row]], int(batch.slots[row]), request, request.matcher)
+                wanted += [(row, node, word) for node, word in enumerate(words)]
+                self.nodes[row] = len(words)
+        given = (batch.mask_rows, batch.mask_nodes, batch.masks)
+        if batch.mask_rows is None or batch.mask_nodes is None or batch.masks is None:
+            want(given == (None, None, None) and not wanted, f"no masks, wanted {wanted}")
+            return
+        found = list(zip(batch.mask_rows.tolist(), batch.mask_nodes.tolist(), batch.masks[:, 0].tolist(), strict=True))
+        want(found == wanted, f"masks {found}, wanted (row, node, word) {wanted}")
+
+    def _words_along(self, slot: Slot, number: int, request: Request, matcher: FakeMatcher) -> list[int]:
+        emitted = self.truth.tokens(request, slot.length + 1)[len(request.prompt_ids) :]
+        words = [mask_word(request, emitted)]
+        for draft in self.proposals[number]:
+            is_allowed = draft >= 0 and words[-1] >> (draft & 31) & 1
+            if draft in request.stop_ids or not is_allowed or len(emitted) == matcher.refuse_after:
+                break
+            emitted = [*emitted, draft]
+            words.append(mask_word(request, emitted))
+        return words
 
     def _known_tokens(self, batch: ScheduleBatch, row: int) -> int:
         if not batch.forward_mode.is_decode:
@@ -73,7 +121,7 @@ class FakeSpeculativeWorker(FakeWorker):
 
     def _check_lengths(self, batch: ScheduleBatch, row: int, slot: Slot, request: Request) -> None:
         number, size, drafts = int(batch.slots[row]), self.limits.page_size, self.limits.draft_tokens
-        prefix, final, held = int(batch.prefix_lens[row]), self._final(request), len(slot.pages) * self.limits.page_size
+        prefix, final, held = int(batch.prefix_lens[row]), self._final(request), len(slot.pages) * size
         assert batch.cell_limits is not None
         limit = int(batch.cell_limits[row])
         if not batch.forward_mode.is_decode:
@@ -88,12 +136,9 @@ class FakeSpeculativeWorker(FakeWorker):
         want(known.cells + known.verifying < final, "a row runs whose last token is on its way")
         want(limit <= held, f"cells beyond the page table: cell_limits {limit}, pages hold {held}")
         want(limit <= final, f"cell_limits {limit}, no output needs more than {final}")
-        if request.matcher is not None:
-            want(limit == slot.length + 1, f"a mask is for one token, and {limit - slot.length} are verified")
-        else:
-            # What a step may write past its bound: what it verifies, and what it proposes after all of that.
-            most = prefix + 2 * drafts + 1 - self.limits.lookahead
-            want(limit >= min(most, final), f"proposals without cells: cell_limits {limit}, wanted {most} or {final}")
+        # What a step may write past its bound: what it verifies, and what it proposes after all of that.
+        most = prefix + 2 * drafts + 1 - self.limits.lookahead
+        want(limit >= min(most, final), f"proposals without cells: cell_limits {limit}, wanted {most} or {final}")
         known.most = max(known.most, min(prefix + 1 + 2 * drafts, final))
         want(len(slot.pages) <= -(-known.most // size), "pages without cells")
 
@@ -120,8 +165,7 @@ class FakeSpeculativeWorker(FakeWorker):
         if self.limits.lookahead:
             self._check_next(batch, row, request, slot.length)
             self._set(batch, row, np.array([slot.length - 1]), 1, self.truth.tokens(request, slot.length + 1)[-1:])
-        if batch.emits[row]:
-            self._propose(batch, row, slot)
+        self._propose(batch, row, request, slot)
 
     def _check_next(self, batch: ScheduleBatch, row: int, request: Request, end: int) -> None:
         want(batch.next_ids is not None, "no tokens after the chunks")
@@ -130,31 +174,52 @@ class FakeSpeculativeWorker(FakeWorker):
         want(batch.next_ids[row] == following, f"token {batch.next_ids[row]} after a chunk, wanted {following}")
 
     def _verify(self, batch: ScheduleBatch, row: int, request: Request, slot: Slot) -> None:
-        start, drafts, own = slot.length, self.limits.draft_tokens, -int(batch.slots[row])
-        assert batch.cell_limits is not None
-        limit, first = int(batch.cell_limits[row]), int(batch.input_ids[batch.token_offsets[row]])
+        number, start = int(batch.slots[row]), slot.length
+        first = int(batch.input_ids[batch.token_offsets[row]])
         want(slot.last_token != NOTHING, "a row decodes that has sampled nothing")
-        want(first in (slot.last_token, own), f"token {first} instead of the last sampled")
-        cells = np.arange(start, min(start + drafts + 1, max(limit, start)))
-        accepted = max(0, min(self._rightly(request, start), len(cells) - 1))
-        self.runs[row] = accepted
-        right, wrong = min(accepted + 1, len(cells)), len(cells) - accepted - 1
+        want(first in (slot.last_token, -number), f"token {first} instead of the last sampled")
+        assert batch.cell_limits is not None
+        nodes = min(self._width(batch.step), self.nodes.get(row, 1 + self.limits.draft_tokens))
+        cells = np.arange(start, min(start + nodes, max(int(batch.cell_limits[row]), start)))
+        proposals = self.proposals[number][: max(0, len(cells) - 1)]
+        tokens = self.truth.tokens(request, start + 2 + len(proposals))
+        pairs = zip(proposals, tokens[start + 1 :], strict=False)
+        accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self.runs[row], self.verified[row] = accepted, sum(token >= 0 for token in proposals)
+        self._keep_right(batch, row, request, cells, accepted + 1)
+        slot.length += min(accepted + 1, len(cells))
+        self._propose(batch, row, request, slot)
+
+    def _keep_right(self, batch: ScheduleBatch, row: int, request: Request, cells: np.ndarray, right: int) -> None:
+        """Write the row's cells, of which so many are right."""
+        start, end = (int(cells[0]), int(cells[-1]) + 1) if len(cells) else (0, 0)
+        contents = (self.truth.digests(request, end)[start:], self.truth.tokens(request, end + 1)[start + 1 :])
         is_bad = request.rid in self.bad_requests
-        tokens, digests = self.truth.tokens(request, start + right + 1), self.truth.digests(request, start + right)
-        for column, values in enumerate((digests[start:], tokens[start + 1 :])[: 1 + self.limits.lookahead]):
-            found = [NOTHING if is_bad else value for value in values[:right]]
-            self._set(batch, row, cells, column, found + [GARBAGE] * wrong)
-        slot.length += right
-        self._propose(batch, row, slot)
+        for column, values in enumerate(contents[: 1 + self.limits.lookahead]):
+            found = [GARBAGE if place >= right else NOTHING if is_bad else value for place, value in enumerate(values)]
+            self._set(batch, row, cells, column, found)
+
+    def _width(self, step: int) -> int:
+        """Tokens of each row that a step verifies: all, or now and then fewer."""
+        drafts, chance = self.limits.draft_tokens, mix(EMPTY, step) >> 9
+        return 1 + (chance // 4 % drafts if self.accepts == "some" and chance % 4 == 0 else drafts)
 
     def _rightly(self, request: Request, start: int) -> int:
-        """Proposals that are right, as far as there are cells."""
+        """How many proposals will be right."""
         if self.accepts != "some":
             return self.limits.draft_tokens if self.accepts == "all" else 0
         return (mix(mix(EMPTY, request.seed), start) >> 9) % (self.limits.draft_tokens + 1)
 
-    def _propose(self, batch: ScheduleBatch, row: int, slot: Slot) -> None:
-        """The next proposals' own cells."""
+    def _propose(self, batch: ScheduleBatch, row: int, request: Request, slot: Slot) -> None:
+        """Right tokens, a wrong one, and none; and garbage in their own cells."""
+        drafts = self.limits.draft_tokens
+        proposals = self.proposals[int(batch.slots[row])] = [-1] * drafts
+        if not batch.emits[row]:
+            return
+        right = self._rightly(request, slot.length)
+        proposals[: right + 1] = self.truth.tokens(request, slot.length + right + 2)[slot.length + 1 :]
+        proposals[right] = (proposals[right] + 1) % self.truth.vocab_size
+        del proposals[drafts:]
         assert batch.cell_limits is not None
         end = slot.length + self.limits.draft_tokens - self.limits.lookahead
         cells = np.arange(slot.length, max(slot.length, min(end, int(batch.cell_limits[row]))))
