@@ -62,6 +62,10 @@ class OutputProcessor:
         if text.stopped_by is not None:
             ids = ids[: text.taken]
         logprobs = self._take_tokens(completion, ids, output.logprobs)
+        if ids and output.proposed >= 0:
+            completion.verified_steps += 1
+            completion.proposed_tokens += output.proposed
+            completion.accepted_tokens += len(ids) - 1
         if output.finish_reason is not None or text.stopped_by is not None:
             shown += text.finish()
             self._end(completion, text, output)

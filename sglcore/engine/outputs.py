@@ -9,7 +9,8 @@ from sglcore.schedule.output import FinishReason, TokenLogprob
 
 @dataclass(slots=True)
 class Completion:
-    """One sample of a prompt. `seed` reproduces it together with `index`; `stop_cause` is the stop token or string."""
+    """One sample of a prompt. `seed` reproduces it together with `index`; `stop_cause` is the stop token or string. Of its tokens,
+    `verified_steps` steps brought one each and, beside it, those of `proposed_tokens` that were right: `accepted_tokens`."""
 
     index: int
     seed: int
@@ -19,6 +20,9 @@ class Completion:
     finish_reason: FinishReason | None = None
     stop_cause: int | str | None = None
     error: str = ""
+    verified_steps: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -5,12 +5,15 @@ Follow one step from `next_batch` to `finish`. Knows requests and limits, no dev
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.errors import ConfigError
 from sglcore.device.worker import BatchResult, Limits
 from sglcore.schedule.batch_builder import BatchBuilder, Chunk, Compose
+from sglcore.schedule.draft_counts import DraftCell, cell_of
 from sglcore.schedule.output import EngineOutput, FinishReason, token_logprobs
 from sglcore.schedule.overlap import BatchRecord, InFlight
 from sglcore.schedule.queue import WaitingQueue
@@ -62,7 +65,9 @@ class Scheduler:
         self._arrivals = 0
         self._step = 0
         self._collected = 0
-        self._prompt_tokens = 0
+        self._prompt_tokens = self._stale_rows = self._invalid_rows = 0
+        self.drafts = Counter[DraftCell]()
+        """What came of proposals."""
         self._extended_last = False
         self._embedded_last = False
 
@@ -183,6 +188,8 @@ class Scheduler:
             hit_tokens=memory.hit_tokens,
             looked_up_tokens=memory.looked_up_tokens,
             retractions=running.retractions,
+            stale_rows=self._stale_rows,
+            invalid_rows=self._invalid_rows,
         )
 
     def audit(self) -> None:
@@ -323,12 +330,15 @@ class Scheduler:
         """Any rows, from `first` on."""
         outputs = []
         bad, offsets = result.bad_rows.tolist(), result.token_offsets.tolist()
+        proposed = None if result.proposed is None else result.proposed.tolist()
         decodes = len(record.requests) - len(record.spans)
         for row, request in enumerate(record.requests[first:], start=first):
             request.is_broken = request.is_broken or bad[row]
             if request.state is State.FINISHED:
+                self._stale_rows += 1
                 continue
             if bad[row]:
+                self._invalid_rows += 1
                 outputs.append(self._end(request, "error", error=why_bad(request, record.step)))
                 continue
             if row >= decodes:
@@ -338,6 +348,9 @@ class Scheduler:
                 outputs.append(self._end(request, "stop"))
             elif offsets[row] < offsets[row + 1]:
                 outputs.append(self._take_run(record, request, result, offsets[row], offsets[row + 1]))
+                if proposed is not None:
+                    outputs[-1].proposed = proposed[row]
+                    self.drafts[cell_of(request, proposed[row], offsets[row + 1] - offsets[row] - 1)] += 1
         return outputs
 
     def _take_chunk(self, request: Request, span: tuple[int, int], row: int, result: BatchResult) -> None:

@@ -11,6 +11,8 @@ class SchedulerStats(msgspec.Struct):
 
     `hit_tokens` of `looked_up_tokens`: prompt tokens that the prefix cache had. `computed_prompt_tokens`: those that the
     device worked on, again after a retraction. `snapshot_hits`: requests that began with a cached copy of a state.
+    `stale_rows`: rows that a step computed for a request that had ended meanwhile. `invalid_rows`: rows whose logits were not
+    finite.
     """
 
     waiting: int = 0
@@ -40,3 +42,5 @@ class SchedulerStats(msgspec.Struct):
     retractions: int = 0
     steps: int = 0
     computed_prompt_tokens: int = 0
+    stale_rows: int = 0
+    invalid_rows: int = 0

@@ -181,4 +181,5 @@ class EngineService:
             host_steps=self._host_steps,
             step_seconds=self._step_seconds,
             paths=dict(self._meter.paths),
+            drafts=dict(self.engine.scheduler.drafts),
         )

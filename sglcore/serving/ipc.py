@@ -144,7 +144,7 @@ class EngineStats(SchedulerStats, array_like=True, tag=6, gc=False):
     """Counters of one engine since its start: those of its scheduler, and its own. Times are seconds.
 
     `paths` counts steps by what ran. `host_seconds`: the part of `step_seconds`, over `host_steps`, in which the host
-    neither waited for the device nor was itself the device.
+    neither waited for the device nor was itself the device. `drafts`: what came of proposals, by `DraftCell`.
     """
 
     time: float = 0.0
@@ -157,6 +157,7 @@ class EngineStats(SchedulerStats, array_like=True, tag=6, gc=False):
     host_steps: int = 0
     step_seconds: float = 0.0
     paths: dict[str, int] = msgspec.field(default_factory=dict)
+    drafts: dict[tuple[int, int, int, int], int] = msgspec.field(default_factory=dict)
 
 
 class Audited(msgspec.Struct, array_like=True, tag=7, gc=False):

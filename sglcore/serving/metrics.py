@@ -22,6 +22,7 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from sglcore.serving.draft_metrics import draft_families
 from sglcore.serving.exchange import CURRENT
 from sglcore.serving.ipc import EngineStats
 
@@ -225,6 +226,7 @@ class _Families(Collector):
                 family.add_metric([self._model, replica], read(numbers))
             yield family
         yield from self._steps(engines)
+        yield from draft_families(self._model, engines)
 
     def _steps(self, engines: list[tuple[str, EngineStats]]) -> Iterator[Metric]:
         labels = ["model", "replica"]
@@ -286,5 +288,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("generation_tokens", "Tokens drawn.", lambda n: n.generation_tokens),
     ("retractions", "Requests put back into the queue for want of pages.", lambda n: n.retractions),
     ("failed_steps", "Steps that ended by an error.", lambda n: n.failed_steps),
+    ("stale_rows", "Rows of steps that were computed for a request that had ended.", lambda n: n.stale_rows),
+    ("invalid_rows", "Rows of steps whose logits were not finite.", lambda n: n.invalid_rows),
     ("step_seconds", "Time in which a step was under way.", lambda n: n.step_seconds),
 )

@@ -42,11 +42,13 @@ class Runs:
             async for found in _merged(self.generations):
                 yield found
 
-    def counts(self) -> tuple[int, int, int]:
-        """Tokens so far: of the prompts, of all samples, and those of the prompts that the prefix cache had."""
+    def counts(self) -> tuple[int, int, int, int, int]:
+        """Tokens so far: of the prompts, of all samples, those of the prompts that the prefix cache had, what was proposed, and what
+        of it was right."""
         outputs = [generation.output for generation in self.generations]
         made = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-        return sum(len(out.prompt_token_ids) for out in outputs), made, sum(out.cached_tokens for out in outputs)
+        prompts, cached = sum(len(out.prompt_token_ids) for out in outputs), sum(out.cached_tokens for out in outputs)
+        return prompts, made, cached, *drafted(outputs)
 
     async def __aenter__(self) -> Runs:
         return self
@@ -76,6 +78,12 @@ async def start_runs(
             generations.append(await stack.enter_async_context(found))
             await asyncio.sleep(0)  # between many prompts others have their turn
         return Runs(generations, stack.pop_all(), form)
+
+
+def drafted(outputs: Sequence[RequestOutput]) -> tuple[int, int]:
+    """Tokens that were proposed for all samples, and those of them that were right."""
+    samples = [sample for output in outputs for sample in output.outputs]
+    return sum(sample.proposed_tokens for sample in samples), sum(sample.accepted_tokens for sample in samples)
 
 
 def check_token_ids(frontend: Frontend, params: SamplingParams) -> None:

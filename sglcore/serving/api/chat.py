@@ -29,7 +29,7 @@ from sglcore.serving.logprobs import chat_logprobs, prompt_scores
 from sglcore.serving.protocol.chat import ChatAnswer, ChatBody, ChatChunk
 from sglcore.serving.protocol.common import usage
 from sglcore.serving.request_params import check_limit, form_field, sampling_params
-from sglcore.serving.runs import check_answered, sample_failure
+from sglcore.serving.runs import check_answered, drafted, sample_failure
 from sglcore.serving.sse import DONE, EventStream, event, while_connected
 from sglcore.serving.token_text import TokenTexts
 
@@ -97,7 +97,7 @@ class _Call:
         """The tokens so far."""
         output = run.generation.output
         made = sum(len(sample.token_ids) for sample in output.outputs)
-        return usage(len(output.prompt_token_ids), made, output.cached_tokens)
+        return usage(len(output.prompt_token_ids), made, output.cached_tokens, *drafted([output]))
 
     def logprobs(self, found: Any) -> dict[str, Any] | None:
         """The record of tokens, if it is wanted."""

@@ -102,8 +102,8 @@ class _Call:
 
     def usage(self, runs: Runs) -> dict[str, Any]:
         """The tokens so far; a prompt that was only scored has no others."""
-        prompt, made, cached = runs.counts()
-        return usage(prompt, 0 if self.body.max_tokens == 0 else made, cached)
+        prompt, made, *others = runs.counts()
+        return usage(prompt, 0 if self.body.max_tokens == 0 else made, *others)
 
     def echoed(self, output: RequestOutput) -> str:
         """The prompt as text, if it is wanted."""

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Response
 from sglcore import __version__
 from sglcore.device.server_config import ServerConfig
 from sglcore.device.settings import settings_of
+from sglcore.schedule.draft_counts import sums_of
 from sglcore.serving.api.shared import as_json
 from sglcore.serving.frontend import Frontend
 from sglcore.serving.ipc import EngineStats
@@ -71,6 +72,7 @@ def _replica(replica: Replica) -> dict[str, Any]:
 
 
 def _counters(stats: EngineStats) -> dict[str, Any]:
+    drafts = sums_of(stats.drafts)
     return {
         "prompt_tokens": stats.prompt_tokens,
         "generation_tokens": stats.generation_tokens,
@@ -80,4 +82,7 @@ def _counters(stats: EngineStats) -> dict[str, Any]:
         "cached_tokens": stats.hit_tokens,
         "prompt_tokens_computed": stats.computed_prompt_tokens,
         "requests": stats.requests,
+        "verified_steps": drafts.steps,
+        "proposed_tokens": drafts.proposed,
+        "accepted_tokens": drafts.accepted,
     }

@@ -112,6 +112,13 @@ class PromptTokensDetails(Answer):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Answer):
+    """Tokens that were proposed: those that are in the answer, and those that were wrong."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(Answer):
     """Tokens of a request over all of its prompts and samples."""
 
@@ -119,6 +126,7 @@ class Usage(Answer):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class PromptProgress(Answer):
@@ -129,11 +137,15 @@ class PromptProgress(Answer):
     processed: int
 
 
-def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+def usage(prompt: int, completion: int, cached: int, proposed: int = 0, accepted: int = 0) -> dict[str, Any]:
     """The `Usage` of token counts."""
-    return {
+    found: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if proposed:
+        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": proposed - accepted}
+        found["completion_tokens_details"] = details
+    return found

@@ -71,7 +71,8 @@ ServerInfo = _server_info()
 
 
 class Counters(Answer):
-    """What engines have done since their start, and what they do now; `kv_used` is a share from 0 to 1."""
+    """What engines have done since their start, and what they do now; `kv_used` is a share from 0 to 1. `verified_steps` counts a
+    step for each of its requests: one token, and the `accepted_tokens` of the `proposed_tokens`."""
 
     prompt_tokens: int
     generation_tokens: int
@@ -81,6 +82,9 @@ class Counters(Answer):
     cached_tokens: int
     prompt_tokens_computed: int
     requests: int
+    verified_steps: int
+    proposed_tokens: int
+    accepted_tokens: int
 
 
 class ReplicaStats(Counters):
