@@ -45,6 +45,7 @@ class Figures:
 
     `lag` is how late requests were sent, by the client's own delay or held back by --max-concurrency; None for a load
     without times of its own.
+    `acceptance_length`: tokens of a step and request, over all steps; None where none were proposed.
     `goodput` counts requests per second that met every goal; None if there were no goals.
     """
 
@@ -54,6 +55,9 @@ class Figures:
     input_tokens: int
     output_tokens: int
     cached_tokens: int
+    proposed_tokens: int
+    accepted_tokens: int
+    acceptance_length: float | None
     requests_per_s: float
     input_per_s: float
     output_per_s: float
@@ -72,6 +76,9 @@ class Figures:
             "input_tokens": self.input_tokens,
             "output_tokens": self.output_tokens,
             "cached_tokens": self.cached_tokens,
+            "proposed_tokens": self.proposed_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "acceptance_length": None if self.acceptance_length is None else round(self.acceptance_length, 3),
             "requests_per_s": round(self.requests_per_s, 3),
             "input_per_s": round(self.input_per_s, 2),
             "output_per_s": round(self.output_per_s, 2),
@@ -101,6 +108,9 @@ def figures(records: Sequence[Record], goals: Mapping[str, float] | None = None)
         input_tokens=inputs,
         output_tokens=outputs,
         cached_tokens=sum(r.cached_tokens for r in whole),
+        proposed_tokens=sum(r.proposed_tokens for r in whole),
+        accepted_tokens=sum(r.accepted_tokens for r in whole),
+        acceptance_length=_acceptance_length(whole),
         requests_per_s=len(whole) * per_s,
         input_per_s=inputs * per_s,
         output_per_s=outputs * per_s,
@@ -110,6 +120,12 @@ def figures(records: Sequence[Record], goals: Mapping[str, float] | None = None)
         goals=dict(goals),
         goodput=sum(_meets(record, goals) for record in whole) * per_s if goals else None,
     )
+
+
+def _acceptance_length(records: Sequence[Record]) -> float | None:
+    drafted = [record for record in records if record.acceptance_length is not None]
+    later = sum(record.output_tokens - 1 for record in drafted)
+    return later / (later - sum(record.accepted_tokens for record in drafted)) if drafted else None
 
 
 def values_of(record: Record, name: str) -> list[float]:

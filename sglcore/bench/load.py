@@ -119,6 +119,8 @@ async def _send(offer: Offer, host: str, job: Job, request: bytes, clock: Callab
         reply.close()
     usage = reply.usage
     details = usage.get("prompt_tokens_details") or {}
+    drafted = usage.get("completion_tokens_details") or {}
+    accepted = drafted.get("accepted_prediction_tokens") or 0
     return Record(
         job.number,
         due,
@@ -129,6 +131,8 @@ async def _send(offer: Offer, host: str, job: Job, request: bytes, clock: Callab
         usage.get("completion_tokens", len(reply.marks)),
         details.get("cached_tokens") or 0,
         fault or reply.fault,
+        accepted + (drafted.get("rejected_prediction_tokens") or 0),
+        accepted,
     )
 
 

@@ -60,4 +60,6 @@ def _record(one: TimedRequest, end: float) -> Record:
         len(completion.token_ids),
         one.output.cached_tokens,
         fault,
+        completion.proposed_tokens,
+        completion.accepted_tokens,
     )

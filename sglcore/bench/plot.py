@@ -22,18 +22,24 @@ def require_matplotlib() -> None:
 
 
 def save_plot(path: Path, records: Sequence[Record], found: Figures, title: str) -> None:
-    """Write a PNG with five panels."""
+    """Write a PNG with five panels, and two more where tokens were proposed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    sheet = Figure(figsize=(11, 7), layout="constrained")
+    drafted = [record for record in records if record.is_whole and record.acceptance_length is not None]
+    sheet = Figure(figsize=(11, 10 if drafted else 7), layout="constrained")
     FigureCanvasAgg(sheet)
-    panels: Any = sheet.subplot_mosaic("LLLGGG;TTOOFF")
+    panels: Any = sheet.subplot_mosaic("LLLGGG;TTOOFF" + (";CCCPPP" if drafted else ""))
     whole = [record for record in records if record.is_whole]
     _distribution(panels["L"], whole, ("ttft", "e2e"), "Latency: share of requests that took at most")
     _distribution(panels["G"], whole, ("itl",), "Between pieces of text: share that took at most")
     _over_time(panels["T"], records)
     _in_steps(panels["O"], panels["F"], records)
+    if drafted:
+        shares = [record.cached_tokens / record.input_tokens for record in drafted]
+        _acceptance(panels["C"], drafted, shares, "share of the prompt from the prefix cache")
+        middles = [record.input_tokens + record.output_tokens / 2 for record in drafted]
+        _acceptance(panels["P"], drafted, middles, "position in the context of the middle of the answer")
     for panel in panels.values():
         _calm(panel)
     figures = f"{found.requests_per_s:.1f} requests/s, {found.output_per_s:.0f} output tokens/s"
@@ -62,6 +68,13 @@ def _distribution(panel: Any, records: Sequence[Record], names: Sequence[str], t
         panel.set_xscale("log")
         panel.xaxis.set_major_formatter("{x:g}")
         panel.legend(frameon=False, loc="lower right")
+
+
+def _acceptance(panel: Any, records: Sequence[Record], places: Sequence[float], what: str) -> None:
+    """What should not depend on either: falling acceptance tells of drafts that read what they should not."""
+    panel.set_title(f"Tokens of a step, by {what}")
+    panel.plot(places, [record.acceptance_length for record in records], "o", color=ACCENT, markersize=3, alpha=0.7)
+    panel.set_ylim(bottom=1)
 
 
 def _over_time(panel: Any, records: Sequence[Record]) -> None:

@@ -10,7 +10,8 @@ from sglcore.bench.reply import Fault
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One request: when it was due, when it was sent, when its pieces of text came, and what went wrong (None: nothing)."""
+    """One request: when it was due, when it was sent, when its pieces of text came, and what went wrong (None: nothing). Of its
+    output tokens `accepted_tokens` were among `proposed_tokens` that its steps verified."""
 
     number: int
     due: float
@@ -21,6 +22,8 @@ class Record:
     output_tokens: int
     cached_tokens: int = 0
     fault: Fault | None = None
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -47,6 +50,12 @@ class Record:
         """Times between pieces of text."""
         return [after - before for before, after in pairwise(self.marks)]
 
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens of a step after the first token; None where none were proposed."""
+        steps = self.output_tokens - 1 - self.accepted_tokens
+        return (self.output_tokens - 1) / steps if self.proposed_tokens and steps > 0 else None
+
     def as_json(self) -> dict[str, object]:
         """Plain values, with times in milliseconds."""
         return {
@@ -58,6 +67,8 @@ class Record:
             "input_tokens": self.input_tokens,
             "output_tokens": self.output_tokens,
             "cached_tokens": self.cached_tokens,
+            "proposed_tokens": self.proposed_tokens,
+            "accepted_tokens": self.accepted_tokens,
             "error": f"{self.fault.kind}: {self.fault.said}" if self.fault else None,
         }
 

@@ -18,10 +18,12 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from sglcore.bench.address import address
 from sglcore.bench.figures import figures, goals_of, percentile
 from sglcore.bench.load import Offer, run_load
+from sglcore.bench.plot import save_plot
 from sglcore.bench.record import Record
 from sglcore.bench.reply import Reply
 from sglcore.bench.workload import Job, Span, Workload, make_jobs, span
 from sglcore.cli.__main__ import main
+from sglcore.cli.bench_table import totals_table
 from sglcore.device.errors import ConfigError
 from tests.serving.threaded import in_thread
 
@@ -209,6 +211,22 @@ def test_figures_are_those_of_hand_and_numpy() -> None:
     values = sorted(np.random.default_rng(0).exponential(size=101).tolist())
     for share in (0.0, 0.5, 0.9, 0.99, 1.0):
         assert percentile(values, share) == pytest.approx(np.percentile(values, share * 100))
+
+
+def test_the_acceptance_length_is_over_the_steps_behind_first_tokens(tmp_path: Path) -> None:
+    records = [
+        Record(0, 0.0, 0.0, 0.5, (0.1, 0.2), 10, 9, proposed_tokens=16, accepted_tokens=4),
+        Record(1, 0.0, 0.0, 0.5, (0.1, 0.2), 10, 3, 5, proposed_tokens=8, accepted_tokens=0),
+        Record(2, 0.0, 0.0, 0.5, (0.1,), 10, 7),
+    ]
+    assert [record.acceptance_length for record in records] == [2.0, 1.0, None]
+    found = figures(records)
+    assert (found.proposed_tokens, found.accepted_tokens) == (24, 4)
+    assert found.acceptance_length == pytest.approx(10 / 6)
+    assert figures(records[2:]).acceptance_length is None
+    save_plot(tmp_path / "drafts.png", records, found, "drafts")
+    assert (tmp_path / "drafts.png").read_bytes().startswith(b"\x89PNG")
+    assert "1.67 tokens a step" in "".join(str(cell) for cell in totals_table(found).columns[0].cells)
 
 
 @pytest.mark.parametrize("word", ["ttft", "itl:5", "speed:9", "ttft:fast"])

@@ -42,6 +42,9 @@ STATS = EngineStats(
     host_steps=11,
     step_seconds=1.5,
     paths={"eager": 4, "full": 7},
+    stale_rows=4,
+    invalid_rows=1,
+    drafts={(4, 0, 3, 0): 2, (4, 0, 3, 3): 1, (5, 2, 3, 1): 4, (5, 2, 0, 0): 3},
 )
 
 
@@ -91,6 +94,10 @@ def metrics() -> Metrics:
         ("step_host_seconds_sum", 0.25),
         ("step_host_seconds_count", 11),
         ("step_seconds_total", 1.5),
+        ("stale_rows_total", 4),
+        ("invalid_rows_total", 1),
+        ("accepted_draft_tokens_sum", 7),
+        ("accepted_draft_tokens_count", 10),
     ],
 )
 def test_an_engines_numbers_have_model_and_replica(metrics: Metrics, name: str, value: float) -> None:
@@ -100,6 +107,30 @@ def test_an_engines_numbers_have_model_and_replica(metrics: Metrics, name: str, 
 def test_steps_are_told_by_what_ran_them(metrics: Metrics) -> None:
     found = {path: sample(metrics, "steps_total", model="tiny", replica="0", path=path) for path in STATS.paths}
     assert found == STATS.paths
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "values"),
+    [
+        ("accepted_draft_tokens_bucket", "le", {"0.0": 5, "1.0": 9, "2.0": 9, "3.0": 10, "+Inf": 10}),
+        ("draft_tokens_total", "place", {"1": 7, "2": 7, "3": 7}),
+        ("draft_tokens_accepted_total", "place", {"1": 5, "2": 1, "3": 1}),
+        ("draft_tokens_wasted_total", "place", {"1": 2, "2": 6, "3": 6}),
+        ("draft_steps_by_context_total", "context", {"15": 3, "31": 7}),
+        ("draft_proposed_by_cached_total", "cached", {"0": 9, "0.5": 12}),
+        ("draft_accepted_by_tokens_total", "tokens", {"0": 0, "3": 7}),
+    ],
+)
+def test_what_came_of_proposals_is_told_by_what_it_depends_on(
+    metrics: Metrics, name: str, label: str, values: dict[str, float]
+) -> None:
+    found = {each: sample(metrics, name, model="tiny", replica="0", **{label: each}) for each in values}
+    assert found == values
+
+
+def test_nothing_is_told_of_proposals_where_there_are_none() -> None:
+    plain = Metrics("tiny", "1", lambda: [("0", "ready", EngineStats())])
+    assert not [name for name, _ in samples(plain) if "draft" in name]
 
 
 def test_every_replica_has_one_state_and_no_numbers_before_its_first_report(metrics: Metrics) -> None:
