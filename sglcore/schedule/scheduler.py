@@ -31,7 +31,7 @@ from sglcore.schedule.results import (
 )
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.sampling_rows import SamplingRows
-from sglcore.schedule.stats import SchedulerStats
+from sglcore.schedule.stats import SchedulerStats, memory_counts
 from sglcore.schedule.windows import least_window_pages
 
 
@@ -158,8 +158,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Counts of requests, steps, pages, snapshots, window pages and tokens."""
-        running, memory = self._running, self._running.memory
-        snapshots, windows = memory.snapshots, memory.windows
+        running = self._running
         return SchedulerStats(
             waiting=len(self._waiting) + len(self._embedding),
             running=len(running),
@@ -167,29 +166,10 @@ class Scheduler:
             in_flight=len(self.in_flight),
             steps=self._step,
             computed_prompt_tokens=self._prompt_tokens,
-            num_pages=memory.pool.num_pages,
-            free_pages=memory.pool.free,
-            cached_pages=memory.cache.num_pages,
-            unused_cached_pages=memory.cache.num_unused,
-            evicted_pages=memory.evicted_pages,
-            num_snapshots=snapshots.num_places,
-            free_snapshots=snapshots.free,
-            cached_snapshots=snapshots.cached,
-            evicted_snapshots=snapshots.evicted,
-            snapshot_hits=snapshots.hits,
-            num_window_pages=windows.num_pages,
-            free_window_pages=windows.free,
-            cached_window_pages=windows.cached,
-            evicted_window_pages=windows.evicted,
-            kv_bytes=self.limits.kv_bytes,
-            window_bytes=self.limits.window_bytes,
-            state_bytes=self.limits.state_bytes,
-            snapshot_bytes=self.limits.snapshot_bytes,
-            hit_tokens=memory.hit_tokens,
-            looked_up_tokens=memory.looked_up_tokens,
             retractions=running.retractions,
             stale_rows=self._stale_rows,
             invalid_rows=self._invalid_rows,
+            **memory_counts(running.memory, self.limits),
         )
 
     def audit(self) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from sglcore.device.worker import Limits
+from sglcore.schedule.memory import Memory
+
 
 class SchedulerStats(msgspec.Struct):
     """Counters since the start; requests in a state (`waiting` to `in_flight`, which counts steps), pages, snapshots and
@@ -44,3 +47,30 @@ class SchedulerStats(msgspec.Struct):
     computed_prompt_tokens: int = 0
     stale_rows: int = 0
     invalid_rows: int = 0
+
+
+def memory_counts(memory: Memory, limits: Limits) -> dict[str, int]:
+    """What is counted of pages, snapshots and window pages, and of the tokens looked up in the prefix cache."""
+    snapshots, windows = memory.snapshots, memory.windows
+    return {
+        "num_pages": memory.pool.num_pages,
+        "free_pages": memory.pool.free,
+        "cached_pages": memory.cache.num_pages,
+        "unused_cached_pages": memory.cache.num_unused,
+        "evicted_pages": memory.evicted_pages,
+        "num_snapshots": snapshots.num_places,
+        "free_snapshots": snapshots.free,
+        "cached_snapshots": snapshots.cached,
+        "evicted_snapshots": snapshots.evicted,
+        "snapshot_hits": snapshots.hits,
+        "num_window_pages": windows.num_pages,
+        "free_window_pages": windows.free,
+        "cached_window_pages": windows.cached,
+        "evicted_window_pages": windows.evicted,
+        "kv_bytes": limits.kv_bytes,
+        "window_bytes": limits.window_bytes,
+        "state_bytes": limits.state_bytes,
+        "snapshot_bytes": limits.snapshot_bytes,
+        "hit_tokens": memory.hit_tokens,
+        "looked_up_tokens": memory.looked_up_tokens,
+    }

@@ -126,7 +126,8 @@ def test_what_came_of_proposals_is_told(url: str) -> None:
 def test_who_leaves_early_leaves_nothing(url: str) -> None:
     with client_of(url) as client:
         model = client.models.list().data[0].id
-        for body in ({"n": 2, **DRAWN}, {"temperature": 0.0}, {**DRAWN, "logprobs": 1}):
+        bodies: list[dict[str, Any]] = [{"n": 2, **DRAWN}, {"temperature": 0.0}, {**DRAWN, "logprobs": 1}]
+        for body in bodies:
             stream = client.completions.create(
                 model=model, prompt=REPEATS, max_tokens=400, stream=True, extra_body={"ignore_eos": True}, **body
             )
