@@ -91,7 +91,8 @@ def embedding_scale(module: nn.Module, dtype: torch.dtype, initialize: Callable[
         twin = twin_of(module, parameters={"weight": parameter}, buffers=buffers)
         if isinstance(twin, nn.Embedding):
             twin.padding_idx = None  # counts in training alone, and the twin has fewer rows
-        initialize(twin)
+        if buffers:
+            initialize(twin)
         given = tried(twin, ids)
         found = found or [1.0 if given is None else float(given.flatten()[0])]
         if given is None or not torch.equal(given, rows[ids] * torch.tensor(found[0]).to(rows.dtype)):
