@@ -154,17 +154,22 @@ class DenseEagle3(DenseDraft):
 
 
 class DenseNextToken(DenseDraft):
-    """DeepSeek's scheme around a layer and norm of transformers' own, `shell` being a model of one layer."""
+    """DeepSeek's scheme around a layer and norm of transformers' own, `shell` being a model of one layer. MiMo's has the other
+    side first, and no first token."""
 
-    def __init__(self, target: Oracle, shell: Oracle) -> None:
+    def __init__(self, target: Oracle, shell: Oracle, is_mimo: bool) -> None:
         super().__init__(target)
+        self.is_mimo = is_mimo
         size, norm = target.config.hidden_size, type(shell.model.norm)
         self.enorm, self.hnorm = (norm(size, target.config.rms_norm_eps) for _ in range(2))
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.shell = shell
 
     def forward(self, token: Tensor, features: Tensor) -> Tensor:
-        joined = self.eh_proj(torch.cat([self.enorm(token), self.hnorm(features)], -1))
+        if self.is_mimo:
+            token = token.index_fill(1, torch.tensor([0]), 0)
+        sides = [self.enorm(token), self.hnorm(features)]
+        joined = self.eh_proj(torch.cat(sides[::-1] if self.is_mimo else sides, -1))
         return self.shell.model(inputs_embeds=joined, use_cache=False).last_hidden_state
 
 
@@ -231,6 +236,15 @@ NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "eh_proj.": "mtp.fc.",
             }
         ),
+        "mimo": MappingProxyType(
+            {
+                "shell.model.layers.0.": "model.mtp_layers.0.",
+                "shell.model.norm.": "model.mtp_layers.0.final_layernorm.",
+                "enorm.": "model.mtp_layers.0.token_layernorm.",
+                "hnorm.": "model.mtp_layers.0.hidden_layernorm.",
+                "eh_proj.": "model.mtp_layers.0.input_proj.",
+            }
+        ),
     }
 )
 """What the parts of `DenseNextToken` are called in files."""
@@ -242,7 +256,7 @@ def next_token(
     """The target's folder, with a layer behind its last that predicts a further token; `make(**one)` is a model of one such
     layer."""
     save(target, folder)
-    made = randomized(DenseNextToken(target, make(num_hidden_layers=1, **one)))
+    made = randomized(DenseNextToken(target, make(num_hidden_layers=1, **one), names == "mimo"))
     stored, layers = load_file(folder / "model.safetensors"), target.config.num_hidden_layers
     for name, value in made.state_dict().items():
         for ours, theirs in NAMES[names].items():
@@ -252,5 +266,7 @@ def next_token(
         copies = {"embed_tokens": target.model.embed_tokens.weight, "shared_head.head": target.lm_head.weight}
         stored |= {f"model.layers.{layers}.{name}.weight": value.detach().clone() for name, value in copies.items()}
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    with_config(folder, num_nextn_predict_layers=1)
+    with_config(
+        folder, num_nextn_predict_layers=1, **({"architectures": ["MiMoForCausalLM"]} if names == "mimo" else {})
+    )
     return made

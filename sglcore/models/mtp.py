@@ -15,7 +15,8 @@ from sglcore.models.registry import model_class
 
 class Names(NamedTuple):
     """What a checkpoint calls the parts, below `prefix`, in which {} is the number of the model's layers. What is no such part
-    and begins with `layer` is of the layer; `shared` are the model's own once more."""
+    and begins with `layer` is of the layer; `shared` are the model's own once more. `hidden_first`: the projection takes what was made
+    of the token before first. `has_blank`: the token at position 0 counts as zeros."""
 
     prefix: str
     token_norm: str
@@ -24,6 +25,8 @@ class Names(NamedTuple):
     norm: str
     layer: str = ""
     shared: tuple[str, ...] = ("embed_tokens.", "shared_head.head.")
+    hidden_first: bool = False
+    has_blank: bool = False
 
     @property
     def parts(self) -> Mapping[str, str]:
@@ -35,8 +38,17 @@ class Names(NamedTuple):
 LAYOUTS = (
     Names("model.layers.{}.", "enorm.", "hnorm.", "eh_proj.", "shared_head.norm."),
     Names("mtp.", "pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc.", "norm.", "layers.0."),
+    Names(
+        "model.mtp_layers.0.",
+        "token_layernorm.",
+        "hidden_layernorm.",
+        "input_proj.",
+        "final_layernorm.",
+        hidden_first=True,
+        has_blank=True,
+    ),
 )
-"""DeepSeek's, which GLM's are as well, and Qwen's. All put the token before what was made of the one before."""
+"""DeepSeek's, which GLM's are as well, Qwen's and MiMo's."""
 
 
 def layout_of(names: Collection[str], layers: int) -> Names | None:
@@ -96,8 +108,11 @@ class NextToken(Architecture):
 
     def __call__(self, batch: Batch) -> Array:
         """Tokens, and `features` [T, H] of those before them, to hidden states [T, H] after the norm."""
-        token = self.enorm(self.model.embed_tokens(batch.input_ids))
-        joined = self.eh_proj(self.concat(token, self.hnorm(batch.features)))
+        tokens = self.model.embed_tokens(batch.input_ids)
+        if self.names.has_blank:
+            tokens = tokens * (batch.positions > 0)[:, None]
+        sides = self.enorm(tokens), self.hnorm(batch.features)
+        joined = self.eh_proj(self.concat(*(sides[::-1] if self.names.hidden_first else sides)))
         return self.model.finish(self.model.run_layers(LayerState(joined, None, batch), 0, 1))
 
     def logits(self, hidden: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: Llama's layers with biases on the query, key and value projections only."""
+"""Qwen 2 and 2.5, and MiMo: Llama's layers with biases on the query, key and value projections only."""
 
 from __future__ import annotations
 
@@ -12,3 +12,9 @@ class Qwen2ForCausalLM(CausalLM):
     def make_layer(self, build: Build, layer_id: int) -> DecoderLayer:
         attention = SelfAttention(build.at("self_attn"), layer_id, self.rotary, qkv_bias=True)
         return DecoderLayer(build, attention, build.mlp("mlp", build.config.intermediate_size))
+
+
+class MiMoForCausalLM(Qwen2ForCausalLM):
+    """The layers that predict further tokens are left unread."""
+
+    ignored = (r"model\.mtp_layers\..*",)

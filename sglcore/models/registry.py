@@ -36,6 +36,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "GlmMoeDsaForCausalLM": "sglcore.models.deepseek_v3:GlmMoeDsaForCausalLM",
         "MixtralForCausalLM": "sglcore.models.mixtral:MixtralForCausalLM",
         "Qwen2MoeForCausalLM": "sglcore.models.qwen2_moe:Qwen2MoeForCausalLM",
+        "MiMoForCausalLM": "sglcore.models.qwen2:MiMoForCausalLM",
         "MistralForCausalLM": "sglcore.models.mistral:MistralForCausalLM",
         "Qwen2ForCausalLM": "sglcore.models.qwen2:Qwen2ForCausalLM",
         "Qwen3NextForCausalLM": "sglcore.models.qwen3_next:Qwen3NextForCausalLM",

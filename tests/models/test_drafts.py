@@ -17,9 +17,9 @@ from sglcore.device.errors import CheckpointError, ConfigError
 from sglcore.device.ledger import DecisionLedger
 from sglcore.models.draft import Draft, kind_of, load_draft, offered_head
 from sglcore.runtime.kernels.table import KernelTable
-from tests.checkpoints import glm4_moe, llama, qwen3_next, save
+from tests.checkpoints import glm4_moe, llama, qwen2, qwen3_next, save
 from tests.drafts import TARGET, eagle, eagle3, next_token, with_config
-from tests.latent import deepseek_v3
+from tests.latent import deepseek_v3, deepseek_v32, glm_moe_dsa
 from tests.models.steps import FACTS, Steps, load
 
 PROMPT, DRAFTS = 9, 3
@@ -106,6 +106,9 @@ ONE: dict[str, Any] = {
     "llama": (llama, "deepseek", {}),
     "qwen3-next": (qwen3_next, "qwen", {"layer_types": ["full_attention"], "mlp_only_layers": []}),
     "glm4-moe": (glm4_moe, "deepseek", {"first_k_dense_replace": 0}),
+    "deepseek-v3.2": (deepseek_v32, "deepseek", {"first_k_dense_replace": 0}),
+    "glm-moe-dsa": (glm_moe_dsa, "deepseek", {"indexer_types": ["full"], "mlp_layer_types": ["sparse"]}),
+    "mimo": (qwen2, "mimo", {}),
     "deepseek-v3": (deepseek_v3, "deepseek", {"first_k_dense_replace": 0}),
 }
 
