@@ -62,30 +62,37 @@ struct Pairs {
 };
 #endif
 
-template <class Words, int P>
+template <class Words, int P, int R>
 SGL_INLINE void small_product(const Left& left, int64_t row, const Panels& right, int64_t panel, const Result& to) {
-    const uint32_t* a = left.data + row * left.row_stride;
+    // Four rows from each of these: as many addresses as there are rows would not stay in registers.
+    const uint32_t* a[R / 4];
+    for (int i = 0; i < R / 4; ++i) a[i] = left.data + (row + 4 * i) * left.row_stride;
     const uint32_t* b = right.data + panel * right.stride;
+    const int64_t places[4] = {0, left.row_stride, 2 * left.row_stride, 3 * left.row_stride};
     float* out = to.data + panel * to.stride + row * kPanel;
-    f32x16 sum[P][kRowsAtOnce];
+    f32x16 sum[P][R];
     for (int p = 0; p < P; ++p)
-        for (int r = 0; r < kRowsAtOnce; ++r)
+        for (int r = 0; r < R; ++r)
             sum[p][r] = to.factors == nullptr ? zero()
                                               : mul(load(out + p * to.stride + r * kPanel),
                                                     load(to.factors + (panel + p) * kPanel));
     for (int64_t k = 0; k < left.depth; ++k) {
-        for (int r = 0; r < kRowsAtOnce; ++r)
+        for (int r = 0; r < R; ++r)
             for (int p = 0; p < P; ++p)
-                sum[p][r] = Words::step(sum[p][r], a + r * left.row_stride + k * left.depth_stride,
-                                        b + p * right.stride + k * kPanel);
+                sum[p][r] = Words::step(sum[p][r], a[r / 4] + places[r % 4], b + p * right.stride + k * kPanel);
+        for (int i = 0; i < R / 4; ++i) a[i] += left.depth_stride;
     }
     for (int p = 0; p < P; ++p)
-        for (int r = 0; r < kRowsAtOnce; ++r) store(out + p * to.stride + r * kPanel, sum[p][r]);
+        for (int r = 0; r < R; ++r) store(out + p * to.stride + r * kPanel, sum[p][r]);
 }
 
+// Of one panel twice as many rows at once, so that as many sums are under way.
 template <class Words, int P>
 void product_of_panels(const Left& left, const Panels& right, int64_t panel, const Result& to) {
-    for (int64_t row = 0; row < left.rows; row += kRowsAtOnce) small_product<Words, P>(left, row, right, panel, to);
+    constexpr int kMost = P == 1 && kPanelsAtOnce > 1 ? 2 * kRowsAtOnce : kRowsAtOnce;
+    int64_t row = 0;
+    for (; row + kMost <= left.rows; row += kMost) small_product<Words, P, kMost>(left, row, right, panel, to);
+    for (; row < left.rows; row += kRowsAtOnce) small_product<Words, P, kRowsAtOnce>(left, row, right, panel, to);
 }
 
 // left.rows is a multiple of Words::row_unit, left.depth of Words::depth_unit.

@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "../operations/dots.h"
-#include "sparse.h"
+#include "rows.h"
 
 namespace sgl::SGL_ISA {
 namespace {
@@ -86,23 +86,87 @@ void by_columns(const Group<T>& group, int64_t first, int64_t last, int64_t toke
             put(group.out(token + v) + first + i, load(sums + v * kColumns + i), last - first - i);
 }
 
-}  // namespace
+// Weights whose inputs lie side by side stand at the left of attention's product as they are, tokens at its right as panels.
+template <class Words>
+struct AsPanels {
+    static constexpr int64_t kTokens = 96, kUnit = 32;
 
-void grouped_linear(const GroupedArgs& args, Pool& pool) {
+    static bool takes(const GroupedArgs& args) {
+        return args.input_stride == 1 && args.output_stride % Words::per_word == 0 && args.tokens >= kPanel &&
+               args.outputs % kUnit == 0 && args.inputs % kUnit == 0;
+    }
+
+    // Outputs [first, last) of `count` tokens.
+    template <class T>
+    static void run(const Group<T>& group, int64_t first, int64_t last, int64_t token, int64_t count, Pool& pool,
+                    int thread) {
+        const GroupedArgs& args = group.args;
+        int64_t depth = args.inputs / Words::per_word, panels = (count + kPanel - 1) / kPanel, rows = last - first;
+        auto words = static_cast<size_t>(kPanel * (depth * (1 + panels) + panels * rows));
+        auto *copies = static_cast<uint32_t*>(pool.scratch(thread, words * 4)), *right = copies + kPanel * depth;
+        auto* sums = reinterpret_cast<float*>(right + panels * kPanel * depth);
+        const auto* x = reinterpret_cast<const char*>(group.x(token));
+        for (int64_t i = 0; i < panels; ++i)
+            pack_heads<Words>(x, args.type, args.x_stride, i * kPanel, count, args.inputs, depth, copies,
+                              right + i * kPanel * depth);
+        [[maybe_unused]] TilesInUse<Words> tiles;
+        const T* left = group.weight() + first * args.output_stride;
+        product<Words>({reinterpret_cast<const uint32_t*>(left), rows, depth, args.output_stride / Words::per_word, 1},
+                       {right, panels, kPanel * depth}, {sums, rows * kPanel, nullptr});
+        for (int64_t v = 0; v < count; v += kPanel)
+            for (int64_t r = 0; r < rows; r += 16) {
+                alignas(64) float turned[16 * kPanel];
+                const auto* square = reinterpret_cast<const uint32_t*>(sums + v * rows + r * kPanel);
+                transpose(square, kPanel, reinterpret_cast<uint32_t*>(turned), kPanel);
+                for (int64_t i = 0; i < std::min(kPanel, count - v); ++i)
+                    store16(group.out(token + v + i) + first + r, load(turned + i * kPanel));
+            }
+    }
+};
+
+template <class Words, class T>
+void by_panels(const GroupedArgs& args, Pool& pool) {
+    constexpr int64_t kTokens = AsPanels<Words>::kTokens;
+    int64_t wide = args.tokens < kTokens ? kRows : kColumns, blocks = (args.outputs + wide - 1) / wide;
+    int64_t rounds = (args.tokens + kTokens - 1) / kTokens;
+    pool.run(args.groups * blocks * rounds, 1, [&](int64_t begin, int64_t end, int thread) {
+        for (int64_t item = begin; item < end; ++item) {
+            Group<T> group{args, item / rounds / blocks};
+            int64_t first = item / rounds % blocks * wide, last = std::min(first + wide, args.outputs);
+            int64_t token = item % rounds * kTokens, count = std::min(kTokens, args.tokens - token);
+            AsPanels<Words>::run(group, first, last, token, count, pool, thread);
+        }
+    });
+}
+
+template <class T>
+void by_dots(const GroupedArgs& args, Pool& pool) {
     bool are_rows = args.input_stride == 1;
     int64_t wide = are_rows ? kRows : kColumns, blocks = (args.outputs + wide - 1) / wide;
     int64_t rounds = (args.tokens + kTokens - 1) / kTokens;
     int64_t work = std::min(args.tokens, kTokens) * wide * args.inputs / 4;
     size_t bytes = are_rows ? 0 : static_cast<size_t>(std::min(args.tokens, kTokens) * kColumns) * sizeof(float);
+    pool.run(args.groups * blocks * rounds, rows_of_part(work), [&](int64_t begin, int64_t end, int thread) {
+        for (int64_t item = begin; item < end; ++item) {
+            Group<T> group{args, item / rounds / blocks};
+            int64_t first = item / rounds % blocks * wide, last = std::min(first + wide, args.outputs);
+            int64_t token = item % rounds * kTokens, count = std::min(kTokens, args.tokens - token);
+            if (are_rows) by_rows(group, first, last, token, count);
+            else by_columns(group, first, last, token, count, static_cast<float*>(pool.scratch(thread, bytes)));
+        }
+    });
+}
+
+}  // namespace
+
+void grouped_linear(const GroupedArgs& args, Pool& pool) {
     with_type(args.type, [&](auto element) {
-        pool.run(args.groups * blocks * rounds, rows_of_part(work), [&](int64_t begin, int64_t end, int thread) {
-            for (int64_t item = begin; item < end; ++item) {
-                Group<decltype(element)> group{args, item / rounds / blocks};
-                int64_t first = item / rounds % blocks * wide, last = std::min(first + wide, args.outputs);
-                int64_t token = item % rounds * kTokens, count = std::min(kTokens, args.tokens - token);
-                if (are_rows) by_rows(group, first, last, token, count);
-                else by_columns(group, first, last, token, count, static_cast<float*>(pool.scratch(thread, bytes)));
-            }
+        using T = decltype(element);
+        with_words(args.type, args.type, [&](auto words) {
+            using Words = decltype(words);
+            if constexpr (Words::per_word * sizeof(T) == 4)
+                if (AsPanels<Words>::takes(args)) return by_panels<Words, T>(args, pool);
+            by_dots<T>(args, pool);
         });
     });
 }

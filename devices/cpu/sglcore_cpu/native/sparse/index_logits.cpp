@@ -16,36 +16,57 @@ class Indexer {
         : args_(args), pool_(pool), panels_((args.heads + kPanel - 1) / kPanel),
           depth_(up_to(args.size, kUnit<Words>) / Words::per_word) {}
 
+    // Neighbours of one request are scored together where there are enough of them, for they share the keys.
     void run() {
-        int64_t chunks = (args_.width + kChunk - 1) / kChunk;
-        pool_.run(args_.tokens * chunks, 1, [&](int64_t first, int64_t last, int thread) {
-            for (int64_t item = first; item < last; ++item) score(item / chunks, item % chunks * kChunk, thread);
+        int64_t chunks = (args_.width + kChunk - 1) / kChunk, together = std::clamp<int64_t>(12 / panels_, 1, 6);
+        if (args_.tokens < 4 * together * pool_.threads()) together = 1;
+        pool_.run((args_.tokens + together - 1) / together * chunks, 1, [&](int64_t begin, int64_t end, int thread) {
+            for (int64_t item = begin; item < end; ++item) {
+                int64_t token = item / chunks * together, last = std::min(token + together, args_.tokens), next;
+                for (; token < last; token = next) {
+                    for (next = token + 1; next < last && slot(next) == slot(token);) ++next;
+                    score(token, next - token, item % chunks * kChunk, thread);
+                }
+            }
         });
     }
 
   private:
-    // Places [first, first + kChunk) of one token.
-    void score(int64_t token, int64_t first, int thread) const {
-        Pages keys(args_, token);
-        float* out = static_cast<float*>(args_.out) + token * args_.width;
-        int64_t end = std::min(first + kChunk, args_.width), known = std::clamp(keys.count, first, end);
-        std::fill(out + known, out + end, -INFINITY);
-        if (known == first) return;
+    int32_t slot(int64_t token) const { return i32_at(args_.token_slots, token); }
+
+    // Places [first, first + kChunk) of `count` tokens of one request.
+    void score(int64_t token, int64_t count, int64_t first, int thread) const {
+        int64_t end = std::min(first + kChunk, args_.width), most = first, panels = panels_ * count;
+        for (int64_t t = token; t < token + count; ++t) {
+            int64_t known = std::clamp<int64_t>(i32_at(args_.lens, t), first, end);
+            float* out = static_cast<float*>(args_.out) + t * args_.width;
+            std::fill(out + known, out + end, -INFINITY);
+            most = std::max(most, known);
+        }
+        if (most == first) return;
         auto* rows = static_cast<uint32_t*>(pool_.scratch(thread, static_cast<size_t>(4 * kPanel *
-            (depth_ * (1 + panels_) + kBlockRows * panels_ + panels_ + kBlockRows / kPanel * depth_))));
-        uint32_t *queries = rows + kPanel * depth_, *block = queries + panels_ * kPanel * depth_;
+            (depth_ * (1 + panels) + kBlockRows * panels + panels + kBlockRows / kPanel * depth_))));
+        uint32_t *queries = rows + kPanel * depth_, *block = queries + panels * kPanel * depth_;
         auto* scores = reinterpret_cast<float*>(block + kBlockRows * depth_);
-        float* weights = scores + panels_ * kPanel * kBlockRows;
-        pack(token, rows, queries, weights);
+        float* weights = scores + panels * kPanel * kBlockRows;
+        for (int64_t i = 0; i < count; ++i)
+            pack(token + i, rows, queries + i * panels_ * kPanel * depth_, weights + i * panels_ * kPanel);
+        Pages keys(args_, token);
         [[maybe_unused]] TilesInUse<Words> tiles;
-        for (; first < known; first += kBlockRows) {
-            int64_t count = std::min(kBlockRows, known - first), padded = up_to(count, Words::row_unit);
+        for (; first < most; first += kBlockRows) {
+            int64_t found = std::min(kBlockRows, most - first), padded = up_to(found, Words::row_unit);
             for (int64_t i = 0; i < padded; ++i)
-                copy_row(i < count ? key(keys.row(first + i)) : nullptr, Form::of(args_),
+                copy_row(i < found ? key(keys.row(first + i)) : nullptr, Form::of(args_),
                          depth_ * Words::per_word, reinterpret_cast<Plain<Words>*>(block + i * depth_));
-            product<Words>({block, padded, depth_, depth_, 1}, {queries, panels_, kPanel * depth_},
+            product<Words>({block, padded, depth_, depth_, 1}, {queries, panels, kPanel * depth_},
                            {scores, kBlockRows * kPanel, nullptr});
-            for (int64_t i = 0; i < count; i += 16) put(out + first + i, sums(scores + i * kPanel, weights), count - i);
+            for (int64_t t = 0; t < count; ++t) {
+                float* out = static_cast<float*>(args_.out) + (token + t) * args_.width;
+                int64_t known = std::min<int64_t>(i32_at(args_.lens, token + t), end) - first;
+                const float* own = scores + t * panels_ * kBlockRows * kPanel;
+                for (int64_t i = 0; i < std::min(known, found); i += 16)
+                    put(out + first + i, sums(own + i * kPanel, weights + t * panels_ * kPanel), known - i);
+            }
         }
     }
 

@@ -9,6 +9,7 @@
 namespace sgl::SGL_ISA {
 namespace {
 
+constexpr int64_t kTokensOfThread = 4;       // from which on none waits for long at the end
 constexpr int64_t kPartialFloats = 4 << 20;  // results of chunks that wait to be merged
 
 // Rows that two lists name.
@@ -97,18 +98,20 @@ class Block {
 template <class Words>
 struct Scratch {
     uint32_t *rows, *queries, *block, *weights;
-    float *scores, *factors;
+    float *scores, *factors, *partial;
 
-    Scratch(Pool& pool, int thread, int64_t panels, int64_t depth, int64_t size) {
+    // `results`: floats of results that the thread keeps.
+    Scratch(Pool& pool, int thread, int64_t panels, int64_t depth, int64_t size, int64_t results) {
         int64_t sizes[] = {kPanel * depth, panels * kPanel * depth, Block<Words>::words(size),
-                           panels * kPanel * kBlockRows, panels * kPanel * kBlockRows, panels * kPanel};
+                           panels * kPanel * kBlockRows, panels * kPanel * kBlockRows, panels * kPanel, results};
         int64_t total = 0;
         for (int64_t one : sizes) total += one;
         auto* place = static_cast<uint32_t*>(pool.scratch(thread, static_cast<size_t>(total) * 4));
-        uint32_t* parts[6];
-        for (int i = 0; i < 6; place += sizes[i++]) parts[i] = place;
+        uint32_t* parts[7];
+        for (int i = 0; i < 7; place += sizes[i++]) parts[i] = place;
         rows = parts[0], queries = parts[1], block = parts[2], weights = parts[3];
         scores = reinterpret_cast<float*>(parts[4]), factors = reinterpret_cast<float*>(parts[5]);
+        partial = reinterpret_cast<float*>(parts[6]);
     }
 };
 
@@ -120,8 +123,12 @@ class Mqa {
           depth_(up_to(args.size, kUnit<Words>) / Words::per_word), values_(up_to(args.value_size, kUnit<Words>)),
           panel_floats_((values_ + 2) * kPanel) {}
 
-    // As many tokens at a time as the memory for results of chunks has room for.
+    // Many tokens are shared out whole. Of few, chunks are: as many tokens at a time as the memory for their results has room for.
     void run() {
+        if (args_.tokens >= kTokensOfThread * pool_.threads())
+            return pool_.run(args_.tokens, 1, [&](int64_t first, int64_t last, int thread) {
+                for (int64_t token = first; token < last; ++token) whole(token, thread);
+            });
         for (int64_t first = 0; first < args_.tokens;) {
             int64_t last = first, total = 0;
             while (last < args_.tokens) {
@@ -153,8 +160,10 @@ class Mqa {
                 int64_t chunk = item / parts, part = item % parts;
                 int64_t place = std::upper_bound(starts, starts + tokens + 1, chunk) - starts - 1;
                 int64_t panel = panels_ * part / parts, count = panels_ * (part + 1) / parts - panel;
-                attend(first + place, chunk - starts[place], panel, count,
-                       partial + (chunk * panels_ + panel) * panel_floats_, thread);
+                Scratch<Words> own(pool_, thread, count, depth_, args_.size, 0);
+                pack(first + place, panel, count, own);
+                attend(rows_.of(first + place), chunk - starts[place], count,
+                       partial + (chunk * panels_ + panel) * panel_floats_, own);
             }
         });
         pool_.run(tokens * panels_, rows_of_part(total / tokens * values_ * kPanel), [&](int64_t begin, int64_t end, int) {
@@ -166,17 +175,29 @@ class Mqa {
         });
     }
 
-    // Panels of one chunk: each one's sums [values][16], then the largest score and the total of its weights, [16] each.
-    void attend(int64_t token, int64_t chunk, int64_t panel, int64_t panels, float* partial, int thread) const {
-        Scratch<Words> own(pool_, thread, panels, depth_, args_.size);
+    // The results of all chunks stay in the thread's memory.
+    void whole(int64_t token, int thread) const {
+        auto of = rows_.of(token);
+        int64_t count = (of.count + Rows::kChunk - 1) / Rows::kChunk, step = panels_ * panel_floats_;
+        Scratch<Words> own(pool_, thread, panels_, depth_, args_.size, count * step);
+        pack(token, 0, panels_, own);
+        for (int64_t chunk = 0; chunk < count; ++chunk) attend(of, chunk, panels_, own.partial + chunk * step, own);
+        for (int64_t panel = 0; panel < panels_; ++panel) merge(token, panel, own.partial + panel * panel_floats_, count);
+    }
+
+    void pack(int64_t token, int64_t panel, int64_t panels, const Scratch<Words>& own) const {
         const char* q = static_cast<const char*>(args_.q) + token * args_.q_stride * bytes_of(args_.type);
-        for (int64_t i = 0; i < panels; ++i) {
+        for (int64_t i = 0; i < panels; ++i)
             pack_heads<Words>(q, args_.type, args_.q_head_stride, (panel + i) * kPanel, args_.heads, args_.size, depth_,
                               own.rows, own.queries + i * kPanel * depth_);
+    }
+
+    // Packed panels over one chunk: each one's sums [values][16], then the largest score and the total of its weights, [16] each.
+    void attend(const typename Rows::Of& of, int64_t chunk, int64_t panels, float* partial, const Scratch<Words>& own) const {
+        for (int64_t i = 0; i < panels; ++i) {
             float* ends = partial + i * panel_floats_ + values_ * kPanel;
             store(ends, set1(kLowest)), store(ends + kPanel, zero());
         }
-        auto of = rows_.of(token);
         int64_t begin = chunk * Rows::kChunk, end = std::min(begin + Rows::kChunk, of.count);
         [[maybe_unused]] TilesInUse<Words> tiles;
         for (int64_t first = begin; first < end; first += kBlockRows)
@@ -232,26 +253,29 @@ class Mqa {
     }
 
     // A panel's results of all chunks of a token, `panels_` panels apart.
-    void merge(int64_t token, int64_t panel, const float* partial, int64_t chunks) const {
+    void merge(int64_t token, int64_t panel, float* partial, int64_t chunks) const {
         int64_t step = panels_ * panel_floats_, ends = values_ * kPanel;
         f32x16 sink = sinks(panel), top = sink, total = zero();
         for (int64_t c = 0; c < chunks; ++c) top = max(load(partial + c * step + ends), top);
         if (args_.sinks != nullptr) total = power_of_two(sub(sink, top));
         for (int64_t c = 0; c < chunks; ++c) {
-            const float* own = partial + c * step + ends;
-            total = fma(load(own + kPanel), power_of_two(sub(load(own), top)), total);
+            float* own = partial + c * step + ends;
+            f32x16 factor = power_of_two(sub(load(own), top));
+            total = fma(load(own + kPanel), factor, total);
+            store(own, factor);
         }
         f32x16 inverse = where_less(total, set1(1e-35f), zero(), div(set1(1.0f), total));
         for (int64_t d = 0; d < args_.value_size; d += 16) {
-            alignas(64) float sums[16 * kPanel], turned[16 * kPanel];
-            for (int64_t i = 0; i < 16; ++i) store(sums + i * kPanel, zero());
+            f32x16 sums[16];
+            for (int64_t i = 0; i < 16; ++i) sums[i] = zero();
             for (int64_t c = 0; c < chunks; ++c) {
                 const float* own = partial + c * step;
-                f32x16 factor = mul(power_of_two(sub(load(own + ends), top)), inverse);
-                for (int64_t i = 0; i < 16; ++i)
-                    store(sums + i * kPanel, fma(load(own + (d + i) * kPanel), factor, load(sums + i * kPanel)));
+                f32x16 factor = load(own + ends);
+                for (int64_t i = 0; i < 16; ++i) sums[i] = fma(load(own + (d + i) * kPanel), factor, sums[i]);
             }
-            transpose(reinterpret_cast<const uint32_t*>(sums), kPanel, reinterpret_cast<uint32_t*>(turned), kPanel);
+            alignas(64) float found[16 * kPanel], turned[16 * kPanel];
+            for (int64_t i = 0; i < 16; ++i) store(found + i * kPanel, mul(sums[i], inverse));
+            transpose(reinterpret_cast<const uint32_t*>(found), kPanel, reinterpret_cast<uint32_t*>(turned), kPanel);
             for (int64_t head = panel * kPanel; head < std::min(args_.heads, (panel + 1) * kPanel); ++head) {
                 int64_t at = (token * args_.heads + head) * args_.value_size + d;
                 f32x16 values = load(turned + head % kPanel * kPanel);

@@ -39,7 +39,9 @@ struct Form {
     template <class Args>
     static Form of(const Args& args) { return {args.row_type, args.size, args.exact, args.group}; }
     int64_t codes() const { return size - exact; }
-    int64_t bytes() const { return type == kCodes ? size + exact + (codes() + group - 1) / group : size * bytes_of(type); }
+    int64_t bytes() const {
+        return type == kCodes ? size + exact + (codes() + group - 1) / group : size * bytes_of(type);
+    }
 };
 
 // Sixteen elements of a row of codes from `at` on. A float8 is a float16 of which the exponent is 8 less.
@@ -67,7 +69,7 @@ inline f32x16 decoded(const char* row, const Form& form, int64_t at) {
     return load(mixed);
 }
 
-// A row, or zeros for null, as `padded` (a multiple of 16) floats, or bf16, which it then has to be or codes, which those hold.
+// A row, or zeros for null, as `padded` (a multiple of 16) floats; or as bf16, which it then has to be, or codes, which bf16 holds.
 inline void copy_row(const char* row, const Form& form, int64_t padded, float* to) {
     if (row == nullptr) return static_cast<void>(std::fill_n(to, padded, 0.0f));
     for (int64_t i = 0; i < padded; i += 16)
@@ -78,7 +80,10 @@ inline void copy_row(const char* row, const Form& form, int64_t padded, bf16* to
     if (form.type == kCodes) {
         for (int64_t i = 0; i < padded; i += 16) store_bf16(to + i, decoded(row, form, i));
     } else {
-        std::memcpy(to, row, static_cast<size_t>(form.size) * 2);
+        const auto* from = reinterpret_cast<const bf16*>(row);
+        int64_t i = 0;
+        for (; i + 32 <= form.size; i += 32) std::memcpy(to + i, from + i, 64);
+        std::memcpy(to + i, from + i, static_cast<size_t>(form.size - i) * 2);
         std::memset(to + form.size, 0, static_cast<size_t>(padded - form.size) * 2);
     }
 }
