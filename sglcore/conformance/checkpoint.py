@@ -93,12 +93,21 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "alternating": MappingProxyType({"max_batch_tokens": 16}),
         **dict.fromkeys(
             SPARSE_MODELS,
-            MappingProxyType({"poison": True, "max_batch_tokens": 64, "page_size": 16, "dtype": "float32"}),
+            MappingProxyType(
+                {
+                    "poison": True,
+                    "max_batch_tokens": 64,
+                    "page_size": 16,
+                    "dtype": "float32",
+                    "attention_backend": None,
+                }
+            ),
         ),
     }
 )
 """How devices are started on some models: a state that nobody wrote is no number; steps so short that windows get pages of
-their own; of layers with rows of their own both, in a type in which no rounding changes what is chosen."""
+their own; of layers with rows of their own both, in a type in which no rounding changes what is chosen, and by the backend that
+takes them, whatever serves other models."""
 
 SMOOTH: Mapping[str, str] = MappingProxyType({"moe": "moe-all", "spoiled": "spoiled-all"})
 """What stands in for a model where it runs in 16 bits."""

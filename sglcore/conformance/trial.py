@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from sglcore.conformance.checkpoint import SETTINGS, SMOOTH, write_checkpoint
-from sglcore.conformance.checkpoint_sparse import SPARSE_MODELS
 from sglcore.conformance.harness import Harness, Result, random_prompts
 from sglcore.conformance.law import LOGPROBS, Law, LawBroken, NotApplicable
 from sglcore.conformance.mutant import Mutant
@@ -121,7 +120,7 @@ class Kit:
             **self._for_case,
             **settings,
         }
-        if self._for_case and "attention_backend" not in given and model not in SPARSE_MODELS:
+        if self._for_case and "attention_backend" not in given:
             given |= self.target.attention_without_triton(str(given["dtype"]))
         model = model if given["dtype"] == "float32" else SMOOTH.get(model, model)
         return self._start(self.target, model, geometry, head_dim or geometry.head_dim, given, pool_kind)

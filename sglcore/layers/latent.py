@@ -13,13 +13,13 @@ from sglcore.checkpoint.latent import FULL, INNER_EPS, LatentConfig
 from sglcore.checkpoint.rotary import halves_first
 from sglcore.layers.linear import Linear
 from sglcore.layers.scope import Scope
-from sglcore.runtime.attention.sparse.latent import INDEX_KEYS, LATENT, DeepseekSparseAttnBackend
+from sglcore.runtime.attention.sparse.latent import LATENT, DeepseekSparseAttnBackend
 from sglcore.runtime.attention.sparse.layer import SparseLayer
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.choice import Call
 from sglcore.runtime.kernels.entry import Entry
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.memory.rows import KeptRows, row_codec
+from sglcore.runtime.memory.rows import INDEX_KEYS, KeptRows, row_codec
 
 Rows = Callable[[Tensor], Tensor]
 """A function of rows."""

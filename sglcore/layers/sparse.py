@@ -17,8 +17,8 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.kernels.choice import Call
 from sglcore.runtime.kernels.entry import Entry
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.memory.deepseek_v4 import BLOCKS, INDEX_KEYS, INDEX_STATE, STATE, WINDOW, kept_rows
-from sglcore.runtime.memory.rows import KeptRows
+from sglcore.runtime.memory.deepseek_v4 import BLOCKS, INDEX_STATE, STATE, WINDOW, kept_rows
+from sglcore.runtime.memory.rows import INDEX_KEYS, KeptRows
 
 Rows = Callable[[Tensor], Tensor]
 """A function of rows."""

@@ -242,6 +242,9 @@ def _is_empty_bias(place: PlainSource, quantization: Quantization | None) -> boo
     return place.entry.dtype in READABLE and not bool(place.file.read(place.entry).any())
 
 
+IDS_REMEDY = "they are ids: convert them to whole numbers, or download the checkpoint again"
+
+
 def _check_plain(place: PlainSource, target: Tensor) -> None:
     entry, where = place.entry, place.file.path.name
     wanted = {torch.uint8: ("U8",), torch.int32: ("I32", "I64")}.get(target.dtype, tuple(DTYPES))
@@ -249,7 +252,7 @@ def _check_plain(place: PlainSource, target: Tensor) -> None:
         raise CheckpointError(
             f"{entry.name!r} in {where} has the type {entry.dtype}",
             wanted="one of " * (len(wanted) > 1) + ", ".join(wanted),
-            remedy="use the unquantised version of this model",
+            remedy="use the unquantised version of this model" if target.dtype is not torch.int32 else IDS_REMEDY,
         )
     if entry.shape != tuple(target.shape):
         raise CheckpointError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from sglcore.device.worker import Limits
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.attention.layer import Attention
 from sglcore.runtime.attention.selection import choose_attention, shape_of
+from sglcore.runtime.attention.sparse.tokens import score_bytes
 from sglcore.runtime.attention.windowed import WindowedAttention
 from sglcore.runtime.graphs.backend import PromptBackend
 from sglcore.runtime.graphs.build import capture, make_backend
@@ -59,7 +61,7 @@ from sglcore.runtime.speculative.make import make_speculative_worker
 from sglcore.runtime.streams import Streams, make_streams
 from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import TpModelWorker
-from sglcore.step.sizing import MemoryBudget, MemorySizes, size_pools
+from sglcore.step.sizing import MemoryBudget, MemorySizes, size_pools, size_text
 
 MODEL_LOADER: Ref = "sglcore.models.checkpoint:load_checkpoint"
 """How a checkpoint becomes a model; a reference, because models build on the runtime."""
@@ -164,12 +166,16 @@ def sizes(
         if speculation is not None:
             why, remedy = "tokens are proposed, and a wrong one goes back in the window", "--speculative off"
         ledger.record(Row("window cache", "auto", "none", why, remedy))
+    scores = score_bytes(layers, config.max_batch_tokens, config.max_model_len or context_len)
+    if scores:
+        why = "of an indexer in the longest step, kept free beside the pools"
+        ledger.record(Row("index scores", "auto", size_text(scores), why, "lower max_batch_tokens or max_model_len"))
     return size_pools(
         config,
         context_len=context_len,
         geometry=kept,
         page_size=page_size,
-        budget=device_memory,
+        budget=replace(device_memory, available=max(0, device_memory.available - scores)),
         ledger=ledger,
     )
 

@@ -15,6 +15,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.runtime.attention.layer import Attention
+from sglcore.runtime.attention.sparse.tokens import LOGITS, score_bytes
 from sglcore.runtime.bring_up import sizes
 from sglcore.runtime.kernels.row_codec import RowCodec
 from sglcore.runtime.memory.deepseek_v4 import DeepSeekV4TokenToKVPool, kept_rows
@@ -173,6 +174,22 @@ def test_a_start_says_which_pages_its_blocks_need_and_what_rows_take(asked: int 
     rows = {row.topic: row for row in ledger.rows}
     assert ("page size" in rows) == (asked is None and own != found) and "kv rows" in rows
     assert "page size" not in rows or (rows["page size"].effective, own) == (f"{found} tokens", 24)
+
+
+def test_the_scores_of_the_longest_step_are_kept_free() -> None:
+    """As wide as blocks of the longest text, as long as the step, no more than exist at a time; none without an indexer."""
+    sparse, heavy = (Kept(net_of([each]), each, 1) for each in (Compression(4, True), Compression(16, False)))
+    assert score_bytes([heavy], 64, 4096) == 0
+    assert score_bytes([heavy, sparse], 64, 4096) == 64 * 1024 * 4
+    assert score_bytes([sparse], 1 << 20, 4096) == LOGITS * 4
+    config, ledger = SimpleNamespace(context_length=4096, architecture="Toy"), DecisionLedger()
+    model: Any = SimpleNamespace(attention_layers=[sparse], state_layers=[], dtype=F32, config=config)
+    given, free = EngineConfig(max_batch_tokens=64), 1 << 26
+    asked = replace(given, kv_cache_memory=free - 64 * 1024 * 4 + 1)
+    with pytest.raises(ConfigError, match="63.8 MiB are available"):
+        sizes(asked, Facts("cpu"), model, MemoryBudget(GIB, free, "told"), ledger)
+    sizes(given, Facts("cpu"), model, MemoryBudget(GIB, free, "told"), ledger)
+    assert {row.topic: row.effective for row in ledger.rows}["index scores"] == "0.2 MiB"
 
 
 def test_the_ledger_has_rows_beside_keys_and_values_by_head() -> None:

@@ -43,7 +43,11 @@ def choose_kernels(
             raise ConfigError(f"kernels {asked!r} can not serve: {error}", wanted="the native library") from None
         return torch_kernels(), Row("kernels", "auto", TORCH, str(error), "the remedy in the reason", downgrade=True)
     reason = "asked for" if asked in NAMES else "the highest that this processor announces"
-    return native_table(engine), Row("kernels", asked, f"native, {chosen}", reason, f"--kernels {TORCH}")
+    table, others = native_table(engine), torch_kernels().origin
+    by_torch = ", ".join(name for name, origin in table.origin.items() if origin == others.get(name))
+    return table, Row(
+        "kernels", asked, f"native, {chosen}", f"{reason}; torch's own for {by_torch}", f"--kernels {TORCH}"
+    )
 
 
 def kernels() -> KernelTable:

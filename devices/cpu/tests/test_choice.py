@@ -36,7 +36,8 @@ def test_the_highest_announced_instruction_set_serves() -> None:
     table, row = choose_kernels("auto", 1)
     assert is_native(table)
     assert row.effective == f"native, {load_library().usable()[-1]}"
-    assert not row.downgrade
+    assert not row.downgrade and "torch's own for" in row.reason
+    assert "group_limited_routing" in row.reason and "sparse_mqa" not in row.reason
 
 
 def test_native_ones_asked_for_are_the_highest_or_none() -> None:

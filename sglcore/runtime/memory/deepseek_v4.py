@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 
 from sglcore.checkpoint.compressed import CompressedConfig, Compression
-from sglcore.runtime.memory.rows import BaseSWAKVPool, KeptRows, LayerRows, Place, row_codec
+from sglcore.runtime.memory.rows import INDEX_KEYS, BaseSWAKVPool, KeptRows, LayerRows, Place, row_codec
 
 WINDOW, BLOCKS, STATE = "window", "blocks", "state"
-INDEX_KEYS, INDEX_STATE = "index_keys", "index_state"
-"""Names of rows: of tokens, of blocks and of what makes them; the last two are the indexer's."""
+INDEX_STATE = "index_state"
+"""Names of rows: of tokens, of blocks and of what makes them, and of what makes an indexer's keys."""
 
 
 def ring_size(ratio: int, span: int, drafts: int = 1) -> int:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 ROWS = "rows"
 """The layout of pools whose layers say by name which rows they keep."""
+INDEX_KEYS = "index_keys"
+"""The name of rows by which an indexer chooses others."""
 FP8 = "fp8"
 """The `kv_cache_dtype` of rows in eight bits."""
 ENCODED_NAN = 0xFF

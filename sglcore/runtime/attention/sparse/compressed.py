@@ -16,8 +16,8 @@ from torch import Tensor
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket
 from sglcore.runtime.attention.sparse.layer import SparseLayer
 from sglcore.runtime.attention.sparse.tokens import Paged, TokenRows, choose_rows, later_steps
-from sglcore.runtime.memory.deepseek_v4 import BLOCKS, INDEX_KEYS, STATE, WINDOW, DeepSeekV4TokenToKVPool
-from sglcore.runtime.memory.rows import ROWS, KeptRows, Place
+from sglcore.runtime.memory.deepseek_v4 import BLOCKS, STATE, WINDOW, DeepSeekV4TokenToKVPool
+from sglcore.runtime.memory.rows import INDEX_KEYS, ROWS, KeptRows, Place
 
 if TYPE_CHECKING:
     from sglcore.runtime.attention.layer import Attention

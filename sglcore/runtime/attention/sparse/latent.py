@@ -11,14 +11,14 @@ from torch import Tensor
 from sglcore.runtime.attention.contract import AttentionBackend, AttentionFacts, AttentionPlan, Bucket
 from sglcore.runtime.attention.sparse.layer import SparseLayer
 from sglcore.runtime.attention.sparse.tokens import Paged, TokenRows, choose_rows, later_steps
-from sglcore.runtime.memory.rows import ROWS, RowPool
+from sglcore.runtime.memory.rows import INDEX_KEYS, ROWS, RowPool
 
 if TYPE_CHECKING:
     from sglcore.runtime.attention.layer import Attention
     from sglcore.runtime.forward_batch import ForwardBatch
 
-LATENT, INDEX_KEYS = "latent", "index_keys"
-"""Names of rows: what a token is to all heads, and to the indexer."""
+LATENT = "latent"
+"""The name of rows: what a token is to all heads."""
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@ tensors must be comes from the host's lengths, where the host has them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.memory.rows import INDEX_KEYS
 
 if TYPE_CHECKING:
+    from sglcore.runtime.attention.layer import Attention
     from sglcore.runtime.kernels.row_codec import RowCodec
     from sglcore.runtime.kernels.table import KernelTable
 
@@ -89,6 +92,13 @@ class Paged:
     lens: Tensor
     rows_per_page: int
     most: int
+
+
+def score_bytes(layers: Iterable[Attention], tokens: int, most: int) -> int:
+    """Bytes of the scores that exist at a time in steps of `tokens` tokens that see `most`: what `choose_rows` takes beside the
+    pools, and a captured step for good. 0 without indexers."""
+    width = max((most // layer.rows[INDEX_KEYS].ratio for layer in layers if INDEX_KEYS in layer.rows), default=0)
+    return torch.float32.itemsize * min(tokens * width, max(LOGITS, width))
 
 
 def choose_rows(

@@ -9,17 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sglcore.runtime.kernels.triton.rows import paged_rows
 from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two, tiles
 
 EVENTS = 32
 """Events, or tokens, of one program of a plan; as many rows are compared with them at a time."""
-
-
-@triton.jit
-def paged_rows(table, slot, place, inside, table_stride, PAGE: tl.constexpr):
-    """int64 rows of a slot's places, PAGE of which are in a page; anything where not inside."""
-    page = tl.load(table + slot * table_stride + place // PAGE, mask=inside, other=0).to(tl.int64)
-    return page * PAGE + place % PAGE
 
 
 @triton.jit
