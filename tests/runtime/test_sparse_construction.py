@@ -12,7 +12,7 @@ from sglcore.device.bring_up import BringUp, BringUpError
 from sglcore.runtime.attention.contract import AttentionBackend
 from sglcore.runtime.attention.sparse.compressed import DeepseekV4AttnBackend
 from sglcore.runtime.attention.sparse.latent import DeepseekSparseAttnBackend
-from sglcore.runtime.bring_up import STANDARD, attention, hisparse, pools, runner
+from sglcore.runtime.bring_up import STANDARD, hisparse
 from sglcore.runtime.forward_context import get_attn_backend, get_token_to_kv_pool, has_forward_context
 from sglcore.runtime.memory.rows import Place, RowCounts
 from tests.runtime.sparse_tiny import HEAVY, LAYERS, WINDOW, SparseDesk, desk_of, make_sparse
@@ -33,17 +33,13 @@ def test_a_backend_has_the_coordinator_and_the_pools_that_it_was_built_with(back
 
 def test_pools_come_before_the_coordinator_that_before_the_backend_and_that_before_graphs() -> None:
     STANDARD.check(GIVEN)
-    names = [step.provides for step in STANDARD.steps]
-    assert [name for name in names if name in ("pools", "hisparse", "attention", "runner")] == [
-        "pools",
-        "hisparse",
-        "attention",
-        "runner",
-    ]
-    for late, need in ((pools, hisparse), (hisparse, attention), (attention, runner)):
-        swapped = [{late: need, need: late}.get(step.function, step.function) for step in STANDARD.steps]
-        with pytest.raises(BringUpError, match=f"needs '{late.__name__}', which a later step provides"):
-            BringUp(swapped).check(GIVEN)
+    for late, need in (("pools", "hisparse"), ("hisparse", "attention"), ("attention", "runner")):
+        steps = list(STANDARD.steps)
+        one, other = (next(i for i, step in enumerate(steps) if step.provides == name) for name in (late, need))
+        assert one < other
+        steps[one], steps[other] = steps[other], steps[one]
+        with pytest.raises(BringUpError, match="which a later step provides"):
+            BringUp(steps).check(GIVEN)
     with pytest.raises(BringUpError, match="'attention' needs 'hisparse', which nothing provides"):
         STANDARD.remove(hisparse).check(GIVEN)
 
