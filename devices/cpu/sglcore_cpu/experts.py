@@ -18,6 +18,7 @@ from sglcore_cpu.operands import INDEX_BYTES, same_dtype
 SUM_EPS = 1e-20
 """Beside the sum that weights are divided by, where scores may all be 0."""
 SIGMOID, ROOT_OF_SOFTPLUS = 0, 1
+GATED, CLAMPED, SQUARED = 0, 1, 2
 
 
 class Experts:
@@ -70,15 +71,38 @@ class Experts:
 
     def moe(self, hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
         """Of each chosen expert's weights, one pass over both."""
-        found = self._mixed(hidden, weights, ids, w13, w2, math.inf)
+        found = self._mixed(GATED, hidden, weights, ids, w13, w2)
         return reference.moe(hidden, weights, ids, w13, w2) if found is None else found
 
     def limited_moe(
         self, hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, limit: float
     ) -> Tensor:
         """As `moe`."""
-        found = self._mixed(hidden, weights, ids, w13, w2, limit)
+        found = self._mixed(GATED, hidden, weights, ids, w13, w2, limit=limit)
         return reference.limited_moe(hidden, weights, ids, w13, w2, limit) if found is None else found
+
+    def clamped_moe(
+        self,
+        hidden: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        w13: Tensor,
+        b13: Tensor,
+        w2: Tensor,
+        b2: Tensor,
+        alpha: float,
+        limit: float,
+    ) -> Tensor:
+        """As `moe`."""
+        found = self._mixed(CLAMPED, hidden, weights, ids, w13, w2, (b13, b2), alpha, limit)
+        if found is None:
+            return reference.clamped_moe(hidden, weights, ids, w13, b13, w2, b2, alpha, limit)
+        return found
+
+    def relu2_moe(self, hidden: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        """As `moe`."""
+        found = self._mixed(SQUARED, hidden, weights, ids, w1, w2)
+        return reference.relu2_moe(hidden, weights, ids, w1, w2) if found is None else found
 
     def _choices(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         tokens = logits.shape[0]
@@ -107,15 +131,27 @@ class Experts:
         return weights, ids
 
     def _mixed(
-        self, hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, limit: float
+        self,
+        form: int,
+        hidden: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        w13: Tensor,
+        w2: Tensor,
+        biases: tuple[Tensor, ...] = (),
+        alpha: float = 0.0,
+        limit: float = math.inf,
     ) -> Tensor | None:
         """None for tensors that the kernel does not read."""
         element, ids_bytes = TYPES.get(hidden.dtype), INDEX_BYTES.get(ids.dtype)
-        is_plain = hidden.stride()[1] == 1 and all(part.is_contiguous() for part in (weights, ids, w13, w2))
-        if element is None or ids_bytes is None or not is_plain or not same_dtype(hidden, weights, w13, w2):
+        is_plain = hidden.stride()[1] == 1 and all(part.is_contiguous() for part in (weights, ids, w13, w2, *biases))
+        if element is None or ids_bytes is None or not is_plain:
+            return None
+        if not same_dtype(hidden, weights, w13, w2, *biases):
             return None
         tokens, hidden_size = hidden.shape
         out = self._empty(tokens, hidden_size, dtype=hidden.dtype)
+        b13, b2 = (bias.data_ptr() for bias in biases) if biases else (0, 0)
         self._moe(
             hidden=hidden.data_ptr(),
             hidden_stride=hidden.stride()[0],
@@ -123,7 +159,9 @@ class Experts:
             ids=ids.data_ptr(),
             ids_bytes=ids_bytes,
             w13=w13.data_ptr(),
+            b13=b13,
             w2=w2.data_ptr(),
+            b2=b2,
             out=out.data_ptr(),
             tokens=tokens,
             choices=ids.shape[1],
@@ -131,6 +169,8 @@ class Experts:
             hidden_size=hidden_size,
             inner=w2.shape[2],
             type=element,
+            form=form,
+            alpha=alpha,
             limit=limit,
         )
         return out

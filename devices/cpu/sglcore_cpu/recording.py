@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglcore_cpu.elementwise import elementwise
 from sglcore_cpu.native import TYPES, Engine, Program, recorder
 from sglcore_cpu.operations import Operations
 
@@ -136,8 +137,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and (cast := self._recording.cast(*args, **named)) is not None:
-            return cast
+        if (found := self._recording.by_kernel(func, args, named)) is not None:
+            return found
         if func not in self._plain:
             with self:
                 decomposed = func.decompose(*args, **named)
@@ -183,12 +184,20 @@ class Recording:
         """Memory for a kernel's result, from the arena."""
         return self._arena.empty(shape, dtype)
 
-    def cast(self, x: Tensor, dtype: torch.dtype | None = None, **others: Any) -> Tensor | None:
-        """Rows of another type by a kernel, which torch would else be called for; None where it has to be."""
-        is_cast = self._engine is not None and dtype in TYPES and x.dtype in TYPES and not any(others.values())
-        if not is_cast or self._engine is None or dtype is None or x.dim() != 2 or x.stride(1) != 1:
+    def by_kernel(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor | None:
+        """The result of an operation that a kernel computes too; None where torch has to."""
+        if self._engine is None:
             return None
-        return Operations(self._engine).cast(x, dtype)
+        if func is torch.ops.aten._to_copy.default:
+            return self._cast(self._engine, *args, **named)
+        return elementwise(self._engine, func, args, named)
+
+    def _cast(self, engine: Engine, x: Tensor, dtype: torch.dtype | None = None, **others: Any) -> Tensor | None:
+        """Rows of another type."""
+        is_cast = dtype in TYPES and x.dtype in TYPES and not any(others.values())
+        if not is_cast or dtype is None or x.dim() != 2 or x.stride(1) != 1:
+            return None
+        return Operations(engine).cast(x, dtype)
 
     def keep(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
         """An operation that torch computed. Raises NotCapturable if its result goes to the host."""

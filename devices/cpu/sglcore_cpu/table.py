@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, MethodType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,10 @@ from sglcore.runtime.kernels.table import KernelTable, Limited
 from sglcore_cpu.draw import NativeDraw
 from sglcore_cpu.experts import Experts
 from sglcore_cpu.kernels import linear as torch_linear
-from sglcore_cpu.kernels import takes_grouped, torch_kernels
+from sglcore_cpu.kernels import clamped_moe as torch_clamped_moe
+from sglcore_cpu.kernels import moe as torch_moe
+from sglcore_cpu.kernels import relu2_moe as torch_relu2_moe
+from sglcore_cpu.kernels import takes_grouped, takes_plain_grouped, torch_kernels
 from sglcore_cpu.latent import Latent, takes_one, takes_store
 from sglcore_cpu.native import Engine, recorder
 from sglcore_cpu.operations import Operations
@@ -113,17 +117,17 @@ def check_served(dtype: torch.dtype) -> None:
 
 
 class NativeExperts:
-    """Prompts go to torch's grouped products where those use tiles; a recorded step always to the native kernel, which
-    needs no memory of its own in the record."""
+    """Prompts go to torch's grouped products where those use tiles and take the call; a recorded step always to the native
+    kernel, which needs no memory of its own in the record."""
 
-    def __init__(self, experts: Experts) -> None:
-        self._native, self._torch = experts.moe, torch_kernels().moe
+    def __init__(self, native: Callable[..., Tensor], grouped: Limited) -> None:
+        self._native, self._grouped, self._takes = native, grouped.function, grouped.takes
 
-    def __call__(self, hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-        """As the table's entry `moe`."""
+    def __call__(self, hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, *others: Any) -> Tensor:
+        """As the table's entry."""
         is_large = ids.numel() >= MANY_ROWS * w13.shape[0] and recorder.get() is None
-        is_large = is_large and not takes_grouped(hidden, weights, ids, w13, w2)
-        return (self._torch if is_large else self._native)(hidden, weights, ids, w13, w2)
+        is_large = is_large and not self._takes(hidden, weights, ids, w13, *others)
+        return (self._grouped if is_large else self._native)(hidden, weights, ids, w13, *others)
 
 
 def native_table(engine: Engine) -> KernelTable:
@@ -131,7 +135,11 @@ def native_table(engine: Engine) -> KernelTable:
     operations = Operations(engine)
     sparse, latent, experts = SparseAttention(engine), Latent(engine), Experts(engine)
     linear, draw, recurrent = NativeLinear(engine, operations, latent), NativeDraw(engine), Recurrent(engine)
-    moe = NativeExperts(experts) if engine.instruction_set in TILED else experts.moe
+    moe, clamped_moe, relu2_moe = experts.moe, experts.clamped_moe, experts.relu2_moe
+    if engine.instruction_set in TILED:
+        moe = NativeExperts(moe, Limited(torch_moe, takes_grouped))
+        clamped_moe = NativeExperts(clamped_moe, Limited(torch_clamped_moe, takes_grouped))
+        relu2_moe = NativeExperts(relu2_moe, Limited(torch_relu2_moe, takes_plain_grouped))
     return torch_kernels().replace(
         linear=linear.linear,
         gated_linear=Limited(linear.gated_linear, takes),
@@ -180,6 +188,8 @@ def native_table(engine: Engine) -> KernelTable:
         draw=draw,
         greedy=draw.greedy,
         moe=Limited(moe, takes),
+        clamped_moe=Limited(clamped_moe, takes),
+        relu2_moe=Limited(relu2_moe, takes),
         limited_moe=Limited(experts.limited_moe, takes),
     )
 

@@ -53,6 +53,13 @@ SGL_INLINE float reduce_add(f32x16 x) {
     half = _mm_add_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_shuffle_ps(half, half, 1)));
 }
+// The sums of four, side by side.
+SGL_INLINE void reduce_add4(float* out, f32x16 x, f32x16 y, f32x16 z, f32x16 w) {
+    __m256 xy = _mm256_hadd_ps(_mm256_add_ps(x.a, x.b), _mm256_add_ps(y.a, y.b));
+    __m256 zw = _mm256_hadd_ps(_mm256_add_ps(z.a, z.b), _mm256_add_ps(w.a, w.b));
+    __m256 all = _mm256_hadd_ps(xy, zw);
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+}
 SGL_INLINE float reduce_max(f32x16 x) {
     __m256 most = _mm256_max_ps(x.a, x.b);
     __m128 half = _mm_max_ps(_mm256_castps256_ps128(most), _mm256_extractf128_ps(most, 1));

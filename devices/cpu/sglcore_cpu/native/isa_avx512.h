@@ -30,6 +30,14 @@ SGL_INLINE f32x16 min(f32x16 a, f32x16 b) { return {_mm512_min_ps(a.v, b.v)}; }
 SGL_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 SGL_INLINE f32x16 round(f32x16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 SGL_INLINE float reduce_add(f32x16 a) { return _mm512_reduce_add_ps(a.v); }
+// The sums of four, side by side.
+SGL_INLINE void reduce_add4(float* out, f32x16 a, f32x16 b, f32x16 c, f32x16 d) {
+    __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a.v, b.v), _mm512_unpackhi_ps(a.v, b.v));
+    __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c.v, d.v), _mm512_unpackhi_ps(c.v, d.v));
+    __m512 all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
 SGL_INLINE float reduce_max(f32x16 a) { return _mm512_reduce_max_ps(a.v); }
 
 SGL_INLINE i32x16 zero_i32() { return {_mm512_setzero_si512()}; }

@@ -55,6 +55,11 @@ SGL_INLINE f32x16 fma(f32x16 x, f32x16 y, f32x16 z) {
 }
 SGL_INLINE f32x16 round(f32x16 x) { return {vrndnq_f32(x.a), vrndnq_f32(x.b), vrndnq_f32(x.c), vrndnq_f32(x.d)}; }
 SGL_INLINE float reduce_add(f32x16 x) { return vaddvq_f32(vaddq_f32(vaddq_f32(x.a, x.b), vaddq_f32(x.c, x.d))); }
+// The sums of four, side by side.
+SGL_INLINE void reduce_add4(float* out, f32x16 x, f32x16 y, f32x16 z, f32x16 w) {
+    auto quarter = [](f32x16 q) { return vaddq_f32(vaddq_f32(q.a, q.b), vaddq_f32(q.c, q.d)); };
+    vst1q_f32(out, vpaddq_f32(vpaddq_f32(quarter(x), quarter(y)), vpaddq_f32(quarter(z), quarter(w))));
+}
 SGL_INLINE float reduce_max(f32x16 x) {
     return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.a, x.b), vmaxq_f32(x.c, x.d)));
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -32,10 +34,25 @@ CASES = st.fixed_dictionaries(
         "offset": st.integers(0, 9),
         "gap": st.sampled_from([0, 3, 16]),
         "absent": st.sampled_from([0.0, 0.4, 1.0]),
-        "limit": st.sampled_from([None, 0.3]),
+        "entry": st.sampled_from(["moe", "limited_moe", "clamped_moe", "relu2_moe"]),
         "seed": st.integers(0, 1 << 20),
     }
 )
+
+
+NUMBERS: Mapping[str, tuple[float, ...]] = MappingProxyType({"limited_moe": (0.3,), "clamped_moe": (1.702, 0.9)})
+"""Behind the tensors of a call."""
+
+
+def entry_of(kernels: Experts | KernelTable, name: str) -> Callable[..., Tensor]:
+    """The function of that entry."""
+    every = {
+        "moe": kernels.moe,
+        "limited_moe": kernels.limited_moe,
+        "clamped_moe": kernels.clamped_moe,
+        "relu2_moe": kernels.relu2_moe,
+    }
+    return every[name]
 
 
 class Mixture:
@@ -50,11 +67,16 @@ class Mixture:
 
         ids = torch.rand(tokens, experts, generator=generator).argsort(-1)[:, :k]
         ids[torch.rand(tokens, k, generator=generator) < case["absent"]] = -1
-        w13, w2 = values(experts, 2 * inner, size) * 0.2, values(experts, size, inner) * 0.2
-        self.plain = values(tokens, size), values(tokens, k).abs(), ids, w13, w2
+        rows = inner if case["entry"] == "relu2_moe" else 2 * inner
+        w13, w2 = values(experts, rows, size) * 0.2, values(experts, size, inner) * 0.2
+        biased = case["entry"] == "clamped_moe"
+        experts_own = (w13, values(experts, rows), w2, values(experts, size)) if biased else (w13, w2)
+        self.plain = values(tokens, size), values(tokens, k).abs(), ids, *experts_own
         unchosen = torch.ones(experts, dtype=torch.bool)
         unchosen[ids[ids >= 0]] = False
-        poisoned = [torch.where(unchosen[:, None, None], torch.nan, part) for part in (w13, w2)]
+        poisoned = [part.clone() for part in experts_own]
+        for part in poisoned:
+            part[unchosen] = torch.nan
         weights = torch.where(ids < 0, torch.nan, self.plain[1])
         parts = [guarded_copy(self.plain[0], case["offset"], case["gap"])]
         parts += [guarded_copy(part, case["offset"]) for part in (weights, ids.to(case["index"]), *poisoned)]
@@ -65,14 +87,11 @@ class Mixture:
 @EXAMPLES
 @given(case=CASES)
 def test_moe_is_the_reference(engine: Engine, case: dict[str, Any]) -> None:
-    mixture = Mixture(case)
+    mixture, numbers = Mixture(case), NUMBERS.get(case["entry"], ())
     bound = 2**-6 if case["dtype"] is torch.bfloat16 else 1e-5
     with GuardedResults():
-        if case["limit"] is None:
-            found, expected = Experts(engine).moe(*mixture.given), REFERENCE.moe(*mixture.plain)
-        else:
-            found = Experts(engine).limited_moe(*mixture.given, limit=case["limit"])
-            expected = REFERENCE.limited_moe(*mixture.plain, case["limit"])
+        found = entry_of(Experts(engine), case["entry"])(*mixture.given, *numbers)
+        expected = entry_of(REFERENCE, case["entry"])(*mixture.plain, *numbers)
         largest = max(1.0, float(expected.abs().amax())) if expected.numel() else 1.0
         torch.testing.assert_close(found, expected, rtol=bound, atol=bound * largest)
     for check in mixture.checks:

@@ -123,6 +123,44 @@ def test_rows_of_another_type_and_plain_products_are_kernels(engine: Engine) -> 
         torch.testing.assert_close(step().float(), wanted, atol=0.1, rtol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_sums_products_and_gates_of_rows_are_kernels(engine: Engine, dtype: torch.dtype) -> None:
+    """Rows with and without gaps, one number a row, one row for all, and numbers; the same bits but for the sigmoid."""
+    operations, x, weight = Operations(engine), values(0).to(dtype), (torch.rand(WIDTH) + 0.5).to(dtype)
+
+    def between(normed: Tensor) -> Tensor:
+        left, right = normed.split((19, WIDTH - 19), dim=-1)
+        gated = torch.sigmoid(left[:, 3:4]) * right
+        total = (gated + normed[:, : WIDTH - 19]) * 0.3 + right * weight[None, 19:]
+        return total.mul_(1.7).add_(right[:1])
+
+    captured = NativeGraphs().capture(lambda: between(operations.rms_norm(x, weight, 1e-6)))
+    assert not any(isinstance(part, HostCall) for part in captured.parts)
+    bound = 2**-6 if dtype is torch.bfloat16 else 1e-6
+    for seed in (8, 9):
+        x.copy_(values(seed))
+        wanted = between(operations.rms_norm(x, weight, 1e-6))
+        torch.testing.assert_close(captured.replay(None), wanted, atol=bound, rtol=bound)
+
+
+@torch.inference_mode()
+def test_other_sums_are_torchs(engine: Engine) -> None:
+    """Of more dimensions, with a factor, of two dtypes, of rows that lie across."""
+    operations, x = Operations(engine), values(0)
+
+    def step() -> Tensor:
+        normed = operations.rms_norm(x, torch.ones(WIDTH), 1e-6)
+        cube = normed.view(ROWS, 4, 12) + 1.0
+        wide = torch.add(normed, cube.view(ROWS, WIDTH), alpha=2.0) + normed.double()
+        return (wide.float() + normed.mT.contiguous().mT)[0]
+
+    captured = NativeGraphs().capture(step)
+    assert sum(isinstance(part, HostCall) for part in captured.parts) >= 4
+    x.copy_(values(10))
+    torch.testing.assert_close(captured.replay(None).clone(), step(), atol=1e-6, rtol=1e-6)
+
+
 @torch.inference_mode()
 def test_a_step_that_reads_a_result_on_the_host_is_refused_by_name(engine: Engine) -> None:
     operations, x = Operations(engine), values(0)

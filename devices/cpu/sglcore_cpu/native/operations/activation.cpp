@@ -28,10 +28,6 @@ SGL_INLINE f32x16 gelu_tanh_of(f32x16 x) {
     return div(x, add(set1(1.0f), exp(mul(cubic, set1(-1.5957691216f)))));
 }
 
-// What is NaN stays so.
-SGL_INLINE f32x16 at_most(f32x16 x, f32x16 limit) { return where_less(limit, x, limit, x); }
-SGL_INLINE f32x16 at_least(f32x16 x, f32x16 limit) { return where_less(x, limit, limit, x); }
-
 // The activation of the gate, cast, times what lies beside it, both within a limit (gates above it only).
 template <class Args, class Activation>
 void activate_and_mul(const Args& args, Pool& pool, double limit, Activation&& activation) {

@@ -17,6 +17,15 @@ SGL_INLINE f32x16 get(const bf16* p, int64_t n) { return n >= 16 ? load_bf16(p) 
 SGL_INLINE void put(float* p, f32x16 x, int64_t n) { n >= 16 ? store(p, x) : store_first(p, x, n); }
 SGL_INLINE void put(bf16* p, f32x16 x, int64_t n) { n >= 16 ? store_bf16(p, x) : store_bf16_first(p, x, n); }
 
+SGL_INLINE float as_float(float x) { return x; }
+SGL_INLINE float as_float(bf16 x) { return from_bf16(x); }
+SGL_INLINE void assign(float* out, float x) { *out = x; }
+SGL_INLINE void assign(bf16* out, float x) { *out = to_bf16(x); }
+
+// What is NaN stays so.
+SGL_INLINE f32x16 at_most(f32x16 x, f32x16 limit) { return where_less(limit, x, limit, x); }
+SGL_INLINE f32x16 at_least(f32x16 x, f32x16 limit) { return where_less(x, limit, limit, x); }
+
 // What is left of the value in memory of type T.
 template <class T>
 SGL_INLINE f32x16 cast(f32x16 x) {

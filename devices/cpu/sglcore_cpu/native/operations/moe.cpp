@@ -6,34 +6,32 @@ namespace sgl::SGL_ISA {
 
 namespace {
 
-constexpr int64_t kRows = 16;     // rows of a weight that one part of the work takes
-constexpr int64_t kVectors = 64;  // tokens that pass over these rows at a time: the rows then stay in the cache
+// silu(gate) * up within a limit; gpt-oss' gates, which lie beside what they open; max(x, 0)^2 without a gate.
+enum Form : int64_t { kGated = 0, kClamped = 1, kSquared = 2 };
 
-float as_float(float x) { return x; }
-float as_float(bf16 x) { return from_bf16(x); }
-void assign(float* out, float x) { *out = x; }
-void assign(bf16* out, float x) { *out = to_bf16(x); }
-template <class T>
-float cast_one(float x) {
-    T narrow;
-    assign(&narrow, x);
-    return as_float(narrow);
-}
+constexpr int64_t kVectors = 32;  // tokens that pass over a block of rows at a time: the rows then stay in the cache
 
 size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// Rows of an expert's weight: those of what a gate opens begin `to_up` behind those of the gate.
+template <class T>
+struct Parts {
+    Rows<T> gate;
+    int64_t count, to_up;
+};
 
 template <class T>
 class Experts {
   public:
     Experts(const MoeArgs& args, Pool& pool)
         : args_(args), pool_(pool), memory_(static_cast<char*>(pool.shared(bytes(args)))), plan_(args, memory_),
-          limit_(cast_one<T>(static_cast<float>(args.limit))) {
+          limit_(cast<T>(set1(static_cast<float>(args.limit)))) {
         inner_ = reinterpret_cast<T*>(memory_ + aligned(static_cast<size_t>(Plan::words(args)) * 8));
         parts_ = inner_ + args.tokens * args.choices * args.inner;
     }
 
     void run() {
-        each_block(args_.inner, [this](int64_t place, int64_t row) { gate_and_up(place, row); });
+        each_block(args_.inner, [this](int64_t place, int64_t row) { activate(place, row); });
         each_block(args_.hidden_size, [this](int64_t place, int64_t row) { down(place, row); });
         each_row(pool_, args_.tokens, args_.hidden_size * args_.choices, [this](int64_t token, int) { add_up(token); });
     }
@@ -45,62 +43,72 @@ class Experts {
                entries * static_cast<size_t>(args.inner + args.hidden_size) * sizeof(T) + 64;
     }
 
-    // body(place of an active expert, first of up to kRows rows).
+    // body(place of an active expert, first of up to kBlock rows).
     template <class Body>
     void each_block(int64_t rows, Body&& body) {
-        int64_t blocks = (rows + kRows - 1) / kRows;
+        int64_t blocks = (rows + kBlock - 1) / kBlock;
         pool_.run(plan_.num_active * blocks, 1, [&](int64_t first, int64_t last, int) {
-            for (int64_t task = first; task < last; ++task) body(task / blocks, task % blocks * kRows);
+            for (int64_t task = first; task < last; ++task) body(task / blocks, task % blocks * kBlock);
         });
     }
 
-    // inner[entry, row] = silu(gate) * up, within the limit, for up to kRows rows.
-    void gate_and_up(int64_t place, int64_t first_row) {
-        int64_t last_row = std::min(first_row + kRows, args_.inner);
-        const T* weight = row_of<T>(args_.w13, plan_.active[place], 2 * args_.inner * args_.hidden_size);
-        for (int64_t entry = plan_.begin(place); entry < plan_.end(place); entry += kVectors) {
-            const T* tokens[kVectors];
-            int64_t count = std::min(kVectors, plan_.end(place) - entry);
-            for (int64_t i = 0; i < count; ++i)
-                tokens[i] = row_of<T>(args_.hidden, plan_.entry_choices[entry + i] / args_.choices, args_.hidden_stride);
-            for (int64_t row = first_row; row < last_row; row += 2) {
-                int64_t next = std::min(row + 1, last_row - 1);
-                auto at = [&](int64_t r) { return weight + r * args_.hidden_size; };
-                const T* const rows[4] = {at(row), at(next), at(args_.inner + row), at(args_.inner + next)};
-                dot_all(rows, tokens, count, args_.hidden_size, [&](int64_t v, const float* sums) {
-                    T* out = inner_ + (entry + v) * args_.inner;
-                    assign(out + row, gated(sums[0], sums[2]));
-                    assign(out + next, gated(sums[1], sums[3]));
-                });
-            }
-        }
-    }
-
-    float gated(float gate, float up) const {
-        gate = std::min(cast_one<T>(gate), limit_), up = std::max(std::min(cast_one<T>(up), limit_), -limit_);
-        return cast_one<T>(gate / (1.0f + std::exp(-gate))) * up;
-    }
-
-    // parts[entry, row] = weight of the choice * (inner[entry] . row of w2).
-    void down(int64_t place, int64_t first_row) {
-        int64_t last_row = std::min(first_row + kRows, args_.hidden_size);
-        const T* weight = row_of<T>(args_.w2, plan_.active[place], args_.inner * args_.hidden_size);
+    // take(entry, sums) for every token of an expert, whose vector is vector(entry): kBlock sums for each of the parts.
+    template <class Vector, class Take>
+    void each_token(int64_t place, const Parts<T>& parts, Vector&& vector, Take&& take) {
         for (int64_t entry = plan_.begin(place); entry < plan_.end(place); entry += kVectors) {
             const T* vectors[kVectors];
+            alignas(64) float sums[kVectors][2 * kBlock];
             int64_t count = std::min(kVectors, plan_.end(place) - entry);
-            for (int64_t i = 0; i < count; ++i) vectors[i] = inner_ + (entry + i) * args_.inner;
-            for (int64_t row = first_row; row < last_row; row += 4) {
-                const T* rows[4];
-                for (int64_t r = 0; r < 4; ++r) rows[r] = weight + std::min(row + r, last_row - 1) * args_.inner;
-                const T* const(&fixed)[4] = rows;
-                dot_all(fixed, vectors, count, args_.inner, [&](int64_t v, const float* sums) {
-                    float share = as_float(static_cast<const T*>(args_.weights)[plan_.entry_choices[entry + v]]);
-                    T* out = parts_ + (entry + v) * args_.hidden_size + row;
-                    for (int64_t r = 0; r < std::min<int64_t>(4, last_row - row); ++r)
-                        assign(out + r, cast_one<T>(sums[r]) * share);
-                });
-            }
+            for (int64_t v = 0; v < count; ++v) vectors[v] = vector(entry + v);
+            Rows<T> rows = parts.gate;
+            for (int64_t part = 0; part < parts.count; ++part, rows.first += parts.to_up)
+                dot_all(rows, vectors, count, sums[0] + part * kBlock, 2 * kBlock);
+            for (int64_t v = 0; v < count; ++v) take(entry + v, sums[v]);
         }
+    }
+
+    // inner[entry, row] = what becomes of the products with gate and up, or with the one row.
+    void activate(int64_t place, int64_t first) {
+        bool by_turns = args_.form == kClamped;
+        int64_t expert = plan_.active[place], parts = args_.form == kSquared ? 1 : 2, apart = by_turns ? 2 : 1;
+        int64_t all = parts * args_.inner, rows = std::min(kBlock, args_.inner - first), size = args_.hidden_size;
+        const T* weight = row_of<T>(args_.w13, expert * all + first * apart, size);
+        alignas(64) float bias[2 * kBlock] = {};
+        for (int64_t i = 0; args_.b13 != nullptr && i < 2 * rows; ++i)
+            bias[i % 2 * kBlock + i / 2] = as_float(row_of<T>(args_.b13, expert, all)[2 * first + i]);
+        each_token(
+            place, {{weight, size, apart * size, rows}, parts, (by_turns ? 1 : args_.inner) * size},
+            [&](int64_t entry) {
+                return row_of<T>(args_.hidden, plan_.entry_choices[entry] / args_.choices, args_.hidden_stride);
+            },
+            [&](int64_t entry, const float* sums) {
+                f32x16 gate = cast<T>(add(load(sums), load(bias)));
+                f32x16 up = cast<T>(add(load(sums + kBlock), load(bias + kBlock)));
+                put(inner_ + entry * args_.inner + first, activated(gate, up), rows);
+            });
+    }
+
+    f32x16 activated(f32x16 gate, f32x16 up) const {
+        if (args_.form == kSquared) return mul(at_least(gate, zero()), at_least(gate, zero()));
+        gate = at_most(gate, limit_), up = at_least(at_most(up, limit_), sub(zero(), limit_));
+        if (args_.form == kGated) return mul(cast<T>(silu(gate)), up);
+        f32x16 bent = cast<T>(mul(gate, set1(static_cast<float>(args_.alpha))));
+        f32x16 open = cast<T>(div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), bent)))));
+        return mul(cast<T>(add(up, set1(1.0f))), cast<T>(mul(gate, open)));
+    }
+
+    // parts[entry, row] = weight of the choice * (inner[entry] . row of w2, plus its bias).
+    void down(int64_t place, int64_t first) {
+        int64_t expert = plan_.active[place], rows = std::min(kBlock, args_.hidden_size - first), size = args_.inner;
+        const T* weight = row_of<T>(args_.w2, expert * args_.hidden_size + first, size);
+        f32x16 bias = zero();
+        if (args_.b2 != nullptr) bias = get(row_of<T>(args_.b2, expert, args_.hidden_size) + first, rows);
+        each_token(
+            place, {{weight, size, size, rows}, 1, 0}, [&](int64_t entry) { return inner_ + entry * size; },
+            [&](int64_t entry, const float* sums) {
+                f32x16 share = set1(as_float(static_cast<const T*>(args_.weights)[plan_.entry_choices[entry]]));
+                put(parts_ + entry * args_.hidden_size + first, mul(cast<T>(add(load(sums), bias)), share), rows);
+            });
     }
 
     // By ascending expert, in T.
@@ -120,7 +128,7 @@ class Experts {
     Pool& pool_;
     char* memory_;
     Plan plan_;
-    float limit_;
+    f32x16 limit_;
     T* inner_;
     T* parts_;
 };

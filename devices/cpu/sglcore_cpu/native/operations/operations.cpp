@@ -1,5 +1,7 @@
 #include "operations.h"
 
+#include "elementwise.h"
+
 namespace sgl::SGL_ISA {
 
 namespace {
@@ -20,6 +22,7 @@ const Kernel kernels[] = {
     SGL_KERNEL("scored_routing", scored_routing, ScoredRoutingArgs),
     SGL_KERNEL("hash_routing", hash_routing, HashRoutingArgs),
     SGL_KERNEL("moe", moe, MoeArgs),
+    SGL_KERNEL("elementwise", elementwise, ElementwiseArgs),
 };
 
 }  // namespace

@@ -7,11 +7,6 @@ namespace sgl::SGL_ISA {
 
 namespace {
 
-float as_float(float x) { return x; }
-float as_float(bf16 x) { return from_bf16(x); }
-void assign(float* out, float x) { *out = x; }
-void assign(bf16* out, float x) { *out = to_bf16(x); }
-
 enum Kind : int64_t { kSigmoid = 0, kRoot = 1 };
 
 struct Choice {

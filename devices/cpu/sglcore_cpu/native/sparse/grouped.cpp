@@ -21,23 +21,17 @@ struct Group {
     T* out(int64_t token) const { return row_of<T>(args.out, token * args.groups + group, args.outputs); }
 };
 
-float as_float(float x) { return x; }
-float as_float(bf16 x) { return from_bf16(x); }
-void assign(float* out, float x) { *out = x; }
-void assign(bf16* out, float x) { *out = to_bf16(x); }
-
 // Outputs [first, last), whose weights each lie side by side.
 template <class T>
 void by_rows(const Group<T>& group, int64_t first, int64_t last, int64_t token, int64_t count) {
     const T* vectors[kTokens];
     for (int64_t i = 0; i < count; ++i) vectors[i] = group.x(token + i);
-    for (int64_t output = first; output < last; output += 4) {
-        auto at = [&](int64_t r) { return group.weight() + std::min(output + r, last - 1) * group.args.output_stride; };
-        const T* const rows[4] = {at(0), at(1), at(2), at(3)};
-        dot_all(rows, vectors, count, group.args.inputs, [&](int64_t v, const float* sums) {
-            T* out = group.out(token + v) + output;
-            for (int64_t r = 0; r < std::min<int64_t>(4, last - output); ++r) assign(out + r, sums[r]);
-        });
+    int64_t apart = group.args.output_stride;
+    for (int64_t output = first; output < last; output += kBlock) {
+        int64_t rows = std::min(kBlock, last - output);
+        float sums[kTokens * kBlock];
+        dot_all<T>({group.weight() + output * apart, group.args.inputs, apart, rows}, vectors, count, sums, kBlock);
+        for (int64_t v = 0; v < count; ++v) put(group.out(token + v) + output, load(sums + v * kBlock), rows);
     }
 }
 
