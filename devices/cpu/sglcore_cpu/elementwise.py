@@ -35,7 +35,7 @@ def elementwise(engine: Engine, func: Any, args: Sequence[Any], named: Mapping[s
     is_in_place = func in IN_PLACE
     if isinstance(y, Tensor) and not is_in_place and isinstance(x, Tensor) and y.numel() > x.numel():
         x, y = y, x
-    if not _is_rows(x) or not (isinstance(y, int | float) or _fits(x, y)) or is_in_place and not x.is_contiguous():
+    if not _is_rows(x) or not (isinstance(y, int | float) or _fits(x, y)) or (is_in_place and not x.is_contiguous()):
         return None
     rows, width = x.shape
     out = x if is_in_place else engine.empty(rows, width, dtype=x.dtype)

@@ -15,8 +15,8 @@ from sglcore.runtime.kernels.reference import QuantizedCodes
 from sglcore.runtime.kernels.table import KernelTable, Limited
 from sglcore_cpu.draw import NativeDraw
 from sglcore_cpu.experts import Experts
-from sglcore_cpu.kernels import linear as torch_linear
 from sglcore_cpu.kernels import clamped_moe as torch_clamped_moe
+from sglcore_cpu.kernels import linear as torch_linear
 from sglcore_cpu.kernels import moe as torch_moe
 from sglcore_cpu.kernels import relu2_moe as torch_relu2_moe
 from sglcore_cpu.kernels import takes_grouped, takes_plain_grouped, torch_kernels
@@ -120,8 +120,10 @@ class NativeExperts:
     """Prompts go to torch's grouped products where those use tiles and take the call; a recorded step always to the native
     kernel, which needs no memory of its own in the record."""
 
-    def __init__(self, native: Callable[..., Tensor], grouped: Limited) -> None:
-        self._native, self._grouped, self._takes = native, grouped.function, grouped.takes
+    def __init__(
+        self, native: Callable[..., Tensor], grouped: Callable[..., Tensor], takes: Callable[..., str]
+    ) -> None:
+        self._native, self._grouped, self._takes = native, grouped, takes
 
     def __call__(self, hidden: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, *others: Any) -> Tensor:
         """As the table's entry."""
@@ -137,9 +139,9 @@ def native_table(engine: Engine) -> KernelTable:
     linear, draw, recurrent = NativeLinear(engine, operations, latent), NativeDraw(engine), Recurrent(engine)
     moe, clamped_moe, relu2_moe = experts.moe, experts.clamped_moe, experts.relu2_moe
     if engine.instruction_set in TILED:
-        moe = NativeExperts(moe, Limited(torch_moe, takes_grouped))
-        clamped_moe = NativeExperts(clamped_moe, Limited(torch_clamped_moe, takes_grouped))
-        relu2_moe = NativeExperts(relu2_moe, Limited(torch_relu2_moe, takes_plain_grouped))
+        moe = NativeExperts(moe, torch_moe, takes_grouped)
+        clamped_moe = NativeExperts(clamped_moe, torch_clamped_moe, takes_grouped)
+        relu2_moe = NativeExperts(relu2_moe, torch_relu2_moe, takes_plain_grouped)
     return torch_kernels().replace(
         linear=linear.linear,
         gated_linear=Limited(linear.gated_linear, takes),
