@@ -137,11 +137,6 @@ def native_table(engine: Engine) -> KernelTable:
     operations = Operations(engine)
     sparse, latent, experts = SparseAttention(engine), Latent(engine), Experts(engine)
     linear, draw, recurrent = NativeLinear(engine, operations, latent), NativeDraw(engine), Recurrent(engine)
-    moe, clamped_moe, relu2_moe = experts.moe, experts.clamped_moe, experts.relu2_moe
-    if engine.instruction_set in TILED:
-        moe = NativeExperts(moe, torch_moe, takes_grouped)
-        clamped_moe = NativeExperts(clamped_moe, torch_clamped_moe, takes_grouped)
-        relu2_moe = NativeExperts(relu2_moe, torch_relu2_moe, takes_plain_grouped)
     return torch_kernels().replace(
         linear=linear.linear,
         gated_linear=Limited(linear.gated_linear, takes),
@@ -189,11 +184,23 @@ def native_table(engine: Engine) -> KernelTable:
         hc_head=Limited(latent.hc_head, takes_one),
         draw=draw,
         greedy=draw.greedy,
-        moe=Limited(moe, takes),
-        clamped_moe=Limited(clamped_moe, takes),
-        relu2_moe=Limited(relu2_moe, takes),
-        limited_moe=Limited(experts.limited_moe, takes),
+        **_mixtures(experts, engine.instruction_set in TILED),
     )
+
+
+def _mixtures(experts: Experts, has_tiles: bool) -> Mapping[str, Limited]:
+    """The entries for mixtures of experts."""
+    moe, clamped_moe, relu2_moe = experts.moe, experts.clamped_moe, experts.relu2_moe
+    if has_tiles:
+        moe = NativeExperts(moe, torch_moe, takes_grouped)
+        clamped_moe = NativeExperts(clamped_moe, torch_clamped_moe, takes_grouped)
+        relu2_moe = NativeExperts(relu2_moe, torch_relu2_moe, takes_plain_grouped)
+    return {
+        "moe": Limited(moe, takes),
+        "clamped_moe": Limited(clamped_moe, takes),
+        "relu2_moe": Limited(relu2_moe, takes),
+        "limited_moe": Limited(experts.limited_moe, takes),
+    }
 
 
 def is_native(kernels: KernelTable) -> bool:
