@@ -39,6 +39,8 @@ from tests.models.gguf_checkpoints import write
 NATIVE, FORM, GENERATE, LLAMA = "native recorded", "transformers recorded", "generate", "llama.cpp"
 PROMPT, NEW, CHECKED, LIMIT = 16, 33, 8, 300.0
 WINDOW = {"sliding_window": 512}
+# llama.cpp's files do not say by what queries are scaled; it takes the heads' size.
+SCALED = {**WINDOW, "query_pre_attn_scalar": BASE["head_dim"]}
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 192, "num_hidden_layers": 10}
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 384}
 ROUTED = {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 192, "num_hidden_layers": 10}
@@ -60,8 +62,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "qwen2": {},
         "qwen3": {},
         "gemma": {},
-        "gemma2": WINDOW,
-        "gemma3_text": WINDOW,
+        "gemma2": SCALED,
+        "gemma3_text": SCALED,
         "glm": {},
         "glm4": {},
         "phi3": {},
