@@ -76,6 +76,11 @@ class EngineConfig:
         "Tokens that are proposed for each step; left out, as many as are measured to be fastest, which may be none.",
         least=1,
     )
+    speculative_verify: str = setting(
+        "coupled",
+        "How proposals are accepted: coupled (those that are drawn anyway, which changes no text), or with the law of the text"
+        " unchanged only: rejection, or block.",
+    )
     kernels: str = setting(
         "auto",
         'A kernel table of the device by name; "reference" computes with the reference\'s functions, to compare numbers.',

@@ -45,7 +45,7 @@ class SampleStep:
         self._table = token_table
         self._vocab_size = vocab_size
         kernels = runner.attn_backend.kernels
-        self._sampler = Sampler(
+        self.sampler = Sampler(
             vocab_size, token_table.last.device, draw=kernels.draw, greedy=kernels.greedy, is_narrow=runner.is_narrow
         )
         self._known = _nothing(token_table.last.device)
@@ -94,22 +94,37 @@ class SampleStep:
         positions: Tensor,
     ) -> SampledTokens[Tensor]:
         """One token for each emitting row of logits float[N, V], as token number `positions` int32[N] of its text. Publishes nothing."""
+        return self.sampler.sample(logits, self.state(batch, rows, inputs, arrived, positions))
+
+    def state(
+        self,
+        batch: ScheduleBatch,
+        rows: RowPlan,
+        inputs: SamplingInputs,
+        arrived: Mapping[str, Tensor],
+        positions: Tensor,
+    ) -> SamplingState:
+        """What `draw` draws by."""
         state = self._state_for(batch, rows, inputs, arrived, positions)
         if "masks" in arrived:
             state = replace(state, masks=Masks(arrived["mask_rows"], arrived["masks"]))
-        return self._sampler.sample(logits, state)
+        return state
 
     def drafting(self, width: int, lengths: Tensor) -> DrawDraft:
         """What draws proposals for the requests of the last draw, whose every `width` rows are one request with a root at
         `lengths` int32[R]: their own temperature, cut-offs and noise, without what depends on the text."""
-        if self._drafting.host.number != self._known.host.number:
-            self._drafting = replace(self._known, state=_of_requests(self._known.state, width))
-        state = self._drafting.state
+        state = self.state_of_requests(width)
 
         def draw(logits: Tensor, depth: int) -> Tensor:
-            return self._sampler.sample(logits, replace(state, positions=lengths + depth)).token_ids
+            return self.sampler.sample(logits, replace(state, positions=lengths + depth)).token_ids
 
         return draw
+
+    def state_of_requests(self, width: int) -> SamplingState:
+        """That of the last draw, whose every `width` rows were one request: a row for each, without what depends on the text."""
+        if self._drafting.host.number != self._known.host.number:
+            self._drafting = replace(self._known, state=_of_requests(self._known.state, width))
+        return self._drafting.state
 
     def _state_for(
         self,

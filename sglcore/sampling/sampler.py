@@ -13,6 +13,7 @@ from torch import Tensor
 from sglcore.sampling.batch import SamplingNeeds
 from sglcore.sampling.cutoffs import STEPS, keep_min_p_, keep_top_k_, keep_top_p_
 from sglcore.sampling.logprobs import logprobs_of
+from sglcore.sampling.noise import LIMIT, ONE
 from sglcore.sampling.processors import (
     PenaltyState,
     apply_bias_,
@@ -88,6 +89,26 @@ class Sampler:
         narrow = self.tables.is_narrow
         logprobs = None if top_n is None else logprobs_of(logits, tokens, top_n, is_narrow=narrow)
         return SampledTokens(tokens, bad, logprobs)
+
+    def probabilities(self, logits: Tensor, state: SamplingState) -> Tensor:
+        """float32[B, V]: how likely a draw from processed logits float[B, V] is to bring each token; all of a greedy row is at its
+        token. Zeros where a row is bad."""
+        logits = logits.float()
+        best, first = logits.max(-1)
+        gaps = candidate_gaps(logits, best, state, self.tables)
+        if state.needs.any_greedy:
+            others = (self.tables.ids != first[:, None]) & state.greedy[:, None]
+            gaps = gaps.masked_fill_(others, LIMIT)
+        weights = (gaps.float() * -1 / ONE).exp_().masked_fill_(gaps == LIMIT, 0.0)
+        return weights.div_(weights.sum(-1, keepdim=True).clamp_(min=1.0))
+
+    def draw_by_weight(self, weights: Tensor, seed_words: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """One token a row by weights float32[B, V] of any sum, and which rows have none: int32[B], bool[B]. The noise is that of
+        `positions` int32[B] under seed words int32[B, 2]."""
+        scale = torch.full_like(weights[:, 0], ONE)
+        needs = SamplingNeeds(all_greedy=False, any_greedy=False)
+        state = SamplingState(needs, positions, seed_words, scale, torch.zeros_like(scale, dtype=torch.bool))
+        return self._draw(weights.log(), state, self.tables)
 
     def process(self, logits: Tensor, state: SamplingState) -> Tensor:
         """Logits after penalties, then bias and early bans, then masks: a new float32[B, V], or `logits` itself."""

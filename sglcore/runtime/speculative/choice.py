@@ -22,6 +22,9 @@ NGRAM = "ngram"
 MODELS = ("eagle", "eagle3", "mtp", "standalone")
 """Kinds of models that propose."""
 KINDS = ("auto", "off", NGRAM, *MODELS)
+COUPLED = "coupled"
+"""The rule by which a proposal is right if it is what the target draws."""
+RULES = (COUPLED, "rejection", "block")
 DRAFT_LOADER: Ref = "sglcore.models.draft:load_draft"
 DRAFT_KIND: Ref = "sglcore.models.draft:kind_of"
 OFFERED: Ref = "sglcore.models.draft:offered_head"
@@ -50,12 +53,14 @@ class StepShape:
 @dataclass(frozen=True, slots=True)
 class Speculation:
     """Proposals of this `kind`, as many a step as one of `lengths`, ascending. `draft` is the model that makes them (None: none
-    does); `aux_layers` as in `StepShape`, None where it reads nothing of the target but its tokens."""
+    does); `aux_layers` as in `StepShape`, None where it reads nothing of the target but its tokens. `rule`: by which they are
+    accepted."""
 
     kind: str
     lengths: tuple[int, ...]
     draft: LoadedModel | None = None
     aux_layers: tuple[int, ...] | None = None
+    rule: str = COUPLED
 
     @property
     def tokens(self) -> int:
@@ -79,8 +84,10 @@ def choose_speculation(
     """As the configuration asks. Raises ConfigError for a kind that there is not, for a model that can not take a token back, and
     what loading the draft raises."""
     asked = config.speculative
-    if asked not in KINDS:
-        raise ConfigError(f"speculative is {asked!r}", wanted=f"one of {', '.join(KINDS)}")
+    rule = config.speculative_verify
+    for setting, value, allowed in (("speculative", asked, KINDS), ("speculative_verify", rule, RULES)):
+        if value not in allowed:
+            raise ConfigError(f"{setting} is {value!r}", wanted=f"one of {', '.join(allowed)}")
     kind, why = _kind(config, model, folder)
     if kind == "off":
         ledger.record(Row("speculative", asked, "off", why, "--speculative ngram, for texts that repeat themselves"))
@@ -90,11 +97,20 @@ def choose_speculation(
         raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy="--speculative off")
     lengths = lengths_of(config.draft_tokens, DRAFT_TOKENS)
     what = f"{kind}, {' or '.join(map(str, lengths))} tokens a step"
-    ledger.record(Row("speculative", asked, what, f"{why}; the text is the same as without", "--speculative off"))
+    ledger.record(Row("speculative", asked, what, f"{why}; {_promise(rule)}", "--speculative off"))
     if kind == NGRAM:
-        return Speculation(kind, lengths)
+        return Speculation(kind, lengths, rule=rule)
     draft = load(folder if config.draft_model is None else Path(config.draft_model).expanduser(), kind)
-    return Speculation(kind, lengths, draft.model, draft.aux_layers)
+    return Speculation(kind, lengths, draft.model, draft.aux_layers, rule)
+
+
+def _promise(rule: str) -> str:
+    """What texts are as without proposals."""
+    if rule == COUPLED:
+        return "the text is the same as without"
+    return (
+        f"by {rule}, texts are exact in law, not in tokens; what is proposed takes a number a token of the vocabulary"
+    )
 
 
 def _kind(config: EngineConfig, model: LoadedModel, folder: Path) -> tuple[str, str]:

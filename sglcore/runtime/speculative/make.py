@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from sglcore.device.facts import Facts
 from sglcore.device.worker import Limits
 from sglcore.runtime.model_runner import ModelRunner
@@ -12,6 +14,7 @@ from sglcore.runtime.speculative.autoregressive import FeatureDrafter, Standalon
 from sglcore.runtime.speculative.choice import NGRAM, Speculation
 from sglcore.runtime.speculative.drafter import Drafter
 from sglcore.runtime.speculative.ngram import NgramDrafter
+from sglcore.runtime.speculative.rejection import RULES, RejectionWorker
 from sglcore.runtime.speculative.worker import SpeculativeWorker
 from sglcore.runtime.token_table import TokenTable
 
@@ -48,6 +51,11 @@ def make_speculative_worker(
     )
     aux_layers = speculation.aux_layers or ()
     feature_size = len(aux_layers) * limits.embed_size or None
-    return SpeculativeWorker(
-        runner, token_table, limits, drafter, feature_size, speculation.lengths, facts.shares_host_memory
-    )
+    given = (runner, token_table, limits, drafter, feature_size, speculation.lengths, facts.shares_host_memory)
+    if speculation.rule not in RULES:
+        return SpeculativeWorker(*given)
+    laws = None
+    if draft_runner is not None:
+        shape = (limits.max_requests + 1, drafter.tokens, limits.vocab_size)
+        laws = torch.zeros(shape, device=token_table.last.device)
+    return RejectionWorker(RULES[speculation.rule], laws, *given)

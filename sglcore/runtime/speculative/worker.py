@@ -21,12 +21,13 @@ from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import BatchResult, Limits, Ticket
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.model_runner import ModelRunner
-from sglcore.runtime.speculative.drafter import NONE, Drafter, DraftRows
+from sglcore.runtime.speculative.drafter import NONE, Drafter, DraftRows, DrawDraft
 from sglcore.runtime.speculative.features import features_of
 from sglcore.runtime.speculative.length import LengthController
 from sglcore.runtime.staging import StagedArrays
 from sglcore.runtime.token_table import TokenTable
 from sglcore.runtime.tp_worker import TpModelWorker, prompt_embeds
+from sglcore.sampling.sampler import SamplingState
 from sglcore.sampling.state import SampledTokens
 from sglcore.step.output import StepOutput
 from sglcore.step.proposals import WideRows, node_limits, wide_rows, widen
@@ -126,7 +127,7 @@ class SpeculativeWorker(TpModelWorker):
             lengths,
             arrived["emitting_limits"],
             rows.select(batch.seq_lens),
-            self._sampling.drafting(1, lengths),
+            self._drafting(1, slots, lengths),
             self.length.tokens,
             self._history,
         )
@@ -150,8 +151,8 @@ class SpeculativeWorker(TpModelWorker):
             self._table.admit_history(staged.req_pool_indices, staged.positions, staged.input_ids)
         hidden, path = self.runner.forward(staged)
         logits = self.runner.logits(hidden, None)
-        sampled = self._sampling.draw(many, rows, logits, inputs, arrays.arrived, staged.seq_lens)
-        accepted, proposed = self._accept(step, sampled)
+        state = self._sampling.state(many, rows, inputs, arrays.arrived, staged.seq_lens)
+        sampled, accepted, proposed = self._decide(step, logits, state)
         output = StepOutput(rows, path, sampled, runs=(accepted, proposed))
         self.length.choose(batch.batch_size)
         # The host goes on while proposals are made, unless it waits for them too.
@@ -198,6 +199,14 @@ class SpeculativeWorker(TpModelWorker):
         staged.input_ids.view(-1, width)[:, 1:].copy_(proposals.clamp(min=0))
         return Verified(slots, lengths, limits, usable, proposals)
 
+    def _decide(
+        self, step: Verified, logits: Tensor, state: SamplingState
+    ) -> tuple[SampledTokens[Tensor], Tensor, Tensor]:
+        """The token after each of B * N, from logits float[B * N, V]; how many proposals of each request are accepted, int32[B], and
+        how many there were."""
+        sampled = self._sampling.sampler.sample(logits, state)
+        return sampled, *self._accept(step, sampled)
+
     def _accept(self, step: Verified, sampled: SampledTokens[Tensor]) -> tuple[Tensor, Tensor]:
         """int32[B]: how many proposals of each request are right, up to the first that is not; and how many there were."""
         drawn = sampled.token_ids.view(step.usable.shape)
@@ -205,6 +214,10 @@ class SpeculativeWorker(TpModelWorker):
         accepted = is_right.to(torch.int32).cumprod(1, dtype=torch.int32).sum(1, dtype=torch.int32)
         proposed = ((step.proposals >= 0) & step.usable[:, 1:]).sum(1, dtype=torch.int32)
         return accepted, proposed
+
+    def _drafting(self, width: int, slots: Tensor, lengths: Tensor) -> DrawDraft:
+        """What draws the proposals of requests in slots int32[R] with roots at lengths int32[R], of a step of `width` rows each."""
+        return self._sampling.drafting(width, lengths)
 
     def _advance_verified(
         self,
@@ -235,7 +248,7 @@ class SpeculativeWorker(TpModelWorker):
             lengths,
             step.limits,
             batch.seq_lens,
-            self._sampling.drafting(width, lengths),
+            self._drafting(width, step.slots, lengths),
             self.length.tokens,
             self._history,
         )

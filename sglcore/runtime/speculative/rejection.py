@@ -1,0 +1,184 @@
+"""Verification that is exact in law and not in tokens: proposals are drawn from laws of their own, with noise of their own, and
+taken or replaced so that what comes out has the target's law.
+
+Token by token: accept X with min(1, p(X) / q(X)), else draw from (p - q)+ (arXiv 2211.17192). By the block: the longest prefix
+whose own coin says so (arXiv 2403.10444), which accepts no less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.speculative.drafter import DrawDraft
+from sglcore.runtime.speculative.worker import SpeculativeWorker, Verified
+from sglcore.sampling.logprobs import logprobs_of
+from sglcore.sampling.race import row_keys
+from sglcore.sampling.sampler import Sampler, SamplingState
+from sglcore.sampling.state import SampledTokens
+
+DRAFTS, COINS = 0x2545F491, 0x6C078965
+"""What tells the noise of proposals and that of coins from each other, and both from that of the target's draws."""
+COIN_BITS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Proposals of B requests with roots at `lengths` int32[B]: `tokens` int32[B, k], of which `offered` bool[B, k] may be taken
+    (none behind one that may not). `laws` float32[B, k, V] is what each was drawn from; None: they were certain."""
+
+    tokens: Tensor
+    offered: Tensor
+    lengths: Tensor
+    laws: Tensor | None = None
+
+    def law(self, place: int | Tensor, vocab_size: int) -> Tensor:
+        """float32[B, V]: that of the proposal after `place` (int64[B, 1], or one for all) others; zeros where none is offered."""
+        last = self.tokens.shape[1] - 1
+        places = torch.as_tensor(place, device=self.tokens.device).expand(len(self.tokens), 1)
+        within = places.clamp(max=last)
+        if self.laws is None:
+            token = self.tokens.gather(1, within).clamp_(min=0).long()
+            law = torch.zeros(len(token), vocab_size, device=token.device).scatter_(1, token, 1.0)
+        else:
+            law = self.laws.gather(1, within[:, :, None].expand(-1, -1, vocab_size))[:, 0]
+        return law * (self.offered.gather(1, within) & (places <= last))
+
+
+class Rejection:
+    """Token by token. All of it is a function of the requests' seeds, their lengths and the laws: no host reads."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+
+    def drafting(self, state: SamplingState, slots: Tensor, lengths: Tensor, laws: Tensor) -> DrawDraft:
+        """What draws proposals by the requests' state, and writes what from to laws [slots + 1, k, V]."""
+        words = step_words(state.seed_words, lengths, DRAFTS)
+
+        def draw(logits: Tensor, depth: int) -> Tensor:
+            own = replace(state, seed_words=words, positions=lengths + depth)
+            laws[slots, depth - 1] = self.sampler.probabilities(logits, own)
+            return self.sampler.sample(logits, own).token_ids
+
+        return draw
+
+    def verify(self, logits: Tensor, state: SamplingState, chain: Chain) -> tuple[Tensor, Tensor, Tensor]:
+        """How many proposals are accepted, the token after them, and where that one is bad: int32[B], int32[B], bool[B]; from
+        processed logits float[B, k + 1, V] and the requests' state."""
+        coins = draw_coins(state.seed_words, chain.lengths, chain.tokens.shape[1])
+        accepted, share = self._accepted(logits, state, chain, coins)
+        places = accepted[:, None].long()
+        law = self.sampler.probabilities(
+            logits.gather(1, places[:, :, None].expand(-1, -1, logits.shape[2]))[:, 0], state
+        )
+        rest = self._rest(law, chain.law(places, law.shape[1]), share)
+        weights = torch.where(rest.sum(-1, keepdim=True) > 0, rest, law)
+        return accepted, *self.sampler.draw_by_weight(weights, state.seed_words, chain.lengths + accepted + 1)
+
+    def _accepted(self, logits: Tensor, state: SamplingState, chain: Chain, coins: Tensor) -> tuple[Tensor, Tensor]:
+        """int32[B] proposals, and by what float32[B] the target's law is scaled where they end."""
+        taken = chain.offered.clone()
+        for place in range(taken.shape[1]):
+            target, draft = self._of_token(self.sampler.probabilities(logits[:, place], state), chain, place)
+            taken[:, place] &= coins[:, place] * draft < target
+        accepted = taken.to(torch.int32).cumprod(1, dtype=torch.int32).sum(1, dtype=torch.int32)
+        return accepted, torch.ones_like(coins[:, 0])
+
+    def _rest(self, target: Tensor, draft: Tensor, share: Tensor) -> Tensor:
+        """float32[B, V]: what the target's law, scaled by share float32[B], has more than the draft's."""
+        return (share[:, None] * target - draft).clamp_(min=0)
+
+    def _of_token(self, law: Tensor, chain: Chain, place: int) -> tuple[Tensor, Tensor]:
+        """What both laws say of the proposal after `place` others, float32[B] each."""
+        token = chain.tokens[:, place, None].clamp(min=0).long()
+        return law.gather(1, token)[:, 0], chain.law(place, law.shape[1]).gather(1, token)[:, 0]
+
+
+class BlockRejection(Rejection):
+    """By the block: `share` is how likely a prefix is to be accepted at all."""
+
+    def _accepted(self, logits: Tensor, state: SamplingState, chain: Chain, coins: Tensor) -> tuple[Tensor, Tensor]:
+        count = chain.offered.sum(1, dtype=torch.int32)
+        share = kept = torch.ones_like(coins[:, 0])
+        accepted = torch.zeros_like(count)
+        for place in range(chain.tokens.shape[1]):
+            law = self.sampler.probabilities(logits[:, place], state)
+            if place:
+                rest = self._rest(law, chain.law(place, law.shape[1]), share).sum(-1)
+                taken = (coins[:, place - 1] * (rest + 1 - share) < rest) & (place < count)
+                accepted, kept = accepted.masked_fill(taken, place), torch.where(taken, share, kept)
+            target, draft = self._of_token(law, chain, place)
+            share = torch.where(place < count, (share * target / draft).clamp(max=1.0), share)
+            taken = (coins[:, place] < share) & (count == place + 1)
+            accepted, kept = accepted.masked_fill(taken, place + 1), torch.where(taken, share, kept)
+        return accepted, kept
+
+
+RULES: Mapping[str, type[Rejection]] = MappingProxyType({"rejection": Rejection, "block": BlockRejection})
+"""As they are asked for."""
+
+
+class RejectionWorker(SpeculativeWorker):
+    """Verifies by a rule that is exact in law. What is proposed under a grammar has no chance where the grammar forbids it, so that
+    it is replaced as any other proposal."""
+
+    def __init__(self, rule: type[Rejection], laws: Tensor | None, *given: Any) -> None:
+        """`laws` float32[slots + 1, k, V] is room for what proposals are drawn from, None for a drafter that draws none; `given`
+        as of `SpeculativeWorker`."""
+        self._laws = laws
+        super().__init__(*given)
+        self.rule = rule(self._sampling.sampler)
+
+    def _place(self, staged: ForwardBatch, arrived: Mapping[str, Tensor], width: int) -> Verified:
+        return super()._place(staged, {"cell_limits": arrived["cell_limits"]}, width)
+
+    def _decide(
+        self, step: Verified, logits: Tensor, state: SamplingState
+    ) -> tuple[SampledTokens[Tensor], Tensor, Tensor]:
+        width = step.usable.shape[1]
+        if width == 1:
+            return super()._decide(step, logits, state)
+        offered = (step.proposals >= 0) & step.usable[:, 1:]
+        laws = None if self._laws is None else self._laws.index_select(0, step.slots)[:, : width - 1]
+        chain = Chain(step.proposals, offered.to(torch.int32).cumprod(1) > 0, step.lengths, laws)
+        processed = self.rule.sampler.process(logits, state).view(-1, width, logits.shape[1])
+        accepted, tokens, bad = self.rule.verify(processed, self._sampling.state_of_requests(width), chain)
+        sampled = self._sampled(step, logits, state.needs.top_logprobs, accepted[:, None].long(), tokens, bad)
+        return sampled, accepted, offered.sum(1, dtype=torch.int32)
+
+    def _sampled(
+        self, step: Verified, logits: Tensor, top_n: int | None, last: Tensor, tokens: Tensor, bad: Tensor
+    ) -> SampledTokens[Tensor]:
+        """What was accepted, and behind it the token at `last` int64[B, 1]."""
+        proposals = torch.nn.functional.pad(step.proposals.clamp(min=0), (0, 1))
+        every = proposals.scatter(1, last, tokens[:, None]).view(-1)
+        bad_rows = torch.zeros_like(step.usable).scatter_(1, last, bad[:, None]).view(-1)
+        is_narrow = self.runner.is_narrow
+        logprobs = None if top_n is None else logprobs_of(logits, every, top_n, is_narrow=is_narrow)
+        return SampledTokens(every, bad_rows, logprobs)
+
+    def _drafting(self, width: int, slots: Tensor, lengths: Tensor) -> DrawDraft:
+        if self._laws is None:
+            return super()._drafting(width, slots, lengths)
+        return self.rule.drafting(self._sampling.state_of_requests(width), slots, lengths, self._laws)
+
+
+def step_words(seed_words: Tensor, lengths: Tensor, domain: int) -> Tensor:
+    """Seed words int32[B, 2] of the noise that only the step with roots at lengths int32[B] uses: what it did not accept must say
+    nothing of what the next one draws."""
+    words = row_keys(seed_words, lengths)
+    words[:, 0] ^= domain
+    return words
+
+
+def draw_coins(seed_words: Tensor, lengths: Tensor, count: int) -> Tensor:
+    """float32[B, count], uniform in [0, 1)."""
+    words = step_words(seed_words, lengths, COINS)
+    drawn = torch.stack([row_keys(words, lengths + place)[:, 1] for place in range(1, count + 1)], 1)
+    return ((drawn >> (32 - COIN_BITS)) & ((1 << COIN_BITS) - 1)).float() * 2.0**-COIN_BITS

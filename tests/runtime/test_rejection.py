@@ -1,0 +1,263 @@
+"""Verification that is exact in law: the rules by rational enumeration, the code by them, and by the counts of many draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from itertools import product
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglcore.runtime.speculative import rejection
+from sglcore.runtime.speculative.rejection import BlockRejection, Chain, Rejection
+from sglcore.sampling.batch import SamplingNeeds
+from sglcore.sampling.noise import ONE
+from sglcore.sampling.race import gumbel_noise, row_keys
+from sglcore.sampling.sampler import Sampler, SamplingState
+
+Law = tuple[Fraction, ...]
+Context = tuple[int, ...]
+RULES = {"rejection": Rejection, "block": BlockRejection}
+
+
+def rest(target: Law, draft: Law, share: Fraction) -> Law:
+    """What the scaled target has more than the draft."""
+    return tuple(max(share * p - q, Fraction(0)) for p, q in zip(target, draft, strict=True))
+
+
+def resampled(target: Law, draft: Law, share: Fraction) -> Law:
+    """A planted defect: the target's law as it is."""
+    return target
+
+
+def unclamped(target: Law, draft: Law, share: Fraction) -> Law:
+    """A planted defect: how far the two are apart."""
+    return tuple(abs(share * p - q) for p, q in zip(target, draft, strict=True))
+
+
+def chances(
+    rule: str, targets: Sequence[Law], drafts: Sequence[Law], tokens: Context
+) -> list[tuple[Fraction, Fraction]]:
+    """Of each number of proposals from 1 on: how likely its coin is to say yes, and by what the target is scaled behind it."""
+    share, found = Fraction(1), list[tuple[Fraction, Fraction]]()
+    for place, token in enumerate(tokens):
+        ratio = targets[place][token] / drafts[place][token]
+        share = min(Fraction(1), share * ratio)
+        if rule == "rejection":
+            found.append((min(Fraction(1), ratio), Fraction(1)))
+        elif place + 1 == len(tokens):
+            found.append((share, share))
+        else:
+            left = sum(rest(targets[place + 1], drafts[place + 1], share), Fraction(0))
+            found.append((left / (left + 1 - share) if left else Fraction(0), share))
+    return found
+
+
+def endings(
+    rule: str, targets: Sequence[Law], drafts: Sequence[Law], tokens: Context, left: Callable[..., Law] = rest
+) -> Iterator[tuple[int, Fraction, Law]]:
+    """How many of these proposals are accepted, how likely that is, and the law of the token after them."""
+    coins = chances(rule, targets, drafts, tokens)
+    shares = [Fraction(1), *(share for _, share in coins)]
+    for accepted in range(len(tokens) + 1):
+        if rule == "rejection":
+            likely = product_of(coin for coin, _ in coins[:accepted])
+            likely *= 1 - coins[accepted][0] if accepted < len(tokens) else 1
+        else:
+            likely = product_of(1 - coin for coin, _ in coins[accepted:])
+            likely *= coins[accepted - 1][0] if accepted else 1
+        if likely:
+            whole = accepted == len(tokens)
+            law = targets[accepted] if whole else left(targets[accepted], drafts[accepted], shares[accepted])
+            yield accepted, likely, tuple(each / sum(law) for each in law)
+
+
+def product_of(factors: Iterator[Fraction]) -> Fraction:
+    found = Fraction(1)
+    for factor in factors:
+        found *= factor
+    return found
+
+
+def random_laws(rnd: Random, size: int) -> Callable[[Context], Law]:
+    """A law of the next token after each context, all different."""
+    known: dict[Context, Law] = {}
+
+    def law(context: Context) -> Law:
+        if context not in known:
+            weights = [rnd.randint(1, 12) ** 2 for _ in range(size)]
+            known[context] = tuple(Fraction(weight, sum(weights)) for weight in weights)
+        return known[context]
+
+    return law
+
+
+def text_law(
+    rule: str,
+    target: Callable[[Context], Law],
+    draft: Callable[[Context], Law],
+    left: Callable[..., Law],
+    tokens: int = 4,
+) -> dict[Context, Fraction]:
+    """How likely each text of so many tokens of 3 is to come out, with two proposals a step."""
+    found, open_texts = dict[Context, Fraction](), {(): Fraction(1)}
+    while open_texts:
+        context, likely = open_texts.popitem()
+        for first, second in product(range(3), repeat=2):
+            drafts = (draft(context), draft((*context, first)))
+            targets = (target(context), target((*context, first)), target((*context, first, second)))
+            proposed = likely * drafts[0][first] * drafts[1][second]
+            for accepted, chance, law in endings(rule, targets, drafts, (first, second), left):
+                for token, share in enumerate(law):
+                    text = (*context, *(first, second)[:accepted], token)
+                    into = found if len(text) >= tokens else open_texts
+                    text = text[:tokens]
+                    into[text] = into.get(text, Fraction(0)) + proposed * chance * share
+    return found
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+@pytest.mark.parametrize("left", [rest, resampled, unclamped])
+def test_texts_have_the_law_of_the_target(rule: str, left: Callable[..., Law]) -> None:
+    for seed in range(2 if left is rest else 1):
+        rnd = Random(seed)
+        target, draft = random_laws(rnd, 3), random_laws(rnd, 3)
+        found = text_law(rule, target, draft, left)
+        wanted = {
+            text: product_of(target(text[:place])[token] for place, token in enumerate(text))
+            for text in product(range(3), repeat=4)
+        }
+        assert (found == wanted) == (left is rest)
+
+
+def make_state(seeds: int, seed: int = 0) -> SamplingState:
+    """Requests with seeds of their own, drawn at temperature 1."""
+    words = torch.randint(-(2**31), 2**31, (seeds, 2), generator=torch.Generator().manual_seed(seed), dtype=torch.int64)
+    none = torch.zeros(seeds, dtype=torch.int32)
+    needs = SamplingNeeds(all_greedy=False, any_greedy=False)
+    return SamplingState(needs, none, words.to(torch.int32), torch.full((seeds,), float(ONE)), none.bool())
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_the_code_accepts_and_replaces_by_the_rule(rule: str) -> None:
+    rnd, verified = Random(7), RULES[rule](Sampler(3, "cpu"))
+    for _ in range(5):
+        law = random_laws(rnd, 3)
+        targets, drafts = [law((0, place)) for place in range(3)], [law((1, place)) for place in range(2)]
+        for tokens in product(range(3), repeat=2):
+            coins = chances(rule, targets, drafts, tokens)
+            logits = torch.tensor([[[float(p) for p in target] for target in targets]]).log().expand(9, -1, -1)
+            laws = torch.tensor([[[float(q) for q in draft] for draft in drafts]]).expand(9, -1, -1)
+            # Each coin falls just before, well before and just behind where it says no.
+            falls = [[float(coin) - 1e-3, float(coin) / 2, min(float(coin) + 1e-3, 1 - 1e-6)] for coin, _ in coins]
+            given = torch.tensor(list(product(*falls)))
+            chain = Chain(torch.tensor([tokens] * 9), torch.ones(9, 2, dtype=torch.bool), torch.zeros(9).int(), laws)
+            accepted, share = verified._accepted(logits, make_state(9), chain, given)
+            says = given < torch.tensor([float(coin) for coin, _ in coins])
+            by_token = says.int().cumprod(1).sum(1)
+            wanted = by_token if rule == "rejection" else torch.where(says[:, 1], 2, says[:, 0].int())
+            assert accepted.tolist() == wanted.tolist()
+            shares = [1.0, *(float(each) for _, each in coins)]
+            torch.testing.assert_close(
+                share, torch.tensor([shares[each] for each in wanted.tolist()]), atol=1e-4, rtol=0
+            )
+
+
+SIZE, TEXT = 8, 3
+
+
+def count_texts(rule: Rejection, count: int, proposals: int = 2) -> tuple[Tensor, Tensor]:
+    """Of so many texts of three tokens, how often each came out, and how often it was to; each token depends on the one before."""
+    random = torch.Generator().manual_seed(3)
+    target, draft = (torch.randn(2, SIZE, SIZE, generator=random) * 1.2).unbind()
+    state, rows = make_state(count), torch.arange(count)
+    roots, lengths = torch.zeros(count, dtype=torch.int32), torch.ones(count, dtype=torch.int32)
+    texts = torch.zeros(count, TEXT + proposals + 1, dtype=torch.int32)
+    while int(lengths.min()) <= TEXT:
+        laws, before, drawn = torch.zeros(count, proposals, SIZE), roots, list[Tensor]()
+        draw = rule.drafting(state, rows, lengths, laws)
+        for depth in range(1, proposals + 1):
+            before = draw(draft[before], depth)
+            drawn.append(before)
+        tokens = torch.stack(drawn, 1)
+        chain = Chain(tokens, torch.ones_like(tokens, dtype=torch.bool), lengths, laws)
+        logits = target[torch.cat([roots[:, None], tokens], 1)]
+        accepted, last, bad = rule.verify(logits, state, chain)
+        assert not bad.any()
+        begin = (lengths - 1).clamp(max=TEXT)[:, None].long()
+        run = torch.cat([tokens, last[:, None]], 1).scatter(1, accepted[:, None].long(), last[:, None])
+        texts.scatter_(1, begin + torch.arange(proposals + 1), run)
+        roots, lengths = last, lengths + accepted + 1
+    law = target.softmax(-1).double()
+    wanted = law[0][:, None, None] * law[:, :, None] * law[None]
+    index = (texts[:, 0].long() * SIZE + texts[:, 1]) * SIZE + texts[:, 2]
+    return torch.bincount(index, minlength=SIZE**3).double(), wanted.flatten() * count
+
+
+def p_value(counts: Tensor, wanted: Tensor) -> float:
+    """Of the chi-square test; texts that are expected less than five times count as one."""
+    rare = wanted < 5
+    counts, wanted = (torch.cat([each[~rare], each[rare].sum()[None]]) for each in (counts, wanted))
+    statistic = ((counts - wanted) ** 2 / wanted).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2))
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_texts_are_drawn_by_the_law_of_the_target(rule: str) -> None:
+    assert p_value(*count_texts(RULES[rule](Sampler(SIZE, "cpu")), 200_000)) > 1e-4
+
+
+def resample_from_target(rule: Rejection, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rule, "_rest", lambda target, draft, share: target)
+
+
+def no_clamp(rule: Rejection, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rule, "_rest", lambda target, draft, share: (share[:, None] * target - draft).abs())
+
+
+def bonus_from_draft(rule: Rejection, patch: pytest.MonkeyPatch) -> None:
+    rests = rule._rest
+
+    def rest_or_draft(target: Tensor, draft: Tensor, share: Tensor) -> Tensor:
+        # Behind the last proposal there is no draft's law: that of another context stands for it.
+        return torch.where(draft.sum(-1, keepdim=True) > 0, rests(target, draft, share), target.roll(1, -1))
+
+    patch.setattr(rule, "_rest", rest_or_draft)
+
+
+def noise_of_the_target(rule: Rejection, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rejection, "step_words", lambda words, lengths, domain: words)
+
+
+def coins_of_the_proposals(rule: Rejection, patch: pytest.MonkeyPatch) -> None:
+    def coins(seed_words: Tensor, lengths: Tensor, count: int) -> Tensor:
+        words, tables = rejection.step_words(seed_words, lengths, rejection.DRAFTS), rule.sampler.tables
+        keys = [row_keys(words, lengths + place) for place in range(1, count + 1)]
+        drawn = [gumbel_noise(each, tables.hashed_ids[:1], tables.gumbel)[:, 0] / ONE for each in keys]
+        return torch.stack([(-(-noise).exp()).exp() for noise in drawn], 1)
+
+    patch.setattr(rejection, "draw_coins", coins)
+
+
+def noise_that_outlives_its_step(rule: Rejection, patch: pytest.MonkeyPatch) -> None:
+    real = rejection.step_words
+    patch.setattr(rejection, "step_words", lambda words, lengths, domain: real(words, torch.ones_like(lengths), domain))
+
+
+MUTANTS = [
+    *product(RULES, (resample_from_target, no_clamp, bonus_from_draft, noise_of_the_target, coins_of_the_proposals)),
+    # A block that was cut says something of the coins and proposals behind the cut.
+    ("block", noise_that_outlives_its_step),
+]
+
+
+@pytest.mark.parametrize(("rule", "mutant"), MUTANTS)
+def test_a_defect_changes_the_law(
+    rule: str, mutant: Callable[[Rejection, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = RULES[rule](Sampler(SIZE, "cpu"))
+    mutant(broken, monkeypatch)
+    assert p_value(*count_texts(broken, 60_000)) < 1e-9
