@@ -88,15 +88,15 @@ class PenaltiesOfTheRoot(SampleStep):
 
 
 class PlacesOfTheRoot(SampleStep):
-    def draw(self, batch: Any, rows: Any, logits: Any, inputs: Any, arrived: Any, positions: Tensor) -> Any:
+    def state(self, batch: Any, rows: Any, inputs: Any, arrived: Any, positions: Tensor) -> Any:
         if rows.emitting is None:
             positions = _of_the_root(positions)
-        return super().draw(batch, rows, logits, inputs, arrived, positions)
+        return super().state(batch, rows, inputs, arrived, positions)
 
 
 class PlacesOffByOne(SampleStep):
-    def draw(self, batch: Any, rows: Any, logits: Any, inputs: Any, arrived: Any, positions: Tensor) -> Any:
-        return super().draw(batch, rows, logits, inputs, arrived, positions + (rows.emitting is None))
+    def state(self, batch: Any, rows: Any, inputs: Any, arrived: Any, positions: Tensor) -> Any:
+        return super().state(batch, rows, inputs, arrived, positions + (rows.emitting is None))
 
 
 def _of_the_root(positions: Tensor) -> Tensor:
