@@ -15,6 +15,9 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "page_size": ("--block-size",),
         "kv_cache_memory": ("--kv-cache-memory-bytes",),
         "graph_buckets": ("--cuda-graph-bs",),
+        "speculative": ("--speculative-algorithm",),
+        "draft_model": ("--speculative-draft-model-path", "--speculative-model"),
+        "draft_tokens": ("--speculative-num-steps", "--num-speculative-tokens"),
         "tool_parser": ("--tool-call-parser",),
         "grammar_backend": ("--guided-decoding-backend",),
         "replicas": ("--data-parallel-size", "--dp-size"),
@@ -43,6 +46,31 @@ GRAPH_NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Words for a graph kind -> ours."""
+
+
+DRAFTER_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "nextn": "mtp",
+        "deepseek_mtp": "mtp",
+        "draft_model": "standalone",
+        "none": "off",
+    }
+)
+"""Words for what proposes tokens -> ours."""
+
+NODES_FLAG = "--speculative-num-draft-tokens"
+"""A number of proposals and one more, for the token that they follow."""
+SPECULATIVE_FLAG = "--speculative-config"
+"""Settings of speculative decoding as one JSON object."""
+SPECULATIVE_KEYS: Mapping[str, str] = MappingProxyType(
+    {"method": "speculative", "model": "draft_model", "num_speculative_tokens": "draft_tokens"}
+)
+"""Its keys -> our settings."""
+
+
+def drafter_name(word: str) -> str:
+    """Our word for what proposes tokens; a word that is nobody's alias is returned as it is."""
+    return DRAFTER_NAMES.get(word.lower(), word.lower())
 
 
 def graph_name(word: str) -> str:

@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
 
-from sglcore.cli.aliases import EAGER_FLAGS, FLAGS, graph_name
+from sglcore.cli.aliases import (
+    EAGER_FLAGS,
+    FLAGS,
+    NODES_FLAG,
+    SPECULATIVE_FLAG,
+    SPECULATIVE_KEYS,
+    drafter_name,
+    graph_name,
+)
 from sglcore.device.config import EngineConfig
 from sglcore.device.errors import ConfigError
 from sglcore.device.settings import Setting, settings_of
 
 _TYPES = (("bool", bool), ("int", int), ("float", float), ("str", str))
+_NODES, _CONFIG = (flag.removeprefix("--").replace("-", "_") for flag in (NODES_FLAG, SPECULATIVE_FLAG))
+_OTHERS: Mapping[str, Any] = MappingProxyType(
+    {
+        _NODES: Annotated[int | None, typer.Option(NODES_FLAG, help="--draft-tokens, and one more.")],
+        _CONFIG: Annotated[
+            str | None,
+            typer.Option(
+                SPECULATIVE_FLAG,
+                help=f"--{', --'.join(SPECULATIVE_KEYS.values())} as JSON: {', '.join(SPECULATIVE_KEYS)}.",
+            ),
+        ],
+    }
+)
+"""Flags of other engines that say what several of ours do, or say it otherwise."""
 
 
 def with_settings(function: Callable[..., None], *records: type[Any]) -> Callable[..., None]:
@@ -21,7 +45,7 @@ def with_settings(function: Callable[..., None], *records: type[Any]) -> Callabl
     not given left out, as `settings: dict`; the records' own resolve reads the variables."""
     own = [item for item in inspect.signature(function).parameters.values() if item.name != "settings"]
     known = [item for record in records for item in settings_of(record).values() if item.name != "model"]
-    made = {item.name: _flag(item) for item in known}
+    made = {item.name: _flag(item) for item in known} | (_OTHERS if EngineConfig in records else {})
 
     def run(**given: Any) -> None:
         settings = {name: given.pop(name) for name in made}
@@ -42,12 +66,43 @@ def with_settings(function: Callable[..., None], *records: type[Any]) -> Callabl
 
 def engine_settings(settings: Mapping[str, Any] | None, *, eager: bool = False) -> dict[str, Any]:
     """Those of the engine, graph kinds by our names; `eager` is a flag that says "no graphs". Raises ConfigError."""
-    found = split_settings(settings or {}, EngineConfig)
+    found = {**split_settings(settings or {}, EngineConfig), **_speculative(settings or {})}
     kind = found.get("graph")
     if eager and kind not in (None, "off"):
         raise ConfigError(f"--graph {kind} and {EAGER_FLAGS[0]} contradict each other", remedy="leave one out")
     graph = "off" if eager else None if kind is None else graph_name(kind)
     return found if graph is None else {**found, "graph": graph}
+
+
+def _speculative(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What proposes, by our names, of all flags that say it. Raises ConfigError for a JSON object that is none, and for a setting
+    that two flags give."""
+    given = [(each, settings[each]) for each in SPECULATIVE_KEYS.values() if each in settings]
+    if (nodes := settings.get(_NODES)) is not None:
+        given.append(("draft_tokens", nodes - 1))
+    if (text := settings.get(_CONFIG)) is not None:
+        given += _read_config(text)
+    found = dict(given)
+    if len(found) < len(given):
+        twice = next(name for index, (name, _) in enumerate(given) if name in dict(given[:index]))
+        raise ConfigError(f"{twice} is given by two flags", remedy=f"give --{twice.replace('_', '-')} alone")
+    return found | ({"speculative": drafter_name(found["speculative"])} if "speculative" in found else {})
+
+
+def _read_config(text: str) -> list[tuple[str, Any]]:
+    wanted = "an object of " + ", ".join(SPECULATIVE_KEYS)
+    try:
+        read = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{SPECULATIVE_FLAG} is no JSON: {error}", wanted=wanted) from None
+    if not isinstance(read, dict):
+        raise ConfigError(f"{SPECULATIVE_FLAG} is {text}", wanted=wanted)
+    unknown = next((key for key in read if key not in SPECULATIVE_KEYS), None)
+    if unknown is not None:
+        raise ConfigError(f"{SPECULATIVE_FLAG} has {unknown!r}", wanted=wanted, remedy=f"leave {unknown} out")
+    if not isinstance(read.get("method", ""), str):
+        raise ConfigError(f"{SPECULATIVE_FLAG} has the method {read['method']!r}", wanted="a name")
+    return [(SPECULATIVE_KEYS[key], value) for key, value in read.items()]
 
 
 def split_settings(settings: Mapping[str, Any], record: type[Any]) -> dict[str, Any]:

@@ -68,9 +68,11 @@ class EngineConfig:
     speculative: str = setting(
         "auto",
         "What proposes tokens for the model to verify several at once, which changes no text: ngram (what followed the last tokens"
-        " before), off, or auto.",
+        " before), a model by its kind (eagle, eagle3, mtp, standalone), off, or auto.",
     )
-    draft_model: str | None = setting(None, "The checkpoint folder of a model that proposes tokens.")
+    draft_model: str | None = setting(
+        None, "The checkpoint folder of a model that proposes tokens; left out, what the model's own brings."
+    )
     draft_tokens: int | None = setting(
         None,
         "Tokens that are proposed for each step; left out, as many as are measured to be fastest, which may be none.",

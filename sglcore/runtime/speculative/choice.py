@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 DRAFT_TOKENS = 4
 """Proposals of a step at most where nobody asks for a number."""
 NGRAM = "ngram"
-MODELS = ("eagle", "eagle3", "mtp", "standalone")
+MTP = "mtp"
+MODELS = ("eagle", "eagle3", MTP, "standalone")
 """Kinds of models that propose."""
 KINDS = ("auto", "off", NGRAM, *MODELS)
 COUPLED = "coupled"
@@ -89,18 +90,22 @@ def choose_speculation(
         if value not in allowed:
             raise ConfigError(f"{setting} is {value!r}", wanted=f"one of {', '.join(allowed)}")
     kind, why = _kind(config, model, folder)
+    if config.draft_model is not None and kind not in MODELS:
+        remedy = "leave one of --draft-model and --speculative out"
+        raise ConfigError(f"a draft model is given, and speculative is {asked!r}, which has none", remedy=remedy)
     if kind == "off":
         ledger.record(Row("speculative", asked, "off", why, "--speculative ngram, for texts that repeat themselves"))
         return None
     reason = _reason_against(model)
     if reason:
         raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy="--speculative off")
-    lengths = lengths_of(config.draft_tokens, DRAFT_TOKENS)
+    # A text that is exact in law only would change with the number.
+    lengths = lengths_of(config.draft_tokens or (None if rule == COUPLED else DRAFT_TOKENS), DRAFT_TOKENS)
     what = f"{kind}, {' or '.join(map(str, lengths))} tokens a step"
     ledger.record(Row("speculative", asked, what, f"{why}; {_promise(rule)}", "--speculative off"))
     if kind == NGRAM:
         return Speculation(kind, lengths, rule=rule)
-    draft = load(folder if config.draft_model is None else Path(config.draft_model).expanduser(), kind)
+    draft = load(_draft_folder(config, folder, kind), kind)
     return Speculation(kind, lengths, draft.model, draft.aux_layers, rule)
 
 
@@ -118,13 +123,32 @@ def _kind(config: EngineConfig, model: LoadedModel, folder: Path) -> tuple[str, 
     if config.speculative != "auto":
         return config.speculative, "asked for"
     if config.draft_model is not None:
-        return resolve(DRAFT_KIND)(Path(config.draft_model).expanduser()), "a draft model was given"
+        return resolve(DRAFT_KIND)(_given_folder(config.draft_model)), "a draft model was given"
     if model.config.is_encoder:
         return "off", "this model embeds"
     offered = resolve(OFFERED)(folder)
     if offered is None:
         return "off", "this checkpoint brings nothing that proposes tokens"
     return "off", f"this checkpoint brings a draft: --speculative {offered} verifies what it proposes"
+
+
+def _given_folder(text: str) -> Path:
+    folder = Path(text).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {text!r}", wanted="that of a draft", remedy="correct --draft-model")
+    return folder
+
+
+def _draft_folder(config: EngineConfig, folder: Path, kind: str) -> Path:
+    """Where a model of this kind is: in the folder that was given, or beside the model's own weights."""
+    if config.draft_model is not None:
+        return _given_folder(config.draft_model)
+    brought = resolve(DRAFT_KIND if kind == MTP and folder.is_dir() else OFFERED)(folder)
+    if brought != kind:
+        raise ConfigError(
+            f"speculative is {kind!r}, and this checkpoint brings no such draft", remedy="--draft-model FOLDER"
+        )
+    return folder
 
 
 def _reason_against(model: LoadedModel) -> str:

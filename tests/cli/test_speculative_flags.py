@@ -1,0 +1,82 @@
+"""Flags of speculative decoding: other engines' names for them, and what is refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglcore.cli.__main__ import main
+from sglcore.cli.aliases import drafter_name
+from sglcore.cli.settings import engine_settings
+from sglcore.device.config import resolve_config
+from sglcore.device.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"speculative": "EAGLE3", "draft_model": "/d"}, {"speculative": "eagle3", "draft_model": "/d"}),
+        ({"speculative": "NEXTN", "draft_tokens": 3}, {"speculative": "mtp", "draft_tokens": 3}),
+        ({"speculative": "NGRAM", "speculative_num_draft_tokens": 8}, {"speculative": "ngram", "draft_tokens": 7}),
+        (
+            {"speculative_config": '{"method": "draft_model", "model": "/d", "num_speculative_tokens": 5}'},
+            {"speculative": "standalone", "draft_model": "/d", "draft_tokens": 5},
+        ),
+        ({"speculative_config": '{"model": "/d"}', "draft_tokens": 2}, {"draft_model": "/d", "draft_tokens": 2}),
+    ],
+)
+def test_what_other_engines_call_it_is_ours(given: dict[str, object], wanted: dict[str, object]) -> None:
+    assert engine_settings(given) == wanted
+
+
+def test_names_of_drafters_are_ours() -> None:
+    words = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "deepseek_mtp", "Medusa")
+    assert [drafter_name(word) for word in words] == ["eagle", "eagle3", "mtp", "standalone", "ngram", "mtp", "medusa"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"speculative_config": "{"}, "--speculative-config is no JSON"),
+        ({"speculative_config": "[4]"}, "wanted an object of method, model, num_speculative_tokens"),
+        ({"speculative_config": '{"method": "ngram", "prompt_lookup_max": 4}'}, "leave prompt_lookup_max out"),
+        ({"speculative_config": '{"method": 3}'}, "wanted a name"),
+        ({"speculative_config": '{"method": "ngram"}', "speculative": "off"}, "give --speculative alone"),
+        ({"speculative_num_draft_tokens": 4, "draft_tokens": 3}, "give --draft-tokens alone"),
+        ({"speculative_config": '{"num_speculative_tokens": "4"}'}, "draft_tokens is '4'"),
+        ({"speculative_num_draft_tokens": 1}, "draft_tokens is 0"),
+    ],
+)
+def test_what_is_none_of_them_is_refused(given: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        resolve_config(engine_settings(given), {})
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--speculative-algorithm", "MEDUSA"), "speculative is 'medusa'; wanted one of auto, off, ngram, eagle"),
+        (("--speculative", "eagle"), "this checkpoint brings no such draft; --draft-model FOLDER"),
+        (("--speculative", "ngram", "--draft-model", "."), "leave one of --draft-model and --speculative out"),
+        (("--speculative-draft-model-path", "nowhere"), "there is no folder 'nowhere'"),
+        (("--speculative", "standalone", "--speculative-model", "."), "this is not a checkpoint folder"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(
+    words: tuple[str, ...],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(("explain", *words)) == 2
+    error = capsys.readouterr().err.strip()
+    assert says in error and len(error.splitlines()) == 1
+
+
+def test_explain_shows_what_proposes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("explain", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 5}')) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "speculative ngram ngram, 5" in shown
