@@ -45,7 +45,8 @@ def with_settings(function: Callable[..., None], *records: type[Any]) -> Callabl
     not given left out, as `settings: dict`; the records' own resolve reads the variables."""
     own = [item for item in inspect.signature(function).parameters.values() if item.name != "settings"]
     known = [item for record in records for item in settings_of(record).values() if item.name != "model"]
-    made = {item.name: _flag(item) for item in known} | (_OTHERS if EngineConfig in records else {})
+    made = {item.name: _flag(item) for item in known}
+    made |= _OTHERS if EngineConfig in records else {}
 
     def run(**given: Any) -> None:
         settings = {name: given.pop(name) for name in made}
