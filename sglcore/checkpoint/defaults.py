@@ -197,6 +197,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
                 "rope_theta": 1000000.0,
             }
         ),
+        "MiMoForCausalLM": MappingProxyType({"max_window_layers": 28}),
         "MistralForCausalLM": MappingProxyType(
             {"use_sliding_window": True, "sliding_window": 4096, "num_key_value_heads": 8}
         ),
