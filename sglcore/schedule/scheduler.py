@@ -126,7 +126,7 @@ class Scheduler:
         """Take in the results of the oldest step in flight; returns the outputs, in row order."""
         check_result(record, result, self.limits.draft_tokens)
         self._close(record)
-        is_run = result.proposed is not None
+        is_run = self.limits.draft_tokens > 0 and not record.spans
         if is_run:
             self._running.rows.end_step(record.slots, np.diff(result.token_offsets), self.limits.draft_tokens)
         if result.drafts is not None:
@@ -357,7 +357,7 @@ class Scheduler:
             return self._end(request, "error", error=why_refused(request, refused), output=output)
         if kept and kept[-1] in request.stop_ids:
             return self._end(request, "stop", kept[-1], output=output)
-        if len(kept) == room and request not in record.finishing:
+        if len(kept) == room:
             return self._end(request, "length", output=output)
         return output
 

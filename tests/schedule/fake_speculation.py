@@ -81,6 +81,8 @@ class FakeSpeculativeWorker(FakeWorker):
         if not batch.forward_mode.is_decode:
             return result
         self.accepted += self.runs.values()
+        if self._width(batch.step) == 1:
+            return result
         return replace(result, proposed=np.array(list(self.verified.values()), dtype=np.int32))
 
     def _check_masks(self, batch: ScheduleBatch, requests: list[Request]) -> None:

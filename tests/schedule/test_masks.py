@@ -13,6 +13,7 @@ import pytest
 from sglcore.device.batch import ScheduleBatch
 from sglcore.schedule.batch_builder import BatchBuilder
 from sglcore.schedule.loop import Loop
+from sglcore.schedule.masks import fill_along
 from sglcore.schedule.request import Request, RequestError, State
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
@@ -21,13 +22,15 @@ from tests.schedule.fake_worker import FakeMatcher
 from tests.schedule.trace import Outcome, Trace, draw_trace, play, with_proposals
 
 SEEDS = range(120)
+REFUSED = (0, 2)
+"""Tokens after which a grammar refuses the next."""
 
 
 def constrain(trace: Trace, rnd: Random) -> Trace:
     """The same trace, some of whose requests have a grammar."""
     for _, request in trace.arrivals:
         if request.task == "generate" and rnd.random() < 0.5:
-            request.matcher = FakeMatcher(request, rnd.choice([None, None, None, 0, 2]))
+            request.matcher = FakeMatcher(request, rnd.choice([None, None, None, *REFUSED]))
     return trace
 
 
@@ -51,6 +54,7 @@ def test_whatever_happens_a_mask_is_made_of_all_tokens_of_its_own_row() -> None:
         seen["ended"] += sum(request.finish_reason in ("stop", "length") for request in constrained)
         seen["overlapped"] += outcome.worker.most_in_flight > 1
         assert all(request.matcher is None for request in constrained)
+        assert all(len(request.output_ids) in REFUSED for request in refused), "a token that was refused is taken"
     assert min(seen.values()) >= 5, seen
 
 
@@ -190,3 +194,21 @@ def test_outputs_that_came_before_a_failed_submit_are_not_lost() -> None:
     outputs = drive.loop.drain()
     assert [len(output.token_ids) for output in outputs] == [1, 0] and len(bound.output_ids) == taken + 1
     assert isinstance(drive.loop, Loop) and outputs[-1].finish_reason == "error"
+
+
+class GivesUpAfterTwo(FakeMatcher):
+    """Can make no mask behind two tokens."""
+
+    def fill(self, words: np.ndarray) -> None:
+        super().fill(words)
+        words[:] = -1
+        self.error = "it gave up" if len(self.emitted) > 2 else ""
+
+
+def test_masks_go_along_proposals_up_to_the_first_that_can_not_be_made_and_leave_no_trace() -> None:
+    bound = Drive().make("bound", 4, stop_ids=frozenset({9}))
+    matcher = bound.matcher = GivesUpAfterTwo(bound)
+    for drafts, count in (([1, 2, 3], 3), ([1, 9, 3], 2), ([-1, 2, 3], 1), ([5], 2), ([], 1)):
+        bound.drafts = drafts
+        assert fill_along(bound, np.zeros((4, 2), dtype=np.int32)) == count
+        assert (matcher.emitted, matcher.error) == ([], "")

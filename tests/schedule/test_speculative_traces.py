@@ -18,7 +18,7 @@ from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.overlap import BatchRecord
 from sglcore.schedule.prefix_cache import PrefixCache
 from sglcore.schedule.request import Ints, Request, State
-from sglcore.schedule.results import cut_logprobs
+from sglcore.schedule.results import check_result, cut_logprobs
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
 from tests.schedule.drive import Drive
@@ -121,6 +121,35 @@ def test_a_grammar_beside_free_rows_has_its_proposals_verified_as_far_as_it_allo
     assert 5 < len(bound.output_ids) < len(free.output_ids) == 13
     drive.run()
     assert bound.output_ids == drive.alone(bound) and free.output_ids == drive.alone(free)
+
+
+class EmitsOneMore(FakeSpeculativeWorker):
+    """Ignores how many tokens the output of its only request can have."""
+
+    def _run(self, batch: ScheduleBatch) -> BatchResult:
+        result = super()._run(batch)
+        if not batch.forward_mode.is_decode:
+            return result
+        ids = np.append(result.token_ids, np.int32(7))
+        return replace(result, token_ids=ids, token_offsets=offsets_of([len(ids)]))
+
+
+def test_what_a_worker_emits_beyond_the_most_tokens_is_not_taken() -> None:
+    drive = Drive(draft_tokens=3, allows_mixed_batches=False)
+    drive.worker.__class__ = EmitsOneMore
+    assert isinstance(drive.worker, EmitsOneMore)
+    drive.worker.accepts = "all"
+    request = drive.add("a", 4, 3)
+    drive.run()
+    assert (request.output_ids, request.finish_reason) == (drive.alone(request), "length")
+
+
+@pytest.mark.parametrize("counts", [[0, 2], [1, 5], [4]])
+def test_a_result_of_more_tokens_than_can_be_right_or_of_none_is_refused(counts: list[int]) -> None:
+    record = BatchRecord(3, [Drive().make(name, 4) for name in "ab"], np.array([1, 2], dtype=np.int32))
+    ids, flags = np.zeros(sum(counts), dtype=np.int32), np.zeros(2, dtype=bool)
+    with pytest.raises(ValueError, match="wanted"):
+        check_result(record, BatchResult(3, offsets_of(counts), ids, flags, proposed=np.full(2, 3)), 3)
 
 
 class HasTheBoundOfHeadDrafting(RunningRequests):

@@ -56,6 +56,9 @@ class Outcome:
             rid = output.request_id
             assert not self.finishes.get(rid), f"{rid} has outputs after its end"
             self.tokens.setdefault(rid, []).extend(output.token_ids)
+            scores = [score.token_id for score in output.logprobs or ()]
+            assert scores == [-score.logprob for score in output.logprobs or ()]
+            assert output.logprobs is None or scores == output.token_ids, f"{rid} has scores of {scores}"
             self.finishes[rid] = self.finishes.get(rid, 0) + output.finished
 
 
