@@ -1,0 +1,165 @@
+"""The shipped draft heads have the published names, the size of a wheel, and the acceptance that their record tells."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from sglcore import LLM
+from tools.demo_acceptance import RECORD, TEMPERATURES, Text, held_out, tau, walk, walks, written
+from tools.demo_heads import (
+    AUX_LAYERS,
+    DRAFT,
+    Eagle3,
+    Head,
+    NextToken,
+    delayed,
+    load_eagle3,
+    load_next_token,
+    load_target,
+    read,
+    unroll,
+    unrolled_attention,
+)
+
+FOLDER = Path(__file__).resolve().parents[2] / "sglcore" / "assets" / "demo"
+PROMPTS = 4
+LEAST = 0.95
+LOADERS: dict[str, Callable[[Path], Head]] = {"eagle3": load_eagle3, "mtp": load_next_token}
+LAYER = {
+    "input_layernorm.weight": (256,),
+    "self_attn.o_proj.weight": (256, 256),
+    "post_attention_layernorm.weight": (256,),
+}
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[float, list[Text]]:
+    """What the model writes after the first prompts of the record, by temperature."""
+    prompts = held_out(Tokenizer.from_file(str(FOLDER / "tokenizer.json")), PROMPTS)
+    assert list(prompts) == recorded()["prompts"]["documents"][:PROMPTS]
+    with LLM(device="cpu", threads=1, max_requests=PROMPTS) as llm:
+        return {each: written(llm, list(prompts.values()), each) for each in TEMPERATURES}
+
+
+def recorded() -> dict:
+    return json.loads((FOLDER / RECORD).read_text())
+
+
+def recorded_tau(kind: str, temperature: float, count: int) -> float:
+    """Over the first `count` prompts."""
+    found = recorded()
+    return count * (found["written"] - 1) / sum(found["heads"][kind][str(temperature)]["steps"][:count])
+
+
+def layer(width: int, inner: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a layer whose attention reads `width` numbers."""
+    projections = {"q": 256, "k": 128, "v": 128}
+    attention = {f"self_attn.{name}_proj.weight": (rows, width) for name, rows in projections.items()}
+    mlp = {f"mlp.{name}_proj.weight": (inner, 256) for name in ("gate", "up")} | {"mlp.down_proj.weight": (256, inner)}
+    return LAYER | attention | mlp
+
+
+def test_the_eagle3_head_has_the_published_names_and_shapes() -> None:
+    config = json.loads((FOLDER / DRAFT / "config.json").read_text())
+    rows = config["draft_vocab_size"]
+    wanted = {f"midlayer.{name}": shape for name, shape in layer(512, config["intermediate_size"]).items()}
+    wanted |= {"midlayer.hidden_norm.weight": (256,), "fc.weight": (256, 768), "norm.weight": (256,)}
+    wanted |= {"lm_head.weight": (rows, 256), "d2t": (rows,), "t2d": (config["vocab_size"],)}
+    found = load_file(FOLDER / DRAFT / "model.safetensors")
+    assert {name: tuple(value.shape) for name, value in found.items()} == wanted
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["target_hidden_size"] == 256
+    ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert tuple(each + 1 for each in ids) == AUX_LAYERS
+
+
+def test_both_maps_of_the_draft_vocabulary_name_the_same_tokens() -> None:
+    found = load_file(FOLDER / DRAFT / "model.safetensors")
+    ids = found["d2t"] + torch.arange(len(found["d2t"]))
+    assert found["d2t"].dtype == torch.int64 and found["t2d"].dtype == torch.bool
+    assert ids.tolist() == found["t2d"].nonzero()[:, 0].tolist()
+
+
+def test_the_next_token_layer_is_in_the_models_own_file() -> None:
+    config = json.loads((FOLDER / "config.json").read_text())
+    wanted = layer(256, config["intermediate_size"])
+    wanted |= {"enorm.weight": (256,), "hnorm.weight": (256,), "eh_proj.weight": (256, 512)}
+    wanted |= {"shared_head.norm.weight": (256,)}
+    prefix = f"model.layers.{config['num_hidden_layers']}."
+    found = load_file(FOLDER / "model.safetensors")
+    own = {name.removeprefix(prefix): tuple(value.shape) for name, value in found.items() if name.startswith(prefix)}
+    assert own == wanted and config["num_nextn_predict_layers"] == 1
+
+
+def test_transformers_reads_the_model_without_the_layer() -> None:
+    found: Any = AutoModelForCausalLM.from_pretrained(FOLDER, output_loading_info=True)
+    model, told = found
+    assert not told["missing_keys"] and not told["mismatched_keys"]
+    assert all(name.startswith("model.layers.6.") for name in told["unexpected_keys"])
+    assert model.config.num_hidden_layers == 6
+
+
+def test_attention_of_the_first_depth_is_causal_attention() -> None:
+    q, k, v = torch.randn(3, 2, 4, 9, 8, generator=torch.Generator().manual_seed(1))
+    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(unrolled_attention(q, [(k, v)]), wanted)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_unrolled_depths_are_what_drafting_step_by_step_gives(kind: str) -> None:
+    """A draft's cells hold true features up to the root and the head's own behind it, in one causal pass each."""
+    head, target = LOADERS[kind](FOLDER), load_target(FOLDER)
+    ids = torch.randint(7, 2000, (1, 12), generator=torch.Generator().manual_seed(2))
+    features, _ = read(head, target, ids)
+    unrolled = unroll(head, target, ids, features, 4)
+    root, embedded, turns = 6, target.embed_tokens(ids[:, 1:]), (target.cosine, target.sine)
+    with torch.no_grad():
+        cells = head.project(features[:, :root])
+        for depth in range(4):
+            length = root + depth
+            made = head(embedded[:, :length], cells, (turns[0][:length], turns[1][:length]), [])
+            wanted = head.logits(made, target)[0, -1]
+            torch.testing.assert_close(unrolled[depth][0, length - 1], wanted, rtol=1e-4, atol=1e-4)
+            cells = torch.cat((cells, made[:, -1:]), 1)
+
+
+def test_a_walk_counts_steps_as_the_engine_does() -> None:
+    never, always = torch.zeros(4, 30, dtype=torch.bool).numpy(), torch.ones(4, 30, dtype=torch.bool).numpy()
+    assert walk(never, 10).steps == walk(never, 10).tokens == 21
+    assert walk(always, 10).steps == 5 and walk(always, 10).right == [5, 4, 4, 4]
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_head_reaches_its_recorded_acceptance(
+    kind: str, temperature: float, texts: dict[float, list[Text]]
+) -> None:
+    found = tau(walks(LOADERS[kind](FOLDER), load_target(FOLDER), texts[temperature]))
+    assert found >= LEAST * recorded_tau(kind, temperature, PROMPTS)
+
+
+def shift_draft_ids(head: Eagle3) -> None:
+    head.ids = delayed(head.ids, 1, -1)
+
+
+def read_later_layers(head: Eagle3) -> None:
+    head.fc.weight.data = head.fc.weight.data.roll(256, -1)
+
+
+def swap_inputs(head: NextToken) -> None:
+    head.eh_proj.weight.data = head.eh_proj.weight.data.roll(256, -1)
+
+
+@pytest.mark.parametrize("defect", (shift_draft_ids, read_later_layers, swap_inputs), ids=lambda each: each.__name__)
+def test_a_broken_head_is_below_its_record(defect: Callable, texts: dict[float, list[Text]]) -> None:
+    kind = "mtp" if defect is swap_inputs else "eagle3"
+    head = LOADERS[kind](FOLDER)
+    defect(head)
+    assert tau(walks(head, load_target(FOLDER), texts[0.0][:2])) < LEAST * recorded_tau(kind, 0.0, 2)
