@@ -65,18 +65,20 @@ def held_out(tokenizer: Tokenizer, count: int = PROMPTS) -> dict[int, list[int]]
     return found
 
 
-def written(
-    llm: LLM, prompts: Sequence[list[int]], temperature: float, most: int = WRITTEN, to_the_end: bool = True
-) -> list[Text]:
-    """What the model writes after the prompts: always `most` tokens, or not beyond its end token. A prompt's place is its seed."""
-    params = [
+def asked(count: int, temperature: float, most: int = WRITTEN, to_the_end: bool = True) -> list[SamplingParams]:
+    """How each of `count` prompts is continued: by `most` tokens always, or not beyond the end token. Its place is its seed."""
+    return [
         SamplingParams(temperature=temperature, seed=seed, max_tokens=most, ignore_eos=to_the_end)
-        for seed in range(len(prompts))
+        for seed in range(count)
     ]
+
+
+def written(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Text]:
+    """What the model writes after the prompts."""
     outputs = llm.generate(prompts, params)
     return [
-        Text([*prompt, *output.outputs[0].token_ids], len(prompt), temperature, seed)
-        for seed, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+        Text([*prompt, *output.outputs[0].token_ids], len(prompt), each.temperature, output.outputs[0].seed)
+        for prompt, each, output in zip(prompts, params, outputs, strict=True)
     ]
 
 

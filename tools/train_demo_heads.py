@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from sglcore import LLM
-from tools.demo_acceptance import TEMPERATURES, Text, encoded, held_out, record, tau, walks, written
+from tools.demo_acceptance import TEMPERATURES, Text, asked, encoded, held_out, record, tau, walks, written
 from tools.demo_heads import (
     Eagle3,
     Head,
@@ -54,8 +54,8 @@ def training_texts(llm: LLM, tokenizer: Tokenizer, seed: int, count: int) -> lis
         ids = encoded(tokenizer, make(seed + 1, index).text)
         prompts.append(ids[: max(1, int(len(ids) * rng.uniform(0.02, 0.5)))])
     half = count // 2
-    greedy = written(llm, prompts[:half], 0.0, most=256, to_the_end=False)
-    return [text.ids for text in (*greedy, *written(llm, prompts[half:], 1.0, most=256, to_the_end=False))]
+    params = [*asked(half, 0.0, 256, to_the_end=False), *asked(count - half, 1.0, 256, to_the_end=False)]
+    return [text.ids for text in written(llm, prompts, params)]
 
 
 class TextPacker(Packer):
@@ -182,7 +182,7 @@ def main(words: list[str]) -> None:
     target, prompts = load_target(given.folder), held_out(tokenizer)
     with LLM(str(given.folder)) as llm:
         texts = training_texts(llm, tokenizer, given.seed, given.texts)
-        tests = [written(llm, list(prompts.values()), temperature) for temperature in TEMPERATURES]
+        tests = [written(llm, list(prompts.values()), asked(len(prompts), temperature)) for temperature in TEMPERATURES]
     head = make_head(given.kind, tokenizer.get_vocab_size(), texts)
     trainer = HeadTrainer(head, target, given.minutes, given.rate)
     source = batches(TextPacker(tokenizer, given.seed, texts), given.rows, given.length)

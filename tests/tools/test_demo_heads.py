@@ -1,6 +1,7 @@
 """The shipped draft heads have the published names, the size of a wheel, and the acceptance that their record tells."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,19 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from sglcore import LLM
-from tools.demo_acceptance import RECORD, TEMPERATURES, Text, held_out, tau, walk, walks, written
+from tools.demo_acceptance import (
+    DRAFTS,
+    RECORD,
+    TEMPERATURES,
+    WRITTEN,
+    Text,
+    asked,
+    held_out,
+    tau,
+    walk,
+    walks,
+    written,
+)
 from tools.demo_heads import (
     AUX_LAYERS,
     DRAFT,
@@ -46,7 +59,7 @@ def texts() -> dict[float, list[Text]]:
     prompts = held_out(Tokenizer.from_file(str(FOLDER / "tokenizer.json")), PROMPTS)
     assert list(prompts) == recorded()["prompts"]["documents"][:PROMPTS]
     with LLM(device="cpu", threads=1, max_requests=PROMPTS) as llm:
-        return {each: written(llm, list(prompts.values()), each) for each in TEMPERATURES}
+        return {each: written(llm, list(prompts.values()), asked(PROMPTS, each)) for each in TEMPERATURES}
 
 
 def recorded() -> dict:
@@ -143,6 +156,35 @@ def test_the_head_reaches_its_recorded_acceptance(
 ) -> None:
     found = tau(walks(LOADERS[kind](FOLDER), load_target(FOLDER), texts[temperature]))
     assert found >= LEAST * recorded_tau(kind, temperature, PROMPTS)
+
+
+def engine_share(kind: str, texts: dict[float, list[Text]], **settings: Any) -> float:
+    """The engine's tokens a step over the recorded ones, of both temperatures together."""
+    tokens = steps = known = 0
+    prompts = [text.ids[: text.prompt] for text in texts[0.0]]
+    given = {"device": "cpu", "threads": 1, "speculative": kind, "draft_tokens": DRAFTS, "max_requests": PROMPTS}
+    with LLM(**given, **settings) as llm:
+        for temperature in TEMPERATURES:
+            for output in llm.generate(prompts, asked(len(prompts), temperature)):
+                tokens += len(output.outputs[0].token_ids) - 1
+                steps += output.outputs[0].verified_steps
+            known += sum(recorded()["heads"][kind][str(temperature)]["steps"][:PROMPTS])
+    return known / steps * tokens / (len(TEMPERATURES) * PROMPTS * (WRITTEN - 1))
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_engine_reaches_the_recorded_acceptance(kind: str, texts: dict[float, list[Text]]) -> None:
+    assert engine_share(kind, texts) >= LEAST
+
+
+def test_a_head_that_reads_the_layers_behind_its_own_is_below_its_record(
+    texts: dict[float, list[Text]], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(FOLDER / DRAFT, tmp_path / DRAFT))
+    config = json.loads((folder / "config.json").read_text())
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = list(AUX_LAYERS)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert engine_share("eagle3", texts, draft_model=str(folder)) < LEAST
 
 
 def shift_draft_ids(head: Eagle3) -> None:
