@@ -44,7 +44,7 @@ from sglcore.runtime.memory.pools import (
     TokenToKVPool,
     WindowTable,
 )
-from sglcore.runtime.memory.rows import ROWS
+from sglcore.runtime.memory.rows import ROWS, RowPool
 from sglcore.runtime.memory.states import StatePool
 from sglcore.runtime.model_runner import ModelRunner
 from sglcore.runtime.pooling import Pooler
@@ -265,7 +265,7 @@ def runner(
     backend = make_backend(config, package, facts, streams, attention, ledger)
     cells = kernels.cache_locations if model.config.is_encoder else _cache_locations(kernels, pools, facts, ledger)
     pool = None if model.config.is_encoder else pools.req_to_token
-    table = None if pools.windows is None else pools.windows.table
+    table, rows = None if pools.windows is None else pools.windows.table, pools.token_to_kv
     shape = StepShape() if speculation is None else speculation.shape_of(model)
     most = sizes.max_requests * shape.most
     extra = () if not shape.feature_size else (feature_buffer(shape.feature_size, model.dtype),)
@@ -290,6 +290,7 @@ def runner(
         state_pool=pools.states,
         window_table=table,
         reads_history=model.reads_history,
+        poisoned=rows if isinstance(rows, RowPool) and rows.poisons_slots else None,
     )
     if backend is not None:
         told = partial(progress, "capturing graphs")

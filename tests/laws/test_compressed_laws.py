@@ -115,6 +115,24 @@ def test_a_text_whose_window_is_gone_is_computed_again_from_where_one_is_left(ch
     assert after.cached_pages >= 4 and after.hit_tokens - before.hit_tokens < 64
 
 
+@pytest.mark.needs("device")
+def test_a_request_enters_a_slot_without_what_another_left_there(checkpoint: tuple[Path, Oracle]) -> None:
+    """Of blocks that end with pages: the ring has no number but the request's own."""
+    folder, oracle = checkpoint
+    engine = CompressedEngine(folder, pages=10, window_pages=5, graph="off", max_requests=1)
+    check(engine.run(texts(15, (47,)), 1), oracle)
+    pool: Any = engine.worker.runner.attn_backend.token_to_kv_pool
+    rings = [
+        pool.rows(layer_id, name)[kept.ring : 2 * kept.ring]
+        for layer_id, layer in enumerate(pool.layers)
+        for name, kept in layer.items()
+        if kept.place is Place.SLOTS
+    ]
+    assert rings and all(ring[5:].isfinite().any() for ring in rings)
+    check(engine.run(texts(16, (5,)), 1), oracle)
+    assert all(ring[:5].isfinite().all() and ring[5:].isnan().all() for ring in rings)
+
+
 class ReachesAll(Windows):
     """A hit goes as far as pages of all tokens do."""
 

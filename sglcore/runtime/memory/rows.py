@@ -164,6 +164,18 @@ class RowPool:
         """All that a layer keeps."""
         return tuple(self._rows[layer_id].values())
 
+    @property
+    def poisons_slots(self) -> bool:
+        """What slots keep is to be no number when they are given to a request."""
+        return self._poison and any(kept.place is Place.SLOTS for layer in self.layers for kept in layer.values())
+
+    def enter(self, slots: Tensor) -> None:
+        """What slots int [N] had is nobody's any more: it is no number. Does not wait."""
+        for layer, rows in zip(self.layers, self._rows, strict=True):
+            for name, kept in layer.items():
+                if kept.place is Place.SLOTS:
+                    rows[name].view(-1, kept.ring, rows[name].shape[1])[slots] = torch.nan
+
     def replace_storage(self) -> None:
         """Move to new memory: every address changes, so plans and graphs made before are refused."""
         self._rows = self._allocate()
