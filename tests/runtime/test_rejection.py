@@ -103,7 +103,8 @@ def text_law(
     tokens: int = 4,
 ) -> dict[Context, Fraction]:
     """How likely each text of so many tokens of 3 is to come out, with two proposals a step."""
-    found, open_texts = dict[Context, Fraction](), {(): Fraction(1)}
+    found = dict[Context, Fraction]()
+    open_texts: dict[Context, Fraction] = {(): Fraction(1)}
     while open_texts:
         context, likely = open_texts.popitem()
         for first, second in product(range(3), repeat=2):

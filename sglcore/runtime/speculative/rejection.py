@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.speculative.drafter import DrawDraft
+from sglcore.runtime.speculative.drafter import NONE, DraftRows, DrawDraft
 from sglcore.runtime.speculative.worker import SpeculativeWorker, Verified
 from sglcore.sampling.logprobs import logprobs_of
 from sglcore.sampling.race import row_keys
@@ -167,6 +167,13 @@ class RejectionWorker(SpeculativeWorker):
         if self._laws is None:
             return super()._drafting(width, slots, lengths)
         return self.rule.drafting(self._sampling.state_of_requests(width), slots, lengths, self._laws)
+
+    def _propose(self, rows: DraftRows) -> None:
+        super()._propose(rows)
+        if self._laws is not None:
+            # What a model proposes without a cell of its own depends on who else has none.
+            without = rows.lengths[:, None] + self._nodes[:-1] >= rows.limits[:, None]
+            self._proposals[rows.slots] = self._proposals[rows.slots].masked_fill_(without, NONE)
 
 
 def step_words(seed_words: Tensor, lengths: Tensor, domain: int) -> Tensor:
