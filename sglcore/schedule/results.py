@@ -101,6 +101,8 @@ def take_drafts(requests: list[Request], drafts: NDArray[np.int32]) -> None:
 def up_to_end(request: Request, tokens: list[int]) -> tuple[list[int], int | None]:
     """Of tokens that were emitted one after the other, those up to the one that ends the request; and the one after them if the
     request's grammar does not allow it."""
+    if request.matcher is None and request.stop_ids.isdisjoint(tokens):
+        return tokens, None
     kept: list[int] = []
     for token in tokens:
         if request.matcher is not None and not follows(request, token):

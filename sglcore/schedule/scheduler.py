@@ -11,7 +11,7 @@ import numpy as np
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.errors import ConfigError
-from sglcore.device.worker import BatchResult, Limits
+from sglcore.device.worker import BatchResult, Limits, TokenLogprobs
 from sglcore.schedule.batch_builder import BatchBuilder, Chunk, Compose
 from sglcore.schedule.draft_counts import DraftCell, cell_of
 from sglcore.schedule.output import EngineOutput, FinishReason, token_logprobs
@@ -309,7 +309,7 @@ class Scheduler:
     def _take_rows(self, record: BatchRecord, result: BatchResult, first: int) -> list[EngineOutput]:
         """Any rows, from `first` on."""
         outputs = []
-        bad, offsets = result.bad_rows.tolist(), result.token_offsets.tolist()
+        bad, offsets, ids = result.bad_rows.tolist(), result.token_offsets.tolist(), result.token_ids.tolist()
         proposed = None if result.proposed is None else result.proposed.tolist()
         decodes = len(record.requests) - len(record.spans)
         for row, request in enumerate(record.requests[first:], start=first):
@@ -323,14 +323,15 @@ class Scheduler:
                 continue
             if row >= decodes:
                 self._take_chunk(request, record.spans[row - decodes], row, result)
+            run = ids[offsets[row] : offsets[row + 1]]
             if result.embeddings is not None:
                 request.embedding = result.embeddings[row].copy()
                 outputs.append(self._end(request, "stop"))
-            elif offsets[row] < offsets[row + 1]:
-                outputs.append(self._take_run(record, request, result, offsets[row], offsets[row + 1]))
+            elif run:
+                outputs.append(self._take_run(request, run, result.logprobs, offsets[row]))
                 if proposed is not None:
                     outputs[-1].proposed = proposed[row]
-                    self.drafts[cell_of(request, proposed[row], offsets[row + 1] - offsets[row] - 1)] += 1
+                    self.drafts[cell_of(request, proposed[row], len(run) - 1)] += 1
         return outputs
 
     def _take_chunk(self, request: Request, span: tuple[int, int], row: int, result: BatchResult) -> None:
@@ -341,18 +342,16 @@ class Scheduler:
         self._running.memory.publish(request, end)
         request.prompt_published = request.prompt_published or end >= len(request.prompt_ids)
 
-    def _take_run(
-        self, record: BatchRecord, request: Request, result: BatchResult, start: int, end: int
-    ) -> EngineOutput:
-        """Of the tokens start..end-1 of a result, those up to the one with which the request ends."""
-        room = request.final_seq_len + 1 - request.num_tokens
-        kept, refused = up_to_end(request, result.token_ids[start : min(end, start + room)].tolist())
+    def _take_run(self, request: Request, run: list[int], logprobs: TokenLogprobs | None, start: int) -> EngineOutput:
+        """Of tokens that it emitted, those up to the one with which the request ends; `start` is their place in `logprobs`."""
+        room, wanted = request.final_seq_len + 1 - request.num_tokens, request.params.logprobs
+        kept, refused = up_to_end(request, run[:room])
         request.output_ids += kept
-        output, wanted = request.output(kept), request.params.logprobs
-        if result.logprobs is not None and wanted is not None and kept:
-            logprobs = cut_logprobs(result.logprobs, start, start + len(kept), wanted)
-            request.logprobs += [cut_logprobs(logprobs, place, place + 1, wanted) for place in range(len(kept))]
-            output.logprobs = token_logprobs(kept, logprobs, wanted)
+        output = request.output(kept)
+        if logprobs is not None and wanted is not None and kept:
+            found = cut_logprobs(logprobs, start, start + len(kept), wanted)
+            request.logprobs += [cut_logprobs(found, place, place + 1, wanted) for place in range(len(kept))]
+            output.logprobs = token_logprobs(kept, found, wanted)
         if refused is not None:
             return self._end(request, "error", error=why_refused(request, refused), output=output)
         if kept and kept[-1] in request.stop_ids:

@@ -93,9 +93,9 @@ class ForgetsWhenRetracted(RunningRequests):
 
 
 class AcceptsInPlainStepsOnly(Scheduler):
-    def _take_run(self, record: Any, request: Request, *given: Any) -> Any:
+    def _take_run(self, request: Request, *given: Any) -> Any:
         matcher, request.matcher = request.matcher, None
-        output = super()._take_run(record, request, *given)
+        output = super()._take_run(request, *given)
         request.matcher = matcher if request.state is not State.FINISHED else None
         return output
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sglcore.device.batch import ScheduleBatch, offsets_of
-from sglcore.device.worker import BatchResult
+from sglcore.device.worker import BatchResult, TokenLogprobs
 from sglcore.schedule.batch_builder import BatchBuilder, Chunk
 from sglcore.schedule.decode_rows import DecodeRows
 from sglcore.schedule.memory import Memory
@@ -18,7 +18,7 @@ from sglcore.schedule.output import EngineOutput
 from sglcore.schedule.overlap import BatchRecord
 from sglcore.schedule.prefix_cache import PrefixCache
 from sglcore.schedule.request import Ints, Request, State
-from sglcore.schedule.results import check_result, cut_logprobs
+from sglcore.schedule.results import check_result
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.scheduler import Scheduler
 from tests.schedule.drive import Drive
@@ -231,35 +231,24 @@ class PublishesTheBound(Memory):
 
 
 class IgnoresStopsWithinARun(Scheduler):
-    def _take_run(
-        self, record: BatchRecord, request: Request, result: BatchResult, start: int, end: int
-    ) -> EngineOutput:
-        stops, request.stop_ids = request.stop_ids, request.stop_ids & {int(result.token_ids[end - 1])}
-        output = super()._take_run(record, request, result, start, end)
+    def _take_run(self, request: Request, run: list[int], logprobs: TokenLogprobs | None, start: int) -> EngineOutput:
+        stops, request.stop_ids = request.stop_ids, request.stop_ids & {run[-1]}
+        output = super()._take_run(request, run, logprobs, start)
         request.stop_ids = stops
         return output
 
 
 class TakesMoreThanIsLeft(Scheduler):
-    def _take_run(
-        self, record: BatchRecord, request: Request, result: BatchResult, start: int, end: int
-    ) -> EngineOutput:
+    def _take_run(self, request: Request, run: list[int], logprobs: TokenLogprobs | None, start: int) -> EngineOutput:
         request.final_seq_len += 1
-        output = super()._take_run(record, request, result, start, end)
+        output = super()._take_run(request, run, logprobs, start)
         request.final_seq_len -= 1
         return output
 
 
-class TakesOtherScores(Scheduler):
-    def _take_run(
-        self, record: BatchRecord, request: Request, result: BatchResult, start: int, end: int
-    ) -> EngineOutput:
-        row = record.requests.index(request)
-        if result.logprobs is not None:
-            found = cut_logprobs(result.logprobs, row, len(result.token_ids), result.logprobs.top_ids.shape[1])
-            result = replace(result, token_ids=result.token_ids[start:], logprobs=found)
-            start, end = 0, end - start
-        return super()._take_run(record, request, result, start, end)
+class TakesTheScoresOfTheFirstRow(Scheduler):
+    def _take_run(self, request: Request, run: list[int], logprobs: TokenLogprobs | None, start: int) -> EngineOutput:
+        return super()._take_run(request, run, logprobs, 0)
 
 
 class KeepsWhoIsFinishing(Scheduler):
@@ -357,7 +346,7 @@ MUTANTS = (
     (PublishesTheBound, MEMORY, "another request's tokens"),
     (IgnoresStopsWithinARun, SCHEDULER, "differs from its run alone"),
     (TakesMoreThanIsLeft, SCHEDULER, ""),
-    (TakesOtherScores, SCHEDULER, ""),
+    (TakesTheScoresOfTheFirstRow, SCHEDULER, ""),
     (KeepsWhoIsFinishing, SCHEDULER, "on its way"),
     (TakesTheFirstForTheLast, SCHEDULER, "instead of the last sampled"),
     (IgnoresFinalLengths, BUILDER, "no output needs more"),
