@@ -17,10 +17,12 @@ from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.speculative.worker import SpeculativeWorker, Verified
 from sglcore.schedule.batch_builder import BatchBuilder
 from sglcore.schedule.request import Request
+from sglcore.step import proposals
 from tests.laws import test_speculative_laws as laws
 from tests.laws.drafters import DRAFTERS, Texts
 from tests.laws.engine import TokenEngine
 from tests.laws.test_speculative_laws import PROMPTS, TOKENS, VOCABULARY, Ran, check_same, folder
+from tests.runtime.test_speculative_length import AtRandom
 
 __all__ = ["folder"]
 
@@ -84,6 +86,17 @@ def test_a_grammar_and_proposals_change_no_text(
     engines: Callable[..., TokenEngine], plain: Ran, drafter: str, graph: str
 ) -> None:
     check_same(run(engines(drafter, graph=graph, overlap=True, poison=True)), plain)
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("drafter", ["ngram", "guessing"])
+def test_lengths_that_change_at_random_change_no_text_under_a_grammar(
+    engines: Callable[..., TokenEngine], plain: Ran, drafter: str
+) -> None:
+    engine = engines(drafter, tokens=4, graph="off")
+    assert isinstance(engine.worker, SpeculativeWorker)
+    engine.worker.length = AtRandom()
+    check_same(run(engine), plain)
 
 
 @pytest.mark.needs("device")
@@ -167,3 +180,18 @@ def test_a_defect_is_caught(engines: Callable[..., TokenEngine], plain: Ran, nam
     engine.worker.__class__ = worker or SpeculativeWorker
     with pytest.raises(AssertionError):
         check_same(run(engine, matcher), plain)
+
+
+@pytest.mark.needs("device")
+def test_masks_of_what_is_not_verified_show(
+    engines: Callable[..., TokenEngine], plain: Ran, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def every(batch: ScheduleBatch, width: int) -> tuple[Any, Any]:
+        return None if batch.mask_rows is None else batch.mask_rows * width + batch.mask_nodes, batch.masks
+
+    monkeypatch.setattr(proposals, "_wide_masks", every)
+    engine = engines("guessing", tokens=4, graph="off")
+    assert isinstance(engine.worker, SpeculativeWorker)
+    engine.worker.length = AtRandom()
+    with pytest.raises((AssertionError, IndexError)):
+        check_same(run(engine), plain)
