@@ -34,20 +34,20 @@ class NgramDrafter:
 def propose(known: Tensor, last: Tensor, tokens: int, least: int, most: int) -> Tensor:
     """int32[R, tokens] for texts known int32[R, M] of which `last` int32[R] is the last token that is there; NONE for a text
     whose last `least` tokens did not occur before. No host reads."""
-    places = torch.arange(known.shape[1], dtype=torch.int32, device=known.device)
-    matched = torch.zeros_like(known)
-    same = (places >= 0) & (places < last[:, None])
-    for back in range(most):
-        own = known.gather(1, (last - back).clamp_(min=0)[:, None].long())
-        shifted = torch.nn.functional.pad(known, (back, 0), value=NONE)[:, : known.shape[1]]
-        same = same & (shifted == own) & (places >= back) & (last >= back)[:, None]
-        matched += same
+    width = known.shape[1]
+    places = torch.arange(max(width, tokens, most), dtype=torch.int32, device=known.device)
+    padded = torch.nn.functional.pad(known, (most - 1, 0), value=NONE)
+    suffix = padded.gather(1, (last[:, None] + places[:most]).long())
+    # Behind each place, the tokens up to it beside those at the end.
+    same = padded.unfold(1, most, 1) == suffix[:, None]
+    matching = same[..., -1] & (places[:width] < last[:, None])
+    matched = matching.to(torch.int32)
+    for back in range(2, most + 1):
+        matching = matching & same[..., -back]
+        matched += matching
     # The longest match first, then the latest.
-    best = (matched.clamp(max=most) * known.shape[1] + places).amax(1).to(torch.int32)
-    length, place = best // known.shape[1], best % known.shape[1]
-    period = last - place
-    steps = torch.arange(tokens, dtype=torch.int32, device=known.device)
-    found = known.gather(
-        1, (place[:, None] + 1 + steps % period.clamp(min=1)[:, None]).clamp_(max=known.shape[1] - 1).long()
-    )
-    return torch.where((length >= least)[:, None], found, NONE).to(torch.int32)
+    best = (matched * width).add_(places[:width]).amax(1)
+    length, place = best // width, best % width
+    ahead = places[:tokens] % (last - place).clamp_(min=1)[:, None]
+    found = known.gather(1, ahead.add_(place[:, None] + 1).clamp_(max=width - 1).long())
+    return found.masked_fill_((length < least)[:, None], NONE)

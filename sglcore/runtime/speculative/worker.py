@@ -74,7 +74,6 @@ class SpeculativeWorker(TpModelWorker):
         `reads_proposals`: the host reads them in their place, so that no step is wider than what was proposed."""
         self.drafter = drafter
         self.length = LengthController(lengths or (drafter.tokens,))
-        self._reads_proposals = reads_proposals
         self._started = deque[Started]()
         self._last_collect = 0.0
         self._feature_size = feature_size
@@ -83,6 +82,7 @@ class SpeculativeWorker(TpModelWorker):
         # Before the forward stream takes over what was made.
         self._lengths = torch.zeros(slots, dtype=torch.int32, device=device)
         self._proposals = torch.full((slots, drafter.tokens), NONE, dtype=torch.int32, device=device)
+        self._proposals_here = self._proposals.numpy() if reads_proposals else None
         self._nodes = torch.arange(drafter.tokens + 1, dtype=torch.int32, device=device)
         self._wide: WideRows | None = None
         super().__init__(runner, token_table, limits)
@@ -166,9 +166,9 @@ class SpeculativeWorker(TpModelWorker):
     def _tokens_of(self, batch: ScheduleBatch) -> int:
         """How many proposals of each request this step verifies."""
         tokens = self.length.tokens
-        if not self._reads_proposals or not tokens:
+        if self._proposals_here is None or not tokens:
             return tokens
-        proposed = self._proposals[torch.from_numpy(batch.slots)] != NONE
+        proposed = self._proposals_here[batch.slots] != NONE
         return min(tokens, self.length.fitting(int(proposed.any(0).sum())))
 
     def _widened(self, batch: ScheduleBatch, width: int) -> WideRows:
