@@ -17,7 +17,7 @@ MARGIN = 1.05
 DWELL = 8
 """Steps after a change in which there is no other."""
 PROBE = 64
-"""Every so many steps one takes the length that was not tried for longest."""
+"""Every so many steps two take the length that was not tried for longest: the first also makes so many proposals for the second."""
 TIMES = 8
 """Steps of a length, of which all but the fastest and what waited for something else say what it costs: the lower quartile."""
 TRIES = 2
@@ -62,8 +62,9 @@ class LengthController:
         """The least length of at least so many proposals; none need no length of their own."""
         return next(each for each in (0, *self.lengths) if each >= tokens)
 
-    def learn(self, requests: int, tokens: int, accepted: NDArray[np.int32], seconds: float) -> None:
-        """A step verified `tokens` proposals of each of its requests, of which `accepted` int32[B] were right, in `seconds`."""
+    def learn(self, requests: int, tokens: int, accepted: NDArray[np.int32], seconds: float | None) -> None:
+        """A step verified `tokens` proposals of each of its requests, of which `accepted` int32[B] were right, in `seconds` (None:
+        it made another number of them for the next, so that its time tells nothing)."""
         known = self._of(requests)
         known.reached *= MEMORY
         known.right *= MEMORY
@@ -71,7 +72,8 @@ class LengthController:
         at_least = counts[::-1].cumsum()[::-1]
         known.reached[:tokens] += at_least[:tokens]
         known.right[:tokens] += at_least[1:]
-        known.seconds.setdefault(tokens, deque(maxlen=TIMES)).append(seconds)
+        if seconds is not None:
+            known.seconds.setdefault(tokens, deque(maxlen=TIMES)).append(seconds)
 
     def choose(self, requests: int) -> None:
         """Set `tokens` for the steps from here on, of about so many requests."""
@@ -84,7 +86,7 @@ class LengthController:
             self.tokens = untried[-1]
         elif self._steps % PROBE == 0:
             self.tokens = min(self.lengths, key=lambda each: known.last.get(each, 0))
-        else:
+        elif self._steps % PROBE > 1:
             self._settle(known)
             self.tokens = self._settled
         known.last[self.tokens] = self._steps

@@ -47,12 +47,14 @@ class Verified:
 
 
 class Started(NamedTuple):
-    """A verification of so many proposals of each request, and `time.perf_counter()` when it was submitted."""
+    """A verification of so many proposals of each request, and `time.perf_counter()` when it was submitted. `is_steady`: as many
+    are made for the next step."""
 
     step: int
     requests: int
     tokens: int
     begin: float
+    is_steady: bool
 
 
 class SpeculativeWorker(TpModelWorker):
@@ -134,8 +136,7 @@ class SpeculativeWorker(TpModelWorker):
         self._propose(drawn)
 
     def _verify(self, batch: ScheduleBatch) -> Ticket:
-        width = self._tokens_of(batch) + 1
-        self._started.append(Started(batch.step, batch.batch_size, width - 1, time.perf_counter()))
+        begin, planned, width = time.perf_counter(), self.length.tokens, self._tokens_of(batch) + 1
         wide = self._widened(batch, width)
         many = widen(batch, wide)
         rows = plan_rows(many)
@@ -155,6 +156,8 @@ class SpeculativeWorker(TpModelWorker):
         sampled, accepted, proposed = self._decide(step, logits, state)
         output = StepOutput(rows, path, sampled, runs=(accepted, proposed))
         self.length.choose(batch.batch_size)
+        is_steady = self.length.tokens == planned
+        self._started.append(Started(batch.step, batch.batch_size, width - 1, begin, is_steady))
         # The host goes on while proposals are made, unless it waits for them too.
         ticket = self._ticket(batch, staged, arrays, output) if batch.masks is None else None
         self._advance_verified(batch, staged, step, sampled, accepted, hidden)
@@ -273,7 +276,8 @@ class SpeculativeWorker(TpModelWorker):
             started = self._started.popleft()
             if started.step == result.step:
                 accepted = np.diff(result.token_offsets) - 1
-                self.length.learn(started.requests, started.tokens, accepted, now - max(before, started.begin))
+                seconds = now - max(before, started.begin) if started.is_steady else None
+                self.length.learn(started.requests, started.tokens, accepted, seconds)
         return result
 
     def close(self) -> None:
