@@ -39,7 +39,7 @@ def save_plot(path: Path, records: Sequence[Record], found: Figures, title: str)
         shares = [record.cached_tokens / record.input_tokens for record in drafted]
         _acceptance(panels["C"], drafted, shares, "share of the prompt from the prefix cache")
         middles = [record.input_tokens + record.output_tokens / 2 for record in drafted]
-        _acceptance(panels["P"], drafted, middles, "position in the context of the middle of the answer")
+        _acceptance(panels["P"], drafted, middles, "position in the context, of the middle of the answer")
     for panel in panels.values():
         _calm(panel)
     figures = f"{found.requests_per_s:.1f} requests/s, {found.output_per_s:.0f} output tokens/s"
@@ -72,9 +72,11 @@ def _distribution(panel: Any, records: Sequence[Record], names: Sequence[str], t
 
 def _acceptance(panel: Any, records: Sequence[Record], places: Sequence[float], what: str) -> None:
     """What should not depend on either: falling acceptance tells of drafts that read what they should not."""
-    panel.set_title(f"Tokens of a step, by {what}")
-    panel.plot(places, [record.acceptance_length for record in records], "o", color=ACCENT, markersize=3, alpha=0.7)
-    panel.set_ylim(bottom=1)
+    lengths = [record.acceptance_length or 1.0 for record in records]
+    panel.set_title("Tokens of a step")
+    panel.set_xlabel(what)
+    panel.plot(places, lengths, "o", color=ACCENT, markersize=3, alpha=0.7)
+    panel.set_ylim(1, 1 + 1.1 * max(max(lengths) - 1, 0.1))
 
 
 def _over_time(panel: Any, records: Sequence[Record]) -> None:
