@@ -187,7 +187,10 @@ def test_masks_of_what_is_not_verified_show(
     engines: Callable[..., TokenEngine], plain: Ran, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def every(batch: ScheduleBatch, width: int) -> tuple[Any, Any]:
-        return None if batch.mask_rows is None else batch.mask_rows * width + batch.mask_nodes, batch.masks
+        return (
+            None if batch.mask_rows is None or batch.mask_nodes is None else batch.mask_rows * width + batch.mask_nodes,
+            batch.masks,
+        )
 
     monkeypatch.setattr(proposals, "_wide_masks", every)
     engine = engines("guessing", tokens=4, graph="off")
