@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from sglcore.conformance import kernel_inputs, kernel_inputs_sparse
+from sglcore.conformance import kernel_inputs, kernel_inputs_sparse, kernel_inputs_speculative
 from sglcore.conformance.kernel_inputs import WIDE, WIDTH, Draw, Inputs
 from sglcore.runtime.kernels.entry import Entry
 from sglcore.runtime.kernels.sparse import SparseKernels
+from sglcore.runtime.kernels.speculative import SpeculativeKernels
 
 TOKENS = (0, 1, 3, 33)
 FEW = (3,)
@@ -36,10 +37,14 @@ class KernelCase:
     kind: tuple[str, int]
 
 
+_INPUTS = ((SparseKernels, kernel_inputs_sparse), (SpeculativeKernels, kernel_inputs_speculative))
+"""Where the inputs are of entries that are declared apart."""
+
+
 def kernel_cases(entry: Entry[Any], dtypes: Sequence[str]) -> Iterator[KernelCase]:
     """Every case of an entry on a device that computes in these types. Raises AttributeError for one without shapes that the
     kit does not know, which must not pass unseen."""
-    known = kernel_inputs_sparse if entry.name in vars(SparseKernels) else kernel_inputs
+    known = next((inputs for kernels, inputs in _INPUTS if entry.name in vars(kernels)), kernel_inputs)
     make = None if entry.shapes else getattr(known, entry.name)
     for place, name in enumerate(("float32",) if entry.name in OF_LOGITS else dtypes):
         for seed, tokens in enumerate(TOKENS if place < 2 else FEW):

@@ -271,6 +271,8 @@ _OWN: MappingProxyType[str, Change] = MappingProxyType(
         "window_rows": next_cell,
         "block_rows": next_cell,
         "compress_plan": next_cell,
+        "place_proposals": next_cell,
+        "accept_proposals": next_cell,
     }
 )
 MUTANTS: tuple[Mutant, ...] = (

@@ -42,9 +42,10 @@ def keeps_wrong_ones(base: Any) -> type:
     """One proposal more than was right is kept."""
 
     class KeepsWrongOnes(base):
-        def _accept(self, step: Any, sampled: Any) -> tuple[Tensor, Tensor]:
-            accepted, proposed = super()._accept(step, sampled)
-            return (accepted + 1).clamp(max=step.usable.shape[1] - 1), proposed
+        def _accept(self, staged: Any, rows: Any, sampled: Any) -> Tensor:
+            runs = super()._accept(staged, rows, sampled)
+            runs[0] = (runs[0] + 1).clamp(max=sampled.token_ids.shape[0] // rows.slots.shape[0] - 1)
+            return runs
 
     return KeepsWrongOnes
 
@@ -53,11 +54,10 @@ def stands_still(base: Any) -> type:
     """After a right proposal the next step begins a cell too early."""
 
     class StandsStill(base):
-        def _advance_verified(
-            self, batch: Any, staged: Any, step: Any, sampled: Any, accepted: Any, hidden: Any
-        ) -> None:
-            super()._advance_verified(batch, staged, step, sampled, accepted, hidden)
-            self._lengths.scatter_add_(0, step.slots.long(), -(accepted > 0).to(torch.int32))
+        def _accept(self, staged: Any, rows: Any, sampled: Any) -> Tensor:
+            runs = super()._accept(staged, rows, sampled)
+            self._lengths[rows.slots] -= (runs[0] > 0).to(torch.int32)
+            return runs
 
     return StandsStill
 

@@ -21,6 +21,7 @@ from sglcore.runtime.memory.states import StatePool
 from sglcore.runtime.staging import PinnedRing, StagedArrays
 from sglcore.runtime.streams import Streams
 from sglcore.runtime.token_table import TokenTable
+from sglcore.step.proposals import most_lens
 from sglcore.step.states import entering_slots
 from sglcore.step.tables import new_history
 
@@ -116,6 +117,26 @@ class ModelRunner:
         else:
             self.token_table.resolve_future(staged.input_ids)
         return staged
+
+    def init_rows(self, batch: ScheduleBatch, width: int, arrays: StagedArrays) -> ForwardBatch:
+        """A decode of `width` rows of each of a host batch's, whose ids, positions, lengths and slots the caller computes on the device.
+        Page-table differences and `arrays` arrive; does not wait."""
+        registry, size = self.decode_registry, batch.batch_size * width
+        if self._poison:
+            registry.poison()
+        registry.ensure(size, size)
+        pages = self.attn_backend.req_to_token_pool.changes(batch)
+        if pages is not None:
+            arrays.add(page_entries=pages[0], new_pages=pages[1])
+        if arrays:
+            arrays.pack(registry.block, self.staging_ring)
+            registry.commit()
+            arrays.arrive(registry.block)
+        if pages is not None:
+            self.attn_backend.req_to_token_pool.write(arrays.arrived["page_entries"], arrays.arrived["new_pages"])
+        rows = registry.view(size, size, extend=False)
+        rows.forward_mode, rows.seq_lens_cpu = batch.forward_mode, most_lens(batch, width)
+        return rows
 
     def _init_with(
         self,

@@ -79,6 +79,10 @@ class SampleStep:
             self._table.admit_history(slots, positions, sampled.token_ids)
         return sampled, prompt
 
+    def is_steady(self, number: int) -> bool:
+        """The last draw was of this composition, and nothing of it depends on the host's lengths."""
+        return self._known.host.number == number and not self._known.host.needs.any_penalty
+
     def looks_back(self, inputs: SamplingInputs) -> bool:
         """The history has to have this step's tokens."""
         host = self._known.host if inputs.new is None else inputs.new

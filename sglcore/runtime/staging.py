@@ -152,6 +152,9 @@ class StagedArrays:
         self.arrived: dict[str, Tensor] = {}
         """All that arrived: float32, or int32 for every other dtype; where memory is shared each keeps its own."""
 
+    def __bool__(self) -> bool:
+        return bool(self._arrays)
+
     def add(self, **arrays: NDArray) -> None:
         """More arrays for the same way."""
         self._arrays.update(arrays)

@@ -60,6 +60,11 @@ class DecodeRows:
             return self.seq_lens + 1
         return np.minimum(self.seq_lens + self.drafted_lens + reach, self.final_seq_lens)
 
+    @property
+    def any_final(self) -> bool:
+        """Some row has emitted its last token, or will by a step in flight."""
+        return bool((self.seq_lens >= self.final_seq_lens).any())
+
     def begin_step(self, chosen: NDArray[np.intp] | slice, drafts: int) -> None:
         """A step is planned in which the chosen rows emit a token, and up to `drafts` more."""
         self.seq_lens[chosen] += 1
@@ -68,11 +73,15 @@ class DecodeRows:
 
     def end_step(self, slots: Ints, counts: Ints, drafts: int) -> None:
         """A step is collected in which the rows of `slots`, those of them that are still here, emitted `counts` tokens."""
-        gained, drafted = np.zeros((2, int(max(slots.max(), self.slots.max(initial=0))) + 1), dtype=np.int32)
-        gained[slots], drafted[slots] = counts - 1, drafts
+        if len(slots) == len(self.slots) and (slots == self.slots).all():
+            gained, drafted = counts - 1, drafts
+        else:
+            by_slot = np.zeros((2, int(max(slots.max(), self.slots.max(initial=0))) + 1), dtype=np.int32)
+            by_slot[0, slots], by_slot[1, slots] = counts - 1, drafts
+            gained, drafted = by_slot[:, self.slots]
         # A step that was planned before this one was known may have had nothing left to write.
-        np.minimum(self.seq_lens + gained[self.slots], self.final_seq_lens, out=self.seq_lens)
-        self.drafted_lens -= drafted[self.slots]
+        np.minimum(self.seq_lens + gained, self.final_seq_lens, out=self.seq_lens)
+        self.drafted_lens -= drafted
 
     def append(self, request: Request, page_size: int) -> None:
         """A request has been submitted up to its last known token and decodes from now on."""

@@ -5,10 +5,29 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from sglcore.device.errors import ConfigError
 from sglcore.device.worker import BatchResult, Limits, TokenLogprobs
 from sglcore.schedule.overlap import BatchRecord
 from sglcore.schedule.prompt_embeds import check_embeds
 from sglcore.schedule.request import ContextError, Request, RequestError
+from sglcore.schedule.windows import least_window_pages
+
+
+def check_limits(limits: Limits) -> None:
+    """Raise ConfigError if one request of full length does not fit."""
+    if limits.generates and limits.capacity < limits.max_model_len:
+        raise ConfigError(
+            f"the KV pool holds {limits.capacity} tokens and the context is {limits.max_model_len}",
+            wanted="room for one request of full length",
+            remedy="lower max_model_len or raise kv_cache_memory",
+        )
+    if limits.num_window_pages and limits.num_window_pages < (least := least_window_pages(limits)):
+        raise ConfigError(
+            f"the KV pool of layers with a window holds {limits.num_window_pages} pages; a window of {limits.window}"
+            f" tokens and a step of {limits.max_batch_tokens} take {least}",
+            wanted="room for the window of one request, and for a step's tokens",
+            remedy="lower max_batch_tokens or raise kv_cache_memory",
+        )
 
 
 def check_request(request: Request, limits: Limits) -> None:

@@ -6,11 +6,11 @@ Follow one step from `next_batch` to `finish`. Knows requests and limits, no dev
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 
 from sglcore.device.batch import ScheduleBatch
-from sglcore.device.errors import ConfigError
 from sglcore.device.worker import BatchResult, Limits, TokenLogprobs
 from sglcore.schedule.batch_builder import BatchBuilder, Chunk, Compose
 from sglcore.schedule.draft_counts import DraftCell, cell_of
@@ -19,6 +19,7 @@ from sglcore.schedule.overlap import BatchRecord, InFlight
 from sglcore.schedule.queue import WaitingQueue
 from sglcore.schedule.request import Request, RequestError, State
 from sglcore.schedule.results import (
+    check_limits,
     check_request,
     check_result,
     cut_logprobs,
@@ -32,7 +33,6 @@ from sglcore.schedule.results import (
 from sglcore.schedule.running_requests import RunningRequests
 from sglcore.schedule.sampling_rows import SamplingRows
 from sglcore.schedule.stats import SchedulerStats, memory_counts
-from sglcore.schedule.windows import least_window_pages
 
 
 class Scheduler:
@@ -43,19 +43,7 @@ class Scheduler:
     """
 
     def __init__(self, limits: Limits, *, prefix_cache: bool = True, compose: Compose | None = None) -> None:
-        if limits.generates and limits.capacity < limits.max_model_len:
-            raise ConfigError(
-                f"the KV pool holds {limits.capacity} tokens and the context is {limits.max_model_len}",
-                wanted="room for one request of full length",
-                remedy="lower max_model_len or raise kv_cache_memory",
-            )
-        if limits.num_window_pages and limits.num_window_pages < (least := least_window_pages(limits)):
-            raise ConfigError(
-                f"the KV pool of layers with a window holds {limits.num_window_pages} pages; a window of {limits.window}"
-                f" tokens and a step of {limits.max_batch_tokens} take {least}",
-                wanted="room for the window of one request, and for a step's tokens",
-                remedy="lower max_batch_tokens or raise kv_cache_memory",
-            )
+        check_limits(limits)
         self.limits = limits
         self._waiting = WaitingQueue()
         self._embedding = WaitingQueue()
@@ -127,15 +115,20 @@ class Scheduler:
         check_result(record, result, self.limits.draft_tokens)
         self._close(record)
         is_run = self.limits.draft_tokens > 0 and not record.spans
+        proposed = result.proposed
         if is_run:
             self._running.rows.end_step(record.slots, np.diff(result.token_offsets), self.limits.draft_tokens)
         if result.drafts is not None:
             take_drafts(record.requests, result.drafts)
-        last = result.token_ids[result.token_offsets[1:] - 1] if is_run else result.token_ids
-        self._builder.last_tokens[record.slots] = last
-        special = is_run or record.has_stale_rows or result.logprobs is not None or result.bad_rows.any()
+        last = result.token_offsets[1:] - 1 if is_run else slice(None)
+        self._builder.last_tokens[record.slots] = result.token_ids[last]
+        special = record.has_stale_rows or result.logprobs is not None or result.bad_rows.any()
+        special = special or (is_run and self._running.rows.any_final)
         plain = 0 if special else len(record.requests) - len(record.spans)
-        outputs = self._take_tokens(record.requests[:plain], result.token_ids[:plain].tolist())
+        if proposed is not None and plain:
+            outputs = self._take_runs(record, result, proposed.tolist())
+        else:
+            outputs = self._take_tokens(record.requests[:plain], result.token_ids[:plain].tolist())
         if plain < len(record.requests):
             outputs += self._take_rows(record, result, plain)
         if record.finishing:
@@ -150,7 +143,7 @@ class Scheduler:
         text = f"step {record.step} failed: {type(error).__name__}: {error}"
         for request in record.requests:
             request.is_broken = True
-        unfinished = [request for request in record.requests if request.state is not State.FINISHED]
+        unfinished = (request for request in record.requests if request.state is not State.FINISHED)
         outputs = [self._end(request, "error", error=text) for request in unfinished]
         self._close(record)
         self._running.release(record)
@@ -306,6 +299,24 @@ class Scheduler:
                 self._end(request, "stop", token, output=output)
         return outputs
 
+    def _take_runs(self, record: BatchRecord, result: BatchResult, proposed: list[int]) -> list[EngineOutput]:
+        """The common case of several tokens each: decode rows that are still there, and none at its end by length."""
+        outputs, tokens = [], result.token_ids.tolist()
+        rows = zip(record.requests, pairwise(result.token_offsets.tolist()), strict=True)
+        for row, (request, (start, end)) in enumerate(rows):
+            run = tokens[start:end]
+            if request.matcher is None and not request.leaving and request.stop_ids.isdisjoint(run):
+                request.output_ids += run
+                outputs.append(request.output(run))
+            else:
+                outputs.append(self._take_run(request, run, None, start))
+            self._count_run(request, outputs[-1], proposed[row], len(run))
+        return outputs
+
+    def _count_run(self, request: Request, output: EngineOutput, proposed: int, emitted: int) -> None:
+        output.proposed = proposed
+        self.drafts[cell_of(request, proposed, emitted - 1)] += 1
+
     def _take_rows(self, record: BatchRecord, result: BatchResult, first: int) -> list[EngineOutput]:
         """Any rows, from `first` on."""
         outputs = []
@@ -330,8 +341,7 @@ class Scheduler:
             elif run:
                 outputs.append(self._take_run(request, run, result.logprobs, offsets[row]))
                 if proposed is not None:
-                    outputs[-1].proposed = proposed[row]
-                    self.drafts[cell_of(request, proposed[row], len(run) - 1)] += 1
+                    self._count_run(request, outputs[-1], proposed[row], len(run))
         return outputs
 
     def _take_chunk(self, request: Request, span: tuple[int, int], row: int, result: BatchResult) -> None:

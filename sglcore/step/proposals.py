@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from sglcore.device.batch import HostSampling, Ints, ScheduleBatch
 from sglcore.device.worker import BatchResult, TokenLogprobs
 from sglcore.sampling.batch import SamplingBatch
+from sglcore.step.rows import RowPlan
 
 
 @dataclass(frozen=True, slots=True)
 class WideRows:
     """What stays of a widened batch while its composition lasts: `number` is that of the wide composition, `rows` int32[B * N]
-    the row that each wide row is of, `nodes` int32[B * N] its place among that row's."""
+    the row that each wide row is of, `nodes` int32[B * N] its place among that row's, `plan` what they emit."""
 
     number: int
     rows: Ints
@@ -28,6 +29,7 @@ class WideRows:
     token_offsets: Ints
     emits: NDArray[np.bool_]
     sampling: HostSampling | None
+    plan: RowPlan
 
 
 def wide_rows(batch: ScheduleBatch, width: int, number: int) -> WideRows:
@@ -35,16 +37,17 @@ def wide_rows(batch: ScheduleBatch, width: int, number: int) -> WideRows:
     count = batch.batch_size
     rows = np.repeat(np.arange(count, dtype=np.int32), width)
     slots = batch.slots[rows]
-    sampling = batch.sampling
+    sampling, offsets = batch.sampling, np.arange(count * width + 1, dtype=np.int32)
     return WideRows(
         number,
         rows,
         np.tile(np.arange(width, dtype=np.int32), count),
         slots,
         -slots,
-        np.arange(count * width + 1, dtype=np.int32),
+        offsets,
         np.ones(count * width, dtype=bool),
         sampling.select(rows) if isinstance(sampling, SamplingBatch) else sampling,
+        RowPlan(count * width, None, offsets),
     )
 
 
@@ -59,7 +62,7 @@ def widen(batch: ScheduleBatch, wide: WideRows) -> ScheduleBatch:
     return replace(
         batch,
         slots=wide.slots,
-        seq_lens=np.minimum(prefix_lens + 1, np.maximum(batch.cell_limits, 1)[wide.rows]),
+        seq_lens=most_lens(batch, width),
         prefix_lens=prefix_lens,
         token_offsets=wide.token_offsets,
         input_ids=wide.input_ids,
@@ -73,6 +76,13 @@ def widen(batch: ScheduleBatch, wide: WideRows) -> ScheduleBatch:
         masks=masks,
         cell_limits=None,
     )
+
+
+def most_lens(batch: ScheduleBatch, width: int) -> Ints:
+    """int32[B * N]: the most tokens that each wide row can have."""
+    assert batch.cell_limits is not None
+    ends = batch.prefix_lens[:, None] + np.arange(1, width + 1, dtype=np.int32)
+    return np.minimum(ends, np.maximum(batch.cell_limits, 1)[:, None]).reshape(-1)
 
 
 def _wide_masks(batch: ScheduleBatch, width: int) -> tuple[Ints | None, Ints | None]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from sglcore.conformance.matcher import HashedMatcher, follows
 from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.forward_batch import ForwardBatch
-from sglcore.runtime.speculative.worker import SpeculativeWorker, Verified
+from sglcore.runtime.speculative.worker import SpeculativeWorker, VerifiedRows
 from sglcore.schedule.batch_builder import BatchBuilder
 from sglcore.schedule.request import Request
 from sglcore.step import proposals
@@ -154,8 +154,8 @@ class MasksOfTheRoot(BatchBuilder):
 
 
 class VerifiesWhatHasNoMask(SpeculativeWorker):
-    def _place(self, staged: ForwardBatch, arrived: Mapping[str, Tensor], width: int) -> Verified:
-        return super()._place(staged, {"cell_limits": arrived["cell_limits"]}, width)
+    def _place(self, staged: ForwardBatch, rows: VerifiedRows, nodes: Tensor | None) -> None:
+        super()._place(staged, rows, None)
 
 
 MUTANTS: Mapping[str, tuple[type[BatchBuilder] | None, type[SpeculativeWorker] | None, type[Matching]]] = (

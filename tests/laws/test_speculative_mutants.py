@@ -2,61 +2,59 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.speculative.drafter import DraftRows
-from sglcore.runtime.speculative.worker import SpeculativeWorker, Verified
-from sglcore.sampling.state import SampledTokens
+from sglcore.runtime.speculative.worker import SpeculativeWorker, VerifiedRows
 from tests.laws.test_speculative_laws import Ran, check_same, engines, folder, plain, run
 
 __all__ = ["engines", "folder", "plain"]
 
 
 class AcceptsOneMore(SpeculativeWorker):
-    def _accept(self, step: Verified, sampled: SampledTokens[Tensor]) -> tuple[Tensor, Tensor]:
-        accepted, proposed = super()._accept(step, sampled)
-        return (accepted + 1).clamp(max=step.usable.shape[1] - 1), proposed
-
-
-class AcceptsPastTheFirstWrong(SpeculativeWorker):
-    def _accept(self, step: Verified, sampled: SampledTokens[Tensor]) -> tuple[Tensor, Tensor]:
-        _, proposed = super()._accept(step, sampled)
-        drawn = sampled.token_ids.view(step.usable.shape)
-        right = (drawn[:, :-1] == step.proposals) & step.usable[:, 1:]
-        return right.sum(1, dtype=torch.int32), proposed
+    def _accept(self, staged: Any, rows: Any, sampled: Any) -> Tensor:
+        runs = super()._accept(staged, rows, sampled)
+        runs[0] = (runs[0] + 1).clamp(max=sampled.token_ids.shape[0] // rows.slots.shape[0] - 1)
+        return runs
 
 
 class ForgetsToAdvance(SpeculativeWorker):
-    def _advance_verified(self, batch: Any, staged: Any, step: Verified, *given: Any) -> None:
-        super()._advance_verified(batch, staged, replace(step, lengths=step.lengths - 1), *given)
+    def _accept(self, staged: Any, rows: Any, sampled: Any) -> Tensor:
+        runs = super()._accept(staged, rows, sampled)
+        self._lengths[rows.slots] -= 1
+        return runs
 
 
 class RootOfTheLastRow(SpeculativeWorker):
-    def _advance_verified(
-        self, batch: Any, staged: Any, step: Verified, sampled: Any, accepted: Tensor, hidden: Any
-    ) -> None:
-        super()._advance_verified(batch, staged, step, sampled, accepted, hidden)
-        self._table.publish(step.slots, sampled.token_ids.view(step.usable.shape)[:, -1].contiguous())
+    def _accept(self, staged: Any, rows: Any, sampled: Any) -> Tensor:
+        runs = super()._accept(staged, rows, sampled)
+        self._table.publish(rows.slots, sampled.token_ids.view(rows.slots.shape[0], -1)[:, -1].contiguous())
+        return runs
 
 
 class PositionsOfTheRoot(SpeculativeWorker):
-    def _place(self, staged: ForwardBatch, limits: Tensor, width: int) -> Verified:
-        step = super()._place(staged, limits, width)
-        staged.positions.view(-1, width)[:, 1:] = staged.positions.view(-1, width)[:, :1]
-        return step
+    def _place(self, staged: ForwardBatch, rows: VerifiedRows, nodes: Tensor | None) -> None:
+        super()._place(staged, rows, nodes)
+        positions = staged.positions.view(rows.slots.shape[0], -1)
+        positions[:, 1:] = positions[:, :1]
 
 
 class LengthsOfTheRoot(SpeculativeWorker):
-    def _place(self, staged: ForwardBatch, limits: Tensor, width: int) -> Verified:
-        step = super()._place(staged, limits, width)
-        staged.seq_lens.view(-1, width)[:, 1:] = staged.seq_lens.view(-1, width)[:, :1]
-        return step
+    def _place(self, staged: ForwardBatch, rows: VerifiedRows, nodes: Tensor | None) -> None:
+        super()._place(staged, rows, nodes)
+        lengths = staged.seq_lens.view(rows.slots.shape[0], -1)
+        lengths[:, 1:] = lengths[:, :1]
+
+
+class LimitsOfTheStepBefore(SpeculativeWorker):
+    def _arrays(self, batch: Any, inputs: Any, width: int) -> Any:
+        if self._rows is not None and self._rows.composition == batch.composition:
+            batch.cell_limits = self._rows.cell_limits
+        return super()._arrays(batch, inputs, width)
 
 
 class ProposalsOfTheNextSlot(SpeculativeWorker):
@@ -68,11 +66,11 @@ class ProposalsOfTheNextSlot(SpeculativeWorker):
 
 TEXTS = (
     AcceptsOneMore,
-    AcceptsPastTheFirstWrong,
     ForgetsToAdvance,
     RootOfTheLastRow,
     PositionsOfTheRoot,
     LengthsOfTheRoot,
+    LimitsOfTheStepBefore,
 )
 
 

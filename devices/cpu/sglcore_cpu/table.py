@@ -25,6 +25,7 @@ from sglcore_cpu.native import Engine, recorder
 from sglcore_cpu.operations import Operations
 from sglcore_cpu.packed import PackedWeight
 from sglcore_cpu.panels import pack, pack_parts
+from sglcore_cpu.proposals import Proposals
 from sglcore_cpu.quantized_form import pack_quantized, quantize
 from sglcore_cpu.recurrent import Recurrent
 from sglcore_cpu.sparse import SparseAttention, takes_keys, takes_rows, takes_state
@@ -134,7 +135,7 @@ class NativeExperts:
 
 def native_table(engine: Engine) -> KernelTable:
     """Every entry that the engine serves; the others are torch's."""
-    operations = Operations(engine)
+    operations, proposals = Operations(engine), Proposals(engine)
     sparse, latent, experts = SparseAttention(engine), Latent(engine), Experts(engine)
     linear, draw, recurrent = NativeLinear(engine, operations, latent), NativeDraw(engine), Recurrent(engine)
     return torch_kernels().replace(
@@ -159,6 +160,8 @@ def native_table(engine: Engine) -> KernelTable:
         norm_rotary_and_store=Limited(operations.norm_rotary_and_store, takes),
         store_kv=Limited(operations.store_kv, takes),
         cache_locations=operations.cache_locations,
+        place_proposals=proposals.place_proposals,
+        accept_proposals=proposals.accept_proposals,
         causal_conv=Limited(recurrent.causal_conv, takes),
         gated_delta_rule=Limited(recurrent.gated_delta_rule, takes),
         selective_scan=Limited(recurrent.selective_scan, takes),

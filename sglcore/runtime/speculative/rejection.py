@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sglcore.runtime.forward_batch import ForwardBatch
 from sglcore.runtime.speculative.drafter import NONE, DraftRows, DrawDraft
-from sglcore.runtime.speculative.worker import SpeculativeWorker, Verified
+from sglcore.runtime.speculative.worker import SpeculativeWorker, VerifiedRows
 from sglcore.sampling.logprobs import logprobs_of
 from sglcore.sampling.race import row_keys
 from sglcore.sampling.sampler import Sampler, SamplingState
@@ -135,30 +135,36 @@ class RejectionWorker(SpeculativeWorker):
         super().__init__(*given)
         self.rule = rule(self._sampling.sampler)
 
-    def _place(self, staged: ForwardBatch, arrived: Mapping[str, Tensor], width: int) -> Verified:
-        return super()._place(staged, {"cell_limits": arrived["cell_limits"]}, width)
+    def _place(self, staged: ForwardBatch, rows: VerifiedRows, nodes: Tensor | None) -> None:
+        super()._place(staged, rows, None)
 
     def _decide(
-        self, step: Verified, logits: Tensor, state: SamplingState
-    ) -> tuple[SampledTokens[Tensor], Tensor, Tensor]:
-        width = step.usable.shape[1]
+        self, staged: ForwardBatch, rows: VerifiedRows, logits: Tensor, state: SamplingState
+    ) -> tuple[SampledTokens[Tensor], Tensor]:
+        width = logits.shape[0] // rows.slots.shape[0]
         if width == 1:
-            return super()._decide(step, logits, state)
-        offered = (step.proposals >= 0) & step.usable[:, 1:]
-        laws = None if self._laws is None else self._laws.index_select(0, step.slots)[:, : width - 1]
-        chain = Chain(step.proposals, offered.to(torch.int32).cumprod(1) > 0, step.lengths, laws)
+            return super()._decide(staged, rows, logits, state)
+        proposals = self._proposals.index_select(0, rows.slots)[:, : width - 1]
+        offered = (proposals >= 0) & (staged.req_pool_indices.view(-1, width)[:, 1:] != 0)
+        laws = None if self._laws is None else self._laws.index_select(0, rows.slots)[:, : width - 1]
+        lengths = self._lengths.index_select(0, rows.slots)
+        chain = Chain(proposals, offered.to(torch.int32).cumprod(1) > 0, lengths, laws)
         processed = self.rule.sampler.process(logits, state).view(-1, width, logits.shape[1])
         accepted, tokens, bad = self.rule.verify(processed, self._sampling.state_of_requests(width), chain)
-        sampled = self._sampled(step, logits, state.needs.top_logprobs, accepted[:, None].long(), tokens, bad)
-        return sampled, accepted, offered.sum(1, dtype=torch.int32)
+        sampled = self._sampled(chain, logits, state.needs.top_logprobs, accepted[:, None].long(), tokens, bad)
+        first = torch.arange(0, logits.shape[0], width, dtype=torch.int32, device=logits.device)
+        ends = torch.minimum(lengths + accepted + 1, torch.maximum(rows.limits, lengths))
+        self._lengths[rows.slots] = ends
+        self._table.publish(rows.slots, tokens)
+        return sampled, torch.stack([accepted, offered.sum(1, dtype=torch.int32), first + accepted, ends])
 
     def _sampled(
-        self, step: Verified, logits: Tensor, top_n: int | None, last: Tensor, tokens: Tensor, bad: Tensor
+        self, chain: Chain, logits: Tensor, top_n: int | None, last: Tensor, tokens: Tensor, bad: Tensor
     ) -> SampledTokens[Tensor]:
         """What was accepted, and behind it the token at `last` int64[B, 1]."""
-        proposals = torch.nn.functional.pad(step.proposals.clamp(min=0), (0, 1))
+        proposals = torch.nn.functional.pad(chain.tokens.clamp(min=0), (0, 1))
         every = proposals.scatter(1, last, tokens[:, None]).view(-1)
-        bad_rows = torch.zeros_like(step.usable).scatter_(1, last, bad[:, None]).view(-1)
+        bad_rows = torch.zeros_like(proposals, dtype=torch.bool).scatter_(1, last, bad[:, None]).view(-1)
         is_narrow = self.runner.is_narrow
         logprobs = None if top_n is None else logprobs_of(logits, every, top_n, is_narrow=is_narrow)
         return SampledTokens(every, bad_rows, logprobs)
@@ -172,7 +178,8 @@ class RejectionWorker(SpeculativeWorker):
         super()._propose(rows)
         if self._laws is not None:
             # What a model proposes without a cell of its own depends on who else has none.
-            without = rows.lengths[:, None] + self._nodes[:-1] >= rows.limits[:, None]
+            steps = torch.arange(self._proposals.shape[1], dtype=torch.int32, device=rows.limits.device)
+            without = rows.lengths[:, None] + steps >= rows.limits[:, None]
             self._proposals[rows.slots] = self._proposals[rows.slots].masked_fill_(without, NONE)
 
 

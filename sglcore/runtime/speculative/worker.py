@@ -32,18 +32,18 @@ from sglcore.sampling.state import SampledTokens
 from sglcore.step.output import StepOutput
 from sglcore.step.proposals import WideRows, node_limits, wide_rows, widen
 from sglcore.step.rows import RowPlan, plan_rows
+from sglcore.step.sampling import NO_INPUTS, SamplingInputs
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
-    """A verified step of B requests with N tokens each: `slots`, `lengths` and `limits` int32[B] as they were before, `usable`
-    bool[B, N] (the token has a cell of its own), and `proposals` int32[B, N - 1]."""
+class VerifiedRows:
+    """The rows of verifications while these stay the same: which `composition` of the host they are, their `slots` and `limits`
+    int32[B] on the device, and the limits on the host."""
 
+    composition: int
+    cell_limits: NDArray[np.int32]
     slots: Tensor
-    lengths: Tensor
     limits: Tensor
-    usable: Tensor
-    proposals: Tensor
 
 
 class Started(NamedTuple):
@@ -85,8 +85,9 @@ class SpeculativeWorker(TpModelWorker):
         self._lengths = torch.zeros(slots, dtype=torch.int32, device=device)
         self._proposals = torch.full((slots, drafter.tokens), NONE, dtype=torch.int32, device=device)
         self._proposals_here = self._proposals.numpy() if reads_proposals else None
-        self._nodes = torch.arange(drafter.tokens + 1, dtype=torch.int32, device=device)
+        self._kernels = runner.attn_backend.kernels
         self._wide: WideRows | None = None
+        self._rows: VerifiedRows | None = None
         super().__init__(runner, token_table, limits)
 
     @torch.inference_mode()
@@ -138,33 +139,53 @@ class SpeculativeWorker(TpModelWorker):
     def _verify(self, batch: ScheduleBatch) -> Ticket:
         begin, planned, width = time.perf_counter(), self.length.tokens, self._tokens_of(batch) + 1
         wide = self._widened(batch, width)
-        many = widen(batch, wide)
-        rows = plan_rows(many)
-        inputs = self._sampling.inputs(many, rows)
-        assert batch.cell_limits is not None
-        sent = {**inputs.arrays, "cell_limits": batch.cell_limits}
-        if (nodes := node_limits(batch, width)) is not None:
-            sent["node_limits"] = nodes
-        arrays = StagedArrays(sent, lasting=inputs.new is not None)
-        staged = self.runner.init_batch(many, arrays)
-        step = self._place(staged, arrays.arrived, width)
+        is_steady = batch.masks is None and self._sampling.is_steady(wide.number)
+        many = batch if is_steady else widen(batch, wide)
+        inputs = NO_INPUTS if is_steady else self._sampling.inputs(many, wide.plan)
+        arrays = self._arrays(batch, inputs, width)
+        staged = self.runner.init_rows(batch, width, arrays)
+        rows = self._rows_of(batch, arrays.arrived)
+        self._place(staged, rows, arrays.arrived.get("node_limits"))
         if self._sampling.looks_back(inputs):
             self._table.admit_history(staged.req_pool_indices, staged.positions, staged.input_ids)
         hidden, path = self.runner.forward(staged)
         logits = self.runner.logits(hidden, None)
-        state = self._sampling.state(many, rows, inputs, arrays.arrived, staged.seq_lens)
-        sampled, accepted, proposed = self._decide(step, logits, state)
-        output = StepOutput(rows, path, sampled, runs=(accepted, proposed))
+        state = self._sampling.state(many, wide.plan, inputs, arrays.arrived, staged.seq_lens)
+        sampled, runs = self._decide(staged, rows, logits, state)
+        output = StepOutput(wide.plan, path, sampled, runs=(runs[0], runs[1]))
         self.length.choose(batch.batch_size)
-        is_steady = self.length.tokens == planned
-        self._started.append(Started(batch.step, batch.batch_size, width - 1, begin, is_steady))
+        is_same = self.length.tokens == planned
+        self._started.append(Started(batch.step, batch.batch_size, width - 1, begin, is_same))
         # The host goes on while proposals are made, unless it waits for them too.
         ticket = self._ticket(batch, staged, arrays, output) if batch.masks is None else None
-        self._advance_verified(batch, staged, step, sampled, accepted, hidden)
+        self._advance_verified(batch, staged, rows, sampled, runs, hidden)
         if ticket is None:
-            output.drafts = self._drafts(batch, step.slots)
+            output.drafts = self._drafts(batch, rows.slots)
             ticket = self._ticket(batch, staged, arrays, output)
         return ticket
+
+    def _arrays(self, batch: ScheduleBatch, inputs: SamplingInputs, width: int) -> StagedArrays:
+        """What the device does not have yet."""
+        assert batch.cell_limits is not None
+        sent, known = dict(inputs.arrays), self._rows
+        is_new = (
+            known is None
+            or known.composition != batch.composition
+            or not np.array_equal(known.cell_limits, batch.cell_limits)
+        )
+        if is_new:
+            sent |= {"verified_slots": batch.slots, "cell_limits": batch.cell_limits}
+        if (nodes := node_limits(batch, width)) is not None:
+            sent["node_limits"] = nodes
+        return StagedArrays(sent, lasting=is_new or inputs.new is not None)
+
+    def _rows_of(self, batch: ScheduleBatch, arrived: Mapping[str, Tensor]) -> VerifiedRows:
+        if "verified_slots" in arrived:
+            assert batch.cell_limits is not None
+            on_device = arrived["verified_slots"], arrived["cell_limits"]
+            self._rows = VerifiedRows(batch.composition, batch.cell_limits, *on_device)
+        assert self._rows is not None
+        return self._rows
 
     def _tokens_of(self, batch: ScheduleBatch) -> int:
         """How many proposals of each request this step verifies."""
@@ -184,78 +205,60 @@ class SpeculativeWorker(TpModelWorker):
         """int32[B, k]: what is proposed next, where the host makes masks along it."""
         return None if batch.masks is None else self._proposals.index_select(0, slots)
 
-    def _place(self, staged: ForwardBatch, arrived: Mapping[str, Tensor], width: int) -> Verified:
+    def _place(self, staged: ForwardBatch, rows: VerifiedRows, nodes: Tensor | None) -> None:
         """Where each token of a request is to go, by the tables of its slot; one without a cell, or without a mask that it
         needs, goes to slot 0."""
-        limits = arrived["cell_limits"]
-        every = staged.req_pool_indices.view(-1, width)
-        slots = every[:, 0].clone()
-        lengths = self._lengths.index_select(0, slots)
-        positions = lengths[:, None] + self._nodes[:width]
-        usable = positions < limits[:, None]
-        if "node_limits" in arrived:
-            usable &= self._nodes[:width] < arrived["node_limits"][:, None]
-        proposals = self._proposals.index_select(0, slots)[:, : width - 1]
-        staged.positions.view(-1, width).copy_(positions.mul_(usable))
-        staged.seq_lens.view(-1, width).copy_(positions + 1)
-        every.mul_(usable)
-        staged.input_ids.view(-1, width)[:, 1:].copy_(proposals.clamp(min=0))
-        return Verified(slots, lengths, limits, usable, proposals)
+        tables = self._table.last, self._lengths, self._proposals
+        inputs = staged.input_ids, staged.positions, staged.seq_lens, staged.req_pool_indices
+        self._kernels.place_proposals(*tables, rows.slots, rows.limits, nodes, *inputs)
 
     def _decide(
-        self, step: Verified, logits: Tensor, state: SamplingState
-    ) -> tuple[SampledTokens[Tensor], Tensor, Tensor]:
-        """The token after each of B * N, from logits float[B * N, V]; how many proposals of each request are accepted, int32[B], and
-        how many there were."""
+        self, staged: ForwardBatch, rows: VerifiedRows, logits: Tensor, state: SamplingState
+    ) -> tuple[SampledTokens[Tensor], Tensor]:
+        """The token after each of B * N, from logits float[B * N, V], and int32[4, B], the `runs` of the table's
+        `accept_proposals`; the tables are those of the next step from here on."""
         sampled = self._sampling.sampler.sample(logits, state)
-        return sampled, *self._accept(step, sampled)
-
-    def _accept(self, step: Verified, sampled: SampledTokens[Tensor]) -> tuple[Tensor, Tensor]:
-        """int32[B]: how many proposals of each request are right, up to the first that is not; and how many there were."""
-        drawn = sampled.token_ids.view(step.usable.shape)
-        is_right = (drawn[:, :-1] == step.proposals) & step.usable[:, 1:]
-        accepted = is_right.to(torch.int32).cumprod(1, dtype=torch.int32).sum(1, dtype=torch.int32)
-        proposed = ((step.proposals >= 0) & step.usable[:, 1:]).sum(1, dtype=torch.int32)
-        return accepted, proposed
+        return sampled, self._accept(staged, rows, sampled)
 
     def _drafting(self, width: int, slots: Tensor, lengths: Tensor) -> DrawDraft:
         """What draws the proposals of requests in slots int32[R] with roots at lengths int32[R], of a step of `width` rows each."""
         return self._sampling.drafting(width, lengths)
 
+    def _accept(self, staged: ForwardBatch, rows: VerifiedRows, sampled: SampledTokens[Tensor]) -> Tensor:
+        runs = torch.empty(4, rows.slots.shape[0], dtype=torch.int32, device=rows.slots.device)
+        tables = self._table.last, self._lengths, self._proposals
+        drawn = sampled.token_ids, staged.req_pool_indices
+        self._kernels.accept_proposals(*drawn, rows.slots, rows.limits, *tables, runs)
+        return runs
+
     def _advance_verified(
         self,
         batch: ScheduleBatch,
         staged: ForwardBatch,
-        step: Verified,
+        rows: VerifiedRows,
         sampled: SampledTokens[Tensor],
-        accepted: Tensor,
+        runs: Tensor,
         hidden: Tensor,
     ) -> None:
-        width = step.usable.shape[1]
-        select = accepted + torch.arange(
-            0, sampled.token_ids.shape[0], width, dtype=torch.int32, device=accepted.device
-        )
-        roots = sampled.token_ids.index_select(0, select)
-        lengths = torch.minimum(step.lengths + accepted + 1, torch.maximum(step.limits, step.lengths))
-        self._lengths.scatter_(0, step.slots, lengths)
-        self._table.publish(step.slots, roots)
+        select, lengths = runs[2], runs[3]
         if self._history is not None:
-            self._table.admit_history(step.slots, lengths, roots)
-        rows = DraftRows(
+            self._table.admit_history(rows.slots, lengths, self._table.last.index_select(0, rows.slots))
+        width = sampled.token_ids.shape[0] // max(batch.batch_size, 1)
+        drafted = DraftRows(
             staged,
             width,
             sampled.token_ids,
             features_of(hidden, self._feature_size),
             select,
-            step.slots,
+            rows.slots,
             lengths,
-            step.limits,
+            rows.limits,
             batch.seq_lens,
-            self._drafting(width, step.slots, lengths),
+            self._drafting(width, rows.slots, lengths),
             self.length.tokens,
             self._history,
         )
-        self._propose(rows)
+        self._propose(drafted)
 
     @property
     def _history(self) -> Tensor | None:
@@ -264,7 +267,8 @@ class SpeculativeWorker(TpModelWorker):
     def _propose(self, rows: DraftRows) -> None:
         found = self.drafter.advance(rows)
         missing = self.drafter.tokens - found.shape[1]
-        self._proposals[rows.slots] = torch.nn.functional.pad(found, (0, missing), value=NONE)
+        whole = found if not missing else torch.nn.functional.pad(found, (0, missing), value=NONE)
+        self._proposals[rows.slots] = whole
 
     def collect(self, ticket: Ticket) -> BatchResult:
         """As the plain worker's. What a step took is the time since it was submitted, or since the one before it was collected:

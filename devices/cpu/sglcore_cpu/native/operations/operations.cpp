@@ -18,6 +18,8 @@ const Kernel kernels[] = {
     SGL_KERNEL("copy_rows", copy_rows, CopyRowsArgs),
     SGL_KERNEL("embedding", embedding, EmbeddingArgs),
     SGL_KERNEL("cache_locations", cache_locations, CacheLocationsArgs),
+    SGL_KERNEL("place_proposals", place_proposals, PlaceProposalsArgs),
+    SGL_KERNEL("accept_proposals", accept_proposals, AcceptProposalsArgs),
     SGL_KERNEL("top_k_routing", top_k_routing, RoutingArgs),
     SGL_KERNEL("scored_routing", scored_routing, ScoredRoutingArgs),
     SGL_KERNEL("hash_routing", hash_routing, HashRoutingArgs),

@@ -51,6 +51,15 @@ SGL_ARGS(EmbeddingArgs, SGL_EMBEDDING_ARGS)
     P(page_table) I(table_stride) P(slots) P(positions) I(page_size) P(out) I(out_bytes) I(tokens)
 SGL_ARGS(CacheLocationsArgs, SGL_CACHE_LOCATIONS_ARGS)
 
+// As the table's entries of these names say; all arrays are int32, a row of proposals has proposals_stride of them.
+#define SGL_PLACE_PROPOSALS_ARGS(P, I, D)                                                                               \
+    P(last) P(lengths) P(proposals) I(proposals_stride) P(slots) P(limits) P(nodes) P(ids) P(positions) P(seq_lens) P(owners) \
+    I(requests) I(width)
+SGL_ARGS(PlaceProposalsArgs, SGL_PLACE_PROPOSALS_ARGS)
+#define SGL_ACCEPT_PROPOSALS_ARGS(P, I, D)                                                                        \
+    P(drawn) P(owners) P(slots) P(limits) P(last) P(lengths) P(proposals) I(proposals_stride) P(runs) I(requests) I(width)
+SGL_ARGS(AcceptProposalsArgs, SGL_ACCEPT_PROPOSALS_ARGS)
+
 // The k largest of softmax(logits), largest first, of equal ones the first; weights of `type`, ids i64.
 #define SGL_ROUTING_ARGS(P, I, D) P(logits) I(stride) P(weights) P(ids) I(tokens) I(experts) I(k) I(normalize) I(type)
 SGL_ARGS(RoutingArgs, SGL_ROUTING_ARGS)
@@ -90,6 +99,8 @@ void rotate(const RotateArgs& args, Pool& pool);
 void copy_rows(const CopyRowsArgs& args, Pool& pool);
 void embedding(const EmbeddingArgs& args, Pool& pool);
 void cache_locations(const CacheLocationsArgs& args, Pool& pool);
+void place_proposals(const PlaceProposalsArgs& args, Pool& pool);
+void accept_proposals(const AcceptProposalsArgs& args, Pool& pool);
 void top_k_routing(const RoutingArgs& args, Pool& pool);
 void scored_routing(const ScoredRoutingArgs& args, Pool& pool);
 void hash_routing(const HashRoutingArgs& args, Pool& pool);

@@ -1,0 +1,100 @@
+"""Placing and accepting proposals by the native kernels, on the calling thread but for very many."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglcore.runtime.kernels.table import KernelTable
+from sglcore_cpu.native import Engine
+
+
+class Proposals:
+    """The entries of steps that verify proposals, each as the table says, on one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._reference = KernelTable()
+        self._place, self._accept = (engine.kernel(name).bind() for name in ("place_proposals", "accept_proposals"))
+
+    def place_proposals(
+        self,
+        last: Tensor,
+        lengths: Tensor,
+        proposals: Tensor,
+        slots: Tensor,
+        limits: Tensor,
+        nodes: Tensor | None,
+        ids: Tensor,
+        positions: Tensor,
+        seq_lens: Tensor,
+        owners: Tensor,
+    ) -> None:
+        """As the table's entry of that name."""
+        given = (
+            last,
+            lengths,
+            proposals,
+            slots,
+            limits,
+            *(() if nodes is None else (nodes,)),
+            ids,
+            positions,
+            seq_lens,
+            owners,
+        )
+        if not _are_plain(given):
+            self._reference.place_proposals(
+                last, lengths, proposals, slots, limits, nodes, ids, positions, seq_lens, owners
+            )
+            return
+        requests = slots.shape[0]
+        self._place(
+            last=last.data_ptr(),
+            lengths=lengths.data_ptr(),
+            proposals=proposals.data_ptr(),
+            proposals_stride=proposals.shape[1],
+            slots=slots.data_ptr(),
+            limits=limits.data_ptr(),
+            nodes=0 if nodes is None else nodes.data_ptr(),
+            ids=ids.data_ptr(),
+            positions=positions.data_ptr(),
+            seq_lens=seq_lens.data_ptr(),
+            owners=owners.data_ptr(),
+            requests=requests,
+            width=ids.shape[0] // max(requests, 1),
+        )
+
+    def accept_proposals(
+        self,
+        drawn: Tensor,
+        owners: Tensor,
+        slots: Tensor,
+        limits: Tensor,
+        last: Tensor,
+        lengths: Tensor,
+        proposals: Tensor,
+        runs: Tensor,
+    ) -> None:
+        """As the table's entry of that name."""
+        given = drawn, owners, slots, limits, last, lengths, proposals, runs
+        if not _are_plain(given):
+            self._reference.accept_proposals(*given)
+            return
+        requests = slots.shape[0]
+        self._accept(
+            drawn=drawn.data_ptr(),
+            owners=owners.data_ptr(),
+            slots=slots.data_ptr(),
+            limits=limits.data_ptr(),
+            last=last.data_ptr(),
+            lengths=lengths.data_ptr(),
+            proposals=proposals.data_ptr(),
+            proposals_stride=proposals.shape[1],
+            runs=runs.data_ptr(),
+            requests=requests,
+            width=drawn.shape[0] // max(requests, 1),
+        )
+
+
+def _are_plain(tensors: tuple[Tensor, ...]) -> bool:
+    return all(each.dtype is torch.int32 and each.is_contiguous() for each in tensors)

@@ -1,0 +1,45 @@
+"""What the kit tries the entries of verification with: as `kernel_inputs.py`, of requests whose proposals are often right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from sglcore.conformance.kernel_inputs import Draw, Inputs
+
+SLOTS, MOST, LONGEST = 40, 6, 60
+FEW_TOKENS = 3
+"""So few tokens that proposals are right by chance, one after the other too."""
+
+
+def _tables(drawn: Draw, requests: int, width: int) -> Iterator[tuple[Tensor, ...]]:
+    """last, lengths, proposals, slots, limits: limits before the root, within the run and behind it."""
+    slots = (drawn.permutation(SLOTS - 1)[:requests] + 1).to(torch.int32)
+    lengths = drawn.ints(0, LONGEST, SLOTS)
+    limits = lengths[slots.long()] + drawn.ints(-1, width + 2, requests)
+    yield drawn.ints(0, FEW_TOKENS, SLOTS), lengths, drawn.ints(-1, FEW_TOKENS, SLOTS, MOST), slots, limits
+
+
+def place_proposals(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """Runs of one token, of several and of as many as there can be."""
+    for width in (1, 4, MOST + 1):
+        for tables in _tables(drawn, tokens, width):
+            for nodes in (None, drawn.ints(1, width + 1, tokens)):
+                yield (
+                    *tables,
+                    nodes,
+                    *(torch.full((tokens * width,), -7, dtype=torch.int32, device="cpu") for _ in range(4)),
+                )
+
+
+def accept_proposals(drawn: Draw, tokens: int, strided: bool) -> Inputs:
+    """As `place_proposals` leaves them."""
+    for width in (1, 4, MOST + 1):
+        for last, lengths, proposals, slots, limits in _tables(drawn, tokens, width):
+            steps = torch.arange(width, dtype=torch.int32)
+            usable = lengths[slots.long()][:, None] + steps < limits[:, None]
+            owners = (slots[:, None] * usable).reshape(-1)
+            runs = torch.full((4, tokens), -7, dtype=torch.int32, device="cpu")
+            yield drawn.ints(0, FEW_TOKENS, tokens * width), owners, slots, limits, last, lengths, proposals, runs

@@ -1,0 +1,61 @@
+"""What the entries of steps that verify proposals mean."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def place_proposals(
+    last: Tensor,
+    lengths: Tensor,
+    proposals: Tensor,
+    slots: Tensor,
+    limits: Tensor,
+    nodes: Tensor | None,
+    ids: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    owners: Tensor,
+) -> None:
+    """Where each token of a request is to go, by the tables of its slot."""
+    if not slots.numel():
+        return
+    shape = slots.numel(), ids.numel() // slots.numel()
+    steps = torch.arange(shape[1], dtype=torch.int32, device=slots.device)
+    places = lengths.index_select(0, slots)[:, None] + steps
+    usable = places < limits[:, None]
+    if nodes is not None:
+        usable &= steps < nodes[:, None]
+    positions.view(shape).copy_(places.mul_(usable))
+    seq_lens.view(shape).copy_(places + 1)
+    owners.view(shape).copy_(slots[:, None] * usable)
+    ids.view(shape)[:, 0] = last.index_select(0, slots)
+    ids.view(shape)[:, 1:] = proposals.index_select(0, slots)[:, : shape[1] - 1].clamp(min=0)
+
+
+def accept_proposals(
+    drawn: Tensor,
+    owners: Tensor,
+    slots: Tensor,
+    limits: Tensor,
+    last: Tensor,
+    lengths: Tensor,
+    proposals: Tensor,
+    runs: Tensor,
+) -> None:
+    """How far the proposals of each request are what was drawn, and what the next step begins with."""
+    if not slots.numel():
+        return
+    shape = slots.numel(), drawn.numel() // slots.numel()
+    usable = owners.view(shape)[:, 1:] != 0
+    proposed, before = proposals.index_select(0, slots)[:, : shape[1] - 1], lengths.index_select(0, slots)
+    is_right = (drawn.view(shape)[:, :-1] == proposed) & usable
+    accepted = is_right.to(torch.int32).cumprod(1, dtype=torch.int32).sum(1, dtype=torch.int32)
+    rows = torch.arange(0, drawn.numel(), shape[1], dtype=torch.int32, device=slots.device)
+    runs[0] = accepted
+    runs[1] = ((proposed >= 0) & usable).sum(1, dtype=torch.int32)
+    runs[2] = rows + accepted
+    runs[3] = torch.minimum(before + accepted + 1, torch.maximum(limits, before))
+    lengths[slots] = runs[3]
+    last[slots] = drawn.index_select(0, runs[2])
