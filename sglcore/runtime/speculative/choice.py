@@ -101,7 +101,8 @@ def choose_speculation(
         raise ConfigError(f"speculative is {asked!r}, and {reason}", remedy="--speculative off")
     # A text that is exact in law only would change with the number.
     lengths = lengths_of(config.draft_tokens or (None if rule == COUPLED else DRAFT_TOKENS), DRAFT_TOKENS)
-    what = f"{kind}, {' or '.join(map(str, lengths))} tokens a step"
+    fewer = f"{', '.join(map(str, lengths[:-1]))} or " if lengths[1:] else ""
+    what = f"{kind}, {fewer}{lengths[-1]} tokens a step"
     ledger.record(Row("speculative", asked, what, f"{why}; {_promise(rule)}", "--speculative off"))
     if kind == NGRAM:
         return Speculation(kind, lengths, rule=rule)
