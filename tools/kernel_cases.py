@@ -26,6 +26,7 @@ from sglcore.runtime.kernels.triton import (
     indexer,
     latent_rows,
     norm,
+    proposals,
     race,
     rotated_store,
     rotation,
@@ -43,7 +44,7 @@ from sglcore.sampling.params import SamplingParams
 from sglcore.sampling.race import make_race_tables
 
 KERNELS: tuple[ModuleType, ...] = (
-    *(activation, cells, sampling, experts, norm, race, rotated_store, rotation, routing),
+    *(activation, cells, sampling, experts, norm, proposals, race, rotated_store, rotation, routing),
     *(convolution, delta_rule, state_space),
     *(hyper, latent_rows, sparse_plan),
     *(compressor, grouped_product, indexer, rows, softmax, sparse_attention),
@@ -102,6 +103,7 @@ def cases(tuning: Tuning) -> Cases:
     for dtype, tokens in ((BF16, 4), (BF16, 1024), (BF16, 16384), (F16, 1024), (F32, 4)):
         every[f"experts {str(dtype)[6:]} of {tokens} tokens"] = partial(_experts, dtype, tokens, tuning)
     every |= {f"{name} bfloat16": case for name, case in (_latent(tuning) | _streams(tuning) | _lists(tuning)).items()}
+    every |= _verification(tuning)
     for tokens in (4, 1024):
         every[f"experts in 4 bits of {tokens} tokens"] = partial(_mxfp4_experts, tokens, tuning)
     for dtype in (BF16, F32):
@@ -224,6 +226,22 @@ def _lists(tuning: Tuning) -> Cases:
         "plan": lambda: plan(
             ints, ints, None, None, ints, ints, table, None, None, 256, 128, 128, out, ints, where, where, tuning
         ),
+    }
+
+
+def _verification(tuning: Tuning) -> Cases:
+    """Four requests with a root and three proposals each, of at most seven."""
+    last, table, ints = (
+        torch.empty(CELLS, dtype=torch.int32),
+        torch.empty(CELLS, 7, dtype=torch.int32),
+        torch.empty(4, dtype=torch.int32),
+    )
+    wide, runs = torch.empty(16, dtype=torch.int32), torch.empty(4, 4, dtype=torch.int32)
+    tables, inputs = (last, last, table), (wide, wide, wide, wide)
+    return {
+        "placed proposals": lambda: proposals.place_proposals(*tables, ints, ints, None, *inputs, tuning),
+        "placed proposals with masks": lambda: proposals.place_proposals(*tables, ints, ints, ints, *inputs, tuning),
+        "accepted proposals": lambda: proposals.accept_proposals(wide, wide, ints, ints, *tables, runs, tuning),
     }
 
 

@@ -11,7 +11,8 @@ from sglcore.conformance.kernel_inputs import Draw, Inputs
 
 SLOTS, MOST, LONGEST = 40, 6, 60
 FEW_TOKENS = 3
-"""So few tokens that proposals are right by chance, one after the other too."""
+RIGHT_OF_FOUR = 3
+"""How many of four proposals are what was drawn, so that several are right one after the other."""
 
 
 def _tables(drawn: Draw, requests: int, width: int) -> Iterator[tuple[Tensor, ...]]:
@@ -41,5 +42,8 @@ def accept_proposals(drawn: Draw, tokens: int, strided: bool) -> Inputs:
             steps = torch.arange(width, dtype=torch.int32)
             usable = lengths[slots.long()][:, None] + steps < limits[:, None]
             owners = (slots[:, None] * usable).reshape(-1)
+            found = drawn.ints(0, FEW_TOKENS, tokens, width)
+            is_right = drawn.ints(0, 4, tokens, width - 1) < RIGHT_OF_FOUR
+            found[:, :-1] = torch.where(is_right, proposals[slots.long()][:, : width - 1].clamp(min=0), found[:, :-1])
             runs = torch.full((4, tokens), -7, dtype=torch.int32, device="cpu")
-            yield drawn.ints(0, FEW_TOKENS, tokens * width), owners, slots, limits, last, lengths, proposals, runs
+            yield found.reshape(-1), owners, slots, limits, last, lengths, proposals, runs

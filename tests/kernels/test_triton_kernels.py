@@ -1,4 +1,4 @@
-"""The Triton kernels of norms, activation, rotation and cells give what the reference gives and touch nothing else."""
+"""The Triton kernels of norms, activation, rotation, cells and proposals give what the reference gives and touch nothing else."""
 
 from __future__ import annotations
 
@@ -13,9 +13,20 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs the library triton")
 
-from sglcore.runtime.kernels import reference
+from sglcore.conformance import kernel_inputs_speculative
+from sglcore.conformance.kernel_inputs import Draw
+from sglcore.runtime.kernels import reference, reference_speculative
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.kernels.triton import LaunchConfig, Tuning, activation, cells, norm, rotation, triton_kernels
+from sglcore.runtime.kernels.triton import (
+    LaunchConfig,
+    Tuning,
+    activation,
+    cells,
+    norm,
+    proposals,
+    rotation,
+    triton_kernels,
+)
 from tests.kernels.guards import Guards, mutated
 from tests.kernels.test_reference_kernels import cache, random
 
@@ -97,6 +108,23 @@ def cache_locations(kernels: ModuleType, guards: Guards, tokens: int, dtype: tor
         assert torch.equal(found, wanted)
 
 
+def verification(entry: str, kernels: ModuleType, guards: Guards, tokens: int) -> None:
+    """Every call of the kit leaves each of its tensors as the reference does."""
+    for args in getattr(kernel_inputs_speculative, entry)(Draw(tokens, torch.float32), tokens, False):
+        found = [guards.place(arg) if isinstance(arg, Tensor) else arg for arg in args]
+        getattr(kernels, entry)(*found, SMALL)
+        getattr(reference_speculative, entry)(*args)
+        assert all(torch.equal(*pair) for pair in zip(found, args, strict=True) if isinstance(pair[0], Tensor))
+
+
+def place_proposals(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
+    verification("place_proposals", kernels, guards, tokens)
+
+
+def accept_proposals(kernels: ModuleType, guards: Guards, tokens: int, dtype: torch.dtype) -> None:
+    verification("accept_proposals", kernels, guards, tokens)
+
+
 LAWS: tuple[tuple[ModuleType, Law], ...] = (
     (norm, rms_norm),
     (norm, add_rms_norm),
@@ -104,6 +132,8 @@ LAWS: tuple[tuple[ModuleType, Law], ...] = (
     (rotation, rotary),
     (cells, store_kv),
     (cells, cache_locations),
+    (proposals, place_proposals),
+    (proposals, accept_proposals),
 )
 
 
@@ -135,6 +165,23 @@ MUTANTS: tuple[tuple[ModuleType, Law, str, str], ...] = (
     (cells, store_kv, "column < WIDTH", "column <= WIDTH"),
     (cells, cache_locations, "token < tokens", "token <= tokens"),
     (cells, cache_locations, "position % PAGE", "position"),
+    (proposals, place_proposals, "node < width", "node <= width"),
+    (proposals, place_proposals, "place < tl.load(limits + row)", "place <= tl.load(limits + row)"),
+    (proposals, place_proposals, "usable & (node < tl.load(nodes + row))", "usable"),
+    (proposals, place_proposals, "tl.maximum(proposed, 0)", "proposed"),
+    (proposals, place_proposals, "tl.where(usable, slot, 0)", "slot"),
+    (proposals, place_proposals, "slot * proposals_stride", "slot * width"),
+    (proposals, accept_proposals, "place < width - 1", "place < width"),
+    (
+        proposals,
+        accept_proposals,
+        "tl.min(tl.where(is_right, NODES, place), axis=0)",
+        "tl.sum(is_right.to(tl.int32), axis=0)",
+    ),
+    (proposals, accept_proposals, "is_right = usable & ", "is_right = "),
+    (proposals, accept_proposals, "(usable & (proposed >= 0))", "usable"),
+    (proposals, accept_proposals, "tl.maximum(tl.load(limits + row), before)", "tl.load(limits + row)"),
+    (proposals, accept_proposals, "tl.load(drawn + first + accepted)", "tl.load(drawn + first)"),
 )
 
 
@@ -176,7 +223,7 @@ def test_the_table_replaces_what_has_a_kernel_and_says_so() -> None:
             "clamped_moe",
             "mxfp4_moe",
         ),
-        *("store_kv", "cache_locations", "draw", "rotary_and_store"),
+        *("store_kv", "cache_locations", "draw", "rotary_and_store", "place_proposals", "accept_proposals"),
         *("limited_moe", "limited_silu_and_mul", "sqrtsoftplus_routing", "hash_routing"),
         *("hc_pre", "hc_post", "hc_head", "rope_tail", "norm_rope_store", "index_key_store"),
         *("window_rows", "block_rows", "compress_plan"),

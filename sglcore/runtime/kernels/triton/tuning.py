@@ -77,6 +77,8 @@ class Tuning:
     rotary_and_store: LaunchConfig = LaunchConfig(128, 1)
     store_kv: LaunchConfig = LaunchConfig(128, 1)
     cache_locations: LaunchConfig = LaunchConfig(128, 1)
+    place_proposals: LaunchConfig = LaunchConfig(32, 1)
+    accept_proposals: LaunchConfig = LaunchConfig(32, 1)
     programs: int = 256
     """Programs that keep the device busy; attention over long requests is split until there are as many."""
     most_splits: int = 64

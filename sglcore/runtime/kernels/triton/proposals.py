@@ -1,0 +1,149 @@
+"""Verification of proposals: where each token of a request goes, and how far its proposals are right."""
+
+# A kernel is not Python to a type checker.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglcore.runtime.kernels.triton.tuning import Tuning, power_of_two
+
+
+@triton.jit
+def place_proposals_kernel(
+    last,
+    lengths,
+    proposals,
+    slots,
+    limits,
+    nodes,
+    ids,
+    positions,
+    seq_lens,
+    owners,
+    width,
+    proposals_stride,
+    NODES: tl.constexpr,
+):
+    """One request. Floor: one int32 read and four written for each token."""
+    row = tl.program_id(0)
+    node = tl.arange(0, NODES)
+    inside = node < width
+    slot = tl.load(slots + row)
+    place = tl.load(lengths + slot) + node
+    usable = place < tl.load(limits + row)
+    if nodes is not None:
+        usable = usable & (node < tl.load(nodes + row))
+    position = tl.where(usable, place, 0)
+    proposed = tl.load(proposals + slot * proposals_stride + node - 1, mask=inside & (node > 0), other=0)
+    token = row * width + node
+    tl.store(ids + token, tl.where(node > 0, tl.maximum(proposed, 0), tl.load(last + slot)), mask=inside)
+    tl.store(positions + token, position, mask=inside)
+    tl.store(seq_lens + token, position + 1, mask=inside)
+    tl.store(owners + token, tl.where(usable, slot, 0), mask=inside)
+
+
+@triton.jit
+def accept_proposals_kernel(
+    drawn,
+    owners,
+    slots,
+    limits,
+    last,
+    lengths,
+    proposals,
+    runs,
+    requests,
+    width,
+    proposals_stride,
+    NODES: tl.constexpr,
+):
+    """One request. Floor: three int32 read for each token."""
+    row = tl.program_id(0)
+    place = tl.arange(0, NODES)
+    inside = place < width - 1
+    slot, first = tl.load(slots + row), row * width
+    before = tl.load(lengths + slot)
+    usable = tl.load(owners + first + 1 + place, mask=inside, other=0) != 0
+    proposed = tl.load(proposals + slot * proposals_stride + place, mask=inside, other=-1)
+    is_right = usable & (tl.load(drawn + first + place, mask=inside, other=0) == proposed)
+    accepted = tl.min(tl.where(is_right, NODES, place), axis=0)
+    length = tl.minimum(before + accepted + 1, tl.maximum(tl.load(limits + row), before))
+    tl.store(runs + row, accepted)
+    tl.store(runs + requests + row, tl.sum((usable & (proposed >= 0)).to(tl.int32), axis=0))
+    tl.store(runs + 2 * requests + row, first + accepted)
+    tl.store(runs + 3 * requests + row, length)
+    tl.store(last + slot, tl.load(drawn + first + accepted))
+    # Every warp reads the length before one replaces it.
+    tl.debug_barrier()
+    tl.store(lengths + slot, length)
+
+
+def place_proposals(
+    last: Tensor,
+    lengths: Tensor,
+    proposals: Tensor,
+    slots: Tensor,
+    limits: Tensor,
+    nodes: Tensor | None,
+    ids: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    owners: Tensor,
+    tuning: Tuning = Tuning(),
+) -> None:
+    """The table's `place_proposals`. A step of fewer proposals than the table has runs the same program."""
+    requests = slots.shape[0]
+    if not requests:
+        return
+    place_proposals_kernel[(requests,)](
+        last,
+        lengths,
+        proposals,
+        slots,
+        limits,
+        nodes,
+        ids,
+        positions,
+        seq_lens,
+        owners,
+        ids.shape[0] // requests,
+        proposals.stride(0),
+        NODES=power_of_two(proposals.shape[1] + 1),
+        **tuning.options(tuning.place_proposals),
+    )
+
+
+def accept_proposals(
+    drawn: Tensor,
+    owners: Tensor,
+    slots: Tensor,
+    limits: Tensor,
+    last: Tensor,
+    lengths: Tensor,
+    proposals: Tensor,
+    runs: Tensor,
+    tuning: Tuning = Tuning(),
+) -> None:
+    """The table's `accept_proposals`, whatever the step's proposals by one program too."""
+    requests = slots.shape[0]
+    if not requests:
+        return
+    accept_proposals_kernel[(requests,)](
+        drawn,
+        owners,
+        slots,
+        limits,
+        last,
+        lengths,
+        proposals,
+        runs,
+        requests,
+        drawn.shape[0] // requests,
+        proposals.stride(0),
+        NODES=power_of_two(proposals.shape[1] + 1),
+        **tuning.options(tuning.accept_proposals),
+    )
