@@ -129,7 +129,16 @@ class RunningRequests:
             self.memory.snapshots.save(request, end)
         if count and self.memory.keeps_windows:
             self._chunked.append(request)
+        if self._limits.draft_tokens and end == request.target:
+            self._add_spare(request)
         return count
+
+    def _add_spare(self, request: Request) -> None:
+        """Cells for what is proposed after a prompt's last chunk, of pages that are promised to nobody."""
+        wanted = min(request.target + self._limits.draft_tokens, request.final_seq_len)
+        pages = self.memory.pages_for(wanted) - len(request.pages)
+        if 0 < pages <= self.memory.room - self._promised():
+            self.memory.grow(request, pages)
 
     def save_states(self, chosen: NDArray[np.intp] | None) -> Ints | None:
         """int32[N]: the snapshots into which the chosen decode rows (None: all), whose `seq_lens` are this step's already,

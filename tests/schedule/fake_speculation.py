@@ -128,7 +128,8 @@ class FakeSpeculativeWorker(FakeWorker):
         limit = int(batch.cell_limits[row])
         if not batch.forward_mode.is_decode:
             super()._check_lengths(batch, row, slot, request)
-            self.known[number] = Known(int(batch.seq_lens[row]), 0, int(batch.seq_lens[row]))
+            most = int(batch.seq_lens[row]) + self._spare(batch, row, request)
+            self.known[number] = Known(int(batch.seq_lens[row]), 0, most)
             want(limit == min(held, final), f"cell_limits {limit} of {held} cells, {final} are needed")
             return
         known = self.known[number]
@@ -143,6 +144,11 @@ class FakeSpeculativeWorker(FakeWorker):
         want(limit >= min(most, final), f"proposals without cells: cell_limits {limit}, wanted {most} or {final}")
         known.most = max(known.most, min(prefix + 1 + 2 * drafts, final))
         want(len(slot.pages) <= -(-known.most // size), "pages without cells")
+
+    def _spare(self, batch: ScheduleBatch, row: int, request: Request) -> int:
+        """What is proposed with the last chunk."""
+        left = self._final(request) - int(batch.seq_lens[row])
+        return max(0, min(self.limits.draft_tokens, left)) if batch.emits[row] else 0
 
     def _final(self, request: Request) -> int:
         """Cells of the request when it has ended: its last token has none."""

@@ -316,9 +316,13 @@ class FakeWorker:
         """What the row has is what the device has, and its pages hold what it brings."""
         prefix = int(batch.prefix_lens[row])
         want(prefix == slot.length, f"prefix {prefix}, the device has {slot.length} cells")
-        needed = -(-int(batch.seq_lens[row]) // self.limits.page_size)
-        want(len(slot.pages) >= needed, "cells beyond the page table")
-        want(len(slot.pages) <= needed, "pages without cells")
+        needed, size = int(batch.seq_lens[row]), self.limits.page_size
+        want(len(slot.pages) >= -(-needed // size), "cells beyond the page table")
+        want(len(slot.pages) <= -(-(needed + self._spare(batch, row, request)) // size), "pages without cells")
+
+    def _spare(self, batch: ScheduleBatch, row: int, request: Request) -> int:
+        """Cells that the row may have beside those of its tokens."""
+        return 0
 
     def _load_states(self, batch: ScheduleBatch) -> None:
         """Copy states in. A slot that nobody fills anew has what its last request left."""
