@@ -24,7 +24,8 @@ from sglcore.device.package import DevicePackage
 from sglcore.device.worker import ModelWorker
 
 WITHOUT = "the device has no torch_runtime"
-SERVED = tuple(law for law in LAWS if law.level in ("C1", "C2", "C4") and "torch_runtime" not in law.needs)
+BEYOND = frozenset({"torch_runtime", "proposals"})
+SERVED = tuple(law for law in LAWS if law.level in ("C1", "C2", "C4") and law.needs.isdisjoint(BEYOND))
 OPEN_TO_ALL = ("opens_and_closes", "two_runners", "stats_are_true")
 
 
