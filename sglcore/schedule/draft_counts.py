@@ -26,10 +26,10 @@ DraftCounts = Mapping[tuple[int, int, int, int], int]
 """Steps of requests by `DraftCell`."""
 
 
-def cell_of(request: Request, proposed: int, accepted: int) -> DraftCell:
-    """Where a step of a request is counted."""
-    share = -(-4 * max(request.cached_tokens, 0) // len(request.prompt_ids))
-    return DraftCell(request.num_tokens.bit_length(), share, proposed, accepted)
+def cell_of(request: Request, proposed: int, accepted: int) -> tuple[int, int, int, int]:
+    """The `DraftCell`, as a plain tuple, in which a step of a request is counted."""
+    tokens = len(request.prompt_ids) + len(request.output_ids)
+    return tokens.bit_length(), request.cached_share, proposed, accepted
 
 
 class DraftSums(NamedTuple):

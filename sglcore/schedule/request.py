@@ -82,7 +82,7 @@ class Request:
     `matcher`: has accepted all of `output_ids` but a stop token, and is dropped when the request ends.
     `drafts`: what the worker proposes after `output_ids`, of a request with a matcher.
     `cached_tokens`: prompt tokens that the prefix cache had when the request first ran (-1: not yet).
-    Everything below `cached_tokens` belongs to the scheduler. `is_broken`: a step that named it failed, so its cells may
+    Everything below `cached_tokens` belongs to the scheduler. `cached_share`: quarters of the prompt, begun ones too, that these are. `is_broken`: a step that named it failed, so its cells may
     hold anything, however it ended. `is_duplicate`: another running request has published a page that it computed too.
     `restored`: the snapshot with which its state begins. `cuts`: the lengths after which it is to leave a snapshot for
     others. `snapshots`: by length, the places with copies of its state; that of length `spare` is renewed while it runs.
@@ -114,6 +114,7 @@ class Request:
     error: str = ""
     cached_tokens: int = -1
 
+    cached_share: int = 0
     state: State = State.WAITING
     arrival: int = -1
     slot: int = 0
@@ -163,6 +164,10 @@ class Request:
     def scores_prompt(self) -> bool:
         """Prompt log-probabilities are still owed, so cached cells can not stand in for the prompt."""
         return self.params.prompt_logprobs is not None and self.scored_tokens < len(self.prompt_ids) - 1
+
+    def begin_with(self, cells: int) -> None:
+        """It first runs with so many cells of its prompt from the prefix cache."""
+        self.cached_tokens, self.cached_share = cells, -(-4 * cells // len(self.prompt_ids))
 
     def tokens(self, start: int, end: int) -> Ints:
         """Known tokens start..end-1, int32."""

@@ -213,7 +213,7 @@ class RunningRequests:
             request.prompt_logprobs.clear()
             request.scored_tokens = 0
         if request.cached_tokens < 0:
-            request.cached_tokens = request.num_cells
+            request.begin_with(request.num_cells)
         prompt, most = len(request.prompt_ids), request.params.max_tokens
         context = self._limits.max_model_len
         request.final_seq_len = (context if most is None else min(prompt + most, context)) - 1

@@ -13,7 +13,7 @@ import numpy as np
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import BatchResult, Limits, TokenLogprobs
 from sglcore.schedule.batch_builder import BatchBuilder, Chunk, Compose
-from sglcore.schedule.draft_counts import DraftCell, cell_of
+from sglcore.schedule.draft_counts import cell_of
 from sglcore.schedule.output import EngineOutput, FinishReason, token_logprobs
 from sglcore.schedule.overlap import BatchRecord, InFlight
 from sglcore.schedule.queue import WaitingQueue
@@ -54,7 +54,7 @@ class Scheduler:
         self._step = 0
         self._collected = 0
         self._prompt_tokens = self._stale_rows = self._invalid_rows = 0
-        self.drafts = Counter[DraftCell]()
+        self.drafts = Counter[tuple[int, int, int, int]]()
         """What came of proposals."""
         self._extended_last = False
         self._embedded_last = False

@@ -25,11 +25,11 @@ def test_a_place_counts_where_there_was_a_proposal_and_where_all_up_to_it_were_r
     assert at_places({(1, 0, 0, 0): 5}) == []
 
 
-@pytest.mark.parametrize(("cached", "share"), [(-1, 0), (0, 0), (1, 1), (10, 1), (11, 2), (20, 2), (30, 3), (39, 4)])
+@pytest.mark.parametrize(("cached", "share"), [(0, 0), (1, 1), (10, 1), (11, 2), (20, 2), (30, 3), (39, 4)])
 def test_a_request_is_counted_by_its_tokens_and_by_what_was_cached_of_its_prompt(cached: int, share: int) -> None:
     request = Request("a", np.zeros(40, np.int32), SamplingParams())
-    request.cached_tokens = cached
+    request.begin_with(cached)
     request.output_ids += range(25)
     assert cell_of(request, 4, 2) == (7, share, 4, 2)
     assert 2**6 <= request.num_tokens < 2**7
-    assert float(CACHED[share]) >= max(cached, 0) / 40
+    assert float(CACHED[share]) >= cached / 40
