@@ -1,0 +1,50 @@
+"""What the worker that verifies proposals tells of them: to who chooses their number, to who counts them, and at its end."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from sglcore.runtime.speculative.length import LengthController
+from sglcore.schedule.draft_counts import sums_of
+from tests.laws.test_speculative_laws import Ran, check_same, engines, folder, plain, run
+
+__all__ = ["engines", "folder", "plain"]
+
+
+class Told(LengthController):
+    """Another length whenever it likes; keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__((0, 1, 3, 4))
+        self._random = random.Random(7)
+        self.chosen, self.accepted, self.timed = [self.tokens], list[int](), list[bool]()
+
+    def choose(self, requests: int) -> None:
+        self.tokens = self._random.choice(self.lengths)
+        self.chosen.append(self.tokens)
+
+    def learn(self, requests: int, tokens: int, accepted: NDArray[np.int32], seconds: float | None) -> None:
+        assert len(accepted) == requests and accepted.max() <= tokens <= self.chosen[len(self.timed)]
+        self.accepted.append(int(accepted.sum()))
+        self.timed.append(seconds is not None)
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("drafter", ["oracle", "guessing"])
+def test_who_chooses_their_number_and_who_counts_them_are_told_the_same(engines, plain: Ran, drafter: str) -> None:
+    engine = engines(drafter, plain, overlap=False, graph="off")
+    engine.worker.length = told = Told()
+    check_same(run(engine), plain)
+    counted = sums_of(engine.scheduler.drafts)
+    assert counted.accepted == sum(told.accepted) > 0
+    # A step that made another number of proposals for the next says nothing of its own number's time.
+    assert told.timed == [now == before for before, now in zip(told.chosen, told.chosen[1:], strict=False)]
+    # What was not proposed, as fewer were asked for than are verified, is no proposal.
+    assert (counted.proposed == counted.accepted) == (drafter == "oracle")
+    assert not engine.worker.drafter.closed
+    engine.worker.close()
+    assert engine.worker.drafter.closed
