@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from shutil import copytree
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from numpy.typing import NDArray
 
 from sglcore.runtime.speculative.length import LengthController
 from sglcore.schedule.draft_counts import sums_of
-from tests.laws.test_speculative_laws import Ran, check_same, engines, folder, plain, run
+from tests.laws.test_speculative_laws import TOKENS, Ran, check_same, engines, folder, plain, run
 
 __all__ = ["engines", "folder", "plain"]
 
@@ -48,3 +51,17 @@ def test_who_chooses_their_number_and_who_counts_them_are_told_the_same(engines,
     assert not engine.worker.drafter.closed
     engine.worker.close()
     assert engine.worker.drafter.closed
+
+
+@pytest.mark.needs("device")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_draft_takes_in_a_prompt_that_ends_beside_one_that_goes_on(
+    engines, plain: Ran, folder: Path, tmp_path: Path, overlap: bool
+) -> None:
+    twin = str(copytree(folder, tmp_path / "draft"))
+    settings: dict[str, Any] = {"speculative": "standalone", "draft_model": twin, "draft_tokens": 3, "graph": "off"}
+    engine = engines("ngram", plain, overlap=overlap, max_batch_tokens=16, poison=True, **settings)
+    check_same(run(engine), plain)
+    # The draft is the model itself, and knows nothing of penalties.
+    counted = sums_of(engine.scheduler.drafts)
+    assert counted.accepted > 0.7 * counted.proposed > TOKENS
