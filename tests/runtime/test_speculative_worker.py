@@ -46,7 +46,6 @@ def test_who_chooses_their_number_and_who_counts_them_are_told_the_same(engines,
     assert counted.accepted == sum(told.accepted) > 0
     # A step that made another number of proposals for the next says nothing of its own number's time.
     assert told.timed == [now == before for before, now in zip(told.chosen, told.chosen[1:], strict=False)]
-    # What was not proposed, as fewer were asked for than are verified, is no proposal.
     assert (counted.proposed == counted.accepted) == (drafter == "oracle")
     assert not engine.worker.drafter.closed
     engine.worker.close()
