@@ -170,12 +170,13 @@ def sizes(
     if scores:
         why = "of an indexer in the longest step, kept free beside the pools"
         ledger.record(Row("index scores", "auto", size_text(scores), why, "lower max_batch_tokens or max_model_len"))
+        device_memory = replace(device_memory, available=max(0, device_memory.available - scores))
     return size_pools(
         config,
         context_len=context_len,
         geometry=kept,
         page_size=page_size,
-        budget=replace(device_memory, available=max(0, device_memory.available - scores)),
+        budget=device_memory,
         ledger=ledger,
     )
 

@@ -73,7 +73,11 @@ def feature_buffer(size: int, dtype: torch.dtype) -> InputBuffer:
     """The buffer of `ForwardInputs.features`, of `size` numbers a token, for a model that reads them at every step."""
     name = str(dtype).removeprefix("torch.")
     spec = replace(spec_of(ForwardBatch, "features"), dtype=name)
-    return InputBuffer(spec, trail=(size,), source_fn=lambda batch, ctx: batch.features[: ctx.raw_num_tokens])
+
+    def given(batch: ForwardBatch, ctx: FillContext) -> Tensor | None:
+        return None if batch.features is None else batch.features[: ctx.raw_num_tokens]
+
+    return InputBuffer(spec, trail=(size,), source_fn=given)
 
 
 def _build(

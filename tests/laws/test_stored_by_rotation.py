@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from sglcore.device.bring_up import BringUp
+from sglcore.device.bring_up import BringUp, Step
 from sglcore.engine import start
 from sglcore.runtime.attention.reference import ReferenceAttention
 from sglcore.runtime.buffer_registry import FillContext, InputBuffer
@@ -54,7 +54,7 @@ def with_entries(patch: pytest.MonkeyPatch, **entries: Any) -> None:
         found = real(ref, package)
         if not isinstance(found, BringUp):
             return found
-        kernels = next(step for step in found.steps if step.provides == "kernels").function
+        kernels = next(step for step in found.steps if isinstance(step, Step) and step.provides == "kernels").function
 
         @functools.wraps(kernels)
         def replaced(*args: Any, **needs: Any) -> KernelTable:

@@ -154,7 +154,7 @@ def test_an_audit_that_nobody_could_answer_does_not_say_that_all_is_well() -> No
 
 def test_a_checkpoint_that_can_not_be_loaded_ends_the_server_with_its_reason(tmp_path: Path) -> None:
     for file in embedded_model().iterdir():
-        if file.suffix != ".safetensors":
+        if file.is_file() and file.suffix != ".safetensors":
             (tmp_path / file.name).write_bytes(file.read_bytes())
 
     async def play() -> None:

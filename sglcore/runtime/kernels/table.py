@@ -59,7 +59,7 @@ Given: TypeAlias = Kernel | Limited | tuple[Limited, ...] | None
 """What a table's entry is made of: a function, one that takes some calls, candidates in order, or nothing."""
 
 
-class KernelTable(SparseKernels, SpeculativeKernels):
+class KernelTable(SpeculativeKernels, SparseKernels):
     """One function for each operation. T tokens, H hidden size, D head size, I intermediate size, E experts, K of them a token.
 
     No entry reads a device value on the host, and every entry accepts T = 0. Results are new tensors unless the entry
