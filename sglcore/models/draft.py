@@ -27,8 +27,8 @@ from sglcore.models.loader import load_model
 from sglcore.models.mtp import layout_of, next_token_config
 from sglcore.models.safetensors_file import SafetensorsFile
 from sglcore.runtime.kernels.table import KernelTable
+from sglcore.runtime.speculative.choice import EAGLE, EAGLE3, MTP, STANDALONE
 
-EAGLE, EAGLE3, MTP, STANDALONE = "eagle", "eagle3", "mtp", "standalone"
 OFFERED = "draft"
 """The folder beside a target's files that has a draft for it."""
 DRAFTS: Mapping[str, str] = MappingProxyType(

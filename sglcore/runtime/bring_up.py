@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from sglcore.runtime.graphs.backend import PromptBackend
 from sglcore.runtime.graphs.build import capture, make_backend
 from sglcore.runtime.kernels.choice import Refusals, choose, fitted
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.loaded_model import LoadedModel
+from sglcore.runtime.loaded_model import LoadedModel, Progress
 from sglcore.runtime.memory.geometry import (
     fitting_page_size,
     geometry,
@@ -68,9 +68,6 @@ MODEL_LOADER: Ref = "sglcore.models.checkpoint:load_checkpoint"
 
 REFERENCE = "sglcore.runtime.kernels.reference"
 """The module whose kernels define correct."""
-
-Progress = Callable[[str, int, int], None]
-"""`progress(phase, done, total)`."""
 
 
 def world(config: EngineConfig) -> None:
@@ -136,16 +133,7 @@ def sizes(
 ) -> MemorySizes:
     """Pages and context, from what the device has left beside the weights and what a cell of these pools takes."""
     has_rows = any(layer.rows for layer in model.attention_layers)
-    if config.kv_cache_dtype != pool_kind.kv_cache_dtype and not has_rows:
-        raise ConfigError(
-            f"kv_cache_dtype is {config.kv_cache_dtype!r}, and this device keeps keys and values in the model's type",
-            remedy="leave --kv-cache-dtype out",
-        )
-    if config.kv_cache_dtype != PER_HEAD.kv_cache_dtype and any(layer.is_exact for layer in model.attention_layers):
-        raise ConfigError(
-            f"kv_cache_dtype is {config.kv_cache_dtype!r}, and keys of this model hold their places, which it would round",
-            remedy="leave --kv-cache-dtype out",
-        )
+    _check_cells(config, model, pool_kind, has_rows)
     for remark in dict.fromkeys(layer.remark for layer in model.state_layers if layer.remark):
         ledger.record(Row("prompts", "auto", "whole ones at once", remark, "raise max_batch_tokens above their length"))
     context_len, layers = model.config.context_length, model.attention_layers
@@ -179,6 +167,20 @@ def sizes(
         budget=device_memory,
         ledger=ledger,
     )
+
+
+def _check_cells(config: EngineConfig, model: LoadedModel, pool_kind: PoolKind, has_rows: bool) -> None:
+    """Raise ConfigError for a type of cells that the pools do not have, or that the model can not do with."""
+    if config.kv_cache_dtype != pool_kind.kv_cache_dtype and not has_rows:
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}, and this device keeps keys and values in the model's type",
+            remedy="leave --kv-cache-dtype out",
+        )
+    if config.kv_cache_dtype != PER_HEAD.kv_cache_dtype and any(layer.is_exact for layer in model.attention_layers):
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}, and keys of this model hold their places, which it would round",
+            remedy="leave --kv-cache-dtype out",
+        )
 
 
 def pools(
@@ -269,13 +271,13 @@ def runner(
     table, rows = None if pools.windows is None else pools.windows.table, pools.token_to_kv
     shape = StepShape() if speculation is None else speculation.shape_of(model)
     most = sizes.max_requests * shape.most
-    extra = () if not shape.feature_size else (feature_buffer(shape.feature_size, model.dtype),)
-    given = {"cells": cells, "window_table": table}
-    decode = build_decode_registry(facts, pool, max_bs=most, extra_buffers=extra, **given)
     max_bs, max_num_tokens = _prompt_sizes(config, sizes, captured=isinstance(backend, PromptBackend))
-    extra = () if not shape.feature_size else (feature_buffer(shape.feature_size, model.dtype),)
+    # A buffer belongs to one registry.
+    own = [[feature_buffer(shape.feature_size, model.dtype)] if shape.feature_size else [] for _ in range(2)]
+    given = {"cells": cells, "window_table": table}
+    decode = build_decode_registry(facts, pool, max_bs=most, extra_buffers=own[0], **given)
     prefill = build_prefill_registry(
-        facts, pool, max_bs=max_bs, max_num_tokens=max_num_tokens, extra_buffers=extra, **given
+        facts, pool, max_bs=max_bs, max_num_tokens=max_num_tokens, extra_buffers=own[1], **given
     )
     made = ModelRunner(
         with_features(model, shape.aux_layers),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -12,6 +12,9 @@ from sglcore.checkpoint.config import ModelConfig
 from sglcore.runtime.kernels.table import KernelTable
 from sglcore.runtime.memory.states import KeepsState
 from sglcore.runtime.model_runner import Model
+
+Progress = Callable[[str, int, int], None]
+"""`progress(phase, done, total)`."""
 
 
 class LinearLayer(Protocol):

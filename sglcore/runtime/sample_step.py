@@ -72,7 +72,8 @@ class SampleStep:
         positions, last = staged.seq_lens, None
         if rows.emitting is not None:
             positions, last = arrived["positions"], arrived["last"]
-        sampled = self.draw(batch, rows, self._runner.logits(hidden, last), inputs, arrived, positions)
+        logits = self._runner.logits(hidden, last)
+        sampled = self.sampler.sample(logits, self.state(batch, rows, inputs, arrived, positions))
         slots = self._known.slots
         self._table.publish(slots, sampled.token_ids)
         if self.looks_back(inputs) or batch.ngram_starts is not None:
@@ -87,32 +88,6 @@ class SampleStep:
         """The history has to have this step's tokens."""
         host = self._known.host if inputs.new is None else inputs.new
         return self._keeps_history or host.needs.any_penalty
-
-    def draw(
-        self,
-        batch: ScheduleBatch,
-        rows: RowPlan,
-        logits: Tensor,
-        inputs: SamplingInputs,
-        arrived: Mapping[str, Tensor],
-        positions: Tensor,
-    ) -> SampledTokens[Tensor]:
-        """One token for each emitting row of logits float[N, V], as token number `positions` int32[N] of its text. Publishes nothing."""
-        return self.sampler.sample(logits, self.state(batch, rows, inputs, arrived, positions))
-
-    def state(
-        self,
-        batch: ScheduleBatch,
-        rows: RowPlan,
-        inputs: SamplingInputs,
-        arrived: Mapping[str, Tensor],
-        positions: Tensor,
-    ) -> SamplingState:
-        """What `draw` draws by."""
-        state = self._state_for(batch, rows, inputs, arrived, positions)
-        if "masks" in arrived:
-            state = replace(state, masks=Masks(arrived["mask_rows"], arrived["masks"]))
-        return state
 
     def drafting(self, width: int, lengths: Tensor) -> DrawDraft:
         """What draws proposals for the requests of the last draw, whose every `width` rows are one request with a root at
@@ -130,7 +105,7 @@ class SampleStep:
             self._drafting = replace(self._known, state=_of_requests(self._known.state, width))
         return self._drafting.state
 
-    def _state_for(
+    def state(
         self,
         batch: ScheduleBatch,
         rows: RowPlan,
@@ -138,6 +113,8 @@ class SampleStep:
         arrived: Mapping[str, Tensor],
         positions: Tensor,
     ) -> SamplingState:
+        """By what one token is drawn for each emitting row, as token number `positions` int32[N] of its text; what stays of it is
+        remembered."""
         known = self._known if inputs.new is None else self._placed(inputs.new, arrived, positions)
         state = known.state
         if state.positions is not positions or known.penalties is not None:
@@ -145,6 +122,8 @@ class SampleStep:
             state = replace(state, positions=positions, penalties=penalties)
             known = replace(known, state=state)
         self._known = known
+        if "masks" in arrived:
+            state = replace(state, masks=Masks(arrived["mask_rows"], arrived["masks"]))
         return state
 
     def _placed(self, host: BatchSampling, arrived: Mapping[str, Tensor], positions: Tensor) -> DeviceSampling:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from sglcore.runtime.token_table import TokenTable
 from sglcore.step.output import StepOutput
 from sglcore.step.pooling import pooled_rows
 from sglcore.step.rows import plan_rows
+from sglcore.step.sampling import SamplingInputs
 from sglcore.step.tickets import Tickets, refuse_hidden_states, take_payload
 
 
@@ -89,21 +91,29 @@ class TpModelWorker:
     @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> Ticket:
         """One forward on the current stream, and one sampled token for each row that emits."""
-        rows = plan_rows(batch)
-        inputs, states = self._sampling.inputs(batch, rows), self.runner.state_pool
-        sent = {**inputs.arrays, **prompt_embeds(batch)}
-        sent = sent if states is None else {**sent, **states.changes(batch)}
-        arrays = StagedArrays(sent, lasting=inputs.new is not None) if sent else None
-        staged = self.runner.init_batch(batch, arrays)
+        rows, states = plan_rows(batch), self.runner.state_pool
+        inputs = self._sampling.inputs(batch, rows)
+        staged, arrays = self._stage(batch, inputs, {} if states is None else states.changes(batch))
         arrived = {} if arrays is None else arrays.arrived
-        if batch.embed_rows is not None:
-            staged.input_embeds = self.runner.model.embed_ids(staged.input_ids)
-            staged.input_embeds[arrived["embed_rows"]] = arrived["prompt_embeds"].to(staged.input_embeds.dtype)
         hidden, path = self.runner.forward(staged)
         if states is not None:
             states.copy_out(arrived)
         tokens, prompt = self._sampling.run(batch, staged, rows, hidden, inputs, arrived)
         return self._ticket(batch, staged, arrays, StepOutput(rows, path, tokens, prompt))
+
+    def _stage(
+        self, batch: ScheduleBatch, inputs: SamplingInputs, more: Mapping[str, NDArray]
+    ) -> tuple[ForwardBatch, StagedArrays | None]:
+        """The batch on the device, with the embeddings that stand in place of its tokens, and what was sent beside it, if anything
+        was: what the draw needs, and `more`."""
+        sent = {**inputs.arrays, **_prompt_embeds(batch), **more}
+        arrays = StagedArrays(sent, lasting=inputs.new is not None) if sent else None
+        staged = self.runner.init_batch(batch, arrays)
+        if batch.embed_rows is not None and arrays is not None:
+            given = arrays.arrived["prompt_embeds"]
+            staged.input_embeds = self.runner.model.embed_ids(staged.input_ids)
+            staged.input_embeds[arrays.arrived["embed_rows"]] = given.to(staged.input_embeds.dtype)
+        return staged, arrays
 
     @torch.inference_mode()
     def forward_batch_embedding(self, batch: ScheduleBatch) -> Ticket:
@@ -137,7 +147,7 @@ class TpModelWorker:
             del self.runner, self._sampling, self._pooler
 
 
-def prompt_embeds(batch: ScheduleBatch) -> dict[str, NDArray]:
+def _prompt_embeds(batch: ScheduleBatch) -> dict[str, NDArray]:
     """The embeddings that a step brings, and the tokens in whose place they stand."""
     if batch.embed_rows is None or batch.prompt_embeds is None:
         return {}

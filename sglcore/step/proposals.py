@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sglcore.device.batch import HostSampling, Ints, ScheduleBatch
 from sglcore.device.worker import BatchResult, TokenLogprobs
@@ -18,63 +17,40 @@ from sglcore.step.rows import RowPlan
 
 @dataclass(frozen=True, slots=True)
 class WideRows:
-    """What stays of a widened batch while its composition lasts: `number` is that of the wide composition, `rows` int32[B * N]
-    the row that each wide row is of, `nodes` int32[B * N] its place among that row's, `plan` what they emit."""
+    """What the draw of B * N rows knows while a composition lasts: the `number` of the wide one, `slots` int32[B * N], the rows'
+    `sampling`, and `plan`, what they emit."""
 
     number: int
-    rows: Ints
-    nodes: Ints
     slots: Ints
-    input_ids: Ints
-    token_offsets: Ints
-    emits: NDArray[np.bool_]
     sampling: HostSampling | None
     plan: RowPlan
 
 
 def wide_rows(batch: ScheduleBatch, width: int, number: int) -> WideRows:
     """For `width` tokens of each row."""
-    count = batch.batch_size
-    rows = np.repeat(np.arange(count, dtype=np.int32), width)
-    slots = batch.slots[rows]
-    sampling, offsets = batch.sampling, np.arange(count * width + 1, dtype=np.int32)
+    size, sampling = batch.batch_size * width, batch.sampling
+    rows = np.repeat(np.arange(batch.batch_size, dtype=np.int32), width)
     return WideRows(
         number,
-        rows,
-        np.tile(np.arange(width, dtype=np.int32), count),
-        slots,
-        -slots,
-        offsets,
-        np.ones(count * width, dtype=bool),
+        batch.slots[rows],
         sampling.select(rows) if isinstance(sampling, SamplingBatch) else sampling,
-        RowPlan(count * width, None, offsets),
+        RowPlan(size, None, np.arange(size + 1, dtype=np.int32)),
     )
 
 
 def widen(batch: ScheduleBatch, wide: WideRows) -> ScheduleBatch:
-    """A decode batch whose every row has the tokens to verify as rows of its own, of which the first brings the new pages.
-    Lengths are the most that they can be."""
-    assert batch.cell_limits is not None
-    width = len(wide.rows) // max(batch.batch_size, 1)
+    """What the draw reads of a decode batch, with each token to verify as a row of its own. Lengths are the most that they can be."""
+    width = len(wide.slots) // max(batch.batch_size, 1)
     mask_rows, masks = _wide_masks(batch, width)
-    prefix_lens = batch.prefix_lens[wide.rows] + wide.nodes
-    ends = np.repeat(batch.new_page_offsets[1:], width)
     return replace(
         batch,
         slots=wide.slots,
         seq_lens=most_lens(batch, width),
-        prefix_lens=prefix_lens,
-        token_offsets=wide.token_offsets,
-        input_ids=wide.input_ids,
-        page_counts=batch.page_counts[wide.rows],
-        new_page_offsets=np.concatenate([batch.new_page_offsets[:1], ends]),
-        emits=wide.emits,
         composition=wide.number,
         sampling=wide.sampling,
         mask_rows=mask_rows,
         mask_nodes=None,
         masks=masks,
-        cell_limits=None,
     )
 
 

@@ -293,14 +293,14 @@ def test_a_sampler_keyed_by_row_is_caught_by_arrivals(checkpoint: tuple[Path, An
         engine = TokenEngine(folder, max_batch_tokens=8)
         if broken:
             sampling = engine.worker._sampling
-            state_for = sampling._state_for
+            state_for = sampling.state
 
             def by_row(*args: Any) -> Any:
                 state = state_for(*args)
                 rows = torch.arange(len(state.positions), dtype=torch.int32)
                 return type(state)(**{**_fields(state), "positions": state.positions + 1000 * rows})
 
-            sampling._state_for = by_row  # pyright: ignore[reportAttributeAccessIssue]
+            sampling.state = by_row  # pyright: ignore[reportAttributeAccessIssue]
         results = engine.run(random_prompts(5, (4, 9, 6)), 12, temperature=1.0, seed=3, stagger=stagger)
         return [result.tokens for result in results]
 

@@ -9,8 +9,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from sglcore.device.batch import ScheduleBatch
 from sglcore.runtime.speculative.length import DWELL, LengthController, lengths_of
 from sglcore.runtime.speculative.worker import SpeculativeWorker
+from sglcore.step.proposals import WideRows
 from tests.laws.test_speculative_laws import Ran, check_same, engines, folder, plain, run
 
 __all__ = ["engines", "folder", "plain"]
@@ -101,10 +103,14 @@ class AtRandom(LengthController):
 
 
 class StaleRows(SpeculativeWorker):
-    """Rows of a step are those of the step before, whatever its width."""
+    """Rows of a step are never more than those of the same requests in the step before."""
 
-    def _widened(self, batch, width):
-        return super()._widened(batch, width if self._wide is None else self._wide.nodes.max() + 1)
+    def _widened(self, batch: ScheduleBatch, width: int) -> WideRows:
+        before, wide = self._wide, super()._widened(batch, width)
+        widths = self.drafter.tokens + 2
+        if before is None or before.number // widths != wide.number // widths:
+            return wide
+        return min(before, wide, key=lambda rows: rows.number)
 
 
 @pytest.mark.needs("device")

@@ -24,6 +24,7 @@ from sglcore.schedule.scheduler import Scheduler
 from tests.schedule.drive import Drive
 from tests.schedule.fake_speculation import Accepts, FakeSpeculativeWorker
 from tests.schedule.fake_worker import FakeMatcher, Truth, make_params
+from tests.schedule.test_traces import FreesBeforeCollect
 from tests.schedule.trace import Trace, check_caught, draw_trace, plant, play, with_proposals
 
 SEEDS = range(3000, 3400)
@@ -162,16 +163,6 @@ class HasTheBoundOfOneToken(RunningRequests):
     @property
     def reach(self) -> int:
         return 1
-
-
-class FreesBeforeCollect(RunningRequests):
-    def leave(self, request: Request) -> None:
-        if request.state is State.EXTENDING:
-            self.extending.remove(request)
-        else:
-            self.rows.remove(request)
-        self.in_flight.mark_stale()
-        self._release(request)
 
 
 class ForgetsPromises(RunningRequests):

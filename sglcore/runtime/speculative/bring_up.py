@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,12 @@ from sglcore.device.facts import Facts
 from sglcore.device.ledger import DecisionLedger
 from sglcore.device.package import resolve
 from sglcore.runtime.kernels.table import KernelTable
-from sglcore.runtime.loaded_model import LoadedModel
+from sglcore.runtime.loaded_model import LoadedModel, Progress
 from sglcore.runtime.memory.geometry import layer_shapes
 from sglcore.runtime.memory.make import Pools, make_rows
 from sglcore.runtime.memory.pools import PER_HEAD, PoolKind
 from sglcore.runtime.speculative.choice import DRAFT_LOADER, Speculation, choose_speculation
 from sglcore.step.sizing import MemorySizes
-
-Progress = Callable[[str, int, int], None]
-"""`progress(phase, done, total)`."""
 
 
 def speculation(

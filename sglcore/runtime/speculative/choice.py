@@ -19,13 +19,11 @@ if TYPE_CHECKING:
 DRAFT_TOKENS = 4
 """Proposals of a step at most where nobody asks for a number."""
 NGRAM = "ngram"
-MTP = "mtp"
-MODELS = ("eagle", "eagle3", MTP, "standalone")
+EAGLE, EAGLE3, MTP, STANDALONE = MODELS = ("eagle", "eagle3", "mtp", "standalone")
 """Kinds of models that propose."""
 KINDS = ("auto", "off", NGRAM, *MODELS)
-COUPLED = "coupled"
-"""The rule by which a proposal is right if it is what the target draws."""
-RULES = (COUPLED, "rejection", "block")
+COUPLED, REJECTION, BLOCK = RULES = ("coupled", "rejection", "block")
+"""The first is the rule by which a proposal is right if it is what the target draws."""
 DRAFT_LOADER: Ref = "sglcore.models.draft:load_draft"
 DRAFT_KIND: Ref = "sglcore.models.draft:kind_of"
 OFFERED: Ref = "sglcore.models.draft:offered_head"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sglcore.runtime.forward_batch import ForwardBatch
+from sglcore.runtime.speculative.choice import BLOCK, REJECTION
 from sglcore.runtime.speculative.drafter import NONE, DraftRows, DrawDraft
 from sglcore.runtime.speculative.worker import SpeculativeWorker, VerifiedRows
 from sglcore.sampling.logprobs import logprobs_of
@@ -120,7 +121,7 @@ class BlockRejection(Rejection):
         return accepted, kept
 
 
-RULES: Mapping[str, type[Rejection]] = MappingProxyType({"rejection": Rejection, "block": BlockRejection})
+RULES: Mapping[str, type[Rejection]] = MappingProxyType({REJECTION: Rejection, BLOCK: BlockRejection})
 """As they are asked for."""
 
 

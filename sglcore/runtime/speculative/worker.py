@@ -26,7 +26,7 @@ from sglcore.runtime.speculative.features import features_of
 from sglcore.runtime.speculative.length import LengthController
 from sglcore.runtime.staging import StagedArrays
 from sglcore.runtime.token_table import TokenTable
-from sglcore.runtime.tp_worker import TpModelWorker, prompt_embeds
+from sglcore.runtime.tp_worker import TpModelWorker
 from sglcore.sampling.sampler import SamplingState
 from sglcore.sampling.state import SampledTokens
 from sglcore.step.output import StepOutput
@@ -98,16 +98,11 @@ class SpeculativeWorker(TpModelWorker):
     def _extend(self, batch: ScheduleBatch) -> Ticket:
         rows = plan_rows(batch)
         inputs = self._sampling.inputs(batch, rows)
-        sent = {**inputs.arrays, **prompt_embeds(batch), **_chunk_arrays(batch, rows)}
-        arrays = StagedArrays(sent, lasting=inputs.new is not None)
-        staged = self.runner.init_batch(batch, arrays)
-        arrived = arrays.arrived
-        if batch.embed_rows is not None:
-            staged.input_embeds = self.runner.model.embed_ids(staged.input_ids)
-            staged.input_embeds[arrived["embed_rows"]] = arrived["prompt_embeds"].to(staged.input_embeds.dtype)
+        staged, arrays = self._stage(batch, inputs, _chunk_arrays(batch, rows))
+        assert arrays is not None
         hidden, path = self.runner.forward(staged)
-        tokens, prompt = self._sampling.run(batch, staged, rows, hidden, inputs, arrived)
-        self._advance_prompts(batch, staged, rows, hidden, arrived)
+        tokens, prompt = self._sampling.run(batch, staged, rows, hidden, inputs, arrays.arrived)
+        self._advance_prompts(batch, staged, rows, hidden, arrays.arrived)
         output = StepOutput(rows, path, tokens, prompt, drafts=self._drafts(batch, staged.req_pool_indices))
         return self._ticket(batch, staged, arrays, output)
 
