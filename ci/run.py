@@ -39,17 +39,21 @@ class Failure(Enum):
 _INFRA = ("No space left on device", "Cannot allocate memory", "crashed while running", "node down: Not properly")
 NO_PLUGINS = "-p no:schemathesis -p no:langsmith_plugin -p no:anyio"
 """What libraries of tests bring to every pytest, also to those that tests start, and that costs seconds at each start."""
+_NAMED = ("FAILED ", "ERROR ")
+"""How a line of pytest's summary begins that names a test."""
 _IMAGE = ("No module named", "could not be built", "No matching distribution")
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """One lane's run: its exit status, seconds, and the class of its failure (None: it passed)."""
+    """One lane's run: its exit status, seconds, the class of its failure (None: it passed), and the lines of pytest's summary
+    that name what failed."""
 
     lane: Lane
     status: int
     seconds: float
     failure: Failure | None
+    named: tuple[str, ...] = ()
 
 
 def classify(status: int, output: str) -> Failure | None:
@@ -116,18 +120,21 @@ def run(lane: Lane, workers: int, words: Sequence[str] = (), taken: Sequence[str
         text=True,
     ) as child:
         assert child.stdout is not None
-        tail = ""
+        tail, named = "", list[str]()
         for line in child.stdout:
             print(f"{before}{line}", end="", flush=True)
             tail = (tail + line)[-TAIL:]
+            if line.startswith(_NAMED):
+                named.append(line.rstrip())
         status = child.wait()
-    return Ran(lane, status, time.monotonic() - start, classify(status, tail))
+    return Ran(lane, status, time.monotonic() - start, classify(status, tail), tuple(named))
 
 
 def report(runs: Sequence[Ran]) -> str:
-    """One line for each lane."""
+    """One line for each lane, and after them what failed: whoever keeps only the end of the output has it."""
     lines = [
         f"  {ran.lane.name:<14} {'passed' if ran.failure is None else 'FAILED: ' + ran.failure.value:<18} {ran.seconds:6.0f} s"
         for ran in runs
     ]
-    return "\n".join(["", "lanes", *lines])
+    named = [f"  {ran.lane.name:<14} {line}" for ran in runs for line in ran.named]
+    return "\n".join(["", "lanes", *lines, *(["", "what failed", *named] if named else [])])

@@ -15,7 +15,7 @@ import pytest
 
 from ci.lanes import ROOT, Lane, lanes
 from ci.pytest_lanes import LaneRun
-from ci.run import Failure, classify, command
+from ci.run import Failure, classify, command, report, run
 from ci.selection import ELSEWHERE, Selection
 from ci.table import markdown, read, summary
 
@@ -46,6 +46,14 @@ def test_a_lane_is_run_by_its_interpreter_with_its_name_its_simulator_and_its_re
         assert [word for word in words if word.startswith("--ignore")] == [f"--ignore={file}" for file in lane.ignore]
         assert f"--lane={lane.name}" in words and "-n3" in words
         assert (f"--sim={lane.simulator}" in words) == bool(lane.simulator)
+
+
+def test_what_failed_is_named_at_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said = "print('FAILED a.py::one - assert 0\\nERROR b.py::two\\n  FAILED in a text'); raise SystemExit(1)"
+    monkeypatch.setattr("ci.run.RECORDS", tmp_path)
+    monkeypatch.setattr("ci.run.command", lambda *given: (sys.executable, "-c", said))
+    text = report([run(lanes()[0], 1)])
+    assert text.endswith(f"{lanes()[0].name:<14} FAILED a.py::one - assert 0\n  {lanes()[0].name:<14} ERROR b.py::two")
 
 
 def record(folder: Path, lane: str, tests: dict, left_out: dict) -> Path:
