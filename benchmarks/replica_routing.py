@@ -19,11 +19,11 @@ from results import machine, write_results
 from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.frontend import Frontend
-from sglcore.serving.ipc import EngineStats
-from sglcore.serving.replica import Replica
-from sglcore.serving.replica_set import ReplicaSet
-from sglcore.serving.router import Router, block_hashes
+from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.ipc import EngineStats
+from sglcore.serving.replicas.replica import Replica
+from sglcore.serving.replicas.router import Router, block_hashes
+from sglcore.serving.replicas.supervisor import ReplicaSet
 
 GROUPS, SHARED, OWN, NEW = 32, 512, 24, 16
 """Prefixes, their tokens, tokens of a prompt of its own, and tokens that are drawn for it."""

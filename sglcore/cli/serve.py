@@ -16,7 +16,7 @@ from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
 
 if TYPE_CHECKING:
-    from sglcore.serving.frontend import Frontend
+    from sglcore.serving.replicas.frontend import Frontend
 
 ENDPOINTS = "/v1/chat/completions /v1/completions /v1/responses /v1/messages /v1/embeddings /metrics"
 POLL_SECONDS = 0.05
@@ -46,7 +46,7 @@ def serve(
 def _run(config: EngineConfig, server: ServerConfig, *, quiet: bool) -> int:
     import uvloop
 
-    from sglcore.serving.server import serve as serve_model
+    from sglcore.serving.http.server import serve as serve_model
 
     chosen = "" if server.ray is not None else _choose(config)
     watches: set[asyncio.Task[None]] = set()

@@ -14,11 +14,11 @@ import uvicorn
 
 from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
-from sglcore.serving.app import make_app
-from sglcore.serving.channel import EngineChannel
-from sglcore.serving.engine_process import start_service
-from sglcore.serving.frontend import Frontend
-from sglcore.serving.ipc import EngineSpec, Failed
+from sglcore.serving.http.app import make_app
+from sglcore.serving.replicas.channel import EngineChannel
+from sglcore.serving.replicas.engine_process import start_service
+from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.ipc import EngineSpec, Failed
 
 LONGEST_START_S = 60.0
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from sglcore.serving.api import page
+from sglcore.serving.http.page import route as page
 
 LEDGER = [
     {"topic": "attention", "requested": "auto", "effective": "reference", "reason": "first that serves the model",

@@ -14,9 +14,10 @@ from sglcore.engine.outputs import Completion, RequestOutput, TextDelta
 from sglcore.engine.text import TextCodec
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import FinishReason, TokenLogprob
-from sglcore.serving.app import make_app
-from sglcore.serving.formats import ChatFormat, Delta, Rendered
-from sglcore.serving.frontend import Frontend
+from sglcore.serving.chat.format import ChatFormat, Rendered
+from sglcore.serving.chat.parsers.delta import Delta
+from sglcore.serving.http.app import make_app
+from sglcore.serving.replicas.frontend import Frontend
 from tests.serving.threaded import in_thread
 
 MODEL = "scripted"

@@ -19,9 +19,9 @@ from sglcore.engine.output_processor import OutputProcessor
 from sglcore.engine.text import TextCodec
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput, FinishReason
-from sglcore.serving.generation import Generation
-from sglcore.serving.health import Health
-from sglcore.serving.ipc import (
+from sglcore.serving.replicas.generation import Generation
+from sglcore.serving.replicas.health import Health
+from sglcore.serving.replicas.ipc import (
     EngineOutputs,
     EngineReply,
     EngineRequest,
@@ -34,7 +34,7 @@ from sglcore.serving.ipc import (
     pack_ids,
     pack_params,
 )
-from sglcore.serving.replica_set import ReplicaSet
+from sglcore.serving.replicas.supervisor import ReplicaSet
 
 DEMO = Path(__file__).parents[2] / "sglcore" / "assets" / "demo"
 PATIENCE = 120.0

@@ -13,11 +13,11 @@ import httpx
 from sglcore.device.server_config import ServerConfig
 from sglcore.engine.outputs import Completion, RequestOutput, TextDelta
 from sglcore.engine.text import TextCodec
-from sglcore.serving.app import make_app
-from sglcore.serving.formats import ChatFormat
-from sglcore.serving.frontend import Frontend
-from sglcore.serving.health import Health
-from sglcore.serving.ipc import EngineStats
+from sglcore.serving.chat.format import ChatFormat
+from sglcore.serving.http.app import make_app
+from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.health import Health
+from sglcore.serving.replicas.ipc import EngineStats
 
 DEMO = Path(__file__).parents[2] / "sglcore" / "assets" / "demo"
 Generate = Callable[..., Awaitable[Any]]

@@ -10,9 +10,9 @@ import jsonschema
 import pytest
 
 from sglcore.engine.outputs import TextDelta
-from sglcore.serving.chat_run import ChatRun, collect_chat
-from sglcore.serving.formats import Delta
-from sglcore.serving.protocol.chat import ChatAnswer, ChatChunk
+from sglcore.serving.apis.openai.chat_body import ChatAnswer, ChatChunk
+from sglcore.serving.chat.parsers.delta import Delta
+from sglcore.serving.chat.run import ChatRun, collect_chat
 from tests.serving.conftest import SCHEMA, TOOLS, Server
 from tests.serving.stubs import StubGeneration
 

@@ -18,10 +18,10 @@ from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
 from sglcore.engine.start import embedded_model
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.errors import EngineDied, NotReady
-from sglcore.serving.frontend import Frontend
-from sglcore.serving.generation import Generation
-from sglcore.serving.launch import LocalProcess
+from sglcore.serving.replicas.errors import EngineDied, NotReady
+from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.generation import Generation
+from sglcore.serving.replicas.launch import LocalProcess
 from tests.serving.staged_replicas import until
 
 PROMPT = "Once upon a time"
@@ -190,7 +190,7 @@ LONELY = """
 import asyncio
 from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
-from sglcore.serving.frontend import Frontend
+from sglcore.serving.replicas.frontend import Frontend
 
 async def main():
     frontend = Frontend(EngineConfig(max_requests=2, threads=1, kv_cache_memory=64 << 20), ServerConfig())

@@ -20,9 +20,9 @@ from sglcore.engine.tokens import TokenEngine
 from sglcore.sampling.grammar import Grammar, GrammarError
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput
-from sglcore.serving.channel import EngineChannel
-from sglcore.serving.engine_service import MOST_FAILURES, EngineService
-from sglcore.serving.ipc import (
+from sglcore.serving.replicas.channel import EngineChannel
+from sglcore.serving.replicas.engine_service import MOST_FAILURES, EngineService
+from sglcore.serving.replicas.ipc import (
     Abort,
     Address,
     Audit,

@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from sglcore.engine.outputs import TextDelta
-from sglcore.serving.errors import EngineDied, Overloaded, failure, told
-from sglcore.serving.health import Health
-from sglcore.serving.protocol.common import ErrorAnswer
+from sglcore.serving.apis.body import ErrorAnswer
+from sglcore.serving.replicas.errors import EngineDied, Overloaded, failure, told
+from sglcore.serving.replicas.health import Health
 from tests.serving.conftest import Server
 from tests.serving.stubs import Generate, StubGeneration, call, gives, make_frontend, raises
 

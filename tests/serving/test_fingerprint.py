@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglcore.serving.engine_process import fingerprint
+from sglcore.serving.replicas.engine_process import fingerprint
 
 ROW: dict[str, object] = {"topic": "graphs", "effective": "full"}
 MEMORY: dict[str, object] = {"topic": "kv cache", "effective": "100 pages"}

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from sglcore.device.server_config import ServerConfig
-from sglcore.serving.formats import ChatFormat
+from sglcore.serving.chat.format import ChatFormat
 from tests.serving.formats.checkpoints import codec_of
 from tests.serving.scripted import MODEL, Stage, staged
 

@@ -11,9 +11,9 @@ import pytest
 from sglcore.device.config import EngineConfig
 from sglcore.device.server_config import ServerConfig
 from sglcore.sampling.params import SamplingParams
-from sglcore.serving.errors import NotReady, Overloaded
-from sglcore.serving.frontend import Frontend
-from sglcore.serving.generation import Generation
+from sglcore.serving.replicas.errors import NotReady, Overloaded
+from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.generation import Generation
 from tests.serving.staged_replicas import Stage, info, until
 
 PARAMS = SamplingParams(max_tokens=4)

@@ -16,9 +16,17 @@ from sglcore.engine.start import embedded_model
 from sglcore.engine.text import TextCodec
 from sglcore.sampling.params import SamplingParams
 from sglcore.schedule.output import EngineOutput, TokenLogprob
-from sglcore.serving.channel import EngineChannel, FrontendChannel
-from sglcore.serving.generation import Generation
-from sglcore.serving.ipc import Address, EngineRequest, EngineStats, GenerateRequest, Stop, pack_ids, pack_params
+from sglcore.serving.replicas.channel import EngineChannel, FrontendChannel
+from sglcore.serving.replicas.generation import Generation
+from sglcore.serving.replicas.ipc import (
+    Address,
+    EngineRequest,
+    EngineStats,
+    GenerateRequest,
+    Stop,
+    pack_ids,
+    pack_params,
+)
 
 REPORTS = 200
 

@@ -16,10 +16,10 @@ from starlette.types import Receive, Scope, Send
 
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
-from sglcore.serving.exchange import Exchange
-from sglcore.serving.logs import Logs
-from sglcore.serving.metrics import Metrics
-from sglcore.serving.middleware.exchanges import line
+from sglcore.serving.http.logs import Logs
+from sglcore.serving.http.middleware.exchanges import line
+from sglcore.serving.replicas.exchange import Exchange
+from sglcore.serving.replicas.metrics import Metrics
 from tests.serving.wrapped import call, echo, wrapped
 
 SECRET = "tell nobody of the treasure"
@@ -124,7 +124,7 @@ def test_a_writer_that_hangs_holds_up_nobody_and_lines_beyond_the_queue_are_coun
 
     release = threading.Event()
     monkeypatch.setattr(sys, "stderr", cast(TextIO, Stuck()))
-    monkeypatch.setattr("sglcore.serving.logs._LONGEST_QUEUE", 10)
+    monkeypatch.setattr("sglcore.serving.http.logs._LONGEST_QUEUE", 10)
     logs = Logs(ServerConfig())
     app, _ = wrapped(echo, ServerConfig())
     statuses = [asyncio.run(call(app)).status for _ in range(20)]

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from sglcore.device.server_config import ServerConfig
-from sglcore.serving.errors import EngineDied, Overloaded
+from sglcore.serving.replicas.errors import EngineDied, Overloaded
 from tests.serving.conftest import Server
 from tests.serving.scripted import CACHED, MODEL, PROMPT, Stage, call, content, reasoning, staged
 

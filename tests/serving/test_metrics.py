@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglcore.serving.exchange import CURRENT, Exchange
-from sglcore.serving.ipc import EngineStats
-from sglcore.serving.metrics import Histogram, Metrics, kv_usage
+from sglcore.serving.replicas.exchange import CURRENT, Exchange
+from sglcore.serving.replicas.ipc import EngineStats
+from sglcore.serving.replicas.metrics import Histogram, Metrics, kv_usage
 
 STATS = EngineStats(
     waiting=3,
@@ -187,7 +187,7 @@ def test_labels_survive_any_name_of_a_model() -> None:
 
 def test_retry_after_is_how_long_those_who_wait_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("sglcore.serving.metrics.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("sglcore.serving.replicas.metrics.time.monotonic", lambda: now[0])
     metrics = Metrics("tiny", "1", list)
     assert metrics.retry_after(1000) == 1, "nothing has been observed yet"
     for _ in range(10):

@@ -12,7 +12,7 @@ from starlette.types import Message as AsgiEvent
 from starlette.types import Receive, Scope, Send
 
 from sglcore.device.server_config import ServerConfig
-from sglcore.serving.ipc import EngineStats
+from sglcore.serving.replicas.ipc import EngineStats
 from tests.serving.wrapped import Answered, call, echo, wrapped
 
 KEYS = ("first-key", "second-key")
@@ -56,7 +56,7 @@ class TestKeys:
         assert "first-key" not in answer.body.decode()
 
     def test_every_key_is_compared_whichever_fits(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from sglcore.serving.middleware import keys
+        from sglcore.serving.http.middleware import keys
 
         real, compared = keys.hmac.compare_digest, []
 

@@ -10,8 +10,8 @@ from dataclasses import fields
 
 import pytest
 
-from sglcore.serving.api.page import page as page_file
-from sglcore.serving.api.page import policy
+from sglcore.serving.http.page.route import page as page_file
+from sglcore.serving.http.page.route import policy
 from tests.serving.page_server import Script, chat, ended, make_app, usage
 from tests.serving.servers import Server
 from tests.serving.threaded import in_thread

@@ -11,9 +11,9 @@ import pytest
 import uvloop
 
 from sglcore.device.errors import ConfigError
-from sglcore.serving.errors import EngineDied
-from sglcore.serving.frontend import Frontend
-from sglcore.serving.ray_launch import RayLauncher, RayProcess
+from sglcore.serving.replicas.errors import EngineDied
+from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.ray_launch import RayLauncher, RayProcess
 from tests.serving.staged_replicas import until
 from tests.serving.test_deaths import PATIENCE, SHORT, begin, is_running, running_frontend, text_of
 

@@ -14,13 +14,13 @@ from zmq.utils.monitor import recv_monitor_message
 
 from sglcore.device.errors import ConfigError
 from sglcore.device.server_config import ServerConfig
-from sglcore.serving.channel import EngineChannel, FrontendChannel
-from sglcore.serving.engine_process import LINK_BROKE
-from sglcore.serving.errors import EngineDied, NotReady
-from sglcore.serving.ipc import Abort, Address, Embed, Embedded, EngineStats, Failed, Phase
-from sglcore.serving.launch import launcher_for
-from sglcore.serving.replica_set import MOST_TRIES
-from sglcore.serving.restart import LONGEST_WAIT, MOST_FAILED_STARTS, SHORT_LIFE, RestartPolicy
+from sglcore.serving.replicas.channel import EngineChannel, FrontendChannel
+from sglcore.serving.replicas.engine_process import LINK_BROKE
+from sglcore.serving.replicas.errors import EngineDied, NotReady
+from sglcore.serving.replicas.ipc import Abort, Address, Embed, Embedded, EngineStats, Failed, Phase
+from sglcore.serving.replicas.launch import launcher_for
+from sglcore.serving.replicas.restart import LONGEST_WAIT, MOST_FAILED_STARTS, SHORT_LIFE, RestartPolicy
+from sglcore.serving.replicas.supervisor import MOST_TRIES
 from tests.serving.staged_replicas import PATIENCE, staged, until
 
 FAILED_HANDSHAKE = (

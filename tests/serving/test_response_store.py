@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sglcore.serving.dialects.responses_store import ResponseStore, Stored
-from sglcore.serving.errors import InvalidRequest
+from sglcore.serving.apis.responses.store import ResponseStore, Stored
+from sglcore.serving.replicas.errors import InvalidRequest
 
 
 def stored(name: str, size: int) -> Stored:

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from sglcore.device.server_config import ServerConfig
-from sglcore.serving.errors import EngineDied, Overloaded
+from sglcore.serving.replicas.errors import EngineDied, Overloaded
 from tests.serving.scripted import CACHED, MODEL, PROMPT, Stage, call, content, reasoning, staged
 
 KEPT = 3

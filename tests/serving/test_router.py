@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglcore.serving.router import Router, block_hashes
+from sglcore.serving.replicas.router import Router, block_hashes
 
 PAGE = 16
 PAGES = 256

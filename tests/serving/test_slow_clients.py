@@ -16,9 +16,7 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglcore.device.server_config import ServerConfig
-from sglcore.serving import http
-from sglcore.serving.connection import SlowConnection
-from sglcore.serving.fast_connection import FastConnection
+from sglcore.serving.http import server as http
 from tests.serving import idle_clock
 from tests.serving.servers import Server
 from tests.serving.wrapped import echo, wrapped
@@ -112,13 +110,6 @@ def error(answer: bytes) -> dict[str, Any]:
     return json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
 
 
-@pytest.fixture(params=[FastConnection, SlowConnection], ids=["httptools", "h11"])
-def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both parsers keep the same bounds."""
-    monkeypatch.setattr(http, "connection_class", lambda: request.param)
-
-
-@pytest.mark.usefixtures("parser")
 class TestHeads:
     def test_a_head_that_does_not_end_is_408_though_bytes_keep_coming(self) -> None:
         async def work() -> None:
@@ -217,7 +208,6 @@ class TestComplete:
         run(work())
 
 
-@pytest.mark.usefixtures("parser")
 class TestBodies:
     def test_a_body_that_drips_is_408_and_others_are_answered(self) -> None:
         async def work() -> None:
@@ -277,7 +267,6 @@ class Fountain:
             pass
 
 
-@pytest.mark.usefixtures("parser")
 class TestReaders:
     def test_who_takes_nothing_holds_little_and_is_cut_off_in_the_end(self) -> None:
         async def work() -> None:

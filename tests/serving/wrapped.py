@@ -12,9 +12,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiEvent
 
 from sglcore.device.server_config import ServerConfig
-from sglcore.serving.ipc import EngineStats
-from sglcore.serving.metrics import Metrics
-from sglcore.serving.middleware import with_middleware
+from sglcore.serving.http.middleware import with_middleware
+from sglcore.serving.replicas.ipc import EngineStats
+from sglcore.serving.replicas.metrics import Metrics
 
 
 @dataclass

@@ -59,7 +59,7 @@ def test_it_says_which_device_it_runs_on(url: str) -> None:
 def test_the_engine_process_loads_no_tensor_library_but_its_own(url: str) -> None:
     code = (
         "import json, sys\n"
-        "import sglcore.serving.engine_process, sglcore.serving.server, sglcore_mlx.worker\n"
+        "import sglcore.serving.replicas.engine_process, sglcore.serving.http.server, sglcore_mlx.worker\n"
         f"print(json.dumps(sorted(set({FOREIGN!r}) & set(sys.modules))))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)

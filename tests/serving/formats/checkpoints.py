@@ -10,8 +10,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from sglcore.engine.text import TextCodec
-from sglcore.serving.formats.chat_format import ChatFormat
-from sglcore.serving.formats.delta import Delta, calls_of, joined, text_of
+from sglcore.serving.chat.format import ChatFormat
+from sglcore.serving.chat.parsers.delta import Delta, calls_of, joined, text_of
 
 PLAIN = """
 {%- for m in messages %}<|im_start|>{{ m.role }}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglcore.engine.text import TextCodec
-from sglcore.serving.formats.chat_format import ChatFormat
+from sglcore.serving.chat.format import ChatFormat
 from tests.serving.formats.checkpoints import FAMILIES, codec_of
 
 

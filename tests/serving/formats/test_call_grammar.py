@@ -11,7 +11,7 @@ import pytest
 from sglcore.engine.chat_template import TextError
 from sglcore.engine.text import TextCodec
 from sglcore.sampling.grammar import Grammar, GrammarError
-from sglcore.serving.formats.chat_format import ChatFormat
+from sglcore.serving.chat.format import ChatFormat
 from tests.serving.formats.checkpoints import FAMILIES
 
 SCHEMA = {

@@ -13,8 +13,8 @@ from sglcore.device.errors import ConfigError
 from sglcore.engine.chat_template import TextError
 from sglcore.engine.start import embedded_model
 from sglcore.engine.text import TextCodec
-from sglcore.serving.formats.chat_format import ChatFormat
-from sglcore.serving.formats.delta import calls_of, text_of
+from sglcore.serving.chat.format import ChatFormat
+from sglcore.serving.chat.parsers.delta import calls_of, text_of
 from tests.serving.formats.checkpoints import FAMILIES, HERMES, codec_of, make_codec
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]

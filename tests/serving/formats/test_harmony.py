@@ -8,7 +8,7 @@ from typing import Any
 import llguidance
 import pytest
 
-from sglcore.serving.formats.chat_format import ChatFormat
+from sglcore.serving.chat.format import ChatFormat
 from tests.serving.formats.checkpoints import codec_of, read
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]

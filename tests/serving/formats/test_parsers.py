@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglcore.serving.formats.delta import Delta, calls_of, joined, text_of
-from sglcore.serving.formats.families import REASONING, TOOLS
-from sglcore.serving.formats.json_text import MAX_DEPTH, JsonText
-from sglcore.serving.formats.parser import DeltaParser, ReasoningFamily
-from sglcore.serving.formats.xml_calls import QWEN3_CODER
+from sglcore.serving.chat.parsers.delta import Delta, calls_of, joined, text_of
+from sglcore.serving.chat.parsers.families import REASONING, TOOLS
+from sglcore.serving.chat.parsers.json_text import MAX_DEPTH, JsonText
+from sglcore.serving.chat.parsers.parser import DeltaParser, ReasoningFamily
+from sglcore.serving.chat.parsers.xml_calls import QWEN3_CODER
 
 FAMILY = {family.name: family for family in TOOLS}
 THINK = next(family for family in REASONING if family.name == "think")

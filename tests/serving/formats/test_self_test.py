@@ -12,15 +12,15 @@ import pytest
 from sglcore.device.errors import ConfigError
 from sglcore.engine.start import embedded_model
 from sglcore.engine.text import TextCodec
-from sglcore.serving.formats.chat_format import ChatFormat
-from sglcore.serving.formats.conversation import MessageForm
-from sglcore.serving.formats.families import REASONING, TOOLS
-from sglcore.serving.formats.harmony import harmony
-from sglcore.serving.formats.json_calls import CALL, CALL_END, Tools
-from sglcore.serving.formats.json_calls import HERMES as HERMES_CALLS
-from sglcore.serving.formats.parser import AnswerScan
-from sglcore.serving.formats.scanner import Scan, Scanner
-from sglcore.serving.formats.self_test import Candidate, Failed, check_reasoning, check_tools
+from sglcore.serving.chat.conversation import MessageForm
+from sglcore.serving.chat.format import ChatFormat
+from sglcore.serving.chat.parsers.families import REASONING, TOOLS
+from sglcore.serving.chat.parsers.harmony import harmony
+from sglcore.serving.chat.parsers.json_calls import CALL, CALL_END, Tools
+from sglcore.serving.chat.parsers.json_calls import HERMES as HERMES_CALLS
+from sglcore.serving.chat.parsers.parser import AnswerScan
+from sglcore.serving.chat.parsers.scanner import Scan, Scanner
+from sglcore.serving.chat.self_test import Candidate, Failed, check_reasoning, check_tools
 from tests.serving.formats.checkpoints import FAMILIES, HERMES, codec_of, make_codec
 
 THINK = next(family for family in REASONING if family.name == "think")

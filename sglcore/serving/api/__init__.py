@@ -1,1 +1,0 @@
-"""The endpoints: each module has `routes(frontend)`, which gives a router."""

@@ -1,0 +1,186 @@
+"""Bodies of /v1/messages: what a client of Anthropic's API may send. Knows no engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, Tag
+
+from sglcore.serving.apis.body import Answer, Body, Items, Positive
+from sglcore.serving.apis.kinds import Other, by_kind
+from sglcore.serving.apis.sampling import SamplingFields, Stops
+
+Word = Annotated[str, Field(min_length=1, max_length=256)]
+CacheControl = dict[str, Any]
+
+
+class TextBlock(Body):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+    citations: list[Any] | None = None
+
+
+class ThinkingBlock(Body):
+    """Reasoning of an earlier answer; the signature is not looked at."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(Body):
+    """Reasoning that only another service can read."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUseBlock(Body):
+    """A call that the model made."""
+
+    type: Literal["tool_use"]
+    id: Word
+    name: Word
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+    caller: Any = None
+    toolset_name: None = None
+
+
+Texts = Annotated[Annotated[TextBlock, Tag("text")] | Other, by_kind({"text": "text"})]
+
+
+class ToolResultBlock(Body):
+    """What a call gave."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Word
+    content: str | Items[Texts] | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+    toolset_name: None = None
+
+
+_KINDS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Other,
+    by_kind({name: name for name in _KINDS}),
+]
+
+
+class Message(Body):
+    """A turn of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Items[Block]
+
+
+class CustomTool(Body):
+    """A function that the model may call; `input_schema` is a JSON schema."""
+
+    type: Literal["custom"] | None = None
+    name: Word
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+    input_examples: Items[dict[str, Any]] | None = None
+    allowed_callers: Items[str] | None = None
+    defer_loading: bool | None = None
+    eager_input_streaming: bool | None = None
+
+
+Tool = Annotated[Annotated[CustomTool, Tag("custom")] | Other, by_kind({"custom": "custom"}, default="custom")]
+
+
+class ToolChoice(Body):
+    """Whether tools must be called: `any` of them, or the `tool` of this name."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Word | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    """Whether the model should think before it answers."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Positive | None = None
+    display: str | None = None
+
+
+class JsonFormat(Body):
+    """Text that a JSON schema describes."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    """What the answer must look like."""
+
+    effort: str | None = None
+    format: JsonFormat | None = None
+
+
+class CountRequest(Body):
+    """A request for the number of input tokens, and what a request for a message begins with."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control", "speed", "user_profile_id", "context_management"})
+    model: str | None = None
+    messages: Annotated[Items[Message], Field(min_length=1)]
+    system: str | Items[Texts] | None = None
+    tools: Items[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = None
+    mcp_servers: list[Any] | None = None
+    cache_control: CacheControl | None = None
+    context_management: dict[str, Any] | None = None
+    speed: str | None = None
+    user_profile_id: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessagesRequest(CountRequest, SamplingFields):
+    """A request for a message."""
+
+    ignored: ClassVar[frozenset[str]] = CountRequest.ignored | {
+        "diagnostics",
+        "inference_geo",
+        "metadata",
+        "service_tier",
+        "workspace_id",
+    }
+    max_tokens: Positive
+    stop_sequences: Stops | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    container: Any = None
+    diagnostics: Any = None
+    inference_geo: str | None = None
+    workspace_id: str | None = None
+    stream: bool | None = None
+
+
+class MessagesErrorDetail(Answer):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class MessagesError(Answer):
+    """Every error of these endpoints."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail

@@ -1,0 +1,245 @@
+"""A request for a message of Anthropic's API as a conversation: blocks become the messages and tools of the chat endpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from sglcore.sampling.params import SamplingParams
+from sglcore.serving.apis.anthropic.body import (
+    Block,
+    CountRequest,
+    CustomTool,
+    Message,
+    MessagesRequest,
+    RedactedThinkingBlock,
+    TextBlock,
+    Texts,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from sglcore.serving.apis.fields import checked_params, refuse_fields, refuse_kind, warnings_of
+from sglcore.serving.apis.params import format_grammar
+from sglcore.serving.apis.sampling import SamplingFields
+from sglcore.serving.chat.run import ChatRequest
+from sglcore.serving.replicas.errors import InvalidRequest
+
+_ABSENT = MappingProxyType(
+    {"mcp_servers": "this server calls no other servers", "container": "this server has no containers"}
+)
+_CHOICES = MappingProxyType({"auto": "auto", "any": "required", "none": "none"})
+_UNUSED_OF_TOOL = ("cache_control", "input_examples", "allowed_callers", "defer_loading", "eager_input_streaming")
+_SWITCHES = frozenset({"enable_thinking", "thinking"})
+"""What templates call their switch of thinking."""
+_OWN_NAMES = MappingProxyType({"stop": "stop_sequences"})
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request, read. `warnings` are the fields that had no effect."""
+
+    request: ChatRequest
+    warnings: tuple[str, ...]
+
+
+def read_request(body: MessagesRequest) -> Turn:
+    """What a request for a message asks for. Raises InvalidRequest or SamplingError."""
+    refuse_fields(body.model_dump(include=set(_ABSENT)), _ABSENT)
+    values = {
+        **body.given(*SamplingFields.model_fields),
+        "stop": body.stop_sequences or None,
+        "grammar": _grammar(body),
+    }
+    return Turn(
+        chat_request(body, checked_params(body.max_tokens, values, _OWN_NAMES)),
+        warnings_of(body.warnings(), _notes(body)),
+    )
+
+
+def chat_request(body: CountRequest, params: SamplingParams) -> ChatRequest:
+    """The chat request of a conversation. An answer that the conversation ends with is gone on with."""
+    messages = _system(body.system)
+    for place, message in enumerate(body.messages):
+        _add(messages, message, f"messages[{place}]")
+    is_begun = messages[-1]["role"] == "assistant"
+    if is_begun and "tool_calls" in messages[-1]:
+        raise InvalidRequest(
+            "messages: the last one ends with tool_use",
+            wanted="a user message with the tool_result blocks of its calls",
+            param=f"messages[{len(body.messages) - 1}]",
+        )
+    return ChatRequest(
+        messages=messages,
+        tools=[_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools or ())] or None,
+        tool_choice=_choice(body),
+        parallel_tool_calls=not (body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use),
+        params=params,
+        chat_template_kwargs=_template_kwargs(body),
+        continue_final_message=is_begun,
+        add_generation_prompt=not is_begun,
+        form="output_config.format.schema",
+    )
+
+
+def unread(body: CountRequest, ignored: Sequence[str]) -> list[str]:
+    """The fields behind variables that the chat template does not read. One of the switches of thinking is enough."""
+    own = body.chat_template_kwargs or {}
+    names = [f"chat_template_kwargs.{name}" for name in ignored if name in own]
+    if body.thinking is not None and set(ignored) >= _SWITCHES - own.keys():
+        names.append("thinking")
+    return [*names, "output_config.effort"] if "reasoning_effort" in set(ignored) - own.keys() else names
+
+
+def _system(system: str | list[Texts] | None) -> list[dict[str, Any]]:
+    if not system:
+        return []
+    return [{"role": "system", "content": _content(system, "system")}]
+
+
+def _add(messages: list[dict[str, Any]], message: Message, where: str) -> None:
+    """Add a turn: results of calls are messages of their own, and a second turn of one side goes on with the first."""
+    if message.role == "assistant":
+        turn = _answer(message.content, f"{where}.content")
+        _join(messages, turn) if messages and messages[-1]["role"] == "assistant" else messages.append(turn)
+        return
+    texts: list[dict[str, Any]] = []
+    for place, block in enumerate(_blocks(message.content)):
+        at = f"{where}.content[{place}]"
+        if isinstance(block, ToolResultBlock):
+            _flush(messages, message.role, texts)
+            messages.append(_result(block, messages, at))
+        else:
+            texts.append(_user_part(block, at))
+    if texts or not message.content:
+        _flush(messages, message.role, texts or [{"type": "text", "text": ""}])
+
+
+def _flush(messages: list[dict[str, Any]], role: str, texts: list[dict[str, Any]]) -> None:
+    if not texts:
+        return
+    if messages and messages[-1]["role"] == role == "user":
+        messages[-1]["content"] = [*messages[-1]["content"], *texts]
+    else:
+        messages.append({"role": role, "content": list(texts)})
+    texts.clear()
+
+
+def _answer(content: str | list[Block], where: str) -> dict[str, Any]:
+    """The model's own turn: its texts are one text, as it wrote them."""
+    turn: dict[str, Any] = {"role": "assistant"}
+    for place, block in enumerate(_blocks(content)):
+        match block:
+            case TextBlock():
+                turn["content"] = turn.get("content", "") + block.text
+            case ThinkingBlock():
+                turn["reasoning_content"] = turn.get("reasoning_content", "") + block.thinking
+            case ToolUseBlock():
+                turn.setdefault("tool_calls", []).append(_call(block))
+            case RedactedThinkingBlock():
+                pass
+            case _:
+                refuse_kind("a block", block.type, "text, thinking or tool_use", f"{where}[{place}]")
+    return turn if len(turn) > 1 else {**turn, "content": ""}
+
+
+def _join(messages: list[dict[str, Any]], turn: dict[str, Any]) -> None:
+    last = messages[-1]
+    for name in ("reasoning_content", "content", "tool_calls"):
+        if name in turn:
+            last[name] = last[name] + turn[name] if name in last else turn[name]
+
+
+def _call(block: ToolUseBlock) -> dict[str, Any]:
+    arguments = json.dumps(block.input, ensure_ascii=False)
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+
+
+def _result(block: ToolResultBlock, messages: Sequence[dict[str, Any]], where: str) -> dict[str, Any]:
+    made = {call["id"] for message in messages for call in message.get("tool_calls") or ()}
+    if block.tool_use_id not in made:
+        raise InvalidRequest(
+            f"{where}: found the result of a call {block.tool_use_id!r} that was not made before it",
+            wanted="a tool_use block with this id in an earlier assistant message",
+            param=f"{where}.tool_use_id",
+        )
+    content = _content(block.content, f"{where}.content") if block.content is not None else ""
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+
+
+def _user_part(block: Any, where: str) -> dict[str, Any]:
+    if not isinstance(block, TextBlock):
+        refuse_kind("a block", block.type, "text or tool_result", where)
+    return {"type": "text", "text": block.text}
+
+
+def _content(content: str | list[Texts], where: str) -> Any:
+    if isinstance(content, str):
+        return content
+    return [_user_part(block, f"{where}[{place}]") for place, block in enumerate(content)]
+
+
+def _blocks(content: str | list[Block]) -> Sequence[Any]:
+    if isinstance(content, str):
+        return [TextBlock(type="text", text=content)] if content else []
+    return content
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tool, CustomTool):
+        refuse_kind("a tool", tool.type, "custom", where)
+    return {
+        "type": "function",
+        "function": {**tool.given("name", "description", "strict"), "parameters": tool.input_schema},
+    }
+
+
+def _choice(body: CountRequest) -> Any:
+    choice = body.tool_choice
+    if choice is None:
+        return "auto"
+    if choice.type != "tool":
+        return _CHOICES[choice.type]
+    if choice.name is None:
+        raise InvalidRequest("tool_choice has no name", wanted="the name of a tool", param="tool_choice.name")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _template_kwargs(body: CountRequest) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if body.thinking is not None and body.thinking.type != "adaptive":
+        thinks = body.thinking.type == "enabled"
+        found |= dict.fromkeys(sorted(_SWITCHES), thinks)
+    if body.output_config is not None and body.output_config.effort is not None:
+        found["reasoning_effort"] = body.output_config.effort
+    return {**found, **(body.chat_template_kwargs or {})}
+
+
+def _grammar(body: CountRequest) -> Any:
+    configured = body.output_config.format if body.output_config is not None else None
+    form = configured or body.output_format
+    return None if form is None else format_grammar("json_schema", form.schema_, "output_config.format.schema")
+
+
+def _notes(body: CountRequest) -> list[str]:
+    """Fields inside of others that this server has no use for."""
+    notes: list[str] = []
+    is_forced = body.tool_choice is not None and body.tool_choice.type in ("any", "tool")
+    if body.thinking is not None:
+        notes += [f"thinking.{name}" for name in body.thinking.given("budget_tokens", "display")]
+    for tool in body.tools or ():
+        if isinstance(tool, CustomTool):
+            notes += [f"tools.{name}" for name in tool.given(*_UNUSED_OF_TOOL)]
+            notes += ["tools.strict"] if tool.strict and not is_forced else []
+    blocks = [block for message in body.messages for block in _blocks(message.content)]
+    blocks += body.system if isinstance(body.system, list) else []
+    if any(isinstance(block, TextBlock | ToolUseBlock | ToolResultBlock) and block.cache_control for block in blocks):
+        notes.append("content.cache_control")
+    if any(isinstance(block, ToolResultBlock) and block.is_error for block in blocks):
+        notes.append("content.is_error")
+    if any(isinstance(block, RedactedThinkingBlock) for block in blocks):
+        notes.append("content.redacted_thinking")
+    return notes

@@ -1,0 +1,101 @@
+"""What a model says as blocks that open, grow and close: reasoning, text and tool calls, one after another.
+
+Knows nothing of any protocol; the dialects write their own events for each change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from sglcore.schedule.output import TokenLogprob
+from sglcore.serving.chat.parsers.delta import Delta
+
+BlockKind = Literal["reasoning", "text", "tool"]
+
+
+@dataclass(slots=True)
+class Block:
+    """One block: its place among all of them, and its text so far (of a tool call: the arguments, JSON)."""
+
+    index: int
+    kind: BlockKind
+    name: str = ""
+    call_id: str = ""
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    id: str = ""
+    """What the dialect calls it."""
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return "".join(self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockChange:
+    """What happened to a block. `text` and `logprobs` are what it grew by."""
+
+    kind: Literal["opened", "grew", "closed"]
+    block: Block
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Blocks:
+    """Blocks of one answer. At most one is open; `all` holds them in order."""
+
+    def __init__(self) -> None:
+        self.all: list[Block] = []
+        self._open: tuple[Block, int] | None = None
+        self._early: list[TokenLogprob] = []
+
+    def take(self, delta: Delta | None, logprobs: Sequence[TokenLogprob] = ()) -> list[BlockChange]:
+        """The changes that a delta makes. Log-probabilities are kept for text; those of other blocks are dropped."""
+        if delta is None:
+            self._early += logprobs
+            return []
+        kind = _KINDS[delta.kind]
+        changes = [] if self._continues(kind, delta) else [*self.finish(), self._start(kind, delta)]
+        assert self._open is not None
+        block = self._open[0]
+        known = (*self._early, *logprobs) if kind == "text" else ()
+        self._early.clear()
+        if not delta.text and not known:
+            return changes
+        block.pieces.append(delta.text)
+        block.logprobs += known
+        return [*changes, BlockChange("grew", block, delta.text, known)]
+
+    def finish(self) -> list[BlockChange]:
+        """Close the block that is open, if any."""
+        if self._open is None:
+            return []
+        block, self._open = self._open[0], None
+        return [BlockChange("closed", block)]
+
+    def force_text(self) -> list[BlockChange]:
+        """Open a text block if there is no block at all."""
+        return [] if self.all else [self._start("text", None)]
+
+    def _continues(self, kind: BlockKind, delta: Delta) -> bool:
+        if self._open is None or delta.kind == "tool_start":
+            return False
+        block, call = self._open
+        return block.kind == kind and (kind != "tool" or call == delta.index)
+
+    def _start(self, kind: BlockKind, delta: Delta | None) -> BlockChange:
+        block = Block(len(self.all), kind)
+        if delta is not None and kind == "tool":
+            block.name, block.call_id = delta.name, delta.call_id
+        self.all.append(block)
+        self._open = (block, delta.index if delta is not None else 0)
+        return BlockChange("opened", block)
+
+
+_KINDS: Mapping[str, BlockKind] = MappingProxyType(
+    {"reasoning": "reasoning", "content": "text", "tool_start": "tool", "tool_arguments": "tool"}
+)

@@ -1,0 +1,1 @@
+"""OpenAI's completions, chats, embeddings and models."""

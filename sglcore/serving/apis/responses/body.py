@@ -1,0 +1,223 @@
+"""Bodies of /v1/responses: what a client may send. Knows no engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, Tag
+
+from sglcore.serving.apis.body import Body, Count, Items, Positive, entries
+from sglcore.serving.apis.kinds import Other, by_kind
+from sglcore.serving.apis.sampling import SamplingFields, Stop, Stops
+
+Role = Literal["user", "assistant", "system", "developer"]
+Id = Annotated[str, Field(min_length=1, max_length=256)]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16), entries(16)
+]
+
+
+class TextPart(Body):
+    """Text of a message; `annotations` and `logprobs` are those of an answer that is sent again."""
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class RefusalPart(Body):
+    """A refusal that the model gave earlier."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+Part = Annotated[
+    Annotated[TextPart, Tag("text")] | Annotated[RefusalPart, Tag("refusal")] | Other,
+    by_kind({**dict.fromkeys(_TEXTS, "text"), "refusal": "refusal"}),
+]
+
+
+class MessageItem(Body):
+    """A message of the conversation; `phase` comes back with an answer that is sent again."""
+
+    type: Literal["message"] = "message"
+    role: Role
+    content: str | Items[Part]
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class CallItem(Body):
+    """A call that the model made. `arguments` is JSON."""
+
+    type: Literal["function_call"]
+    call_id: Id
+    name: Id
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+    namespace: None = None
+    caller: Any = None
+
+
+class CallOutputItem(Body):
+    """What a call gave."""
+
+    type: Literal["function_call_output"]
+    call_id: Id
+    output: str | Items[Part]
+    id: str | None = None
+    status: str | None = None
+    caller: Any = None
+
+
+class ReasoningItem(Body):
+    """Reasoning of an answer that is sent again; `content` is the text."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: Items[Part] | None = None
+    content: Items[Part] | None = None
+    encrypted_content: str | None = None
+    status: str | None = None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Other,
+    by_kind(
+        {name: name for name in ("message", "function_call", "function_call_output", "reasoning")}, default="message"
+    ),
+]
+
+
+class FunctionTool(Body):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    type: Literal["function"]
+    name: Id
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    output_schema: dict[str, Any] | None = None
+    allowed_callers: Items[str] | None = None
+    defer_loading: bool | None = None
+
+
+class NamedTool(Body):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: Id
+
+
+Tool = Annotated[Annotated[FunctionTool, Tag("function")] | Other, by_kind({"function": "function"})]
+Choice = Annotated[Annotated[NamedTool, Tag("function")] | Other, by_kind({"function": "function"})]
+
+
+class PlainFormat(Body):
+    """Free text, or any JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(Body):
+    """Text that a JSON schema describes. It is enforced whatever `strict` says."""
+
+    type: Literal["json_schema"]
+    name: Id | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+
+
+Format = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
+
+
+class TextConfig(Body):
+    """What the text must look like."""
+
+    format: Format | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(Body):
+    """How much the model should think."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
+
+
+class StreamOptions(Body):
+    """`include_obfuscation` asks for padding, which this server never adds."""
+
+    include_obfuscation: bool | None = None
+
+
+class Conversation(Body):
+    """What both a response and a count of its tokens are made from."""
+
+    model: str | None = None
+    input: str | Items[Item] | None = None
+    instructions: str | None = None
+    previous_response_id: Id | None = None
+    conversation: Any = None
+    tools: Items[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextConfig | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CountRequest(Conversation):
+    """A request for the number of input tokens."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"personality"})
+    personality: str | None = None
+
+
+class ResponsesRequest(Conversation, SamplingFields):
+    """A request for a response. `stop` and most fields of sampling are this server's own."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            "max_tool_calls",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+            "user",
+        }
+    )
+    background: bool | None = None
+    context_management: list[Any] | None = None
+    include: Items[str] | None = None
+    max_output_tokens: Positive | None = None
+    max_tool_calls: Positive | None = None
+    metadata: Metadata | None = None
+    moderation: Any = None
+    prompt: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    top_logprobs: Count | None = None
+    user: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Stop | Stops | None = None

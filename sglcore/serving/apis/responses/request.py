@@ -1,0 +1,260 @@
+"""A request for a response as a conversation: items become the messages and tools of the chat endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from sglcore.sampling.params import SamplingParams
+from sglcore.serving.apis.fields import SHOWN, checked_params, refuse_fields, refuse_kind, warnings_of
+from sglcore.serving.apis.kinds import OtherKind
+from sglcore.serving.apis.params import check_limit, format_grammar
+from sglcore.serving.apis.responses.body import (
+    CallItem,
+    CallOutputItem,
+    Conversation,
+    FunctionTool,
+    MessageItem,
+    Part,
+    ReasoningItem,
+    RefusalPart,
+    ResponsesRequest,
+    SchemaFormat,
+    TextPart,
+)
+from sglcore.serving.apis.sampling import SamplingFields
+from sglcore.serving.chat.run import ChatRequest
+from sglcore.serving.replicas.errors import InvalidRequest
+
+_ABSENT = MappingProxyType(
+    {
+        "background": "this server answers while the client waits",
+        "conversation": "this server keeps responses, not conversations: use previous_response_id",
+        "context_management": "this server does not shorten a conversation",
+        "prompt": "this server has no stored prompts",
+        "moderation": "this server does not judge texts",
+    }
+)
+_OWN_NAMES = MappingProxyType({"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"})
+LOGPROBS = "message.output_text.logprobs"
+"""The word of `include` that asks for log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request, read: `new` are the messages of its own input, `request` has those before them too."""
+
+    request: ChatRequest
+    new: tuple[dict[str, Any], ...]
+    warnings: tuple[str, ...]
+
+
+def read_request(body: ResponsesRequest, earlier: Sequence[dict[str, Any]], max_logprobs: int) -> Turn:
+    """What a request asks for; `earlier` is the conversation up to it. Raises InvalidRequest or SamplingError."""
+    refuse_fields(body.model_dump(include=set(_ABSENT)), _ABSENT)
+    new = read_input(body, earlier)
+    return Turn(
+        request=chat_request(body, [*earlier, *new], _params(body, max_logprobs)),
+        new=tuple(new),
+        warnings=warnings_of(body.warnings(), _notes(body)),
+    )
+
+
+def chat_request(body: Conversation, messages: list[dict[str, Any]], params: SamplingParams) -> ChatRequest:
+    """The chat request of a conversation; `instructions` stand before it."""
+    if body.truncation == "auto":
+        raise InvalidRequest(
+            "truncation: found 'auto'", wanted="'disabled'", remedy="shorten the input", param="truncation"
+        )
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    return ChatRequest(
+        messages=[*system, *messages],
+        tools=[_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools or ())] or None,
+        tool_choice=_choice(body),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        params=params,
+        chat_template_kwargs=_template_kwargs(body),
+        form="text.format.schema",
+    )
+
+
+def read_input(body: Conversation, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of the request's own input. Raises InvalidRequest."""
+    if body.input is None or body.input == [] or body.input == "":
+        raise InvalidRequest("the field input is missing", wanted="text, or a list of items", param="input")
+    if isinstance(body.input, str):
+        return [{"role": "user", "content": body.input}]
+    conversation = _Conversation(earlier)
+    for place, item in enumerate(body.input):
+        conversation.take(item, f"input[{place}]")
+    return conversation.messages
+
+
+class _Conversation:
+    """Messages that grow item by item: reasoning, text and calls of one turn of the model are one message."""
+
+    def __init__(self, earlier: Sequence[dict[str, Any]]) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._calls = {call["id"] for message in earlier for call in message.get("tool_calls") or ()}
+
+    def take(self, item: Any, where: str) -> None:
+        """Add one item; `where` is its path in the request."""
+        match item:
+            case MessageItem(role="assistant"):
+                self._turn("content")["content"] = _text(item.content, f"{where}.content")
+            case MessageItem():
+                self.messages.append({"role": item.role, "content": _content(item.content, f"{where}.content")})
+            case ReasoningItem():
+                self._reasoning(item, where)
+            case CallItem():
+                self._call(item, where)
+            case CallOutputItem():
+                self._output(item, where)
+            case OtherKind(type=kind):
+                refuse_kind("an item", kind, "message, function_call, function_call_output or reasoning", where)
+
+    def _turn(self, field: str) -> dict[str, Any]:
+        """The model's message that has no such field yet, nor one that follows it in a turn."""
+        order = ("reasoning_content", "content", "tool_calls")
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") == "assistant" and not any(name in last for name in order[order.index(field) :]):
+            return last
+        self.messages.append({"role": "assistant"})
+        return self.messages[-1]
+
+    def _reasoning(self, item: ReasoningItem, where: str) -> None:
+        parts = item.content or item.summary or ()
+        text = _text(list(parts), f"{where}.content")
+        if text:
+            self._turn("reasoning_content")["reasoning_content"] = text
+
+    def _call(self, item: CallItem, where: str) -> None:
+        call = {
+            "id": item.call_id,
+            "type": "function",
+            "function": {"name": item.name, "arguments": item.arguments or "{}"},
+        }
+        self._calls.add(item.call_id)
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") == "assistant" and "tool_calls" in last:
+            last["tool_calls"].append(call)
+        else:
+            self._turn("tool_calls")["tool_calls"] = [call]
+
+    def _output(self, item: CallOutputItem, where: str) -> None:
+        if item.call_id not in self._calls:
+            raise InvalidRequest(
+                f"{where}: found the output of a call {item.call_id!r} that was not made before it",
+                wanted="the function_call item with this call_id first",
+                remedy="send it too, or name the response that has it as previous_response_id",
+                param=f"{where}.call_id",
+            )
+        content = _content(item.output, f"{where}.output")
+        self.messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+
+
+def said(reasoning: str, text: str | None, calls: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    """The model's message of an answer; a call has `id`, `name` and `arguments`."""
+    message: dict[str, Any] = {"role": "assistant"}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if text is not None:
+        message["content"] = text
+    if calls:
+        message["tool_calls"] = [
+            {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+            for call in calls
+        ]
+    return message
+
+
+def unread(body: Conversation, ignored: Sequence[str]) -> list[str]:
+    """The fields behind variables that the chat template does not read."""
+    own = body.chat_template_kwargs or {}
+    return [f"chat_template_kwargs.{name}" if name in own else "reasoning.effort" for name in ignored]
+
+
+def _wants_logprobs(body: ResponsesRequest) -> bool:
+    """Whether the answer shows log-probabilities."""
+    return body.top_logprobs is not None or LOGPROBS in (body.include or ())
+
+
+def _params(body: ResponsesRequest, max_logprobs: int) -> SamplingParams:
+    check_limit("top_logprobs", body.top_logprobs, max_logprobs)
+    form = body.text.format if body.text is not None else None
+    schema = form.schema_ if isinstance(form, SchemaFormat) else None
+    values = {
+        **body.given(*SamplingFields.model_fields),
+        "stop": body.stop,
+        "logprobs": (body.top_logprobs or 0) if _wants_logprobs(body) else None,
+        "grammar": format_grammar(form.type, schema, "text.format.schema") if form is not None else None,
+    }
+    return checked_params(body.max_output_tokens, values, _OWN_NAMES)
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tool, FunctionTool):
+        refuse_kind("a tool", tool.type, "function", where)
+    return {"type": "function", "function": tool.given("name", "description", "parameters", "strict")}
+
+
+def _choice(body: Conversation) -> Any:
+    choice = body.tool_choice
+    if choice is None or isinstance(choice, str):
+        return choice or "auto"
+    if isinstance(choice, OtherKind):
+        refuse_kind("a choice", choice.type, "'none', 'auto', 'required' or a function", "tool_choice")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _template_kwargs(body: Conversation) -> dict[str, Any]:
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    return {**({"reasoning_effort": effort} if effort else {}), **(body.chat_template_kwargs or {})}
+
+
+def _content(content: str | list[Part], where: str) -> Any:
+    """Text of a user or a tool, as the chat endpoint takes it."""
+    if isinstance(content, str):
+        return content
+    return [{"type": "text", "text": _part(part, f"{where}[{place}]")} for place, part in enumerate(content)]
+
+
+def _text(content: str | list[Part], where: str) -> str:
+    """Text of the model, in one piece as it was written."""
+    if isinstance(content, str):
+        return content
+    return "".join(_part(part, f"{where}[{place}]") for place, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    match part:
+        case TextPart():
+            return part.text
+        case RefusalPart():
+            return part.refusal
+        case _:
+            refuse_kind("a part", part.type, "input_text or output_text", where)
+
+
+def _notes(body: ResponsesRequest) -> list[str]:
+    """Fields inside of others that this server has no use for."""
+    notes = [f"include {ascii(word)[:SHOWN]}" for word in body.include or () if word != LOGPROBS]
+    if body.text is not None and body.text.verbosity is not None:
+        notes.append("text.verbosity")
+    if body.reasoning is not None:
+        notes += [
+            f"reasoning.{name}" for name in body.reasoning.given("summary", "generate_summary", "context", "mode")
+        ]
+    if body.stream_options is not None and body.stream_options.include_obfuscation:
+        notes.append("stream_options.include_obfuscation")
+    is_forced = body.tool_choice not in (None, "auto", "none")
+    for tool in body.tools or ():
+        if isinstance(tool, FunctionTool):
+            notes += ["tools.strict"] if tool.strict and not is_forced else []
+            notes += [f"tools.{name}" for name in tool.given("output_schema", "allowed_callers", "defer_loading")]
+    items = body.input if isinstance(body.input, list) else []
+    if any(isinstance(item, ReasoningItem) and item.encrypted_content is not None for item in items):
+        notes.append("input.encrypted_content")
+    return notes

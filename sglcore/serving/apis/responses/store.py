@@ -1,0 +1,90 @@
+"""Responses that a client may refer to later: the newest ones, in memory, bounded in number and in size."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from sglcore.serving.replicas.errors import InvalidRequest
+
+MOST_BYTES = 64 << 20
+"""JSON of all stored responses together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A response as its client has it, the items that it answered, and the conversation up to and with it.
+
+    They are kept as JSON: the same values as objects may take twenty times the memory.
+    """
+
+    id: str
+    data: bytes
+
+    @classmethod
+    def of(
+        cls,
+        response: Mapping[str, Any],
+        items: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
+    ) -> Stored:
+        """What is kept of a response with an `id`."""
+        return cls(response["id"], msgspec.json.encode((response, items, messages)))
+
+    @property
+    def response(self) -> dict[str, Any]:
+        """As its client has it."""
+        return msgspec.json.decode(self.data)[0]
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """What it answered."""
+        return msgspec.json.decode(self.data)[1]
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation up to and with it."""
+        return msgspec.json.decode(self.data)[2]
+
+
+class ResponseStore:
+    """The newest `most` responses, of at most `most_bytes` together; a new one makes the oldest ones go."""
+
+    def __init__(self, most: int, most_bytes: int = MOST_BYTES) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._kept: OrderedDict[str, Stored] = OrderedDict()
+        self._size = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, stored: Stored) -> None:
+        """Keep a response."""
+        self._kept[stored.id] = stored
+        self._size += len(stored.data)
+        while len(self._kept) > self._most or self._size > self._most_bytes:
+            _, gone = self._kept.popitem(last=False)
+            self._size -= len(gone.data)
+
+    def get(self, response_id: str, param: str) -> Stored:
+        """The response of this id; raises InvalidRequest (404) that blames `param`."""
+        found = self._kept.get(response_id)
+        if found is None:
+            raise InvalidRequest(
+                f"there is no response {response_id[:80]!r}",
+                wanted=f"one of the newest {self._most} that were made with store=true since this server started",
+                remedy="send the whole conversation as input",
+                param=param,
+                code="not_found",
+                status=404,
+            )
+        return found
+
+    def drop(self, response_id: str, param: str) -> None:
+        """Forget a response; raises InvalidRequest (404) if there is none."""
+        self._size -= len(self.get(response_id, param).data)
+        del self._kept[response_id]

@@ -1,0 +1,1 @@
+"""This server's own endpoints: probes, what runs, what is counted, tokens."""

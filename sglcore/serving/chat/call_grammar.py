@@ -1,0 +1,313 @@
+"""Grammars that force a tool call, in the Lark dialect of llguidance.
+
+What stands around a call's name and arguments is taken from the calls that the checkpoint's template wrote in the test
+of its parser, so there is one rule for all formats with JSON arguments; tags need one of their own. Text that the
+tokenizer has as an added token is named by its number, because only that token is what the model knows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglcore.engine.guidance_schema import check_schema, embedded
+from sglcore.sampling.grammar import Grammar, GrammarError
+from sglcore.serving.chat.parsers.families import ToolFamily
+from sglcore.serving.chat.parsers.notated_calls import Notation
+from sglcore.serving.chat.parsers.parser import ReasoningFamily
+from sglcore.serving.chat.parsers.xml_calls import Tags
+from sglcore.serving.chat.self_test import CALL_IDS, Sample, Turn
+
+Function = Mapping[str, Any]
+MOST_CALLS = 16
+"""Calls that a forced answer may make."""
+
+
+def call_grammar(
+    family: ToolFamily,
+    sample: Sample,
+    functions: Sequence[Function],
+    added: Mapping[str, int],
+    *,
+    is_parallel: bool,
+    reasoning: ReasoningFamily | None,
+    reasoning_open: bool,
+) -> Grammar:
+    """The grammar of one call, or of several if the template writes several, of these functions.
+
+    A block of reasoning comes first only if the prompt has opened it: nothing else bounds what a model may think. Raises
+    GrammarError for parameters that can not be enforced.
+    """
+    literal = _Literals(added)
+    rules = _reasoning(literal, reasoning, reasoning_open)
+    if isinstance(family.calls, Tags):
+        rules += _tagged(literal, _written(family.calls, family, sample), functions, is_parallel)
+    elif isinstance(family.calls, Notation):
+        rules += _notated(literal, family.calls, functions, is_parallel and sample.two is not None)
+    else:
+        rules += _around_json(literal, family, sample, functions, is_parallel)
+    return Grammar("lark", "\n".join(rules) + "\n")
+
+
+class _Literals:
+    """Fixed text as Lark: strings, and added tokens by number."""
+
+    def __init__(self, added: Mapping[str, int]) -> None:
+        self._added = added
+        words = sorted(filter(None, added), key=len, reverse=True)
+        self._pattern = re.compile(f"({'|'.join(map(re.escape, words))})" if words else r"(?!)()")
+
+    def __call__(self, text: str) -> str:
+        parts = (part for part in self._pattern.split(text) if part)
+        return " ".join(f"<[{self._added[part]}]>" if part in self._added else _quoted(part) for part in parts)
+
+    def upto(self, name: str, mark: str) -> list[str]:
+        """Rules `name`: any text and then the mark."""
+        if mark in self._added:
+            return [f"{name}: /(?s:.*)/ <[{self._added[mark]}]>"]
+        return [f"{name}[lazy]: /(?s:.*){_escaped(mark)}/"]
+
+
+def _reasoning(literal: _Literals, family: ReasoningFamily | None, is_open: bool) -> list[str]:
+    """The rules `start` and what it begins with: the rest of a block of reasoning that is open."""
+    if family is None or not is_open:
+        return ["start: calls"]
+    rest = f"reasoning: thoughts /\\s{{0,4}}/ {literal(family.resume)}".rstrip()
+    return ["start: reasoning calls", rest, *literal.upto("thoughts", family.marks[1])]
+
+
+def _around_json(
+    literal: _Literals, family: ToolFamily, sample: Sample, functions: Sequence[Function], is_parallel: bool
+) -> list[str]:
+    before, middle, after = _parts(family, sample.one)
+    between = _between(sample.two) if sample.two and is_parallel else None
+    again = f" ({_with_ids(literal, between)} call){{0,{MOST_CALLS - 1}}}" if between is not None else ""
+    rules = [f"calls: {_with_ids(literal, before)} call{again} {_with_ids(literal, after)}".rstrip()]
+    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
+    for number, function in enumerate(functions):
+        schema = embedded(_parameters(function))
+        name = _quoted(json.dumps(function["name"], ensure_ascii=False)[1:-1])
+        rules += [f"call_{number}: {name} {_with_ids(literal, middle)} args_{number}", f"args_{number}: %json {schema}"]
+    return rules
+
+
+def _parts(family: ToolFamily, turn: Turn) -> tuple[str, str, str]:
+    """The text before a call's name, between name and arguments, and after them."""
+    call = turn.calls[0]
+    arguments = turn.text.index(call.arguments, turn.text.index(call.name))
+    before, name_end = _before(family, turn)
+    return before, turn.text[name_end:arguments], _after(turn, arguments + len(call.arguments))
+
+
+def _before(family: ToolFamily, turn: Turn) -> tuple[str, int]:
+    """The text before the first call's name, and where the name ends."""
+    name = turn.text.index(turn.calls[0].name)
+    begin = min(place for mark in family.opening if (place := turn.text.rfind(mark, 0, name)) >= 0)
+    return turn.text[begin:name], name + len(turn.calls[0].name)
+
+
+def _after(turn: Turn, end: int) -> str:
+    """The text after the only call, without what ends the turn."""
+    rest = turn.text[end:]
+    footer = rest.rfind(turn.footer.strip()) if turn.footer.strip() else len(rest)
+    return rest[:footer].rstrip()
+
+
+def _between(turn: Turn) -> str:
+    """The text between the arguments of one call and the name of the next."""
+    first, second = turn.calls
+    end = turn.text.index(first.arguments) + len(first.arguments)
+    return turn.text[end : turn.text.index(second.name, end)]
+
+
+def _with_ids(literal: _Literals, text: str) -> str:
+    """Fixed text in which a call's id, or its number, may be any."""
+    parts = re.split(rf"({'|'.join(CALL_IDS)}|:\d+)", text)
+    parts[::2] = map(literal, parts[::2])
+    parts[1::2] = ("/:[0-9]{1,3}/" if part.startswith(":") else "/[a-zA-Z0-9]{9}/" for part in parts[1::2])
+    return " ".join(filter(None, parts))
+
+
+def _parameters(function: Function) -> Mapping[str, Any]:
+    """The schema of a function's arguments, which are an object; raises GrammarError for one that says otherwise."""
+    schema = {"type": "object", **(function.get("parameters") or {})}
+    kinds = {"properties": dict, "required": list, "type": str}
+    wrong = next((name for name, kind in kinds.items() if name in schema and not isinstance(schema[name], kind)), None)
+    wrong = wrong or ("type" if schema["type"] != "object" else None)
+    if wrong is not None:
+        raise GrammarError(
+            f"the parameters of {function['name']!r} have {wrong}: {schema[wrong]!r:.60}",
+            wanted="the JSON schema of an object",
+        )
+    return schema
+
+
+def _notated(literal: _Literals, notation: Notation, functions: Sequence[Function], is_parallel: bool) -> list[str]:
+    begin, end = (literal(mark) for mark in notation.marks)
+    opened, closed = (f"{begin} {_quoted('[')}", f"{_quoted(']')} {end}") if notation.is_list else (begin, end)
+    joint = _quoted(", ") if notation.is_list else f"{closed} {opened}"
+    again = f" ({joint} call){{0,{MOST_CALLS - 1}}}" if is_parallel else ""
+    rules = [f"calls: {opened} call{again} {closed}"]
+    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
+    for number, function in enumerate(functions):
+        rules += _notated_function(literal, notation, number, function)
+    return rules
+
+
+def _notated_function(literal: _Literals, notation: Notation, number: int, function: Function) -> list[str]:
+    schema = _parameters(function)
+    check_schema(schema)
+    names: dict[str, bool] = {}
+    rules: list[str] = []
+    properties = list(_properties(schema).items())
+    if notation.is_sorted:
+        properties.sort(key=lambda entry: entry[0].lower())
+    for place, (key, described) in enumerate(properties):
+        name = f"p_{number}_{place}"
+        names[name] = key in (schema.get("required") or ())
+        body, more = _notated_value(literal, notation, f"v_{number}_{place}", described)
+        rules += [f"{name}: {literal(key + notation.assign)} {body}", *more]
+    before, after = _quoted(notation.prefix + function["name"] + notation.around[0]), _quoted(notation.around[1])
+    choices = " | ".join(_series(names, _quoted(notation.joint)))
+    return [f"call_{number}: {before} ({choices}) {after}" if choices else f"call_{number}: {before} {after}", *rules]
+
+
+def _series(names: Mapping[str, bool], joint: str) -> list[str]:
+    """The ways to write names in their order with joints between them; those that are not required may be left out."""
+    found: list[str] = []
+    left = list(names)
+    for place, first in enumerate(left):
+        rest = (f"{joint} {name}" if names[name] else f"({joint} {name})?" for name in left[place + 1 :])
+        found.append(" ".join([first, *rest]))
+        if names[first]:
+            return found
+    return [*found, '""'] if found else []
+
+
+def _notated_value(
+    literal: _Literals, notation: Notation, name: str, schema: Mapping[str, Any]
+) -> tuple[str, list[str]]:
+    """A parameter's value: text in the notation's own quotes, constants by its words, anything else as JSON."""
+    quote = notation.quotes[0]
+    if schema.get("type") == "boolean" and notation.is_list:
+        return '("True" | "False")', []
+    if schema.get("type") != "string" or len(quote) == 1:
+        return name, [f"{name}: %json {embedded(schema)}"]
+    body, rules = _tagged_value(literal, name, schema, quote)
+    return f"{literal(quote)} {body}", rules
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What a template writes around the parts of calls in tags."""
+
+    before: str
+    head: str
+    """Between a function's name and its first parameter, or its end."""
+    key: str
+    middle: str
+    """Between a parameter's name and its value."""
+    value_end: str
+    gap: str
+    """After a parameter."""
+    end: str
+    between: str | None
+    """Between two calls."""
+    after: str
+
+
+def _written(tags: Tags, family: ToolFamily, sample: Sample) -> _Written:
+    """From a call whose first parameter is a text, and that has others."""
+    before, head = _before(family, sample.one)
+    text, call = sample.one.text, sample.one.calls[0]
+    key, value = next(iter(json.loads(call.arguments).items()))
+    first = text.index(tags.key[0], head)
+    start = text.index(value, first)
+    value_end = tags.margin + tags.value[1]
+    gap = start + len(value) + len(value_end)
+    end = text.rindex(tags.end) + len(tags.end)
+    between = None
+    if sample.two:
+        two = sample.two.text
+        one_end = two.index(tags.end, two.index(call.name)) + len(tags.end)
+        between = two[one_end : two.index(sample.two.calls[1].name, one_end)]
+    return _Written(
+        before,
+        text[head:first],
+        tags.key[0],
+        text[first + len(tags.key[0]) + len(key) : start],
+        value_end,
+        text[gap : text.index(tags.key[0], gap)],
+        tags.end,
+        between,
+        _after(sample.one, end),
+    )
+
+
+def _tagged(literal: _Literals, written: _Written, functions: Sequence[Function], is_parallel: bool) -> list[str]:
+    again = ""
+    if is_parallel and written.between is not None:
+        again = f" ({literal(written.between)} call){{0,{MOST_CALLS - 1}}}"
+    rules = [f"calls: {literal(written.before)} call{again} {literal(written.after)}".rstrip()]
+    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
+    for number, function in enumerate(functions):
+        rules += _tagged_function(literal, written, number, function)
+    return rules
+
+
+def _tagged_function(literal: _Literals, written: _Written, number: int, function: Function) -> list[str]:
+    schema = _parameters(function)
+    check_schema(schema)
+    required = schema.get("required") or ()
+    parts: list[str] = []
+    rules: list[str] = []
+    for place, (key, described) in enumerate(_properties(schema).items()):
+        name = f"p_{number}_{place}"
+        parts.append(name if key in required else f"{name}?")
+        body, more = _tagged_value(literal, f"v_{number}_{place}", described, written.value_end)
+        rules += [
+            f"{name}: {literal(written.key + key + written.middle)} {body} {literal(written.gap)}".rstrip(),
+            *more,
+        ]
+    head, end = literal(function["name"] + written.head), literal(written.end)
+    return [" ".join([f"call_{number}:", head, *parts, end]), *rules]
+
+
+def _properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The schemas of the parameters, with the definitions that they may refer to."""
+    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    found = {key: _resolved(given, schema) for key, given in (schema.get("properties") or {}).items()}
+    return {key: {**each, **definitions} if isinstance(each, Mapping) else {} for key, each in found.items()}
+
+
+def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """The schema that a reference into the same document names."""
+    reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return schema
+    found: Any = root
+    for step in reference[2:].split("/"):
+        found = found.get(step) if isinstance(found, Mapping) else None
+    return found
+
+
+def _tagged_value(literal: _Literals, name: str, schema: Mapping[str, Any], end: str) -> tuple[str, list[str]]:
+    """A parameter's value with its end: text as it is, anything else as JSON."""
+    if isinstance(schema.get("enum"), list) and all(isinstance(value, str) for value in schema["enum"]):
+        words = " | ".join(_quoted(word) for word in schema["enum"])
+        return f"({words}) {literal(end)}", []
+    if schema.get("type") in ("integer", "number", "boolean", "object", "array", "null"):
+        return f"{name} {literal(end)}", [f"{name}: %json {embedded(schema)}"]
+    return name, literal.upto(name, end)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(text: str) -> str:
+    """Text inside a regular expression between slashes."""
+    return re.sub(r"([\\.+*?()|\[\]{}^$/])", r"\\\1", text).replace("\n", "\\n")

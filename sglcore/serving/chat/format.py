@@ -1,0 +1,214 @@
+"""The chat format of a checkpoint: how a conversation becomes its prompt, and how its answers are read.
+
+Chosen once, from evidence in the template and the tokenizer; every parser that is on has passed the test of itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglcore.device.ledger import Row
+from sglcore.engine.chat_template import ChatTemplate, Message, TextError
+from sglcore.engine.text import TextCodec
+from sglcore.sampling.grammar import Grammar
+from sglcore.serving.chat.call_grammar import call_grammar
+from sglcore.serving.chat.choice import Choice, choose_reasoning, choose_tools, content_form, special_texts
+from sglcore.serving.chat.conversation import MessageForm, as_template_reads
+from sglcore.serving.chat.parsers.families import ToolFamily
+from sglcore.serving.chat.parsers.parser import DeltaParser, ReasoningFamily
+from sglcore.serving.chat.self_test import Sample, new_ids
+
+Tools = Sequence[Mapping[str, Any]]
+
+CUT = "\x02cut\x03"
+"""Stands at the end of a message that goes on, while it is rendered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt. `ignored` names chat_template_kwargs that the template does not read."""
+
+    text: str
+    reasoning_open: bool = False
+    """The prompt ends inside a block of reasoning."""
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a checkpoint's conversations are written and read. Made by `detect`."""
+
+    template: ChatTemplate
+    form: MessageForm
+    tool_parser: str | None
+    tool_reason: str
+    reasoning_parser: str | None
+    reasoning_reason: str
+    rows: tuple[Row, ...]
+    skip_special_tokens: bool
+    """False if markers are special tokens, so that the text has to be decoded with them."""
+    _tools: ToolFamily | None = None
+    _reasoning: ReasoningFamily | None = None
+    _sample: Sample | None = None
+    _controls: tuple[str, ...] = ()
+    _added: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def detect(cls, codec: TextCodec, *, tool_parser: str = "auto", reasoning_parser: str = "auto") -> ChatFormat:
+        """Choose and test the parsers; raises ConfigError if a named one is unknown or fails its test."""
+        reasoning = choose_reasoning(codec, reasoning_parser)
+        form = content_form(codec.template)
+        tools = choose_tools(codec, tool_parser, reasoning.family, form)
+        marks = (*(tools.family.marks if tools.family else ()), *(reasoning.family.marks if reasoning.family else ()))
+        special = special_texts(codec)
+        has_special = bool(special & set(marks))
+        return cls(
+            template=codec.template,
+            form=tools.sample.form if tools.sample else form,
+            tool_parser=tools.family.name if tools.family else None,
+            tool_reason=tools.reason,
+            reasoning_parser=reasoning.family.name if reasoning.family else None,
+            reasoning_reason=reasoning.reason,
+            rows=(_row("tool parser", tool_parser, tools), _row("reasoning parser", reasoning_parser, reasoning)),
+            skip_special_tokens=not has_special,
+            _tools=tools.family,
+            _reasoning=reasoning.family,
+            _sample=tools.sample,
+            _controls=tuple(sorted(special - set(marks))) if has_special else (),
+            _added={token.content: number for number, token in codec.tokenizer.get_added_tokens_decoder().items()},
+        )
+
+    @property
+    def opening(self) -> str:
+        """What follows the prompt where the answer has to be content from its first token."""
+        return self._reasoning.opening if self._reasoning else ""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end the model's turn, whatever the checkpoint says."""
+        stops = self._tools.stops if self._tools else ()
+        return tuple(self._added[text] for text in stops if text in self._added)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Tools | None = None,
+        tool_choice: Any = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Rendered:
+        """The prompt of a conversation; raises TextError if the template refuses, or tools are asked for and are off."""
+        offered = self._offered(tools, tool_choice)
+        if offered and self._tools is None:
+            raise TextError(f"tools are off: {self.tool_reason}", remedy="ask without tools")
+        variables = dict(chat_template_kwargs or {})
+        known = self.template.variables(tools=bool(offered)) | {"documents"}
+        ignored = tuple(sorted(variables.keys() - known))
+        listed = self._readable(messages)
+        if continue_final_message:
+            text, is_open = self._continued(listed, offered, add_generation_prompt, variables)
+            return Rendered(text, is_open, ignored)
+        text = self.template.render(
+            listed, tools=offered, add_generation_prompt=add_generation_prompt, variables=variables
+        )
+        return Rendered(text, self._is_open(text), ignored)
+
+    def stream(self, *, tools: Tools | None, reasoning_open: bool, tool_choice: Any = "auto") -> DeltaParser:
+        """A parser for one answer; without tools, what looks like a call is content."""
+        offered = self._offered(tools, tool_choice)
+        return DeltaParser(
+            calls=self._tools.calls if self._tools and offered else None,
+            tools=offered or (),
+            reasoning=self._reasoning,
+            reasoning_open=reasoning_open,
+            controls=self._controls,
+            new_id=new_ids(self._tools),
+        )
+
+    def tool_grammar(
+        self, tools: Tools, tool_choice: Any, *, reasoning_open: bool = False, parallel: bool = True
+    ) -> Grammar | None:
+        """A grammar that forces calls: of any of the tools for "required", one of the named function, or else None.
+
+        The call is written as the checkpoint's template writes it, after the reasoning that the prompt has opened, if it
+        has. Raises TextError if tools are off or the named function is not among them, and GrammarError for parameters
+        that can not be enforced.
+        """
+        name = _chosen_name(tool_choice)
+        if name is None and tool_choice != "required":
+            return None
+        if self._tools is None or self._sample is None:
+            raise TextError(f"tools are off: {self.tool_reason}", remedy="ask without tools")
+        functions = [tool.get("function", tool) for tool in tools]
+        forced = [function for function in functions if name in (None, function["name"])]
+        if not forced:
+            raise TextError(f"tool_choice names {name!r}", wanted=f"one of {[f['name'] for f in functions]}")
+        return call_grammar(
+            self._tools,
+            self._sample,
+            forced,
+            self._added,
+            is_parallel=parallel and name is None,
+            reasoning=self._reasoning,
+            reasoning_open=reasoning_open,
+        )
+
+    def _readable(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """The messages for the template, if it reads what they hold."""
+        listed = as_template_reads(messages, self.form)
+        has_calls = any(message.get("tool_calls") for message in listed)
+        if has_calls and "tool_calls" not in (self.template.source(tools=True) or ""):
+            raise TextError("messages hold tool calls", wanted=f"none: {self.tool_reason}")
+        return listed
+
+    def _continued(
+        self, messages: list[dict[str, Any]], tools: Tools | None, add_prompt: bool, variables: Mapping[str, Any]
+    ) -> tuple[str, bool]:
+        """The prompt up to the end of the last message's content."""
+        if add_prompt:
+            raise TextError(
+                "continue_final_message and add_generation_prompt are both true", remedy="set the second one to false"
+            )
+        last = messages[-1] if messages else {}
+        content = last.get("content")
+        if self.form.parts and content:
+            marked: Any = [*content[:-1], {**content[-1], "text": content[-1]["text"] + CUT}]
+        elif isinstance(content, str):
+            marked = content + CUT
+        else:
+            raise TextError("the last message has no content that could go on")
+        text = self.template.render(
+            [*messages[:-1], {**last, "content": marked}], tools=tools, add_generation_prompt=False, variables=variables
+        )
+        text, found, _ = text.rpartition(CUT)
+        if not found:
+            raise TextError("the chat template leaves out the end of the last message", remedy="end with another one")
+        return text, self._is_open(text, str(content))
+
+    def _is_open(self, text: str, content: str = "") -> bool:
+        """Whether a prompt ends inside a block of reasoning; `content` is that of a last message that goes on."""
+        if self._reasoning is None:
+            return False
+        start, end = self._reasoning.marks
+        return text.rstrip().endswith(start) or content.rfind(start) > content.rfind(end)
+
+    def _offered(self, tools: Tools | None, tool_choice: Any) -> Tools | None:
+        return self.form.tools(tools) if tools and tool_choice != "none" else None
+
+
+def _chosen_name(tool_choice: Any) -> str | None:
+    """The function that a tool_choice names."""
+    if not isinstance(tool_choice, Mapping):
+        return None
+    function = tool_choice.get("function", tool_choice)
+    return function.get("name") if isinstance(function, Mapping) else None
+
+
+def _row(topic: str, requested: str, choice: Choice) -> Row:
+    effective = choice.family.name if choice.family else "off"
+    remedy = f"--{topic.replace(' ', '-')} NAME tests one by name" if choice.is_failure else ""
+    return Row(topic, requested, effective, choice.reason, remedy, downgrade=choice.is_failure)

@@ -1,0 +1,79 @@
+"""Harmony, the answers of gpt-oss: messages on channels, each with a header of special tokens.
+
+`<|channel|>analysis<|message|>...<|end|>` is reasoning, what goes `to=functions.NAME` is a call, all else is content:
+`final` is the answer, and `commentary` what the model tells before it calls. Facts: the model card of gpt-oss, its chat
+template, and the format's published guide.
+"""
+
+from __future__ import annotations
+
+import re
+
+from sglcore.serving.chat.parsers.delta import Kind
+from sglcore.serving.chat.parsers.json_calls import LONGEST_NAME, Tools
+from sglcore.serving.chat.parsers.scanner import Malformed, Scan, Scanner
+
+START, CHANNEL, MESSAGE, END, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>"
+CALL = "<|call|>"
+"""Ends a call, and the model's turn: the client has to answer it."""
+RECIPIENT = " to=functions."
+
+_TO = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+
+
+def harmony(s: Scanner, tools: Tools, *, reads_calls: bool = True, is_open: bool = False) -> Scan[None]:
+    """A whole answer; without `reads_calls` a call is content. `is_open`: the prompt ends inside reasoning."""
+    kind: Kind = "reasoning" if is_open else "content"
+    last: Kind | None = None
+    if is_open:
+        s.border()
+    header = None if is_open else (yield from s.attempt(_first_header(s)))
+    while True:
+        if header is not None:
+            found = _CHANNEL.search(header)
+            kind = "reasoning" if found and found.group(1) == "analysis" else "content"
+            s.border("\n\n" if kind == last else "")
+            last = kind
+            if reads_calls:
+                yield from _call(s, header, tools)
+        mark = yield from s.pass_until((START, CHANNEL, END), kind)
+        if not mark:
+            return
+        kind, header = "content", None
+        if mark != END:
+            rest = yield from s.attempt(_header(s))
+            header = mark + rest if rest is not None else None
+
+
+def _first_header(s: Scanner) -> Scan[str]:
+    """A header whose beginning the prompt has, and whose recipient comes before its channel."""
+    yield from s.literal("to=")
+    rest = yield from _header(s)
+    if rest is None:
+        raise Malformed
+    return f"to={rest}"
+
+
+def _header(s: Scanner) -> Scan[str | None]:
+    """The rest of a header; None for one that is cut off, which nobody should see. What is too long is none."""
+    parts: list[str] = []
+    mark = yield from s.hand_on((MESSAGE, START, END, CALL), parts.append)
+    if sum(map(len, parts)) > LONGEST_NAME:
+        raise Malformed
+    if mark == MESSAGE:
+        return "".join(parts)
+    s.unread(len(mark))
+    return None
+
+
+def _call(s: Scanner, header: str, tools: Tools) -> Scan[None]:
+    """The call of a message that goes to a function of the caller's; what else it holds is left to be said."""
+    found = _TO.search(header)
+    recipient = found.group(1) if found else ""
+    name = recipient.removeprefix("functions.")
+    known = {tool.get("function", tool).get("name") for tool in tools}
+    if not name or (name == recipient and name not in known):
+        return
+    if (yield from s.starts("{")):
+        yield from s.json_object(s.arguments(s.start_call(name)))

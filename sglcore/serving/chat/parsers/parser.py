@@ -1,0 +1,112 @@
+"""The parser of one answer: reasoning first, then content and tool calls."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from sglcore.serving.chat.parsers.delta import Delta, joined
+from sglcore.serving.chat.parsers.json_calls import Tools
+from sglcore.serving.chat.parsers.scanner import Scan, Scanner
+
+ToolScan = Callable[[Scanner, Tools], Scan[None]]
+
+
+class AnswerScan(Protocol):
+    """Reads a whole answer whose reasoning is no block at its beginning."""
+
+    def __call__(self, s: Scanner, tools: Tools, *, reads_calls: bool, is_open: bool) -> Scan[None]:
+        """Without `reads_calls` a call is content; `is_open` if the prompt ends inside reasoning."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFamily:
+    """A pair of markers around reasoning."""
+
+    name: str
+    marks: tuple[str, str]
+    aliases: tuple[str, ...] = ()
+    resume: str = ""
+    """What stands between the end of reasoning and what follows."""
+    opening: str = ""
+    """What content begins with."""
+    hidden: tuple[str, ...] = ()
+    """Marks around content, which nobody should see either."""
+    answer: AnswerScan | None = None
+    """Reads the whole answer, calls as well, where reasoning may stand anywhere in it."""
+
+
+class DeltaParser:
+    """Text in, deltas out; joined, they do not depend on how the text was split."""
+
+    def __init__(
+        self,
+        *,
+        calls: ToolScan | None = None,
+        tools: Tools = (),
+        reasoning: ReasoningFamily | None = None,
+        reasoning_open: bool = False,
+        controls: Iterable[str] = (),
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
+        """Without `calls` what looks like one is content; `reasoning_open` if the prompt has the mark of its beginning."""
+        hidden = reasoning.hidden if reasoning else ()
+        self._scanner = Scanner(new_id or long_id, (*controls, *hidden))
+        self._steps = _answer(self._scanner, calls, tools, reasoning, reasoning_open)
+        self._is_over = False
+
+    def push(self, text: str) -> list[Delta]:
+        """More text of the answer; what it adds."""
+        self._scanner.push(text)
+        return self._read()
+
+    def finish(self) -> list[Delta]:
+        """The answer has ended; what was held back."""
+        self._scanner.end()
+        return self._read()
+
+    def whole(self, text: str) -> list[Delta]:
+        """A whole answer at once."""
+        return joined([*self.push(text), *self.finish()])
+
+    def _read(self) -> list[Delta]:
+        if not self._is_over:
+            self._is_over = next(self._steps, True) is True
+        return joined(self._scanner.taken())
+
+
+def long_id() -> str:
+    """A new id of a call, as most clients know it."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def short_id() -> str:
+    """A new id of nine letters and digits, which Mistral's templates want."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+def _answer(
+    s: Scanner, calls: ToolScan | None, tools: Tools, reasoning: ReasoningFamily | None, reasoning_open: bool
+) -> Scan[None]:
+    if reasoning and reasoning.answer:
+        yield from reasoning.answer(s, tools, reads_calls=calls is not None, is_open=reasoning_open)
+        return
+    if reasoning:
+        yield from _reasoning(s, *reasoning.marks, reasoning_open)
+    if calls:
+        yield from calls(s, tools)
+    else:
+        yield from s.pass_until((), "content")
+
+
+def _reasoning(s: Scanner, start: str, end: str, is_open: bool) -> Scan[None]:
+    """A block of reasoning at the beginning; its markers, and white space inside and after it, are no part of it."""
+    if not (yield from s.take(start)) and not is_open:
+        return
+    s.border()
+    yield from s.pass_until((end,), "reasoning")
+    s.border()

@@ -1,0 +1,232 @@
+"""Text that arrives in pieces, read by a parser that is written as if it were all there.
+
+A parser is a generator over a Scanner. A step that needs more text yields; it goes on when more was pushed or the text
+ended. What a step decides depends on the characters only, never on where the text was split.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterable
+from functools import lru_cache
+from typing import TypeVar
+
+from sglcore.serving.chat.parsers.delta import Delta, Kind
+from sglcore.serving.chat.parsers.json_text import JsonText
+
+T = TypeVar("T")
+Scan = Generator[None, None, T]
+"""A step of a parser: yields while it waits for text, returns a T."""
+
+
+class Malformed(Exception):
+    """The text is not what the format says: it is content."""
+
+
+class Scanner:
+    """The text not read yet, and the deltas read so far."""
+
+    def __init__(self, new_id: Callable[[], str], controls: Iterable[str] = ()) -> None:
+        """`controls` are special tokens that a decoded text may hold and that nobody should see."""
+        self._text = ""
+        self._at = 0
+        self._ended = False
+        self._pins = 0
+        self._new_id = new_id
+        self._controls = tuple(controls)
+        self._out: list[Delta] = []
+        self._calls = 0
+        self._spaces = ""
+        """White space that is content only if more content follows."""
+        self._after_block = False
+        self._joint = ""
+
+    def push(self, text: str) -> None:
+        """More text."""
+        self._text += text
+
+    def end(self) -> None:
+        """No more text comes."""
+        self._ended = True
+
+    def taken(self) -> list[Delta]:
+        """The deltas since the last call; frees the text that has been read."""
+        if not self._pins:
+            self._text, self._at = self._text[self._at :], 0
+        out, self._out = self._out, []
+        return out
+
+    def attempt(self, step: Scan[T]) -> Scan[T | None]:
+        """Run a step; if it is malformed, reading goes on where it began, and the result is None."""
+        start = self._at
+        self._pins += 1
+        try:
+            return (yield from step)
+        except Malformed:
+            self._at = start
+            return None
+        finally:
+            self._pins -= 1
+
+    def more(self) -> Scan[bool]:
+        """Wait until there is text; False at its end."""
+        while self._at == len(self._text):
+            if self._ended:
+                return False
+            yield
+        return True
+
+    def peek(self) -> Scan[str]:
+        """The next character that is not white space, "" at the end; the white space before it is read."""
+        while (yield from self.more()):
+            self._at = _SPACES.match(self._text, self._at).end()  # type: ignore[union-attr]
+            if self._at < len(self._text):
+                return self._text[self._at]
+        return ""
+
+    def literal(self, word: str) -> Scan[None]:
+        """Read the word, after white space, or raise Malformed."""
+        if not (yield from self.starts(word)):
+            raise Malformed
+        self._at += len(word)
+
+    def take(self, word: str) -> Scan[bool]:
+        """Whether the word comes next, after white space; if so, both are read, or else nothing is."""
+        return (yield from self.attempt(self._literal_true(word))) is True
+
+    def skip(self, mark: str) -> Scan[None]:
+        """Read this one character if it comes next."""
+        if (yield from self.more()) and self._text[self._at] == mark:
+            self._at += 1
+
+    def character(self) -> str:
+        """Read the next character, which `more` has waited for."""
+        self._at += 1
+        return self._text[self._at - 1]
+
+    def unread(self, size: int) -> None:
+        """Go back over what was just read, inside `attempt`."""
+        self._at -= size
+
+    def starts(self, word: str) -> Scan[bool]:
+        """Whether the word comes next, after white space; it is not read."""
+        yield from self.peek()
+        while len(self._text) - self._at < len(word):
+            if self._ended or not word.startswith(self._text[self._at :]):
+                return False
+            yield
+        return self._text.startswith(word, self._at)
+
+    def upto(self, marks: tuple[str, ...], limit: int | None = None) -> Scan[tuple[str, str]]:
+        """The text before the first of the marks, which is read, and the mark; Malformed at the end or past `limit`."""
+        read: list[str] = []
+        while True:
+            text, mark = self._run(marks)
+            read.append(text)
+            if limit is not None and sum(map(len, read)) > limit:
+                raise Malformed
+            if mark:
+                return "".join(read), mark
+            if self._ended:
+                raise Malformed
+            yield
+
+    def hand_on(self, marks: tuple[str, ...], sink: Callable[[str], None]) -> Scan[str]:
+        """Hand on the text before the first of the marks; reads and returns the mark, "" at the end."""
+        while True:
+            text, mark = self._run(marks)
+            sink(text)
+            if mark or self._ended:
+                return mark
+            yield
+
+    def pass_until(self, marks: tuple[str, ...], kind: Kind) -> Scan[str]:
+        """Say the text before the first of the marks as a kind; reads and returns the mark, "" at the end."""
+        while True:
+            mark = yield from self.hand_on(marks + self._controls, lambda text: self.say(kind, text))
+            if mark in marks:
+                return mark
+            if not mark:
+                self.say_raw(kind, self._spaces)
+                self._spaces = ""
+                return ""
+
+    def json_object(self, sink: Callable[[str], None]) -> Scan[bool]:
+        """Read a JSON object and hand on its text; False where it stops being JSON or ends early."""
+        json = JsonText()
+        while not json.done:
+            if not (yield from self.more()):
+                return False
+            size = json.feed(self._text, self._at)
+            if size:
+                sink(self._text[self._at : self._at + size])
+            self._at += size
+            if json.bad:
+                return False
+        return True
+
+    def say(self, kind: Kind, text: str) -> None:
+        """Reasoning or content; white space beside a call or a block of reasoning is no part of it."""
+        held = self._spaces + text
+        if self._after_block:
+            held = held.lstrip()
+            self._after_block = not held
+            held = self._joint + held if held else ""
+        body = held.rstrip()
+        self._spaces = held[len(body) :]
+        self.say_raw(kind, body)
+
+    def say_raw(self, kind: Kind, text: str) -> None:
+        """The same, with all white space."""
+        if text:
+            self._out.append(Delta(kind, text))
+
+    def border(self, joint: str = "") -> None:
+        """A call or a block of reasoning begins or ends here; `joint` goes before what is said next."""
+        self._spaces, self._after_block, self._joint = "", True, joint
+
+    def start_call(self, name: str, call_id: str = "") -> int:
+        """A call begins; returns its index."""
+        self.border()
+        self._out.append(Delta("tool_start", "", self._calls, name, call_id or self._new_id()))
+        self._calls += 1
+        return self._calls - 1
+
+    def arguments(self, index: int) -> Callable[[str], None]:
+        """Where the text of a call's arguments goes."""
+        return lambda text: self._out.append(Delta("tool_arguments", text, index)) if text else None
+
+    def _literal_true(self, word: str) -> Scan[bool]:
+        yield from self.literal(word)
+        return True
+
+    def _run(self, marks: tuple[str, ...]) -> tuple[str, str]:
+        """Read up to and with the first mark, or all that can not be the beginning of one."""
+        start = self._at
+        found = _pattern(marks).search(self._text, start) if marks else None
+        if found:
+            self._at = found.end()
+            return self._text[start : found.start()], found.group()
+        self._at = len(self._text) - (0 if self._ended else self._partial(marks, start))
+        return self._text[start : self._at], ""
+
+    def _partial(self, marks: tuple[str, ...], start: int) -> int:
+        prefixes, longest = _prefixes(marks)
+        for size in range(min(longest, len(self._text) - start), 0, -1):
+            if self._text[-size:] in prefixes:
+                return size
+        return 0
+
+
+_SPACES = re.compile(r"\s*")
+
+
+@lru_cache(maxsize=256)
+def _pattern(marks: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
+
+
+@lru_cache(maxsize=256)
+def _prefixes(marks: tuple[str, ...]) -> tuple[frozenset[str], int]:
+    found = frozenset(mark[:size] for mark in marks for size in range(1, len(mark)))
+    return found, max(map(len, found), default=0)

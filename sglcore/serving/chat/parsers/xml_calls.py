@@ -1,0 +1,179 @@
+"""Tool calls in tags: Qwen3-Coder's (`<function=name><parameter=key>value</parameter></function>`), GLM-4.5's and MiniMax-M2's.
+
+Values are plain text; the tool's schema says which of them are not strings. They become one JSON object. Facts: the chat
+templates of these models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglcore.serving.chat.parsers.json_calls import CALL, CALL_END, LONGEST_NAME, Sink, Tools, text_as_json
+from sglcore.serving.chat.parsers.scanner import Malformed, Scan, Scanner
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """A way to write calls in tags; called, it reads them."""
+
+    function: tuple[str, str]
+    """Around a function's name; a parameter, or the end, may come in place of the second one."""
+    key: tuple[str, str]
+    """Around a parameter's name."""
+    value: tuple[str, str]
+    """Around its value."""
+    end: str
+    """Of a function."""
+    section: tuple[str, str] = ("", "")
+    """Around functions; models leave it out at times."""
+    margin: str = ""
+    """One character at both ends of a value that is no part of it."""
+
+    @property
+    def opening(self) -> tuple[str, ...]:
+        """What a call may begin with."""
+        return tuple(filter(None, (self.section[0], self.function[0])))
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What nobody should see of a well-formed call."""
+        tags = (*self.section, *self.function, *self.key, *self.value, self.end)
+        return tuple(tag for tag in dict.fromkeys(tags) if tag.startswith("<"))
+
+    def __call__(self, s: Scanner, tools: Tools) -> Scan[None]:
+        while mark := (yield from s.pass_until(self.opening, "content")):
+            name = yield from s.attempt(self._head(s, mark == self.function[0]))
+            if name is None:
+                s.say("content", mark)
+            is_whole = name is not None
+            while name is not None:
+                is_whole = yield from self._call(s, name, properties_of(tools, name))
+                name = (yield from s.attempt(self._head(s))) if is_whole and self.section[0] else None
+            if is_whole and self.section[1]:
+                yield from s.take(self.section[1])
+
+    def _head(self, s: Scanner, has_begun: bool = False) -> Scan[str]:
+        if not has_begun:
+            yield from s.literal(self.function[0])
+        yield from s.peek()
+        name, mark = yield from s.upto((self.function[1], self.key[0], self.end), LONGEST_NAME)
+        if mark != self.function[1]:
+            s.unread(len(mark))
+        if not ((yield from s.starts(self.key[0])) or (yield from s.starts(self.end))):
+            raise Malformed
+        return _name(name)
+
+    def _call(self, s: Scanner, name: str, properties: Mapping[str, Any]) -> Scan[bool]:
+        """The parameters up to the end of the function; False if something else stands between them."""
+        sink = s.arguments(s.start_call(name))
+        before = "{"
+        while not (yield from s.take(self.end)):
+            key = yield from s.attempt(self._key(s))
+            if key is None:
+                sink("{}" if before == "{" else "}")
+                return False
+            sink(f"{before}{text_as_json(key)}: ")
+            before = ", "
+            read = self._string if is_string(properties.get(key)) else self._value
+            if not (yield from read(s, sink, properties.get(key))):
+                return False
+        sink("{}" if before == "{" else "}")
+        return True
+
+    def _key(self, s: Scanner) -> Scan[str]:
+        yield from s.literal(self.key[0])
+        name, _ = yield from s.upto((self.key[1],), LONGEST_NAME)
+        if self.value[0]:
+            yield from s.literal(self.value[0])
+        return _name(name)
+
+    def _string(self, s: Scanner, sink: Sink, schema: Any) -> Scan[bool]:
+        """A value that is text: handed on as it comes."""
+        sink('"')
+        if not (yield from self._rest(s, lambda text: sink(text_as_json(text)[1:-1]))):
+            return False
+        sink('"')
+        return True
+
+    def _value(self, s: Scanner, sink: Sink, schema: Any) -> Scan[bool]:
+        """A value that may be anything: handed on when all of it is there."""
+        parts: list[str] = []
+        is_whole = yield from self._rest(s, parts.append)
+        sink(as_json("".join(parts), schema) if is_whole else "".join(parts))
+        return is_whole
+
+    def _rest(self, s: Scanner, sink: Sink) -> Scan[bool]:
+        """A value up to its end, without its margins; False if the text ends before."""
+        end = self.value[1]
+        if not self.margin:
+            return bool((yield from s.hand_on((end,), sink)))
+        yield from s.skip(self.margin)
+        return bool((yield from s.hand_on((self.margin + end, end), sink)))
+
+
+QWEN3_CODER = Tags(
+    ("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>"), "</function>", (CALL, CALL_END), margin="\n"
+)
+GLM = Tags((CALL, "\n"), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), CALL_END)
+MINIMAX = Tags(
+    ('<invoke name="', '">'),
+    ('<parameter name="', '">'),
+    ("", "</parameter>"),
+    "</invoke>",
+    ("<minimax:tool_call>", "</minimax:tool_call>"),
+)
+
+
+def _name(text: str) -> str:
+    name = text.strip()
+    if not name or any(mark in name for mark in '<"{\n'):
+        raise Malformed
+    return name
+
+
+def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
+    """The declared parameters of a tool, by name; empty if the tool is unknown."""
+    functions = (tool.get("function", tool) for tool in tools)
+    schema = next((function.get("parameters") for function in functions if function.get("name") == name), None)
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def is_string(schema: Any) -> bool:
+    """Whether a value of this schema can be nothing but a string."""
+    return isinstance(schema, Mapping) and schema.get("type") == "string"
+
+
+def as_json(text: str, schema: Any) -> str:
+    """The JSON text of a parameter's value: JSON if it is some, Python's names of constants, or else a string."""
+    kinds = _kinds(schema)
+    word = text.strip()
+    constant = {"true": "true", "false": "false", "none": "null", "null": "null"}.get(word.lower())
+    if constant and (kinds & ({"null"} if constant == "null" else {"boolean"})):
+        return constant
+    if kinds and kinds <= {"string", "null"}:
+        return text_as_json(text)
+    try:
+        json.loads(word, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return text_as_json(text)
+    return word
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The types that a schema names; empty if it does not say."""
+    if not isinstance(schema, Mapping):
+        return set()
+    kind = schema.get("type")
+    named = {each for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str)}
+    for name in ("anyOf", "oneOf"):
+        others = schema.get(name)
+        named = named.union(*map(_kinds, others)) if isinstance(others, list) else named
+    return named
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(word)

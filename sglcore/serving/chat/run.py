@@ -1,0 +1,304 @@
+"""A chat on its way: messages become a prompt, the model's text becomes reasoning, content and tool calls.
+
+All endpoints that chat, in whatever dialect, are translations to `ChatRequest` and from `ChatEvent`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Protocol
+
+from sglcore.engine.outputs import PromptProgress, TextDelta
+from sglcore.sampling.grammar import GrammarError
+from sglcore.sampling.params import SamplingParams
+from sglcore.schedule.output import FinishReason, TokenLogprob
+from sglcore.serving.apis.openai.chat_body import ChatFinish
+from sglcore.serving.chat.format import ChatFormat, Rendered
+from sglcore.serving.chat.parsers.delta import Delta
+from sglcore.serving.replicas.errors import InvalidRequest, blame
+from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.generation import Generation
+from sglcore.serving.replicas.runs import check_token_ids
+
+ToolChoice = str | Mapping[str, Any]
+LONG_TALK, LONG_TEXT = 100, 100_000
+"""Messages and tools, and characters, from which a prompt is rendered beside the event loop: a template may take a million
+steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """A conversation and what is wanted next, in OpenAI's shapes whatever dialect it came in.
+
+    `tool_choice`: "none", "auto", "required", or `{"type": "function", "function": {"name": ...}}`.
+    `parallel_tool_calls` false keeps the first call of an answer alone. `form` is the field of the request that binds the
+    answer, if one does.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    params: SamplingParams
+    tools: Sequence[Mapping[str, Any]] | None = None
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    progress: bool = False
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    request_id: str | None = None
+    form: str = "response_format"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatEvent:
+    """What is new of one sample: a delta, log-probabilities and ids of tokens, or its end; or (`progress`) of the prompt."""
+
+    index: int
+    delta: Delta | None = None
+    finish_reason: ChatFinish | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    error: str = ""
+    progress: PromptProgress | None = None
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A whole call; `arguments` is JSON text as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(slots=True)
+class ChatMessage:
+    """A whole sample. `content` and `reasoning` are None if there was none; `error` says why it failed if it did."""
+
+    index: int
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    finish_reason: ChatFinish | None = None
+    logprobs: list[TokenLogprob] | None = None
+    error: str = ""
+
+
+class TextParser(Protocol):
+    """What reads a sample's text, however it is split."""
+
+    def push(self, text: str) -> list[Delta]:
+        """The deltas that more text makes certain."""
+        ...
+
+    def finish(self) -> list[Delta]:
+        """The deltas of what was held back; no more text comes."""
+        ...
+
+
+class ChatRun:
+    """Async iterator of ChatEvent, and async context manager: leaving it ends what has not ended.
+
+    Iterating raises what ended the generation from outside. One consumer.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        parsers: Sequence[TextParser],
+        *,
+        parallel: bool,
+        form: str = "",
+        ignored: Sequence[str] = (),
+    ) -> None:
+        """`form`: the field that is to blame if an engine refuses the form of the answer. `ignored`: the
+        chat_template_kwargs that the template does not read."""
+        self.generation = generation
+        self._form = form
+        self.ignored = tuple(ignored)
+        self._samples = [_Sample(index, parser, parallel) for index, parser in enumerate(parsers)]
+
+    async def __aiter__(self) -> AsyncIterator[ChatEvent]:
+        with blame(self._form):
+            async for item in self.generation:
+                if isinstance(item, PromptProgress):
+                    yield ChatEvent(0, progress=item)
+                    continue
+                for event in self._samples[item.index].take(item):
+                    yield event
+
+    async def __aenter__(self) -> ChatRun:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.generation.abort()
+
+
+class _Sample:
+    """One sample's parser, and whether it has called a tool."""
+
+    def __init__(self, index: int, parser: TextParser, parallel: bool) -> None:
+        self._index, self._parser, self._parallel = index, parser, parallel
+        self._has_called = False
+        self._unsent: tuple[int, ...] = ()
+
+    def take(self, text: TextDelta) -> list[ChatEvent]:
+        """The events of new text: tokens stand with the first, the end with the last."""
+        deltas = self._parser.push(text.text) if text.text else []
+        if text.finish_reason is not None:
+            deltas = [*deltas, *self._parser.finish()]
+        kept = [delta for delta in deltas if self._parallel or not _is_later_call(delta)]
+        self._has_called |= any(delta.kind == "tool_start" for delta in kept)
+        self._unsent += text.token_ids
+        if text.logprobs is None and text.finish_reason is None and not kept:
+            return []
+        ids, self._unsent = self._unsent, ()
+        end = None if text.finish_reason is None else self._reason(text.finish_reason)
+        if len(kept) < 2:
+            return [ChatEvent(self._index, kept[0] if kept else None, end, text.logprobs, text.error, None, ids)]
+        first, *others, last = kept
+        return [
+            ChatEvent(self._index, first, logprobs=text.logprobs, token_ids=ids),
+            *(ChatEvent(self._index, delta) for delta in others),
+            ChatEvent(self._index, last, end, error=text.error),
+        ]
+
+    def _reason(self, reason: FinishReason) -> ChatFinish:
+        return "tool_calls" if reason == "stop" and self._has_called else reason
+
+
+async def start_chat(frontend: Frontend, request: ChatRequest) -> ChatRun:
+    """Render the prompt, and give it to an engine; waits for that alone.
+
+    Raises TextError for what the template refuses or tools that are off, and as `Frontend.generate`.
+    """
+    form, tools = frontend.format, tools_in_play(request)
+    must_call = _must_call(request, tools)
+    check_token_ids(frontend, request.params)
+    with blame("messages"):
+        rendered = await render(frontend, request)
+    params = request.params
+    if must_call and tools:
+        with blame("tool_choice"), blame("tools", GrammarError):
+            grammar = form.tool_grammar(
+                tools, request.tool_choice, reasoning_open=rendered.reasoning_open, parallel=request.parallel_tool_calls
+            )
+        params = replace(params, grammar=grammar)
+    if not form.skip_special_tokens and params.skip_special_tokens:
+        params = replace(params, skip_special_tokens=False)
+    if form.stop_token_ids and not params.ignore_eos:
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *form.stop_token_ids))
+    is_bound = request.params.grammar is not None and not request.continue_final_message
+    prompt = rendered.text + form.opening if is_bound else rendered.text
+    with blame("messages"):
+        generation = await frontend.generate(
+            prompt, params, special=False, progress=request.progress, request_id=request.request_id
+        )
+    parsers = [_parser(form, request, tools, rendered) for _ in range(params.n)]
+    form_field = "" if params.grammar is None else "tools" if must_call else request.form
+    return ChatRun(generation, parsers, parallel=request.parallel_tool_calls, form=form_field, ignored=rendered.ignored)
+
+
+async def render(frontend: Frontend, request: ChatRequest) -> Rendered:
+    """The prompt of a chat; a long one does not hold up the event loop. Raises TextError."""
+    return await asyncio.to_thread(_render, frontend, request) if _is_long(request) else _render(frontend, request)
+
+
+def _is_long(request: ChatRequest) -> bool:
+    if len(request.messages) + len(request.tools or ()) > LONG_TALK:
+        return True
+    texts = (message.get("content") or "" for message in request.messages)
+    sizes = (
+        len(text) if isinstance(text, str) else sum(len(part.get("text") or "") for part in text) for text in texts
+    )
+    return sum(sizes) > LONG_TEXT
+
+
+def _render(frontend: Frontend, request: ChatRequest) -> Rendered:
+    return frontend.format.render(
+        request.messages,
+        tools=tools_in_play(request),
+        tool_choice=request.tool_choice,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
+
+
+async def collect_chat(run: ChatRun) -> list[ChatMessage]:
+    """All samples as whole messages; waits until each has ended."""
+    messages = [ChatMessage(sample.index) for sample in run.generation.output.outputs]
+    calls: list[dict[int, list[str]]] = [{} for _ in messages]
+    async for event in run:
+        if event.progress is None:
+            _add(messages[event.index], calls[event.index], event)
+    for message, found in zip(messages, calls, strict=True):
+        message.tool_calls = [ToolCall(parts[0], parts[1], "".join(parts[2:])) for _, parts in sorted(found.items())]
+    return messages
+
+
+def tools_in_play(request: ChatRequest) -> Sequence[Mapping[str, Any]] | None:
+    """The tools that the model hears of; None if there are none, or none may be called."""
+    return request.tools if request.tools and request.tool_choice != "none" else None
+
+
+def _must_call(request: ChatRequest, tools: Sequence[Mapping[str, Any]] | None) -> bool:
+    """Whether the answer has to be a call; raises InvalidRequest for what can not be one."""
+    if tools and request.params.grammar is not None:
+        raise InvalidRequest(
+            "found tools and a form of the answer, which leaves no way to call a tool",
+            wanted="one of them",
+            remedy='set tool_choice to "none", or leave the form out',
+            param="response_format",
+        )
+    if request.tool_choice in ("none", "auto"):
+        return False
+    if not tools:
+        raise InvalidRequest("tool_choice asks for a call", wanted="tools", remedy="give tools", param="tool_choice")
+    return True
+
+
+def _parser(
+    form: ChatFormat, request: ChatRequest, tools: Sequence[Mapping[str, Any]] | None, rendered: Rendered
+) -> TextParser:
+    """A sample's parser. A form binds the answer from its first token, so what is bound is content, and no thinking."""
+    if request.params.grammar is not None:
+        return _Content()
+    return form.stream(tools=tools, reasoning_open=rendered.reasoning_open, tool_choice=request.tool_choice)
+
+
+class _Content:
+    """The parser of an answer that is content whatever it holds."""
+
+    def push(self, text: str) -> list[Delta]:
+        """The text itself."""
+        return [Delta("content", text)]
+
+    def finish(self) -> list[Delta]:
+        """Nothing is held back."""
+        return []
+
+
+def _is_later_call(delta: Delta) -> bool:
+    return delta.kind in ("tool_start", "tool_arguments") and delta.index > 0
+
+
+def _add(message: ChatMessage, calls: dict[int, list[str]], event: ChatEvent) -> None:
+    delta = event.delta
+    if delta is not None:
+        if delta.kind == "content":
+            message.content = (message.content or "") + delta.text
+        elif delta.kind == "reasoning":
+            message.reasoning = (message.reasoning or "") + delta.text
+        elif delta.kind == "tool_start":
+            calls[delta.index] = [delta.call_id, delta.name]
+        else:
+            calls[delta.index].append(delta.text)
+    if event.logprobs is not None:
+        message.logprobs = [*(message.logprobs or ()), *event.logprobs]
+    if event.finish_reason is not None:
+        message.finish_reason, message.error = event.finish_reason, event.error

@@ -1,0 +1,265 @@
+"""The test of a parser on its own checkpoint: calls that the template writes are read back, however they are split."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from sglcore.engine.chat_template import TextError
+from sglcore.engine.text import TextCodec
+from sglcore.serving.chat.conversation import MessageForm, as_template_reads
+from sglcore.serving.chat.parsers.delta import Call, Delta, calls_of, joined, text_of
+from sglcore.serving.chat.parsers.families import ToolFamily
+from sglcore.serving.chat.parsers.parser import DeltaParser, ReasoningFamily, ToolScan, long_id, short_id
+
+QUESTION = MappingProxyType({"role": "user", "content": "What is to be done?"})
+CALL_IDS = ("Pr0beCa11", "Pr0beCa12")
+"""Nine letters and digits, which every template takes."""
+
+
+class Failed(Exception):
+    """A parser that did not read back what the template wrote; the text says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a template writes for an answer with calls, and whether that begins inside reasoning."""
+
+    text: str
+    reasoning_open: bool
+    calls: tuple[Call, ...] = ()
+    footer: str = ""
+    """What follows the last call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A passed test: the form of messages that the template wants, its turns with one call and (or None) with two."""
+
+    form: MessageForm
+    one: Turn
+    two: Turn | None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A tool parser on a checkpoint, with the reasoning before it."""
+
+    codec: TextCodec
+    family: ToolFamily
+    reasoning: ReasoningFamily | None
+    skip_special_tokens: bool
+
+    def parser(self, turn: Turn) -> DeltaParser:
+        """A new parser for a turn; all its calls have one id, so that two parsers give equal deltas."""
+        return self.reader(turn, calls=self.family.calls)
+
+    def reader(self, turn: Turn, *, calls: ToolScan | None = None) -> DeltaParser:
+        """The same, for which calls are content."""
+        return DeltaParser(
+            calls=calls,
+            tools=probe_tools(),
+            reasoning=self.reasoning,
+            reasoning_open=turn.reasoning_open,
+            new_id=lambda: "id",
+        )
+
+
+def probe_tools() -> list[dict[str, Any]]:
+    """Two tools that no one has."""
+    properties = {
+        "place": {"type": "string", "description": "Where"},
+        "count": {"type": "integer", "description": "How many"},
+        "exact": {"type": "boolean", "description": "Whether"},
+        "detail": {"type": "object", "description": "What else"},
+    }
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": f"The tool {name}",
+                "parameters": {"type": "object", "properties": properties, "required": ["place"]},
+            },
+        }
+        for name in ("probe_alpha", "probe_beta")
+    ]
+
+
+def probe_calls() -> tuple[Call, Call]:
+    """A call of each; quotes, braces, a line's end and letters that are not ASCII have to survive."""
+    first = {"place": 'Zürich "}]\n東', "count": 3, "exact": True, "detail": {"list": [1.5, None, "a\\b"], "{": {}}}
+    return (
+        Call("probe_alpha", json.dumps(first, ensure_ascii=False), CALL_IDS[0]),
+        Call("probe_beta", json.dumps({"place": "b"}), CALL_IDS[1]),
+    )
+
+
+def check_tools(candidate: Candidate, form: MessageForm) -> Sample:
+    """Test a tool parser with every form of messages, the given one first; raises Failed with the first reason."""
+    reasons: list[str] = []
+    for arguments in (True, False):
+        for empty in (False, True):
+            try:
+                sample = _check_form(candidate, replace(form, arguments=arguments, empty=empty))
+                return replace(sample, form=_completed(candidate.codec, sample.form))
+            except (Failed, TextError) as error:
+                reasons.append(str(error))
+    raise Failed(reasons[0])
+
+
+def check_reasoning(codec: TextCodec, family: ReasoningFamily, skip_special_tokens: bool) -> None:
+    """Test a reasoning parser on a text of its own; raises Failed."""
+    start, end = family.marks
+    end += family.resume + family.opening
+    for is_open in (False, True):
+        text = f"{'' if is_open else start}\nSince 東.\n{end}\n\nSo."
+
+        def parser(is_open: bool = is_open) -> DeltaParser:
+            return DeltaParser(reasoning=family, reasoning_open=is_open)
+
+        ids = codec.encode(text, special=False)
+        tokens = parser().whole(codec.decode(ids, skip_special_tokens=skip_special_tokens))
+        readings = [*_splits(text, parser, range(len(text) + 1)), ("from its tokens", tokens)]
+        for name, deltas in readings:
+            found = (text_of(deltas, "reasoning"), text_of(deltas, "content"))
+            if found != ("Since 東.", "So."):
+                raise Failed(f"it reads {found[0]!r} and {found[1]!r} from {text!r} {name}")
+
+
+def new_ids(family: ToolFamily | None) -> Callable[[], str]:
+    """Where the ids of calls come from."""
+    return short_id if family and family.has_short_ids else long_id
+
+
+def _check_form(candidate: Candidate, form: MessageForm) -> Sample:
+    """The turn with the most calls is split at every place, the other one is read in three ways."""
+    calls = probe_calls()
+    one = _turn(candidate, form, calls[:1])
+    try:
+        two = _turn(candidate, form, calls)
+    except TextError:
+        two = one
+    if two == one:
+        alone = replace(form, single=True)
+        return Sample(alone, _read_back(candidate, one, calls[:1], range(len(one.text))), None)
+    one = _read_back(candidate, one, calls[:1], range(0))
+    return Sample(form, one, _read_back(candidate, two, calls, range(len(two.text))))
+
+
+def _completed(codec: TextCodec, form: MessageForm) -> MessageForm:
+    """The form, with what else the template wants: what a request may leave out of its tools, or give beside calls."""
+
+    def rendered(form: MessageForm, tools: Sequence[Mapping[str, Any]], *answer: Mapping[str, Any]) -> str:
+        try:
+            messages = as_template_reads([QUESTION, *answer], form)
+            return codec.template.render(messages, tools=form.tools(tools), add_generation_prompt=not answer)
+        except TextError:
+            return ""
+
+    bare = [{"type": "function", "function": {"name": "probe_alpha"}}]
+    described = replace(form, described=True)
+    if not rendered(form, bare) and rendered(described, bare):
+        form = described
+    calls = [_as_sent(call) for call in probe_calls()[:1]]
+    answer = {"role": "assistant", "content": CALL_IDS[1], "reasoning_content": "Since.", "tool_calls": calls}
+    joined = replace(form, joined=True)
+    if not rendered(form, probe_tools(), answer) and CALL_IDS[1] in rendered(joined, probe_tools(), answer):
+        form = joined
+    return form
+
+
+def _turn(candidate: Candidate, form: MessageForm, calls: Sequence[Call]) -> Turn:
+    """What the template adds for an answer with these calls."""
+    template, tools = candidate.codec.template, probe_tools()
+    answer = {"role": "assistant", "content": None, "tool_calls": [_as_sent(call) for call in calls]}
+    question = as_template_reads([QUESTION], form)
+    answered = as_template_reads([QUESTION, answer], form)
+    before = template.render(question, tools=tools, add_generation_prompt=True)
+    after = template.render(answered, tools=tools, add_generation_prompt=False)
+    # What both begin with is the prompt, but never the beginning of a marker.
+    cut = next((place for place, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before))
+    marks = candidate.family.opening + (candidate.reasoning.marks if candidate.reasoning else ())
+    cut -= max(
+        (size for mark in marks for size in range(1, len(mark)) if _straddles(after, cut, mark, size)), default=0
+    )
+    start = candidate.reasoning.marks[0] if candidate.reasoning else ""
+    return Turn(after[cut:], bool(start) and after[:cut].rstrip().endswith(start))
+
+
+def _straddles(text: str, cut: int, mark: str, size: int) -> bool:
+    return cut >= size and text.startswith(mark, cut - size)
+
+
+def _as_sent(call: Call) -> dict[str, Any]:
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _read_back(candidate: Candidate, turn: Turn, calls: Sequence[Call], places: Iterable[int]) -> Turn:
+    whole = candidate.parser(turn).whole(turn.text)
+    _verify(candidate, turn, whole, calls)
+    for name, deltas in _splits(turn.text, lambda: candidate.parser(turn), places):
+        if deltas != whole:
+            raise Failed(f"it reads {turn.text!r:.80} differently {name}")
+    _verify(candidate, turn, candidate.parser(turn).whole(_decoded(candidate, turn.text)), calls)
+    footer = whole[-1].text if whole[-1].kind == "content" else ""
+    return replace(turn, calls=tuple(calls_of(whole)), footer=footer)
+
+
+def _splits(text: str, parser: Callable[[], DeltaParser], places: Iterable[int]) -> Iterator[tuple[str, list[Delta]]]:
+    """How the text was split, and what was read: one character at a time, then in two parts at each place."""
+    reader = parser()
+    yield "one character at a time", joined([*(d for mark in text for d in reader.push(mark)), *reader.finish()])
+    for place in places:
+        reader = parser()
+        parts = [*reader.push(text[:place]), *reader.push(text[place:]), *reader.finish()]
+        yield f"split after {place} characters", joined(parts)
+
+
+def _decoded(candidate: Candidate, text: str) -> str:
+    """The text as its tokens decode."""
+    ids = candidate.codec.encode(text, special=False)
+    return candidate.codec.decode(ids, skip_special_tokens=candidate.skip_special_tokens)
+
+
+def _verify(candidate: Candidate, turn: Turn, deltas: Sequence[Delta], calls: Sequence[Call]) -> None:
+    try:
+        found = calls_of(deltas)
+    except ValueError as error:
+        raise Failed(f"its calls have no order: {error}") from None
+    names = [call.name for call in found]
+    if names != [call.name for call in calls]:
+        raise Failed(f"it reads calls of {names} where the template wrote {len(calls)}: {turn.text!r:.120}")
+    for call, wanted in zip(found, calls, strict=True):
+        if _value(call.arguments) != _value(wanted.arguments):
+            raise Failed(f"it reads arguments {call.arguments!r:.80} where the template wrote {wanted.arguments!r:.80}")
+    _verify_content(candidate, turn, deltas)
+
+
+def _verify_content(candidate: Candidate, turn: Turn, deltas: Sequence[Delta]) -> None:
+    """Content is what stands before the first call, and after the last one, without any part of a marker."""
+    marks = candidate.family.marks
+    places = [place for place, delta in enumerate(deltas) if delta.kind.startswith("tool")]
+    before, between, after = (
+        text_of(part, "content").strip()
+        for part in (deltas[: places[0]], deltas[places[0] : places[-1]], deltas[places[-1] :])
+    )
+    first = min(place for mark in candidate.family.opening if (place := turn.text.find(mark)) >= 0)
+    if before != text_of(candidate.reader(turn).whole(turn.text[:first]), "content").strip() or "None" in before:
+        raise Failed(f"it reads content {before!r:.60} before the calls of {turn.text!r:.80}")
+    text = turn.text.rstrip()
+    starts = [text.rfind(mark) for mark in marks]
+    is_cut = any(at < len(text) - len(after) < at + len(mark) for at, mark in zip(starts, marks, strict=True))
+    leaked = [mark for mark in marks if mark in after] or ([after] if is_cut or not text.endswith(after) else [])
+    if between or leaked:
+        raise Failed(f"it leaves {(between or leaked[0])!r:.60} in the content")
+
+
+def _value(text: str) -> str | None:
+    try:
+        return json.dumps(json.loads(text), sort_keys=True)
+    except ValueError:
+        return None

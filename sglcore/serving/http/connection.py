@@ -1,0 +1,176 @@
+"""One client's connection: a head has to arrive in time and within a size, and what is ready has to be taken in time.
+
+The parser is httptools, which is compiled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from sglcore.serving.replicas.errors import INVALID, Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a connection may cost. Times are seconds."""
+
+    connections: int
+    head_bytes: int
+    head_seconds: float
+    write_seconds: float
+
+
+LINGER_SECONDS = 1.0
+"""How long a refused client may go on sending, unread, so that it gets to read why."""
+MOST_REFUSED = 128
+"""So many connections over the bound are told so at once; others are cut off."""
+MALFORMED = Failure(400, "what arrived is not a valid HTTP/1.1 request", INVALID, None, "malformed_request")
+
+
+class HeadTooLarge(Exception):
+    """Stops the parser."""
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol, within bounds. Trailers are dropped: nobody reads them."""
+
+    def __init__(self, *, bounds: Bounds, **given: Any) -> None:
+        """`given` is what uvicorn gives its protocols."""
+        super().__init__(**given)
+        self.bounds = bounds
+        self._failure = MALFORMED
+        self._is_refused = self._in_head = False
+        self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Refuses what is one connection too many; otherwise the first head has to come in time."""
+        super().connection_made(transport)
+        excess = len(self.connections) - self.bounds.connections
+        if excess > MOST_REFUSED:
+            return self.transport.abort()
+        if excess > 0:
+            found = f"{self.bounds.connections} connections are open, which are the most; try again later"
+            return self._close_with(Failure(503, found, "unavailable_error", None, "overloaded", {"retry-after": "1"}))
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """No timer outlives it."""
+        self._head_timer = _cancelled(self._head_timer)
+        self._write_timer = _cancelled(self._write_timer)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Feeds the parser, and counts what it has of an incomplete head."""
+        if self._is_refused or self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self._is_refused:
+            return
+        if not self._awaits_head():
+            self._head_bytes = 0
+            self._head_timer = _cancelled(self._head_timer)
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > self.bounds.head_bytes:
+            return self._close_with(self._too_large())
+        if self._head_timer is None:
+            self._expect_head()
+
+    def on_message_begin(self) -> None:
+        """A head begins."""
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer."""
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The head is there, and is measured even if it came at once; raises HeadTooLarge, which the parser hands on as its
+        own error."""
+        self._in_head = False
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self.bounds.head_bytes:
+            self._failure = self._too_large()
+            raise HeadTooLarge
+        super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        """The client takes less than there is: it has a while to catch up."""
+        super().pause_writing()
+        self._expect_progress()
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        super().resume_writing()
+        self._write_timer = _cancelled(self._write_timer)
+
+    def on_response_complete(self) -> None:
+        """A connection that closes now may still have bytes to deliver, but not for ever."""
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._expect_progress()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Idle for long enough."""
+        super().timeout_keep_alive_handler()
+        self._expect_progress()
+
+    def send_400_response(self, msg: str) -> None:
+        """The parser refused what came; the answer has our schema."""
+        self._close_with(self._failure)
+
+    def _awaits_head(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _expect_head(self) -> None:
+        self._head_timer = self.loop.call_later(self.bounds.head_seconds, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self._head_bytes == 0:
+            return self.transport.close()
+        found = f"the head of the request did not arrive in {self.bounds.head_seconds:g} s"
+        self._close_with(Failure(408, found, INVALID, None, "request_timeout"))
+
+    def _expect_progress(self) -> None:
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self.bounds.write_seconds, self.transport.abort)
+
+    def _too_large(self) -> Failure:
+        found = f"the head of the request has more than {self.bounds.head_bytes} bytes, which are the most"
+        return Failure(431, found, INVALID, None, "header_too_large")
+
+    def _close_with(self, failure: Failure) -> None:
+        if self._is_refused or self.transport.is_closing():
+            return
+        self._is_refused = True
+        self._head_timer = _cancelled(self._head_timer)
+        if not self._awaits_head():
+            return self.transport.close()
+        self.transport.write(_message(failure))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._head_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+
+
+def _message(failure: Failure) -> bytes:
+    body = msgspec.json.encode(failure.openai())
+    lines = [f"HTTP/1.1 {failure.status} {HTTPStatus(failure.status).phrase}", "content-type: application/json"]
+    lines += [f"content-length: {len(body)}", "connection: close"]
+    lines += [f"{name}: {value}" for name, value in failure.headers.items()]
+    return "\r\n".join((*lines, "", "")).encode("latin-1") + body
+
+
+def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

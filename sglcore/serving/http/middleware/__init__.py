@@ -1,0 +1,47 @@
+"""What stands between the network and the app: each part is plain ASGI, knows one danger, and streams through."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from sglcore.serving.http.middleware.admission import Admission
+from sglcore.serving.http.middleware.bodies import Bodies
+from sglcore.serving.http.middleware.exchanges import Exchanges
+from sglcore.serving.http.middleware.hosts import Hosts
+from sglcore.serving.http.middleware.keys import Keys
+
+if TYPE_CHECKING:
+    from sglcore.serving.replicas.frontend import Frontend
+
+log = logging.getLogger("sglcore.serving")
+
+REQUEST_LOG = "sglcore.requests"
+_EXPOSED = ("x-request-id", "x-sglcore-warnings", "retry-after")
+
+
+def with_middleware(app: ASGIApp, frontend: Frontend) -> ASGIApp:
+    """The app behind its middleware, the outermost last: bodies, admission, keys, CORS, hosts, and the record of it all."""
+    config, metrics = frontend.config, frontend.metrics
+    if not config.api_key and not config.is_loopback:
+        log.warning("whoever reaches %s may use this server; give it keys with --api-key-file", config.host)
+    app = Bodies(app, config.max_request_bytes, config.body_timeout, metrics)
+    app = Admission(
+        app, config.max_concurrent_requests, config.max_queued_requests, lambda: frontend.stats().waiting, metrics
+    )
+    if config.api_key:
+        app = Keys(app, config.api_key, metrics)
+    if config.cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=config.cors_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=_EXPOSED,
+        )
+    if config.is_loopback or config.allowed_hosts:
+        app = Hosts(app, config.allowed_hosts, config.cors_origins, metrics)
+    return Exchanges(app, metrics, logging.getLogger(REQUEST_LOG))

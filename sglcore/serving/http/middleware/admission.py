@@ -1,0 +1,49 @@
+"""Back-pressure: beyond its limits the server says so at once, and when to come again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sglcore.serving.http.middleware.refusal import refuse
+from sglcore.serving.replicas.errors import Failure
+from sglcore.serving.replicas.metrics import Metrics
+
+
+class Admission:
+    """Bounds the POST requests in flight, and refuses those for the model while its queue is full."""
+
+    def __init__(
+        self, app: ASGIApp, max_concurrent: int, max_queued: int, waiting: Callable[[], int], metrics: Metrics
+    ) -> None:  # fmt: skip
+        """`waiting()` is how many prompts wait in the engines' queues."""
+        self._app, self._metrics, self._waiting = app, metrics, waiting
+        self._max_concurrent, self._max_queued = max_concurrent, max_queued
+        self._in_flight = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuses with 429 and Retry-After, which is computed from how fast requests ended lately."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            return await self._app(scope, receive, send)
+        refusal = self._refusal(scope["path"])
+        if refusal is not None:
+            self._metrics.refused("overloaded")
+            return await refuse(refusal, scope, receive, send)
+        self._in_flight += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._in_flight -= 1
+
+    def _refusal(self, path: str) -> Failure | None:
+        waiting = self._waiting() if path.startswith("/v1/") else 0
+        if self._in_flight >= self._max_concurrent:
+            found = f"{self._in_flight} requests are in flight, where max_concurrent_requests is {self._max_concurrent}"
+        elif path.startswith("/v1/") and waiting > self._max_queued:
+            found = f"{waiting} prompts wait, where max_queued_requests is {self._max_queued}"
+        else:
+            return None
+        seconds = self._metrics.retry_after(waiting)
+        text = f"{found}; try again in {seconds} s"
+        return Failure(429, text, "rate_limit_error", None, "overloaded", {"retry-after": str(seconds)})

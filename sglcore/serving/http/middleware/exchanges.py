@@ -1,0 +1,104 @@
+"""The outermost middleware: gives each request an id, counts and logs its end, and answers for an error that nobody caught."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import uuid
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as AsgiEvent
+
+from sglcore.serving.http.middleware.refusal import header, refuse
+from sglcore.serving.replicas.errors import told
+from sglcore.serving.replicas.exchange import CURRENT, Exchange
+from sglcore.serving.replicas.metrics import Metrics
+
+QUIET = frozenset({"/livez", "/readyz", "/startupz", "/health", "/metrics", "/server_info/stats"})
+"""Asked so often by machines that their log lines are of level debug."""
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+"""Counted by name. A client can make up others, of which each would be a series for ever."""
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_ID = re.compile(rb"[A-Za-z0-9._:+=/-]{1,128}")
+
+
+class Exchanges:
+    """Wraps the other middleware and the app."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, log: logging.Logger) -> None:
+        """`log` gets one line for each request."""
+        self._app, self._metrics, self._log = app, metrics, log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The id comes from the header x-request-id if that is one, and goes back in the same header."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        exchange = _exchange(scope)
+        scope.setdefault("state", {})["request_id"] = exchange.request_id
+        id_header = (b"x-request-id", exchange.request_id.encode())
+
+        async def outward(message: AsgiEvent) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                others = (pair for pair in message.get("headers", ()) if pair[0].lower() != b"x-request-id")
+                message = {**message, "headers": [*others, id_header]}
+            await send(message)
+
+        token = CURRENT.set(exchange)
+        self._metrics.in_flight += 1
+        try:
+            await self._answer(exchange, scope, receive, outward)
+        finally:
+            self._metrics.in_flight -= 1
+            CURRENT.reset(token)
+            self._note(exchange, scope)
+
+    async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except Exception as error:
+            if exchange.status:
+                raise  # the answer has begun: only a closed connection can say that it will not end well
+            await refuse(told(error), scope, receive, send)
+
+    def _note(self, exchange: Exchange, scope: Scope) -> None:
+        method = exchange.method if exchange.method in METHODS else "other"
+        self._metrics.responded(method, _endpoint(scope), exchange.status)
+        level = logging.DEBUG if exchange.path in QUIET else logging.INFO
+        if self._log.isEnabledFor(level):
+            self._log.log(level, "%s", line(exchange))
+
+
+def line(exchange: Exchange) -> str:
+    """One line about a request that ended; status 0 is a client that left before the answer began."""
+    elapsed = _milliseconds(exchange.elapsed())
+    words = [f"id={exchange.request_id}", f"client={exchange.client}", exchange.method, json.dumps(exchange.path)]
+    words += [f"status={exchange.status}", f"ms={elapsed}"]
+    clocks = [clock for clock in exchange.clocks if clock.outcome is not None]
+    if clocks:
+        words.append(f"prompt_tokens={sum(clock.prompt_tokens for clock in clocks)}")
+        words.append(f"cached_tokens={sum(clock.cached_tokens for clock in clocks)}")
+        words.append(f"tokens={sum(clock.tokens for clock in clocks)}")
+        first = [clock.first_token_seconds for clock in clocks if clock.first_token_seconds is not None]
+        words.append(f"first_token_ms={_milliseconds(min(first)) if first else '-'}")
+        words.append(f"ended={','.join(sorted({clock.outcome or '' for clock in clocks}))}")
+    return " ".join(words)
+
+
+def _exchange(scope: Scope) -> Exchange:
+    given = header(scope, b"x-request-id")
+    is_id = given is not None and _ID.fullmatch(given)
+    request_id = given.decode() if given is not None and is_id else f"req_{uuid.uuid4().hex}"
+    client = scope.get("client")
+    return Exchange(request_id, scope["method"], scope["path"], client[0] if client else "-")
+
+
+def _endpoint(scope: Scope) -> str:
+    """The route's own path, so that clients can not make as many series as they like."""
+    route = scope.get("route")
+    return route.path if route is not None else "other"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.1f}"

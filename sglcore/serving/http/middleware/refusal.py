@@ -1,0 +1,80 @@
+"""How middleware turns a request away, so that the client reads why even if it is still sending."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from sglcore.serving.replicas.errors import Failure
+
+SMALL = 64 << 10
+"""A body up to this many bytes is taken before the answer, so that the connection can be used again."""
+_LONGEST, _MOST = 1.0, 64 << 20
+
+
+async def refuse(failure: Failure, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with the failure.
+
+    What the client still sends is read and dropped, for a second and 64 MiB at most: a socket that is closed over
+    unread bytes takes the answer back.
+    """
+    is_complete = await _is_complete(failure, scope, receive)
+    body = msgspec.json.encode(failure.body(scope["path"]))
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += _encoded(failure.headers.items())
+    if not is_complete:
+        headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": failure.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": not is_complete})
+    if not is_complete:
+        await _drop(receive)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def has_body(scope: Scope) -> bool:
+    """Whether the request announces a body."""
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
+        for name, value in scope["headers"]
+    )
+
+
+def body_length(scope: Scope) -> int | None:
+    """The body's length in bytes as the client announced it; None if it did not, or not as a number."""
+    value = header(scope, b"content-length")
+    return int(value) if value is not None and value.isdigit() and len(value) < 20 else None
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """The first value of a header; `name` in lower case."""
+    return next((value for key, value in scope["headers"] if key == name), None)
+
+
+async def _is_complete(failure: Failure, scope: Scope, receive: Receive) -> bool:
+    """Whether the client has sent all; a small body is waited for."""
+    if not has_body(scope):
+        return True
+    is_small = (body_length(scope) or SMALL + 1) <= SMALL
+    return failure.status != 408 and is_small and await _drop(receive)
+
+
+async def _drop(receive: Receive) -> bool:
+    """Read and drop the rest of the body; whether it ended."""
+    count = 0
+    try:
+        async with asyncio.timeout(_LONGEST):
+            while count < _MOST:
+                message = await receive()
+                count += len(message.get("body", b""))
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    return message["type"] == "http.request"
+    except TimeoutError:
+        pass
+    return False
+
+
+def _encoded(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
+    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]

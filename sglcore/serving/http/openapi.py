@@ -1,0 +1,60 @@
+"""The OpenAPI document: what FastAPI derives, with the parts of streams and without what this server never sends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic.json_schema import models_json_schema
+from starlette.routing import compile_path
+
+from sglcore.serving.apis.openai.chat_body import ChatChunk
+from sglcore.serving.apis.openai.completions_body import CompletionChunk
+
+_REFERENCE = "#/components/schemas/{model}"
+_NEVER_SENT = ("HTTPValidationError", "ValidationError")
+
+
+class Application(FastAPI):
+    """A FastAPI application with a truthful document."""
+
+    def __init__(self, *, needs_key: bool, **settings: Any) -> None:
+        """`needs_key`: a request must bring a key; `settings` are FastAPI's."""
+        self._needs_key = needs_key
+        super().__init__(**settings)
+
+    def openapi(self) -> dict[str, Any]:
+        """The document; made once."""
+        if self.openapi_schema is None:
+            document = super().openapi()
+            _without_422(document)
+            _, chunks = models_json_schema(
+                [(ChatChunk, "serialization"), (CompletionChunk, "serialization")], ref_template=_REFERENCE
+            )
+            document["components"]["schemas"] |= chunks["$defs"]
+            if self._needs_key:
+                _with_keys(document)
+            self.openapi_schema = document
+        return self.openapi_schema
+
+    def methods(self, path: str) -> tuple[str, ...]:
+        """The methods of all endpoints at a path, sorted; none if the document has no such path."""
+        documented = self.openapi()["paths"].items()
+        found = (operations for template, operations in documented if compile_path(template)[0].match(path))
+        return tuple(sorted(method.upper() for operations in found for method in operations))
+
+
+def _without_422(document: dict[str, Any]) -> None:
+    """A body that is wrong has status 400, as in OpenAI's API."""
+    for operation in (operation for path in document["paths"].values() for operation in path.values()):
+        operation["responses"].pop("422", None)
+    for name in _NEVER_SENT:
+        document["components"]["schemas"].pop(name, None)
+
+
+def _with_keys(document: dict[str, Any]) -> None:
+    document["components"]["securitySchemes"] = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    document["security"] = [{"bearer": []}, {"header": []}]

@@ -1,0 +1,70 @@
+"""The page at `/`: one file that asks nothing of any other host. Its policy names the script and the style that it holds
+by their hashes, so that nothing else can run in it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Request, Response
+
+if TYPE_CHECKING:
+    from sglcore.serving.replicas.frontend import Frontend
+
+
+def routes(frontend: Frontend) -> APIRouter:
+    """GET `/`. The page is read once; it asks the server for all it shows, so it needs nothing of the frontend."""
+    content = page()
+    shown = page_headers(content)
+    router = APIRouter()
+
+    @router.get("/", include_in_schema=False)
+    async def show(request: Request) -> Response:
+        known = request.headers.get("if-none-match") == shown["etag"]
+        return Response(status_code=304, headers=shown) if known else Response(content, headers=shown)
+
+    return router
+
+
+def page() -> bytes:
+    """The page's file."""
+    return (files("sglcore.serving.http.page") / "index.html").read_bytes()
+
+
+def page_headers(content: bytes) -> dict[str, str]:
+    """The page's headers, with a policy under which it talks to its own server alone."""
+    return {
+        "content-type": "text/html; charset=utf-8",
+        "content-security-policy": policy(content),
+        "etag": f'"{hashlib.sha256(content).hexdigest()[:32]}"',
+        "cache-control": "no-cache",
+        "x-content-type-options": "nosniff",
+        "x-frame-options": "DENY",
+        "referrer-policy": "no-referrer",
+    }
+
+
+def policy(content: bytes) -> str:
+    """The Content-Security-Policy that allows the script and the style in `content`, and no other."""
+    allowed = {
+        "default-src": "'none'",
+        "script-src": _hashes(content, b"script"),
+        "style-src": _hashes(content, b"style"),
+        "connect-src": "'self'",
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return "; ".join(f"{what} {whom}" for what, whom in allowed.items())
+
+
+def _hashes(content: bytes, tag: bytes) -> str:
+    """The hash of every block between `<tag>` and `</tag>`."""
+    blocks = re.findall(b"<%s>(.*?)</%s>" % (tag, tag), content, re.DOTALL)
+    digests = (base64.b64encode(hashlib.sha256(block).digest()).decode("ascii") for block in blocks)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)

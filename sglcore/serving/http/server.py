@@ -1,0 +1,294 @@
+"""One server from start to end: it listens before the model is there, is told to stop, and ends what it has begun."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from sglcore.device.config import EngineConfig
+from sglcore.device.errors import ConfigError
+from sglcore.device.server_config import ServerConfig
+from sglcore.serving.http.app import make_app
+from sglcore.serving.http.connection import Bounds, Connection
+from sglcore.serving.http.logs import Logs
+from sglcore.serving.http.middleware import with_middleware
+from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.metrics import Metrics
+
+UNANSWERED = 1
+"""The exit code of a stop that did not wait for every answer."""
+LAST_WORDS = 2.0
+"""Seconds in which requests may still be answered after the engine has ended, or the time to drain."""
+_SPARE_FILES = 256
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+OnListening = Callable[[Frontend, str], None]
+
+log = logging.getLogger("sglcore.serving")
+
+
+async def serve(
+    config: EngineConfig, server: ServerConfig, *, chosen: str = "", on_listening: OnListening | None = None
+) -> int:
+    """Serve until told to stop (0; UNANSWERED if that cut requests off) or until the model can not be served any more (its
+    exit code). Waits.
+
+    `on_listening` gets the frontend and the URL once connections are taken, before the model is there. Raises ConfigError
+    for what can not start at all: a port in use, no checkpoint, no tokenizer.
+    """
+    sockets = bind(server)
+    frontend = Frontend(config, server, chosen=chosen)
+    logs = Logs(server)
+    frontend.metrics.lost_log_records = lambda: logs.lost
+    try:
+        await frontend.start()
+        clean = await run_server(
+            with_middleware(make_app(frontend), frontend),
+            server,
+            on_drain=frontend.drain,
+            stopped=frontend.replica_set.stopped,
+            sockets=sockets,
+            on_listening=None if on_listening is None else lambda url: on_listening(frontend, url),
+            metrics=frontend.metrics,
+            on_overdue=frontend.give_up,
+        )
+    finally:
+        await frontend.stop()
+        logs.close()
+    return frontend.replica_set.exit_code or (0 if clean else UNANSWERED)
+
+
+def bind(config: ServerConfig) -> list[socket.socket]:
+    """Sockets on all addresses of the host, at one port. Raises ConfigError; does not listen yet."""
+    bound: list[socket.socket] = []
+    port = config.port
+    try:
+        found = socket.getaddrinfo(config.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in dict.fromkeys(found):
+            bound.append(_bound(family, (address[0], port, *address[2:])))
+            port = bound[0].getsockname()[1]
+    except OSError as error:
+        for each in bound:
+            each.close()
+        reason = error.strerror or str(error)
+        remedy = (
+            "choose another with --port or --host" if isinstance(error, socket.gaierror) else "choose another --port"
+        )
+        raise ConfigError(f"{config.host} port {port} can not be listened at: {reason}", remedy=remedy) from None
+    return bound
+
+
+def address_of(sockets: Sequence[socket.socket]) -> str:
+    """The URL under which this machine reaches the server."""
+    host, port = sockets[0].getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "localhost"
+    return f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}"
+
+
+async def run_server(
+    app: ASGIApp,
+    config: ServerConfig,
+    *,
+    on_drain: Callable[[], Awaitable[None]],
+    stopped: asyncio.Event,
+    sockets: Sequence[socket.socket] | None = None,
+    on_listening: Callable[[str], None] | None = None,
+    on_overdue: Callable[[], None] | None = None,
+    metrics: Metrics | None = None,
+) -> bool:
+    """Serve until told to stop; True if every request in flight was answered.
+
+    The first SIGTERM or SIGINT awaits `on_drain`, which should make the app refuse new requests, and all requests in
+    flight, for `drain_timeout` seconds at most: then `on_overdue` may fail them, and 2 seconds are left for the answers.
+    The second signal stops at once. `stopped`, set when the engine has ended, leaves 2 seconds, too. `on_listening` gets
+    the URL. Call it on the main thread for the signals to be heard.
+    """
+    sockets = list(sockets or bind(config))
+    server = _Server(_uvicorn_config(app, config))
+    if metrics is not None:
+        metrics.connections = lambda: len(server.server_state.connections)
+    told, again = asyncio.Event(), asyncio.Event()
+    with _signals(lambda: again.set() if told.is_set() else told.set()):
+        async with _serving(server, sockets) as serving:
+            if on_listening is not None:
+                on_listening(address_of(sockets))
+            await _first(serving, told, stopped)
+            if serving.done():
+                return False
+            if stopped.is_set():
+                return await _idle(server, LAST_WORDS, again)
+            is_clean = await _drained(server, config.drain_timeout, on_drain, again, stopped)
+            if not is_clean and on_overdue is not None and not again.is_set():
+                on_overdue()
+                await _idle(server, LAST_WORDS, again)
+            return is_clean
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to others, and tells when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listens = asyncio.Event()
+        self._leaves = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """None."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As ever, and then says so."""
+        await super().startup(sockets)
+        self.listens.set()
+
+    async def main_loop(self) -> None:
+        """Renews the date of answers each second, until `leave`."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._leaves.wait(), 1.0)
+
+    def leave(self) -> None:
+        """Listen no more; does not wait."""
+        self.should_exit = True
+        self._leaves.set()
+
+
+def _uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
+    most = min(config.max_connections, _file_limit(config.max_connections + _SPARE_FILES) - _SPARE_FILES)
+    if most < config.max_connections:
+        log.warning("this process may open so few files that %d connections are the most; raise `ulimit -n`", most)
+    bounds = Bounds(max(most, 1), config.max_header_bytes, config.header_timeout, config.write_timeout)
+    protocol: Any = partial(Connection, bounds=bounds)
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=config.keep_alive,  # pyright: ignore[reportArgumentType]
+        timeout_graceful_shutdown=1,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _serving(server: _Server, sockets: list[socket.socket]) -> AsyncIterator[asyncio.Task[None]]:
+    """The server as it listens; afterwards no task and no connection of it is left."""
+    serving = asyncio.create_task(server.serve(sockets))
+    await _first(serving, server.listens)
+    try:
+        yield serving
+    finally:
+        tasks = list(server.server_state.tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=1.0)
+        server.leave()
+        for connection in list(server.server_state.connections):
+            connection.shutdown()
+        await serving
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+
+
+async def _drained(
+    server: _Server,
+    seconds: float,
+    on_drain: Callable[[], Awaitable[None]],
+    again: asyncio.Event,
+    stopped: asyncio.Event,
+) -> bool:
+    log.info("draining: %d requests in flight have %g s", len(server.server_state.tasks), seconds)
+    draining = asyncio.ensure_future(on_drain())
+    is_clean = await _idle(server, seconds, again, stopped, draining)
+    if not draining.done():
+        draining.cancel()
+    failed = (await asyncio.gather(draining, return_exceptions=True))[0]
+    if isinstance(failed, Exception):
+        log.error("draining failed: %s", failed, exc_info=failed)
+    is_clean = is_clean and failed is None
+    if not is_clean:
+        log.warning("stopping with %d requests in flight", len(server.server_state.tasks))
+    return is_clean
+
+
+async def _idle(
+    server: _Server, seconds: float, again: asyncio.Event, *others: asyncio.Event | asyncio.Future[Any]
+) -> bool:
+    """Wait until no request is in flight; False if time ran out, or an event came first."""
+    events = [again, *(each for each in others if isinstance(each, asyncio.Event))]
+    futures = [each for each in others if isinstance(each, asyncio.Future)]
+    deadline = asyncio.get_running_loop().time() + seconds
+    while server.server_state.tasks or not all(each.done() for each in futures):
+        if any(event.is_set() for event in events) or asyncio.get_running_loop().time() >= deadline:
+            return False
+        await asyncio.sleep(0.02)
+    return True
+
+
+async def _first(serving: asyncio.Task[None], *events: asyncio.Event) -> None:
+    """Wait until one of the events, or the end of the task. Raises what ended the task."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    done, _ = await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    if serving in done:
+        serving.result()
+
+
+@contextlib.contextmanager
+def _signals(told: Callable[[], None]) -> Iterator[None]:
+    """Calls `told` for each signal to stop, on the loop; nothing off the main thread, which alone has signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    for each in _SIGNALS:
+        loop.add_signal_handler(each, told)
+    try:
+        yield
+    finally:
+        for each in _SIGNALS:
+            loop.remove_signal_handler(each)
+
+
+def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:
+    each = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        each.bind(address)
+    except OSError:
+        each.close()
+        raise
+    each.set_inheritable(False)
+    return each
+
+
+def _file_limit(wanted: int) -> int:
+    """Raise this process's limit of open files towards `wanted`; returns what it is then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    best = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < best:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (best, hard))
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return wanted if soft == resource.RLIM_INFINITY else soft

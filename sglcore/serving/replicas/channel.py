@@ -1,0 +1,141 @@
+"""The channel between the frontend and an engine process: one pair of sockets, messages as msgpack.
+
+On one machine it is a socket file in a folder that only its owner may enter; between machines it is TCP under CURVE keys,
+so that nobody without them is heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+from collections.abc import Callable
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from sglcore.device.errors import ConfigError
+from sglcore.serving.replicas.ipc import Address, EngineReply, EngineRequest
+
+LINGER_MS = 2000
+"""How long a closing socket goes on with what is queued."""
+WATCH_MS = 100
+"""How often a thread that waits for a break looks whether it is to end."""
+HEARTBEAT_MS, SILENCE_MS = 5_000, 30_000
+"""A network connection is asked for a sign of life so often, and is broken when none has come for so long. Threads of the
+sockets' own answer, so a long step is not taken for an end."""
+
+
+class EngineChannel:
+    """An engine's end. Not thread-safe, except that it may be made in one thread and used in another."""
+
+    def __init__(self, address: Address, on_lost: Callable[[], None] | None = None) -> None:
+        """`on_lost` is called, in a thread of its own, when a connection over a network has broken: messages may be missing
+        from then on. A socket file's does not break."""
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.PAIR)
+        _unbounded(self._socket)
+        if address.secret:
+            self._socket.curve_serverkey = address.frontend.encode()
+            self._socket.curve_publickey = address.public.encode()
+            self._socket.curve_secretkey = address.secret.encode()
+        self._closing = threading.Event()
+        self._watcher: threading.Thread | None = None
+        if on_lost is not None and address.endpoint.startswith("tcp:"):
+            self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = HEARTBEAT_MS, SILENCE_MS
+            watched = (self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED), self._closing, on_lost)
+            self._watcher = threading.Thread(target=_watch, args=watched, name="link", daemon=True)
+            self._watcher.start()
+        self._socket.connect(address.endpoint)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(EngineRequest)
+
+    def send(self, reply: EngineReply) -> None:
+        """Queue a reply; does not wait."""
+        self._socket.send(self._encoder.encode(reply), copy=True)
+
+    def receive(self, timeout_ms: int) -> list[EngineRequest]:
+        """The requests that have come; waits up to `timeout_ms` for the first."""
+        if not self._socket.poll(timeout_ms):
+            return []
+        requests: list[EngineRequest] = []
+        try:
+            while True:
+                requests.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            return requests
+
+    def close(self) -> None:
+        """Send what is queued, then close; waits for that, 2 seconds at most."""
+        self._closing.set()
+        if self._watcher is not None:
+            self._watcher.join()
+            self._socket.disable_monitor()
+        self._socket.close(LINGER_MS)
+        self._context.term()
+
+
+class FrontendChannel:
+    """The frontend's end of one engine's channel, on the running event loop."""
+
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str, keys: tuple[bytes, bytes] | None = None) -> None:
+        """`endpoint` to bind (a TCP port of 0 takes a free one); `keys`, public and secret, turn CURVE on. Raises
+        ConfigError."""
+        try:
+            self._socket = _bound(context, endpoint, keys)
+        except zmq.ZMQError as error:
+            is_long = error.errno == errno.ENAMETOOLONG
+            raise ConfigError(
+                f"no channel to an engine can be opened at {endpoint}: {'its path is too long' if is_long else error.strerror}",
+                remedy="set TMPDIR to a folder whose path is short"
+                if is_long
+                else "see what this process may open: `ulimit -n`",
+            ) from error
+        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(EngineReply)
+
+    def send(self, request: EngineRequest) -> None:
+        """Queue a request; does not wait. What is sent to a process that is gone is lost with it."""
+        self._socket.send(self._encoder.encode(request))
+
+    async def receive(self) -> EngineReply:
+        """The next reply. Others on the loop have their turn first, however many replies are waiting."""
+        await asyncio.sleep(0)
+        return self._decoder.decode(await self._socket.recv())
+
+    def close(self) -> None:
+        """Close at once."""
+        self._socket.close(0)
+
+
+def _bound(context: zmq.asyncio.Context, endpoint: str, keys: tuple[bytes, bytes] | None) -> zmq.asyncio.Socket:
+    socket = context.socket(zmq.PAIR)
+    try:
+        _unbounded(socket)
+        if keys is not None:
+            socket.curve_server = True
+            socket.curve_publickey, socket.curve_secretkey = keys
+        socket.bind(endpoint)
+    except BaseException:
+        socket.close(0)
+        raise
+    return socket
+
+
+def _watch(monitor: zmq.Socket[bytes], closing: threading.Event, on_lost: Callable[[], None]) -> None:
+    """Tell of a break, until the channel closes. It asks again and again: the event that ends a monitor may be lost, and a
+    context does not end before all its sockets are closed."""
+    while not closing.is_set():
+        if monitor.poll(WATCH_MS):
+            recv_monitor_message(monitor)
+            on_lost()
+    monitor.close(0)
+
+
+def _unbounded(socket: zmq.Socket) -> None:
+    """Nothing is ever dropped: what may be in flight is bounded by the requests that were let in."""
+    socket.sndhwm = 0
+    socket.rcvhwm = 0

@@ -1,0 +1,77 @@
+"""What came of proposals, as Prometheus reads it: how many were right, at which place, and by what that depends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from sglcore.schedule.draft_counts import CACHED, DraftCell, DraftSums, at_places, sums_by
+from sglcore.serving.replicas.ipc import EngineStats
+
+Engines = Sequence[tuple[str, EngineStats]]
+"""Name and newest numbers of each replica."""
+
+
+def draft_families(model: str, engines: Engines) -> Iterator[Metric]:
+    """Of the replicas that verified proposals; none, where none did."""
+    engines = [(replica, numbers) for replica, numbers in engines if numbers.drafts]
+    if engines:
+        yield _accepted(model, engines)
+        yield from _places(model, engines)
+        texts = "by the most tokens that a request had", "by the most of its prompt that the prefix cache had"
+        for label, text, key, shown in (
+            ("context", texts[0], lambda cell: cell.context, lambda value: str(2**value - 1)),
+            ("cached", texts[1], lambda cell: cell.cached, lambda value: CACHED[value]),
+            ("tokens", "by how many it verified", lambda cell: cell.proposed, str),
+        ):
+            yield from _split(model, engines, label, text, key, shown)
+
+
+def _accepted(model: str, engines: Engines) -> Metric:
+    family = HistogramMetricFamily(
+        "sglcore_accepted_draft_tokens",
+        "Proposals that were right, in each step of a request: 1 + sum / count is the mean acceptance length.",
+        labels=["model", "replica"],
+    )
+    for replica, numbers in engines:
+        found = sums_by(numbers.drafts, lambda cell: cell.accepted)
+        total, buckets = 0, list[tuple[str, float]]()
+        for accepted in range(max(found) + 1):
+            total += found.get(accepted, DraftSums()).steps
+            buckets.append((repr(float(accepted)), total))
+        buckets.append(("+Inf", total))
+        family.add_metric([model, replica], buckets, math.fsum(one.accepted for one in found.values()))
+    return family
+
+
+def _places(model: str, engines: Engines) -> Iterator[Metric]:
+    labels = ["model", "replica", "place"]
+    had = CounterMetricFamily("sglcore_draft_tokens", "Proposals, by their place in a step.", labels=labels)
+    right = CounterMetricFamily("sglcore_draft_tokens_accepted", "Those that were right.", labels=labels)
+    wasted = CounterMetricFamily("sglcore_draft_tokens_wasted", "Those that were not, or behind one.", labels=labels)
+    for replica, numbers in engines:
+        for place, (proposed, accepted) in enumerate(at_places(numbers.drafts), start=1):
+            where = [model, replica, str(place)]
+            had.add_metric(where, proposed)
+            right.add_metric(where, accepted)
+            wasted.add_metric(where, proposed - accepted)
+    yield from (had, right, wasted)
+
+
+def _split(
+    model: str, engines: Engines, label: str, text: str, key: Callable[[DraftCell], int], shown: Callable[[int], str]
+) -> Iterator[Metric]:
+    """Steps, proposals and what was right of them, by what a label says."""
+    labels, kinds = ["model", "replica", label], ("steps", "proposed", "accepted")
+    families = [
+        CounterMetricFamily(f"sglcore_draft_{kind}_by_{label}", f"Of steps of requests: {kind}, {text}.", labels=labels)
+        for kind in kinds
+    ]
+    for replica, numbers in engines:
+        for value, sums in sums_by(numbers.drafts, key).items():
+            for family, amount in zip(families, sums, strict=True):
+                family.add_metric([model, replica, shown(value)], amount)
+    yield from families

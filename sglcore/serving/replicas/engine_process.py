@@ -1,0 +1,182 @@
+"""An engine process: requests from the frontend in, replies out, the device's steps between. It tokenises nothing.
+
+Started as `python -m sglcore.serving.replicas.engine_process`, with an EngineSpec as one line of JSON on its standard input; when
+that closes, the parent is gone and so is this process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from sglcore.device.choice import ChosenDevice, adopt
+from sglcore.device.config import EngineConfig
+from sglcore.device.discovery import discover
+from sglcore.device.errors import SglcoreError
+from sglcore.engine.grammar import Grammars, Vocabulary, open_grammars
+from sglcore.engine.meter import Meter
+from sglcore.engine.start import Started, start
+from sglcore.engine.text import TextCodec, eos_token_ids
+from sglcore.engine.tokens import TokenEngine
+from sglcore.serving.replicas.channel import EngineChannel
+from sglcore.serving.replicas.engine_service import EngineService
+from sglcore.serving.replicas.ipc import EngineSpec, Failed, ModelInfo, Phase, Ready
+from sglcore.serving.replicas.warm_up import warm_up
+
+PARENT_GONE = 3
+"""The exit code of a process whose parent ended without a word."""
+LINK_BROKE = 4
+"""The exit code of a process that lost its connection to the frontend: what was on its way may be missing."""
+REPLY_EVERY = 0.1
+"""Seconds between two replies about the same phase."""
+SAMPLED_BLOCKS, BLOCK_BYTES = 16, 16 << 10
+"""What is read of a file to tell it from another."""
+
+
+def main() -> int:
+    """Run until the frontend says to shut down; the exit code says why it ended."""
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)  # the frontend is told, drains, and then tells this process
+    with open(0, "rb", closefd=False) as given:
+        spec = msgspec.json.decode(given.readline(), type=EngineSpec)
+    logging.basicConfig(level=logging.INFO, format=f"%(levelname)s engine {spec.replica}: %(message)s")
+    threading.Thread(target=_follow_parent, name="parent", daemon=True).start()
+    channel = EngineChannel(spec.address, lambda: os._exit(LINK_BROKE))
+    try:
+        service = start_service(spec, channel)
+        code = service.run()
+    except SglcoreError as error:
+        channel.send(Failed(str(error), error.exit_code))
+        code = error.exit_code
+    except Exception as error:
+        logging.error("%s", traceback.format_exc())
+        channel.send(Failed(f"{type(error).__name__}: {error}", 1))
+        code = 1
+    channel.close()
+    return code
+
+
+def _follow_parent() -> None:
+    # Not by sys.stdin: its lock would be held when the interpreter ends.
+    while os.read(0, 4096):
+        pass
+    os._exit(PARENT_GONE)
+
+
+def start_service(spec: EngineSpec, channel: EngineChannel) -> EngineService:
+    """Bring the model up, sample a real token by the path that will serve, and say so."""
+    config = engine_config(spec.config)
+    if spec.chosen:
+        adopt(spec.chosen, config.device, discover())
+    started = start(config, PhaseReplies(channel), ChosenDevice.decode(spec.chosen) if spec.chosen else None)
+    meter = Meter(started.worker)
+    eos_ids = eos_token_ids(started.model_path)
+    grammars = _grammars(config, started, eos_ids)
+    engine = TokenEngine(
+        meter, eos_ids, overlap=started.overlap, prefix_cache=config.prefix_cache, open_grammars=lambda: grammars
+    )
+    service = EngineService(engine, meter, channel)
+    channel.send(Phase("warm-up", 0, 1))
+    begin = time.perf_counter()
+    warm_up(engine)
+    seconds = {**started.seconds, "warm-up": time.perf_counter() - begin}
+    channel.send(Ready(model_info(started, engine, seconds)))
+    return service
+
+
+def _grammars(config: EngineConfig, started: Started, eos_ids: frozenset[int]) -> Grammars | None:
+    limits = started.worker.limits
+    if not limits.generates:
+        return None
+    known = tuple(sorted(each for each in eos_ids if each < limits.vocab_size))
+    vocabulary = Vocabulary(TextCodec(started.model_path).tokenizer, limits.vocab_size, known)
+    grammars, row = open_grammars(config.grammar_backend, vocabulary)
+    started.ledger.record(row)
+    return grammars
+
+
+class PhaseReplies:
+    """A start's progress as replies: each phase's first and last state, and in between not too many."""
+
+    def __init__(self, channel: EngineChannel) -> None:
+        self._channel = channel
+        self._phase = ""
+        self._next = 0.0
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        """Send a phase's state."""
+        now = time.monotonic()
+        if phase == self._phase and done != total and now < self._next:
+            return
+        self._phase, self._next = phase, now + REPLY_EVERY
+        self._channel.send(Phase(phase, done, total))
+
+
+def engine_config(values: dict[str, Any]) -> EngineConfig:
+    """The configuration that the parent resolved; no variable is read again."""
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    sources = MappingProxyType(dict(values["sources"]))
+    return EngineConfig(**{**values, **lists, "sources": sources})
+
+
+def plain_config(config: EngineConfig) -> dict[str, object]:
+    """The fields of a configuration as JSON has them."""
+    values = {item.name: getattr(config, item.name) for item in fields(config)}
+    return {**values, "sources": dict(config.sources)}
+
+
+def model_info(started: Started, engine: TokenEngine, seconds: dict[str, float]) -> ModelInfo:
+    """What was started, as plain values."""
+    chosen, ledger = started.choice.chosen, started.ledger.as_json()
+    return ModelInfo(
+        device=str(chosen),
+        device_evidence=started.choice.report.hardware.evidence,
+        distribution=chosen.distribution,
+        version=chosen.version,
+        ledger=tuple(ledger),
+        limits=asdict(engine.limits),
+        max_model_len=engine.limits.max_model_len,
+        generates=engine.limits.generates,
+        eos_ids=tuple(sorted(engine.eos_ids)),
+        seconds=seconds,
+        fingerprint=fingerprint(started.model_path, chosen.encode(), ledger),
+    )
+
+
+def fingerprint(folder: Path, device: str, ledger: list[dict[str, object]]) -> str:
+    """`fp_` and 12 hexadecimal digits of what may change a number: version, device, checkpoint, decisions."""
+    from sglcore import __version__
+
+    listed = sorted(folder.iterdir()) if folder.is_dir() else [folder]
+    files = [f"{file.name} {sample_of(file)}" for file in listed if file.is_file()]
+    chosen = [f"{row['topic']}={row['effective']}" for row in ledger if row["topic"] != "kv cache"]
+    text = "\n".join([__version__, device, *files, *chosen])
+    return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def sample_of(file: Path) -> str:
+    """A hash of a file's size and of blocks spread over it: other weights of the same shapes differ everywhere, and all
+    of a large file takes long to read."""
+    size = file.stat().st_size
+    found = hashlib.sha256(str(size).encode())
+    with file.open("rb") as stream:
+        for place in range(SAMPLED_BLOCKS):
+            stream.seek(max(size - BLOCK_BYTES, 0) * place // (SAMPLED_BLOCKS - 1))
+            found.update(stream.read(BLOCK_BYTES))
+    return found.hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""The loop of an engine process: take requests, run a step, send the outputs."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from msgspec import structs
+
+from sglcore.device.errors import SglcoreError
+from sglcore.engine.meter import Meter
+from sglcore.engine.tokens import TokenEngine
+from sglcore.sampling.params import SamplingError
+from sglcore.schedule.output import EngineOutput
+from sglcore.schedule.request import Request, State
+from sglcore.serving.replicas.channel import EngineChannel
+from sglcore.serving.replicas.ipc import (
+    Abort,
+    Audit,
+    Audited,
+    Embed,
+    Embedded,
+    EngineOutputs,
+    EngineRequest,
+    EngineStats,
+    Failed,
+    GenerateRequest,
+    Refused,
+    Shutdown,
+    Stop,
+    unpack_ids,
+    unpack_params,
+)
+
+IDLE_MS = 500
+"""How long an idle engine waits for a request before it looks at its clock."""
+STATS_EVERY = 0.25
+"""Seconds between two replies with the counters."""
+MOST_FAILURES = 3
+"""Steps in a row that may fail before the process gives up: the device is not going to recover."""
+
+
+class EngineService:
+    """One engine and its channel. `run` returns the exit code."""
+
+    def __init__(self, engine: TokenEngine, meter: Meter, channel: EngineChannel) -> None:
+        self.engine = engine
+        self._meter = meter
+        self._channel = channel
+        self._embeds: dict[str, Request] = {}
+        self._shutting_down = False
+        self._failures = self._failed_steps = 0
+        self._requests = self._prompt_tokens = self._generated = 0
+        self._step_seconds = self._device_before = 0.0
+        self._host_steps = 0
+        self._next_stats = 0.0
+
+    def run(self) -> int:
+        """Serve until the frontend says to shut down (0), or the device fails again and again (1)."""
+        self._device_before = self._meter.device_seconds
+        while not self._shutting_down:
+            busy = self.engine.has_work
+            for request in self._channel.receive(0 if busy else IDLE_MS):
+                self._take(request)
+            if self.engine.has_work:
+                self._step()
+            if self._failures >= MOST_FAILURES:
+                self._channel.send(Failed(f"{self._failures} steps in a row failed on the device", 1))
+                return 1
+            self._send_stats(force=busy and not self.engine.has_work)
+        self.engine.close()
+        return 0
+
+    def _take(self, request: EngineRequest) -> None:
+        if isinstance(request, GenerateRequest):
+            self._generate(request)
+        elif isinstance(request, Abort):
+            self._abort(request)
+        elif isinstance(request, Stop):
+            self._send(self.engine.stop(request.request_id, request.index, request.cause))
+        elif isinstance(request, Embed):
+            self._embed(request)
+        elif isinstance(request, Audit):
+            self._channel.send(Audited(request.request_id, self._audit()))
+        elif isinstance(request, Shutdown):
+            self._shutting_down = True
+
+    def _generate(self, request: GenerateRequest) -> None:
+        prompt = unpack_ids(request.prompt)
+        try:
+            params = unpack_params(request.params)
+            self.engine.add(request.request_id, prompt, params, request.seed, progress=request.progress)  # pyright: ignore[reportArgumentType]
+        except (SglcoreError, SamplingError) as error:
+            self._channel.send(Refused(request.request_id, str(error)))
+            return
+        self._requests += 1
+        self._prompt_tokens += len(prompt)
+
+    def _abort(self, request: Abort) -> None:
+        embedding = self._embeds.pop(request.request_id, None)
+        if embedding is not None:
+            self.engine.scheduler.abort(embedding.rid)
+        elif request.index < 0:
+            self._send(self.engine.abort(request.request_id))
+        else:
+            self._send(self.engine.abort_sample(request.request_id, request.index))
+
+    def _embed(self, request: Embed) -> None:
+        try:
+            embedding = self.engine.embed(request.request_id, unpack_ids(request.prompt))  # pyright: ignore[reportArgumentType]
+        except SglcoreError as error:
+            self._channel.send(Refused(request.request_id, str(error)))
+            return
+        self._embeds[request.request_id] = embedding
+        self._requests += 1
+        self._prompt_tokens += len(embedding.prompt_ids)
+
+    def _step(self) -> None:
+        begin, only_compiles = time.perf_counter(), not self.engine.loop.has_work
+        try:
+            outputs = self.engine.step()
+            self._failures = 0
+        except Exception as error:
+            logging.exception("a step failed")
+            outputs = self._after_failure(error)
+        self._send(outputs)
+        if self._embeds:
+            self._send_embeddings()
+        if only_compiles and not self.engine.loop.has_work:
+            return
+        self._step_seconds += time.perf_counter() - begin
+        self._host_steps += 1
+
+    def _after_failure(self, error: Exception) -> list[EngineOutput]:
+        """The requests of the failed step have ended with its error; the others go on."""
+        self._failures += 1
+        self._failed_steps += 1
+        try:
+            return self.engine.drain()
+        except Exception:
+            logging.exception("what was in flight could not be collected after: %s", error)
+            self._failures = MOST_FAILURES
+            return []
+
+    def _send(self, outputs: list[EngineOutput]) -> None:
+        if outputs:
+            self._generated += sum(len(each.token_ids) for each in outputs)
+            self._channel.send(EngineOutputs(outputs))
+
+    def _send_embeddings(self) -> None:
+        for name, request in list(self._embeds.items()):
+            if request.state is State.FINISHED:
+                del self._embeds[name]
+                vector = b"" if request.embedding is None else request.embedding.astype("<f4").tobytes()
+                self._channel.send(Embedded(name, vector, "" if vector else request.error or "aborted"))
+
+    def _audit(self) -> list[str]:
+        try:
+            self.engine.scheduler.audit()
+        except AssertionError as error:
+            return [str(error) or "the audit failed without a word"]
+        return []
+
+    def _send_stats(self, *, force: bool = False) -> None:
+        now = time.monotonic()
+        if force or now >= self._next_stats:
+            self._next_stats = now + STATS_EVERY
+            self._channel.send(self.stats())
+
+    def stats(self) -> EngineStats:
+        """The counters as they are now."""
+        return EngineStats(
+            **structs.asdict(self.engine.scheduler.stats()),
+            time=time.time(),
+            compiling=self.engine.num_compiling,
+            failed_steps=self._failed_steps,
+            requests=self._requests,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generated,
+            host_seconds=max(self._step_seconds - self._meter.device_seconds + self._device_before, 0.0),
+            host_steps=self._host_steps,
+            step_seconds=self._step_seconds,
+            paths=dict(self._meter.paths),
+            drafts=dict(self.engine.scheduler.drafts),
+        )

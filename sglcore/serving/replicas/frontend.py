@@ -1,0 +1,212 @@
+"""The frontend: text in, text out, over the engine processes. It tokenises, checks and times; it runs no model."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sglcore.device.config import EngineConfig
+from sglcore.device.errors import ConfigError
+from sglcore.device.server_config import ServerConfig
+from sglcore.device.worker import Limits
+from sglcore.engine.core import Prompt, check_ids, prompted, read_prompt
+from sglcore.engine.output_processor import OutputProcessor
+from sglcore.engine.start import model_folder
+from sglcore.engine.text import TextCodec, TextError
+from sglcore.sampling.params import SamplingParams, fresh_seed
+from sglcore.schedule.request import Request
+from sglcore.schedule.results import check_request
+from sglcore.serving.chat.format import ChatFormat
+from sglcore.serving.replicas.errors import NotReady, Overloaded
+from sglcore.serving.replicas.generation import Generation
+from sglcore.serving.replicas.health import Health
+from sglcore.serving.replicas.ipc import EngineStats, GenerateRequest, ModelInfo, pack_ids, pack_params
+from sglcore.serving.replicas.launch import Launcher
+from sglcore.serving.replicas.metrics import Metrics
+from sglcore.serving.replicas.supervisor import ReplicaSet
+
+LONG_TEXT = 4096
+"""Characters from which a prompt is tokenised beside the event loop, so that other requests do not wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """A prompt's embedding, float32 [size], and how many tokens it had."""
+
+    vector: np.ndarray
+    tokens: int
+
+
+class Frontend:
+    """One model, served. `start` launches the engines and returns at once; `health` says when they answer."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        server: ServerConfig,
+        *,
+        chosen: str = "",
+        launcher: Launcher | None = None,
+    ) -> None:
+        """Reads the tokenizer and the chat template; raises ConfigError. `chosen`: the device, as a value. Needs a
+        running event loop."""
+        from sglcore import __version__
+
+        self.engine_config = config
+        self.config = server
+        self.model_path: Path = model_folder(config)
+        self.codec = TextCodec(self.model_path, chat_template=chat_template(server))
+        self.format = ChatFormat.detect(
+            self.codec, tool_parser=server.tool_parser, reasoning_parser=server.reasoning_parser
+        )
+        self.names: tuple[str, ...] = server.served_model_name or (self._own_name(),)
+        self.created = int(time.time())
+        self.health = Health()
+        self.replica_set = ReplicaSet(config, server, self.health, chosen=chosen, launcher=launcher)
+        self.metrics = Metrics(self.names[0], __version__, self._numbers)
+        self.metrics.engine_deaths = lambda: self.replica_set.deaths
+        self._open = 0
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """What runs; None until an engine is ready."""
+        return self.replica_set.info
+
+    async def start(self) -> None:
+        """Launch the engines; does not wait for the model."""
+        await self.replica_set.start()
+
+    async def stop(self) -> None:
+        """End the engines; what they have is dropped. Waits."""
+        await self.replica_set.stop()
+
+    async def drain(self) -> None:
+        """Take no more requests; waits until none is on its way."""
+        self.health.drain()
+        while self._open:
+            await asyncio.sleep(0.02)
+
+    def give_up(self) -> None:
+        """Fail what is on its way, so that its clients are told; the drain took too long."""
+        self.replica_set.give_up(NotReady(f"{self.health.phase}, and its time to drain is over"))
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        special: bool = True,
+        progress: bool = False,
+        request_id: str | None = None,
+    ) -> Generation:
+        """Start a prompt. `special` adds what the checkpoint puts around text. Raises RequestError, TextError, NotReady
+        and Overloaded, and then nothing was started."""
+        clock = self.metrics.clock()
+        info = self._ready_info()
+        self._refuse_overload(info, params.n)
+        ids = await self.tokenize(prompt, special=special)
+        check_ids(params, info.limits["vocab_size"])
+        self._check(ids, params, info)
+        seed = params.seed if params.seed is not None else fresh_seed()
+        name = request_id or f"req-{secrets.token_hex(12)}"
+        processor = OutputProcessor(self.codec, name, prompt if isinstance(prompt, str) else None, ids, params, seed)
+        request = GenerateRequest(name, pack_ids(ids), pack_params(params), seed, progress)
+        generation = Generation(request, processor, clock)
+        self.replica_set.submit(generation)
+        self._open += params.n
+        generation.when_closed(lambda: self._count_closed(params.n))
+        return generation
+
+    async def embed(self, prompts: Sequence[Prompt], prompt_name: str | None = None) -> list[Embedding]:
+        """The embedding of each prompt behind the checkpoint's prompt of that name; waits for all. Raises as `generate`, and
+        TextError for a model that generates."""
+        info = self._ready_info()
+        if info.generates:
+            raise TextError(
+                "this checkpoint generates text", wanted="an encoder, such as BERT", remedy="use completions"
+            )
+        if info.limits["num_labels"]:
+            raise TextError("this model has a classification head", wanted="one that embeds", remedy="use LLM.score")
+        self._refuse_overload(info, len(prompts))
+        tokenized = [await self.tokenize(prompted(self.codec, prompt, prompt_name)) for prompt in prompts]
+        for ids in tokenized:
+            self._check(ids, SamplingParams(), info, task="embed")
+        names = [f"embed-{secrets.token_hex(12)}" for _ in tokenized]
+        self._open += len(tokenized)
+        try:
+            found = await asyncio.gather(
+                *(self.replica_set.embed(name, ids) for name, ids in zip(names, tokenized, strict=True))
+            )
+        finally:
+            self._count_closed(len(tokenized))
+        return [
+            Embedding(np.frombuffer(vector, dtype="<f4"), len(ids))
+            for vector, ids in zip(found, tokenized, strict=True)
+        ]
+
+    async def tokenize(self, prompt: Prompt, *, special: bool = True) -> list[int]:
+        """Token ids of a prompt; long text does not hold up the event loop. Raises TextError."""
+        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
+            return await asyncio.to_thread(read_prompt, self.codec, prompt, special=special)
+        return read_prompt(self.codec, prompt, special=special)
+
+    def stats(self) -> EngineStats:
+        """The newest counters of all engines together; does not wait."""
+        return self.replica_set.stats()
+
+    async def audit(self) -> list[str]:
+        """Pages and slots that are lost or held twice in any engine; waits. Raises NotReady if there is none."""
+        if not self.replica_set.ready:
+            raise NotReady(self.health.phase)
+        return await self.replica_set.audit()
+
+    def _ready_info(self) -> ModelInfo:
+        info = self.info
+        if info is None or not self.health.ready:
+            raise NotReady(self.health.phase)
+        return info
+
+    def _refuse_overload(self, info: ModelInfo, more: int) -> None:
+        """Raise Overloaded if `more` samples would wait behind too many."""
+        places = info.limits["max_requests"] * max(len(self.replica_set.ready), 1)
+        waiting = self._open + more - places
+        if waiting > self.config.max_queued_requests:
+            raise Overloaded(
+                f"{waiting} samples would wait for a place among the {places} that run",
+                wanted=f"at most {self.config.max_queued_requests} that wait",
+                retry_after=self.metrics.retry_after(waiting),
+            )
+
+    def _check(self, ids: list[int], params: SamplingParams, info: ModelInfo, task: str = "generate") -> None:
+        """As the engine will, so that the caller hears of it at once."""
+        most = self.config.max_prompt_tokens
+        if most is not None and len(ids) > most:
+            raise TextError(f"the prompt has {len(ids)} tokens", wanted=f"at most {most}", remedy="shorten the prompt")
+        request = Request("unsent", np.array(ids), params, task=task)  # pyright: ignore[reportArgumentType]
+        check_request(request, Limits(**info.limits))
+
+    def _count_closed(self, samples: int) -> None:
+        self._open -= samples
+
+    def _own_name(self) -> str:
+        return self.model_path.resolve().name if self.engine_config.model is not None else "sglcore-demo"
+
+    def _numbers(self) -> list[tuple[str, str, EngineStats | None]]:
+        replicas = self.replica_set.replicas.values()
+        return [(str(replica.number), replica.state, replica.stats) for replica in replicas]
+
+
+def chat_template(server: ServerConfig) -> str | None:
+    """The text of the template that was named instead of the checkpoint's. Raises ConfigError."""
+    if server.chat_template is None:
+        return None
+    try:
+        return Path(server.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template {server.chat_template} can not be read: {error}") from None

@@ -1,0 +1,213 @@
+"""One prompt on its way through the server: the engine's outputs come in as they are made, text goes out as it is taken.
+
+What nobody has taken yet is joined into one delta, so a slow reader holds up nobody and keeps no more than its own text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol
+
+from sglcore.engine.output_processor import OutputProcessor
+from sglcore.engine.outputs import PromptProgress, RequestOutput, TextDelta
+from sglcore.schedule.output import EngineOutput
+from sglcore.serving.replicas.errors import InvalidRequest
+from sglcore.serving.replicas.ipc import Abort, EngineRequest, GenerateRequest, Stop
+
+
+class Clock(Protocol):
+    """What a generation tells about its times."""
+
+    def on_prompt(self, tokens: int, cached: int) -> None:
+        """How long the prompt was, and how much of it the prefix cache had."""
+        ...
+
+    def on_first_token(self) -> None:
+        """A sample's first token is there."""
+        ...
+
+    def on_tokens(self, count: int, seconds: float) -> None:
+        """`count` tokens of one sample arrived `seconds` after the ones before."""
+        ...
+
+    def on_end(self, reason: str) -> None:
+        """It has ended."""
+        ...
+
+
+class Generation:
+    """Async iterator of TextDelta and PromptProgress, and async context manager: leaving it ends what has not ended.
+
+    Iterating raises what ended it from outside (EngineDied, or a refusal of the engine). One consumer at a time.
+    """
+
+    def __init__(self, request: GenerateRequest, processor: OutputProcessor, clock: Clock) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.output: RequestOutput = processor.output
+        self.prompt_tokens = len(processor.output.prompt_token_ids)
+        self.is_closed = False
+        self.has_started = False
+        """A token has arrived, so it can not be started again elsewhere without repeating text."""
+        self.tries = 0
+        """Engines that were given it."""
+        self._processor = processor
+        self._clock = clock
+        self._pending: dict[int, TextDelta] = {}
+        self._progress: PromptProgress | None = None
+        self._processed = -1
+        self._failure: Exception | None = None
+        self._woken = asyncio.Event()
+        self._last_token: dict[int, float] = {}
+        """When each sample's newest token came."""
+        self._send: Callable[[EngineRequest], None] = _to_nobody
+        self._on_close: Callable[[Generation], None] = _nobody_waits
+        self._told: list[Callable[[], None]] = []
+
+    def bind(self, send: Callable[[EngineRequest], None], on_close: Callable[[Generation], None]) -> None:
+        """The engine that runs it: where its requests go, and who wants to know when it needs nothing more."""
+        self._send, self._on_close = send, on_close
+
+    def when_closed(self, told: Callable[[], None]) -> None:
+        """Who counts the requests that are on their way."""
+        self._told.append(told)
+
+    @property
+    def is_over(self) -> bool:
+        """No output of it can come any more."""
+        return self._failure is not None or self.output.finished
+
+    def deliver(self, output: EngineOutput) -> None:
+        """Take in an output of the engine; never raises."""
+        if self.is_closed:
+            return
+        if output.is_progress:
+            self._tell_progress(output.cached_tokens, output.processed)
+            self._woken.set()
+            return
+        if output.refused:
+            self.fail(InvalidRequest(output.error))
+            return
+        delta = self._processor.take(output)
+        if delta is None:
+            return
+        if self.request.progress and not self.has_started:
+            self._tell_progress(self.output.cached_tokens, self.prompt_tokens)
+        self._time_tokens(delta.index, len(delta.token_ids))
+        known = self._pending.get(delta.index)
+        self._pending[delta.index] = delta if known is None else join(known, delta)
+        if delta.finish_reason is not None and output.finish_reason is None:
+            self._end_sample(delta.index)
+        if self.output.finished:
+            self._close(self._reason())
+        self._woken.set()
+
+    def fail(self, error: Exception) -> None:
+        """It was ended from outside: whoever iterates gets the error after what has arrived."""
+        if not self.is_over:
+            self._failure = error
+            self._close(type(error).__name__)
+        self._woken.set()
+
+    def abort(self) -> None:
+        """End what has not ended, and free its place on the device. Idempotent; does not wait."""
+        if self.is_closed:
+            return
+        self._send(Abort(self.request_id))
+        for completion in self.output.outputs:
+            completion.finish_reason = completion.finish_reason or "abort"
+        self._close("abort")
+        self._woken.set()
+
+    async def wait(self) -> RequestOutput:
+        """The whole output; waits until every sample has ended. Raises as iterating does."""
+        async for _ in self:
+            pass
+        return self.output
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> TextDelta | PromptProgress:
+        while True:
+            if self._progress is not None:
+                progress, self._progress = self._progress, None
+                return progress
+            if self._pending:
+                return self._pending.pop(next(iter(self._pending)))
+            if self._failure is not None:
+                raise self._failure
+            if self.is_closed or self.output.finished:
+                raise StopAsyncIteration
+            self._woken.clear()
+            await self._woken.wait()
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def _tell_progress(self, cached: int, processed: int) -> None:
+        if processed > self._processed:
+            self._processed = processed
+            self._progress = PromptProgress(self.request_id, self.prompt_tokens, cached, processed)
+
+    def _time_tokens(self, index: int, count: int) -> None:
+        if not count:
+            return
+        self.has_started = True
+        before, now = self._last_token.get(index), time.perf_counter()
+        self._last_token[index] = now
+        if before is None:
+            self._clock.on_first_token()
+        else:
+            self._clock.on_tokens(count, now - before)
+
+    def _end_sample(self, index: int) -> None:
+        """Its text has ended before its tokens did."""
+        cause = self.output.outputs[index].stop_cause
+        is_stop = isinstance(cause, str)
+        self._send(Stop(self.request_id, index, cause) if is_stop else Abort(self.request_id, index))
+
+    def _close(self, reason: str) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self._clock.on_prompt(self.prompt_tokens, self.output.cached_tokens)
+            self._clock.on_end(reason)
+            self._on_close(self)
+            for told in self._told:
+                told()
+
+    def _reason(self) -> str:
+        reasons = [completion.finish_reason or "" for completion in self.output.outputs]
+        return next((reason for reason in ("error", "abort") if reason in reasons), reasons[0])
+
+
+def join(first: TextDelta, second: TextDelta) -> TextDelta:
+    """Two deltas of one sample, one after the other, as one."""
+    logprobs = first.logprobs
+    if second.logprobs is not None:
+        logprobs = (*(first.logprobs or ()), *second.logprobs)
+    return TextDelta(
+        first.request_id,
+        first.index,
+        first.text + second.text,
+        first.token_ids + second.token_ids,
+        second.finish_reason,
+        logprobs,
+        second.error,
+    )
+
+
+def _to_nobody(request: EngineRequest) -> None:
+    """It has not been given to an engine."""
+
+
+def _nobody_waits(generation: Generation) -> None:
+    """Nobody keeps it."""

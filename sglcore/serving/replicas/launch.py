@@ -1,0 +1,123 @@
+"""How an engine process comes to be: on this machine as a child. Other machines bring a launcher of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Protocol
+
+import msgspec
+
+from sglcore.device.server_config import ServerConfig
+from sglcore.serving.replicas.ipc import EngineSpec
+
+
+class EngineProcess(Protocol):
+    """A running engine process."""
+
+    @property
+    def name(self) -> str:
+        """What a person knows it by, such as its number."""
+        ...
+
+    @property
+    def last_words(self) -> str:
+        """What is known of its end besides the exit code; empty: nothing."""
+        ...
+
+    async def wait(self) -> int:
+        """Its exit code; waits until it has ended. Negative: the signal that ended it."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once. Idempotent."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts engine processes."""
+
+    @property
+    def is_remote(self) -> bool:
+        """They may run on other machines, so they are reached by TCP and choose their own device."""
+        ...
+
+    async def frontend_host(self) -> str:
+        """The address of this machine as the engines' machines reach it; asked only of one that is remote. May wait."""
+        ...
+
+    async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> EngineProcess:
+        """Start one, with these variables in its environment; does not wait for its model."""
+        ...
+
+    async def close(self) -> None:
+        """Give back what starting took; every process has ended. Idempotent."""
+        ...
+
+
+class LocalProcess:
+    """A child of this process. When this process ends, in whatever way, the child's input closes and it ends too."""
+
+    last_words = ""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @property
+    def name(self) -> str:
+        """Its number."""
+        return f"process {self._process.pid}"
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """Its exit code; waits until it has ended."""
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+
+
+class LocalLauncher:
+    """Starts children of this process."""
+
+    is_remote = False
+
+    async def frontend_host(self) -> str:
+        """Nobody asks: sockets are files."""
+        return ""
+
+    async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> LocalProcess:
+        """Start one; does not wait for its model."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "sglcore.serving.replicas.engine_process",
+            stdin=asyncio.subprocess.PIPE,
+            env={**os.environ, **variables},
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(spec) + b"\n")
+        return LocalProcess(process)
+
+    async def close(self) -> None:
+        """Nothing was taken."""
+
+
+def launcher_for(server: ServerConfig) -> Launcher:
+    """What starts this server's engines; raises ConfigError if it is not installed."""
+    if server.ray is None:
+        return LocalLauncher()
+    from sglcore.serving.replicas.ray_launch import RayLauncher
+
+    return RayLauncher(server.ray, server.resources, server.replicas)

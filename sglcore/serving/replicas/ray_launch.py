@@ -1,0 +1,241 @@
+"""Engine processes on the machines of a Ray cluster. Ray places them and tells of their ends; all else goes over our channel.
+
+Every replica is an actor, which starts the engine as its child, so an engine is the same process wherever it runs. What Ray
+itself would send is pickled; requests, tokens and routing therefore stay with the frontend, which talks to each engine over TCP
+under CURVE keys. The keys travel in the actor's start, so whoever may run code in the cluster may know them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import msgspec
+
+from sglcore.device.errors import ConfigError
+from sglcore.serving.replicas.ipc import EngineSpec
+
+PENDING_SECONDS = 15.0
+"""After so long without a place in the cluster, the log says what is waited for."""
+OBJECT_STORE_BYTES = 128 << 20
+"""Of a cluster that is begun here: nothing large goes through Ray."""
+HEAD_SECONDS = 5.0
+"""A cluster's head that has not answered by then is not there."""
+LOST = 1
+"""The exit code of an engine of whose end nothing is known."""
+
+log = logging.getLogger("sglcore.serving")
+
+
+class EngineHost:
+    """The actor: one engine as a child of its process. The child ends when the actor does, because its input closes."""
+
+    def __init__(self, spec: bytes, variables: Mapping[str, str]) -> None:
+        """`spec` is one line of JSON."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "sglcore.serving.replicas.engine_process"],
+            stdin=subprocess.PIPE,
+            env={**os.environ, **variables},
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(spec + b"\n")
+        self._process.stdin.flush()
+
+    def place(self) -> tuple[str, int]:
+        """The machine's address and the engine's process number."""
+        ray = _ray()
+
+        return ray.util.get_node_ip_address(), self._process.pid
+
+    def wait(self) -> int:
+        """The engine's exit code; waits until it has ended. Negative: the signal that ended it."""
+        return self._process.wait()
+
+
+class RayProcess:
+    """An engine in an actor, which may still wait for its place."""
+
+    def __init__(self, actor: Any, replica: int, wanted: Mapping[str, float]) -> None:
+        self._actor, self._replica, self._wanted = actor, replica, dict(wanted)
+        self._killed = asyncio.Event()
+        self.host, self.pid = "", 0
+        """Where it runs, once it has a place."""
+        self.last_words = ""
+
+    @property
+    def name(self) -> str:
+        """Its number and machine, once it has a place."""
+        return f"process {self.pid} on {self.host}" if self.host else f"of replica {self._replica} without a place"
+
+    async def wait(self) -> int:
+        """Its exit code; waits until it has ended, or its actor, or its machine. Then its place is free again."""
+        ended = asyncio.ensure_future(self._follow())
+        killed = asyncio.ensure_future(self._killed.wait())
+        await asyncio.wait((ended, killed), return_when=asyncio.FIRST_COMPLETED)
+        code = ended.result() if ended.done() else LOST
+        ended.cancel()
+        killed.cancel()
+        self.kill()
+        return code
+
+    def kill(self) -> None:
+        """End its actor, and so itself, at once."""
+        if not self._killed.is_set():
+            ray = _ray()
+
+            self._killed.set()
+            ray.kill(self._actor)
+
+    async def _follow(self) -> int:
+        ray = _ray()
+
+        try:
+            place = asyncio.ensure_future(_result(self._actor.place.remote()))
+            placed, _ = await asyncio.wait((place,), timeout=PENDING_SECONDS)
+            if not placed:
+                log.warning(
+                    "replica %d has no place yet: it wants %s and the cluster has %s",
+                    self._replica,
+                    self._wanted,
+                    {name: amount for name, amount in ray.cluster_resources().items() if ":" not in name},
+                )
+            self.host, self.pid = await place
+            return await _result(self._actor.wait.remote())
+        except ray.exceptions.RayError as error:
+            log.error("Ray lost the actor of replica %d: %s", self._replica, error)
+            self.last_words = f"Ray lost the actor of the engine {self.name}: {last_line(str(error))}"
+            return LOST
+
+
+class RayLauncher:
+    """Starts engines in actors, spread over the machines of a cluster."""
+
+    is_remote = True
+
+    def __init__(self, address: str, resources: Mapping[str, float], replicas: int) -> None:
+        """`address` of the cluster's head ("auto": the cluster that this machine is part of, "local": a new one of this
+        machine alone, with room for `replicas`); `resources` that each engine takes (CPU: 1 if not said). Raises ConfigError
+        for an address that leads nowhere, and if Ray is not installed."""
+        if "://" in address:
+            raise ConfigError(
+                f"ray is {address!r}, which leads to a cluster that this machine is no part of",
+                wanted="auto, local, or the host and port of a cluster's head",
+                remedy="start the server on a machine of the cluster (`ray start --address=HOST:PORT` makes this one so)",
+            )
+        if find_spec("ray") is None:
+            raise ConfigError(
+                "the setting ray is given, and Ray is not installed",
+                wanted="the package ray, of one version on all machines",
+                remedy="pip install ray",
+            )
+        self._address, self._replicas = address, replicas
+        self._resources = {"CPU": 1.0, **resources}
+        self._connected = asyncio.Lock()
+        self._is_connected = self._is_ours = False
+
+    async def frontend_host(self) -> str:
+        """The address of this machine in the cluster. Waits for the cluster; raises ConfigError if there is none."""
+        ray = _ray()
+
+        await self._connect()
+        return ray.util.get_node_ip_address()
+
+    async def launch(self, spec: EngineSpec, variables: Mapping[str, str]) -> RayProcess:
+        """Request an actor; waits neither for its place nor for its model."""
+        ray = _ray()
+
+        await self._connect()
+        others = {name: amount for name, amount in self._resources.items() if name not in ("CPU", "GPU", "memory")}
+        host = ray.remote(EngineHost).options(
+            num_cpus=self._resources["CPU"],
+            num_gpus=self._resources.get("GPU", 0.0),
+            memory=self._resources.get("memory"),
+            resources=others or None,
+            scheduling_strategy="SPREAD",
+            max_restarts=0,
+            max_concurrency=2,
+        )
+        return RayProcess(host.remote(msgspec.json.encode(spec), dict(variables)), spec.replica, self._resources)
+
+    async def close(self) -> None:
+        """Disconnect from the cluster, and end one that `local` began."""
+        ray = _ray()
+
+        if self._is_connected and self._is_ours:
+            await asyncio.to_thread(ray.shutdown)
+        self._is_connected = False
+
+    async def _connect(self) -> None:
+        async with self._connected:
+            if not self._is_connected:
+                room = math.ceil(self._replicas * self._resources["CPU"])
+                self._is_ours = await asyncio.to_thread(connect, self._address, room)
+                self._is_connected = True
+
+
+def connect(address: str, room: int) -> bool:
+    """Join a cluster, or begin one with `room` CPUs at least; waits. False: this process was in one already. Raises
+    ConfigError.
+
+    Not called on the main thread, where Ray would take SIGTERM for itself.
+    """
+    assert threading.current_thread() is not threading.main_thread()
+    ray = _ray()
+
+    if ray.is_initialized():
+        return False
+    try:
+        _try_head(address)
+        if address == "local":
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            ray.init(
+                "local",
+                num_cpus=max(room, os.cpu_count() or 1),
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                logging_level=logging.ERROR,
+            )
+        else:
+            ray.init(address, logging_level=logging.ERROR)
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ConfigError(
+            f"no Ray cluster can be joined at {address!r}: {reason}",
+            wanted="a cluster of which this machine is part",
+            remedy="run `ray start --head` here, or give local",
+        ) from error
+    return True
+
+
+def _try_head(address: str) -> None:
+    """Raise OSError if nobody listens at a head's host and port: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal():
+        with socket.create_connection((host.strip("[]"), int(port)), HEAD_SECONDS):
+            pass
+
+
+def last_line(text: str) -> str:
+    """Where errors that came over a wire have what went wrong."""
+    return text.strip().rpartition("\n")[2].strip()
+
+
+def _ray() -> Any:
+    """Imported when it is used: nobody else needs it."""
+    return import_module("ray")
+
+
+async def _result(reference: Any) -> Any:
+    """What a call of an actor gives; waits."""
+    return await reference

@@ -1,0 +1,245 @@
+"""One engine process as the frontend sees it: its channel, its state, and the requests that it has."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Literal, Protocol
+
+from sglcore.schedule.output import EngineOutput
+from sglcore.serving.replicas.channel import FrontendChannel
+from sglcore.serving.replicas.engine_process import LINK_BROKE
+from sglcore.serving.replicas.errors import EngineDied, InvalidRequest, Unanswered, ended_badly
+from sglcore.serving.replicas.generation import Generation
+from sglcore.serving.replicas.ipc import (
+    Abort,
+    Audit,
+    Audited,
+    Embed,
+    Embedded,
+    EngineOutputs,
+    EngineReply,
+    EngineStats,
+    Failed,
+    ModelInfo,
+    Phase,
+    Ready,
+    Refused,
+    Shutdown,
+    pack_ids,
+)
+from sglcore.serving.replicas.launch import EngineProcess
+
+State = Literal["starting", "ready", "draining", "dead"]
+SHUTDOWN_SECONDS = 10.0
+"""How long a process may take to free its device before it is killed."""
+
+LAST_WORDS_SECONDS = 0.05
+"""What a process that has ended may still have said is on its way for no longer."""
+
+log = logging.getLogger("sglcore.serving")
+
+
+class Owner(Protocol):
+    """Who has replicas and hears of what becomes of them."""
+
+    def on_phase(self, replica: Replica, phase: Phase) -> None:
+        """Its start went on."""
+        ...
+
+    def on_ready(self, replica: Replica) -> None:
+        """It takes requests."""
+        ...
+
+    def on_death(self, replica: Replica, reason: str, exit_code: int) -> None:
+        """Its process has ended without being told; what it had is in `generations` still."""
+        ...
+
+
+class Replica:
+    """A running engine process. Everything here belongs to the event loop."""
+
+    def __init__(self, number: int, channel: FrontendChannel, process: EngineProcess, owner: Owner) -> None:
+        self.number = number
+        self.state: State = "starting"
+        self.info: ModelInfo | None = None
+        self.stats = EngineStats()
+        self.generations: dict[str, Generation] = {}
+        self.process = process
+        self._channel = channel
+        self._owner = owner
+        self._error, self._exit_code = "", 0
+        self._answers: dict[str, asyncio.Future[Embedded | Audited]] = {}
+        self._samples = 0
+        self._ready_at: float | None = None
+        self._heard_at = time.monotonic()
+        self._watcher = asyncio.create_task(self._watch())
+        self._tasks = [self._watcher, asyncio.create_task(self._listen())]
+
+    @property
+    def load(self) -> int:
+        """Samples that it was given and has not ended, and prompts to embed."""
+        return self._samples + len(self._answers)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page, once it is ready."""
+        assert self.info is not None
+        return self.info.limits["page_size"]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of its cache, once it is ready."""
+        assert self.info is not None
+        return self.info.limits["num_pages"]
+
+    @property
+    def lived(self) -> float | None:
+        """Seconds since it was ready; None: it never was."""
+        return None if self._ready_at is None else time.monotonic() - self._ready_at
+
+    @property
+    def report_age(self) -> float:
+        """Seconds since it last said anything, or since it was launched: a long step or a stuck device."""
+        return time.monotonic() - self._heard_at
+
+    def run(self, generation: Generation) -> None:
+        """Give it a request; does not wait."""
+        self.generations[generation.request_id] = generation
+        self._samples += len(generation.output.outputs)
+        generation.tries += 1
+        generation.bind(self._channel.send, self._forget)
+        self._channel.send(generation.request)
+
+    async def embed(self, request_id: str, ids: list[int]) -> bytes:
+        """The embedding of a prompt, float32; waits. Raises what refused it, and EngineDied."""
+        answer = await self._answer(request_id, Embed(request_id, pack_ids(ids)), abort=True)
+        assert isinstance(answer, Embedded)
+        if answer.error:
+            raise Unanswered(ended_badly("error", f"this embedding failed: {answer.error}"))
+        return answer.vector
+
+    async def audit(self, request_id: str) -> list[str]:
+        """Pages and slots that are lost or held twice; waits."""
+        answer = await self._answer(request_id, Audit(request_id), abort=False)
+        assert isinstance(answer, Audited)
+        return answer.problems
+
+    async def shut_down(self) -> None:
+        """Tell the process to end, wait until it has, and kill it if it does not. One that still starts is killed."""
+        if self.state == "ready":
+            self.state = "draining"
+            self._channel.send(Shutdown())
+            if not await self._has_ended():
+                log.warning("engine %d did not shut down in %.0f s and is killed", self.number, SHUTDOWN_SECONDS)
+        await self.close()
+
+    async def close(self) -> None:
+        """Kill the process if it lives, wait until it has ended, and stop listening."""
+        if self.state != "dead":
+            self.state = "draining"
+            self.process.kill()
+            if not await self._has_ended():
+                log.error("the engine %s was killed and has not ended", self.process.name)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._channel.close()
+
+    def take_generations(self) -> list[Generation]:
+        """What it had, which is not its own any more."""
+        taken, self.generations, self._samples = list(self.generations.values()), {}, 0
+        return taken
+
+    async def _has_ended(self) -> bool:
+        ended, _ = await asyncio.wait([self._watcher], timeout=SHUTDOWN_SECONDS)
+        return bool(ended)
+
+    async def _answer(self, request_id: str, request: Embed | Audit, *, abort: bool) -> Embedded | Audited:
+        future: asyncio.Future[Embedded | Audited] = asyncio.get_running_loop().create_future()
+        self._answers[request_id] = future
+        self._channel.send(request)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if abort:
+                self._channel.send(Abort(request_id))
+            raise
+        finally:
+            self._answers.pop(request_id, None)
+
+    async def _listen(self) -> None:
+        """Take in what the engine says. What can not be read is lost, and with it parts of answers, so the engine ends."""
+        try:
+            while True:
+                reply = await self._channel.receive()
+                self._heard_at = time.monotonic()
+                self._take(reply)
+        except Exception as error:
+            log.exception("a reply of engine %d could not be followed", self.number)
+            self._error = f"a reply of the engine could not be followed: {type(error).__name__}: {error}"
+            self.process.kill()
+
+    def _take(self, reply: EngineReply) -> None:
+        if isinstance(reply, EngineOutputs):
+            for output in reply.items:
+                self._deliver(output)
+        elif isinstance(reply, EngineStats):
+            self.stats = reply
+        elif isinstance(reply, Embedded | Audited):
+            self._settle(reply.request_id, reply)
+        elif isinstance(reply, Refused):
+            self._refuse(reply)
+        elif isinstance(reply, Phase):
+            self._owner.on_phase(self, reply)
+        elif isinstance(reply, Ready):
+            self.info, self.state, self._ready_at = reply.info, "ready", time.monotonic()
+            self._owner.on_ready(self)
+        elif isinstance(reply, Failed):
+            self._error, self._exit_code = reply.error, reply.exit_code
+
+    def _deliver(self, output: EngineOutput) -> None:
+        generation = self.generations.get(output.request_id)
+        if generation is None:
+            return
+        try:
+            generation.deliver(output)
+        except Exception as error:
+            log.exception("an output of one request could not be taken in")
+            self._channel.send(Abort(output.request_id))
+            generation.fail(Unanswered(ended_badly("error", f"its answer was lost: {error}")))
+
+    def _settle(self, request_id: str, answer: Embedded | Audited) -> None:
+        future = self._answers.get(request_id)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    def _refuse(self, reply: Refused) -> None:
+        error = InvalidRequest(reply.error, status=reply.status)
+        generation, future = self.generations.get(reply.request_id), self._answers.get(reply.request_id)
+        if generation is not None:
+            generation.fail(error)
+        if future is not None and not future.done():
+            future.set_exception(error)
+
+    async def _watch(self) -> None:
+        code = await self.process.wait()
+        await asyncio.sleep(LAST_WORDS_SECONDS)
+        told, self.state = self.state == "draining", "dead"
+        reason = self._error or self.process.last_words or f"the engine {self.process.name} {_cause(code)}"
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(EngineDied(reason))
+        if not told:
+            self._owner.on_death(self, reason, self._exit_code or 1)
+
+    def _forget(self, generation: Generation) -> None:
+        if self.generations.pop(generation.request_id, None) is not None:
+            self._samples -= len(generation.output.outputs)
+
+
+def _cause(code: int) -> str:
+    if code == LINK_BROKE:
+        return "lost its connection to this server"
+    return f"ended with signal {-code}" if code < 0 else f"ended with exit code {code}"

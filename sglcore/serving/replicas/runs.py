@@ -1,0 +1,136 @@
+"""Several prompts of one request: started together, read together, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack
+
+from sglcore.engine.core import check_ids
+from sglcore.engine.outputs import PromptProgress, RequestOutput, TextDelta
+from sglcore.sampling.params import SamplingParams
+from sglcore.serving.replicas.errors import Failure, Unanswered, blame, ended_badly
+from sglcore.serving.replicas.frontend import Frontend
+from sglcore.serving.replicas.generation import Generation
+
+Item = TextDelta | PromptProgress
+AT_ONCE = 64
+"""Items of several prompts that may wait for a slow client before their readers do."""
+
+
+class Runs:
+    """Generations in the order of their prompts; an async context manager that ends what has not ended."""
+
+    def __init__(self, generations: Sequence[Generation], held: AsyncExitStack, form: str = "") -> None:
+        """`form`: the field that is to blame if an engine refuses the form of the answer."""
+        self.generations = tuple(generations)
+        self._held = held
+        self._form = form
+
+    async def wait(self) -> list[RequestOutput]:
+        """All outputs; waits for the last one. Raises what ended one from outside."""
+        with blame(self._form):
+            return [await generation.wait() for generation in self.generations]
+
+    async def read(self) -> AsyncGenerator[tuple[int, Item], None]:
+        """What is new of all, each with its prompt's place."""
+        with blame(self._form):
+            if len(self.generations) == 1:
+                async for item in self.generations[0]:
+                    yield 0, item
+                return
+            async for found in _merged(self.generations):
+                yield found
+
+    def counts(self) -> tuple[int, int, int, int, int]:
+        """Tokens so far: of the prompts, of all samples, those of the prompts that the prefix cache had, what was proposed, and what
+        of it was right."""
+        outputs = [generation.output for generation in self.generations]
+        made = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+        prompts, cached = sum(len(out.prompt_token_ids) for out in outputs), sum(out.cached_tokens for out in outputs)
+        return prompts, made, cached, *drafted(outputs)
+
+    async def __aenter__(self) -> Runs:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._held.aclose()
+
+
+async def start_runs(
+    frontend: Frontend,
+    prompts: Sequence[str | Sequence[int]],
+    params: SamplingParams,
+    *,
+    special: bool,
+    progress: bool,
+    name: str,
+    form: str = "",
+) -> Runs:
+    """Give all prompts to engines, or none: the first that is refused ends those before it. `form` as in `Runs`."""
+    check_token_ids(frontend, params)
+    async with AsyncExitStack() as stack:
+        generations: list[Generation] = []
+        for place, prompt in enumerate(prompts):
+            with blame("prompt" if len(prompts) == 1 else f"prompt[{place}]"):
+                own = name if len(prompts) == 1 else f"{name}-{place}"
+                found = await frontend.generate(prompt, params, special=special, progress=progress, request_id=own)
+            generations.append(await stack.enter_async_context(found))
+            await asyncio.sleep(0)  # between many prompts others have their turn
+        return Runs(generations, stack.pop_all(), form)
+
+
+def drafted(outputs: Sequence[RequestOutput]) -> tuple[int, int]:
+    """Tokens that were proposed for all samples, and those of them that were right."""
+    samples = [sample for output in outputs for sample in output.outputs]
+    return sum(sample.proposed_tokens for sample in samples), sum(sample.accepted_tokens for sample in samples)
+
+
+def check_token_ids(frontend: Frontend, params: SamplingParams) -> None:
+    """Raise InvalidRequest for a token id beyond the vocabulary."""
+    if frontend.info is None:
+        return
+    name = "logit_bias" if params.logit_bias else "stop_token_ids"
+    with blame(name):
+        check_ids(params, frontend.info.limits["vocab_size"])
+
+
+def check_answered(outputs: Sequence[RequestOutput]) -> None:
+    """Raise Unanswered if every sample failed; the failure of a part stands in its choice."""
+    samples = [sample for output in outputs for sample in output.outputs]
+    found = [sample_failure(sample.finish_reason, sample.error) for sample in samples]
+    if found and found[0] is not None and all(found):
+        raise Unanswered(found[0])
+
+
+def sample_failure(reason: str | None, text: str) -> Failure | None:
+    """Why a sample failed; None if it did not."""
+    return ended_badly(reason, text) if reason in ("error", "abort") else None
+
+
+async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Item], None]:
+    queue: asyncio.Queue[tuple[int, Item | Exception | None]] = asyncio.Queue(AT_ONCE)
+    tasks = [asyncio.create_task(_pump(place, one, queue)) for place, one in enumerate(generations)]
+    open_ones = len(tasks)
+    try:
+        while open_ones:
+            place, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                open_ones -= 1
+            else:
+                yield place, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(place: int, generation: Generation, queue: asyncio.Queue[tuple[int, Item | Exception | None]]) -> None:
+    try:
+        async for item in generation:
+            await queue.put((place, item))
+        await queue.put((place, None))
+    except Exception as error:
+        await queue.put((place, error))

@@ -1,0 +1,355 @@
+"""The engine processes of one server: started, given requests, replaced when they die, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import tempfile
+from collections import Counter
+from collections.abc import Coroutine, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from sglcore.device.config import EngineConfig
+from sglcore.device.server_config import ServerConfig
+from sglcore.serving.replicas.channel import FrontendChannel
+from sglcore.serving.replicas.engine_process import plain_config
+from sglcore.serving.replicas.errors import EngineDied, NotReady
+from sglcore.serving.replicas.generation import Generation
+from sglcore.serving.replicas.health import Health
+from sglcore.serving.replicas.ipc import Address, EngineSpec, EngineStats, ModelInfo, Phase
+from sglcore.serving.replicas.launch import Launcher, launcher_for
+from sglcore.serving.replicas.replica import Replica
+from sglcore.serving.replicas.restart import LONGEST_WAIT, RestartPolicy
+from sglcore.serving.replicas.router import Router
+
+MOST_TRIES = 3
+"""Engines that may end with the same request: one that ends every engine must not end them all for ever."""
+
+log = logging.getLogger("sglcore.serving")
+
+
+class ReplicaSet:
+    """All replicas of one model. `stopped` is set when it can not go on, and then `exit_code` says how the server ends.
+
+    A replica that dies is started again if there are several or the server was told to restart them. What no token has
+    been told of is then tried elsewhere, or waits; what has begun fails. A replica that can not be started ends the server
+    unless it has been ready: whoever asked for it hears of it at once.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        server: ServerConfig,
+        health: Health,
+        *,
+        chosen: str = "",
+        launcher: Launcher | None = None,
+        router: Router | None = None,
+        longest_wait: float = LONGEST_WAIT,
+    ) -> None:
+        """`chosen`: the device as a value, for engines on this machine; `longest_wait`: seconds before another start.
+        Raises ConfigError for a launcher that is absent."""
+        self.replicas: dict[int, Replica] = {}
+        self.health = health
+        self.info: ModelInfo | None = None
+        self.stopped = asyncio.Event()
+        self.exit_code = 0
+        self.deaths = 0
+        self._config, self._server, self._chosen = with_whole_path(config), server, chosen
+        self._launcher = launcher or launcher_for(server)
+        self._router = router or Router()
+        self._context = zmq.asyncio.Context()
+        self._folder = tempfile.TemporaryDirectory(prefix="sglcore-")
+        self._restarts = {number: RestartPolicy(longest_wait) for number in range(server.replicas)}
+        """Of the replicas that run or will run again."""
+        self._orphans: dict[str, Generation] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ending = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._past = EngineStats()
+
+    @property
+    def ready(self) -> list[Replica]:
+        """The replicas that take requests."""
+        return [replica for replica in self.replicas.values() if replica.state == "ready"]
+
+    @property
+    def replaces(self) -> bool:
+        """A replica that dies is started again."""
+        return self._server.restart or self._server.replicas > 1
+
+    async def start(self) -> None:
+        """Launch every replica; does not wait for their models."""
+        for number in range(self._server.replicas):
+            await self._launch(number)
+
+    def submit(self, generation: Generation) -> None:
+        """Give a request to a replica; raises NotReady. Does not wait."""
+        cached = self._config.prefix_cache and self.info is not None and self.info.generates
+        self._choose(generation.request.prompt if cached else b"").run(generation)
+
+    async def embed(self, request_id: str, ids: list[int]) -> bytes:
+        """float32 of an embedding; waits. It is tried again if its engine dies, where there may be another."""
+        tries = 0
+        while True:
+            try:
+                return await self._choose(b"").embed(request_id, ids)
+            except EngineDied as died:
+                tries += 1
+                if tries == MOST_TRIES:
+                    raise
+                await self._until_ready(died)
+
+    async def audit(self) -> list[str]:
+        """What audits of all replicas found; waits."""
+        ready = self.ready
+        found = await asyncio.gather(*(replica.audit(f"audit-{secrets.token_hex(8)}") for replica in ready))
+        return [
+            f"replica {replica.number}: {problem}"
+            for replica, problems in zip(ready, found, strict=True)
+            for problem in problems
+        ]
+
+    def stats(self) -> EngineStats:
+        """The newest counters of all replicas together, those that died included."""
+        return add_stats([self._past, *(replica.stats for replica in self.replicas.values())])
+
+    def give_up(self, error: Exception) -> None:
+        """Fail every request, those that wait for a replica too; the replicas go on."""
+        for replica in self.replicas.values():
+            self._fail(list(replica.generations.values()), error)
+        self._fail(self._take_orphans(), error)
+
+    async def stop(self) -> None:
+        """End every process; what they have fails. Waits until they have ended. Idempotent."""
+        self._ending.set()
+        self._tell_change()
+        await self._settle()
+        over = EngineDied("the server has ended")
+        self._fail([each for replica in self.replicas.values() for each in replica.take_generations()], over)
+        self._fail(self._take_orphans(), over)
+        _log_failures(
+            await asyncio.gather(*(replica.shut_down() for replica in self.replicas.values()), return_exceptions=True)
+        )
+        self.replicas.clear()
+        await self._settle()
+        await self._launcher.close()
+        self._context.destroy(linger=0)
+        self._folder.cleanup()
+
+    def on_phase(self, replica: Replica, phase: Phase) -> None:
+        """Show how far the start is, unless somebody serves already."""
+        if not self.ready:
+            self.health.begin(phase.name, phase.done, phase.total)
+
+    def on_ready(self, replica: Replica) -> None:
+        """One more takes requests; the server is ready when all that it began with are, and later with any."""
+        assert replica.info is not None
+        if self.info is None or self.ready == [replica]:
+            self.info = replica.info
+        elif replica.info.fingerprint != self.info.fingerprint:
+            log.warning(
+                "replica %d has the fingerprint %s and another has %s: they differ in version, device or model, so the"
+                " same seed may give another text",
+                replica.number,
+                replica.info.fingerprint,
+                self.info.fingerprint,
+            )
+        if self.health.started or len(self.ready) == len(self._restarts):
+            self.health.become_ready()
+        for generation in self._take_orphans():
+            self._retry(generation)
+        self._tell_change()
+
+    def on_death(self, replica: Replica, reason: str, exit_code: int) -> None:
+        """Fail what can not be repeated, retry the rest where it is replaced, else end the server."""
+        self.deaths += 1
+        self._router.forget(replica.number)
+        self._past = add_stats([self._past, past_only(replica.stats)])
+        self.replicas.pop(replica.number, None)
+        self._keep(replica.close())
+        self._restarts[replica.number].end(replica.lived, exit_code)
+        self._after(replica.number, reason, exit_code, replica.take_generations())
+
+    def _after(self, number: int, reason: str, exit_code: int, had: list[Generation]) -> None:
+        """A replica has no process any more."""
+        log.error("replica %d: %s", number, reason)
+        if self._ending.is_set():
+            self._fail(had, EngineDied(reason))
+        elif self.replaces and self._restarts[number].may_go_on:
+            if not self.ready:
+                self.health.begin("restarting")
+            self._keep(self._replace(number))
+            self._reassign(had, reason)
+        else:
+            self._give_up(number, reason, exit_code, had)
+        self._tell_change()
+
+    def _give_up(self, number: int, reason: str, exit_code: int, had: list[Generation]) -> None:
+        del self._restarts[number]
+        if self._restarts and self.health.started:
+            log.error("replica %d is given up; %d go on", number, len(self._restarts))
+            self._reassign(had, reason)
+            return
+        self.health.die(reason)
+        self._fail([*had, *self._take_orphans()], EngineDied(reason))
+        self.exit_code = self.exit_code or exit_code
+        self.stopped.set()
+
+    def _reassign(self, generations: Iterable[Generation], reason: str) -> None:
+        """Requests without a token yet lose nothing by another try; the others would repeat themselves."""
+        for generation in generations:
+            if generation.has_started:
+                generation.fail(EngineDied(f"{reason}; part of the answer had been given"))
+            elif generation.tries >= MOST_TRIES:
+                generation.fail(
+                    EngineDied(f"{reason}; {generation.tries} engines have ended while they had this request")
+                )
+            else:
+                self._retry(generation)
+
+    def _retry(self, generation: Generation) -> None:
+        if generation.is_closed:
+            return
+        if self.ready:
+            self.submit(generation)
+        else:
+            generation.bind(_drop, self._forget_orphan)
+            self._orphans[generation.request_id] = generation
+
+    def _choose(self, prompt: bytes) -> Replica:
+        ready = self.ready
+        if not ready:
+            raise NotReady(self.health.phase)
+        return self._router.choose(ready, prompt)
+
+    def _take_orphans(self) -> list[Generation]:
+        taken, self._orphans = list(self._orphans.values()), {}
+        return taken
+
+    def _forget_orphan(self, generation: Generation) -> None:
+        self._orphans.pop(generation.request_id, None)
+
+    def _fail(self, generations: Iterable[Generation], error: Exception) -> None:
+        for generation in generations:
+            generation.fail(error)
+
+    def _tell_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _until_ready(self, died: EngineDied) -> None:
+        """Wait for a replica; raises `died` when none will come."""
+        while not self.ready:
+            if self._ending.is_set() or self.stopped.is_set():
+                raise died
+            await self._changed.wait()
+
+    def _keep(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _settle(self) -> None:
+        """Wait for what deaths have begun."""
+        while self._tasks:
+            _log_failures(await asyncio.gather(*self._tasks, return_exceptions=True))
+
+    async def _replace(self, number: int) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ending.wait(), self._restarts[number].wait)
+        if self._ending.is_set():
+            return
+        log.warning("replica %d is started again", number)
+        try:
+            await self._launch(number)
+        except Exception as error:  # whatever it is, the requests that wait for this replica have to hear of it
+            log.exception("replica %d can not be started", number)
+            self._restarts[number].end(None, 1)
+            self._after(number, f"its process can not be started: {error}", 1, [])
+
+    async def _launch(self, number: int) -> None:
+        channel, address = await self._open_channel(number)
+        chosen = "" if self._launcher.is_remote else self._chosen
+        spec = EngineSpec(address, plain_config(self._config), number, chosen)
+        try:
+            process = await self._launcher.launch(spec, self._server.variables_of(number))
+        except BaseException:
+            channel.close()
+            raise
+        self.replicas[number] = Replica(number, channel, process, self)
+
+    async def _open_channel(self, number: int) -> tuple[FrontendChannel, Address]:
+        if not self._launcher.is_remote:
+            path = Path(self._folder.name) / f"{number}-{secrets.token_hex(4)}"
+            return FrontendChannel(self._context, f"ipc://{path}"), Address(f"ipc://{path}")
+        frontend, engine = zmq.curve_keypair(), zmq.curve_keypair()
+        channel = FrontendChannel(self._context, f"tcp://{await self._launcher.frontend_host()}:0", frontend)
+        return channel, Address(channel.endpoint, frontend[0].decode(), engine[0].decode(), engine[1].decode())
+
+
+def add_stats(parts: Iterable[EngineStats]) -> EngineStats:
+    """The sum of counters; `time` is the newest."""
+    known = list(parts)
+    total: dict[str, Any] = {
+        name: sum(getattr(part, name) for part in known)
+        for name in EngineStats.__struct_fields__
+        if name not in ("time", "paths", "drafts")
+    }
+    paths: Counter[str] = sum((Counter(part.paths) for part in known), Counter())
+    drafts: Counter[tuple[int, int, int, int]] = sum((Counter(part.drafts) for part in known), Counter())
+    newest = max((part.time for part in known), default=0.0)
+    return EngineStats(**total, time=newest, paths=dict(paths), drafts=dict(drafts))
+
+
+def past_only(stats: EngineStats) -> EngineStats:
+    """What an engine that has ended has done; it holds nothing any more."""
+    nothing = dict.fromkeys(
+        (
+            "waiting",
+            "running",
+            "decoding",
+            "in_flight",
+            "compiling",
+            "num_pages",
+            "free_pages",
+            "cached_pages",
+            "unused_cached_pages",
+            "num_snapshots",
+            "free_snapshots",
+            "cached_snapshots",
+            "num_window_pages",
+            "free_window_pages",
+            "cached_window_pages",
+            "kv_bytes",
+            "window_bytes",
+            "state_bytes",
+            "snapshot_bytes",
+        ),
+        0,
+    )
+    return msgspec.structs.replace(stats, **nothing)
+
+
+def with_whole_path(config: EngineConfig) -> EngineConfig:
+    """An engine may be started in another folder."""
+    return config if config.model is None else replace(config, model=str(Path(config.model).expanduser().absolute()))
+
+
+def _log_failures(found: Iterable[object]) -> None:
+    """Say what went wrong while something ended; nothing waits for it any more."""
+    for each in found:
+        if isinstance(each, Exception):
+            log.error("an engine did not end as it should: %s", each, exc_info=each)
+
+
+def _drop(request: object) -> None:
+    """No engine has this request."""
