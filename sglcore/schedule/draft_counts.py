@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from sglcore.schedule.request import Request
@@ -22,14 +22,16 @@ class DraftCell(NamedTuple):
     accepted: int
 
 
-DraftCounts = Mapping[tuple[int, int, int, int], int]
+DraftCounts = Mapping[tuple[int, ...], int]
 """Steps of requests by `DraftCell`."""
 
 
-def cell_of(request: Request, proposed: int, accepted: int) -> tuple[int, int, int, int]:
-    """The `DraftCell`, as a plain tuple, in which a step of a request is counted."""
-    tokens = len(request.prompt_ids) + len(request.output_ids)
-    return tokens.bit_length(), request.cached_share, proposed, accepted
+def cells_of(requests: Sequence[Request], proposed: Iterable[int], emitted: Iterable[int]) -> list[tuple[int, ...]]:
+    """The `DraftCell`s, as plain tuples, in which a step of these requests is counted that proposed and emitted so many of each."""
+    return [
+        ((len(request.prompt_ids) + len(request.output_ids)).bit_length(), request.cached_share, made, count - 1)
+        for request, made, count in zip(requests, proposed, emitted, strict=True)
+    ]
 
 
 class DraftSums(NamedTuple):

@@ -76,9 +76,9 @@ def check_result(record: BatchRecord, result: BatchResult, draft_tokens: int = 0
     verified proposals, or lacks its embeddings."""
     rows, tokens = len(record.requests), len(record.slots)
     if result.proposed is not None:
-        counts = np.diff(result.token_offsets)
-        tokens = int(counts.sum())
-        if not ((counts >= 1) & (counts <= draft_tokens + 1)).all():
+        counts = result.token_offsets[1:] - result.token_offsets[:-1]
+        tokens = int(result.token_offsets[-1])
+        if counts.min(initial=1) < 1 or counts.max(initial=1) > draft_tokens + 1:
             raise ValueError(
                 f"rows of step {record.step} emitted {counts} tokens; wanted 1 to {draft_tokens + 1} of each"
             )

@@ -6,14 +6,14 @@ Follow one step from `next_batch` to `finish`. Knows requests and limits, no dev
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
+from operator import sub
 
 import numpy as np
 
 from sglcore.device.batch import ScheduleBatch
 from sglcore.device.worker import BatchResult, Limits, TokenLogprobs
 from sglcore.schedule.batch_builder import BatchBuilder, Chunk, Compose
-from sglcore.schedule.draft_counts import cell_of
+from sglcore.schedule.draft_counts import cells_of
 from sglcore.schedule.output import EngineOutput, FinishReason, token_logprobs
 from sglcore.schedule.overlap import BatchRecord, InFlight
 from sglcore.schedule.queue import WaitingQueue
@@ -54,7 +54,7 @@ class Scheduler:
         self._step = 0
         self._collected = 0
         self._prompt_tokens = self._stale_rows = self._invalid_rows = 0
-        self.drafts = Counter[tuple[int, int, int, int]]()
+        self.drafts = Counter[tuple[int, ...]]()
         """What came of proposals."""
         self._extended_last = False
         self._embedded_last = False
@@ -114,26 +114,25 @@ class Scheduler:
         """Take in the results of the oldest step in flight; returns the outputs, in row order."""
         check_result(record, result, self.limits.draft_tokens)
         self._close(record)
-        is_run = self.limits.draft_tokens > 0 and not record.spans
-        proposed = result.proposed
-        if is_run:
-            self._running.rows.end_step(record.slots, np.diff(result.token_offsets), self.limits.draft_tokens)
+        ends, drafts, has_final = slice(None), self.limits.draft_tokens, False
+        if drafts and not record.spans:
+            offsets = result.token_offsets
+            self._running.rows.end_step(record.slots, offsets[1:] - offsets[:-1], drafts)
+            ends, has_final = offsets[1:] - 1, self._running.rows.any_final
         if result.drafts is not None:
             take_drafts(record.requests, result.drafts)
-        last = result.token_offsets[1:] - 1 if is_run else slice(None)
-        self._builder.last_tokens[record.slots] = result.token_ids[last]
-        special = record.has_stale_rows or result.logprobs is not None or result.bad_rows.any()
-        special = special or (is_run and self._running.rows.any_final)
+        self._builder.last_tokens[record.slots] = result.token_ids[ends]
+        special = has_final or record.has_stale_rows or result.logprobs is not None or result.bad_rows.any()
         plain = 0 if special else len(record.requests) - len(record.spans)
-        if proposed is not None and plain:
-            outputs = self._take_runs(record, result, proposed.tolist())
+        if result.proposed is not None and plain:
+            outputs = self._take_runs(record, result, result.proposed.tolist())
         else:
             outputs = self._take_tokens(record.requests[:plain], result.token_ids[:plain].tolist())
         if plain < len(record.requests):
             outputs += self._take_rows(record, result, plain)
         if record.finishing:
             self._end_finishing(record, outputs)
-        if is_run:
+        if has_final:
             self._part_with_finishing()
         self._running.release(record)
         return outputs
@@ -239,9 +238,9 @@ class Scheduler:
     def _part_with_finishing(self) -> None:
         """Rows whose last token a step in flight emits leave now, so that no later step names them."""
         rows = self._running.rows
-        last = np.flatnonzero(rows.seq_lens >= rows.final_seq_lens)
-        if not len(last):
+        if not rows.any_final:
             return
+        last = np.flatnonzero(rows.seq_lens >= rows.final_seq_lens)
         requests = [rows.requests[row] for row in last.tolist()]
         rows.remove_rows(last.tolist())
         for request in requests:
@@ -301,21 +300,19 @@ class Scheduler:
 
     def _take_runs(self, record: BatchRecord, result: BatchResult, proposed: list[int]) -> list[EngineOutput]:
         """The common case of several tokens each: decode rows that are still there, and none at its end by length."""
-        outputs, tokens = [], result.token_ids.tolist()
-        rows = zip(record.requests, pairwise(result.token_offsets.tolist()), strict=True)
-        for row, (request, (start, end)) in enumerate(rows):
+        requests, tokens, offsets = record.requests, result.token_ids.tolist(), result.token_offsets.tolist()
+        outputs = []
+        for request, start, end, made in zip(requests, offsets, offsets[1:], proposed, strict=False):
             run = tokens[start:end]
             if request.matcher is None and not request.leaving and request.stop_ids.isdisjoint(run):
                 request.output_ids += run
-                outputs.append(request.output(run))
+                output = request.output(run)
             else:
-                outputs.append(self._take_run(request, run, None, start))
-            self._count_run(request, outputs[-1], proposed[row], len(run))
+                output = self._take_run(request, run, None, start)
+            output.proposed = made
+            outputs.append(output)
+        self.drafts.update(cells_of(requests, proposed, map(sub, offsets[1:], offsets)))
         return outputs
-
-    def _count_run(self, request: Request, output: EngineOutput, proposed: int, emitted: int) -> None:
-        output.proposed = proposed
-        self.drafts[cell_of(request, proposed, emitted - 1)] += 1
 
     def _take_rows(self, record: BatchRecord, result: BatchResult, first: int) -> list[EngineOutput]:
         """Any rows, from `first` on."""
@@ -341,7 +338,8 @@ class Scheduler:
             elif run:
                 outputs.append(self._take_run(request, run, result.logprobs, offsets[row]))
                 if proposed is not None:
-                    self._count_run(request, outputs[-1], proposed[row], len(run))
+                    outputs[-1].proposed = proposed[row]
+                    self.drafts.update(cells_of([request], proposed[row : row + 1], [len(run)]))
         return outputs
 
     def _take_chunk(self, request: Request, span: tuple[int, int], row: int, result: BatchResult) -> None:

@@ -44,12 +44,14 @@ class StepOutput(Generic[A]):
 
     def read(self, step: int, arrays: Sequence[NDArray]) -> BatchResult:
         """From the host's own arrays of `arrays()`."""
-        if self.drafts is not None:
-            drafts, *others = arrays
-            return replace(replace(self, drafts=None).read(step, others), drafts=drafts)
-        if self.runs is not None:
-            accepted, proposed, *others = arrays
-            return accepted_runs(replace(self, runs=None).read(step, others), accepted, proposed)
+        drafts = None if self.drafts is None else arrays[0]
+        own = arrays if drafts is None else arrays[1:]
+        result = (
+            self._read_rows(step, own) if self.runs is None else accepted_runs(self._read_rows(step, own[2:]), *own[:2])
+        )
+        return result if drafts is None else replace(result, drafts=drafts)
+
+    def _read_rows(self, step: int, arrays: Sequence[NDArray]) -> BatchResult:
         offsets = self.rows.token_offsets
         if self.tokens is None:
             (embeddings,) = arrays

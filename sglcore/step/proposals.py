@@ -82,14 +82,13 @@ def accepted_runs(wide: BatchResult, accepted: Ints, proposed: Ints) -> BatchRes
     nodes = wide.token_ids.reshape(len(accepted), -1)
     kept = np.arange(nodes.shape[1], dtype=np.int32) <= accepted[:, None]
     offsets = np.zeros(len(accepted) + 1, np.int32)
-    np.cumsum(accepted + 1, out=offsets[1:])
-    flat = kept.reshape(-1)
+    np.add.accumulate(accepted + 1, out=offsets[1:])
     logprobs = wide.logprobs
     if logprobs is not None:
+        flat = kept.reshape(-1)
         logprobs = TokenLogprobs(
             logprobs.chosen[flat], logprobs.ranks[flat], logprobs.top_ids[flat], logprobs.top_logprobs[flat]
         )
-    bad = (wide.bad_rows.reshape(nodes.shape) & kept).any(axis=1)
-    return replace(
-        wide, token_offsets=offsets, token_ids=nodes[kept], bad_rows=bad, logprobs=logprobs, proposed=proposed
-    )
+    bad = wide.bad_rows.reshape(nodes.shape)
+    bad = np.logical_or.reduce(bad & kept, axis=1) if bad.any() else bad[:, 0]
+    return BatchResult(wide.step, offsets, nodes[kept], bad, logprobs, path=wide.path, proposed=proposed)

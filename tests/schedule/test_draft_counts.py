@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sglcore.sampling.params import SamplingParams
-from sglcore.schedule.draft_counts import CACHED, DraftSums, at_places, cell_of, sums_by, sums_of
+from sglcore.schedule.draft_counts import CACHED, DraftSums, at_places, cells_of, sums_by, sums_of
 from sglcore.schedule.request import Request
 
 COUNTS = {(4, 0, 3, 0): 2, (4, 0, 3, 3): 1, (5, 2, 3, 1): 4, (5, 2, 0, 0): 3}
@@ -30,6 +30,6 @@ def test_a_request_is_counted_by_its_tokens_and_by_what_was_cached_of_its_prompt
     request = Request("a", np.zeros(40, np.int32), SamplingParams())
     request.begin_with(cached)
     request.output_ids += range(25)
-    assert cell_of(request, 4, 2) == (7, share, 4, 2)
+    assert cells_of([request, request], [4, 1], [3, 1]) == [(7, share, 4, 2), (7, share, 1, 0)]
     assert 2**6 <= request.num_tokens < 2**7
     assert float(CACHED[share]) >= cached / 40

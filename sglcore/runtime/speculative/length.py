@@ -65,6 +65,8 @@ class LengthController:
     def learn(self, requests: int, tokens: int, accepted: NDArray[np.int32], seconds: float | None) -> None:
         """A step verified `tokens` proposals of each of its requests, of which `accepted` int32[B] were right, in `seconds` (None:
         it made another number of them for the next, so that its time tells nothing)."""
+        if len(self.lengths) == 1:
+            return
         known = self._of(requests)
         known.reached *= MEMORY
         known.right *= MEMORY

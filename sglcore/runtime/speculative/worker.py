@@ -263,7 +263,7 @@ class SpeculativeWorker(TpModelWorker):
         found = self.drafter.advance(rows)
         missing = self.drafter.tokens - found.shape[1]
         whole = found if not missing else torch.nn.functional.pad(found, (0, missing), value=NONE)
-        self._proposals[rows.slots] = whole
+        self._proposals.index_put_((rows.slots,), whole)
 
     def collect(self, ticket: Ticket) -> BatchResult:
         """As the plain worker's. What a step took is the time since it was submitted, or since the one before it was collected:
